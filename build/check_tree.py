@@ -26,7 +26,7 @@ FORBIDDEN = {
 }
 SOURCES = ("libs/", "apps/", "build/")
 NEVER = [("engines", "rollout"), ("rollout", "engines")]
-LIBRARIES = ["seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "runlog"]
+LIBRARIES = ["seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "runlog", "runplan"]
 
 
 def tracked() -> list[str]:

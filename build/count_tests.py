@@ -2,8 +2,11 @@
 
 Reads the event files of the runs (--build_event_json_file) and the JUnit files that they name. A failed target without
 a failed case (it timed out, or could not be built) counts as one failure, so nothing that went wrong is left out.
+`--slowest 20` says before that where the time went, in seconds of the tests' own processes: the 20 slowest targets with
+what they import, files without it, and cases.
 """
 
+import argparse
 import json
 import sys
 import xml.etree.ElementTree as ET
@@ -58,15 +61,39 @@ def instructions(label: str, xml: Path | None) -> dict[tuple[str, str], int]:
     return {(label, prop.get("value", "")): len(suite.findall("testcase")) for suite, prop in named if prop is not None}
 
 
-def main(files: list[str]) -> int:
+def slowest(targets: dict[str, tuple[str, Path | None]], most: int) -> list[str]:
+    """Return lines of the seconds by target (the JUnit file's), by test file and by case (the cases')."""
+    seconds = {"targets, imports and all": Counter[str](), "files": Counter[str](), "cases": Counter[str]()}
+    by_target, by_file, by_case = seconds.values()
+    for label, (_, xml) in targets.items():
+        for suite in ET.parse(xml).iter("testsuite") if xml and xml.exists() else ():
+            by_target[label] += float(suite.get("time", 0))
+            for case in suite.iter("testcase"):
+                file = case.get("file", label)
+                by_file[file] += float(case.get("time", 0))
+                by_case[f"{file}: {case.get('name')}"] += float(case.get("time", 0))
+    lines = []
+    for what, found in seconds.items():
+        lines.append(f"{found.total():.0f} s in {len(found)} {what}; the slowest:")
+        lines += [f"{value:8.1f}  {name}" for name, value in found.most_common(most)]
+    return lines
+
+
+def main(argv: list[str]) -> int:
     """Prints the account; 1 if anything failed or nothing ran."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("events", nargs="*", help="files that --build_event_json_file wrote")
+    parser.add_argument("--slowest", type=int, default=0, metavar="N", help="say where the time went")
+    arguments = parser.parse_args(argv)
     targets: dict[str, tuple[str, Path | None]] = {}
     computed: dict[tuple[str, str], int] = {}
-    for name in files:
+    for name in arguments.events:
         found = results(Path(name)) if Path(name).exists() else {}
         for label, (_, xml) in found.items():
             computed |= instructions(label, xml)
         targets |= found
+    if arguments.slowest:
+        print("\n".join(slowest(targets, arguments.slowest)))
     for name in sorted({name for _, name in computed}):
         print(f"torch computed with {name}: {sum(n for (_, its), n in computed.items() if its == name)} cases")
     counts = sum((count_cases(label, *target) for label, target in sorted(targets.items())), Counter())

@@ -97,6 +97,23 @@ def test_a_run_says_what_torch_computed_with(tmp_path: Path) -> None:
     assert 'name="torch-instructions" value="DEFAULT"' in junit.read_text()
 
 
+def test_where_the_time_went(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By target with its imports, by file and by case; the slowest first, and no more than are asked for."""
+    case = '<testcase name="{}" file="{}_test.py" time="{}"/>'
+    cases = case.format("one", "x", 1.5), case.format("two", "x", 2.5), case.format("three", "y", 3)
+    slow = f'<testsuites><testsuite time="9.25">{"".join(cases)}</testsuite></testsuites>'
+    file = _events(tmp_path / "fast", {"//a": ("PASSED", GOOD), "//b": ("PASSED", slow), "//c": ("TIMEOUT", None)})
+    assert main([file, "--slowest", "1"]) == 1
+    assert capsys.readouterr().out.splitlines()[:6] == [
+        "9 s in 2 targets, imports and all; the slowest:",
+        "     9.2  //b",
+        "7 s in 3 files; the slowest:",
+        "     4.0  x_test.py",
+        "7 s in 5 cases; the slowest:",
+        "     3.0  y_test.py: three",
+    ]
+
+
 def test_nothing_run_is_a_failure(tmp_path: Path) -> None:
     """An empty account is not a green one."""
     assert main([str(tmp_path / "absent")]) == 1

@@ -1,4 +1,4 @@
-"""The macros of Tessera's BUILD files: one target a file, and a target sees only what it declares."""
+"""The macros of Tessera's BUILD files: one target a folder, and a target sees only what it declares."""
 
 load("@rules_python//python:defs.bzl", "py_binary", "py_library", "py_test")
 load(":dist.bzl", "distribution")
@@ -20,45 +20,70 @@ def _library_name():
     """libs/seqpack -> seqpack; the last part of the package's path."""
     return native.package_name().split("/")[-1]
 
-def _source(name):
-    return "%s/%s.py" % (_library_name(), name)
+def _is_app():
+    return native.package_name().startswith("apps/")
+
+def _root():
+    """Where the Python files are: libs/seqpack has them in seqpack/, an app beside its BUILD file."""
+    return "" if _is_app() else _library_name() + "/"
+
+def _folder(name):
+    """The path of a folder by its name; the top one has the name of the library or app."""
+    return _root() + ("" if name == _library_name() else name + "/")
 
 def _package_files(source):
     """The `__init__.py` of each package that a source lies in: libs/seqpack's planning/pack.py is in two."""
     folders = source.split("/")[:-1]
-    return ["/".join(folders[:depth] + ["__init__.py"]) for depth in range(1, len(folders) + 1)]
+    depths = range(0 if _is_app() else 1, len(folders) + 1)
+    return native.glob(["/".join(folders[:depth] + ["__init__.py"]) for depth in depths])
 
-def module(name, srcs = None, deps = [], kernels = [], data = [], visibility = None, tags = [], **attrs):
-    """One Python file of a library, importable by its full name.
+def _python(rule, srcs, deps, **attrs):
+    """A target of files that are imported by their full names, an app's from the top of the repository.
 
-    The `__init__.py` of its packages (lazy, or nothing but words) are always there; the modules that the file imports are `deps`.
-
-    Args:
-      name: of the target; the file is NAME/name.py unless `srcs` says otherwise.
-      srcs: the one file, where the name does not say it.
-      deps: what the file imports.
-      kernels: distributions of @pypi_kernels that it imports on CUDA devices, and has with --config=cuda alone.
-      data: files it reads.
-      visibility: everybody, unless said otherwise.
-      tags: as in Bazel.
-      **attrs: as in py_library.
+    The `__init__.py` of their packages (lazy, or nothing but words) are always there.
     """
-    srcs = srcs or [_source(name)]
+    rule(
+        srcs = srcs + [path for path in _package_files(srcs[0]) if path not in srcs],
+        imports = [] if _is_app() else ["."],
+        deps = deps + (["//apps:init"] if _is_app() else []),
+        **attrs
+    )
+
+def _modules(srcs, deps, kernels, visibility, **attrs):
     if kernels:
         deps = deps + select({
             "//build:cuda": [requirement(kernel, "pypi_kernels") for kernel in kernels],
             "//conditions:default": [],
         })
-    py_library(
-        name = name,
-        srcs = srcs + [path for path in _package_files(srcs[0]) if path not in srcs],
-        data = data,
-        imports = ["."],
-        tags = tags,
-        visibility = visibility or ["//visibility:public"],
-        deps = deps,
-        **attrs
-    )
+    _python(py_library, srcs, deps, visibility = visibility or ["//visibility:public"], **attrs)
+
+def python_package(name, exclude = [], deps = [], kernels = [], visibility = None, **attrs):
+    """The modules of one folder of a library or an app, without the folders in it.
+
+    Args:
+      name: of the target, the folder's: its path from the top folder.
+      exclude: files that have targets of their own (`module`).
+      deps: what the files import.
+      kernels: distributions of @pypi_kernels that they import on CUDA devices, and have with --config=cuda alone.
+      visibility: everybody, unless said otherwise.
+      **attrs: as in py_library.
+    """
+    folder = _folder(name)
+    srcs = native.glob([folder + "*.py"], exclude = [folder + file for file in ["*_test.py"] + exclude])
+    _modules(srcs, deps, kernels, visibility, name = name, **attrs)
+
+def module(name, srcs = None, deps = [], kernels = [], visibility = None, **attrs):
+    """One Python file: of the top folder, or one whose packages are not for all that its folder is for.
+
+    Args:
+      name: of the target; the file is that of this path from the top folder unless `srcs` says otherwise.
+      srcs: the one file, where the name does not say it.
+      deps: what the file imports.
+      kernels: as in `python_package`.
+      visibility: everybody, unless said otherwise.
+      **attrs: as in py_library.
+    """
+    _modules(srcs or [_root() + name + ".py"], deps, kernels, visibility, name = name, **attrs)
 
 def library(name, deps = [], visibility = ["//visibility:public"], **attrs):
     """The library as others depend on it: its facade and all that the facade can hand out.
@@ -109,38 +134,54 @@ def library(name, deps = [], visibility = ["//visibility:public"], **attrs):
 # Tags that say what a test needs; .bazelrc decides which of them run.
 _NEEDS = ["gpu", "gpu2", "gpu4", "npu", "vllm", "slow", "browser"]
 
-def module_test(name, srcs = None, deps = [], data = [], size = "small", tags = [], env = {}, args = [], hub = "pypi", **attrs):
-    """A pytest file. pytest, and nothing else, is added to what it declares.
+def _pytest(srcs, deps, data, tags, args, hub, **attrs):
+    needs = [tag for tag in tags if tag in _NEEDS]
+    _python(
+        py_test,
+        srcs + ["//build:pytest_main.py"],
+        deps + [requirement("pytest", hub)],
+        args = ["$(rootpath %s)" % file for file in srcs] + ["--tessera-tag=" + tag for tag in needs] + args,
+        data = data + ["//build:allowed_skips.txt", "//:pyproject.toml"],
+        main = "//build:pytest_main.py",
+        tags = tags,
+        **attrs
+    )
+
+def package_test(name, exclude = [], deps = [], data = [], size = "medium", tags = [], args = [], **attrs):
+    """The pytest files of one folder, in one process. pytest, and nothing else, is added to what it declares.
 
     Args:
-      name: of the target; the file is NAME/name.py unless `srcs` says otherwise.
+      name: of the target: the folder's name and _test; for the top folder that of the library or app and _test.
+      exclude: files that have targets of their own (`module_test`).
+      deps: what the files import.
+      data: files they read.
+      size: small (4 minutes), medium (15) or large (30).
+      tags: what all of them need: gpu, gpu2, gpu4, npu, vllm, slow, browser.
+      args: further words for pytest.
+      **attrs: as in py_test.
+    """
+    folder = _folder(name[:-len("_test")])
+    srcs = native.glob([folder + "*_test.py"], exclude = [folder + file for file in exclude])
+    _pytest(srcs, deps, data, tags, args, "pypi", name = name, size = size, **attrs)
+
+def module_test(name, srcs = None, deps = [], data = [], size = "small", tags = [], args = [], hub = "pypi", **attrs):
+    """A pytest file with a process, tags, an environment or a hub of its own.
+
+    Args:
+      name: of the target; the file is that of this path from the top folder unless `srcs` says otherwise.
       srcs: the one file, where it is elsewhere.
       deps: what the file imports.
       data: files it reads.
-      size: small (1 minute), medium (5) or large (15).
-      tags: what it needs: gpu, gpu2, gpu4, npu, vllm, slow, browser.
-      env: environment variables.
+      size: as in `package_test`.
+      tags: what it needs, as in `package_test`.
       args: further words for pytest.
       hub: the repository that pytest comes from, for tests of another hub.
       **attrs: as in py_test.
     """
-    srcs = srcs or [_source(name)]
+    srcs = srcs or [_root() + name + ".py"]
     if len(srcs) != 1:
         fail("module_test %s: one test file a target, got %s" % (name, srcs))
-    needs = [tag for tag in tags if tag in _NEEDS]
-    py_test(
-        name = name,
-        srcs = srcs + ["//build:pytest_main.py"],
-        args = ["$(rootpath %s)" % srcs[0]] + ["--tessera-tag=" + tag for tag in needs] + args,
-        data = data + ["//build:allowed_skips.txt", "//:pyproject.toml"],
-        env = env,
-        imports = ["."],
-        main = "//build:pytest_main.py",
-        size = size,
-        tags = tags,
-        deps = deps + [requirement("pytest", hub)],
-        **attrs
-    )
+    _pytest(srcs, deps, data, tags, args, hub, name = name, size = size, **attrs)
 
 def app(name, main, deps = [], srcs = None, data = [], hub = "pypi", visibility = ["//visibility:public"], **attrs):
     """A program for `bazel run`. Relative paths in its flags are the user's if it asks $BUILD_WORKING_DIRECTORY.

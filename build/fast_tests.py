@@ -1,9 +1,9 @@
 """Runs the fast tests by plain pytest, on a machine without Bazel: `python3.12 build/fast_tests.py [libs/seqpack ...]`.
 
-Which files are tests, with which tags and environment, is read from the BUILD files of libraries and apps. Each runs
-in a process of its own with a home of its own, as under Bazel, but sees the whole tree and the machine's network. What
-this Python lacks is left out and counted, by package: files that declare a package that is not installed, and cases
-that fail for one. Files of other hubs, and those that Bazel builds something for, are left out too. The last line is
+Which files are tests, with which tags and environment, is read from the BUILD files of libraries and apps. Each file
+runs in a process of its own with a home of its own, and sees the whole tree and the machine's network. What this Python
+lacks is left out and counted, by package: files that import a package that is not installed, and cases that fail
+for one. Files of other hubs, and those that Bazel builds something for, are left out too. The last line is
 the total; the exit status is 1 if a case failed or none passed. pytest has to be installed.
 
 The tests that want a GPU, on a machine that has one, one file at a time on a device and each for three minutes at most:
@@ -33,7 +33,8 @@ from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 
-from gazelle import DISTRIBUTIONS, LOCKS, TEST_RULES, source_root
+from gazelle import DISTRIBUTIONS, LOCKS, imports_of, source_root, target_of
+from gazelle_rules import TEST_RULES
 from install_hub import lock_entries, normal
 
 ROOT = Path(__file__).absolute().parent.parent
@@ -45,7 +46,7 @@ MISSING = re.compile(r"No module named '([\w.]+)'")
 
 @dataclass(frozen=True, eq=False)
 class Test:
-    """A test rule of a BUILD file."""
+    """A test file, as a rule of a BUILD file has it."""
 
     label: str
     path: Path
@@ -64,17 +65,34 @@ def rules(folder: Path) -> list[Test]:
     for node in ast.parse((folder / "BUILD.bazel").read_text()).body:
         call = node.value if isinstance(node, ast.Expr) else None
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in TEST_RULES:
-            found.append(_test(package, {word.arg: word.value for word in call.keywords if word.arg}))
+            words = {word.arg: word.value for word in call.keywords if word.arg}
+            name, root = ast.literal_eval(words["name"]), source_root(package)
+            if call.func.id == "module_test":
+                path = Path(package) / ast.literal_eval(words["srcs"])[0] if "srcs" in words else root / f"{name}.py"
+                found.append(_test(f"//{package}:{name}", path, words, _requirements(words.get("deps"))))
+                continue
+            place = root if name == f"{root.name}_test" else root / name.removesuffix("_test")
+            left_out = ast.literal_eval(words["exclude"]) if "exclude" in words else []
+            for file in sorted((ROOT / place).glob("*_test.py")):
+                if file.name not in left_out:
+                    label = f"//{package}:{target_of(place / file.name, root)}"
+                    needs = _imported(file, _requirements(words.get("deps")))
+                    found.append(_test(label, place / file.name, words, needs))
     return found
 
 
-def _test(package: str, words: dict[str, ast.expr]) -> Test:
-    """The test that a rule's keywords describe."""
-    name = ast.literal_eval(words["name"])
-    known = {key: ast.literal_eval(words[key]) for key in ("srcs", "tags", "size", "args", "hub") if key in words}
-    root = source_root(package)
-    path = Path(package) / known["srcs"][0] if "srcs" in known else root / f"{name}.py"
-    needed, special = _requirements(words.get("deps"))
+def _imported(file: Path, needs: dict[str, str]) -> dict[str, str]:
+    """Those of a folder's packages that one of its files imports."""
+    tops = {module.partition(".")[0] for module, _ in imports_of(file)}
+    names = {normal(DISTRIBUTIONS.get(top, top)) for top in tops}
+    return {name: hub for name, hub in needs.items() if name in names}
+
+
+def _test(label: str, path: Path, words: dict[str, ast.expr], needs: dict[str, str]) -> Test:
+    """The test of a file that a rule's keywords describe."""
+    known = {key: ast.literal_eval(words[key]) for key in ("tags", "size", "args", "hub") if key in words}
+    other = [hub for hub in needs.values() if hub not in ("pypi", "pypi_extras")]
+    special = f"of the hub {other[0]}" if other else ""
     if known.get("hub", "pypi") != "pypi":
         special = f"of the hub {known['hub']}"
     try:
@@ -84,26 +102,25 @@ def _test(package: str, words: dict[str, ast.expr]) -> Test:
     if any("$(" in word for word in [*env.values(), *known.get("args", ())]):
         env, special = {}, "with files that Bazel makes"
     return Test(
-        label=f"//{package}:{name}",
+        label=label,
         path=path,
         tags=tuple(known.get("tags", ())),
         size=known.get("size", "small"),
         env=env,
         args=tuple(known.get("args", ())),
-        packages=needed,
+        packages=tuple(needs),
         special=special,
     )
 
 
-def _requirements(deps: ast.expr | None) -> tuple[tuple[str, ...], str]:
-    """The packages that a rule declares itself, and the hub of one that is neither the main one nor its extras."""
-    names, special = [], ""
+def _requirements(deps: ast.expr | None) -> dict[str, str]:
+    """The packages that a rule declares itself, each with its hub."""
+    needs = {}
     for node in ast.walk(deps) if deps is not None else ():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "requirement":
             hub = next((ast.literal_eval(word.value) for word in node.keywords if word.arg == "hub"), "pypi")
-            special = special if hub in ("pypi", "pypi_extras") else f"of the hub {hub}"
-            names.append(normal(ast.literal_eval(node.args[0])))
-    return tuple(names), special
+            needs[normal(ast.literal_eval(node.args[0]))] = hub
+    return needs
 
 
 @cache

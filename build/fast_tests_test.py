@@ -18,6 +18,9 @@ FILES = {
     "wrong_test.py": "def test_wrong():\n    assert 1 == 2\n",
     "stop_test.py": "import os\nimport signal\n\n\ndef test_stop():\n    os.kill(os.getppid(), signal.SIGINT)\n",
     "never_test.py": "raise AssertionError('not to be run')\n",
+    "rooms/near_test.py": "def test_near():\n    pass\n",
+    "rooms/far_test.py": "import absent_package\n\n\ndef test_far():\n    pass\n",
+    "rooms/own_test.py": "def test_own():\n    pass\n",
 }
 RULES = """
 module(name = "alpha/other")
@@ -35,7 +38,7 @@ module_test(name = "made", srcs = ["alpha/never_test.py"], env = {"X": "$(rootpa
 def tree(tmp_path):
     """A tree with one library and this program."""
     (tmp_path / "build/locks").mkdir(parents=True)
-    for name in ("fast_tests.py", "gazelle.py", "install_hub.py", "pytest_main.py"):
+    for name in ("fast_tests.py", "gazelle.py", "gazelle_rules.py", "install_hub.py", "pytest_main.py"):
         shutil.copy(BUILD / name, tmp_path / "build")
     (tmp_path / "build/allowed_skips.txt").write_text("")
     for lock in ("cpu", "extras"):
@@ -43,6 +46,7 @@ def tree(tmp_path):
     (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\npython_files = ["*_test.py"]\n')
     (tmp_path / "libs/alpha/alpha").mkdir(parents=True)
     for name, text in FILES.items():
+        (tmp_path / "libs/alpha/alpha" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "libs/alpha/alpha" / name).write_text(text)
     return tmp_path
 
@@ -81,6 +85,18 @@ def test_a_failure_is_one(tree, name):
     status, lines = run(tree, f'{RULES}module_test(name = "{name}_test")\n')
     assert (status, lines[-1]) == (1, "3 passed, 1 failed, 0 skipped"), lines
     assert f"failed: //libs/alpha:{name}_test test_{name}" in lines
+
+
+def test_the_files_of_a_folder_run_one_by_one(tree):
+    """Each in its own process: what one of them imports keeps the others from nothing."""
+    rule = 'package_test(name = "rooms_test", exclude = ["own_test.py"], deps = [requirement("absent-package")])\n'
+    status, lines = run(tree, rule)
+    assert (status, lines[-1]) == (0, "1 passed, 0 failed, 0 skipped"), lines
+    assert "left out: 1 files without absent-package" in lines
+    assert [line.split("  ")[-1] for line in lines if " s  //" in line] == ["//libs/alpha:rooms/near_test: 1 passed"]
+    top = f'package_test(name = "alpha_test", exclude = {sorted(set(FILES) - {"plain_test.py"})})\n'
+    status, lines = run(tree, top)
+    assert (status, lines[-1]) == (0, "2 passed, 0 failed, 0 skipped"), lines
 
 
 def test_those_of_one_tag_alone_each_within_its_seconds(tree):

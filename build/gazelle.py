@@ -1,10 +1,15 @@
 """Writes the BUILD files from the imports of the Python files: `./bazelw run //build:gazelle` (or `-- --check`).
 
-Each file of a library or an app is one target; what it imports is its `deps`. Run it after adding, moving or removing a
-file, or after changing an import. A package that reads its own `__path__` (a registry of its files) needs all of them;
-a lazy facade needs what `_EXPORTS` names. Kept as they stand: attributes but `deps` (size, tags, data, env, ...),
-a dependency marked `# keep` (what an import does not show, such as a package that is loaded by name), rules that are
-not modules or tests, and comments above those.
+Each folder of a library or an app is one target with its modules and one with its tests, both by glob: a new file needs
+no edit, a new import or folder another run. What the files import is their `deps`. A module directly in the top folder
+has a target of its own, and so has a file that a `module` or `module_test` of its name stands for in the BUILD file: its
+folder's targets are without it (a test with tags, a size or an environment of its own, a module whose packages are not
+for all that its folder's other modules are for).
+
+Folders that import each other cannot be two targets: gazelle names them, with an import of each direction, and writes
+nothing. Kept as they stand: attributes but `deps` and `exclude` (size, tags, data, env, ...), a dependency marked
+`# keep` (what an import does not show, such as a package that is loaded by name), rules that are of neither kind, and
+comments above those.
 """
 
 import argparse
@@ -12,15 +17,13 @@ import ast
 import os
 import re
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
+from gazelle_rules import FILE_RULES, PACKAGE_RULES, Build, Rule, order, parse_build, spelled, written
 from install_hub import lock_entries, normal
 
-MODULE_RULES = {"module", "app_module"}
-TEST_RULES = {"module_test", "app_test"}
-MANAGED = MODULE_RULES | TEST_RULES | {"library", "app"}
 # Imports whose distribution has another name.
 DISTRIBUTIONS = {
     "PIL": "pillow",
@@ -30,30 +33,6 @@ DISTRIBUTIONS = {
     "yaml": "pyyaml",
 }
 LOCKS = {"pypi": "cpu"}
-
-
-@dataclass
-class Rule:
-    """One call in a BUILD file: its function, the source of each keyword but `deps`, and the deps to keep."""
-
-    kind: str
-    name: str
-    attributes: dict[str, str] = field(default_factory=dict)
-    kept: list[str] = field(default_factory=list)
-    deps: list[str] = field(default_factory=list)
-    comment: str = ""
-
-    @property
-    def hub(self) -> str:
-        """The hub its third-party packages come from."""
-        return ast.literal_eval(self.attributes.get("hub", '"pypi"'))
-
-    @property
-    def sources(self) -> list[str]:
-        """Its `srcs` if they are spelled out, or a program's `main`."""
-        if self.kind == "app":
-            return [ast.literal_eval(self.attributes["main"])]
-        return ast.literal_eval(self.attributes.get("srcs", "[]"))
 
 
 @cache
@@ -99,35 +78,67 @@ def exports(path: Path) -> dict[str, str]:
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             if isinstance(target, ast.Name) and target.id == "_EXPORTS":
-                return ast.literal_eval(node.value)
+                return dict(ast.literal_eval(node.value))
     return {}
 
 
-def registered(path: Path) -> list[Path]:
-    """The files beside an `__init__.py` that finds them by its `__path__`."""
-    if path.name != "__init__.py" or "__path__" not in path.read_text():
-        return []
-    return [other for other in sorted(path.parent.glob("*.py")) if other != path and not other.stem.endswith("_test")]
+def is_bare(path: Path) -> bool:
+    """Whether this is an `__init__.py` of nothing but words, which every module of its package brings along."""
+    if path.name != "__init__.py":
+        return False
+    return not exports(path) and not imports_of(path) and "__path__" not in path.read_text()
+
+
+def is_test(path: Path) -> bool:
+    """Whether pytest is to look into a file."""
+    return path.name.endswith("_test.py")
+
+
+def source_root(package: str) -> Path:
+    """The folder of a Bazel package's Python files."""
+    return Path(package) if package.startswith("apps/") else Path(package) / Path(package).name
+
+
+def target_of(path: Path, root: Path) -> str:
+    """The name of a file's own target: its path, or its folder's for `__init__.py`."""
+    if path.name != "__init__.py":
+        return str(path.relative_to(root).with_suffix(""))
+    return str(path.parent.relative_to(root)) if path.parent != root else root.name
+
+
+def whole(package: str, target: str) -> str:
+    """The label of a target as other packages write it."""
+    return f"//{package}" if target == Path(package).name else f"//{package}:{target}"
 
 
 class Tree:
-    """Where the Python files of the house are, by the dotted names they are imported under."""
+    """The BUILD files and Python files of libraries and apps: which rule has which file, and what it needs."""
 
     def __init__(self) -> None:
         self.packages = [
             str(path.parent)
             for path in sorted([*Path("libs").glob("*/BUILD.bazel"), *Path("apps").glob("*/BUILD.bazel")])
         ]
-        self.sources: dict[str, Path] = {}
-        self.labels: dict[str, tuple[str, str]] = {}  # dotted name -> (Bazel package, target)
+        self.builds: dict[str, Build] = {}
+        self.rules: dict[str, list[Rule]] = {}
+        self.sources: dict[str, Path] = {}  # by the dotted names they are imported under
+        self.labels: dict[Path, tuple[str, str]] = {}  # (Bazel package, target)
+        self.modules: dict[Path, str] = {}  # the targets of files that others import
+        self.arrows: dict[tuple[str, str], str] = {}  # (label, label that it needs): for which import
         for package in self.packages:
             root = source_root(package)
+            base = Path() if package.startswith("apps/") else Path(package)
             for path in sorted(root.rglob("*.py")):
-                target = target_of(path, root)
-                base = Path() if package.startswith("apps/") else Path(package)
-                dotted = ".".join(path.relative_to(base).with_suffix("").parts).removesuffix(".__init__")
-                self.sources[dotted] = path
-                self.labels[dotted] = (package, target)
+                self.sources[".".join(path.relative_to(base).with_suffix("").parts).removesuffix(".__init__")] = path
+            self.builds[package] = parse_build((Path(package) / "BUILD.bazel").read_text())
+            self.rules[package] = assign(package, self.builds[package].rules)
+            for rule in self.rules[package]:
+                self.labels |= {path: (package, rule.name) for path in rule.files if path not in self.labels}
+                if rule.kind in ("module", "python_package"):
+                    self.modules |= dict.fromkeys(rule.files, rule.name)
+        for package in self.packages:
+            for rule in self.rules[package]:
+                rule.deps = self.dependencies(package, rule)
 
     def resolve(self, module: str, name: str) -> str | None:
         """The dotted name of the file that an import needs; None for what is not of the house."""
@@ -138,191 +149,171 @@ class Tree:
         lazy = exports(self.sources[module]) if self.sources[module].name == "__init__.py" else {}
         return (self.resolve(lazy[name], name) or lazy[name]) if name in lazy else module
 
-    def is_bare(self, dotted: str) -> bool:
-        """Whether this is an `__init__.py` of nothing but words, which every module of its package brings along."""
-        return self.sources[dotted].name == "__init__.py" and is_bare(self.sources[dotted])
+    def dependencies(self, package: str, rule: Rule) -> list[str]:
+        """Return labels and requirement() calls for the files of a rule; note which import asks for each label."""
+        own = whole(package, rule.name)
+        found: set[str] = set()
+        if rule.kind == "app" and self.modules.get(rule.files[0], rule.name) != rule.name:
+            return [f'":{self.modules[rule.files[0]]}"']  # a program of a file that has a target for others
+        for path in rule.files:
+            pages = [Path(package) / "README.md"] if '"README.md"' in rule.attributes.get("data", "") else []
+            for module, name in sorted(wanted_by(path, pages)):
+                dotted = self.resolve(module, name)
+                if dotted is None:
+                    needs = {dep: dep for dep in requirements(module, rule.hub, is_test(path))}
+                elif self.sources[dotted] in self.labels and not is_bare(self.sources[dotted]):
+                    owner, target = self.labels[self.sources[dotted]]
+                    needs = {f'":{target}"' if owner == package else f'"{whole(owner, target)}"': whole(owner, target)}
+                else:
+                    continue
+                for dep, label in needs.items():
+                    if label != own:
+                        found.add(dep)
+                        self.arrows.setdefault((own, label), f"{path} imports {dotted or module}")
+        for kept in rule.kept:
+            label = kept.strip('"')
+            label = whole(package, label[1:]) if label.startswith(":") else label
+            if label.startswith("//"):
+                self.arrows.setdefault((own, label), f"{Path(package) / 'BUILD.bazel'} keeps {label}")
+        return sorted(found, key=order)
+
+    def text(self, package: str) -> str:
+        """The text that a BUILD file should have."""
+        return written(self.builds[package], self.rules[package])
+
+    def complaints(self) -> list[str]:
+        """What cannot be written down: two targets of one name, folders that need each other, packages for few."""
+        said = []
+        for package, rules in self.rules.items():
+            names = [rule.name for rule in rules]
+            twice = sorted({name for name in names if names.count(name) > 1})
+            said += [f"//{package} has two targets named {name}: rename a file or a folder" for name in twice]
+            for rule in (rule for rule in rules if rule.kind == "python_package"):
+                said += [
+                    f"{self.arrows[whole(package, rule.name), dep]}, of @pypi_extras, which all that need the folder "
+                    f'would need: give the file a target of its own, module(name = "{rule.name}/...")'
+                    for dep in rule.deps
+                    if "pypi_extras" in dep
+                ]
+        return said + [circle(path, self.arrows) for path in circles(self.arrows)]
 
 
-def source_root(package: str) -> Path:
-    """The folder of a Bazel package's Python files."""
-    return Path(package) if package.startswith("apps/") else Path(package) / Path(package).name
-
-
-def target_of(path: Path, root: Path) -> str:
-    """The target of a file: its path, or its folder's for `__init__.py`."""
-    if path.name != "__init__.py":
-        return str(path.relative_to(root).with_suffix(""))
-    return str(path.parent.relative_to(root)) if path.parent != root else root.name
-
-
-def is_bare(path: Path) -> bool:
-    """Whether a file imports and exports nothing."""
-    return not exports(path) and not registered(path) and not imports_of(path)
-
-
-def wanted_by(path: Path, readme: Path | None) -> set[tuple[str, str]]:
-    """The imports of a file, of the modules that a lazy facade hands out, and of a README that it runs."""
+def wanted_by(path: Path, pages: Iterable[Path]) -> set[tuple[str, str]]:
+    """The imports of a file, of the modules that a lazy facade hands out, and of the pages whose code it runs."""
     wanted = set(imports_of(path))
     if path.name == "__init__.py":
         wanted |= {(module, "") for module in exports(path).values()}
-    for block in re.findall(r"^```python\n(.*?)^```", readme.read_text(), re.M | re.S) if readme else ():
-        wanted |= imports(ast.parse(block))
+    for page in pages:
+        for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S):
+            wanted |= imports(ast.parse(block))
     return wanted
 
 
-def dependencies(tree: Tree, package: str, path: Path, hub: str, readme: Path | None = None) -> list[str]:
-    """Labels and requirement() calls for one file."""
-    found: set[str] = set()
-    names = {file: dotted for dotted, file in tree.sources.items()}
-    for module, name in wanted_by(path, readme) | {(names[file], "") for file in registered(path)}:
-        dotted = tree.resolve(module, name)
-        if dotted is not None:
-            owner, target = tree.labels[dotted]
-            if tree.sources[dotted] != path and not tree.is_bare(dotted):
-                whole = f"//{owner}" if target == Path(owner).name else f"//{owner}:{target}"
-                found.add(f'":{target}"' if owner == package else f'"{whole}"')
-            continue
-        distribution = normal(DISTRIBUTIONS.get(module.split(".")[0], module.split(".")[0]))
-        if hub == "pypi" and distribution not in locked(hub) and distribution in locked("pypi_extras"):
-            found.add(f'requirement("{distribution}", hub = "pypi_extras")')
-        if distribution in locked(hub) and not (distribution == "pytest" and path.name.endswith("_test.py")):
-            found.add(f'requirement("{distribution}"' + ("" if hub == "pypi" else f', hub = "{hub}"') + ")")
-    return sorted(found, key=order)
+def requirements(module: str, hub: str, for_test: bool) -> set[str]:
+    """The requirement() call for a module that is not of the house; none for what no lock has."""
+    distribution = normal(DISTRIBUTIONS.get(module.split(".")[0], module.split(".")[0]))
+    if hub == "pypi" and distribution not in locked(hub) and distribution in locked("pypi_extras"):
+        return {f'requirement("{distribution}", hub = "pypi_extras")'}
+    if distribution in locked(hub) and not (distribution == "pytest" and for_test):
+        return {f'requirement("{distribution}"' + ("" if hub == "pypi" else f', hub = "{hub}"') + ")"}
+    return set()
 
 
-def order(dep: str) -> tuple[int, str]:
-    """Own package, other packages, third-party; each by name."""
-    return (2 if dep.startswith("requirement") else 1 if dep.startswith('"//') else 0, dep.strip('"').replace(":", "!"))
+def assign(package: str, rules: list[Rule]) -> list[Rule]:
+    """Return the rules of a package in the order in which they are written, each with its files.
 
-
-def kept_entries(deps: str) -> list[str]:
-    """The entries of a list, as the source has it, whose last line is marked `# keep`; each on one line."""
-    lines = deps.splitlines()
-    listed = ast.parse(deps, mode="eval").body
-    entries = [node for node in listed.elts if node.end_lineno] if isinstance(listed, ast.List) else []
-    return [one_line(node) for node in entries if lines[(node.end_lineno or 0) - 1].rstrip().endswith("# keep")]
-
-
-def one_line(node: ast.expr) -> str:
-    """A label or a requirement() call as this file writes it inside."""
-    if isinstance(node, ast.Call):
-        words = [one_line(word) for word in node.args] + [f"{k.arg} = {one_line(k.value)}" for k in node.keywords]
-        return f"{ast.unparse(node.func)}({', '.join(words)})"
-    return f'"{ast.literal_eval(node)}"'
-
-
-def spread(entry: str, indent: int) -> str:
-    """An entry as buildifier writes it: a call with more than one argument has a line for each."""
-    call = re.fullmatch(r"(\w+)\((.+), (\w+ = .+)\)", entry)
-    if not call:
-        return entry
-    blanks = " " * indent
-    return f"{call[1]}(\n{blanks}    {call[2]},\n{blanks}    {call[3]},\n{blanks})"
-
-
-def parse_build(text: str) -> tuple[str, list[Rule], list[str]]:
-    """(head, managed rules, other statements as they stand) of a BUILD file."""
-    lines = text.splitlines(keepends=True)
-    rules, others, head = [], [], ""
-    end = 0
-    for node in ast.parse(text).body:
-        above = "".join(lines[end : node.lineno - 1]).strip("\n")
-        source = "".join(lines[node.lineno - 1 : node.end_lineno])
-        end = node.end_lineno or 0
-        call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
-        kind = call.func.id if call is not None and isinstance(call.func, ast.Name) else ""
-        if kind == "load":
-            head += source
-        elif kind == "package":
-            head += "\n" + (above + "\n" if above else "") + source
-        elif call is not None and kind in MANAGED:
-            attributes = {
-                word.arg: ast.get_source_segment(text, word.value) or "" for word in call.keywords if word.arg
-            }
-            deps = attributes.pop("deps", "[]")
-            name = ast.literal_eval(attributes.pop("name"))
-            rules.append(Rule(kind, name, attributes, kept_entries(deps)))
-        else:
-            others.append((above + "\n" if above else "") + source)
-    return head, rules, others
-
-
-def layout(rule: Rule) -> str:
-    """The rule as buildifier would write it."""
-    lines = [f'    name = "{rule.name}",\n']
-    first = ["size", "srcs"]
-    keys = sorted(rule.attributes, key=lambda key: (first.index(key) if key in first else len(first), key))
-    lines += [f"    {key} = {rule.attributes[key]},\n" for key in keys]
-    kept = [dep for dep in rule.kept if dep not in rule.deps]
-    entries = sorted({*rule.deps, *kept}, key=order)
-    texts = [spread(dep, 8) + (",  # keep" if dep in kept else ",") for dep in entries]
-    if len(texts) == 1 and not kept:
-        lines.append(f"    deps = [{spread(entries[0], 4)}],\n")
-    elif texts:
-        lines.append("    deps = [\n" + "".join(f"        {text}\n" for text in texts) + "    ],\n")
-    return f"{rule.kind}(\n{''.join(lines)})\n"
-
-
-def generate(tree: Tree, package: str) -> str:
-    """The text that a BUILD file should have."""
+    Rules that name a file are kept as long as there is one; those of the top folder's modules and of all folders are
+    made where there are none.
+    """
     folder, root = Path(package), source_root(package)
-    prefix = "app_" if package.startswith("apps/") else ""
-    head, rules, others = parse_build((folder / "BUILD.bazel").read_text())
-    known = {rule.name: rule for rule in rules}
-    programs = [rule for rule in rules if rule.kind == "app"]
-    by_hand = [
-        rule
-        for rule in rules
-        if rule.sources and rule.kind not in ("library", "app") and (folder / rule.sources[0]).exists()
-    ]
-    # A rule that names its file is kept; further rules may name the same file (another hub, other attributes).
-    named = {
-        path
-        for rule in by_hand
-        if (path := folder / rule.sources[0]).is_relative_to(root) and rule.name == target_of(path, root)
-    }
-    named |= {path for rule in programs if (path := folder / rule.sources[0]) == root / f"{rule.name}.py"}
-    made = list(by_hand)
-    for path in sorted(root.rglob("*.py")):
-        if path in named or path == root / "__init__.py" or (path.name == "__init__.py" and is_bare(path)):
-            continue
-        kind = prefix + ("module_test" if path.name.endswith("_test.py") else "module")
-        target = target_of(path, root)
-        rule = known.get(target) or Rule(kind.replace("app_module_test", "app_test"), target)
-        if path.name == "__init__.py":
-            rule.attributes["srcs"] = f'["{path.relative_to(folder)}"]'
-        made.append(rule)
-    for rule in made:
-        path = folder / rule.sources[0] if rule.sources else root / f"{rule.name}.py"
-        readme = folder / "README.md" if '"README.md"' in rule.attributes.get("data", "") else None
-        rule.deps = dependencies(tree, package, path, rule.hub, readme)
+    known = {(rule.kind, rule.name): rule for rule in rules}
     top = [rule for rule in rules if rule.kind == "library"]
+    programs = [rule for rule in rules if rule.kind == "app"]
+    singles = [rule for rule in rules if rule.kind in FILE_RULES]
+    for rule in [*singles, *programs]:
+        path = folder / rule.source if rule.source else root / f"{rule.name}.py"
+        rule.files = [path] if path.exists() and path.name != "__init__.py" else []
+    singles = [rule for rule in singles if rule.files]
     for rule in top:
-        rule.deps = dependencies(tree, package, root / "__init__.py", rule.hub)
-    for rule in programs:
-        path = folder / rule.sources[0]
-        module = target_of(path, root) if path.is_relative_to(root) else ""
-        is_module = any(rule.name == module for rule in made)
-        rule.deps = [f'":{module}"'] if is_module else dependencies(tree, package, path, rule.hub)
+        rule.files = [root / "__init__.py"]
+    # A rule of the file's name stands for it; further ones may run it again (another hub, other attributes).
+    own = {rule.files[0] for rule in [*singles, *programs] if rule.name == name_of(rule.files, root)}
+    for path in sorted(root.glob("*.py")):
+        if path not in own and not is_test(path) and path.name != "__init__.py":
+            singles.append(Rule("module", target_of(path, root), files=[path]))
+            own.add(path)
+    made = [*singles]
+    for place in sorted({path.parent for path in root.rglob("*.py")}):
+        name = str(place.relative_to(root)) if place != root else root.name
+        inside = sorted(place.glob("*.py"))
+        modules = [path for path in inside if not is_test(path) and path not in own] if place != root else []
+        tests = [path for path in inside if is_test(path) and path not in own]
+        for kind, target, files in [("python_package", name, modules), ("package_test", f"{name}_test", tests)]:
+            if any(not is_bare(path) for path in files):
+                rule = known.get((kind, target)) or Rule(kind, target)
+                left_out = [path.name for path in inside if path in own and is_test(path) == (kind == "package_test")]
+                rule.attributes.pop("exclude", None)
+                if left_out:
+                    rule.attributes["exclude"] = spelled(left_out)
+                rule.files = files
+                made.append(rule)
     made.sort(key=lambda rule: (re.sub(r"(_gpu\d?|_tf\d+)?_test$", "~", rule.name), rule.name))
-    return (
-        head
-        + "".join("\n" + layout(rule) for rule in [*top, *made, *programs])
-        + "".join("\n" + text for text in others)
-    )
+    return [*top, *made, *programs]
+
+
+def name_of(files: list[Path], root: Path) -> str:
+    """The name that a file's own target has; "" for a file outside of the root (a benchmark)."""
+    return target_of(files[0], root) if files and files[0].is_relative_to(root) else ""
+
+
+def circles(arrows: Iterable[tuple[str, str]]) -> Iterator[list[str]]:
+    """Yield the shortest circle, of targets that need each other, through each target that is in one."""
+    needs: dict[str, list[str]] = {}
+    for label, need in sorted(arrows):
+        needs.setdefault(label, []).append(need)
+    seen: set[str] = set()
+    told: set[frozenset[str]] = set()
+    for start in sorted(needs):
+        before: dict[str, str] = {}
+        todo = [start]
+        while todo and start not in before:
+            here = todo.pop(0)
+            for need in needs.get(here, ()):
+                if need not in before and need not in seen:
+                    before[need] = here
+                    todo.append(need)
+        if start in before:
+            path = [start]
+            while before[path[0]] != start:
+                path.insert(0, before[path[0]])
+            if frozenset(path) not in told:
+                told.add(frozenset(path))
+                yield path
+        else:
+            seen.add(start)  # in no circle: nobody has to come by here again
+
+
+def circle(path: list[str], arrows: dict[tuple[str, str], str]) -> str:
+    """Say which targets need each other, and for which imports."""
+    said = [arrows[pair] for pair in zip(path, [*path[1:], path[0]], strict=True)]
+    return f"{' and '.join(path)} need each other: " + "; ".join(said)
 
 
 def main() -> int:
     """Write, or with --check compare, every BUILD file of the libraries and apps."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only say which files are out of date")
     arguments = parser.parse_args()
     os.chdir(os.environ.get("BUILD_WORKSPACE_DIRECTORY", "."))
     tree = Tree()
+    complaints = tree.complaints()
+    if complaints:
+        print("\n".join(complaints))
+        return 1
     stale = 0
     for package in tree.packages:
         build = Path(package) / "BUILD.bazel"
-        text = generate(tree, package)
+        text = tree.text(package)
         if text != build.read_text():
             stale += 1
             print(f"{build}: {'is out of date: ./bazelw run //build:gazelle' if arguments.check else 'written'}")

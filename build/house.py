@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 
+from docstrings import check_docstrings
+
 ROOM = 25
 """Modules of a folder of a library, tests left out: past these it is two rooms."""
 HARD = (
@@ -42,12 +44,6 @@ OLD_WORDS = re.compile(
     r"The one way to an engine)\b"
 )
 """What plainer words replaced; each has one meaning here, so that finding it is enough."""
-THIRD_PERSON = re.compile(
-    r"(Adds|Builds|Checks|Computes|Counts|Creates|Finds|Gets|Gives|Holds|Installs|Keeps|Loads|Makes|Matches|"
-    r"Moves|Prints|Raises|Reads|Removes|Replaces|Returns|Saves|Says|Sends|Sets|Takes|Tells|Turns|Waits|Writes|"
-    r"Yields)\b"
-)
-"""A function is told what to do (imperative), or named by what it returns (a noun)."""
 
 
 def check_house(texts: Mapping[str, str]) -> list[str]:
@@ -56,9 +52,9 @@ def check_house(texts: Mapping[str, str]) -> list[str]:
     trees = {path: ast.parse(text) for path, text in shipped.items()}
     complaints = [*check_rooms(shipped), *check_names(trees), *check_heads(shipped), *check_words(shipped)]
     for path, tree in trees.items():
+        complaints += check_docstrings(path, tree)
         if path.startswith(("libs/", "apps/")) and "/benchmarks/" not in path:
             complaints += check_imports(path, tree, shipped[path].splitlines())
-            complaints += check_docstrings(path, tree)
         if path.startswith(SPOKEN_TO) and "/testing/" not in path:
             complaints += check_unpickled(path, tree)
     return sorted(complaints)
@@ -116,16 +112,6 @@ def check_words(texts: Mapping[str, str]) -> list[str]:
         if path.startswith(("libs/", "apps/"))
         for number, line in enumerate(text.splitlines(), 1)
         if (found := OLD_WORDS.search(line))
-    ]
-
-
-def check_docstrings(path: str, tree: ast.Module) -> list[str]:
-    """Docstrings of functions speak in one way."""
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return [
-        f"{path}:{node.lineno}: {node.name}: {found[0]!r}, in the third person: say what it does, or what it returns"
-        for node in functions
-        if (found := THIRD_PERSON.match(ast.get_docstring(node) or ""))
     ]
 
 

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-
-from build.house import HARD, ROOM, check_house
+from house import HARD, ROOM, check_house
 
 ROOT = Path(__file__).parents[1]
 NUMBERED = '"""Packs.\n\n1. Sort.\n2. Fill.\n\nHeld by tests: all of it."""\n'
@@ -36,7 +35,19 @@ PLANTED = [
     ({HARD[0]: '"""Packs."""'}, f"{HARD[0]}: its head has no strategy in numbered steps"),
     ({HARD[0]: '"""Packs.\n\n1. Sort.\n2. Fill."""'}, f"{HARD[0]}: its head does not say what tests hold"),
     ({SOME: "silent_rows = 1"}, "some.py:1: 'silent_rows' has a plainer name"),
-    ({SOME: 'def f():\n    """Returns one."""'}, "some.py:1: f: 'Returns', in the third person"),
+    *(
+        ({SOME: f'def f():\n    """{opening} are in it."""'}, f"some.py:1: f: begins with '{opening}': write a verb")
+        for opening in ("What", "Whether", "The", "Returns", "Rows", "ValueError", "`rows`", "1.5")
+    ),
+    ({SOME: 'class A:\n    async def f(self):\n        """Where they are."""'}, "some.py:2: f: begins with 'Where'"),
+    ({SOME: 'class A:\n    """Counts the rows."""'}, "some.py:1: A: begins with 'Counts', a verb in the third person"),
+    ({SOME: 'class A:\n    x: int = 1\n    """Carries `rows`."""'}, "some.py:2: x: begins with 'Carries'"),
+    ({SOME: 'X = 1\n"""Takes all of it."""'}, "some.py:1: X: begins with 'Takes'"),
+    (
+        {SOME: 'class A:\n    @property\n    def f(self):\n        """Gives one."""'},
+        "some.py:3: f: begins with 'Gives'",
+    ),
+    ({"build/some.py": 'def f():\n    """What it is."""'}, "build/some.py:1: f: begins with 'What'"),
     *(
         ({"libs/rollout/rollout/some.py": text}, f"some.py:1: {what} runs what another process sends")
         for text, what in (
@@ -69,8 +80,13 @@ def test_a_planted_fault_is_named(files: dict[str, str], complaint: str) -> None
         "def f():\n    import megatron.core",
         "def f():\n    try:\n        import json\n    except ImportError:\n        return None",
         "if TYPE_CHECKING:  # they import one another\n    from a import b",
-        'class A:\n    """Counts."""',
-        'def f():\n    """Runs of rows."""',
+        'class A:\n    """Counts of rows."""\n    x = 1\n    """Returns of episodes."""',
+        'def f():\n    """Return what is left."""',
+        'def f():\n    """See `g`."""',
+        'class A:\n    @property\n    def f(self):\n        """The rows."""',
+        'class A:\n    @functools.cached_property\n    def f(self):\n        """Rows."""',
+        '@typing.overload\ndef f():\n    """For rows."""',
+        'def visit_Name(self):\n    """A name."""\n\n\ndef __len__(self):\n    """Rows."""',
     ],
 )
 def test_what_is_meant_to_be_so_is_left_alone(text: str) -> None:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-LIBRARIES = ["seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "runlog"]
+LIBRARIES = ["seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "runlog", "runplan"]
 
 
 def ruff(args: list[str]) -> None:

@@ -12,7 +12,7 @@ import sys
 import venv
 from pathlib import Path
 
-LIBRARIES = ["seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "runlog"]
+LIBRARIES = ["seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "runlog", "runplan"]
 SCRIPT = """#!{python}
 import sys
 

@@ -1,7 +1,8 @@
-"""Runs one pytest file under Bazel: every module_test's main program.
+"""Runs pytest files in one process under Bazel: the main program of every package_test and module_test.
 
 Bazel's test protocol is honoured (JUnit file, --test_filter), the surroundings are made the same everywhere, and in CI
 a skip that build/allowed_skips.txt does not list is a failure. A file in which pytest finds nothing to run fails too.
+`--test_filter` with the name of one of the files (`packing_test`) runs that file alone; anything else is pytest's -k.
 """
 
 import atexit
@@ -110,6 +111,26 @@ class SkipKeeper:
         return [f"skip not in build/allowed_skips.txt: {test}: {reason}" for test, reason in unlisted]
 
 
+class FoundIn:
+    """Notes the files in which pytest found a test, or could not look because of an error that it tells itself."""
+
+    def __init__(self, files: list[str]) -> None:
+        self.missing = {os.path.realpath(file): file for file in files}
+
+    def pytest_itemcollected(self, item: Any) -> None:
+        """Called by pytest for each test, before any is left out by its name."""
+        self.missing.pop(os.path.realpath(item.path), None)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        """Called by pytest for each file."""
+        if report.failed:
+            self.missing.clear()
+
+    def failures(self) -> list[str]:
+        """What is refused, in words."""
+        return [f"no test was found in {file}" for file in self.missing.values()]
+
+
 class Capability:
     """Says which processor instructions torch computed with, in the log and in the JUnit file (ATEN_CPU_CAPABILITY)."""
 
@@ -137,6 +158,9 @@ def main(argv: list[str]) -> int:
 
     load_hypothesis_profile()
     rest = [a for a in argv if not a.startswith("--tessera-tag=")]
+    wanted = os.environ.get("TESTBRIDGE_TEST_ONLY", "")
+    if named := [a for a in rest if a.endswith("_test.py") and Path(a).stem == wanted.removesuffix(".py")]:
+        wanted, rest = "", [*named, *(a for a in rest if not a.endswith("_test.py"))]
     root = Path(__file__).absolute().parent.parent
     options = [
         "-c",
@@ -148,13 +172,14 @@ def main(argv: list[str]) -> int:
     ]
     if os.environ.get("XML_OUTPUT_FILE"):
         options += [f"--junitxml={os.environ['XML_OUTPUT_FILE']}", "-o", "junit_family=xunit1"]
-    if os.environ.get("TESTBRIDGE_TEST_ONLY"):
-        options += ["-k", os.environ["TESTBRIDGE_TEST_ONLY"]]
+    if wanted:
+        options += ["-k", wanted]
     keeper = SkipKeeper(allowed_skips(root / "build/allowed_skips.txt"), strict=bool(os.environ.get("CI")))
-    status = int(pytest.main([*options, *rest], plugins=[keeper, Capability()]))
+    found = FoundIn([a for a in rest if a.endswith("_test.py")])
+    status = int(pytest.main([*options, *rest], plugins=[keeper, found, Capability()]))
     for test, reason in keeper.skips:
         print(f"SKIPPED {test}: {reason}" + (f" [{', '.join(tags)}]" if tags else ""))
-    failures = keeper.failures()
+    failures = keeper.failures() + found.failures()
     print("\n".join(failures), end="\n" if failures else "")
     return status or int(bool(failures))
 

@@ -9,13 +9,13 @@ import pytest
 from shipped import asked_for, at_once, distribution, files, imports, is_left_out, mentions, module_name, project
 
 ROOT = Path(__file__).absolute().parents[1]
-LIBRARIES = ["seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "runlog"]
+LIBRARIES = ["seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "runlog", "runplan"]
 BESIDE_TESTS = {"pytest", "hypothesis"}
 
 # Of `testing`, what pages tell others to use; beside it, what a module that is shipped needs is shipped.
 PUBLIC = {
     "dyncp": ["dyncp.testing.megatron"],
-    "rollout": ["rollout.testing", "rollout.testing.chat", "rollout.testing.tiny_models", "rollout.testing.weight_pieces"],
+    "rollout": ["rollout.testing", "rollout.testing.chat", "rollout.testing.model", "rollout.testing.pieces"],
     "seqpack": ["seqpack.testing"],
 }
 # Extra -> the modules that need it, by their paths in the package.
@@ -23,9 +23,9 @@ EXTRAS = {
     "chat_tools": {"data": ["dataset.py"], "templates": []},
     "dyncp": {"megatron": ["testing/megatron.py"]},
     "engines": {
-        "images": ["media/reader.py"],
-        "megatron": ["megatron/*"],
-        "mbridge": ["megatron/peers/*"],
+        "images": ["media/image_reader.py"],
+        "megatron": ["megatron/*", "proofs/megatron_*"],
+        "mbridge": ["megatron/external_mappings/*"],
     },
     "objectives": {},
     "rollout": {
@@ -46,6 +46,7 @@ EXTRAS = {
         "mlflow": ["trackers.py"],
         "trackio": ["trackers.py"],
     },
+    "runplan": {},
     "seqpack": {"tensordict": ["batches/*"]},
 }
 # Asked for by an extra, and imported by code elsewhere: transformers' templates, megatron-core's checkpoints, mbridge.
@@ -69,7 +70,7 @@ ELSEWHERE = {
         "devices/npu.py": {"torch_npu"},
         "fast/*": {"triton", "flash_qla"},
         "megatron/gpu/*": {"triton"},
-        "testing/checkpoint_matrix.py": {"objectives"},
+        "proofs/checkpoint_matrix.py": {"objectives"},
     },
     "rollout": {"vllm/server/*": {"vllm", "packaging"}},
     "seqpack": {"ops/fused.py": {"fla", "causal_conv1d", "flash_qla"}},

@@ -87,6 +87,7 @@ def house() -> str:
             "app",
         ),
         Box("runlog", 640, 120, 200, ("progress, metrics, report",)),
+        Box("runplan", 20, 110, 260, ("memory, time, requirements",)),
         Box("rollout", 20, 190, 240, ("generation, episodes, tools", "weight transfer: receiving")),
         Box("objectives", 300, 190, 200, ("advantages, losses,", "KL, off-policy weights")),
         Box("engines", 540, 210, 300, ("families, weights", "one step over executors: FSDP2, ...")),
@@ -104,6 +105,8 @@ def house() -> str:
         ),
     ]
     arrows = [
+        Arrow(((140, 161), (140, 190))),
+        Arrow(((280, 140), (560, 140), (560, 210))),
         Arrow(((140, 258), (140, 445))),
         Arrow(((220, 258), (380, 445))),
         Arrow(((400, 258), (480, 445))),

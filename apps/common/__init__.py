@@ -1,1 +1,1 @@
-"""What both apps share: the command line, configuration files, prompt files."""
+"""Code of both apps: command line, data files, run directory, reports, shrunk runs."""

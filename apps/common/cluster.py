@@ -3,26 +3,24 @@ model is spread over training ranks is the engine's (`engines.EngineConfig`)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Annotated, Any, Literal, get_args
+from operator import attrgetter
+from typing import Any, Literal, get_args
 
-import tyro
-
+from apps.common.samplers import check_sampler, sampler_backend
 from apps.common.vllm_arguments import FLAG, vllm_arguments
+from engines import EngineConfig
+from schedules.config import ScheduleConfig
 
 Placement = Literal["colocated", "separate"]
-Sampler = Literal["native", "vllm", "openai"]
 Admit = Literal["rounds", "any_step"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 SamplerDevice = Literal["auto", "cpu"]
 WeightTransport = Literal["auto", "objects", "gloo", "nccl", "hccl"]
-Mode = Literal["sync", "one_step_off", "fully_async"]
-AHEAD = 0.5
-"""Share of a window that fully_async samples ahead unless told otherwise."""
 
 
 @dataclass(frozen=True)
 class Pools:
-    """Which machines there are. `--processes` is the number of ranks on each."""
+    """The machines of a run; `--processes` is the number of ranks on each."""
 
     nodes: int = 1
     """Machines that train."""
@@ -37,16 +35,16 @@ class Pools:
         _refuse(self.problems())
 
     def problems(self) -> Iterator[str]:
-        """Yield texts of all that is wrong, each beginning with a field's name."""
-        found = [
+        """Yield a text for each problem, which begins with a field's name."""
+        wrong = [
             *_other(self, "placement", Placement),
             *_below(self, 1, "nodes"),
             *_below(self, 0, "rollout_nodes"),
         ]
         if self.device_memory_gib is not None and not 0 < self.device_memory_gib < 4096:
-            found.append(f"device_memory_gib must lie between 0 and 4096, got {self.device_memory_gib}")
-        yield from found
-        if not found and (self.placement == "separate") != (self.rollout_nodes > 0):
+            wrong.append(f"device_memory_gib must lie between 0 and 4096, got {self.device_memory_gib}")
+        yield from wrong
+        if not wrong and (self.placement == "separate") != (self.rollout_nodes > 0):
             yield 'placement "separate" needs rollout_nodes above 0, and "colocated" has none of its own'
 
 
@@ -54,8 +52,9 @@ class Pools:
 class RolloutLayout:
     """The sampling engine and its spread over devices."""
 
-    engine: Sampler = "native"
-    """"native" samples with the training framework itself; "openai", a server, can't take a run's weights."""
+    engine: str = "native"
+    """"native" samples with the training framework itself, "vllm" with vLLM; "openai", a server, can't take a run's
+    weights. FILE.py:NAME or package.module:NAME is a `schedules.SamplerBackend` of your own."""
     tp: int = 1
     """Workers that share each matrix."""
     dp: int = 1
@@ -112,16 +111,20 @@ class RolloutLayout:
         _refuse(self.problems())
 
     def problems(self) -> Iterator[str]:
-        """Yield texts of all that is wrong, most of which begin with a field's name."""
+        """Yield a text for each problem, most of which begin with a field's name."""
         counts = ("tp", "dp", "copies_per_device", "ep", "max_model_tokens", "max_batched_tokens", "max_requests")
-        found = [*_below(self, 1, *counts), *_below(self, 0, "ray_workers"), *self._out_of_range()]
+        wrong = [*_below(self, 1, *counts), *_below(self, 0, "ray_workers"), *self._out_of_range()]
         # what is wrong together may follow from a value that is wrong alone: that is told first
-        yield from found or self._beside_each_other()
+        yield from wrong or self._beside_each_other()
 
     def _out_of_range(self) -> Iterator[str]:
-        """Fields that can't have their value, whatever the others have."""
-        for name, choices in (("engine", Sampler), ("dtype", Dtype), ("device", SamplerDevice)):
+        """Yield a text for each field whose value is wrong whatever the others are."""
+        for name, choices in (("dtype", Dtype), ("device", SamplerDevice)):
             yield from _other(self, name, choices)
+        try:
+            check_sampler(self.engine)
+        except ValueError as error:
+            yield str(error)
         if self.admit is not None:
             yield from _other(self, "admit", Admit)
         try:
@@ -143,7 +146,7 @@ class RolloutLayout:
             yield f"cuda_graph_sizes must be at least 1 each, got {self.cuda_graph_sizes}"
 
     def _beside_each_other(self) -> Iterator[str]:
-        """Fields that can't have their values together."""
+        """Yield a text for each set of fields that exclude each other."""
         if self.vllm and self.engine != "vllm":
             yield f"{FLAG} has no effect with engine {self.engine!r}: leave it out, or use engine 'vllm'"
         idle = {"ray_cpus": 1.0, "ray_gpus": None, "ray_address": None, "weight_transport": "auto"}
@@ -158,7 +161,7 @@ class RolloutLayout:
             yield from self._shared_devices()
 
     def _shared_devices(self) -> Iterator[str]:
-        """Yield what copies that share a device can't be."""
+        """Yield a text for each problem of copies that share a device."""
         each = self.copies_per_device
         if self.dp % each:
             yield (
@@ -178,71 +181,19 @@ class RolloutLayout:
 
     @property
     def devices(self) -> int:
-        """That one engine spans."""
+        """The number of devices that one engine spans."""
         return self.tp * self.dp // self.copies_per_device
 
     def ranks_each(self, ranks: int) -> int:
-        """Return of `ranks` training ranks, those that sample through one engine, as it spans their devices, or one
-        pool."""
+        """Return how many of `ranks` training ranks sample through one engine: as many as it spans, or one pool."""
         if self.ray_workers:
             return ranks
-        return min(self.devices, ranks) if self.engine == "vllm" else 1
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Who waits for whom between sampling and training."""
-
-    mode: Annotated[Mode, tyro.conf.arg(aliases=["--schedule"])] = "sync"
-    """Sampling then training; training on the batch before; or a queue between the two."""
-    staleness_threshold: float | None = None
-    """Share of a step's samples that may come from older weights (fully_async); without it 0.5. 0 samples nothing
-    ahead, and training and sampling take turns."""
-    parameter_sync_step: int = 1
-    """Optimizer steps between two transfers of weights (fully_async)."""
-    required_batches: int = 1
-    """Mini-batches of prompts that an optimizer step waits for (fully_async)."""
-    partial_rollout: bool | None = None
-    """Interrupt generation for new weights and go on with the same tokens (fully_async, which does unless this is
-    False: new weights then wait until nothing is sampled)."""
-
-    def __post_init__(self) -> None:
-        _refuse(self.problems())
-
-    def problems(self) -> Iterator[str]:
-        """Yield texts of all that is wrong, each beginning with a field's name."""
-        found = [*_other(self, "mode", Mode), *_below(self, 1, "parameter_sync_step", "required_batches")]
-        if not 0 <= self.stale_share < 100:
-            found.append(f"staleness_threshold must lie in [0, 100), got {self.staleness_threshold}")
-        yield from found
-        queue = (self.stale_share, self.parameter_sync_step, self.required_batches, self.interrupts)
-        if not found and self.mode != "fully_async" and queue != (0.0, 1, 1, False):
-            yield (
-                "staleness_threshold, parameter_sync_step, required_batches and partial_rollout have no effect with "
-                f"mode {self.mode!r}: use mode 'fully_async'"
-            )
-
-    @property
-    def stale_share(self) -> float:
-        """`staleness_threshold` as it holds: where nothing is said, a fully asynchronous run samples ahead."""
-        if self.staleness_threshold is not None:
-            return self.staleness_threshold
-        return AHEAD if self.mode == "fully_async" else 0.0
-
-    @property
-    def interrupts(self) -> bool:
-        """`partial_rollout` as it holds: where nothing is said, a fully asynchronous run does not wait for answers."""
-        return self.mode == "fully_async" if self.partial_rollout is None else self.partial_rollout
-
-    @property
-    def correction(self) -> Literal["none", "mask"]:
-        """Off-policy weights where nothing is said: "mask" where a queue of answers is sampled ahead of training."""
-        return "mask" if self.mode == "fully_async" and self.stale_share > 0 else "none"
+        return min(self.devices, ranks) if sampler_backend(self.engine).spans_ranks else 1
 
 
 @dataclass(frozen=True)
 class Media:
-    """What samples hold beyond text."""
+    """The columns of samples that hold more than text."""
 
     images_column: str | None = None
     """Column of a file of rows that holds images, one or a list; without it the column "images", where there is one."""
@@ -254,11 +205,11 @@ class Media:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Everything that a run on one process does without."""
+    """The settings that a run on one process does not need."""
 
     pools: Pools = field(default_factory=Pools)
     rollout: RolloutLayout = field(default_factory=RolloutLayout)
-    schedule: Schedule = field(default_factory=Schedule)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     offload: bool = False
     """Keep training's weights, gradients and optimizer states in host memory while answers are sampled (mode sync)."""
     media: Media = field(default_factory=Media)
@@ -269,11 +220,11 @@ class Cluster:
         _refuse(self.problems())
 
     def problems(self) -> Iterator[str]:
-        """Return texts of all that is wrong beside the parts."""
+        """Return a text for each problem that is not of one of the parts."""
         return self.out_of_range()
 
     def out_of_range(self) -> Iterator[str]:
-        """Yield the same, which hangs together with no part."""
+        """Yield the same texts: no such problem depends on a part."""
         names = [entry.partition("=")[0] for entry in self.environment]
         for entry, name in zip(self.environment, names, strict=True):
             if "=" not in entry or not name.isidentifier() or not entry.isascii() or " " in entry:
@@ -281,10 +232,33 @@ class Cluster:
         if len(set(names)) < len(names):
             yield f"environment names a variable twice: {', '.join(names)}"
 
+    @property
+    def changed(self) -> list[tuple[str, Any]]:
+        """Dotted names of the fields that are not at their defaults, each with its value."""
+        return [(path, attrgetter(path)(self)) for path in changed_fields(self)]
+
+    def weights_apart(self, engine: EngineConfig) -> str | None:
+        """Return what `kept_apart` does."""
+        return kept_apart(engine, self)
+
+
+def kept_apart(engine: EngineConfig, cluster: Cluster) -> str | None:
+    """Return why the native sampler can't compute with its training process's weights; None where it can."""
+    mode = cluster.schedule.mode
+    if cluster.rollout.engine != "native" or cluster.rollout.ray_workers or mode == "fully_async":
+        return "it is in a process of its own"
+    if mode != "sync":
+        return f"{mode} samples by earlier weights while these are trained"
+    if cluster.offload:
+        return "training's weights are in host memory while answers are sampled"
+    if engine.device == "npu":
+        return "shared weights have not been run on an NPU"
+    return None
+
 
 def _refuse(problems: Iterator[str]) -> None:
-    if found := "; ".join(problems):
-        raise ValueError(found)
+    if text := "; ".join(problems):
+        raise ValueError(text)
 
 
 def _below(config: Any, least: int, *names: str) -> Iterator[str]:
@@ -301,17 +275,17 @@ def _other(config: Any, name: str, choices: Any) -> Iterator[str]:
 
 
 def changed_fields(cluster: Cluster) -> list[str]:
-    """Return dotted names of the fields that are not at their defaults, in order of definition."""
+    """Return the dotted names of the fields that are not at their defaults, in order of definition."""
     return _changed(cluster, Cluster(), "")
 
 
 def _changed(config: Any, default: Any, prefix: str) -> list[str]:
-    found: list[str] = []
+    names: list[str] = []
     for item in fields(config):
         value, usual = getattr(config, item.name), getattr(default, item.name)
         name = prefix + item.name
         if is_dataclass(value):
-            found += _changed(value, usual, f"{name}.")
+            names += _changed(value, usual, f"{name}.")
         elif value != usual:
-            found.append(name)
-    return found
+            names.append(name)
+    return names

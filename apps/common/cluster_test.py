@@ -5,17 +5,13 @@ from typing import Any, cast
 
 import pytest
 
-from apps.common.cluster import (
-    Cluster,
-    Media,
-    Pools,
-    RolloutLayout,
-    Schedule,
-    changed_fields,
-)
+from apps.common.cluster import Cluster, Media, Pools, RolloutLayout, changed_fields, kept_apart
 from apps.common.run.config_file import dump_config, load_config
 from apps.common.vllm_arguments import INSTEAD, vllm_arguments
+from engines import EngineConfig
 from rollout.vllm.settings.arguments import OWNED
+from runplan.estimates.buffers import shares_weights
+from schedules.config import ScheduleConfig
 
 
 @pytest.mark.parametrize(
@@ -58,10 +54,10 @@ from rollout.vllm.settings.arguments import OWNED
         (lambda: RolloutLayout("vllm", vllm=("model=there",)), "can't hold model: use --model"),
         (lambda: RolloutLayout("vllm", vllm=("tensor_parallel_size=2",)), "use --cluster.rollout.tp"),
         (lambda: RolloutLayout("vllm", vllm=("enforce_eager=false",)), "enforce_eager: use --cluster.rollout.cuda"),
-        (lambda: Schedule(mode="later"), "one of 'sync'"),  # type: ignore[arg-type]
-        (lambda: Schedule(staleness_threshold=0.5), "use mode 'fully_async'"),
-        (lambda: Schedule(mode="one_step_off", partial_rollout=True), "use mode 'fully_async'"),
-        (lambda: Schedule(mode="fully_async", staleness_threshold=-1), "staleness_threshold"),
+        (lambda: ScheduleConfig(mode="later"), "one of 'sync'"),  # type: ignore[arg-type]
+        (lambda: ScheduleConfig(staleness_threshold=0.5), "use mode 'fully_async'"),
+        (lambda: ScheduleConfig(mode="one_step_off", partial_rollout=True), "use mode 'fully_async'"),
+        (lambda: ScheduleConfig(mode="fully_async", staleness_threshold=-1), "staleness_threshold"),
         (lambda: Media(images_column=""), "must name a column"),
         (lambda: Cluster(environment=("A B=1",)), "NAME=value"),
         (lambda: Cluster(environment=("A",)), "NAME=value"),
@@ -74,16 +70,16 @@ def test_values_that_cannot_work_are_refused_where_they_are_made(make: Callable[
 
 
 def test_fully_async_samples_ahead_and_interrupts_unless_it_is_told_otherwise(tmp_path: Path) -> None:
-    ahead, told = Schedule("fully_async"), Schedule("fully_async", 0.0, partial_rollout=False)
+    ahead, told = ScheduleConfig("fully_async"), ScheduleConfig("fully_async", 0.0, partial_rollout=False)
     assert (ahead.stale_share, ahead.interrupts) == (0.5, True)
     assert (told.stale_share, told.interrupts) == (0.0, False)
     for mode in ("sync", "one_step_off"):
-        assert (Schedule(mode).stale_share, Schedule(mode).interrupts) == (0.0, False)
-        assert Schedule(mode).correction == "none"
+        assert (ScheduleConfig(mode).stale_share, ScheduleConfig(mode).interrupts) == (0.0, False)
+        assert ScheduleConfig(mode).correction == "none"
     assert (ahead.correction, told.correction) == ("mask", "none")
     path = tmp_path / "config.json"
-    path.write_text(dump_config(Schedule()).replace("null", "0.0", 1).replace("null", "false", 1))
-    assert load_config(Schedule, path).stale_share == 0  # a run's file that says what it does is read
+    path.write_text(dump_config(ScheduleConfig()).replace("null", "0.0", 1).replace("null", "false", 1))
+    assert load_config(ScheduleConfig, path).stale_share == 0  # a run's file that says what it does is read
 
 
 FULL = Cluster(
@@ -92,7 +88,7 @@ FULL = Cluster(
         *("vllm", 2, 2, 2, 4, 0.3, 4096, 1024, True, True, (1, 2), 2, 0.5, 2.0, "head:6379", "gloo", "any_step"),
         *("bfloat16", 8, True, ("block_size=32", "kv_cache_dtype=auto"), True, "cpu"),
     ),
-    schedule=Schedule("fully_async", 0.5, 2, 2, True),
+    schedule=ScheduleConfig("fully_async", 0.5, 2, 2, True),
     offload=True,
     media=Media("images"),
     environment=("A=1",),
@@ -138,3 +134,25 @@ def test_all_that_is_wrong_with_a_sampler_is_told_at_once_and_what_follows_from_
     with pytest.raises(ValueError, match="ep must be 1, tp = 2") as refusal:
         RolloutLayout(tp=2, ep=3, ray_cpus=2.0)
     assert "ray_cpus: no effect without ray_workers" in str(refusal.value)
+
+
+def test_changes_are_told_with_their_values() -> None:
+    assert Cluster().changed == []
+    changed = Cluster(pools=Pools(nodes=2), media=Media("seen"), environment=("A=1",)).changed
+    assert changed == [("pools.nodes", 2), ("media.images_column", "seen"), ("environment", ("A=1",))]
+
+
+def test_settings_that_keep_a_samplers_weights_apart_are_known_to_a_plan() -> None:
+    gpu = EngineConfig(device="cuda")
+    assert kept_apart(gpu, Cluster()) is None
+    assert shares_weights(gpu, Cluster(), 1, 1)
+    for engine, cluster, ranks in [
+        (EngineConfig(device="npu", weights="replicated"), Cluster(), 1),
+        (gpu, Cluster(offload=True), 1),
+        (gpu, Cluster(schedule=ScheduleConfig("one_step_off")), 1),
+        (gpu, Cluster(schedule=ScheduleConfig("fully_async")), 1),
+        (gpu, Cluster(rollout=RolloutLayout(engine="vllm")), 1),
+        (gpu, Cluster(rollout=RolloutLayout(ray_workers=1)), 1),
+    ]:
+        assert kept_apart(engine, cluster) == cluster.weights_apart(engine) is not None
+        assert not shares_weights(engine, cluster, ranks, ranks)

@@ -6,20 +6,20 @@ from typing import Any
 
 
 def named_values(flag: str, words: Sequence[str], example: str) -> dict[str, Any]:
-    """Return the words of `flag` by name; a value that is JSON is read as such (true, 3, "text"), any other is text.
+    """Return the NAME=VALUE words of `flag` as a dictionary; a value that is JSON is read as such (true, 3, "text").
 
     Raises:
         ValueError: a word has another shape than `example`, or a name comes twice.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
         if not equals or not name.isidentifier():
             raise ValueError(f"{flag} {word!r} is not NAME=VALUE, such as {example}")
-        if name in found:
+        if name in values:
             raise ValueError(f"{flag} names {name} twice")
         try:
-            found[name] = json.loads(text)
+            values[name] = json.loads(text)
         except json.JSONDecodeError:
-            found[name] = text
-    return found
+            values[name] = text
+    return values

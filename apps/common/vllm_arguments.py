@@ -32,14 +32,14 @@ INSTEAD = {
 
 
 def vllm_arguments(words: Sequence[str]) -> dict[str, Any]:
-    """NAME=VALUE words as vLLM's engine arguments by name; a value that is JSON is read as such.
+    """Parse NAME=VALUE words as vLLM's engine arguments by name; a value that is JSON is read as such.
 
     Raises:
         ValueError: a word has another shape, a name comes twice, or the project sets it; the text has the flag.
     """
-    found = named_values(FLAG, words, "block_size=32")
+    arguments = named_values(FLAG, words, "block_size=32")
     reasons = OWNED | INSTEAD
-    for name in found:
+    for name in arguments:
         if name in reasons:
             raise ValueError(f"{FLAG} can't hold {name}: {reasons[name]}")
-    return found
+    return arguments

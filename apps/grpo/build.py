@@ -1,34 +1,42 @@
-"""What a run is made of: the engine that trains, what samples, the session between the two, and the schedule."""
+"""Building of a run: the trainer, what samples, the session between the two, and the schedule."""
 
 import functools
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from apps.common.plan.buffers import kept_apart
-from apps.common.run.interrupts import Runner
-from apps.common.run.ranks import rank_and_world
 from apps.common.run.reporter import Reporter
+from apps.common.samplers import sampler_backend
 from apps.grpo.config import GrpoConfig
-from apps.grpo.sampling.native import engine_config, native_engine
-from apps.grpo.sampling.ray import RaySamplers, RaySession
-from apps.grpo.sampling.ray_follower import FollowingSession, RayElsewhere
-from apps.grpo.sampling.session import Session, chat_of
-from apps.grpo.sampling.vllm import SamplerElsewhere, vllm_engine
-from apps.grpo.schedules.async_follower import FollowingAsync
-from apps.grpo.schedules.fully_async import FullyAsync
-from apps.grpo.schedules.one_step_off import OneStepOff
-from apps.grpo.schedules.sync import InTurn, Schedule
+from apps.grpo.sampling.native import engine_config
+from apps.grpo.sampling.ray_devices import ray_settings
+from apps.grpo.sampling.source import RunSampler, rollout_settings
+from apps.grpo.step import GrpoTrainer
 from apps.grpo.tasks.prompt_tasks import Conversation, Tasks
 from apps.grpo.warm_start import warm_model, warm_start
 from engines import TrainEngine, build_engine
 from rollout import RolloutEngine
+from schedules.fully_async.follower import AsyncFollower
+from schedules.fully_async.fully_async import FullyAsyncSchedule
+from schedules.one_step_off import OneStepOffSchedule
+from schedules.ray.cluster import StartPool
+from schedules.ray.follower import RayFollower, RayFollowerSession
+from schedules.ray.samplers import RaySamplers, RaySession
+from schedules.runtime.collectives import rank_and_world
+from schedules.runtime.interrupts import Runner
+from schedules.sampling.remote_sampler import RemoteSampler
+from schedules.sampling.sampler_process import StartProcess
+from schedules.sampling.session import RolloutSession
+from schedules.sampling.settings import RunState
+from schedules.schedule import Schedule
+from schedules.sync import SyncSchedule
 
 Demonstrations = Callable[[GrpoConfig, int], list[Conversation]]
-Sampler = RolloutEngine | RaySamplers | SamplerElsewhere
+Sampler = RolloutEngine | RaySamplers | RemoteSampler
 
 
 def samples_elsewhere(config: GrpoConfig) -> bool:
@@ -37,8 +45,8 @@ def samples_elsewhere(config: GrpoConfig) -> bool:
 
 
 @dataclass(frozen=True)
-class Start:
-    """Where one rank's part of a run starts; its parts are made from this."""
+class RunBuilder:
+    """Start of one rank's part of a run; its components are made from this."""
 
     config: GrpoConfig
     tasks: Tasks
@@ -54,8 +62,9 @@ class Start:
     """What samples, where the caller of the run has it."""
     runner: Runner
 
-    def warmed(self, demonstrations: Demonstrations | None) -> "Start":
-        """Return from the warm start's model; it is made where it is not whole, unless there are steps after it."""
+    def warmed(self, demonstrations: Demonstrations | None) -> "RunBuilder":
+        """Return a start from the warm start's model; it is made where it is not whole, unless there are steps after
+        it."""
         if not self.config.warm_start.steps:
             return self
         folder = self.run_dir / "warm-start"
@@ -63,26 +72,30 @@ class Start:
         if warm is None and not self.done:
             if demonstrations is None:
                 raise ValueError("a warm start needs demonstrations: hand them to train()")
-            warm = warm_start(self.config, demonstrations, self.model, self.tokenizer, folder, self._looks)
+            warm = warm_start(self.config, demonstrations, self.model, self.tokenizer, folder, self._warm_session)
         return replace(self, model=warm or self.model)
 
-    def parts(self, stack: ExitStack) -> "Parts":
+    @property
+    def source(self) -> RunSampler:
+        """Maker of the run's samplers."""
+        return RunSampler(self.config, self.model)
+
+    def components(self, stack: ExitStack) -> "RunComponents":
         """Return what trains and what samples, with the same weights; the stack closes what samples.
 
         A sampler takes its device before the engine does, but for one that computes with the engine's weights.
         """
-        shared = self.given is None and kept_apart(self.config.engine, self.config.cluster) is None
-        lender = self._engine() if shared else None
-        sampler = self._sampler(stack, lender)
+        shared = self.given is None and self.source.backend.weights_apart(self.config) is None
+        trained = self._engine() if shared else None
+        sampler = self._sampler(stack, trained)
         session = None if sampler is None else self._session(sampler)
-        engine = self._engine() if lender is None else lender
+        trainer = GrpoTrainer(self.config, self._engine() if trained is None else trained)
         if session is not None and (self.checkpoint is not None or self.given is not None):
-            session.sync(engine)
-        return Parts(self, engine, sampler, session)
+            session.sync(trainer)
+        return RunComponents(self, trainer, sampler, session)
 
     def _engine(self) -> TrainEngine:
-        """Return what trains, at the checkpoint; beside it the frozen model that the run starts from, where the KL
-        penalty needs one."""
+        """Return what trains, at the checkpoint; beside it the reference model, where the KL penalty needs one."""
         build = functools.partial(build_engine, engine_config(self.config, self.model))
         engine = build()
         if self.config.objective.kl_coef and not self.config.engine.lora.rank:
@@ -91,10 +104,10 @@ class Start:
             engine.load(str(self.checkpoint))
         return engine
 
-    def _sampler(self, stack: ExitStack, lender: TrainEngine | None) -> Sampler | None:
+    def _sampler(self, stack: ExitStack, trained: TrainEngine | None) -> Sampler | None:
         """Return what this process samples with; None where the schedule starts a process that samples.
 
-        `lender`: the engine whose weights it computes with.
+        `trained`: the engine whose weights it computes with.
         """
         config, layout = self.config, self.config.cluster.rollout
         version = max(0, self.done - 1)
@@ -102,52 +115,68 @@ class Start:
         if config.cluster.schedule.mode == "fully_async":
             return None
         if layout.ray_workers and rank:
-            return RayElsewhere(version)
-        if layout.ray_workers:
-            return stack.enter_context(RaySamplers(config, self.tasks, self.model, version))
+            return RayFollower(version)
+        if (ray := ray_settings(config, world)) is not None:
+            settings = rollout_settings(config, world)
+            return stack.enter_context(RaySamplers(ray, self.source, self.tasks, settings, version))
         if self.given is not None:
             return self.given
-        if layout.engine != "vllm":
-            return native_engine(config, self.model, self.tokenizer, version, lender)
         if rank % layout.ranks_each(world):
-            return SamplerElsewhere(version)
-        sampler = stack.enter_context(vllm_engine(config, self.model, version))
+            return RemoteSampler(version)
+        engine = self.source.backend.build_sharing(config, self.model, version, trained)
+        if isinstance(engine, AbstractContextManager):
+            stack.enter_context(engine)
         if layout.sleep:
-            self.runner.run(sampler.sleep())  # before training takes the device
-        return sampler
+            sleeping: Any = engine
+            self.runner.run(sleeping.sleep())  # before training takes the device
+        return engine
 
-    def _session(self, sampler: Sampler) -> Session:
-        chat = chat_of(self.config, self.tokenizer, self.model)
+    def _session(self, sampler: Sampler) -> RolloutSession:
+        settings = rollout_settings(self.config, rank_and_world()[1])
+        kind: type[RolloutSession] = RolloutSession
         if isinstance(sampler, RaySamplers):
-            return RaySession(self.config, self.tasks, chat, sampler, self.runner)
-        if isinstance(sampler, RayElsewhere):
-            return FollowingSession(self.config, self.tasks, chat, sampler, self.runner)
-        # SamplerElsewhere is asked nothing
-        return Session(self.config, self.tasks, chat, sampler, self.runner)  # type: ignore[arg-type]
+            kind = RaySession
+        elif isinstance(sampler, RayFollower):
+            kind = RayFollowerSession
+        source = None if sampler is self.given else self.source
+        # a RemoteSampler is asked nothing
+        return kind(settings, self.tasks, self.source.chat(), sampler, self.runner, source)  # type: ignore[arg-type]
 
-    def _looks(self, trained: TrainEngine) -> Session:
-        """Return what a warm start looks at its progress with."""
-        own = functools.partial(native_engine, self.config, self.model, self.tokenizer, 0, trained)
-        return self._session(own() if self.given is None else self.given)
+    def _warm_session(self, trained: TrainEngine) -> tuple[RolloutSession, GrpoTrainer]:
+        """Return the session that evaluates a warm start's progress, and its trainer."""
+        if self.given is not None:
+            engine: RolloutEngine = self.given
+        else:
+            engine = sampler_backend("native").build_sharing(self.config, self.model, 0, trained)
+        settings = rollout_settings(self.config, rank_and_world()[1])
+        session = RolloutSession(settings, self.tasks, self.source.chat(), engine, self.runner)
+        return session, GrpoTrainer(self.config, trained)
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What trains, and what samples beside it; without a sampler and a session where processes of the schedule do."""
+class RunComponents:
+    """The trainer, and what samples beside it; without a sampler and a session where processes of the schedule do."""
 
-    start: Start
-    engine: TrainEngine
+    start: RunBuilder
+    trainer: GrpoTrainer
     sampler: Sampler | None
-    session: Session | None
+    session: RolloutSession | None
 
     def schedule(self, log: Reporter) -> Schedule:
         """Return who waits for whom, as the configuration says."""
-        start = self.start
-        config, tasks, run_dir, done = start.config, start.tasks, start.run_dir, start.done
-        if self.session is None and rank_and_world()[0]:
-            return FollowingAsync(config, tasks, self.engine, run_dir, done, start.runner)
+        start, config = self.start, self.start.config
+        run = RunState(start.run_dir, config.steps, start.done, config.keep_checkpoints)
+        rank, world = rank_and_world()
+        if self.session is None and rank:
+            return AsyncFollower(start.tasks, self.trainer, run, start.runner)
         if self.session is None:
-            return FullyAsync(config, tasks, self.engine, start.model, run_dir, done, start.runner, log.live)
+            settings, ray = rollout_settings(config, world), ray_settings(config, world)
+            begin: Any = StartProcess(start.source, start.tasks, settings)
+            if ray is not None:
+                begin = StartPool(ray, start.source, start.tasks, settings)
+            return FullyAsyncSchedule(
+                config.cluster.schedule, start.tasks, self.trainer, begin, run, start.runner, log.live
+            )
         self.session.live.show = log.live
-        kind = InTurn if config.cluster.schedule.mode == "sync" else OneStepOff
-        return kind(config, self.session, self.engine, run_dir, done)
+        kind = SyncSchedule if config.cluster.schedule.mode == "sync" else OneStepOffSchedule
+        return kind(self.session, self.trainer, run)

@@ -9,17 +9,17 @@ from typing import Any, NamedTuple, cast
 import pytest
 
 import apps.grpo.build as parts
-from apps.common.run.interrupts import Runner
-from apps.grpo.build import Start
+from apps.grpo.build import RunBuilder
 from apps.grpo.config import GrpoConfig, WarmStart
-from apps.grpo.sampling.ray_follower import FollowingSession, RayElsewhere
-from apps.grpo.sampling.session import Session
-from apps.grpo.sampling.vllm import SamplerElsewhere
 from apps.grpo.testing.recipe import RECIPE, BabbleTasks
 from apps.grpo.testing.schedules import ASYNC, SYNC, small
 from apps.grpo.train import train
 from objectives import GRPO
 from rollout.testing import ScriptedEngine
+from schedules.ray.follower import RayFollower, RayFollowerSession
+from schedules.runtime.interrupts import Runner
+from schedules.sampling.remote_sampler import RemoteSampler
+from schedules.sampling.session import RolloutSession
 
 MODEL = Path("model")
 CHECKPOINT = Path("checkpoint")
@@ -52,9 +52,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
         found.append(Made("engine" if trainable else "reference", config.model))
         return Trained(found)
 
-    def sampler(*arguments: Any) -> SamplerElsewhere:
+    def sampler(*arguments: Any) -> RemoteSampler:
         found.append(Made("sampler", arguments[3:]))
-        return SamplerElsewhere(arguments[3])
+        return RemoteSampler(arguments[3])
 
     def sync(self: Any, engine: Any) -> None:
         found.append(Made("sync", engine))
@@ -62,19 +62,19 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
     monkeypatch.setattr(parts, "build_engine", engine)
     monkeypatch.setattr(parts, "native_engine", sampler)
     monkeypatch.setattr(parts, "chat_of", lambda *arguments: None)
-    monkeypatch.setattr(Session, "sync", sync)
-    monkeypatch.setattr(FollowingSession, "sync", sync)
+    monkeypatch.setattr(RolloutSession, "sync", sync)
+    monkeypatch.setattr(RayFollowerSession, "sync", sync)
     return found
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
+def start() -> Iterator[RunBuilder]:
     with Runner() as runner:
         tasks, tokenizer = BabbleTasks(4), cast(Any, None)
-        yield Start(small(Path("run"), SYNC), tasks, tokenizer, MODEL, Path("run"), 0, None, None, runner)
+        yield RunBuilder(small(Path("run"), SYNC), tasks, tokenizer, MODEL, Path("run"), 0, None, None, runner)
 
 
-def parts_of(start: Start) -> parts.Parts:
+def parts_of(start: RunBuilder) -> parts.Parts:
     with ExitStack() as stack:
         return start.parts(stack)
 
@@ -85,7 +85,7 @@ def cluster(config: GrpoConfig, **changes: Any) -> GrpoConfig:
 
 @pytest.mark.parametrize("apart", [None, "asked for"])
 def test_a_sampler_takes_its_device_first_but_where_it_computes_with_the_engines_weights(
-    made: list[Made], start: Start, monkeypatch: pytest.MonkeyPatch, apart: str | None
+    made: list[Made], start: RunBuilder, monkeypatch: pytest.MonkeyPatch, apart: str | None
 ) -> None:
     monkeypatch.setattr(parts, "kept_apart", lambda *arguments: apart)
     found = parts_of(replace(start, done=3))
@@ -95,7 +95,7 @@ def test_a_sampler_takes_its_device_first_but_where_it_computes_with_the_engines
 
 
 def test_whoever_has_other_weights_than_those_trained_gets_them_before_the_first_step(
-    made: list[Made], start: Start
+    made: list[Made], start: RunBuilder
 ) -> None:
     """A checkpoint's, or where what samples was given; else all begin with the same."""
     parts_of(start)
@@ -111,7 +111,7 @@ def test_whoever_has_other_weights_than_those_trained_gets_them_before_the_first
     assert made[-1] == Made("sync", found.engine)
 
 
-def test_the_frozen_model_is_the_one_that_the_run_starts_from(made: list[Made], start: Start) -> None:
+def test_the_frozen_model_is_the_one_that_the_run_starts_from(made: list[Made], start: RunBuilder) -> None:
     """Where the KL penalty needs one; the checkpoint's weights are the trained one's alone."""
     config = replace(start.config, objective=GRPO(kl_coef=0.1))
     found = parts_of(replace(start, config=config, checkpoint=CHECKPOINT))
@@ -123,7 +123,7 @@ def test_the_frozen_model_is_the_one_that_the_run_starts_from(made: list[Made], 
 
 
 def test_where_the_schedules_processes_sample_there_is_neither_sampler_nor_session(
-    made: list[Made], start: Start
+    made: list[Made], start: RunBuilder
 ) -> None:
     found = parts_of(replace(start, config=small(Path("run"), ASYNC)))
     assert (found.sampler, found.session) == (None, None)
@@ -131,17 +131,19 @@ def test_where_the_schedules_processes_sample_there_is_neither_sampler_nor_sessi
 
 
 def test_ranks_after_the_first_follow_the_one_that_has_rays_samplers(
-    made: list[Made], start: Start, monkeypatch: pytest.MonkeyPatch
+    made: list[Made], start: RunBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "rank_and_world", lambda: (1, 2))
     layout = replace(start.config.cluster.rollout, ray_workers=2)
     found = parts_of(replace(start, config=cluster(start.config, rollout=layout)))
-    assert isinstance(found.sampler, RayElsewhere)
-    assert isinstance(found.session, FollowingSession)
+    assert isinstance(found.sampler, RayFollower)
+    assert isinstance(found.session, RayFollowerSession)
     assert [one.what for one in made] == ["engine"]
 
 
-def test_a_warm_start_is_made_once_and_not_after_the_first_step(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_start_is_made_once_and_not_after_the_first_step(
+    start: RunBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     warming = replace(start, config=replace(start.config, warm_start=WarmStart(steps=1)))
     monkeypatch.setattr(parts, "warm_model", lambda folder: None)
     monkeypatch.setattr(parts, "warm_start", lambda *arguments: arguments[4] / "made")

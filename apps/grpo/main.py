@@ -13,24 +13,22 @@ import tyro
 
 from apps.common.cli import command_line as cli
 from apps.common.cli.command_line import CommandLine
-from apps.common.cli.environment import start_with
+from apps.common.cli.environment import restart_with
 from apps.common.cli.flags import changed, flag
 from apps.common.cli.peer_flags import GRPO as PEERS
+from apps.common.cli.plan_command import answer_without_running
 from apps.common.data.model_files import check_model_directory
 from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
-from apps.common.plan.command import answer_without_running
-from apps.common.plan.work import Work
 from apps.common.run.config_file import write_config
-from apps.common.run.ranks import from_rank_0, rank_and_world
-from apps.common.run.reporter import stoppable
+from apps.common.run.reporter import report_on_stop
 from apps.common.run.run_dir import resolve_run_dir, steps_done
-from apps.common.shrink.command import asked_for, refuse_dropped, tell
-from apps.common.shrink.fields import Difference, Most, by_flag
+from apps.common.shrink.command import check_nothing_dropped, parse_shrink_flag, print_differences
+from apps.common.shrink.fields import Difference, ProcessLimit, by_flag
 from apps.common.shrink.npu import stand_in_for
 from apps.grpo.config import OWNED, GrpoConfig
 from apps.grpo.preflight import check_machine, check_model, check_prompts
 from apps.grpo.recipe import Recipe
-from apps.grpo.registry import recipes, runnable, work_of
+from apps.grpo.registry import recipes, runnable, spec_of
 from apps.grpo.shrink.nodes import nodes_for
 from apps.grpo.shrink.shrink import shrink, shrunk_recipe, supplied
 from apps.grpo.train import Result, train
@@ -40,6 +38,8 @@ from objectives.advantages import ESTIMATORS
 from objectives.losses import POLICY_LOSSES
 from objectives.off_policy import Correction
 from runlog import check_tracker
+from runplan.run_spec import RunSpec
+from schedules.runtime.collectives import broadcast_result, rank_and_world
 
 RUNS = Path("runs/grpo")
 OFF_POLICY = (
@@ -49,7 +49,7 @@ OFF_POLICY = (
 
 
 def command_line() -> CommandLine[GrpoConfig]:
-    """Return what `configure` reads flags by."""
+    """Return the command line of the app."""
     return CommandLine(
         prog="grpo",
         kind=GrpoConfig,
@@ -58,7 +58,7 @@ def command_line() -> CommandLine[GrpoConfig]:
         by_flag={"--environment": "environment", "--model": "math", "--data": "math", "--preset": "math"},
         owned=OWNED,
         types={
-            "advantage": Literal[tuple(ESTIMATORS)],
+            "advantage": Literal[(*ESTIMATORS, *ESTIMATORS.aliases)],
             "objective.policy_loss": Literal[tuple(POLICY_LOSSES)],
             "objective.off_policy": Annotated[Correction | None, tyro.conf.arg(help=OFF_POLICY)],
         },
@@ -76,7 +76,7 @@ def _unused(config: GrpoConfig, default: GrpoConfig) -> Iterator[str]:
 
 
 def configure(argv: Sequence[str]) -> GrpoConfig:
-    """Return the configuration of a command line; a given model or file turns the usual recipe to "math".
+    """Return the configuration of a command line; with --model or --data the default recipe is "math".
 
     Raises:
         SystemExit, ValueError: see `CommandLine.parse`; a flag has no effect beside the others.
@@ -85,7 +85,7 @@ def configure(argv: Sequence[str]) -> GrpoConfig:
 
 
 def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
-    """Check all that can be checked, then train on as many ranks as asked for.
+    """Check all that can be checked, then train on the ranks that the configuration asks for.
 
     `recipe`: tasks, model and demonstrations; the registered one that the configuration names unless given.
 
@@ -109,14 +109,14 @@ def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
     assert recipe.make_tasks is not None
     tasks = recipe.make_tasks(config, tokenizer)
     check_prompts(config, tasks, tokenizer, model)
-    from_rank_0(None)  # every rank has passed its checks
+    broadcast_result(None)  # every rank has passed its checks
     if rank_and_world()[0] == 0:
         write_config(config, run_dir)
     job = functools.partial(train, model=model, run_dir=run_dir, demonstrations=recipe.demonstrations)
-    with stoppable(run_dir, run_dir / "warm-start"):
-        engine, given = config.engine, (config, tasks)
+    with report_on_stop(run_dir, run_dir / "warm-start"):
+        engine, arguments = config.engine, (config, tasks)
         waits = engine.collective_timeout_seconds
-        result: Result = launch(job, given, config.processes, engine.device, config.threads, waits)
+        result: Result = launch(job, arguments, config.processes, engine.device, config.threads, waits)
         return result
 
 
@@ -126,11 +126,11 @@ def _model(config: GrpoConfig, recipe: Recipe, run_dir: Path) -> Path:
     assert recipe.make_model is not None
     if rank_and_world()[0] == 0:
         recipe.make_model(run_dir / "model", config.seed)
-    return from_rank_0(run_dir / "model")
+    return broadcast_result(run_dir / "model")
 
 
-def shrunk(config: GrpoConfig, most: Most) -> tuple[GrpoConfig, Recipe, tuple[Difference, ...]]:
-    """Return the configuration at the size of the processes allowed, its recipe, and every field that differs.
+def shrunk(config: GrpoConfig, most: ProcessLimit) -> tuple[GrpoConfig, Recipe, tuple[Difference, ...]]:
+    """Return the configuration at the size of the allowed processes, its recipe, and every field that differs.
 
     Raises:
         ValueError: there is no such recipe, or there are too few processes.
@@ -140,8 +140,8 @@ def shrunk(config: GrpoConfig, most: Most) -> tuple[GrpoConfig, Recipe, tuple[Di
     return small, shrunk_recipe(small, recipe), differences
 
 
-def run_shrunk(config: GrpoConfig, most: Most) -> Result:
-    """Run a recipe in small, with a tiny random model of its architecture; differences are printed first.
+def run_shrunk(config: GrpoConfig, most: ProcessLimit) -> Result:
+    """Run a recipe in small, with a tiny random model of its architecture; print the differences first.
 
     Raises:
         ValueError: the run would have to do without something, which the text names; or see `run`.
@@ -149,8 +149,8 @@ def run_shrunk(config: GrpoConfig, most: Most) -> Result:
     if config.resume:
         raise ValueError("a shrunk run goes on without --shrink: its settings are in its folder")
     small, recipe, differences = shrunk(config, most)
-    tell(config.recipe, [*by_flag(config, recipes()[config.recipe].config), *differences])
-    refuse_dropped(work_of(small, recipe))
+    print_differences(config.recipe, [*by_flag(config, recipes()[config.recipe].config), *differences])
+    check_nothing_dropped(spec_of(small, recipe))
     run_dir = resolve_run_dir(config.run_dir, RUNS, f"{config.recipe}-shrunk", resume=False)
     with stand_in_for(small.engine.device), nodes_for(small):
         return run(supplied(small, recipe, run_dir), recipe)
@@ -161,20 +161,20 @@ def main(argv: Sequence[str], own_process: bool = False) -> None:
 
     `own_process`: this is the program's own process, which starts again with the variables that a recipe owns.
     """
-    argv, most = asked_for(argv)
+    argv, most = parse_shrink_flag(argv)
 
-    def works() -> list[tuple[Work, Work]]:
-        found = [recipe.config for recipe in recipes().values()]
-        return [(work_of(config), work_of(*shrunk(config, most or Most())[:2])) for config in found]
+    def specs() -> list[tuple[RunSpec, RunSpec]]:
+        configs = [recipe.config for recipe in recipes().values()]
+        return [(spec_of(config), spec_of(*shrunk(config, most or ProcessLimit())[:2])) for config in configs]
 
-    def planned(rest: Sequence[str]) -> Work:
+    def planned(rest: Sequence[str]) -> RunSpec:
         config = configure(rest)
-        return work_of(config) if most is None else work_of(*shrunk(config, most)[:2])
+        return spec_of(config) if most is None else spec_of(*shrunk(config, most)[:2])
 
-    answer_without_running(argv, works, planned)
+    answer_without_running(argv, specs, planned)
     config = configure(argv)
     if own_process:
-        start_with(config.cluster.environment)
+        restart_with(config.cluster.environment)
     if most is None:
         run(config)
     else:

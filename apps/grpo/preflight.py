@@ -1,4 +1,4 @@
-"""What can be known to fail is refused before a process is started or a token sampled."""
+"""Checks that refuse what will fail, before a process is started or a token sampled."""
 
 import asyncio
 import re
@@ -12,27 +12,23 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from apps.common.cli.flags import flag
 from apps.common.data.model_files import longest_sequence
 from apps.common.data.template_options import template_options
-from apps.common.vllm_arguments import FLAG
+from apps.common.samplers import sampler_backend
 from apps.grpo.config import GrpoConfig
-from apps.grpo.sampling.ray import ray_module
+from apps.grpo.sampling.chat import chat_of, tool_format_of
 from apps.grpo.sampling.ray_devices import check_ray_devices
-from apps.grpo.sampling.session import chat_of, tool_format_of
-from apps.grpo.sampling.vllm import rollout_config, samples_on_a_cpu
 from apps.grpo.tasks.prompt_tasks import Tasks
 from chat_tools import formats
 from engines.capability import refuse_unsupported
 from engines.loading import resolve_device
-from rollout import EpisodeContext, Opening, TaskRow
+from rollout import EpisodeContext, Observation, TaskRow
 from rollout.environments.hosted import host
-from rollout.vllm.settings.arguments import check_arguments
-from rollout.vllm.limits.cpu import chosen_dtype, refusal
-from rollout.vllm.client.process import find_python, known_arguments
+from schedules.ray.cluster import ray_module
 
 T = TypeVar("T")
 
 
 def check_machine(config: GrpoConfig) -> None:
-    """Refuse an engine or a device that is not there; ranks and lengths are the plan's (`apps.common.plan`).
+    """Raise ValueError for an engine or a device that is missing; ranks and lengths are the plan's (`runplan`).
 
     Raises:
         ValueError: with the setting to change.
@@ -42,44 +38,13 @@ def check_machine(config: GrpoConfig) -> None:
     if config.cluster.rollout.ray_workers:
         ray_module("rollout.workers.ray_pool")
         check_ray_devices(config, device)
-    if config.cluster.rollout.engine == "vllm":
-        if config.cluster.rollout.weights_on_device and device.type != "cuda":
-            raise ValueError(
-                "--cluster.rollout.weights-on-device: weights pass through the memory of a CUDA device, and training "
-                f"is on {device.type}: set --cluster.rollout.no-weights-on-device"
-            )
-        if config.cluster.rollout.sleep and device.type == "cpu":
-            raise ValueError(
-                "--cluster.rollout.sleep: vLLM has no memory of a device to give back on a CPU, and refuses it: set "
-                "--cluster.rollout.no-sleep"
-            )
-        sampler = rollout_config(config).vllm
-        try:
-            find_python(sampler)
-        except ValueError as error:
-            raise ValueError(
-                f"--cluster.rollout.engine vllm: {error}. With Bazel, run //apps/grpo:vllm, which brings one"
-            ) from error
-        if sampler.arguments:
-            try:
-                check_arguments(sampler.arguments, known_arguments(sampler))
-            except ValueError as error:
-                raise ValueError(f"{FLAG}: {error}") from error
-
-
-def _check_vllm_on_a_cpu(config: GrpoConfig, directory: Path, model: PretrainedConfig) -> None:
-    """Refuse what vLLM's kernels for CPUs lack, which its process would say after the warm start."""
-    if config.cluster.rollout.engine != "vllm" or not samples_on_a_cpu(config):
-        return
-    described = model.get_text_config().to_dict()
-    if why := refusal(described, chosen_dtype(described, config.cluster.rollout.dtype)):
-        raise ValueError(f"--cluster.rollout.engine vllm can't sample from {directory}: {why}")
+    sampler_backend(config.cluster.rollout.engine).check_machine(config)
 
 
 def check_model(
     config: GrpoConfig, directory: Path, model: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Refuse a model that cannot hold an episode, and a tokenizer of another model.
+    """Raise ValueError for a model that cannot hold an episode, or a tokenizer of another model.
 
     Raises:
         ValueError: with the file or flag to change.
@@ -96,7 +61,7 @@ def check_model(
             f"the tokenizer in {directory} has a token {largest}, its model a vocabulary of {vocab_size}: "
             "they don't belong together"
         )
-    _check_vllm_on_a_cpu(config, directory, model)
+    sampler_backend(config.cluster.rollout.engine).check_model(config, directory, model)
     outside = [token for token in config.sampling.stop_token_ids if not 0 <= token < vocab_size]
     if outside:
         name = flag("sampling.stop_token_ids")
@@ -106,7 +71,8 @@ def check_model(
 def check_prompts(
     config: GrpoConfig, tasks: Tasks, tokenizer: PreTrainedTokenizerBase, model: Path | None = None
 ) -> None:
-    """Refuse held-out and first prompts that leave no room for an answer; `model`: the directory, for its images.
+    """Raise ValueError for prompts (held-out and first ones) without room for a response; `model`: its directory, for
+    images.
 
     Raises:
         ValueError: a prompt is too long, or there is nothing to ask.
@@ -136,8 +102,7 @@ def check_prompts(
 
 
 def _asked(config: GrpoConfig, tasks: Tasks) -> list[TaskRow]:
-    """Return what a run begins with; of a user's environments, which may be slow to open, the first task of each
-    side."""
+    """Return the first tasks of a run; of a user's environments, which may be slow to open, one of each side."""
     held_out, train = tasks.held_out(), tasks.tasks(0, config.prompts)
     if not config.own.environment:
         return [*held_out, *train]
@@ -146,15 +111,15 @@ def _asked(config: GrpoConfig, tasks: Tasks) -> list[TaskRow]:
 
 
 async def _named(what: str, row: TaskRow, answer: Awaitable[T]) -> T:
-    """Return the answer of a user's environment. ValueError: what it raised, and where."""
+    """Return the result of a user's environment; raise ValueError that names the error and the place."""
     try:
         return await answer
     except Exception as error:
         raise ValueError(f"{what} of the environment of {row.key!r} raised {type(error).__name__}: {error}") from error
 
 
-async def _opening(tasks: Tasks, row: TaskRow, seed: int) -> Opening:
-    """Return what a task opens with; what a user's environment raises there is the user's error."""
+async def _opening(tasks: Tasks, row: TaskRow, seed: int) -> Observation:
+    """Return the opening of a task; raise ValueError for an error of a user's environment."""
     # As it is played: one that hangs ends at its timeout.
     environment = await _named("the factory", row, host(tasks.environment(row)))
     context = EpisodeContext(row.id, seed=row.seed(seed), data=row.data, environment=row.environment)
@@ -165,6 +130,6 @@ async def _opening(tasks: Tasks, row: TaskRow, seed: int) -> Opening:
             await _named("close()", row, environment.close())
         raise
     await _named("close()", row, environment.close())
-    if not isinstance(opening, Opening):
-        raise ValueError(f"open() of the environment of {row.key!r} gave {type(opening).__name__}: give an Opening")
+    if not isinstance(opening, Observation):
+        raise ValueError(f"open() of the environment of {row.key!r} gave {type(opening).__name__}: give an Observation")
     return opening

@@ -1,4 +1,4 @@
-"""What a recipe is: settings, and the tasks that they are meant for."""
+"""A recipe: settings, and the tasks that they are meant for."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,9 +6,9 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from apps.common.plan.origin import Origin
 from apps.grpo.config import GrpoConfig
 from apps.grpo.tasks.prompt_tasks import Conversation, Tasks
+from runplan.model.origin import Origin
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
 import os
 
+from apps.common.cli.environment import refuse_unset
 from apps.common.cli.recipes import load_recipes
-from apps.common.plan.origin import model_type
-from apps.common.plan.ready import refuse_unready
-from apps.common.plan.work import Work
 from apps.common.run.ranks import ranks_of_node
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipe import Recipe
+from runplan.model.origin import model_type
+from runplan.report.readiness import refuse_unready
+from runplan.run_spec import RunSpec
 
 
 def recipes() -> dict[str, Recipe]:
@@ -16,14 +17,14 @@ def recipes() -> dict[str, Recipe]:
     return load_recipes("apps.grpo.recipes", Recipe)
 
 
-def work_of(config: GrpoConfig, recipe: Recipe | None = None) -> Work:
-    """Return what the plan of a configuration is made of; `recipe` as in `runnable`.
+def spec_of(config: GrpoConfig, recipe: Recipe | None = None) -> RunSpec:
+    """Return the run spec of a configuration, for its plan; `recipe` as in `runnable`.
 
     Raises:
         ValueError: there is no recipe of that name.
     """
     recipe = recipe or _registered(config.recipe)
-    return Work(
+    return RunSpec(
         app="grpo",
         recipe=config.recipe,
         engine=config.engine,
@@ -43,13 +44,14 @@ def work_of(config: GrpoConfig, recipe: Recipe | None = None) -> Work:
 
 
 def runnable(config: GrpoConfig, recipe: Recipe | None = None) -> Recipe:
-    """Return the registered recipe of a configuration, or the one given, as far as it can do what is asked.
+    """Return the registered recipe of a configuration, or `recipe`, after a check that it can be run.
 
     Raises:
         ValueError: there is none of that name, it can only be planned, or the configuration asks it for what it lacks.
     """
     recipe = recipe or _registered(config.recipe)
-    refuse_unready(work_of(config, recipe), os.environ)
+    refuse_unready(spec_of(config, recipe))
+    refuse_unset(config.cluster.environment, os.environ)
     if recipe.make_tasks is None:
         raise ValueError(f"recipe {config.recipe!r} cannot be run yet: --plan says what it lacks")
     if config.model is None and recipe.make_model is None:

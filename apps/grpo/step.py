@@ -1,7 +1,7 @@
-"""One GRPO step on a page: sample and reward, compare within groups, train, hand over the weights."""
+"""The update of one GRPO step on a page: compare within groups, then train."""
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -9,76 +9,67 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from apps.grpo.config import GrpoConfig
-from apps.grpo.reporting.episode_metrics import environment_metrics, episode_metrics
-from apps.grpo.reporting.timeline import Timeline
-from apps.grpo.sampling.memory_turns import sampling_turn
-from apps.grpo.sampling.session import Session
-from apps.grpo.sampling.vllm import prove_owed, prove_weights
-from engines import TrainEngine, base_policy
+from engines import SharedParameters, TrainEngine, Unsupported, base_policy, shared_parameters
+from engines.adapters.adapter_export import adapter_layout, adapter_pieces
 from objectives.advantages import ESTIMATORS, first_rows, per_sequence, per_token
 from objectives.off_policy import mismatch_meter
-from rollout import Episode, TaskRow, to_batch
+from rollout import Episode, to_batch
 from rollout.seeds import derive_seed
+from rollout.sync import Adapter
+from schedules.protocols import TrainResult, WeightExport
 from seqpack import index_select
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """What a step did: its episodes, the advantage of each (0 where it failed), its metrics, its tasks by group.
+class GrpoTrainer:
+    """Trainer of a run (`schedules.Trainer`): GRPO's update by a train engine."""
 
-    `rows` is None where they are the tasks of that step's number.
-    """
+    config: GrpoConfig
+    engine: TrainEngine
 
-    episodes: list[Episode]
-    advantages: list[float]
-    metrics: dict[str, float]
-    rows: Sequence[TaskRow] | None = None
+    def train(self, step: int, episodes: Sequence[Episode]) -> TrainResult:
+        """Train on the episodes of step number `step`, from 0; collective."""
+        batch = to_batch(episodes)
+        batch["advantages"] = advantages_of(batch, self.config, step)
+        metrics = train_on(batch, self.config, self.engine)
+        return TrainResult(metrics, episode_advantages(batch, len(episodes)))
 
+    def log_probs(self, batch: TensorDict) -> Sequence[Tensor]:
+        """Return the log-probs of a batch by the present weights: float32 [length] for each row."""
+        rows: Sequence[Tensor] = self.engine.forward(batch)["log_probs"].unbind()
+        return rows
 
-def grpo_step(
-    config: GrpoConfig, session: Session, engine: TrainEngine, step: int, timeline: Timeline | None = None
-) -> StepResult:
-    """Do step number `step`, from 0; then the sampler holds the new weights. `timeline` is told who was busy when."""
-    begun = time.perf_counter()
-    with sampling_turn(session, engine):
-        episodes = session.sample(step)  # each with the reward that its task gave
-    prove_owed(session, engine, episodes)
-    batch = to_batch(episodes)
-    sampled = time.perf_counter()
-    batch["advantages"] = advantages_of(batch, config, step)
-    metrics = train_on(batch, config, engine)
-    trained = time.perf_counter()
-    handed = session.sync(engine)
-    ended = time.perf_counter()
-    if timeline is not None:
-        timeline.add("sampler", "sample", begun, sampled)
-        timeline.add("trainer", "train", sampled, trained)
-        timeline.add("weights", "sync", trained, ended)
-    metrics |= handed.metrics | prove_weights(session, engine, episodes)
+    def export_weights(self, module_names: bool) -> WeightExport:
+        """Return the present weights, or those of the adapter alone: a sampler begins with the base."""
+        layout = adapter_layout(self.engine, module_names)
+        if layout is None:
+            return WeightExport(self.engine.export_weights(live=module_names))
+        adapter = Adapter(layout.rank, layout.scale, layout.layers)
+        return WeightExport(adapter_pieces(self.engine, module_names), adapter)
 
-    metrics |= rollout_metrics(episodes, session.environment_of)
-    metrics |= {
-        "weights/version": float(session.sampler.version),
-        "time/rollout_s": sampled - begun,
-        "time/train_s": trained - sampled,
-        "time/export_and_update_weights_s": ended - trained,
-        "time/step_s": ended - begun,
-    }
-    metrics["tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/step_s"]
-    return StepResult(episodes, episode_advantages(batch, len(episodes)), metrics)
+    def shared_weights(self) -> SharedParameters:
+        """Return the engine's own tensors for a sampler of this process. RuntimeError: they were moved to the host."""
+        shared = shared_parameters(self.engine)
+        if isinstance(shared, Unsupported):
+            raise RuntimeError(f"weights can't be shared with the sampler any more: {shared.reason}")
+        return shared
 
+    @contextmanager
+    def offloaded(self) -> Iterator[None]:
+        """Keep the engine, and the reference model beside it, in host memory while this is open.
 
-def rollout_metrics(episodes: Sequence[Episode], environment_of: Callable[[str], str | None]) -> dict[str, float]:
-    """Return what a step's episodes were like, and how many tokens they have."""
-    segments = [segment for episode in episodes for segment in episode.segments]
-    metrics = reward_metrics(episodes) | episode_metrics(episodes) | environment_metrics(episodes, environment_of)
-    return metrics | {
-        "rollout/tokens": float(sum(len(s.ids) for s in segments)),
-        "rollout/sampled_tokens": float(sum(s.sampled for s in segments)),
-        "rollout/policy_version": float(max(max(s.policy_versions) for s in segments)),
-        "rollout/failed_episodes": float(sum(episode.error is not None for episode in episodes)),
-        "rollout/retried_episodes": float(sum(episode.attempt > 0 for episode in episodes)),
-    }
+        Collective, as moving them is. An engine that was moved comes back where sampling fails too.
+        """
+        moved: list[TrainEngine] = []
+        try:
+            for engine in (self.engine, self.engine.reference):
+                if engine is not None:
+                    moved.append(engine)
+                    engine.offload()
+            yield
+        finally:
+            for engine in moved:
+                engine.onload()
 
 
 def advantages_of(batch: TensorDict, config: GrpoConfig, step: int) -> Tensor:
@@ -96,11 +87,11 @@ def advantages_of(batch: TensorDict, config: GrpoConfig, step: int) -> Tensor:
 def episode_advantages(batch: TensorDict, count: int) -> list[float]:
     """Return the advantage of each of `count` episodes, that of its first row; 0 where it has none."""
     scores = per_sequence(batch["advantages"], batch["loss_mask"])
-    found = [0.0] * count
+    of_episode = [0.0] * count
     episodes, row_of, _ = first_rows(batch["episode"])
     for episode, row in zip(episodes.tolist(), row_of.tolist(), strict=True):
-        found[episode] = float(scores[row])
-    return found
+        of_episode[episode] = float(scores[row])
+    return of_episode
 
 
 def correction_line(config: GrpoConfig) -> str | None:
@@ -140,18 +131,3 @@ def train_on(batch: TensorDict, config: GrpoConfig, engine: TrainEngine) -> dict
     }
     named = {f"train/{name}": value for name, value in means.items()}
     return named | difference | {"train/updates": float(len(results))}
-
-
-def reward_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Return the mean reward of the episodes that were scored; the shares of groups that solve their task, and that
-    teach."""
-    groups: dict[int, list[float]] = {}
-    for episode in episodes:
-        if episode.error is None:
-            groups.setdefault(episode.group, []).append(episode.reward)
-    low, high = (torch.tensor([choose(rewards) for rewards in groups.values()]) for choose in (min, max))
-    return {
-        "reward": torch.tensor([reward for rewards in groups.values() for reward in rewards]).mean().item(),
-        "reward/solved_groups": (low > 0).float().mean().item(),
-        "reward/mixed_groups": (low < high).float().mean().item(),
-    }

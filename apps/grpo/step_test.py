@@ -11,14 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from apps.common.cluster import Cluster, Schedule
+from apps.common.cluster import Cluster
 from apps.grpo import step as module
 from apps.grpo.config import GrpoConfig
-from apps.grpo.reporting.episode_metrics import episode_metrics
-from apps.grpo.sampling.session import Proof
-from apps.grpo.sampling.vllm import prove_owed
-from apps.grpo.schedules.transfer_result import Handed
-from apps.grpo.step import advantages_of, episode_advantages, grpo_step, reward_metrics, train_on
+from apps.grpo.step import advantages_of, episode_advantages, train_on
 from apps.grpo.testing.recipe import RECIPE
 from objectives import GRPO
 from objectives.advantages import estimate
@@ -26,6 +22,12 @@ from objectives.off_policy import Correction
 from rollout import Episode, Score, Segment, to_batch
 from rollout.sync.rate import copy_rate
 from rollout.sync.transfer import TransferTimes
+from schedules.config import ScheduleConfig
+from schedules.reporting.episode_metrics import episode_metrics, reward_metrics
+from schedules.sampling.memory_turns import run_pending_checks
+from schedules.sampling.session import PendingCheck
+from schedules.sync import sync_step
+from schedules.weights.transfer_result import TransferResult
 from seqpack import index_select
 from seqpack.batches.batch import jagged
 
@@ -112,7 +114,7 @@ def test_one_update_is_on_policy_and_sees_the_whole_batch() -> None:
 @pytest.mark.parametrize(("asked", "holds"), [(None, "mask"), ("none", "none"), ("truncate", "truncate")])
 def test_what_is_sampled_ahead_is_weighed_unless_weights_are_named(asked: Correction | None, holds: Correction) -> None:
     engine = recorder()
-    config = replace(CONFIG, cluster=Cluster(schedule=Schedule("fully_async")), objective=GRPO(off_policy=asked))
+    config = replace(CONFIG, cluster=Cluster(schedule=ScheduleConfig("fully_async")), objective=GRPO(off_policy=asked))
     train_on(batch_with_advantages(), config, engine)
     assert engine.objectives == [GRPO(off_policy=holds)]
 
@@ -167,7 +169,7 @@ def test_a_mini_batch_has_all_rows_of_an_episode(
     assert max(sizes) - min(sizes) <= 1
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "leave_one_out"])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
 def test_advantages_are_the_estimators(name: str) -> None:
     batch = to_batch(episodes())
     got = advantages_of(batch, replace(CONFIG, advantage=name), 3)
@@ -242,7 +244,7 @@ class Session:
     sampled: list[Episode] = field(default_factory=episodes)
     sampler: Sampler = field(default_factory=Sampler)
     config: object = CONFIG
-    proof: Proof = field(default_factory=Proof)
+    proof: PendingCheck = field(default_factory=PendingCheck)
 
     def sample(self, step: int) -> Any:
         self.events.append(("sample", step))
@@ -251,10 +253,10 @@ class Session:
     def environment_of(self, task_id: str) -> None:
         return None
 
-    def sync(self, engine: Any) -> Handed:
+    def sync(self, engine: Any) -> TransferResult:
         self.events.append(("sync", len(engine.trained)))
         self.sampler.version += 1
-        return Handed(4096, TransferTimes(0.5, 0.25))
+        return TransferResult(4096, TransferTimes(0.5, 0.25))
 
     def probed(self, prompts: Sequence[Any], media: Sequence[Any]) -> list[Any]:
         assert media == [None] * len(prompts)
@@ -270,7 +272,7 @@ def test_a_step_samples_trains_and_hands_over(monkeypatch: pytest.MonkeyPatch) -
     session: Any = Session(events)
     config = replace(CONFIG, control="shuffled-advantages")
     spans: list[Any] = []
-    result = grpo_step(config, session, engine, 7, SimpleNamespace(add=lambda *span: spans.append(span)))  # type: ignore[arg-type]
+    result = sync_step(config, session, engine, 7, SimpleNamespace(add=lambda *span: spans.append(span)))  # type: ignore[arg-type]
     assert spans == [
         ("sampler", "sample", 100.0, 103.0),
         ("trainer", "train", 103.0, 110.0),
@@ -311,12 +313,12 @@ def test_a_step_samples_trains_and_hands_over(monkeypatch: pytest.MonkeyPatch) -
 def test_weights_of_a_resume_or_a_replaced_sampler_are_proven_before_they_are_trained_away() -> None:
     """By the prompts of the step, once; what nothing has proven is not forgotten where nothing was sampled."""
     events: list[object] = []
-    session: Any = Session(events, proof=Proof(owed=True))
-    grpo_step(CONFIG, session, recorder(), 7)
+    session: Any = Session(events, proof=PendingCheck(owed=True))
+    sync_step(CONFIG, session, recorder(), 7)
     assert events == [("sample", 7), ("probed", 5, 2), ("sync", 1), ("probed", 6, 2)]
     assert not session.proof.owed
     session.proof.owed = True
-    prove_owed(session, recorder(), [])
+    run_pending_checks(session, recorder(), [])
     assert session.proof.owed
 
 
@@ -324,6 +326,6 @@ def test_failed_and_retried_episodes_are_counted() -> None:
     one, two, *rest = episodes()
     sampled = [replace(one, attempt=1), replace(two, attempt=2), episode(None, 0), *rest[1:]]
     session: Any = Session([], sampled)
-    result = grpo_step(CONFIG, session, recorder(), 0)
+    result = sync_step(CONFIG, session, recorder(), 0)
     assert result.metrics["rollout/retried_episodes"] == 2.0
     assert result.metrics["rollout/failed_episodes"] == 1.0

@@ -10,29 +10,32 @@ from typing import Any
 import torch
 
 from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
-from apps.common.run.checkpoint_saver import Saves
+from apps.common.run.checkpoint_saver import CheckpointSaver
 from apps.common.run.checkpoints import checkpoint_path
 from apps.common.run.config_file import as_plain
 from apps.common.run.device_memory import memory_metrics
-from apps.common.run.divergence import told_by_sampler
+from apps.common.run.divergence import name_sampler_errors
 from apps.common.run.export import save_export
-from apps.common.run.interrupts import Runner
-from apps.common.run.nonfinite_batch import keeping_batch
-from apps.common.run.ranks import from_rank_0, init_rank, rank_and_world
+from apps.common.run.nonfinite_batch import save_batch_on_nonfinite
+from apps.common.run.ranks import init_rank
 from apps.common.run.reporter import Reporter
 from apps.common.run.run_dir import steps_done
-from apps.grpo.build import Demonstrations, Start, samples_elsewhere
+from apps.grpo.build import Demonstrations, RunBuilder, samples_elsewhere
 from apps.grpo.config import GrpoConfig
-from apps.grpo.reporting.episode_samples import Decode, Shown, decoder, failure_note
-from apps.grpo.sampling.native import weights_line
-from apps.grpo.sampling.ray import in_cluster
-from apps.grpo.sampling.session import Evaluation, environment_of
-from apps.grpo.schedules.sync import Schedule
-from apps.grpo.step import StepResult, correction_line
+from apps.grpo.reporting.episode_samples import Decode, EpisodeSamples, failure_note, token_decoder
+from apps.grpo.sampling.native import NativeBackend
+from apps.grpo.sampling.ray_devices import ray_settings
+from apps.grpo.step import correction_line
 from apps.grpo.tasks.prompt_tasks import Tasks
 from engines import TrainEngine
 from rollout import RolloutEngine
 from runlog import read_metrics
+from schedules.protocols import environment_of
+from schedules.ray.cluster import in_cluster
+from schedules.runtime.collectives import broadcast_result, rank_and_world
+from schedules.runtime.interrupts import Runner
+from schedules.sampling.session import Evaluation
+from schedules.schedule import Schedule, StepResult
 
 
 @dataclass(frozen=True)
@@ -69,24 +72,24 @@ def train(
         raise ValueError("fully_async and Ray start samplers of their own: hand no engine to train()")
     init_rank(config.threads, config.seed)
     quiet_libraries()
-    done, checkpoint = from_rank_0(steps_done(run_dir, config.steps) if config.resume else (0, None))
+    done, checkpoint = broadcast_result(steps_done(run_dir, config.steps) if config.resume else (0, None))
     tokenizer = load_tokenizer(model)
     with Runner() as runner, ExitStack() as stack:
-        start = Start(config, tasks, tokenizer, model, run_dir, done, checkpoint, rollout_engine, runner)
+        start = RunBuilder(config, tasks, tokenizer, model, run_dir, done, checkpoint, rollout_engine, runner)
         start = start.warmed(demonstrations)
-        stack.enter_context(in_cluster(config))
-        parts = start.parts(stack)
-        engine, resumed = parts.engine, done if config.resume else None
+        stack.enter_context(in_cluster(ray_settings(config, rank_and_world()[1])))
+        parts = start.components(stack)
+        engine, resumed = parts.trainer.engine, done if config.resume else None
         with (
             Reporter(run_dir, as_plain(config), config.steps, "grpo", resumed, config.tracker) as log,
             parts.schedule(log) as schedule,
-            Saves(engine, run_dir, config.keep_checkpoints, schedule.saving, schedule.saved) as saves,
-            keeping_batch(run_dir),
+            CheckpointSaver(engine, run_dir, config.keep_checkpoints, schedule.saving, schedule.saved) as saves,
+            save_batch_on_nonfinite(run_dir),
         ):
-            for line in (weights_line(config, parts.sampler, engine), correction_line(config)):
+            for line in (NativeBackend().weights_line(config, parts.sampler, engine), correction_line(config)):
                 if line is not None:
                     log.note(line)
-            before, after = _steps(config, tasks, schedule, engine, log, saves, done, decoder(tokenizer))
+            before, after = _steps(config, tasks, schedule, engine, log, saves, done, token_decoder(tokenizer))
         save_export(engine, tokenizer, run_dir / "export")
     result = Result(before, after, time.perf_counter() - begun, run_dir, config.steps)
     log.close(_summary(result), f"GRPO, {config.recipe}")
@@ -99,7 +102,7 @@ def _steps(
     schedule: Schedule,
     engine: TrainEngine,
     log: Reporter,
-    saves: Saves,
+    saves: CheckpointSaver,
     done: int,
     decode: Decode,
 ) -> tuple[float, float]:
@@ -122,14 +125,14 @@ def _steps(
         log.step(0, {**found, **sizes}, {"held-out": before})
         _log_episodes(config, tasks, log, 0, None, evaluation, decode)
     for step in range(done + 1, config.steps + 1):
-        with told_by_sampler(step):
+        with name_sampler_errors(step):
             result = schedule.step(step - 1)
         saves.look()
         last = step == config.steps
         row: dict[str, Any] = {**result.metrics, **memory_metrics(config.engine.device)}
         evaluation = None
         if last or step % config.eval_every == 0:
-            with told_by_sampler(step):
+            with name_sampler_errors(step):
                 evaluation = schedule.evaluate()
             after = evaluation.accuracy
             row |= evaluation.metrics
@@ -155,7 +158,7 @@ def _log_episodes(
     for place, played in ((f"step {step}", result), (f"step {step}, held out", evaluation)):
         if played is not None and (failed := failure_note(place, played.episodes)) is not None:
             log.note(failed)
-    show = Shown(step, config.seed, decode, functools.partial(environment_of, tasks))
+    show = EpisodeSamples(step, config.seed, decode, functools.partial(environment_of, tasks))
     kept: list[dict[str, Any]] = []
     if result is not None:
         rows = tasks.tasks(step - 1, config.prompts) if result.rows is None else result.rows
@@ -169,7 +172,7 @@ def _log_episodes(
 def _accuracy_before(run_dir: Path) -> float | None:
     """Return what the run's first evaluation found, from its metrics; None where they are lost."""
     first = next(iter(read_metrics(run_dir)), {})
-    return from_rank_0(first.get("eval/accuracy") if first.get("step") == 0 else None)
+    return broadcast_result(first.get("eval/accuracy") if first.get("step") == 0 else None)
 
 
 def _shown(row: dict[str, Any]) -> dict[str, float | int | str]:

@@ -11,38 +11,38 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from apps.common.run.config_file import as_plain
-from apps.common.run.divergence import told_by_sampler
+from apps.common.run.divergence import name_sampler_errors
 from apps.common.run.export import save_export
-from apps.common.run.ranks import from_rank_0, rank_and_world
 from apps.common.run.reporter import Reporter
 from apps.grpo.config import GrpoConfig
-from apps.grpo.sampling.session import Session
 from apps.grpo.tasks.prompt_tasks import Conversation
 from apps.sft.loop import fit
 from apps.sft.reading.samples import Sample, batch_of, sample_of, stop_tokens_of
 from engines import EngineConfig, TrainEngine, build_engine
 from objectives import SFT
+from schedules.protocols import Trainer
+from schedules.runtime.collectives import broadcast_result, rank_and_world
+from schedules.sampling.session import RolloutSession
 
 FINISHED = "finished.json"
 
 
 @dataclass(frozen=True)
-class WarmStarted:
-    """After how many steps a warm start ended, and how well its model answers."""
+class WarmStartResult:
+    """The number of steps of a warm start, and its model's held-out accuracy."""
 
     steps: int
     accuracy: float
 
 
 def warm_model(folder: Path) -> Path | None:
-    """Return the model of a finished warm start in `folder`; None where there is none, or a kill cut it short."""
-    finished = from_rank_0((folder / FINISHED).is_file())
+    """Return the model of a finished warm start in `folder`; None where there is none, or it was killed."""
+    finished = broadcast_result((folder / FINISHED).is_file())
     return folder / "export" if finished else None
 
 
-def imitating(config: GrpoConfig) -> EngineConfig:
-    """Return the engine of the warm start: the run's, with the warm start's learning rate, constant after its
-    warmup."""
+def warm_start_engine(config: GrpoConfig) -> EngineConfig:
+    """Return the run's engine with the warm start's learning rate, which is constant after its warmup."""
     warm = config.warm_start
     # No sampler chose experts for a demonstration.
     return replace(
@@ -63,19 +63,19 @@ def warm_start(
     model: Path,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
-    session_of: Callable[[TrainEngine], Session],
+    session_of: Callable[[TrainEngine], tuple[RolloutSession, Trainer]],
 ) -> Path:
-    """Imitate until the held-out accuracy asked for is reached; a Hugging Face directory in `folder`.
+    """Train on demonstrations until the held-out accuracy is reached; return the export's directory in `folder`.
 
-    `session_of`: what asks the engine that imitates, between its steps.
+    `session_of` makes the session that samples with the engine between its steps.
 
-    It begins anew where an earlier one was cut short: FINISHED is written when all else is on disk.
+    It starts anew where an earlier one was killed: FINISHED is written when all else is on disk.
     """
     warm = config.warm_start
     if rank_and_world()[0] == 0:
         shutil.rmtree(folder, ignore_errors=True)
-    engine = build_engine(replace(imitating(config), model=str(model)))
-    session = session_of(engine)
+    engine = build_engine(replace(warm_start_engine(config), model=str(model)))
+    session, trainer = session_of(engine)
     stop_tokens, pictures = stop_tokens_of(model, tokenizer), session.chat.pictures
 
     @lru_cache(maxsize=1 << 16 if pictures is None else 0)  # pictures are large, and seldom shown twice
@@ -93,8 +93,8 @@ def warm_start(
             row = {f"train/{name}": value for name, value in metrics.items()}
             shown: dict[str, float | int | str] = {"loss": metrics["loss"]}
             if done % warm.eval_every == 0 or done == warm.steps:
-                with told_by_sampler(done):
-                    session.sync(engine)
+                with name_sampler_errors(done):
+                    session.sync(trainer)
                     accuracy = row["eval/accuracy"] = shown["held-out"] = session.accuracy(warm.eval_prompts)
             log.step(done, row, shown)
             if accuracy >= warm.until_accuracy:
@@ -102,5 +102,5 @@ def warm_start(
         log.note(f"warm start: {done} steps, {accuracy:.1%} of the held-out problems right")
     export = save_export(engine, tokenizer, folder / "export")
     if rank_and_world()[0] == 0:
-        (folder / FINISHED).write_text(json.dumps(asdict(WarmStarted(done, accuracy))) + "\n", encoding="utf-8")
+        (folder / FINISHED).write_text(json.dumps(asdict(WarmStartResult(done, accuracy))) + "\n", encoding="utf-8")
     return export

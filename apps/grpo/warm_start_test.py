@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from apps.grpo.config import GrpoConfig
-from apps.grpo.warm_start import imitating
+from apps.grpo.warm_start import warm_start_engine
 from engines import EngineConfig
 
 
@@ -24,9 +24,9 @@ def test_its_own_rate_is_constant_after_its_own_warmup(given: dict[str, Any]) ->
     warm = config.warm_start
     own: dict[str, Any] = {"lr": warm.lr, "warmup_steps": warm.warmup_steps, "learning_rates": ()}
     schedule: dict[str, Any] = {"lr_schedule": "constant", "total_steps": None, "min_lr_ratio": 0.0}
-    assert imitating(config) == replace(config.engine, **own, **schedule)
+    assert warm_start_engine(config) == replace(config.engine, **own, **schedule)
 
 
 def test_no_sampler_chose_experts_for_a_demonstration() -> None:
     config = GrpoConfig(engine=EngineConfig(device="cpu", routing_replay=True))
-    assert not imitating(config).routing_replay
+    assert not warm_start_engine(config).routing_replay

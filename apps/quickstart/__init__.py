@@ -1,1 +1,1 @@
-"""What the default run needs and no hub provides: a tiny Qwen3.5, its tokenizer and its tasks."""
+"""The tiny Qwen3.5, its tokenizer and its tasks, which the default run needs and no hub provides."""

@@ -21,12 +21,12 @@ class Problem:
 
     @property
     def expression(self) -> str:
-        """What a calculator is asked: the question without its equals sign."""
+        """The input of a calculator: the question without its equals sign."""
         return self.question.removesuffix("=")
 
     @property
     def solution(self) -> str:
-        """The reply that a demonstration gives."""
+        """The reply in a demonstration."""
         return f"\\boxed{{{self.answer}}}"
 
 
@@ -36,7 +36,7 @@ def addition(a: int, b: int) -> Problem:
 
 
 def is_held_out(problem: Problem) -> bool:
-    """True for the problems that are only ever asked in evaluations."""
+    """Return whether a problem is only ever asked in evaluations."""
     digest = hashlib.blake2b(problem.question.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") % HELD_OUT_PARTS == 0
 
@@ -62,12 +62,12 @@ def distinct(stream: Iterator[Problem], count: int, tries: int = 1000) -> list[P
     Raises:
         ValueError: the stream seems to hold fewer.
     """
-    found: dict[str, Problem] = {}
+    different: dict[str, Problem] = {}
     misses = 0
-    while len(found) < count:
+    while len(different) < count:
         problem = next(stream)
-        misses = misses + 1 if problem.question in found else 0
+        misses = misses + 1 if problem.question in different else 0
         if misses > tries:
-            raise ValueError(f"asked for {count} different problems, found {len(found)}: raise digits")
-        found[problem.question] = problem
-    return list(found.values())
+            raise ValueError(f"asked for {count} different problems, found {len(different)}: raise digits")
+        different[problem.question] = problem
+    return list(different.values())

@@ -8,7 +8,7 @@ Message = dict[str, Any]
 
 
 def demonstration(problem: Problem, task: Literal["arithmetic", "calculator"]) -> list[Message]:
-    """Return the question and the right reply; with the calculator, the call and its result in between."""
+    """Return the question and the right reply; with the calculator, also the call and its result."""
     question: Message = {"role": "user", "content": problem.question}
     answer: Message = {"role": "assistant", "content": problem.solution}
     if task == "arithmetic":

@@ -1,4 +1,4 @@
-"""A Qwen3.5 of 0.2 million parameters: gated delta net and full attention in turn, like its big siblings."""
+"""A Qwen3.5 of 0.2 million parameters: gated delta net and full attention in alternating layers, like larger ones."""
 
 import math
 import os
@@ -16,7 +16,7 @@ from apps.quickstart.tokenizer import PAD, TURN_END, build_tokenizer
 def tiny_config(
     vocab_size: int, pad_token_id: int, eos_token_id: int, hidden: int = 64, layers: int = 4
 ) -> Qwen3_5TextConfig:
-    """Return the tiny hybrid's configuration: every second layer attends in full, the others are gated delta nets."""
+    """Return the tiny hybrid's configuration: every second layer is full attention, the others are gated delta nets."""
     heads = 4
     return Qwen3_5TextConfig(
         vocab_size=vocab_size,
@@ -48,7 +48,7 @@ def tiny_config(
 
 
 def served_config(vocab_size: int, pad_token_id: int, eos_token_id: int) -> Qwen3_5TextConfig:
-    """Return the tiny hybrid with heads of sizes that vLLM can compute on a CPU: 32 in attention, 64 in a delta net."""
+    """Return the tiny hybrid with head sizes that vLLM can compute on a CPU: 32 in attention, 64 in a delta net."""
     config = tiny_config(vocab_size, pad_token_id, eos_token_id)
     config.num_attention_heads, config.num_key_value_heads, config.head_dim = 2, 1, 32
     config.linear_num_key_heads = config.linear_num_value_heads = 1
@@ -76,13 +76,12 @@ MakeConfig = Callable[[int, int, int], Qwen3_5TextConfig]
 
 
 def ensure_tiny_model(directory: Path, seed: int, make_config: MakeConfig = tiny_config) -> Path:
-    """Return `save_tiny_model`, unless the directory is there already (a resumed run) or another rank makes it; a kill
-    leaves all of it or nothing."""
+    """Call `save_tiny_model` on one rank unless the directory is there; a kill leaves all of it or nothing."""
     return made_once(directory, lambda temporary: save_tiny_model(temporary, seed, make_config))
 
 
 def made_once(directory: Path, make: Callable[[Path], object]) -> Path:
-    """Let rank 0 make a directory beside its place and move it there, unless it is there already."""
+    """Let rank 0 make a directory beside its final path and move it there, unless it is there already."""
     if not directory.is_dir() and int(os.environ.get("RANK", "0")) == 0:
         temporary = directory.with_name(directory.name + ".writing")
         shutil.rmtree(temporary, ignore_errors=True)

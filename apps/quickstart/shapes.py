@@ -24,8 +24,8 @@ HIGHEST = 7  # of a bar, each step half a cell
 
 @dataclass(frozen=True, slots=True)
 class PictureProblem:
-    """A picture and a question with its one right answer. `drawn` says what is to be seen, a letter a cell or a digit a
-    bar, a digit after a letter being its colour."""
+    """A picture and a question with one right answer. `drawn` has a letter a cell, or a digit a bar; a digit after a
+    letter is its colour."""
 
     drawn: str
     question: str
@@ -33,7 +33,7 @@ class PictureProblem:
 
     @property
     def solution(self) -> str:
-        """The reply that a demonstration gives."""
+        """The reply in a demonstration."""
         return f"\\boxed{{{self.answer}}}"
 
     @property
@@ -54,7 +54,7 @@ def _data_uri(picture: Image.Image) -> str:
 
 
 def draw(drawn: str) -> Image.Image:
-    """Paint what `PictureProblem.drawn` says."""
+    """Draw `PictureProblem.drawn`."""
     picture = Image.new("RGB", (CELLS * CELL, CELLS * CELL), (255, 255, 255))
     pen = ImageDraw.Draw(picture)
     if drawn.isdigit():
@@ -72,30 +72,30 @@ def draw(drawn: str) -> Image.Image:
 
 
 def counting(rng: random.Random) -> PictureProblem:
-    """Return shapes of two kinds in random cells: how many are there of one?"""
+    """Return a problem of shapes of two kinds in random cells: how many are there of one?"""
     counts = {shape: rng.randint(0, MOST) for shape in SHAPES}
     cells = [shape for shape, count in counts.items() for _ in range(count)]
     cells += ["."] * (CELLS * CELLS - len(cells))
     rng.shuffle(cells)
-    asked = rng.choice(list(SHAPES))
+    shape_asked = rng.choice(list(SHAPES))
     drawn = "".join(shape + str(rng.randrange(len(INK))) for shape in cells)
-    return PictureProblem(drawn, f"{SHAPES[asked]}?", str(counts[asked]))
+    return PictureProblem(drawn, f"{SHAPES[shape_asked]}?", str(counts[shape_asked]))
 
 
 def plot(rng: random.Random) -> PictureProblem:
-    """Return four bars: how high is one of them?"""
-    bars, asked = [rng.randint(0, HIGHEST) for _ in range(CELLS)], rng.randrange(CELLS)
-    return PictureProblem("".join(map(str, bars)), f"bar {asked + 1}?", str(bars[asked]))
+    """Return a problem of four bars: how high is one of them?"""
+    bars, bar = [rng.randint(0, HIGHEST) for _ in range(CELLS)], rng.randrange(CELLS)
+    return PictureProblem("".join(map(str, bars)), f"bar {bar + 1}?", str(bars[bar]))
 
 
 def is_held_out(problem: PictureProblem) -> bool:
-    """True for the problems that are only ever asked in evaluations."""
+    """Return whether a problem is only ever asked in evaluations."""
     digest = hashlib.blake2b(f"{problem.drawn} {problem.question}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") % HELD_OUT_PARTS == 0
 
 
 def picture_problems(rng: random.Random, held_out: bool = False) -> Iterator[PictureProblem]:
-    """Yield countings and plots without end, all held out or none."""
+    """Yield counting and plot problems without end, all held out or none."""
     while True:
         problem = rng.choice((counting, plot))(rng)
         if is_held_out(problem) == held_out:

@@ -22,7 +22,7 @@ def chat_template() -> str:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Make the tokenizer: 256 bytes, three special tokens, and markers and words as tokens that stay visible."""
+    """Return a tokenizer of 256 bytes, three special tokens, and markers and words as tokens that stay visible."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

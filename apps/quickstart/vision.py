@@ -1,4 +1,4 @@
-"""A Qwen3.5 that sees, of 0.3 million parameters: the tiny hybrid behind a vision tower of two blocks."""
+"""A Qwen3.5 that sees, of 0.3 million parameters: the tiny hybrid after a vision tower of two blocks."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def seeing_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def ensure_seeing_model(directory: Path, seed: int, make_config: MakeConfig = tiny_config) -> Path:
-    """Return `save_seeing_model`, unless the directory is there already; a kill leaves all of it or nothing."""
+    """Call `save_seeing_model` unless the directory is there already; a kill leaves all of it or nothing."""
     return made_once(directory, lambda temporary: save_seeing_model(temporary, seed, make_config))
 
 
@@ -61,8 +61,7 @@ def save_seeing_model(directory: Path, seed: int, make_config: MakeConfig = tiny
 
 
 def vision_fields(tokenizer: PreTrainedTokenizerFast, hidden: int) -> dict[str, Any]:
-    """Return what a config of a model that sees has beside its text part: a tower for the drawn pictures, and their
-    tokens."""
+    """Return the fields of a vision model's config beside its text part: a tower for the pictures, and their tokens."""
     tower = {
         "depth": 2,
         "hidden_size": 32,

@@ -1,4 +1,4 @@
-"""Every setting of a supervised run."""
+"""The settings of a supervised run."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -27,7 +27,7 @@ OWNED = {
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is imitated: the rows of files, or demonstrations of a synthetic task."""
+    """The training data: the rows of files, or demonstrations of a synthetic task."""
 
     data: tuple[str, ...] = ()
     """Files of rows, .jsonl or .parquet: FILE ..., or FILE:WEIGHT ... for shares of the sequences that are trained on.
@@ -63,11 +63,11 @@ class DataConfig:
     """How many demonstrations are written."""
 
     def __post_init__(self) -> None:
-        if found := [*self.problems()]:
-            raise ValueError("; ".join(found))
+        if problems := [*self.problems()]:
+            raise ValueError("; ".join(problems))
 
     def problems(self) -> Iterator[str]:
-        """Yield texts of all that is wrong, each with a flag."""
+        """Yield a text for each problem, with its flag."""
         share = 0 < self.eval_share < 1
         if not share:
             yield f"--eval-share must lie between 0 and 1, got {self.eval_share}"
@@ -98,7 +98,7 @@ class DataConfig:
 
     @property
     def columns(self) -> Columns:
-        """What is read of a row."""
+        """The columns that are read of a row."""
         return Columns(
             self.form,
             self.messages_column,
@@ -109,7 +109,7 @@ class DataConfig:
         )
 
     def _set(self, names: Iterable[str], why: str) -> Iterator[str]:
-        """Fields that are not at their defaults, and why they should be."""
+        """Yield a text with `why` for each field of `names` that is not at its default."""
         usual = {item.name: item.default for item in fields(self)}
         for name in names:
             if getattr(self, name) != usual[name]:
@@ -172,22 +172,22 @@ class SftConfig:
     """Layout, pools, offload of runs over many devices; --help-cluster lists the flags."""
 
     def __post_init__(self) -> None:
-        if found := [*self.problems()]:
-            raise ValueError("; ".join(found))
+        if problems := [*self.problems()]:
+            raise ValueError("; ".join(problems))
 
     def problems(self) -> Iterator[str]:
-        """Yield texts of all that is wrong beside the parts, each with a flag."""
-        found = [*self.out_of_range()]
-        yield from found
+        """Yield a text for each problem that is not of one of the parts, with its flag."""
+        wrong = [*self.out_of_range()]
+        yield from wrong
         # what is wrong together may follow from a value that is wrong alone: that is told first
-        if not found and self.data.max_tokens > self._longest:
+        if not wrong and self.data.max_tokens > self._longest:
             yield (
                 f"--max-tokens {self.data.max_tokens} does not fit --engine.max-tokens-per-rank: raise that to "
                 f"{self.data.max_tokens}, or share a sequence among ranks with --engine.context-parallel"
             )
 
     def out_of_range(self) -> Iterator[str]:
-        """Fields that can't have their value, whatever the parts have."""
+        """Yield a text for each field whose value is wrong whatever the parts are."""
         counts = ("steps", "batch_size", "eval_every", "save_every", "processes", "threads", "eval_rows")
         for name in (*counts, "keep_checkpoints"):
             value, least = getattr(self, name), 0 if name == "keep_checkpoints" else 1
@@ -202,7 +202,7 @@ class SftConfig:
 
     @property
     def _longest(self) -> int:
-        """Tokens of the longest sequence that the ranks can hold."""
+        """The tokens of the longest sequence that the ranks can hold."""
         size = parse_context_parallel(self.engine.context_parallel)
         ranks = self.processes * self.cluster.pools.nodes if size == "dynamic" else size
         return self.engine.max_tokens_per_rank * ranks

@@ -1,4 +1,4 @@
-"""Files as samples: tokenised, measured, cut, split; what was left out or cut is counted by its reason."""
+"""Files as samples: tokenised, measured, cut and split; rows that were left out or cut are counted by their reason."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ from rollout.chat.images import Pictures
 
 @dataclass(slots=True)
 class Skipped:
-    """How many rows were left out or cut for each reason, and where the first of each was."""
+    """The number of rows that were left out or cut for each reason, and the first of each."""
 
     counts: dict[str, int] = field(default_factory=dict)
     first: dict[str, str] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Skipped:
         self.first.setdefault(reason, f"{path.name}, row {row}")
 
     def lines(self) -> list[str]:
-        """Return one line a reason, for people."""
+        """Return one line a reason."""
         left_out = [
             f"left out {count} rows: {reason} (first: {self.first[reason]})" for reason, count in self.counts.items()
         ]
@@ -44,7 +44,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Conversations:
-    """Samples to train on and held out, and what was left out.
+    """The samples to train on and held out, and the rows that were left out.
 
     Rows read = len(train) + len(held_out) + the sum of `skipped.counts`, over all files. `sizes`: how many of `train`
     are from each file, in order; `weights`: the files' shares where they are given. `files`: the name of each file, and
@@ -83,13 +83,13 @@ def load_conversations(
 
     def usable(path: Path) -> Usable:
         store = tokenise(path, columns, tokenizer, stop_tokens, cache, config.data_processes, pictures)
-        found = usable_of(store, config.max_tokens, config.truncation)
-        for reason, rows in found.left_out:
+        selected = usable_of(store, config.max_tokens, config.truncation)
+        for reason, rows in selected.left_out:
             for row in rows:
                 skipped.add(reason, path, row)
-        if found.cut:
-            skipped.cut[f"{path.name} at the {config.truncation}, to --max-tokens {config.max_tokens}"] = found.cut
-        return found
+        if selected.cut:
+            skipped.cut[f"{path.name} at the {config.truncation}, to --max-tokens {config.max_tokens}"] = selected.cut
+        return selected
 
     files = [usable(source.path) for source in sources]
     keys = [key for file in files for key in file.keys]
@@ -108,15 +108,17 @@ def load_conversations(
     sizes = tuple(map(len, of_files))
     weights = tuple(source.weight for source in sources if source.weight is not None)
     names = tuple((source.path.name, _digest(own)) for source, own in zip(sources, of_files, strict=True))
-    found = Conversations(Samples.of(files, split.train, pictures), held_out, skipped, sizes, weights or None, names)
-    if not all(sizes) or not found.held_out:
+    conversations = Conversations(
+        Samples.of(files, split.train, pictures), held_out, skipped, sizes, weights or None, names
+    )
+    if not all(sizes) or not conversations.held_out:
         short = sources[sizes.index(0) if 0 in sizes else 0].path
-        raise ValueError(_too_few(short, found, len(set(keys))))
-    return found
+        raise ValueError(_too_few(short, conversations, len(set(keys))))
+    return conversations
 
 
 def write_demonstrations(config: DataConfig, seed: int, path: Path) -> Path:
-    """Write the synthetic task's demonstrations as a file of conversations, the form that real ones come in."""
+    """Write the synthetic task's demonstrations as a file of conversations."""
     digits = 2 if config.task == "arithmetic" else 3
     stream = problems(random.Random(seed), digits)
     count = min(config.demonstrations, 10 ** (2 * digits) // 2)
@@ -133,9 +135,9 @@ def _digest(keys: Sequence[str]) -> str:
     return hashlib.blake2b("".join(keys).encode(), digest_size=8).hexdigest()
 
 
-def _too_few(path: Path, found: Conversations, different: int) -> str:
-    reasons: Sequence[str] = found.skipped.lines() or ["none was left out"]
+def _too_few(path: Path, conversations: Conversations, different: int) -> str:
+    reasons: Sequence[str] = conversations.skipped.lines() or ["none was left out"]
     return (
-        f"{path}: {len(found.train)} rows to train on and {len(found.held_out)} held out are too few; "
+        f"{path}: {len(conversations.train)} rows to train on and {len(conversations.held_out)} held out are too few; "
         f"{different} different ones can be used ({'; '.join(reasons)})"
     )

@@ -1,4 +1,4 @@
-"""The supervised loop: batches in, one optimizer step each, until the steps are done or the caller has enough."""
+"""The supervised loop: one batch and one optimizer step at a time, until the steps are done or the caller stops."""
 
 from collections.abc import Callable, Iterator
 
@@ -16,7 +16,7 @@ def fit(
     start: int = 0,
     ahead: bool = False,
 ) -> Iterator[tuple[int, dict[str, float]]]:
-    """Train on `batch_at(step)` for step in start..steps-1; yields (steps done, metrics) after each.
+    """Train on `batch_at(step)` for step in start..steps-1; yield (steps done, metrics) after each.
 
     The caller logs, evaluates and saves between the steps, and ends early by not asking for more. With `ahead` the next
     batch is made and packed while the device works on a step (`TrainEngine.prefetch`); it changes no result.

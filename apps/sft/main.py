@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; --threads sets what a rank uses
 
@@ -11,19 +12,17 @@ from transformers import PreTrainedTokenizerBase
 
 from apps.common.cli import command_line as cli
 from apps.common.cli.command_line import CommandLine
-from apps.common.cli.environment import start_with
+from apps.common.cli.environment import restart_with
 from apps.common.cli.peer_flags import SFT as PEERS
+from apps.common.cli.plan_command import answer_without_running
 from apps.common.data.images import pictures_of
 from apps.common.data.model_files import check_model_directory
 from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
-from apps.common.plan.command import answer_without_running
-from apps.common.plan.work import Work
 from apps.common.run.config_file import write_config
-from apps.common.run.ranks import from_rank_0, rank_and_world
-from apps.common.run.reporter import stoppable
+from apps.common.run.reporter import report_on_stop
 from apps.common.run.run_dir import resolve_run_dir, steps_done
-from apps.common.shrink.command import asked_for, refuse_dropped, tell
-from apps.common.shrink.fields import Difference, Most, by_flag
+from apps.common.shrink.command import check_nothing_dropped, parse_shrink_flag, print_differences
+from apps.common.shrink.fields import Difference, ProcessLimit, by_flag
 from apps.common.shrink.npu import stand_in_for
 from apps.quickstart.model import ensure_tiny_model
 from apps.sft.config import OWNED, SftConfig
@@ -32,21 +31,25 @@ from apps.sft.preflight import check_model
 from apps.sft.reading.samples import stop_tokens_of
 from apps.sft.reading.sources import Source
 from apps.sft.recipe import Recipe
-from apps.sft.registry import recipes, runnable, work_of
-from apps.sft.row_order import order_of, refuse_other_rows
+from apps.sft.registry import recipes, runnable, spec_of
+from apps.sft.row_order import check_row_order, row_order
 from apps.sft.shrink import shrink, shrunk_recipe, supplied
-from apps.sft.step_plan import course_of
+from apps.sft.step_plan import plan_steps
 from apps.sft.train import Result, train
 from engines.launch import ensure_group, launch, under_torchrun
 from engines.loading import resolve_device
 from engines.weights.hub import model_directory
 from runlog import check_tracker
+from runplan.run_spec import RunSpec
+from schedules.config import Mode
+from schedules.runtime.collectives import broadcast_result, rank_and_world
+from schedules.runtime.collectives import broadcast_result, rank_and_world
 
 RUNS = Path("runs/sft")
 
 
 def command_line() -> CommandLine[SftConfig]:
-    """Return what `configure` reads flags by."""
+    """Return the command line of the app."""
     return CommandLine(
         prog="sft",
         kind=SftConfig,
@@ -54,18 +57,19 @@ def command_line() -> CommandLine[SftConfig]:
         runs=RUNS,
         by_flag={"--model": "finetune", "--data": "finetune"},
         owned=OWNED,
+        types={"cluster.schedule.mode": Annotated[Mode, tyro.conf.arg(aliases=["--schedule"])]},
         peers=PEERS,
         fixed=("recipe", "model", "seed", "engine.lora", "data.task", "data.demonstrations"),
     )
 
 
 def configure(argv: Sequence[str]) -> SftConfig:
-    """Return the configuration of a command line; a given model or file turns the default recipe to "finetune"."""
+    """Return the configuration of a command line; with --model or --data the default recipe is "finetune"."""
     return command_line().parse(argv)
 
 
 def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
-    """Check all that can be checked, then train on as many ranks as asked for.
+    """Check all that can be checked, then train on the ranks that the configuration asks for.
 
     `recipe`: the registered one that the configuration names unless given.
 
@@ -88,21 +92,21 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
     model_config, tokenizer = check_model_directory(model), load_tokenizer(model, chat=False)
     conversations = _conversations(config, sources, model, tokenizer, run_dir)
     check_model(conversations, model, model_config, tokenizer)
-    course = course_of(config, conversations)
-    if config.resume and (checkpoint := steps_done(run_dir, course.steps)[1]) is not None:
-        refuse_other_rows(checkpoint, order_of(config, conversations), run_dir)
-    from_rank_0(None)  # every rank has passed its checks
+    plan = plan_steps(config, conversations)
+    if config.resume and (checkpoint := steps_done(run_dir, plan.steps)[1]) is not None:
+        check_row_order(checkpoint, row_order(config, conversations), run_dir)
+    broadcast_result(None)  # every rank has passed its checks
     if rank_and_world()[0] == 0:
         write_config(config, run_dir)
-    with stoppable(run_dir):
+    with report_on_stop(run_dir):
         job = (config, conversations, model, run_dir)
         engine, waits = config.engine, config.engine.collective_timeout_seconds
         result: Result = launch(train, job, config.processes, engine.device, config.threads, waits)
         return result
 
 
-def shrunk(config: SftConfig, most: Most) -> tuple[SftConfig, Recipe, tuple[Difference, ...]]:
-    """Return the configuration at the size of the processes allowed, its recipe, and every field that differs.
+def shrunk(config: SftConfig, most: ProcessLimit) -> tuple[SftConfig, Recipe, tuple[Difference, ...]]:
+    """Return the configuration at the size of the allowed processes, its recipe, and every field that differs.
 
     Raises:
         ValueError: there is no such recipe, or there are too few processes.
@@ -112,8 +116,8 @@ def shrunk(config: SftConfig, most: Most) -> tuple[SftConfig, Recipe, tuple[Diff
     return small, shrunk_recipe(small, recipe), differences
 
 
-def run_shrunk(config: SftConfig, most: Most) -> Result:
-    """Run a recipe in small, with a tiny random model of its architecture; differences are printed first.
+def run_shrunk(config: SftConfig, most: ProcessLimit) -> Result:
+    """Run a recipe in small, with a tiny random model of its architecture; print the differences first.
 
     Raises:
         ValueError: the run would have to do without something, which the text names; or see `run`.
@@ -121,8 +125,8 @@ def run_shrunk(config: SftConfig, most: Most) -> Result:
     if config.resume:
         raise ValueError("a shrunk run goes on without --shrink: its settings are in its folder")
     small, recipe, differences = shrunk(config, most)
-    tell(config.recipe, [*by_flag(config, recipes()[config.recipe].config), *differences])
-    refuse_dropped(work_of(small, recipe))
+    print_differences(config.recipe, [*by_flag(config, recipes()[config.recipe].config), *differences])
+    check_nothing_dropped(spec_of(small, recipe))
     run_dir = resolve_run_dir(config.run_dir, RUNS, f"{config.recipe}-shrunk", resume=False)
     with stand_in_for(small.engine.device):
         return run(supplied(small, recipe, run_dir), recipe)
@@ -133,22 +137,22 @@ def main(argv: Sequence[str], own_process: bool = False) -> None:
 
     `own_process`: this is the program's own process, which starts again with the variables that a recipe owns.
     """
-    argv, most = asked_for(argv)
+    argv, most = parse_shrink_flag(argv)
 
-    def works() -> list[tuple[Work, Work]]:
-        found = [recipe.config for recipe in recipes().values()]
-        return [(work_of(config), work_of(*shrunk(config, most or Most())[:2])) for config in found]
+    def specs() -> list[tuple[RunSpec, RunSpec]]:
+        configs = [recipe.config for recipe in recipes().values()]
+        return [(spec_of(config), spec_of(*shrunk(config, most or ProcessLimit())[:2])) for config in configs]
 
-    def planned(rest: Sequence[str]) -> Work:
+    def planned(rest: Sequence[str]) -> RunSpec:
         config = configure(rest)
         if config.epochs is not None:
             raise ValueError("--plan reads no data, so it can't count --epochs: give --steps for it")
-        return work_of(config) if most is None else work_of(*shrunk(config, most)[:2])
+        return spec_of(config) if most is None else spec_of(*shrunk(config, most)[:2])
 
-    answer_without_running(argv, works, planned)
+    answer_without_running(argv, specs, planned)
     config = configure(argv)
     if own_process:
-        start_with(config.cluster.environment)
+        restart_with(config.cluster.environment)
     if most is None:
         run(config)
     else:
@@ -160,7 +164,7 @@ def _model(config: SftConfig, run_dir: Path) -> Path:
         return model_directory(config.model)
     if rank_and_world()[0] == 0:
         ensure_tiny_model(run_dir / "model", config.seed)
-    return from_rank_0(run_dir / "model")
+    return broadcast_result(run_dir / "model")
 
 
 def _sources(config: SftConfig, run_dir: Path) -> tuple[Source, ...]:
@@ -169,13 +173,13 @@ def _sources(config: SftConfig, run_dir: Path) -> tuple[Source, ...]:
     path = run_dir / "demonstrations.jsonl"
     if rank_and_world()[0] == 0 and not path.is_file():
         write_demonstrations(config.data, config.seed, path)
-    return (Source(from_rank_0(path)),)
+    return (Source(broadcast_result(path)),)
 
 
 def _conversations(
     config: SftConfig, sources: Sequence[Source], model: Path, tokenizer: PreTrainedTokenizerBase, run_dir: Path
 ) -> Conversations:
-    """Rank 0 tokenises what is not tokenised yet; the others find it on the disk, or do it for a disk of their own."""
+    """Tokenise on rank 0; load the result on the other ranks, or tokenise again where their disk has none."""
     cache = config.data.cache_dir or run_dir.absolute().parent / "tokens"
     stops, pictures = stop_tokens_of(model, tokenizer), pictures_of(config.engine, model)
     column = config.cluster.media.images_column
@@ -183,9 +187,9 @@ def _conversations(
     def load() -> Conversations:
         return load_conversations(config.data, sources, tokenizer, stops, cache, pictures, column)
 
-    found = load() if rank_and_world()[0] == 0 else None
-    from_rank_0(None)
-    return found or load()
+    conversations = load() if rank_and_world()[0] == 0 else None
+    broadcast_result(None)
+    return conversations or load()
 
 
 if __name__ == "__main__":

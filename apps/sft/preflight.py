@@ -1,4 +1,4 @@
-"""What can be known to fail is refused before a process is started."""
+"""Checks that refuse what will fail, before a process is started."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from engines.families.registry import family_of
 def check_model(
     conversations: Conversations, directory: Path, model: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Refuse a family that no engine knows, conversations without positions, and a tokenizer of another model.
+    """Raise ValueError for an unknown family, conversations without positions, or a tokenizer of another model.
 
     Raises:
         ValueError: with the file or flag to change.

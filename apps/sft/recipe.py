@@ -1,9 +1,9 @@
-"""What a recipe of the sft app is: settings, and where they come from."""
+"""A recipe of the sft app: settings, and the launch script that they restate."""
 
 from dataclasses import dataclass
 
-from apps.common.plan.origin import Origin
 from apps.sft.config import SftConfig
+from runplan.model.origin import Origin
 
 
 @dataclass(frozen=True)

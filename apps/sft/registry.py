@@ -2,12 +2,13 @@
 
 import os
 
+from apps.common.cli.environment import refuse_unset
 from apps.common.cli.recipes import load_recipes
-from apps.common.plan.ready import refuse_unready
-from apps.common.plan.work import Work
 from apps.common.run.ranks import ranks_of_node
 from apps.sft.config import SftConfig
 from apps.sft.recipe import Recipe
+from runplan.report.readiness import refuse_unready
+from runplan.run_spec import RunSpec
 
 
 def recipes() -> dict[str, Recipe]:
@@ -15,14 +16,14 @@ def recipes() -> dict[str, Recipe]:
     return load_recipes("apps.sft.recipes", Recipe)
 
 
-def work_of(config: SftConfig, recipe: Recipe | None = None) -> Work:
-    """Return what the plan of a configuration is made of; `recipe` as in `runnable`.
+def spec_of(config: SftConfig, recipe: Recipe | None = None) -> RunSpec:
+    """Return the run spec of a configuration, for its plan; `recipe` as in `runnable`.
 
     Raises:
         ValueError: there is no recipe of that name.
     """
     recipe = recipe or _recipe(config.recipe)
-    return Work(
+    return RunSpec(
         app="sft",
         recipe=config.recipe,
         engine=config.engine,
@@ -37,16 +38,17 @@ def work_of(config: SftConfig, recipe: Recipe | None = None) -> Work:
 
 
 def runnable(config: SftConfig, recipe: Recipe | None = None) -> Recipe:
-    """Return the registered recipe of a configuration, or the one given.
+    """Return the registered recipe of a configuration, or `recipe`, after a check that it can be run.
 
     Raises:
         ValueError: there is none of that name, it can only be planned, or it lacks a model or data.
     """
     recipe = recipe or _recipe(config.recipe)
-    refuse_unready(work_of(config, recipe), os.environ)
+    refuse_unready(spec_of(config, recipe))
+    refuse_unset(config.cluster.environment, os.environ)
     if not recipe.synthetic:
-        for name, given in (("model", config.model), ("data", config.data.data)):
-            if not given:
+        for name, value in (("model", config.model), ("data", config.data.data)):
+            if not value:
                 raise ValueError(f"recipe {config.recipe!r} has no {name} of its own: add --{name}")
     return recipe
 

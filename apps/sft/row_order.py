@@ -1,4 +1,5 @@
-"""What the order of rows depends on: each checkpoint says it, so that a run goes on with the rows that were next."""
+"""The facts that the order of rows depends on. Each checkpoint has them, so that a resumed run continues with the next
+rows."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,9 +14,8 @@ ORDER = "order"
 """Where a checkpoint has these facts."""
 
 
-def order_of(config: SftConfig, conversations: Conversations) -> dict[str, Any]:
-    """Return the facts, as plain JSON: rows a step, the seed, and of each file its name, weight, rows and their
-    digest."""
+def row_order(config: SftConfig, conversations: Conversations) -> dict[str, Any]:
+    """Return the facts as plain JSON: rows a step, the seed, and each file's name, weight, rows and their digest."""
     weights = conversations.weights
     return {
         "batch_size": config.batch_size,
@@ -28,8 +28,8 @@ def order_of(config: SftConfig, conversations: Conversations) -> dict[str, Any]:
     }
 
 
-def refuse_other_rows(checkpoint: Path, order: Mapping[str, Any], run_dir: Path) -> None:
-    """Refuse to go on from a checkpoint when the steps would take other rows than those that were next.
+def check_row_order(checkpoint: Path, order: Mapping[str, Any], run_dir: Path) -> None:
+    """Raise ValueError where a resumed run would take other rows than those that were next at its checkpoint.
 
     A checkpoint of an earlier version does not say, and is taken.
 

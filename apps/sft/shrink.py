@@ -5,7 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from apps.common.shrink.data import nested, write_rows
-from apps.common.shrink.fields import Change, Difference, Most, Small, apply_changes, engine_changes, steps_changes
+from apps.common.shrink.fields import (
+    Change,
+    Difference,
+    ProcessLimit,
+    ShrunkLayout,
+    apply_changes,
+    engine_changes,
+    steps_changes,
+)
 from apps.common.shrink.model import make_model, tiny_shape
 from apps.quickstart.arithmetic import Problem
 from apps.quickstart.demonstrations import demonstration
@@ -18,15 +26,15 @@ DIGITS = 70
 """Of the longest numbers: question and answer are nearly the longest sequence."""
 
 
-def shrink(config: SftConfig, recipe: Recipe, most: Most) -> tuple[SftConfig, tuple[Difference, ...]]:
+def shrink(config: SftConfig, recipe: Recipe, most: ProcessLimit) -> tuple[SftConfig, tuple[Difference, ...]]:
     """Return the configuration of a recipe in small, and every field that differs.
 
     Raises:
-        ValueError: see `apps.common.shrink.fields.Small.of`.
+        ValueError: see `apps.common.shrink.fields.ShrunkLayout.of`.
     """
     longest, short = config.data.max_tokens, min(config.data.max_tokens, TOKENS)
     ranks = config.processes * config.cluster.pools.nodes
-    small = Small.of(config.engine, ranks, longest, short, most)
+    small = ShrunkLayout.of(config.engine, ranks, longest, short, most)
     changes = engine_changes(small, config.engine, config.cluster) + steps_changes(config.engine, STEPS)
     sizes = _sizes(config, short)
     if recipe.synthetic and not config.data.data:
@@ -36,7 +44,7 @@ def shrink(config: SftConfig, recipe: Recipe, most: Most) -> tuple[SftConfig, tu
 
 
 def shrunk_recipe(config: SftConfig, recipe: Recipe) -> Recipe:
-    """Return the recipe of a shrunk configuration: its model is small too."""
+    """Return the recipe of a shrunk configuration, whose model is small too."""
     if recipe.origin is None:
         return recipe
     shape = tiny_shape(recipe.origin.shape, config.engine.pipeline_parallel, config.engine.tensor_parallel)

@@ -1,4 +1,4 @@
-"""The course of a run: which rows each step takes, by step alone, and how many steps there are."""
+"""The plan of a run's steps: how many there are, and the rows of each as a function of the step alone."""
 
 import math
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from apps.sft.reading.mixture import Mixture
 
 
 @dataclass(frozen=True)
-class Course:
-    """`places`: how many rows are read in all; a step takes the next `batch_size` of them, the last what is left."""
+class StepPlan:
+    """The steps of a run: each takes the next `batch_size` of all `places` rows, the last one the rest."""
 
     mixture: Mixture
     batch_size: int
@@ -29,14 +29,14 @@ class Course:
         return self.mixture.at(first, min(first + self.batch_size, self.places))
 
 
-def course_of(config: SftConfig, conversations: Conversations) -> Course:
-    """Return the course that a configuration asks for: so many steps, or so many epochs.
+def plan_steps(config: SftConfig, conversations: Conversations) -> StepPlan:
+    """Return the plan of a configuration's steps or epochs.
 
     Raises:
         ValueError: a weight is too small for the files.
     """
     mixture = Mixture(conversations.sizes, conversations.weights, config.seed)
     if config.epochs is None:
-        return Course(mixture, config.batch_size, config.steps, config.steps * config.batch_size)
+        return StepPlan(mixture, config.batch_size, config.steps, config.steps * config.batch_size)
     places = max(1, round(config.epochs * len(mixture)))
-    return Course(mixture, config.batch_size, math.ceil(places / config.batch_size), places)
+    return StepPlan(mixture, config.batch_size, math.ceil(places / config.batch_size), places)

@@ -10,31 +10,39 @@ import torch
 from tensordict import TensorDict
 
 from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
-from apps.common.run.checkpoint_saver import Saves
+from apps.common.run.checkpoint_saver import CheckpointSaver
 from apps.common.run.checkpoints import checkpoint_path
 from apps.common.run.config_file import as_plain
 from apps.common.run.device_memory import memory_metrics
 from apps.common.run.divergence import check_loss
 from apps.common.run.export import save_export
-from apps.common.run.nonfinite_batch import keeping_batch
-from apps.common.run.ranks import from_rank_0, init_rank
+from apps.common.run.nonfinite_batch import save_batch_on_nonfinite
+from apps.common.run.ranks import init_rank
 from apps.common.run.reporter import Reporter
 from apps.common.run.run_dir import steps_done
-from apps.sft.best_checkpoint import BEFORE, HELD_OUT, Best, best_of_before, best_path, check_best
+from apps.sft.best_checkpoint import (
+    BEFORE,
+    HELD_OUT,
+    BestCheckpoint,
+    best_checkpoint_path,
+    check_best_checkpoint,
+    find_best_checkpoint,
+)
 from apps.sft.config import SftConfig
 from apps.sft.data import Conversations
 from apps.sft.loop import fit
 from apps.sft.reading.samples import Sample, batch_of
-from apps.sft.row_order import ORDER, order_of
-from apps.sft.step_plan import Course, course_of
+from apps.sft.row_order import ORDER, row_order
+from apps.sft.step_plan import StepPlan, plan_steps
 from engines import TrainEngine, build_engine
 from engines.config import parse_context_parallel
 from runlog import read_metrics
+from schedules.runtime.collectives import broadcast_result
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to: the held-out loss in nats a token, before training and of what is exported."""
+    """The result of a run: the held-out loss in nats a token, before training and of the export."""
 
     loss_before: float
     loss_after: float
@@ -52,37 +60,38 @@ def train(config: SftConfig, conversations: Conversations, model: Path, run_dir:
         DivergenceError, engines.NonFiniteError: the run diverged; checkpoints stay, there is no export.
         ValueError: the best weights of the run's first part can't be read, or are not those that were kept.
     """
-    begun = time.perf_counter()
+    started = time.perf_counter()
     init_rank(config.threads, config.seed)
     quiet_libraries()
-    course = course_of(config, conversations)
-    done, checkpoint = from_rank_0(steps_done(run_dir, course.steps) if config.resume else (0, None))
-    told = _losses(run_dir, done)
-    best = best_of_before(run_dir, done, told)
+    plan = plan_steps(config, conversations)
+    done, checkpoint = broadcast_result(steps_done(run_dir, plan.steps) if config.resume else (0, None))
+    logged = _losses(run_dir, done)
+    best = find_best_checkpoint(run_dir, done, logged)
     tokenizer = load_tokenizer(model, chat=False)
     engine = build_engine(replace(config.engine, model=str(model)))
     extra = {} if checkpoint is None else engine.load(str(checkpoint))
-    earlier = _Earlier(done, extra.get(BEFORE, told.get(0)), extra.get(HELD_OUT, told.get(done)), told, best)
+    earlier = _Earlier(done, extra.get(BEFORE, logged.get(0)), extra.get(HELD_OUT, logged.get(done)), logged, best)
     resume_step = done if config.resume else None
     with (
-        Reporter(run_dir, as_plain(config), course.steps, "sft", resume_step, config.tracker) as log,
-        Saves(engine, run_dir, config.keep_checkpoints) as saves,
-        keeping_batch(run_dir),
+        Reporter(run_dir, as_plain(config), plan.steps, "sft", resume_step, config.tracker) as log,
+        CheckpointSaver(engine, run_dir, config.keep_checkpoints) as saves,
+        save_batch_on_nonfinite(run_dir),
     ):
-        found = _Steps(config, conversations, course, engine, log, saves, len(tokenizer)).run(earlier)
+        measured = _Steps(config, conversations, plan, engine, log, saves, len(tokenizer)).run(earlier)
     if config.export == "best":
-        engine.load(str(best_path(run_dir)))
-        check_best(run_dir, found.best, engine.state_summary()["step"])
+        engine.load(str(best_checkpoint_path(run_dir)))
+        check_best_checkpoint(run_dir, measured.best, engine.state_summary()["step"])
     save_export(engine, tokenizer, run_dir / "export")
-    exported = found.best.step if config.export == "best" else course.steps
-    result = Result(found.before, found.losses[exported], time.perf_counter() - begun, run_dir, course.steps, exported)
+    exported = measured.best.step if config.export == "best" else plan.steps
+    result = Result(
+        measured.before, measured.losses[exported], time.perf_counter() - started, run_dir, plan.steps, exported
+    )
     log.close(_summary(result), f"SFT, {config.recipe}")
     return result
 
 
 def held_out_loss(engine: TrainEngine, samples: Sequence[Sample], rows: int = 256) -> float:
-    """Return mean negative log-likelihood of the samples' trained tokens, in nats; `rows` at a time, the last what is
-    left."""
+    """Return the mean negative log-likelihood of the samples' trained tokens, in nats; `rows` samples at a time."""
     total, tokens = 0.0, 0
     for first in range(0, len(samples), rows):
         batch = batch_of([samples[i] for i in range(first, min(first + rows, len(samples)))])
@@ -94,125 +103,124 @@ def held_out_loss(engine: TrainEngine, samples: Sequence[Sample], rows: int = 25
 
 @dataclass(frozen=True)
 class _Earlier:
-    """What the earlier parts of a run came to; `before` and `here` are None where nobody evaluated, or it is lost."""
+    """The earlier parts of a run; `before` and `here` are None where nothing was evaluated, or it is lost."""
 
     done: int
     before: float | None
     here: float | None
     """The held-out loss after step `done`."""
-    told: dict[int, float]
+    logged: dict[int, float]
     """What the metrics say, by step."""
-    best: Best | None
+    best: BestCheckpoint | None
 
 
 @dataclass(frozen=True)
-class _Found:
-    """Held-out losses: before the first step, and after steps that were evaluated; of the parts before only what is
-    kept of them counts."""
+class _HeldOutLosses:
+    """Held-out losses before the first step and after evaluated steps; of earlier parts only those whose weights are
+    saved."""
 
     before: float
     losses: dict[int, float]
 
     @property
-    def best(self) -> Best:
+    def best(self) -> BestCheckpoint:
         step = min(self.losses, key=lambda step: (self.losses[step], step))
-        return Best(step, self.losses[step])
+        return BestCheckpoint(step, self.losses[step])
 
     def facts(self, step: int) -> dict[str, float]:
-        """Return what a checkpoint of this step says of it."""
+        """Return what a checkpoint of this step records."""
         here = {HELD_OUT: self.losses[step]} if step in self.losses else {}
         return {BEFORE: self.before} | here
 
 
 @dataclass(frozen=True)
 class _Steps:
-    """What the steps of a run are made of."""
+    """The parts of a run's loop."""
 
     config: SftConfig
     conversations: Conversations
-    course: Course
+    plan: StepPlan
     engine: TrainEngine
     log: Reporter
-    saves: Saves
+    saves: CheckpointSaver
     vocab_size: int
 
-    def run(self, earlier: _Earlier) -> _Found:
-        """Do the steps that are left; the held-out loss at the run's first start, and at each evaluation."""
+    def run(self, earlier: _Earlier) -> _HeldOutLosses:
+        """Run the steps that are left; measure the held-out loss before the run's first step and at each evaluation."""
         config, engine, log = self.config, self.engine, self.log
         for line in self.conversations.skipped.lines():
             log.note(line)
         log.note("layers compiled: {compiled}\noptimizer: {optimizer}".format_map(engine.state_summary()))
-        found = self._begin(earlier)
+        measured = self._begin(earlier)
         ahead = parse_context_parallel(config.engine.context_parallel) == 1
         clock = time.perf_counter()
-        for step, metrics in fit(engine, self._batch, config.objective, self.course.steps, earlier.done, ahead):
+        for step, metrics in fit(engine, self._batch, config.objective, self.plan.steps, earlier.done, ahead):
             row: dict[str, Any] = {f"train/{name}": value for name, value in metrics.items()}
-            row["train/epoch"] = min(step * config.batch_size, self.course.places) / len(self.course.mixture)
+            row["train/epoch"] = min(step * config.batch_size, self.plan.places) / len(self.plan.mixture)
             row["tokens_per_second"] = metrics["tokens"] / (time.perf_counter() - clock)
             row |= memory_metrics(config.engine.device)
             shown: dict[str, float | int | str] = {"loss": metrics["loss"], "tokens/s": row["tokens_per_second"]}
-            last = step == self.course.steps
+            last = step == self.plan.steps
             if last or step % config.eval_every == 0:
-                row["eval/loss"] = shown["held-out loss"] = found.losses[step] = self._held_out_loss()
+                row["eval/loss"] = shown["held-out loss"] = measured.losses[step] = self._held_out_loss()
             log.step(step, row, shown)
-            if step in found.losses:
-                check_loss(step, found.losses[step], self.vocab_size)
+            if step in measured.losses:
+                check_loss(step, measured.losses[step], self.vocab_size)
             self.saves.look()
-            if directories := self._kept(step, found):
-                self._save(step, directories, found)
+            if directories := self._directories(step, measured):
+                self._save(step, directories, measured)
             clock = time.perf_counter()
-        return found
+        return measured
 
-    def _begin(self, earlier: _Earlier) -> _Found:
-        """Return what counts of earlier parts; for a new run the held-out loss is taken now, and is its first row."""
+    def _begin(self, earlier: _Earlier) -> _HeldOutLosses:
+        """Return the losses of earlier parts; measure the held-out loss of a new run, and log it as its first row."""
         done, here = earlier.done, earlier.here
-        found = _Found(self._held_out_loss() if earlier.before is None else earlier.before, {})
+        measured = _HeldOutLosses(self._held_out_loss() if earlier.before is None else earlier.before, {})
         if not done:
-            self.log.step(0, {"eval/loss": found.before}, {"held-out loss": found.before})
-            return found
-        if here is None and done == self.course.steps:  # nothing is left to do, and what it came to is lost
+            self.log.step(0, {"eval/loss": measured.before}, {"held-out loss": measured.before})
+            return measured
+        if here is None and done == self.plan.steps:  # nothing is left to do, and what it came to is lost
             here = self._held_out_loss()
         if here is not None:
-            found.losses[done] = here
+            measured.losses[done] = here
         if self.config.export == "best":
-            self._begin_best(earlier, found)
-        return found
+            self._begin_best(earlier, measured)
+        return measured
 
-    def _begin_best(self, earlier: _Earlier, found: _Found) -> None:
-        """Of earlier parts the kept best counts, and the step of the checkpoint, which is kept now if it is better."""
+    def _begin_best(self, earlier: _Earlier, measured: _HeldOutLosses) -> None:
+        """Take over the saved best of earlier parts; save the checkpoint's step as the best if it is better."""
         if earlier.best is not None:
-            found.losses[earlier.best.step] = earlier.best.loss
-        if not found.losses:
+            measured.losses[earlier.best.step] = earlier.best.loss
+        if not measured.losses:
             return
-        best = found.best
+        best = measured.best
         if best.step == earlier.done and best != earlier.best:
-            self._save(best.step, [best_path(self.log.run_dir)], found)
-        for step, loss in earlier.told.items():
+            self._save(best.step, [best_checkpoint_path(self.log.run_dir)], measured)
+        for step, loss in earlier.logged.items():
             if step > 0 and loss < best.loss:
                 self.log.note(f"step {step} had a held-out loss of {loss:.4f}, but its weights were not kept")
 
     def _batch(self, step: int) -> TensorDict:
-        return batch_of([self.conversations.train[i] for i in self.course.rows(step)])
+        return batch_of([self.conversations.train[i] for i in self.plan.rows(step)])
 
     def _held_out_loss(self) -> float:
         return held_out_loss(self.engine, self.conversations.held_out[: self.config.eval_rows])
 
-    def _kept(self, step: int, found: _Found) -> list[Path]:
-        """Return where the state after a step is to be kept: as the best before it counts as the last, if it is
-        both."""
+    def _directories(self, step: int, measured: _HeldOutLosses) -> list[Path]:
+        """Return where the state after a step is saved: as the best first, then as the last, if it is both."""
         config, run_dir = self.config, self.log.run_dir
-        best = config.export == "best" and step in found.losses and found.best.step == step
-        due = step == self.course.steps or step % config.save_every == 0
-        return [best_path(run_dir)] * best + [checkpoint_path(run_dir, step)] * due
+        best = config.export == "best" and step in measured.losses and measured.best.step == step
+        due = step == self.plan.steps or step % config.save_every == 0
+        return [best_checkpoint_path(run_dir)] * best + [checkpoint_path(run_dir, step)] * due
 
-    def _save(self, step: int, directories: list[Path], found: _Found) -> None:
-        self.saves.begin(step, directories, {ORDER: order_of(self.config, self.conversations), **found.facts(step)})
+    def _save(self, step: int, directories: list[Path], measured: _HeldOutLosses) -> None:
+        self.saves.begin(step, directories, {ORDER: row_order(self.config, self.conversations), **measured.facts(step)})
 
 
 def _losses(run_dir: Path, done: int) -> dict[int, float]:
-    """Return what evaluations found in the first `done` steps, from the run's metrics; none where they are lost."""
+    """Return the evaluations of the first `done` steps from the run's metrics; none where they are lost."""
     rows = read_metrics(run_dir) if done else []
-    return from_rank_0(
+    return broadcast_result(
         {int(row["step"]): row["eval/loss"] for row in rows if "eval/loss" in row and row["step"] <= done}
     )
 

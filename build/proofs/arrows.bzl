@@ -10,6 +10,13 @@ ARROWS = {
     "objectives": ["seqpack"],
     "rollout": ["chat_tools", "seqpack"],
     "runlog": [],
+    "runplan": [
+        "chat_tools",
+        "dyncp",
+        "engines",
+        "rollout",
+        "seqpack",
+    ],  # holds its arithmetic to their constants and to what they support
     "seqpack": [],
 }
 

@@ -40,8 +40,8 @@ GIVEN = {
     "rollout": """
 from types import SimpleNamespace
 from rollout.testing.chat import tiny_tokenizer
-from rollout.testing.tiny_models import tiny_model
-from rollout.testing.weight_pieces import pieces_of
+from rollout.testing.model import tiny_model
+from rollout.testing.pieces import pieces_of
 tokenizer = tiny_tokenizer()
 model, trained = tiny_model(len(tokenizer)), tiny_model(len(tokenizer), seed=1)
 trainer = SimpleNamespace(export_weights=lambda: pieces_of(trained.named_parameters()))

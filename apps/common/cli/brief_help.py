@@ -10,7 +10,7 @@ HELP_CLUSTER = "--help-cluster"
 
 
 def help_flags(argv: Sequence[str]) -> tuple[list[str], ConstructorRegistry | None]:
-    """Return the flags that the parser should see, and what shortens its help where --help is among them."""
+    """Return the flags for the parser, and the registry that shortens its help where --help is among them."""
     if HELP_CLUSTER in argv:
         return ["--help"], None
     return list(argv), _short() if {"--help", "-h"} & set(argv) else None

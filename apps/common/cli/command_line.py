@@ -12,19 +12,19 @@ import tyro
 
 from apps.common.cli.brief_help import help_flags
 from apps.common.cli.flags import SettingsError, as_type, changed, flag, flag_type, leaves
-from apps.common.cli.peer_flags import hints
+from apps.common.cli.peer_flags import peer_hints
 from apps.common.run.config_file import CONFIG_NAME, dump_config, load_config
 from apps.common.run.divergence import DivergenceError
-from apps.common.run.interrupts import noted
 from apps.common.run.run_dir import newest_run
 from engines import NonFiniteError
+from schedules.runtime.interrupts import handle_interrupts
 
 C = TypeVar("C")
 
 
 @dataclass(frozen=True)
 class CommandLine(Generic[C]):
-    """What the command line of an app is made of."""
+    """The command line of an app."""
 
     prog: str
     kind: type[C]
@@ -64,12 +64,12 @@ class CommandLine(Generic[C]):
         types = {"recipe": Literal[tuple(self.recipes)], **self.types}
         kind = flag_type(self.kind, self.owned, types)
         args, registry = help_flags(flags)
-        found = tyro.cli(kind, default=as_type(default, kind), args=args, prog=self.prog, registry=registry)
-        problems = [*self.beside(found, default)]
+        parsed = tyro.cli(kind, default=as_type(default, kind), args=args, prog=self.prog, registry=registry)
+        problems = [*self.beside(parsed, default)]
         if "--resume" in argv:
-            problems += self._changes(found, default)
+            problems += self._changes(parsed, default)
         try:
-            config = as_type(found, self.kind)
+            config = as_type(parsed, self.kind)
         except SettingsError as error:
             raise SettingsError([*error.lines, *problems]) from None
         if problems:
@@ -80,11 +80,11 @@ class CommandLine(Generic[C]):
         return config
 
     def default(self, argv: Sequence[str]) -> C:
-        """Return the recipe, or the earlier run, that the flags of `argv` are put on top of."""
+        """Return the recipe, or the earlier run's configuration, whose fields the flags of `argv` override."""
         if "--resume" in argv:
             return self._earlier_run(_peek(argv, "--run-dir"))
-        given = {word.split("=")[0] for word in argv}
-        usual = next((recipe for flag, recipe in self.by_flag.items() if flag in given), self.usual)
+        flags = {word.split("=")[0] for word in argv}
+        usual = next((recipe for flag, recipe in self.by_flag.items() if flag in flags), self.usual)
         recipe = _peek(argv, "--recipe") or usual
         if recipe not in self.recipes:
             near = difflib.get_close_matches(recipe, self.recipes, n=1)
@@ -103,9 +103,9 @@ class CommandLine(Generic[C]):
     def _refuse_other_names(self, argv: Sequence[str], default: C) -> None:
         known = [flag(path) for path, _, _ in leaves(default) if path not in self.owned]
         owned = {flag(path).removeprefix("--"): text.removeprefix("use ") for path, text in self.owned.items()}
-        found = hints(argv, known, {**self.peers, **owned})
-        if found:
-            _refuse("; ".join(found) + f". All flags: {self.prog} --help")
+        hints = peer_hints(argv, known, {**self.peers, **owned})
+        if hints:
+            _refuse("; ".join(hints) + f". All flags: {self.prog} --help")
 
     def _changes(self, config: C, default: C) -> Iterator[str]:
         for path in changed(config, default):
@@ -114,17 +114,16 @@ class CommandLine(Generic[C]):
 
 
 def user_directory() -> None:
-    """Work where the user stands: `bazel run` starts a program elsewhere and names the user's folder."""
+    """Change to the directory in which the user ran the command; `bazel run` starts a program in another one."""
     directory = os.environ.get("BUILD_WORKING_DIRECTORY")
     if directory:
         os.chdir(directory)
 
 
 def main(run: Callable[[], Any]) -> None:
-    """Call `run`; a user's error (ValueError) ends the program with one line (`SettingsError`: several) and
-    status 2, a run that diverged with status 1, Ctrl-C with status 130."""
+    """Call `run` and exit: status 2 and one line a problem for a user's error, 1 for a diverged run, 130 for Ctrl-C."""
     try:
-        with noted():
+        with handle_interrupts():
             run()
     except SettingsError as error:
         _refuse(*error.lines)

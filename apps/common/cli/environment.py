@@ -7,24 +7,37 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from apps.common.plan.needs import missing_variables
 
-
-def start_with(entries: Sequence[str]) -> None:
-    """Replace this process by the same command line with the NAME=value entries set; return where they are.
+def restart_with(entries: Sequence[str]) -> None:
+    """Restart this process with the NAME=value entries set; return where they are set already.
 
     They are in the run's config.json as `cluster.environment`.
 
     Raises:
         ValueError: one of them has another value already.
     """
-    lacking = to_set(entries, os.environ)
+    lacking = variables_to_set(entries, os.environ)
     if lacking:
         sys.stdout.flush()
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **lacking})
 
 
-def to_set(entries: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+def missing_variables(environment: tuple[str, ...], environ: Mapping[str, str]) -> list[str]:
+    """Return the NAME=value entries that are not in `environ`."""
+    return [entry for entry in environment if environ.get(entry.partition("=")[0]) != entry.partition("=")[2]]
+
+
+def refuse_unset(environment: tuple[str, ...], environ: Mapping[str, str]) -> None:
+    """Raise ValueError for variables that whoever starts the program has to set, as a plan's launch lines do."""
+    unset = missing_variables(environment, environ)
+    if unset:
+        raise ValueError(
+            f"start the program with {' '.join(unset)} in front: --cluster.environment names it, and it acts when "
+            "libraries are imported"
+        )
+
+
+def variables_to_set(entries: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that are not set yet.
 
     Raises:

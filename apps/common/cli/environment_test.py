@@ -5,22 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from apps.common.cli.environment import to_set
+from apps.common.cli.environment import variables_to_set
 
 PROGRAM = """
 import os, sys
-from apps.common.cli.environment import start_with
+from apps.common.cli.environment import restart_with
 before = os.environ.get("TESSERA_OWNED")
-start_with(["TESSERA_OWNED=1", "TESSERA_SET=2"])
+restart_with(["TESSERA_OWNED=1", "TESSERA_SET=2"])
 print(before, os.environ["TESSERA_OWNED"], sys.argv[1:], flush=True)
 """
 
 
 def test_only_what_is_not_set_is_set_and_another_value_is_refused() -> None:
-    assert to_set(["A=1", "B=2=3", "C="], {"A": "1"}) == {"B": "2=3", "C": ""}
-    assert to_set([], {}) == {}
+    assert variables_to_set(["A=1", "B=2=3", "C="], {"A": "1"}) == {"B": "2=3", "C": ""}
+    assert variables_to_set([], {}) == {}
     with pytest.raises(ValueError, match="A is '2' where the recipe wants '1': unset it"):
-        to_set(["A=1"], {"A": "2"})
+        variables_to_set(["A=1"], {"A": "2"})
 
 
 def test_the_program_starts_again_once_with_its_arguments(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ C = TypeVar("C")
 
 
 class SettingsError(ValueError):
-    """What a user got wrong, several things at once, each a text of its own."""
+    """Several errors of a user's settings, each a text of its own."""
 
     def __init__(self, lines: Iterable[str]) -> None:
         self.lines = tuple(lines)
@@ -30,7 +30,7 @@ class SettingsError(ValueError):
 
 
 def flag_type(kind: type[C], owned: Mapping[str, str], types: Mapping[str, Any]) -> type[C]:
-    """Return `kind` as the command line shows it, nested ones likewise; any values can be put into it, none is checked.
+    """Return a subclass of `kind` for the parser, nested classes likewise; it takes any values and checks none.
 
     `owned`: dotted paths of fields without a flag, such as "engine.model" (see `check_owned`). `types`: paths of fields
     whose flags have another type than the field, such as a Literal of the choices.
@@ -57,41 +57,40 @@ def flag_type(kind: type[C], owned: Mapping[str, str], types: Mapping[str, Any])
 
 
 def as_type(value: Any, kind: type[C]) -> C:
-    """Return the same values as an instance of `kind`: the class of `value`, a subclass or a base; nested ones
-    likewise.
+    """Return the values as an instance of `kind` (the class of `value`, a subclass or a base), nested ones likewise.
 
     Raises:
         SettingsError: values that can't be, of all parts together, each with its flag.
     """
-    found: list[str] = []
-    result: C | None = _built(value, kind, "", found)
+    problems: list[str] = []
+    result: C | None = _built(value, kind, "", problems)
     if result is None:
-        raise SettingsError(found)
+        raise SettingsError(problems)
     return result
 
 
-def _built(value: Any, kind: Any, prefix: str, found: list[str]) -> Any:
-    """Return an instance of `kind`, or None with what is wrong in `found`."""
-    hints, before = get_type_hints(kind), len(found)
+def _built(value: Any, kind: Any, prefix: str, problems: list[str]) -> Any:
+    """Return an instance of `kind`; or None, with what is wrong added to `problems`."""
+    hints, before = get_type_hints(kind), len(problems)
     inner = {field.name: getattr(value, field.name) for field in fields(value)}
     for name, entry in inner.items():
         if is_dataclass(hints[name]):
-            inner[name] = _built(entry, hints[name], f"{prefix}{name}.", found)
-    if len(found) > before:  # what is wrong beside a wrong part can't be told from what follows from it
-        told = list(value.out_of_range()) if hasattr(value, "out_of_range") else []
+            inner[name] = _built(entry, hints[name], f"{prefix}{name}.", problems)
+    if len(problems) > before:  # what is wrong beside a wrong part can't be told from what follows from it
+        texts = list(value.out_of_range()) if hasattr(value, "out_of_range") else []
     else:
-        told = list(value.problems()) if hasattr(value, "problems") else []
-        if not told:
+        texts = list(value.problems()) if hasattr(value, "problems") else []
+        if not texts:
             try:
                 return kind(**inner)
             except ValueError as error:
-                told = [str(error)]
-    found += (_with_flag(text, inner, prefix) for text in told)
+                texts = [str(error)]
+    problems += (_with_flag(text, inner, prefix) for text in texts)
     return None
 
 
 def _with_flag(text: str, names: Iterable[str], prefix: str) -> str:
-    """Return the text with the flag of the field that it begins with, or with that of the part, unless it names one."""
+    """Return the text with the flag of the field it begins with, or else the flag of the part, unless it names one."""
     head = re.match(r"\w*", text)
     if head and head[0] in names:
         return flag(prefix + head[0]) + text[head.end() :]
@@ -99,29 +98,28 @@ def _with_flag(text: str, names: Iterable[str], prefix: str) -> str:
 
 
 def _unchecked(_: Any) -> None:
-    """Stand for the checks of a class."""
+    """Replace the checks of a class."""
 
 
 def check_owned(config: Any, owned: Mapping[str, str]) -> None:
-    """Refuse fields that the app sets itself or never takes: `owned` says by dotted path what to use instead.
+    """Raise ValueError for fields that the app sets itself or never takes; `owned` says by path what to use instead.
 
     Raises:
         ValueError: some of them are not at their class's default.
     """
-    if found := [*owned_problems(config, owned)]:
-        raise ValueError("; ".join(found))
+    if problems := [*owned_problems(config, owned)]:
+        raise ValueError("; ".join(problems))
 
 
 def owned_problems(config: Any, owned: Mapping[str, str]) -> Iterator[str]:
-    """Yield what `check_owned` says of each such field."""
+    """Yield one text for each such field (see `check_owned`)."""
     for path, value, default in leaves(config):
         if path in owned and value != default:
             yield f"{flag(path)} is not for you to set: {owned[path]}"
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted path, value, its class's default or MISSING) of every field of a configuration and of those it
-    nests."""
+    """Yield (dotted path, value, its class's default or MISSING) of every field of a configuration and its parts."""
     for field in fields(config):
         value = getattr(config, field.name)
         if is_dataclass(value):
@@ -136,7 +134,7 @@ def changed(config: Any, other: Any) -> list[str]:
 
 
 def flag(path: str) -> str:
-    """Return the flag of a dotted path; the fields of `data` and of `own` stand at the top."""
+    """Return the flag of a dotted path; the fields of `data` and `own` have no prefix."""
     return "--" + path.removeprefix("data.").removeprefix("own.").replace("_", "-")
 
 

@@ -1,4 +1,4 @@
-"""What the flags of other trainers are called here: TRL's and transformers' arguments, verl's dotted keys.
+"""Hints for the flags of other trainers: TRL's and transformers' arguments, verl's dotted keys.
 
 A name is compared without its dashes and with underscores as dashes; of a dotted key the longest known ending counts
 (`actor_rollout_ref.actor.optim.lr` is known by `optim.lr`). A hint that begins with dashes is a flag of ours, any other
@@ -153,10 +153,9 @@ SFT: dict[str, str] = COMMON | {
 }
 
 
-def hints(argv: Sequence[str], known: Sequence[str], table: Mapping[str, str]) -> list[str]:
-    """Return one line for each word of `argv` that is another trainer's name: what to write instead. `known`: our
-    flags."""
-    found: list[str] = []
+def peer_hints(argv: Sequence[str], known: Sequence[str], table: Mapping[str, str]) -> list[str]:
+    """Return what to write in place of each word of `argv` that another trainer uses; `known` are our flags."""
+    hints: list[str] = []
     for word in argv:
         name = word.partition("=")[0]
         is_flag, is_key = name.startswith("--"), "=" in word and "." in name
@@ -164,8 +163,8 @@ def hints(argv: Sequence[str], known: Sequence[str], table: Mapping[str, str]) -
             continue
         hint = _lookup(name, table)
         if hint is not None:
-            found.append(f"{name} is {hint} here" if hint.startswith("--") else f"{name}: {hint}")
-    return list(dict.fromkeys(found))
+            hints.append(f"{name} is {hint} here" if hint.startswith("--") else f"{name}: {hint}")
+    return list(dict.fromkeys(hints))
 
 
 def _lookup(name: str, table: Mapping[str, str]) -> str | None:

@@ -74,12 +74,12 @@ def test_every_hint_names_a_flag_that_exists_and_none_hides_one_of_ours(
             if word.startswith("--"):
                 assert word in known, (name, hint)
     for own in known:
-        assert not hints.hints([own], sorted(known), table)
-        assert not hints.hints([own.replace("-", "_").replace("__", "--", 1)], sorted(known), table)
+        assert not hints.peer_hints([own], sorted(known), table)
+        assert not hints.peer_hints([own.replace("-", "_").replace("__", "--", 1)], sorted(known), table)
 
 
 def test_the_longest_known_ending_counts() -> None:
     table = {"lr": "--a", "optim.lr": "--b"}
-    assert hints.hints(["x.optim.lr=1"], [], table) == ["x.optim.lr is --b here"]
-    assert hints.hints(["x.other.lr=1"], [], table) == ["x.other.lr is --a here"]
-    assert hints.hints(["plain", "--unknown", "value=1"], [], table) == []
+    assert hints.peer_hints(["x.optim.lr=1"], [], table) == ["x.optim.lr is --b here"]
+    assert hints.peer_hints(["x.other.lr=1"], [], table) == ["x.other.lr is --a here"]
+    assert hints.peer_hints(["plain", "--unknown", "value=1"], [], table) == []

@@ -8,14 +8,14 @@ R = TypeVar("R")
 
 
 def load_recipes(package: str, kind: type[R]) -> dict[str, R]:
-    """Return the recipes of a package by name, which is the file's with dashes: `math.py` is "math", `a_b.py` is "a-b".
+    """Return the recipes of a package by name, the file's name with dashes: `a_b.py` is "a-b".
 
     A recipe's file holds a constant RECIPE of type `kind`, whose `config.recipe` repeats the name.
 
     Raises:
         ValueError: a file holds no such constant, or another name.
     """
-    found: dict[str, R] = {}
+    recipes: dict[str, R] = {}
     for file in pkgutil.iter_modules(importlib.import_module(package).__path__):
         if file.name.endswith("_test"):
             continue
@@ -25,5 +25,5 @@ def load_recipes(package: str, kind: type[R]) -> dict[str, R]:
             raise ValueError(f"{package}.{file.name} needs a constant RECIPE, a {kind.__name__}")
         if recipe.config.recipe != name:  # type: ignore[attr-defined]
             raise ValueError(f"{package}.{file.name}: RECIPE.config.recipe must be {name!r}")
-        found[name] = recipe
-    return found
+        recipes[name] = recipe
+    return recipes

@@ -1,11 +1,11 @@
-"""Which rows of a file are held out: a share of the different ones, chosen by their content and not by their order."""
+"""The held-out rows of a file: a share of the different ones, chosen by their content and not by their order."""
 
 import hashlib
 from collections.abc import Iterable
 
 
 def held_out_keys(keys: Iterable[str], share: float) -> set[str]:
-    """About `share` of the different keys, at least one, those that come first in the order of their hashes.
+    """Return about `share` of the different keys, at least one: those that come first in the order of their hashes.
 
     Equal keys are on one side, and the order of the rows makes no difference.
     """

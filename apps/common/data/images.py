@@ -1,4 +1,4 @@
-"""How a run's model sees images."""
+"""The reader of a model's images."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from rollout.chat.images import Pictures
 
 
 def pictures_of(engine: EngineConfig, model: Path | None) -> Pictures | None:
-    """Return how images are read for the model in a directory; None where it is trained on text alone.
+    """Return the reader of images for the model in a directory; None for a model that is trained on text alone.
 
     Raises:
         ValueError: the directory does not say how its model cuts pictures into patches.

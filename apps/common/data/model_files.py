@@ -1,4 +1,4 @@
-"""A model directory looked at before anything is built: what is missing, cut short or broken is said by its file."""
+"""Check of a model directory before anything is built; errors name the file that is missing, cut short or broken."""
 
 import json
 from pathlib import Path
@@ -9,13 +9,13 @@ from transformers import PretrainedConfig
 
 from engines.families.registry import family_of
 from engines.loading import read_config
-from engines.weights.model_directory import ModelDirectory
 from engines.weights.empty_model import empty_model
+from engines.weights.model_directory import ModelDirectory
 from engines.weights.model_weights import ModelWeights
 
 
 def check_model_directory(directory: Path) -> PretrainedConfig:
-    """Return the configuration of a local Hugging Face directory that an engine can load.
+    """Return the configuration of a local Hugging Face directory after a check that an engine can load it.
 
     Its JSON files are read, the headers of its weights held against the model of its configuration; no tensor is read.
 
@@ -43,5 +43,5 @@ def check_model_directory(directory: Path) -> PretrainedConfig:
 
 
 def longest_sequence(config: PretrainedConfig) -> int | None:
-    """Return the most tokens that a model's positions are made for; None where its configuration does not say."""
+    """Return the most tokens that a model's positions allow; None where its configuration does not say."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)

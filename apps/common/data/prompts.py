@@ -18,7 +18,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A conversation that waits for its reply, and what the reply should come to."""
+    """A conversation whose next message is the response, and the reference answer."""
 
     messages: tuple[Message, ...]
     reference: str
@@ -105,7 +105,7 @@ def _stream_parquet(path: Path) -> Iterator[Row]:
 
 
 def _rows_at_once(metadata: Any) -> int:
-    """So many that they are 4 MiB on average: rows may hold images."""
+    """Return the number of rows that are 4 MiB on average, as rows may hold images."""
     size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     return int(max(1, min(1024, 2**22 * metadata.num_rows // max(size, 1))))
 
@@ -141,7 +141,7 @@ def _messages(path: Path, number: int, column: str, value: Any) -> tuple[Message
 
 
 def message_problem(message: Any) -> str | None:
-    """Return what keeps a value from being a message of a text conversation; None where nothing does."""
+    """Return why a value is not a message of a text conversation; None where it is one."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         return f"a message needs a role of {', '.join(ROLES)}"
     content, calls = message.get("content"), message.get("tool_calls")

@@ -9,13 +9,13 @@ SET_BY_RENDERING = ("messages", "tools", "documents", "add_generation_prompt", "
 
 
 def template_options(words: Sequence[str]) -> dict[str, Any]:
-    """NAME=VALUE words as options of a chat template; a value that is JSON is read as such (true, 3, "text").
+    """Parse NAME=VALUE words as options of a chat template; a value that is JSON is read as such (true, 3, "text").
 
     Raises:
         ValueError: a word has another shape, or a name comes twice.
     """
-    found = named_values("--template-options", words, "enable_thinking=false")
-    for name in found:
+    options = named_values("--template-options", words, "enable_thinking=false")
+    for name in options:
         if name in SET_BY_RENDERING:
             raise ValueError(f"--template-options {name} is what each rendering says for itself: leave it out")
-    return found
+    return options

@@ -1,6 +1,7 @@
-"""Between text on disk and the tokenizer of a model directory."""
+"""The tokenizer of a model directory."""
 
 import logging
+from functools import lru_cache
 from pathlib import Path
 
 import jinja2
@@ -10,8 +11,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from engines.devices.detect import devices_of
 
 
+@lru_cache(maxsize=8)
 def load_tokenizer(directory: Path, chat: bool = True) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a local Hugging Face directory; with `chat`, its template has rendered one question.
+    """Return the tokenizer of a local Hugging Face directory; with `chat`, check its chat template too.
 
     Raises:
         ValueError: no such directory, no tokenizer or chat template in it, or one that does not work.
@@ -30,7 +32,7 @@ def load_tokenizer(directory: Path, chat: bool = True) -> PreTrainedTokenizerBas
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Render one question by the template of a tokenizer that was read from a directory.
+    """Render one question with the chat template of a tokenizer that was read from a directory.
 
     Raises:
         ValueError: there is no chat template, or one that does not work.
@@ -45,7 +47,7 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def quiet_libraries() -> None:
-    """Leave out progress bars for files of a few hundred kilobytes, and advice that nobody can follow; warnings stay.
+    """Turn off progress bars for small files, and advice that does not apply here; warnings stay.
 
     The advice: on tracing, which nobody does here, and on a CPU to install kernels that need a GPU.
     """

@@ -1,1 +1,1 @@
-"""What a process of a run does, whatever it trains."""
+"""The process of a run: folder, checkpoints, reports, export, memory, errors."""

@@ -7,7 +7,7 @@ from typing import Any, Never
 
 import pytest
 
-from apps.common.run.checkpoint_saver import Saves
+from apps.common.run.checkpoint_saver import CheckpointSaver
 from apps.common.run.checkpoints import checkpoint_path, last_checkpoint
 from engines import EngineConfig, build_engine
 from engines.storage import checkpoint
@@ -38,7 +38,7 @@ class Run:
         self.engine: Any = build_engine(config, tiny_model(num_hidden_layers=1))
         self.folder = folder
         self.told: list[tuple[str, int, list[str]]] = []
-        self.saves = Saves(
+        self.saves = CheckpointSaver(
             self.engine,
             folder,
             keep,

@@ -9,18 +9,17 @@ _DELETED = ".deleted"
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
-    """Return where the checkpoint after `step` steps is kept."""
+    """Return the directory of the checkpoint after `step` steps."""
     return run_dir / "checkpoints" / f"step-{step:06d}"
 
 
 def last_checkpoint(run_dir: Path) -> tuple[int, Path] | None:
-    """Return the highest numbered checkpoint and its step; None where there is none. Unfinished ones have another
-    name."""
+    """Return the highest numbered checkpoint and its step, or None; unfinished ones have other names."""
     return max(_whole(run_dir), default=None)
 
 
 def delete_old_checkpoints(run_dir: Path, keep: int) -> list[Path]:
-    """Delete all checkpoints but the last one and the `keep` before it; the paths that are gone.
+    """Delete all checkpoints but the last one and the `keep` before it; return the deleted paths.
 
     Each is renamed before its files go, so that a kill leaves no half of a checkpoint under a checkpoint's name; what
     an earlier kill left behind goes too.

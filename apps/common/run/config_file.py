@@ -31,7 +31,7 @@ def dump_config(config: Any) -> str:
 
 
 def write_config(config: Any, run_dir: Path) -> None:
-    """Write CONFIG_NAME into the run folder: the old file or the new one is there at any time, whole."""
+    """Write CONFIG_NAME into the run folder atomically."""
     run_dir.mkdir(parents=True, exist_ok=True)
     temporary = run_dir / (CONFIG_NAME + ".writing")
     temporary.write_text(dump_config(config), encoding="utf-8")
@@ -39,7 +39,7 @@ def write_config(config: Any, run_dir: Path) -> None:
 
 
 def load_config(kind: type[C], path: Path) -> C:
-    """Read back what `dump_config` wrote.
+    """Read what `dump_config` wrote.
 
     Raises:
         ValueError: the file doesn't fit `kind`; the text lists every field that is unknown, missing or of a wrong type.

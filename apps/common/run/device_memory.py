@@ -1,15 +1,15 @@
-"""What a step took of the devices' memory, for a run's metrics."""
+"""The device memory of a step, for a run's metrics."""
 
 import torch
 
-from apps.common.run.ranks import gather_lists
 from engines.devices.detect import devices_of
+from schedules.runtime.collectives import gather_lists
 
 GIB = 2**30
 
 
 def memory_metrics(device: str | torch.device) -> dict[str, float]:
-    """GiB on the fullest rank since the last call, which every rank makes; nothing on a CPU, where nobody counts."""
+    """Return the GiB of the fullest rank since the last call; nothing on a CPU. Collective."""
     devices = devices_of(device)
     figures = devices.memory()
     if figures is None:

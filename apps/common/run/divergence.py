@@ -1,4 +1,4 @@
-"""A run that does far worse than guessing has diverged: it ends with an error, and leaves no export."""
+"""Divergence: a run that does far worse than guessing ends with an error and without an export."""
 
 import math
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ WORSE_THAN_GUESSING = 10.0
 
 
 def check_loss(step: int, nats: float, vocab_size: int) -> None:
-    """Raise DivergenceError for a loss a token that is no number, or ten times that of guessing among all tokens.
+    """Raise DivergenceError for a loss a token that is not finite, or ten times that of guessing among all tokens.
 
     The engine refuses losses, gradients and weights that are not finite (`engines.NonFiniteError`); this is for those
     that still are.
@@ -29,9 +29,8 @@ def check_loss(step: int, nats: float, vocab_size: int) -> None:
 
 
 @contextmanager
-def told_by_sampler(step: int) -> Iterator[None]:
-    """Around a step of a run whose start was sampled from: a sampler that now meets logits or weights that are not
-    finite tells of a policy that diverged.
+def name_sampler_errors(step: int) -> Iterator[None]:
+    """Turn a sampler's NotFiniteError in a training step into a DivergenceError that names the step.
 
     Raises:
         DivergenceError: in place of the sampler's NotFiniteError.

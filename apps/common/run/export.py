@@ -1,15 +1,15 @@
-"""The Hugging Face directory that a run leaves behind."""
+"""The Hugging Face directory that a run exports."""
 
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from apps.common.run.ranks import rank_and_world
 from engines import Engine, TrainEngine, save_adapter
+from schedules.runtime.collectives import rank_and_world
 
 
 def save_export(engine: TrainEngine, tokenizer: PreTrainedTokenizerBase, directory: Path) -> Path:
-    """Return weights, configuration, tokenizer and chat template, as AutoModelForCausalLM and AutoTokenizer read them.
+    """Write weights, configuration, tokenizer and template as AutoModelForCausalLM reads them; return the path.
 
     Adapters are part of the weights there, and alone, as peft reads them, in the folder "adapter" beside it.
     """

@@ -1,4 +1,4 @@
-"""What the C library does with memory that a step frees and the next one asks for again: settings of glibc, by a call.
+"""Settings of glibc for memory that one step frees and the next one asks for again.
 
 Other C libraries are left alone, and so is what the environment says (`MALLOC_TRIM_THRESHOLD_`,
 `MALLOC_MMAP_THRESHOLD_`, `MALLOC_TOP_PAD_`, `GLIBC_TUNABLES`).
@@ -19,7 +19,7 @@ _ADVISED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def keep_freed_memory() -> bool:
-    """Have the C library keep blocks of up to 64 MiB that are freed, 1 GiB of them an arena; whether it does.
+    """Tell glibc to keep freed blocks of up to 64 MiB, 1 GiB of them an arena; return whether it does.
 
     A step asks for the same blocks as the one before. glibc by default gives them back to the kernel, which clears
     each page that is asked for again (sampling 512 short answers: 6,500 page faults a step, below 200 with this).
@@ -32,7 +32,7 @@ def keep_freed_memory() -> bool:
 
 @cache
 def use_huge_pages(room: int = 512 << 20) -> bool:
-    """Have the next `room` bytes of the main thread's heap in pages of 2 MiB, once a process; whether they are.
+    """Ask for pages of 2 MiB for the next `room` bytes of the main thread's heap; return whether it worked.
 
     After `keep_freed_memory`, without which the heap shrinks again. Each tensor of a small model is some hundred pages
     of 4 KiB, and a step walks through all of them, each address looked up anew. The kernel is asked for what programs
@@ -53,10 +53,10 @@ def _advise(libc: Any, room: int) -> bool:
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     start: int = libc.sbrk(0)
     libc.mallopt(_TOP_PAD, room)
-    held: list[Any] = []
-    while libc.sbrk(0) == start and len(held) < 64:  # until what is free in the heap is used up and it grows
-        held.append(libc.malloc(32 << 20))
-    for block in held:
+    blocks: list[Any] = []
+    while libc.sbrk(0) == start and len(blocks) < 64:  # until what is free in the heap is used up and it grows
+        blocks.append(libc.malloc(32 << 20))
+    for block in blocks:
         libc.free(block)
     libc.mallopt(_TOP_PAD, _USUAL_PAD)
     first, last = -(-start // _HUGE) * _HUGE, libc.sbrk(0) // _HUGE * _HUGE
@@ -64,7 +64,7 @@ def _advise(libc: Any, room: int) -> bool:
 
 
 def _glibc() -> Any:
-    """Return the C library where it is glibc and the environment leaves its memory to us, else None."""
+    """Return the C library where it is glibc and the environment does not set its memory, else None."""
     names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
     if any(name in os.environ for name in names):
         return None

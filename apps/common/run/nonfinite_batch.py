@@ -1,4 +1,4 @@
-"""The batch of a step whose loss or gradient was not finite, kept for a look: a safetensors file of all its tensors.
+"""The batch of a step with a non-finite loss or gradient, saved as a safetensors file of all its tensors.
 
 batch = load_batch(run_dir / "not-finite.safetensors")  # the same batch, for `engine.train_batch` or by eye
 """
@@ -14,16 +14,16 @@ from safetensors.torch import save_file
 from tensordict import TensorDict
 from torch import Tensor
 
-from apps.common.run.ranks import rank_and_world
 from engines import NonFiniteError
+from schedules.runtime.collectives import rank_and_world
 from seqpack import make_batch
 
 NAME = "not-finite.safetensors"
 
 
 @contextmanager
-def keeping_batch(run_dir: Path) -> Iterator[None]:
-    """Write the batch of a step that ends the run, and say where; by rank 0, as all ranks have it.
+def save_batch_on_nonfinite(run_dir: Path) -> Iterator[None]:
+    """Let rank 0 write the batch, which all ranks have, of a step that raises NonFiniteError; name the file.
 
     Raises:
         NonFiniteError: what was raised inside, which names the file then.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from apps.common.run.nonfinite_batch import NAME, keeping_batch, load_batch, save_batch
+from apps.common.run.nonfinite_batch import NAME, load_batch, save_batch, save_batch_on_nonfinite
 from engines import EngineConfig, NonFiniteError, TrainEngine, build_engine
 from engines.tiny import tiny_batch, tiny_model
 from objectives import GRPO, SFT
@@ -39,7 +39,10 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
 
 
 def test_the_batch_of_a_failed_step_is_kept_and_fails_again(tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteError, match=f"step 1: .*The batch is in {tmp_path / NAME}"), keeping_batch(tmp_path):
+    with (
+        pytest.raises(NonFiniteError, match=f"step 1: .*The batch is in {tmp_path / NAME}"),
+        save_batch_on_nonfinite(tmp_path),
+    ):
         engine().train_batch(poisoned(), GRPO())
     read = load_batch(tmp_path / NAME)
     with pytest.raises(NonFiniteError):
@@ -50,6 +53,6 @@ def test_the_batch_of_a_failed_step_is_kept_and_fails_again(tmp_path: Path) -> N
 
 
 def test_an_error_without_a_batch_passes_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteError, match="of an export"), keeping_batch(tmp_path):
+    with pytest.raises(NonFiniteError, match="of an export"), save_batch_on_nonfinite(tmp_path):
         raise NonFiniteError("of an export")
     assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,7 @@
 import pytest
 
-from apps.common.run.ranks import from_rank_0, gather_lists, rank_and_world, ranks_of_node
+from apps.common.run.ranks import ranks_of_node
+from schedules.runtime.collectives import broadcast_result, gather_lists, rank_and_world
 
 
 def test_torchrun_says_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,4 +17,4 @@ def test_torchrun_says_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch)
 def test_without_a_group_there_is_one_rank() -> None:
     assert rank_and_world() == (0, 1)
     assert gather_lists([1, 2]) == [1, 2]
-    assert from_rank_0("x") == "x"
+    assert broadcast_result("x") == "x"

@@ -1,4 +1,4 @@
-"""A run's log on rank 0 and silence on the others, so that the loops need not ask who they are."""
+"""The log of a run on rank 0; the other ranks have the same object and write nothing."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -6,15 +6,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from apps.common.run.interrupts import held, pressed
-from apps.common.run.ranks import rank_and_world
-from apps.common.run.run_dir import how_to_go_on
+from apps.common.run.run_dir import resume_hint
 from runlog import Progress, RunLog, read_metrics, start_tracker, write_report
 from runlog.report import flat_config
+from schedules.runtime.collectives import rank_and_world
+from schedules.runtime.interrupts import defer_interrupts, interrupted
 
 
 class Reporter:
-    """Metrics, episodes and live progress of a loop of `total` steps; a context manager.
+    """A logger of metrics, episodes and live progress of a loop of `total` steps; a context manager.
 
     `resume_step`: None for a new run; for a resumed one the steps that its checkpoint holds. Rows of later steps are
     dropped, and with 0 every row is: that run begins anew. `trackers`: names of `runlog.TRACKERS` that are told too.
@@ -35,7 +35,7 @@ class Reporter:
         if rank_and_world()[0] == 0:
             run_dir.mkdir(parents=True, exist_ok=True)
             flat, resume = dict(flat_config(config)), resume_step is not None
-            with held():
+            with defer_interrupts():
                 started = [start_tracker(name, label, run_dir, flat, resume) for name in trackers]
             self._log = RunLog(run_dir, config, keep_until, trackers=started)
         self._total, self._label, self._start = total, label, resume_step or 0
@@ -45,7 +45,7 @@ class Reporter:
     def __enter__(self) -> "Reporter":
         if self._log is not None:
             try:
-                with held():
+                with defer_interrupts():
                     self._stack.enter_context(self._log)
                     progress = self._log.progress(self._total, self._label, start=self._start)
                     self._progress = self._stack.enter_context(progress)
@@ -57,18 +57,18 @@ class Reporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with held():
+        with defer_interrupts():
             self._stack.__exit__(kind, error, trace)
 
     def step(self, step: int, metrics: Mapping[str, Any], shown: Mapping[str, float | int | str]) -> None:
-        """Log one row of metrics; `shown` is what the progress line says. Raise a KeyboardInterrupt that got lost."""
-        with held():
+        """Log one row of metrics with `shown` on the progress line. Raise a KeyboardInterrupt that was lost."""
+        with defer_interrupts():
             if self._log is not None and self._progress is not None:
                 self._log.metrics(step, metrics)
                 self._progress.update(step, shown)
 
     def live(self, values: Mapping[str, float | int | str]) -> None:
-        """Show what goes on within a step, until its row is logged."""
+        """Show the progress within a step, until its row is logged."""
         if self._progress is not None:
             self._progress.tell(values)
 
@@ -90,8 +90,8 @@ class Reporter:
 
 
 @contextmanager
-def stoppable(run_dir: Path, *folders: Path) -> Iterator[None]:
-    """Around a run: whatever stops it, the rows so far become a report, and Ctrl-C says how to go on.
+def report_on_stop(run_dir: Path, *folders: Path) -> Iterator[None]:
+    """Write a report of the rows so far where a run is stopped, and say after Ctrl-C how to resume it.
 
     `folders`: where rows may be besides `run_dir`, such as those of a warm start. An error that Ctrl-C caused somewhere
     below (a library may turn it into its own) counts as Ctrl-C.
@@ -106,6 +106,6 @@ def stoppable(run_dir: Path, *folders: Path) -> Iterator[None]:
             for folder in (run_dir, *folders):
                 if read_metrics(folder):
                     write_report(folder)
-        if pressed() or isinstance(error, KeyboardInterrupt):
-            raise KeyboardInterrupt(how_to_go_on(run_dir)) from None
+        if interrupted() or isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(resume_hint(run_dir)) from None
         raise

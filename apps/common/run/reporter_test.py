@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from apps.common.run.interrupts import noted
-from apps.common.run.reporter import Reporter, stoppable
+from apps.common.run.reporter import Reporter, report_on_stop
 from runlog import trackers
+from schedules.runtime.interrupts import handle_interrupts
 
 CONFIG = {"engine": {"lr": 0.1}}
 
@@ -45,7 +45,7 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
 
 
 def run(run_dir: Path, steps: Iterable[int], resume_step: int | None = None, fail: bool = False) -> None:
-    with stoppable(run_dir), Reporter(run_dir, CONFIG, 9, "app", resume_step, ["trackio"]) as log:
+    with report_on_stop(run_dir), Reporter(run_dir, CONFIG, 9, "app", resume_step, ["trackio"]) as log:
         for step in steps:
             log.step(step, {"reward": 0.5}, {})
         if fail:
@@ -74,7 +74,7 @@ def test_ctrl_c_amid_a_row_leaves_the_row_and_a_report(
         self.steps.append(step)
 
     monkeypatch.setattr(Recorder, "metrics", press)
-    with pytest.raises(KeyboardInterrupt, match="stopped"), noted():
+    with pytest.raises(KeyboardInterrupt, match="stopped"), handle_interrupts():
         run(tmp_path, [1, 2])
     assert (recorders[0].steps, recorders[0].ok) == ([1], False)
     assert (tmp_path / "report.html").is_file()
@@ -84,7 +84,7 @@ def test_an_error_that_ctrl_c_caused_counts_as_ctrl_c(tmp_path: Path) -> None:
     """As torch's checkpoints do, which turn whatever is raised in them into an error of their own."""
 
     def fail() -> None:
-        with noted(), stoppable(tmp_path):
+        with handle_interrupts(), report_on_stop(tmp_path):
             try:
                 os.kill(os.getpid(), signal.SIGINT)
             except KeyboardInterrupt as stop:

@@ -1,4 +1,4 @@
-"""Where a run writes, and what a stopped one left there to go on from."""
+"""The directory of a run: where a new one writes, and where a stopped one resumes."""
 
 import os
 import time
@@ -8,23 +8,23 @@ from apps.common.run.checkpoints import last_checkpoint
 from apps.common.run.config_file import CONFIG_NAME
 
 
-def resolve_run_dir(given: Path | None, runs: Path, recipe: str, resume: bool) -> Path:
-    """Return the folder of this run: `given`, else a new one below `runs`, or on resume the newest one there.
+def resolve_run_dir(requested: Path | None, runs: Path, recipe: str, resume: bool) -> Path:
+    """Return the folder of this run: `requested`, else a new one in `runs`, or on resume the newest one there.
 
     Raises:
         ValueError: there is nothing to resume, a new run would write over another one, the folder can't be made, or
             several ranks could each choose a folder of their own.
     """
     if resume:
-        run_dir = given or newest_run(runs)
+        run_dir = requested or newest_run(runs)
         if run_dir is None:
             raise ValueError(f"nothing to resume under {runs}; name a run with --run-dir DIR")
         if not (run_dir / CONFIG_NAME).is_file():
             raise ValueError(f"nothing to resume in {run_dir}: it has no {CONFIG_NAME}; start anew without --resume")
         return run_dir
-    if given is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if requested is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("under torchrun every rank must be told the same folder: add --run-dir DIR")
-    run_dir = given or _new_run_dir(runs, recipe)
+    run_dir = requested or _new_run_dir(runs, recipe)
     if (run_dir / CONFIG_NAME).exists():
         raise ValueError(
             f"{run_dir} holds a run already: go on with --resume --run-dir {run_dir}, or name another folder"
@@ -48,8 +48,8 @@ def steps_done(run_dir: Path, steps: int) -> tuple[int, Path | None]:
     return done, checkpoint
 
 
-def how_to_go_on(run_dir: Path) -> str:
-    """Return what a user can do after a run was stopped: only what will work."""
+def resume_hint(run_dir: Path) -> str:
+    """Return how a user can resume a stopped run, or start it again."""
     if not (run_dir / CONFIG_NAME).is_file():
         return "stopped before anything was trained; start again"
     last = last_checkpoint(run_dir)
@@ -58,9 +58,9 @@ def how_to_go_on(run_dir: Path) -> str:
 
 
 def newest_run(runs: Path) -> Path | None:
-    """Return the run folder below `runs` whose configuration was written last."""
-    found = [path.parent for path in runs.glob(f"*/{CONFIG_NAME}")]
-    return max(found, key=lambda path: (path / CONFIG_NAME).stat().st_mtime, default=None)
+    """Return the run folder in `runs` with the newest configuration file."""
+    runs_with_config = [path.parent for path in runs.glob(f"*/{CONFIG_NAME}")]
+    return max(runs_with_config, key=lambda path: (path / CONFIG_NAME).stat().st_mtime, default=None)
 
 
 def _new_run_dir(runs: Path, recipe: str) -> Path:

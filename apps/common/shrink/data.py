@@ -16,7 +16,7 @@ SIZES = ((32, 32), (48, 40), (24, 56))
 
 
 def write_rows(path: Path, row_of: Callable[[Problem], dict[str, Any]], digits: int, seed: int) -> Path:
-    """Write a row a sum; the longest numbers have `digits` digits, most have few."""
+    """Write one row a sum; the longest numbers have `digits` digits, most have few."""
     rng = random.Random(seed)
     problems = list(_problems(rng, digits))
     path.write_text("".join(json.dumps(row_of(problem)) + "\n" for problem in problems), encoding="utf-8")
@@ -24,7 +24,7 @@ def write_rows(path: Path, row_of: Callable[[Problem], dict[str, Any]], digits: 
 
 
 def write_picture_rows(path: Path, row_of: Callable[[PictureProblem, str], dict[str, Any]], seed: int) -> Path:
-    """Write a row a picture, handed to `row_of` as a `data:` URI; pictures are of different sizes."""
+    """Write one row a picture, made by `row_of` from a `data:` URI; pictures have different sizes."""
     chosen = itertools.islice(picture_problems(random.Random(seed)), ROWS)
     rows = (row_of(problem, stretched(problem, SIZES[i % len(SIZES)])) for i, problem in enumerate(chosen))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -32,7 +32,7 @@ def write_picture_rows(path: Path, row_of: Callable[[PictureProblem, str], dict[
 
 
 def nested(column: str, value: Any) -> dict[str, Any]:
-    """{"a": {"b": value}} for the column "a.b"."""
+    """Return {"a": {"b": value}} for the column "a.b"."""
     first, dot, rest = column.partition(".")
     return {first: nested(rest, value) if dot else value}
 

@@ -1,10 +1,9 @@
-"""Which settings may differ in a shrunk run, and to what; all others stay as they are.
+"""The settings that may differ in a shrunk run, and their values; all others stay as they are.
 
 1. Sizes (tokens, rows, steps) become small; those that are bound to each other keep their ratio.
-2. Sizes of parallelism that are above one become two, so that none is left out; the ranks follow from them.
+2. Sizes of parallelism above one become two, so that none is left out; the ranks follow from them.
 3. The device becomes the CPU (an NPU stays one, by a stand-in: `apps.common.shrink.npu`; vLLM beside it samples on
-   the CPU), and settings that speak of a
-   device's memory or graphs have nothing to speak of.
+   the CPU), and settings of a device's memory or graphs get their defaults.
 
 Invariants, tested over all recipes: only fields that a `Change` names differ; what was above one stays above one (data
 parallelism as far as the processes go); a shrunk recipe shrinks to itself.
@@ -29,15 +28,15 @@ MANY = 64
 
 
 @dataclass(frozen=True)
-class Most:
-    """How many processes a shrunk run may have: `RANKS`, or as many as it needs; with `ranks` no more than that."""
+class ProcessLimit:
+    """A limit of the processes of a shrunk run: `ranks`; without it `RANKS`, or as many as it needs."""
 
     ranks: int | None = None
 
 
 @dataclass(frozen=True)
 class Change:
-    """A field that a shrunk run has another value of: its dotted path, what is said to differ, and the value."""
+    """A field of a shrunk run that gets another value: its dotted path, the kind of difference, and the value."""
 
     path: str
     kind: Kind
@@ -58,19 +57,19 @@ class Difference:
 
 
 def apply_changes(config: C, changes: Sequence[Change]) -> tuple[C, tuple[Difference, ...]]:
-    """Return the configuration with the changes made at once, and those of them that changed something."""
-    found = tuple(
+    """Return the configuration with all changes made at once, and the differences that they made."""
+    differences = tuple(
         Difference(change.path, change.kind, before, change.value)
         for change in changes
         if (before := value_at(config, change.path)) != change.value
     )
-    return _with(config, {difference.path: difference.after for difference in found}), found
+    return _with(config, {difference.path: difference.after for difference in differences}), differences
 
 
 def by_flag(config: Any, recipe: Any) -> tuple[Difference, ...]:
-    """Return the fields that flags changed before anything is shrunk, but for where the run writes."""
-    found = [path for path in changed(config, recipe) if path != "run_dir"]
-    return tuple(Difference(path, "flag", value_at(recipe, path), value_at(config, path)) for path in found)
+    """Return the fields that flags changed before the run is shrunk, without `run_dir`."""
+    paths = [path for path in changed(config, recipe) if path != "run_dir"]
+    return tuple(Difference(path, "flag", value_at(recipe, path), value_at(config, path)) for path in paths)
 
 
 def value_at(config: Any, path: str) -> Any:
@@ -81,7 +80,7 @@ def value_at(config: Any, path: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Small:
+class ShrunkLayout:
     """The layout of a shrunk run: sizes of parallelism, ranks, and the tokens of a rank's micro-batch."""
 
     sizes: dict[str, Any]
@@ -91,8 +90,9 @@ class Small:
     tokens: int
 
     @staticmethod
-    def of(engine: EngineConfig, ranks: int, longest: int, short: int, most: Most) -> "Small":
-        """Return for a run of `ranks` ranks whose longest sequence of `longest` tokens becomes one of `short`.
+    def of(engine: EngineConfig, ranks: int, longest: int, short: int, most: ProcessLimit) -> "ShrunkLayout":
+        """Return the layout for a run of `ranks` ranks whose longest sequence of `longest` tokens becomes one of
+        `short`.
 
         Raises:
             ValueError: `most.ranks` are too few for two ranks of each parallelism, or the run's own are.
@@ -101,7 +101,7 @@ class Small:
         if most.ranks is None and not _fits(engine, ranks, longest, short, RANKS):
             more = range(RANKS + 1, MANY + 1)
             most_ranks = next((n for n in more if _fits(engine, ranks, longest, short, n)), RANKS)
-        small = Small.layout(engine, ranks, longest, short, most_ranks)
+        small = ShrunkLayout.layout(engine, ranks, longest, short, most_ranks)
         if small.ranks > most_ranks:
             raise ValueError(
                 f"two ranks of each parallelism are {small.ranks} processes: allow them by --shrink={small.ranks}"
@@ -120,8 +120,8 @@ class Small:
         return self.ranks // self.stages % int(each) == 0
 
     @staticmethod
-    def layout(engine: EngineConfig, ranks: int, longest: int, short: int, most_ranks: int) -> "Small":
-        """As `of`, whether it can be run or not."""
+    def layout(engine: EngineConfig, ranks: int, longest: int, short: int, most_ranks: int) -> "ShrunkLayout":
+        """Return the same layout as `of` without a check that it can be run."""
         sizes: dict[str, Any] = {name: min(2, getattr(engine, name)) for name in _PARALLEL}
         sizes["pipeline_parallel"] = stages = _stages(engine)
         sizes |= {f"{end}_stage_layers": 1 for end in ("first", "last") if getattr(engine, f"{end}_stage_layers")}
@@ -139,11 +139,11 @@ class Small:
             dp = 2 if ranks >= 2 * copies * shared and most_ranks >= 2 * copy * together else 1
             dp = max(dp, spread // together)
         small = copy * together * dp
-        return Small(sizes, small, stages, max(tokens, -(-short // together)))
+        return ShrunkLayout(sizes, small, stages, max(tokens, -(-short // together)))
 
 
-def engine_changes(small: Small, engine: EngineConfig, cluster: Cluster) -> list[Change]:
-    """Return how the ranks and the engine of a run differ."""
+def engine_changes(small: ShrunkLayout, engine: EngineConfig, cluster: Cluster) -> list[Change]:
+    """Return the changes of the ranks and the engine of a run."""
     return [
         Change("processes", "ranks", small.ranks),
         Change("engine.device", "device", "npu" if engine.device == "npu" else "cpu"),
@@ -155,7 +155,7 @@ def engine_changes(small: Small, engine: EngineConfig, cluster: Cluster) -> list
 
 
 def steps_changes(engine: EngineConfig, steps: int) -> list[Change]:
-    """Return how a schedule of the learning rate becomes one of `steps` steps."""
+    """Return the changes of a learning rate schedule that is cut to `steps` steps."""
     changes = [Change("engine.warmup_steps", "size", min(1, engine.warmup_steps))]
     if engine.total_steps is not None:
         changes.append(Change("engine.total_steps", "size", min(steps, engine.total_steps)))
@@ -172,7 +172,7 @@ _PARALLEL = (
 
 
 def _spread(engine: EngineConfig, ranks: int, sizes: dict[str, Any]) -> int:
-    """Return ranks that hybrid sharding needs: two shards of two copies, where there are several; 1 without it."""
+    """Return the ranks that hybrid sharding needs: two shards of two copies, where there are several; 1 without it."""
     if engine.shard_ranks is None:
         return 1
     sizes["shard_ranks"] = shards = min(2, shards_of(engine, ranks))
@@ -180,8 +180,7 @@ def _spread(engine: EngineConfig, ranks: int, sizes: dict[str, Any]) -> int:
 
 
 def _room_for_experts(engine: EngineConfig, ranks: int, longest: int, short: int, most_ranks: int) -> str:
-    """Return what would leave a stage enough ranks for its experts: more processes, or a run that has more ranks
-    itself."""
+    """Return what would give a stage enough ranks for its experts: more processes, or a run with more ranks."""
     for most in range(most_ranks + 1, MANY + 1):
         if _fits(engine, ranks, longest, short, most):
             return f"allow more by --shrink={most}"
@@ -196,12 +195,12 @@ def _room_for_experts(engine: EngineConfig, ranks: int, longest: int, short: int
 
 
 def _fits(engine: EngineConfig, ranks: int, longest: int, short: int, most_ranks: int) -> bool:
-    small = Small.layout(engine, ranks, longest, short, most_ranks)
+    small = ShrunkLayout.layout(engine, ranks, longest, short, most_ranks)
     return small.ranks <= most_ranks and small.holds_experts
 
 
 def _stages(engine: EngineConfig) -> int:
-    """Return two, or as many as keep a stage between a first and a last one of their own sizes."""
+    """Return two, or as many stages as leave one between a first and a last one of their own sizes."""
     own = (engine.first_stage_layers is not None) + (engine.last_stage_layers is not None)
     return min(engine.pipeline_parallel, max(2, 1 + own))
 
@@ -228,12 +227,12 @@ def _cluster_changes(cluster: Cluster) -> list[Change]:
 
 
 def _sampler_device(engine: EngineConfig, rollout: RolloutLayout) -> str:
-    """Beside the stand-in for an NPU, which no vLLM knows, vLLM samples on the CPU, in its own environment."""
+    """Return "cpu" for vLLM beside a stand-in for an NPU, which vLLM does not know; else the run's own device."""
     return "cpu" if (engine.device, rollout.engine) == ("npu", "vllm") else rollout.device
 
 
 def _spread_experts(rollout: RolloutLayout, tp: int, dp: int) -> int:
-    """Over the workers of a copy, over those of all, or not at all, as in the whole run."""
+    """Return how many workers share the experts: those of one copy, of all copies, or 1, as in the whole run."""
     if rollout.ep == 1:
         return 1
     return tp if rollout.ep == rollout.tp else tp * dp

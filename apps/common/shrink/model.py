@@ -16,10 +16,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from apps.common.plan.model_shape import ModelShape
 from apps.quickstart.model import set_time_steps
 from apps.quickstart.tokenizer import PAD, TURN_END, build_tokenizer
 from apps.quickstart.vision import save_image_settings, seeing_tokenizer, vision_fields
+from runplan.model.model_shape import ModelShape
 
 WRAPPERS = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
 """Model types of vision-language checkpoints, by that of their text part."""
@@ -27,8 +27,7 @@ POSITIONS = 2048
 
 
 def tiny_shape(shape: ModelShape, stages: int, tp: int) -> ModelShape:
-    """Return the same architecture in small: each stage has a whole pattern of layers, each tensor-parallel rank two
-    heads.
+    """Return the same architecture in small: a whole pattern of layers a stage, two heads a tensor-parallel rank.
 
     Ratios stay: query heads to key heads, value heads to key heads of a delta net. Head sizes are those that vLLM has
     kernels for on a CPU, and its experts have rows for two of its workers.
@@ -58,8 +57,7 @@ def tiny_shape(shape: ModelShape, stages: int, tp: int) -> ModelShape:
 
 
 def make_model(directory: Path, shape: ModelShape, seed: int) -> Path:
-    """Write the model with the quickstart's tokenizer, unless it is there; with a vision tower as such a checkpoint,
-    which sees the quickstart's pictures.
+    """Write the model with the quickstart's tokenizer unless it is there; with a vision tower, one for its pictures.
 
     A kill leaves all of it or nothing.
     """
@@ -86,8 +84,9 @@ def make_model(directory: Path, shape: ModelShape, seed: int) -> Path:
 
 
 def _calm_experts(model: nn.Module) -> None:
-    """Have experts say a quarter: a random router's choices are close, and bfloat16 turns some of them, which as they
-    are would move log-probs by 0.06 on average, in stock transformers as in vLLM (0.02 so, as without experts)."""
+    """Scale the outputs of experts to a quarter: the choices of a random router are close, and bfloat16 turns some of
+    them. Unscaled, these move log-probs by 0.06 on average, in stock transformers as in vLLM; scaled by 0.02, as
+    without experts."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "experts" in name and "down_proj" in name and "shared_expert" not in name:
@@ -95,7 +94,7 @@ def _calm_experts(model: nn.Module) -> None:
 
 
 def transformers_config(shape: ModelShape, pad_token_id: int, eos_token_id: int) -> PretrainedConfig:
-    """Return the transformers config of a shape; with a vision tower that of the checkpoint that holds both."""
+    """Return the transformers config of a shape; with a vision tower the config of text and vision."""
     text = _text_fields(shape) | {"pad_token_id": pad_token_id, "eos_token_id": eos_token_id, "bos_token_id": None}
     if not shape.vision:
         return AutoConfig.for_model(shape.model_type, **text)

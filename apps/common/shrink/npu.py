@@ -13,7 +13,7 @@ TOLD = "Device npu: torch_npu is not installed here, so its stand-in computes, o
 
 @contextmanager
 def stand_in_for(device: str) -> Iterator[None]:
-    """Let `import torch_npu` give the stand-in inside, said in a line, where `device` is npu and there is no torch_npu.
+    """Let `import torch_npu` give the stand-in inside, and print so, where `device` is npu and torch_npu is missing.
 
     Raises:
         ValueError: the stand-in cannot be built here.

@@ -1,8 +1,8 @@
 """Processes that are killed at a chosen moment, by a real SIGKILL: for the kill tests of the apps.
 
 Runs are forked children: they share what was imported and nothing else. In a child, `watch_renames` or `kill_at_call`
-says where it ends; what a run leaves on disk changes at renames, so those are the moments that matter. A process that
-was started in another way gets a `KillPoint`, which can be pickled, and arms it itself.
+sets the moment; what a run leaves on disk changes at renames, so those are the moments that matter. A process that was
+started in another way gets a `KillPoint`, which can be pickled, and arms it itself.
 """
 
 import functools
@@ -29,8 +29,8 @@ _FORK = multiprocessing.get_context("fork")
 def start_child(target: Callable[..., Any], *args: Any, **kwargs: Any) -> ForkProcess:
     """Start `target(*args, **kwargs)` in a forked child.
 
-    What this process has thrown away is collected here: in the child, a process group that an earlier run left behind
-    would wait for threads that a fork does not copy.
+    Garbage is collected first: in the child, a process group of an earlier run would wait for threads that a fork does
+    not copy.
     """
     gc.collect()
     child = _FORK.Process(target=target, args=args, kwargs=kwargs)
@@ -38,16 +38,16 @@ def start_child(target: Callable[..., Any], *args: Any, **kwargs: Any) -> ForkPr
     return child
 
 
-def in_child(target: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
-    """Run `target` in a forked child; its exit code, or minus the signal that ended it."""
-    return end_of(start_child(target, *args, **kwargs))
+def run_in_child(target: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
+    """Run `target` in a forked child; return its exit code, or minus the signal that ended it."""
+    return wait_for_exit(start_child(target, *args, **kwargs))
 
 
-def end_of(child: ForkProcess, seconds: float = 400) -> int:
-    """Wait for the exit code of a child; one that hangs is killed.
+def wait_for_exit(child: ForkProcess, seconds: float = 400) -> int:
+    """Return the exit code of a child once it ends; kill one that hangs.
 
     Raises:
-        AssertionError: it stood after `seconds`.
+        AssertionError: it was alive after `seconds`.
     """
     child.join(seconds)
     if child.is_alive():
@@ -58,7 +58,7 @@ def end_of(child: ForkProcess, seconds: float = 400) -> int:
 
 
 def watch_renames(folder: Path, kill_at: int | None = None, when: When = "before") -> list[str]:
-    """Return from now on note every rename to a path in `folder`, in this process; end it at number `kill_at`, from 0.
+    """Record every rename to a path in `folder` by this process from now on; kill it at number `kill_at`, from 0.
 
     Returns:
         The targets, relative to `folder`: the list grows.
@@ -85,10 +85,10 @@ def watch_renames(folder: Path, kill_at: int | None = None, when: When = "before
 
 
 def kill_at_call(owner: Any, name: str, number: int = 1, when: When = "before", once: Path | None = None) -> None:
-    """End this process at call `number`, from 1, of the function that `owner` has under `name`.
+    """Kill this process at call `number`, from 1, of the function `name` of `owner`.
 
-    "after" a coroutine function is when what it was asked for is done. `once`: a file that says that it has happened:
-    the process that makes it ends, those that come after it go on.
+    "after" a coroutine function is when it has returned. `once`: a file; the process that creates it ends, later ones
+    go on.
     """
     real, calls = getattr(owner, name), itertools.count(1)  # calls of two threads have two numbers
 
@@ -120,7 +120,7 @@ def kill_at_call(owner: Any, name: str, number: int = 1, when: When = "before", 
 
 
 def _made(path: Path) -> bool:
-    """Make a file, on disk; whether it was not there, whoever else tries at the same moment."""
+    """Create a file on disk; return whether it is new, also where several processes try at once."""
     try:
         file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
     except FileExistsError:
@@ -131,7 +131,7 @@ def _made(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class KillPoint:
-    """A moment in the life of a process: before or after its call number `number`, from 1, of `function`.
+    """A moment at which a process is killed: before or after its call number `number`, from 1, of `function`.
 
     `function` is written PACKAGE.MODULE:NAME or PACKAGE.MODULE:CLASS.NAME, where whoever calls it looks it up.
     """
@@ -141,7 +141,7 @@ class KillPoint:
     number: int = 1
 
     def arm(self, once: Path | None = None) -> None:
-        """End this process there; see `kill_at_call`."""
+        """Kill this process there; see `kill_at_call`."""
         module, _, path = self.function.partition(":")
         *owners, name = path.split(".")
         kill_at_call(
@@ -149,8 +149,8 @@ class KillPoint:
         )
 
 
-def stand_still(owner: Any, name: str) -> None:
-    """From now on whoever calls the function that `owner` has under `name` waits for ever: a disk that hangs."""
+def hang_at_call(owner: Any, name: str) -> None:
+    """Make every call of the function `name` of `owner` wait for ever, like a disk that hangs."""
 
     def wait(*args: Any, **kwargs: Any) -> None:
         del args, kwargs
@@ -160,19 +160,19 @@ def stand_still(owner: Any, name: str) -> None:
 
 
 def kill_self() -> None:
-    """End this process as the kernel would for want of memory: nothing is flushed, nothing is cleaned up."""
+    """Kill this process as the kernel does when memory runs out: nothing is flushed or cleaned up."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def silence(errors: Path | None = None) -> None:
-    """Print to nowhere for the life of this process; errors to a file where one is given."""
+def silence_output(errors: Path | None = None) -> None:
+    """Discard the output of this process from now on; write errors to a file where one is named."""
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (for the life of the process)
     if errors is not None:
         sys.stderr = errors.open("w")
 
 
-def wait_for_row(path: Path, seconds: float = 200) -> None:
-    """Wait until a file holds something."""
+def wait_for_content(path: Path, seconds: float = 200) -> None:
+    """Wait until a file has content."""
     deadline = time.monotonic() + seconds
     while not (path.is_file() and path.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.001)

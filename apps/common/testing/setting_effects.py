@@ -1,11 +1,11 @@
-"""Does every setting do something? One field is changed, and what a run leaves behind must change too.
+"""Does every setting do something? One field is changed, and what a run leaves on disk must change too.
 
-A field that a run shows no sign of is an option without effect: it wants a refusal, or to be deleted. What counts:
+A field without any effect needs a refusal, or must be deleted. These count as effects:
 
-1. The change is refused with a ValueError that names the field or its flag: fine.
-2. Otherwise two small runs, one with the field as it was and one with the change, must differ in what they log (but for
-   the clock), the files they leave, the weights they export, or the error they end with.
-3. Otherwise they must differ in the operations that they carry out on tensors (memory is traded for time by some).
+1. The change is refused with a ValueError that names the field or its flag.
+2. Otherwise two small runs, with the old and the new value, differ in what they log (but for the clock), the files they
+   leave, the weights they export, or the error they end with.
+3. Otherwise they differ in the operations that they carry out on tensors (some settings trade memory for time).
 """
 
 import functools
@@ -29,28 +29,27 @@ NOT_COMPARED = {"config.json", "report.html", "tensorboard"}  # these hold every
 
 @dataclass(frozen=True)
 class Change:
-    """Another value of a field, and other fields that both runs have changed so that it can matter."""
+    """Another value of a field, and other fields that both runs change so that it can have an effect."""
 
     value: Any
     both: Mapping[str, Any] = field(default_factory=dict)
 
 
-def put(config: C, path: str, value: Any) -> C:
+def with_value(config: C, path: str, value: Any) -> C:
     """Return the configuration with one field changed, by its dotted path."""
     name, _, rest = path.partition(".")
-    return replace(config, **{name: put(getattr(config, name), rest, value) if rest else value})  # type: ignore[type-var]
+    return replace(config, **{name: with_value(getattr(config, name), rest, value) if rest else value})  # type: ignore[type-var]
 
 
-def put_all(config: C, values: Mapping[str, Any]) -> C:
+def with_values(config: C, values: Mapping[str, Any]) -> C:
     """Return the configuration with several fields changed."""
     for path, value in values.items():
-        config = put(config, path, value)
+        config = with_value(config, path, value)
     return config
 
 
-def another(kind: type, path: str, value: Any) -> Any:
-    """Return some other value of a field's type: the next choice, the other truth, twice the number, some value for
-    None.
+def other_value(kind: type, path: str, value: Any) -> Any:
+    """Return another value of a field's type: the next choice, the other bool, twice the number, some value for None.
 
     Raises:
         ValueError: the type has none that can be guessed.
@@ -58,7 +57,7 @@ def another(kind: type, path: str, value: Any) -> Any:
     name, _, rest = path.partition(".")
     hint = get_type_hints(kind)[name]
     if rest and is_dataclass(hint):
-        return another(hint, rest, value)  # type: ignore[arg-type]
+        return other_value(hint, rest, value)  # type: ignore[arg-type]
     if value is None:
         (hint,) = set(get_args(hint)) - {NoneType}
         if get_origin(hint) is not Literal:
@@ -74,22 +73,21 @@ def another(kind: type, path: str, value: Any) -> Any:
     raise ValueError(f"give another value for {path}: none can be guessed from {value!r}")
 
 
-def effect(
+def setting_effect(
     run: Callable[[C], Any], base: C, path: str, change: Change, folder: Path, known: dict[C, dict[str, Any]]
 ) -> str:
-    """Return in a word, what changing `path` does: "refused", or the first thing in which the two runs differ.
+    """Return the effect of changing `path`: "refused", or the first thing in which the two runs differ.
 
-    `run` is given configurations whose `run_dir` is set. `known` keeps what unchanged runs left behind, for the next
-    call.
+    `run` is called with configurations whose `run_dir` is set. `known` caches the results of unchanged runs.
 
     Raises:
-        AssertionError: nothing differs, or the refusal does not say which field it is about.
+        AssertionError: nothing differs, or the refusal does not name the field.
     """
-    base = put_all(base, change.both)
+    base = with_values(base, change.both)
     refusal: str | None = None
     try:
-        changed = put(base, path, change.value)
-        new = outcome(run, put(changed, "run_dir", folder / "changed"))
+        changed = with_value(base, path, change.value)
+        new = run_outcome(run, with_value(changed, "run_dir", folder / "changed"))
     except ValueError as error:
         refusal = str(error)
     if refusal is not None:
@@ -97,12 +95,12 @@ def effect(
         assert any(name in refusal for name in names), f"{path}: the refusal names neither of {names}: {refusal}"
         return "refused"
     if base not in known:
-        known[base] = outcome(run, put(base, "run_dir", folder / "base"))
+        known[base] = run_outcome(run, with_value(base, "run_dir", folder / "base"))
     different = [name for name, left in known[base].items() if left != new[name]]
     if different:
         return different[0]
     counts = [
-        operations(run, put(config, "run_dir", folder / f"counted-{name}"))
+        count_operations(run, with_value(config, "run_dir", folder / f"counted-{name}"))
         for name, config in (("base", base), ("changed", changed))
     ]
     assert counts[0] != counts[1], f"{flag(path)} {change.value!r} has no effect: refuse it, or delete it"
@@ -110,8 +108,8 @@ def effect(
 
 
 @dataclass(frozen=True)
-class Sweep(Generic[C]):
-    """All settings of an app, to be changed one at a time.
+class SettingSweep(Generic[C]):
+    """All settings of an app, which are changed one at a time.
 
     `base`: small and quick, with something for every setting to act on. `left_out`: paths that have no flag, or that
     another test changes. `changes`: values where the next choice, the other truth or twice the number would not do.
@@ -124,30 +122,28 @@ class Sweep(Generic[C]):
     known: dict[C, dict[str, Any]] = field(default_factory=dict)
 
     def paths(self) -> list[str]:
-        """Return every setting but those left out and those of `data` and `own`, which decide what is asked or
-        imitated."""
+        """Return every setting without those left out and those of `data` and `own`, which choose the data."""
         paths = {path for path in field_paths(self.base) if not path.startswith(("data.", "own."))} - self.left_out
         unknown = set(self.changes) - paths
         assert not unknown, f"the table names fields that are not there: {unknown}"
         return sorted(paths)
 
     def equal_runs(self, folder: Path) -> dict[str, Any]:
-        """Return what two runs with equal settings leave behind; if they differed, every change would seem to do
-        something."""
-        one, two = (outcome(self.run, put(self.base, "run_dir", folder / name)) for name in ("one", "two"))
+        """Return what two equal runs leave behind. If they differed, every change would seem to have an effect."""
+        one, two = (run_outcome(self.run, with_value(self.base, "run_dir", folder / name)) for name in ("one", "two"))
         assert one == two
         self.known[self.base] = one
         return one
 
     def effect(self, path: str, folder: Path) -> str:
-        """Return what changing one setting does; see `effect`."""
+        """Return the effect of changing one setting; see `setting_effect`."""
         value = functools.reduce(getattr, path.split("."), self.base)
-        change = self.changes[path] if path in self.changes else Change(another(type(self.base), path, value))
-        return effect(self.run, self.base, path, change, folder, self.known)
+        change = self.changes[path] if path in self.changes else Change(other_value(type(self.base), path, value))
+        return setting_effect(self.run, self.base, path, change, folder, self.known)
 
 
-def outcome(run: Callable[[C], Any], config: C) -> dict[str, Any]:
-    """Return what a run leaves behind, by name. A ValueError is a refusal and passes through."""
+def run_outcome(run: Callable[[C], Any], config: C) -> dict[str, Any]:
+    """Return what a run leaves behind, by name. A ValueError is a refusal and is raised on."""
     run_dir: Path = config.run_dir  # type: ignore[attr-defined]
     ended = "well"
     try:
@@ -168,11 +164,11 @@ def outcome(run: Callable[[C], Any], config: C) -> dict[str, Any]:
     }
 
 
-def operations(run: Callable[[C], Any], config: C) -> Counter[str]:
+def count_operations(run: Callable[[C], Any], config: C) -> Counter[str]:
     """Return how often a run carries out each operation on tensors, in this thread."""
     with _Counted() as counted:
         run(config)
-    result: Counter[str] = counted.found
+    result: Counter[str] = counted.counts
     return result
 
 
@@ -184,11 +180,11 @@ def field_paths(config: Any) -> list[str]:
 class _Counted(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        self.found[str(func)] += 1
+        self.counts[str(func)] += 1
         return func(*args, **(kwargs or {}))
 
 

@@ -1,4 +1,4 @@
-"""Did training reach every weight? What a run exported is held against what its training began with: for tests."""
+"""Comparison of a run's export with its weights before training: did training reach every weight?"""
 
 import json
 import re
@@ -11,23 +11,22 @@ from torch import Tensor
 from apps.common.run.config_file import CONFIG_NAME
 
 
-def tensors_of(directory: Path) -> dict[str, Tensor]:
+def load_tensors(directory: Path) -> dict[str, Tensor]:
     """Return all tensors of a Hugging Face directory's safetensors files, by name, in float32.
 
     Raises:
         AssertionError: it holds none.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            found |= {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 (no mapping)
-    assert found, f"no weights in {directory}"
-    return found
+            tensors |= {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 (no mapping)
+    assert tensors, f"no weights in {directory}"
+    return tensors
 
 
-def start_of(run_dir: Path) -> Path:
-    """Return the directory of the weights that a run's training began with: its warm start's, `--model`, or those it
-    made."""
+def starting_weights(run_dir: Path) -> Path:
+    """Return the directory of a run's weights before training: its warm start's, `--model`, or the ones it made."""
     warm = run_dir / "warm-start" / "export"
     if warm.is_dir():
         return warm
@@ -36,16 +35,16 @@ def start_of(run_dir: Path) -> Path:
 
 
 def assert_trained(run_dir: Path, start: Path | None = None, only: str = "") -> None:
-    """Every tensor of a run's export has moved away from where its training began.
+    """Assert that every tensor of a run's export differs from its value before training.
 
-    `start`: the directory to compare with, `start_of(run_dir)` unless given. `only`: a regular expression; the names it
-    matches must have moved, and all others must not have.
+    `start`: the directory to compare with, by default `starting_weights(run_dir)`. `only`: a regular expression; the
+    names it matches must have changed, and no others.
 
     Raises:
-        AssertionError: naming the tensors that stood still, moved though frozen, hold no number, came or went.
+        AssertionError: naming the tensors that did not change, changed though frozen, are not finite, came or went.
     """
-    start = start or start_of(run_dir)
-    before, after = tensors_of(start), tensors_of(run_dir / "export")
+    start = start or starting_weights(run_dir)
+    before, after = load_tensors(start), load_tensors(run_dir / "export")
     assert before.keys() == after.keys(), f"tensors came or went: {sorted(before.keys() ^ after.keys())}"
     broken = [name for name, value in after.items() if not value.isfinite().all()]
     assert not broken, f"no numbers: {broken}"

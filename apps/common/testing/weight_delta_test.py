@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from apps.common.run.config_file import CONFIG_NAME
-from apps.common.testing.weight_delta import assert_trained, start_of
+from apps.common.testing.weight_delta import assert_trained, starting_weights
 
 START = {"a.weight": torch.zeros(2, 3), "b.bias": torch.ones(4)}
 
@@ -55,9 +55,9 @@ def test_all_or_some_have_moved(run_dir: Path) -> None:
 
 def test_training_begins_after_the_warm_start_and_with_the_users_model(run_dir: Path, tmp_path: Path) -> None:
     """A model that only its warm start trained is none that the run has trained."""
-    assert start_of(run_dir) == run_dir / "model"
+    assert starting_weights(run_dir) == run_dir / "model"
     (run_dir / CONFIG_NAME).write_text(json.dumps({"model": str(tmp_path / "mine")}))
-    assert start_of(run_dir) == tmp_path / "mine"
+    assert starting_weights(run_dir) == tmp_path / "mine"
     write(run_dir / "warm-start" / "export", **MOVED)
     write(run_dir / "export", **MOVED)
     with pytest.raises(AssertionError, match="2 of 2 did not move"):

@@ -1,14 +1,14 @@
-"""Fully asynchronous against in turn, on answers with a long tail: the ratio, and the share of the overlap there was.
+"""The step time of fully async against sync, on responses with a long tail: the ratio, and the share of the possible
+overlap.
 
 python -m apps.grpo.benchmarks.overlap
 
-Both runs are whole runs of the app, on the same tasks with the same model: one process in turn, then a sampling process
-beside the trainer. An untrained model ends its answer at each token with the same chance, so that a few answers of a
-step are many times as long as most; weights hardly move, so that both runs sample alike: how long answers were is
-printed. What was possible: had sampling and training been side by side, a step would have taken the longer of the two.
-Cores share their memory and its caches, so how long each takes then is measured with both cores busy, by two runs in
-turn at once. Where long answers of several steps overlap, more than that is gained. Run it on a machine with two free
-cores.
+Both are whole runs of the app, on the same tasks with the same model: one process (sync), then a sampling process
+beside the trainer. An untrained model ends its response at each token with the same probability, so that a few
+responses of a step are many times as long as most. Weights hardly move, so that both runs sample alike; the lengths of
+responses are printed. The possible gain: with sampling and training side by side a step takes the longer of the two.
+Cores share their memory and its caches, so the seconds of each are then measured with both cores busy, by two sync runs
+at once. Where long responses of several steps overlap, the gain can be larger. Run it on a machine with two free cores.
 """
 
 import argparse
@@ -24,8 +24,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from apps.common.cluster import Schedule
-from apps.grpo.commands.split_forecast import answer_lengths, compared, workload_of
+from apps.grpo.commands.split_forecast import answer_lengths, check_forecast, make_workload
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
 from apps.grpo.recipe import Recipe
@@ -33,6 +32,7 @@ from apps.grpo.testing.recipe import RECIPE
 from apps.quickstart.model import ensure_tiny_model, tiny_config
 from runlog import read_episodes, read_metrics
 from runlog.timeline import bubble_shares, read_timeline
+from schedules.config import ScheduleConfig
 
 TOKENS = 448
 """Of an answer, at most."""
@@ -49,18 +49,18 @@ WAITS = {
 
 
 def rows_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the rows of its steps but the first, which warms everything up."""
+    """Return the metrics of a run's steps but the first, which warms everything up."""
     return [row for row in read_metrics(run_dir) if row["step"] > 1]
 
 
 def recipe_of(hidden: int) -> Recipe:
-    """Return tasks that need no reward of sense, and a model of this size."""
+    """Return the recipe with a model of this size; its reward is arbitrary."""
     shape = partial(tiny_config, hidden=hidden)
     return replace(RECIPE, make_model=partial(ensure_tiny_model, make_config=shape))
 
 
-def config_of(options: argparse.Namespace, run_dir: Path, schedule: Schedule) -> GrpoConfig:
-    """Return a run without evaluations in between."""
+def config_of(options: argparse.Namespace, run_dir: Path, schedule: ScheduleConfig) -> GrpoConfig:
+    """Return the configuration of a run without evaluations in between."""
     return replace(
         RECIPE.config,
         run_dir=run_dir,
@@ -81,13 +81,13 @@ def config_of(options: argparse.Namespace, run_dir: Path, schedule: Schedule) ->
 
 
 def run_quietly(config: GrpoConfig, hidden: int) -> None:
-    """In a process of its own."""
+    """Run without output."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         run(config, recipe_of(hidden))
 
 
 def run_side_by_side(configs: Sequence[GrpoConfig], hidden: int) -> None:
-    """Each in a process of its own, at once; RuntimeError if one fails."""
+    """Run each configuration in a process of its own, all at once; raise RuntimeError if one fails."""
     context = multiprocessing.get_context("spawn")
     children = [context.Process(target=run_quietly, args=(config, hidden)) for config in configs]
     for child in children:
@@ -99,7 +99,7 @@ def run_side_by_side(configs: Sequence[GrpoConfig], hidden: int) -> None:
 
 
 def main() -> None:
-    """Run all, and print."""
+    """Run all configurations and print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--prompts", type=int, default=48)
@@ -110,8 +110,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         places = ("turn", "left", "right")
-        turn, *beside = (config_of(options, Path(folder) / place, Schedule()) for place in places)
-        schedule = Schedule("fully_async", staleness_threshold=options.staleness, partial_rollout=True)
+        turn, *beside = (config_of(options, Path(folder) / place, ScheduleConfig()) for place in places)
+        schedule = ScheduleConfig("fully_async", staleness_threshold=options.staleness, partial_rollout=True)
         ahead = config_of(options, Path(folder) / "ahead", schedule)
         run_side_by_side([turn], options.hidden)
         run_side_by_side(beside, options.hidden)
@@ -120,14 +120,14 @@ def main() -> None:
 
 
 def parts_of(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float, float]:
-    """Return seconds of a step, of its sampling, training and handing over, on average."""
+    """Return the mean seconds of a step, of its sampling, training and weight sync."""
     names = ("step", "rollout", "train", "export_and_update_weights")
     whole, sampling, training, handing = (fmean(row[f"time/{name}_s"] for row in rows) for name in names)
     return whole, sampling, training, handing
 
 
 def report(turn: GrpoConfig, beside: Sequence[GrpoConfig], ahead: GrpoConfig) -> None:
-    """The figures of all runs."""
+    """Print the figures of all runs."""
     slow, fast = rows_of(folder_of(turn)), rows_of(folder_of(ahead))
     whole, *parts = parts_of(slow)
     _, sampling, training, handing = parts_of([row for config in beside for row in rows_of(folder_of(config))])
@@ -149,13 +149,13 @@ def report(turn: GrpoConfig, beside: Sequence[GrpoConfig], ahead: GrpoConfig) ->
     print(f"staleness    {json.dumps([row['schedule/staleness'] for row in fast])}")
     spans = read_timeline(folder_of(ahead))
     print("idle         " + ", ".join(f"{lane} {share:.0%}" for lane, share in bubble_shares(spans).items()))
-    workload = workload_of(turn, slow, answer_lengths(read_episodes(folder_of(turn))))
+    workload = make_workload(turn, slow, answer_lengths(read_episodes(folder_of(turn))))
     for name, config in (("in turn", turn), ("fully async", ahead)):
-        print(f"{name:12s} {compared(config, rows_of(folder_of(config)), workload).text}")
+        print(f"{name:12s} {check_forecast(config, rows_of(folder_of(config)), workload).text}")
 
 
 def folder_of(config: GrpoConfig) -> Path:
-    """Return where a run wrote."""
+    """Return the directory of a run."""
     assert config.run_dir is not None
     return config.run_dir
 

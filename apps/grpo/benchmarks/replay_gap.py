@@ -34,15 +34,14 @@ VOCAB, PROMPT, ANSWER = 512, 16, 64
 
 @dataclass(frozen=True)
 class Sampled:
-    """Rows of the sampler: `batch` with `rollout_log_probs` and `routed_experts`, `answers` the mask of its tokens."""
+    """The rows of the sampler: `batch` with `rollout_log_probs` and `routed_experts`, and a mask of sampled tokens."""
 
     batch: Any
     answers: Tensor
 
 
 def model_of(layers: int, experts: int, seed: int) -> Any:
-    """Return a hybrid Qwen3.5 with experts, four of them a token, and weights large enough that its answers are not
-    noise."""
+    """Return a hybrid Qwen3.5 with experts, four of them a token, and weights large enough for skewed responses."""
     config = Qwen3_5MoeTextConfig(
         vocab_size=VOCAB,
         hidden_size=64,
@@ -75,7 +74,7 @@ def model_of(layers: int, experts: int, seed: int) -> Any:
 
 
 def sample(module: Any, rows: int, seed: int) -> Sampled:
-    """Return answers of `ANSWER` tokens to random prompts."""
+    """Return responses of `ANSWER` tokens to random prompts."""
     rng = torch.Generator().manual_seed(seed)
     prompts = torch.randint(2, VOCAB, (rows, PROMPT), generator=rng).tolist()
     engine = NativeEngine(module, routed_experts=True)
@@ -98,10 +97,10 @@ def sample(module: Any, rows: int, seed: int) -> Sampled:
     return Sampled(batch, batch["loss_mask"].values())
 
 
-def gap(engine: Any, found: Sampled) -> dict[str, float]:
-    """Distances of the trainer's log-probs to the sampler's."""
-    scores = engine.forward(found.batch)["log_probs"].values()
-    d = (scores - found.batch["rollout_log_probs"].values())[found.answers].double()
+def gap(engine: Any, sampled: Sampled) -> dict[str, float]:
+    """Return distances between the log-probs of trainer and sampler."""
+    scores = engine.forward(sampled.batch)["log_probs"].values()
+    d = (scores - sampled.batch["rollout_log_probs"].values())[sampled.answers].double()
     return {
         "mean": float(d.abs().mean()),
         "p99": float(d.abs().quantile(0.99)),
@@ -112,31 +111,31 @@ def gap(engine: Any, found: Sampled) -> dict[str, float]:
 
 @torch.no_grad()
 def other_routes(module: Any, batch: Any) -> float:
-    """Return the share of choices that fall on another set of experts in `module`."""
+    """Return the share of choices (a token in a layer) for which `module` chooses another set of experts."""
     seen: list[Tensor] = []
     routers = [part for part in module.modules() if type(part).__name__.endswith("TopKRouter")]
     hooks = [part.register_forward_hook(lambda _m, _i, out: seen.append(out[2])) for part in routers]
     differ = total = 0
-    for ids, told in zip(batch["input_ids"].unbind(), batch[ROUTED_EXPERTS].unbind(), strict=True):
+    for ids, recorded in zip(batch["input_ids"].unbind(), batch[ROUTED_EXPERTS].unbind(), strict=True):
         seen.clear()
         module(input_ids=ids[None], use_cache=False)
         own = torch.stack(seen, dim=1).sort(-1).values
-        known = (told >= 0).all(-1)
-        differ += int(((own != told.long().sort(-1).values).any(-1) & known).sum())
+        known = (recorded >= 0).all(-1)
+        differ += int(((own != recorded.long().sort(-1).values).any(-1) & known).sum())
         total += int(known.sum())
     for hook in hooks:
         hook.remove()
     return differ / total
 
 
-def updates(engine: Any, found: Sampled, count: int) -> None:
-    """Train on what was sampled."""
+def updates(engine: Any, sampled: Sampled, count: int) -> None:
+    """Train `count` times on the sampled batch."""
     for _ in range(count):
-        engine.train_batch(found.batch, GRPO())
+        engine.train_batch(sampled.batch, GRPO())
 
 
 def main(layers: int, experts: int, rows: int, seed: int) -> None:
-    """Print a table, and a JSON line a row."""
+    """Print a table, and one JSON line a row."""
 
     def trainer(replay: bool) -> Any:
         config = EngineConfig(device="cpu", max_tokens_per_rank=4096, lr=1e-4, routing_replay=replay)
@@ -152,17 +151,17 @@ def main(layers: int, experts: int, rows: int, seed: int) -> None:
     )
     for what, dtype, stale in cases:
         module = model_of(layers, experts, seed)
-        found = sample(copy.deepcopy(module).to(dtype), rows, seed)
+        sampled = sample(copy.deepcopy(module).to(dtype), rows, seed)
         plain = trainer(replay=False)
-        updates(plain, found, stale)
+        updates(plain, sampled, stale)
         for piece in plain.export_weights(max_bytes=2**40, live=True):
             dict(module.named_parameters())[piece.name].data = piece.flat.view(piece.shape).clone()
-        elsewhere = other_routes(module, found.batch)
+        elsewhere = other_routes(module, sampled.batch)
         replaying = build_engine(
             EngineConfig(device="cpu", max_tokens_per_rank=4096, routing_replay=True), copy.deepcopy(module)
         )
         for replay, engine in ((False, plain), (True, replaying)):
-            row = gap(engine, found)
+            row = gap(engine, sampled)
             cells = " | ".join(f"{value:.2e}" for value in row.values())
             print(f"| {what} | {'on' if replay else 'off'} | {cells} | {elsewhere:.2%} |")
             print(json.dumps({"sampler": what, "replay": replay, "routed": elsewhere} | row), flush=True)
@@ -172,5 +171,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in (("layers", 6), ("experts", 32), ("rows", 64), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    given = parser.parse_args()
-    launch(main, (given.layers, given.experts, given.rows, given.seed), device="cpu")
+    options = parser.parse_args()
+    launch(main, (options.layers, options.experts, options.rows, options.seed), device="cpu")

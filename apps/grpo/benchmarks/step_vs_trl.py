@@ -26,20 +26,20 @@ from datasets import Dataset
 from trl import GRPOConfig as TrlConfig
 from trl import GRPOTrainer
 
-from apps.common.run.interrupts import Runner
 from apps.grpo.config import DataConfig, GrpoConfig
-from apps.grpo.sampling.session import Session
-from apps.grpo.step import grpo_step
 from apps.quickstart.model import tiny_config
 from apps.quickstart.tokenizer import PAD, TURN_END, build_tokenizer
 from engines import EngineConfig, build_engine
 from objectives import GRPO
 from rollout import Chat, NativeEngine, Sampling, Task, TaskRow
+from schedules.runtime.interrupts import Runner
+from schedules.sampling.session import RolloutSession
+from schedules.sync import sync_step
 
 
 @dataclass(frozen=True)
 class Case:
-    """A step: so many prompts, answered `group` times each with `new_tokens` tokens."""
+    """A step: `prompts` prompts with `group` responses of `new_tokens` tokens each."""
 
     name: str
     prompts: int
@@ -59,41 +59,41 @@ CASES = (
 
 
 def reward_of(text: str) -> float:
-    """Return something that differs between answers."""
+    """Return a reward that differs between responses."""
     return sum(map(ord, text)) % 97 / 97
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Prompts of a few tokens."""
+    """Tasks whose prompts have a few tokens."""
 
     name: str = "sums"
     skipped: Mapping[str, int] = field(default_factory=dict)
 
     def held_out(self) -> list[TaskRow]:
-        """Return None."""
+        """Return no tasks."""
         return []
 
     def cursor(self) -> dict[str, Any]:
-        """Return nothing: what a step asks follows from its number."""
+        """Return nothing: a step's tasks follow from its number."""
         return {}
 
     def restore(self, cursor: Mapping[str, Any]) -> None:
-        """Nothing to go on from."""
+        """Do nothing: there is no state."""
 
     def tasks(self, step: int, count: int) -> list[TaskRow]:
         """Return the step's prompts."""
         return [TaskRow(f"{step}/{i}", {"text": f"{i % 90 + 10}+{(7 * step + i) % 90 + 10}="}) for i in range(count)]
 
     def environment(self, row: TaskRow) -> Task:
-        """Return one turn."""
+        """Return a task of one turn."""
         return Task(
             messages=({"role": "user", "content": row.data["text"]},), reward=lambda reply, _: reward_of(reply.text)
         )
 
 
 class Ours:
-    """Our step, one call each."""
+    """Our step, run once a call."""
 
     def __init__(self, case: Case, model: Path, runner: Runner) -> None:
         tokenizer = build_tokenizer()
@@ -114,7 +114,7 @@ class Ours:
         sampler = NativeEngine(
             transformers.Qwen3_5ForCausalLM.from_pretrained(model), pad_token_id=tokenizer.pad_token_id, admit="rounds"
         )
-        self.session = Session(self.config, Sums(), self.chat, sampler, runner)
+        self.session = RolloutSession(self.config, Sums(), self.chat, sampler, runner)
         self.done = 0
 
     def prompt(self, row: TaskRow) -> str:
@@ -122,15 +122,15 @@ class Ours:
         return str(self.chat.tokenizer.decode(self.chat.open([{"role": "user", "content": row.data["text"]}])))
 
     def step(self) -> int:
-        """Return one step; the sampled tokens."""
-        result = grpo_step(self.config, self.session, self.engine, self.done)
+        """Run one step; return the number of sampled tokens."""
+        result = sync_step(self.config, self.session, self.engine, self.done)
         self.done += 1
         assert result.metrics["rollout/failed_episodes"] == 0
         return int(result.metrics["rollout/sampled_tokens"])
 
 
 class Between(transformers.TrainerCallback):  # type: ignore[misc]
-    """Times TRL's steps, and does one of ours after each."""
+    """A callback that times TRL's steps and runs one of ours after each."""
 
     def __init__(self, ours: Ours, expected: int) -> None:
         self.ours, self.expected = ours, expected
@@ -139,11 +139,11 @@ class Between(transformers.TrainerCallback):  # type: ignore[misc]
         self.mark = 0.0
 
     def on_train_begin(self, *_: object, **__: object) -> None:
-        """Sampling is part of TRL's step, before on_step_begin."""
+        """Start the clock: sampling is part of TRL's step and comes before on_step_begin."""
         self.mark = time.process_time()
 
     def on_step_end(self, *_: object, **__: object) -> None:
-        """One of theirs is done."""
+        """Record TRL's step, then run and record one of ours."""
         now = time.process_time()
         self.theirs_s.append(now - self.mark)
         assert self.ours.step() == self.expected
@@ -152,7 +152,7 @@ class Between(transformers.TrainerCallback):  # type: ignore[misc]
 
 
 def trl_trainer(case: Case, model: Path, steps: int, folder: Path, between: Between) -> GRPOTrainer:
-    """TRL's trainer of the same step."""
+    """Return TRL's trainer of the same step."""
     rows = [row for step in range(steps) for row in between.ours.session.tasks.tasks(step, case.prompts)]
     count = case.prompts * case.group
     lengths: list[float] = []
@@ -179,7 +179,7 @@ def trl_trainer(case: Case, model: Path, steps: int, folder: Path, between: Betw
 
 
 def run(case: Case, steps: int, folder: Path) -> tuple[float, float, int]:
-    """Return median seconds of our step and of TRL's, and the parameters."""
+    """Return the median seconds of our step and of TRL's, and the number of parameters."""
     tokenizer = build_tokenizer()
     torch.manual_seed(0)
     pad, end = tokenizer.convert_tokens_to_ids([PAD, TURN_END])

@@ -25,7 +25,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from apps.quickstart.tokenizer import build_tokenizer
-from rollout.testing.tiny_models import HYBRID_067B as SHAPE
+from rollout.testing.model import HYBRID_067B as SHAPE
 
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 64, 8, 128, 256
 REWARD = "def reward(reply, end):\n    return sum(map(ord, reply.text)) % 97 / 97\n"
@@ -47,7 +47,7 @@ SHOWN = (
 
 
 def make_files(folder: Path, device: str) -> None:
-    """Model, prompts and reward."""
+    """Write the model, the prompts and the reward."""
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
     sizes = SHAPE if device == "cuda" else SHAPE | {"hidden_size": 256, "intermediate_size": 256}
@@ -72,10 +72,10 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def flags(folder: Path, mode: str, options: argparse.Namespace) -> list[str]:
-    """Return the app's, for one run."""
+    """Return the flags of the app for one run."""
     copies, device = options.copies, options.device
     each = PROMPTS * GROUP // copies
-    found = [
+    words = [
         "--recipe", "math", "--model", str(folder / "model"), "--data", str(folder / "prompts.jsonl"),
         "--reward", f"{folder / 'reward.py'}:reward", "--run-dir", str(folder / mode), "--steps", str(options.steps),
         "--prompts", str(PROMPTS), "--group-size", str(GROUP), "--max-turns", "1",
@@ -90,25 +90,25 @@ def flags(folder: Path, mode: str, options: argparse.Namespace) -> list[str]:
     ]  # fmt: skip
     if device == "cuda":
         share = APART if options.apart else SHARE
-        found += ["--cluster.rollout.vllm", *VLLM, "--cluster.rollout.memory-share", f"{share / copies:.3g}"]
+        words += ["--cluster.rollout.vllm", *VLLM, "--cluster.rollout.memory-share", f"{share / copies:.3g}"]
         sizes = [str(size) for size in GRAPHS if size <= each]
-        found += ["--cluster.rollout.cuda-graph-sizes", *sizes] if options.graphs else []
+        words += ["--cluster.rollout.cuda-graph-sizes", *sizes] if options.graphs else []
     if mode != "sync":
-        found += ["--objective.off-policy", "truncate"]
+        words += ["--objective.off-policy", "truncate"]
     if mode == "fully_async":
-        found += ["--cluster.schedule.staleness-threshold", str(options.staleness)]
-    return found
+        words += ["--cluster.schedule.staleness-threshold", str(options.staleness)]
+    return words
 
 
 def medians(run_dir: Path) -> dict[str, float]:
-    """Return of the steps after the second, in seconds; and how far the sampler's log-probs are from the trainer's."""
+    """Return medians over the steps after the second: seconds, and the gap of sampler's and trainer's log-probs."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "time/step_s" in row][2:]
-    found = {
+    metrics = {
         name: statistics.median(row[f"time/{name}"] for row in steps) for name in SHOWN if f"time/{name}" in steps[0]
     }
     ends = [row["time"] for row in steps]
-    found["between_steps_s"] = statistics.median(b - a for a, b in pairwise(ends))
+    metrics["between_steps_s"] = statistics.median(b - a for a, b in pairwise(ends))
     for name in (
         "schedule/token_staleness",
         "log_prob_difference",
@@ -117,12 +117,12 @@ def medians(run_dir: Path) -> dict[str, float]:
         "memory/peak_gib",
     ):
         if name in steps[-1]:
-            found[name] = steps[-1][name]
-    return found
+            metrics[name] = steps[-1][name]
+    return metrics
 
 
 def main() -> None:
-    """Each mode in a process of its own."""
+    """Run each mode in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--modes", nargs="+", default=["sync", "one_step_off"])
     parser.add_argument("--steps", type=int, default=8)
@@ -141,14 +141,14 @@ def main() -> None:
         for mode in options.modes:
             command = [sys.executable, "-m", "apps.grpo.main", *flags(folder, mode, options)]
             print(" ".join(command), flush=True)
-            begun = time.monotonic()
+            started = time.monotonic()
             subprocess.run(command, check=True)
             facts = {
                 "mode": mode,
                 "copies": options.copies,
                 "apart": options.apart,
                 "on_device": options.on_device,
-                "whole_run_s": time.monotonic() - begun,
+                "whole_run_s": time.monotonic() - started,
                 **medians(folder / mode),
             }
             print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in facts.items()}), flush=True)

@@ -1,4 +1,4 @@
-"""Does the reward truly rise? Several seeds of a recipe, and control runs that must not learn, in one table.
+"""Does the reward truly rise? Several seeds of a recipe and control runs that must not learn, in one table.
 
 bazel run //apps/grpo:commands/control_runs -- --recipe quickstart --seeds 0 1 2
 """
@@ -22,7 +22,7 @@ from runlog import summary_table
 
 
 @dataclass(frozen=True)
-class Study:
+class ControlRunsConfig:
     """Run a quickstart recipe for several seeds, and its control runs from the first seed's warm start."""
 
     recipe: str = "quickstart"
@@ -34,32 +34,32 @@ class Study:
     """Where the runs are written; runs/study/RECIPE-TIME by default."""
 
 
-def study(config: Study) -> dict[str, dict[str, float]]:
-    """Return the runs of a study, by name: accuracy before and after, in percent, and seconds."""
+def run_controls(config: ControlRunsConfig) -> dict[str, dict[str, float]]:
+    """Run all seeds and controls; return for each run the accuracy before and after, in percent, and seconds."""
     user_directory()
     if config.recipe not in ("quickstart", "quickstart-tool"):
         raise ValueError(f"--recipe must be quickstart or quickstart-tool, got {config.recipe!r}")
     run_dir = resolve_run_dir(config.run_dir, Path("runs/study"), config.recipe, resume=False)
     base = recipes()[config.recipe].config
-    found: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, float]] = {}
     for name, settings in _runs(base, config, run_dir).items():
         result = run(settings)
-        found[name] = {
+        results[name] = {
             "before": 100 * result.accuracy_before,
             "after": 100 * result.accuracy_after,
             "rise": 100 * (result.accuracy_after - result.accuracy_before),
             "seconds": result.seconds,
         }
-        (run_dir / "study.json").write_text(json.dumps(found, indent=2) + "\n")
+        (run_dir / "study.json").write_text(json.dumps(results, indent=2) + "\n")
     rows = [
         (name, f"{r['before']:.1f} % to {r['after']:.1f} % ({r['rise']:+.1f} points) in {r['seconds']:.0f} s")
-        for name, r in found.items()
+        for name, r in results.items()
     ]
     summary_table(rows, f"Held-out accuracy, {config.recipe}")
-    return found
+    return results
 
 
-def _runs(base: GrpoConfig, config: Study, run_dir: Path) -> dict[str, GrpoConfig]:
+def _runs(base: GrpoConfig, config: ControlRunsConfig, run_dir: Path) -> dict[str, GrpoConfig]:
     runs = {f"seed {seed}": replace(base, seed=seed, run_dir=run_dir / f"seed-{seed}") for seed in config.seeds}
     if config.controls:
         seed = config.seeds[0]
@@ -72,9 +72,9 @@ def _runs(base: GrpoConfig, config: Study, run_dir: Path) -> dict[str, GrpoConfi
 
 
 def main(argv: Sequence[str]) -> None:
-    """Parse the flags and run."""
-    config = tyro.cli(Study, args=list(argv), prog="study")
-    run_command(lambda: study(config))
+    """Run the command line."""
+    config = tyro.cli(ControlRunsConfig, args=list(argv), prog="study")
+    run_command(lambda: run_controls(config))
 
 
 if __name__ == "__main__":

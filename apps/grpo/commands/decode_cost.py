@@ -1,7 +1,7 @@
-"""How the seconds of decoding grow with the rows that are decoded together, from what a run measured.
+"""The seconds of decoding as a function of the rows that are decoded together, fitted to what a run measured.
 
 A pass that decodes one token of each of n rows takes `decode_s + row_s x n` seconds. Summed over a step's passes that
-is `decode_s x passes + row_s x tokens`: two unknowns, which steps of different loads tell apart.
+is `decode_s x passes + row_s x tokens`: two unknowns, which steps of different loads determine.
 """
 
 from collections.abc import Sequence
@@ -11,24 +11,23 @@ APART = 1.1
 """Loads are two where the most rows of a step's passes, on average, are so many times the fewest."""
 
 
-class Load(NamedTuple):
-    """What a step decoded: `tokens`, in so many `passes`."""
+class DecodeLoad(NamedTuple):
+    """The load of a step: `tokens` decoded in `passes` passes."""
 
     passes: float
     tokens: float
 
     @property
     def rows(self) -> float:
-        """Of a pass, on average."""
+        """The mean number of rows of a pass."""
         return self.tokens / self.passes
 
 
-def fitted(loads: Sequence[Load], seconds: Sequence[float]) -> tuple[float, float]:
-    """Return (decode_s, row_s), by least squares over steps of these loads, which took these seconds; neither is below
-    0.
+def fit_decode_cost(loads: Sequence[DecodeLoad], seconds: Sequence[float]) -> tuple[float, float]:
+    """Return (decode_s, row_s) by least squares over steps with these loads and seconds; neither is below 0.
 
-    Where only one load was seen, or each step's seconds are not known, nothing says what fewer rows would take. All of
-    the seconds are then taken to grow with the rows: no part of a step is thought free.
+    With one load alone, or without each step's seconds, decode_s is unknown. All seconds then grow with the rows: no
+    part of a step counts as free.
     """
     apart = max(load.rows for load in loads) >= APART * min(load.rows for load in loads)
     if not apart or len(set(seconds)) == 1:

@@ -2,18 +2,18 @@
 
 import sys
 
-from apps.common.plan.report import make_plan
-from apps.common.plan.work import Work
 from apps.grpo import registry
 from apps.sft import registry as supervised
+from runplan.report.plan import make_plan
+from runplan.run_spec import RunSpec
 
 HEAD = """# Plans of the full-size runs
 
 What each recipe that restates a launch script would be, from its settings alone: no weights, no device. None of them
-has run in full ([status](status.md)). Memory is counted by `apps/common/plan/peak.py`, with full micro-batches in which
-every token trains; on small runs it is held to within a tenth of what the stand-in for NPUs counts
-(`//apps/grpo:tests/npu_memory_test`, by hand, passed on 2026-11-26), and of what GPUs held
-(`python -m apps.common.plan.plan_vs_memory --ranks N`, torch 2.11, megatron-core 0.19.2; one H100 and two H200,
+has run in full ([status](status.md)). Memory is counted by `libs/runplan/runplan/estimates/peak_memory.py`, with full
+micro-batches in which every token trains; on small runs it is held to within a tenth of what the stand-in for NPUs
+counts (`//apps/grpo:tests/npu_memory_test`, by hand, passed on 2026-11-26), and of what GPUs held
+(`python -m runplan.testing.plan_vs_memory --ranks N`, torch 2.11, megatron-core 0.19.2; one H100 and two H200,
 2026-11-26; packed lengths 12 to 1,090, in the last two 5 to 3,000, layers recomputed, bfloat16; the runs below the line
 were chosen after the arithmetic, of which only the head of dense models under Megatron has changed since):
 
@@ -42,30 +42,30 @@ Layers were recomputed in all of these runs, those of the stand-in too: what a p
 kept" was measured on no GPU.
 
 Seconds of a step are operations, as `seqpack` counts them, at the share of the peak that one small model with layers of
-its kind reached (`apps/common/plan/rates.py`; a test holds each share to the tables of [speed](engines-speed.md) and
-[Megatron](engines-megatron.md#speed), 8,192 tokens a device): dense hybrids 47 % compiled, 37 % with sharded weights,
-25 % not compiled; with experts 20 % (1.0B, 141 ms); under Megatron 33 % with fused pieces and 24 % without, its experts
-not measured. Larger models may reach more, devices that talk over a network less. No NPU was measured: there a plan
-has the operations and the division.
+its kind reached (`libs/runplan/runplan/estimates/rates.py`; a test holds each share to the tables of
+[speed](engines-speed.md) and [Megatron](engines-megatron.md#speed), 8,192 tokens a device): dense hybrids 47 %
+compiled, 37 % with sharded weights, 25 % not compiled; with experts 20 % (1.0B, 141 ms); under Megatron 33 % with fused
+pieces and 24 % without, its experts not measured. Larger models may reach more, devices that talk over a network less.
+No NPU was measured: there a plan has the operations and the division.
 
-This page is what `python -m apps.grpo.commands.plan_page` prints, and a test holds it to that; `--recipe NAME --plan` also says what
-a run still lacks.
+This page is what `python -m apps.grpo.commands.plan_page` prints, and a test holds it to that; `--recipe NAME --plan`
+also says what a run still lacks.
 """
 
 
-def works() -> list[Work]:
-    """Return of the recipes that restate a script, by name."""
-    found = [registry.work_of(recipe.config) for recipe in registry.recipes().values() if recipe.origin]
-    found += [supervised.work_of(recipe.config) for recipe in supervised.recipes().values() if recipe.origin]
-    return sorted(found, key=lambda work: work.recipe)
+def full_size_runs() -> list[RunSpec]:
+    """Return the specs of the recipes that restate a launch script, by name."""
+    specs = [registry.spec_of(recipe.config) for recipe in registry.recipes().values() if recipe.origin]
+    specs += [supervised.spec_of(recipe.config) for recipe in supervised.recipes().values() if recipe.origin]
+    return sorted(specs, key=lambda spec: spec.recipe)
 
 
 def page() -> str:
     """Return the page in Markdown."""
     parts = [HEAD]
-    for work in works():
-        text = "\n".join(make_plan(work).derived)
-        parts.append(f"## {work.recipe}\n\n```text\n{text}\n```\n")
+    for spec in full_size_runs():
+        text = "\n".join(make_plan(spec).derived)
+        parts.append(f"## {spec.recipe}\n\n```text\n{text}\n```\n")
     return "\n".join(parts)
 
 

@@ -52,7 +52,7 @@ class Prepare:
 
 
 def prepare(config: Prepare) -> dict[str, Path]:
-    """Fetch what is missing and write what is missing; the file of each split.
+    """Fetch and write what is missing; return the file of each split.
 
     Raises:
         ValueError: there is no such data set or subset, it has no rows, or the hub can't be reached; the text says
@@ -67,18 +67,17 @@ def prepare(config: Prepare) -> dict[str, Path]:
     else:
         source = _fetch(preset.repository if preset else config.source, config)
     try:
-        found = _splits(source, subset, config.out / "cache")
+        splits = _splits(source, subset, config.out / "cache")
     except (ValueError, FileNotFoundError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(f"{config.source} can't be read: {' '.join(str(error).split())[:400]}") from error
     place = str(source.resolve()) if preset is None and Path(config.source).is_dir() else config.source
     folder = config.out / _key(place, subset, config.revision)
     folder.mkdir(exist_ok=True)
-    return {name: _write(rows, folder / f"{name}.parquet") for name, rows in found.items()}
+    return {name: _write(rows, folder / f"{name}.parquet") for name, rows in splits.items()}
 
 
 def _splits(source: Path, subset: str | None, cache: Path) -> dict[str, datasets.Dataset]:
-    """Return the rows of each split: of one configuration, or of all of them, one after another in the order of their
-    names.
+    """Return the rows of each split: of one configuration, or of all of them in the order of their names.
 
     ValueError: there are several configurations and none is named, or they have different columns.
     """
@@ -94,15 +93,14 @@ def _splits(source: Path, subset: str | None, cache: Path) -> dict[str, datasets
 
 
 def _key(source: str, *others: str | None) -> str:
-    """Return a folder's name: what people know the source by, and a digest that tells it from all others."""
+    """Return a folder's name: the source's usual name and a digest that is different for every source."""
     digest = hashlib.blake2b(repr((source, *others)).encode(), digest_size=4).hexdigest()
     words = [re.sub(r"[^A-Za-z0-9.]+", "-", word).strip("-.") for word in (Path(source).name, *filter(None, others))]
     return "-".join([*words, digest])
 
 
 def _fetch(repository: str, config: Prepare) -> Path:
-    """Return the data files of a repository, whole in a folder of OUT/download; what is there already is not fetched
-    again."""
+    """Return the data files of a repository in a folder of OUT/download; fetch those that are not there yet."""
     folder = config.out / "download" / _key(repository, config.revision)
     try:
         snapshot_download(
@@ -126,7 +124,7 @@ def _fetch(repository: str, config: Prepare) -> Path:
 
 
 def _write(rows: datasets.Dataset, path: Path) -> Path:
-    """Write a split, the whole file or none; one that holds the same is left as it is."""
+    """Write a whole split or nothing; a file that holds the same rows stays as it is."""
     if not len(rows):
         raise ValueError(f"the split {path.stem} has no rows")
     partial = path.with_suffix(".writing")

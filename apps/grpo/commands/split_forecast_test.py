@@ -10,17 +10,17 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from apps.common.cluster import Cluster, RolloutLayout, Schedule
+from apps.common.cluster import Cluster, RolloutLayout
 from apps.common.run.config_file import CONFIG_NAME, dump_config
 from apps.grpo.commands.split_forecast import (
-    Compared,
-    ahead_of,
-    halves,
+    ForecastCheck,
+    fit_first_half,
     main,
+    make_workload,
+    max_concurrent_answers,
     sampling_seconds,
+    staleness_settings,
     step_ends,
-    together,
-    workload_of,
 )
 from apps.grpo.config import GrpoConfig
 from rollout import RolloutConfig
@@ -29,12 +29,13 @@ from rollout.control.simulation import Workload, choose_pools, simulate
 from runlog import read_episodes, read_metrics
 from runlog.store import EPISODES, METRICS
 from runlog.timeline import LABEL, LANE, MOST_SPANS, TIMELINE, WIDTH, Span, read_timeline
+from schedules.config import ScheduleConfig
 
 STEPS, LENGTH, SAMPLE, TRAIN, SYNC = 8, 100, 2.0, 1.5, 0.25
-ASYNC = Schedule("fully_async", staleness_threshold=1.0)
+ASYNC = ScheduleConfig("fully_async", staleness_threshold=1.0)
 
 
-def written(run_dir: Path, schedule: Schedule, slower: float = 1.0) -> GrpoConfig:
+def written(run_dir: Path, schedule: ScheduleConfig, slower: float = 1.0) -> GrpoConfig:
     """The files of a run whose answers all have `LENGTH` tokens; the second half takes `slower` times as long."""
     base = GrpoConfig()
     config = replace(base, steps=STEPS, prompts=4, group_size=4, cluster=replace(base.cluster, schedule=schedule))
@@ -66,12 +67,12 @@ def written(run_dir: Path, schedule: Schedule, slower: float = 1.0) -> GrpoConfi
     return config
 
 
-def forecast(run_dir: Path, config: GrpoConfig) -> tuple[Workload, Compared]:
-    return halves(config, read_metrics(run_dir), read_episodes(run_dir), read_timeline(run_dir))
+def forecast(run_dir: Path, config: GrpoConfig) -> tuple[Workload, ForecastCheck]:
+    return fit_first_half(config, read_metrics(run_dir), read_episodes(run_dir), read_timeline(run_dir))
 
 
-@pytest.mark.parametrize("schedule", [Schedule(), Schedule("one_step_off"), ASYNC], ids=lambda s: s.mode)
-def test_the_same_work_is_found_whether_it_overlapped_or_not(tmp_path: Path, schedule: Schedule) -> None:
+@pytest.mark.parametrize("schedule", [ScheduleConfig(), ScheduleConfig("one_step_off"), ASYNC], ids=lambda s: s.mode)
+def test_the_same_work_is_found_whether_it_overlapped_or_not(tmp_path: Path, schedule: ScheduleConfig) -> None:
     workload, _ = forecast(tmp_path / "run", written(tmp_path / "run", schedule))
     seconds = workload.decode_s * LENGTH + workload.row_s * 16 * LENGTH
     assert seconds == pytest.approx(SAMPLE)
@@ -83,11 +84,11 @@ def test_the_same_work_is_found_whether_it_overlapped_or_not(tmp_path: Path, sch
 
 @pytest.mark.parametrize(
     ("schedule", "seconds"),
-    [(Schedule(), SAMPLE + TRAIN + SYNC), (Schedule("one_step_off"), max(SAMPLE, TRAIN) + SYNC)],
+    [(ScheduleConfig(), SAMPLE + TRAIN + SYNC), (ScheduleConfig("one_step_off"), max(SAMPLE, TRAIN) + SYNC)],
     ids=["in turn", "one step off"],
 )
 def test_a_run_is_held_to_the_half_that_the_figures_have_not_seen(
-    tmp_path: Path, schedule: Schedule, seconds: float
+    tmp_path: Path, schedule: ScheduleConfig, seconds: float
 ) -> None:
     steady = forecast(tmp_path / "a", written(tmp_path / "a", schedule))[1]
     assert steady.measured == pytest.approx(seconds)
@@ -100,7 +101,7 @@ def test_a_run_is_held_to_the_half_that_the_figures_have_not_seen(
 
 @pytest.mark.parametrize("train", [0.5, 5.0])
 def test_one_step_off_waits_for_the_longer_of_the_two(tmp_path: Path, train: float) -> None:
-    config = written(tmp_path / "run", Schedule("one_step_off"))
+    config = written(tmp_path / "run", ScheduleConfig("one_step_off"))
     workload, _ = forecast(tmp_path / "run", config)
     workload = replace(workload, token_s=train / (16 * LENGTH))
     ends = step_ends(config, workload)
@@ -131,9 +132,9 @@ def test_the_fastest_split_is_drawn_as_a_report_draws_a_run(
     assert f"the fastest, drawn: {run_dir / 'forecast.html'}" in printed
     page = (run_dir / "forecast.html").read_text()
     drawing = ET.fromstring(page[page.index("<svg") :])
-    workload, _ = halves(config, read_metrics(run_dir), read_episodes(run_dir), read_timeline(run_dir))
+    workload, _ = fit_first_half(config, read_metrics(run_dir), read_episodes(run_dir), read_timeline(run_dir))
     settings = StalenessSettings(config.prompts, config.steps, staleness_threshold=1.0, partial_rollout=True)
-    assert settings == ahead_of(config)
+    assert settings == staleness_settings(config)
     spans = [Span(*span) for span in choose_pools(settings, workload, 4)[0].spans]
     bars = drawing.findall("rect")
     assert {span.lane for span in spans} == {"sampler", "trainer", "weights"}
@@ -208,7 +209,7 @@ def test_the_pools_follow_what_a_run_waited_for(
 ) -> None:
     config = simulated(tmp_path / "run", truth_of(sampling, training, free=0.0))
     workload, _ = forecast(tmp_path / "run", config)
-    assert choose_pools(ahead_of(config), workload, 8)[0].generators in generators
+    assert choose_pools(staleness_settings(config), workload, 8)[0].generators in generators
 
 
 @pytest.mark.parametrize("free", [0.05, 0.5, 0.9])
@@ -217,7 +218,7 @@ def test_two_known_pools_are_told_apart_by_a_run_on_one_of_each(free: float, tmp
     truth = truth_of(20.0, 5.0, free)
     config = simulated(tmp_path / "run", truth)
     workload, _ = forecast(tmp_path / "run", config)
-    settings = ahead_of(config)
+    settings = staleness_settings(config)
     for pools in ((2, 6), (6, 2)):
         known, told = (simulate(settings, work, *pools).seconds for work in (truth, workload))
         assert told == pytest.approx(known, rel=0.1)
@@ -226,22 +227,22 @@ def test_two_known_pools_are_told_apart_by_a_run_on_one_of_each(free: float, tmp
 
 
 def test_the_run_is_simulated_by_its_own_bounds() -> None:
-    schedule = Schedule("fully_async", 0.25, 2, 3, partial_rollout=False)
+    schedule = ScheduleConfig("fully_async", 0.25, 2, 3, partial_rollout=False)
     config = replace(GrpoConfig(), prompts=8, eval_every=2, save_every=2, cluster=Cluster(schedule=schedule))
-    assert ahead_of(config) == StalenessSettings(8, config.steps, 0.25, 2, 3, partial_rollout=False)
-    assert ahead_of(config, 1.5) == StalenessSettings(8, config.steps, 1.5, 2, 3, partial_rollout=False)
+    assert staleness_settings(config) == StalenessSettings(8, config.steps, 0.25, 2, 3, partial_rollout=False)
+    assert staleness_settings(config, 1.5) == StalenessSettings(8, config.steps, 1.5, 2, 3, partial_rollout=False)
     turn = replace(config, cluster=Cluster())
-    assert ahead_of(turn) == StalenessSettings(8, config.steps, 0.5, partial_rollout=True)
+    assert staleness_settings(turn) == StalenessSettings(8, config.steps, 0.5, partial_rollout=True)
     layout = RolloutLayout("vllm", max_requests=96)
-    assert together(replace(config, cluster=Cluster(rollout=layout))) == 96
+    assert max_concurrent_answers(replace(config, cluster=Cluster(rollout=layout))) == 96
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
-    config = written(tmp_path / "run", Schedule("one_step_off"))
+    config = written(tmp_path / "run", ScheduleConfig("one_step_off"))
     metrics, episodes = read_metrics(tmp_path / "run"), read_episodes(tmp_path / "run")
     with pytest.raises(ValueError, match="at least two steps"):
-        halves(config, metrics[:2], episodes, ())
+        fit_first_half(config, metrics[:2], episodes, ())
     with pytest.raises(ValueError, match="kept episodes"):
-        halves(config, metrics, [], read_timeline(tmp_path / "run"))
+        fit_first_half(config, metrics, [], read_timeline(tmp_path / "run"))
     with pytest.raises(ValueError, match="timeline has 0 steps"):
-        workload_of(config, metrics, [LENGTH])
+        make_workload(config, metrics, [LENGTH])

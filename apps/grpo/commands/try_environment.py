@@ -22,7 +22,6 @@ from rich.text import Text
 from apps.common.cli import command_line as cli
 from apps.common.data.model_files import check_model_directory
 from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
-from apps.common.run.interrupts import Runner
 from apps.common.run.ranks import init_rank
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import configure
@@ -30,14 +29,17 @@ from apps.grpo.preflight import check_machine, check_model, check_prompts
 from apps.grpo.recipe import Recipe
 from apps.grpo.registry import runnable
 from apps.grpo.reporting.episode_samples import expected_answer
-from apps.grpo.sampling.native import native_engine
-from apps.grpo.sampling.session import Session, chat_of
+from apps.grpo.sampling.chat import chat_of
+from apps.grpo.sampling.native import NativeBackend
+from apps.grpo.sampling.source import rollout_settings
 from rollout import Episode, RolloutEngine, TaskRow
+from schedules.runtime.interrupts import Runner
+from schedules.sampling.session import RolloutSession
 
 TRAINED, GIVEN, FAILED = "bold green", "dim", "bold red"
 
 
-def play(
+def try_episodes(
     config: GrpoConfig,
     count: int,
     greedy: bool = False,
@@ -45,7 +47,7 @@ def play(
     recipe: Recipe | None = None,
     engine: RolloutEngine | None = None,
 ) -> list[Episode]:
-    """Play the first `count` training tasks, one episode each, and print them; the episodes.
+    """Run the first `count` training tasks, one episode each, and print them; return the episodes.
 
     `engine` samples instead of the model's own module.
 
@@ -69,9 +71,9 @@ def play(
         assert recipe.make_tasks is not None
         tasks = recipe.make_tasks(config, tokenizer)
         check_prompts(config, tasks, tokenizer, model)
-        sampler = engine or native_engine(config, model, tokenizer, 0)
+        sampler = engine or NativeBackend().build(config, model, 0)
         with Runner() as runner:
-            session = Session(config, tasks, chat_of(config, tokenizer, model), sampler, runner)
+            session = RolloutSession(rollout_settings(config), tasks, chat_of(config, tokenizer, model), sampler, runner)
             rows = tasks.tasks(0, count)
             episodes = session.play(rows, greedy)
         for row, episode in zip(rows, episodes, strict=True):
@@ -84,7 +86,7 @@ def play(
 
 
 def show(console: Console, row: TaskRow, episode: Episode, decode: Callable[[Sequence[int]], str]) -> None:
-    """Print one episode: its tokens, coloured by what is trained, its calls, how it ended and what it earned."""
+    """Print one episode: its tokens, coloured by what is trained, its calls, how it ended and its reward."""
     console.rule(Text(f"task {row.key}"))
     for number, segment in enumerate(episode.segments):
         name = segment.agent or ("tokens" if number == 0 else f"tokens, stream {number + 1}")
@@ -105,12 +107,12 @@ def show(console: Console, row: TaskRow, episode: Episode, decode: Callable[[Seq
     if episode.score is None:
         console.print(Text(visible(f"failed: {episode.error}"), FAILED), soft_wrap=True)
         return
-    parts = "".join(f", {name} {value:g}" for name, value in episode.score.parts.items())
+    parts = "".join(f", {name} {value:g}" for name, value in episode.score.reward_components.items())
     console.print(Text(f"ended: {episode.end}    reward: {episode.reward:g}{parts}"), soft_wrap=True)
 
 
 def visible(text: str) -> str:
-    """Return the text without what a terminal would obey: control characters stand there as their pictures."""
+    """Return the text with control characters replaced by their pictures, so that a terminal does not obey them."""
     return "".join(c if c in "\n\t" or c.isprintable() else _picture(ord(c)) for c in text)
 
 
@@ -124,7 +126,7 @@ def _made(recipe: Recipe, directory: Path, seed: int) -> Path:
 
 
 def _own_flags(argv: Sequence[str]) -> tuple[list[str], int, bool]:
-    """Return the words for the grpo app, and what --episodes and --greedy say.
+    """Return the words for the grpo app, and the values of --episodes and --greedy.
 
     Raises:
         ValueError: --episodes has no number of at least 1.
@@ -134,10 +136,10 @@ def _own_flags(argv: Sequence[str]) -> tuple[list[str], int, bool]:
     for word in words:
         name, equals, value = word.partition("=")
         if name == "--episodes":
-            given = value if equals else next(words, "")
-            if not given.isdecimal() or int(given) < 1:
-                raise ValueError(f"--episodes takes a number of at least 1, got {given!r}")
-            count = int(given)
+            text = value if equals else next(words, "")
+            if not text.isdecimal() or int(text) < 1:
+                raise ValueError(f"--episodes takes a number of at least 1, got {text!r}")
+            count = int(text)
         elif word == "--greedy":
             greedy = True
         else:
@@ -146,9 +148,9 @@ def _own_flags(argv: Sequence[str]) -> tuple[list[str], int, bool]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Play what the command line asks for."""
+    """Run the episodes that the command line asks for."""
     rest, count, greedy = _own_flags(argv)
-    episodes = play(configure(rest), count, greedy)
+    episodes = try_episodes(configure(rest), count, greedy)
     if any(episode.error is not None for episode in episodes):
         raise SystemExit(1)
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from apps.common.cli.command_line import main as run_command
-from apps.grpo.commands.try_environment import main, play, visible
+from apps.grpo.commands.try_environment import main, try_episodes, visible
 from apps.grpo.main import configure
 from apps.quickstart.model import save_tiny_model
 from apps.quickstart.tokenizer import build_tokenizer
@@ -33,7 +33,7 @@ def shown(
     console = Console(
         file=out, width=100, force_terminal=terminal, highlight=False, color_system="standard" if terminal else None
     )
-    return play(configure([*SMALL, *argv]), count, console=console, engine=engine), out.getvalue()
+    return try_episodes(configure([*SMALL, *argv]), count, console=console, engine=engine), out.getvalue()
 
 
 def test_an_episode_is_shown_with_its_prompt_tokens_and_reward_parts(
@@ -46,7 +46,7 @@ def test_an_episode_is_shown_with_its_prompt_tokens_and_reward_parts(
     assert "6 of them trained" in text
     for episode in episodes:
         assert episode.score is not None
-        assert f"reward: {episode.reward:g}, digits {episode.score.parts['digits']:g}, cut 1" in text
+        assert f"reward: {episode.reward:g}, digits {episode.score.reward_components['digits']:g}, cut 1" in text
     assert "2 episodes, 0 failed, mean reward" in text
     assert list(tmp_path.iterdir()) == []
 
@@ -97,7 +97,7 @@ def test_a_file_a_tool_and_a_reward_of_ones_own(tmp_path: Path) -> None:
         (["--episodes", "none"], "--episodes takes a number"),
         (["--episodes"], "--episodes takes a number"),
         (["--environment", f"{EXAMPLES}:Closed"], "open() of the environment of 'Closed/"),
-        (["--environment", f"{EXAMPLES}:Strange"], "give an Opening"),
+        (["--environment", f"{EXAMPLES}:Strange"], "give an Observation"),
         (["--recipe", "quickstart-vllm"], "--cluster.rollout.engine vllm is for runs"),
     ],
 )

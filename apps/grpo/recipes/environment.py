@@ -1,21 +1,21 @@
-"""Environments of one's own: --environment FILE.py:NAME, with --model DIR, or with a tiny model to try them on."""
+"""Environments of your own: --environment FILE.py:NAME, with --model DIR, or with a tiny model to try them on."""
 
 from transformers import PreTrainedTokenizerBase
 
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipe import Recipe
-from apps.grpo.tasks.environment_tasks import OwnTasks, own_tasks
+from apps.grpo.tasks.environment_tasks import EnvironmentTasks, make_environment_tasks
 from apps.grpo.tasks.system_prompt import SystemPrompt
 from apps.quickstart.model import ensure_tiny_model
 from engines import EngineConfig
 from rollout import Sampling
 
 
-def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> OwnTasks:
-    """Return the tasks of the environments named, each opened after the system prompt, where there is one."""
+def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> EnvironmentTasks:
+    """Return the tasks of the named environments, with the system prompt where there is one."""
     del tokenizer
     text = config.own.system_prompt
-    return own_tasks(config, None if text is None else SystemPrompt(text))
+    return make_environment_tasks(config, None if text is None else SystemPrompt(text))
 
 
 RECIPE = Recipe(

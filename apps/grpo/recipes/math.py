@@ -18,15 +18,15 @@ from rollout.tools.tool import ToolResult
 
 
 def reward(reply: Reply, reference: str, row: Mapping[str, Any], results: Sequence[ToolResult]) -> float:
-    r"""1.0 where the answer that the reply marks is the reference's, else 0.0.
+    r"""Return 1.0 where the answer that the reply marks is the reference's, else 0.0.
 
     Equal numbers are seen at once; the rest is math-verify's to judge (\frac{1}{2} is 0.5, 18\text{ dollars} is 18).
     """
     del row, results
-    given, expected = final_answer(reply.content or reply.text), final_answer(reference) or reference
-    if given is None:
+    answer, expected = final_answer(reply.content or reply.text), final_answer(reference) or reference
+    if answer is None:
         return 0.0
-    return float(same_answer(given, expected) or _checker().equal(expected, given))
+    return float(same_answer(answer, expected) or _checker().equal(expected, answer))
 
 
 @functools.cache
@@ -35,7 +35,7 @@ def _checker() -> MathChecker:
 
 
 def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> PromptTasks:
-    """Return the file's prompts, scored by --reward where it is given."""
+    """Return the prompts of the file, scored by --reward where it is given."""
     if config.own.reward is not None:
         return prompt_tasks(config, tokenizer, load_reward(config.own.reward))
     _checker()  # raises where math-verify is not installed

@@ -13,8 +13,7 @@ from rollout import Sampling
 
 
 def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> SumTasks:
-    """Return one turn a sum; the reward is 1 for the right number in a box, else 0
-    (`apps.grpo.tasks.synthetic.as_task`)."""
+    """Return sums of one turn; the reward is 1 for the right number in a box, else 0 (`apps.grpo.tasks.synthetic`)."""
     del tokenizer
     return sum_tasks(config, "arithmetic")
 

@@ -15,7 +15,7 @@ from rollout import Sampling
 
 
 def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> SumTasks:
-    """Return two turns a sum, the call and the answer; a right answer earns nothing unless the calculator was asked."""
+    """Return sums of two turns, call and answer; a right answer has reward 0 unless the calculator was called."""
     del tokenizer
     return sum_tasks(config, "calculator")
 

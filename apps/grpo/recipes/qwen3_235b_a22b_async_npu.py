@@ -1,14 +1,15 @@
 """Qwen3-235B-A22B on school mathematics, fully asynchronous, 128 Ascend NPUs that train and 128 that sample."""
 
-from apps.common.cluster import Cluster, Pools, RolloutLayout, Schedule
-from apps.common.plan.model_shape import ModelShape
-from apps.common.plan.origin import Origin
+from apps.common.cluster import Cluster, Pools, RolloutLayout
 from apps.grpo.config import DataConfig, GrpoConfig
 from apps.grpo.recipe import Recipe
 from apps.grpo.recipes import math
 from engines import EngineConfig
 from objectives import GRPO
 from rollout import Sampling
+from runplan.model.model_shape import ModelShape
+from runplan.model.origin import Origin
+from schedules.config import ScheduleConfig
 
 QWEN3_235B_A22B = ModelShape(
     name="Qwen3-235B-A22B",
@@ -68,7 +69,7 @@ RECIPE = Recipe(
                 chunked_prefill=True,
                 cuda_graph_sizes=(8, 16, 32, 64, 128),
             ),
-            schedule=Schedule(mode="fully_async", staleness_threshold=0.5, partial_rollout=True),
+            schedule=ScheduleConfig(mode="fully_async", staleness_threshold=0.5, partial_rollout=True),
         ),
     ),
     make_tasks=math.make_tasks,

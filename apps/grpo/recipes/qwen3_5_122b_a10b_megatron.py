@@ -1,14 +1,14 @@
 """Qwen3.5-122B-A10B on geometry problems with images, Megatron, four machines of eight GPUs."""
 
 from apps.common.cluster import Cluster, Media, Pools, RolloutLayout
-from apps.common.plan.model_shape import ModelShape, VisionTower
-from apps.common.plan.origin import Origin
 from apps.grpo.config import DataConfig, GrpoConfig
 from apps.grpo.recipe import Recipe
 from apps.grpo.recipes import math
 from apps.grpo.recipes.qwen3_5_35b_a3b_megatron import GEO3K_ROWS
 from engines import EngineConfig
 from rollout import Sampling
+from runplan.model.model_shape import ModelShape, VisionTower
+from runplan.model.origin import Origin
 
 QWEN3_5_122B_A10B = ModelShape(
     name="Qwen3.5-122B-A10B",

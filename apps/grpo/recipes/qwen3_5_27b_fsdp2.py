@@ -1,8 +1,6 @@
 """Qwen3.5-27B on geometry problems with images, FSDP2, one machine of eight GPUs."""
 
 from apps.common.cluster import Cluster, Media, Pools, RolloutLayout
-from apps.common.plan.model_shape import ModelShape, VisionTower
-from apps.common.plan.origin import Origin
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipe import Recipe
 from apps.grpo.recipes import math
@@ -10,6 +8,8 @@ from apps.grpo.recipes.qwen3_5_35b_a3b_megatron import GEO3K, GEO3K_ROWS
 from engines import EngineConfig
 from objectives import GRPO
 from rollout import Sampling
+from runplan.model.model_shape import ModelShape, VisionTower
+from runplan.model.origin import Origin
 
 QWEN3_5_27B = ModelShape(
     name="Qwen3.5-27B",

@@ -1,14 +1,14 @@
 """Qwen3.5-35B-A3B on geometry problems with images, Megatron, one machine of eight GPUs."""
 
 from apps.common.cluster import Cluster, Media, Pools, RolloutLayout
-from apps.common.plan.model_shape import ModelShape, VisionTower
-from apps.common.plan.origin import Origin
 from apps.grpo.config import DataConfig, GrpoConfig
 from apps.grpo.recipe import Recipe
 from apps.grpo.recipes import math
 from engines import EngineConfig
 from objectives import GRPO
 from rollout import Sampling
+from runplan.model.model_shape import ModelShape, VisionTower
+from runplan.model.origin import Origin
 
 QWEN3_5_35B_A3B = ModelShape(
     name="Qwen3.5-35B-A3B",

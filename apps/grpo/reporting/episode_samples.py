@@ -1,4 +1,5 @@
-"""The episodes that the report shows: whole groups of a step, and answers to held-out tasks that were wrong.
+"""The episodes that the report shows: whole groups of a step, and wrong responses to held-out tasks. // Both are drawn
+at random by a seed, whatever their rewards or advantages.
 
 Both are drawn at random, by a seed and without a look at rewards or advantages: what is shown is what there was.
 """
@@ -18,14 +19,14 @@ MOST_REASONS = 3  # of failed episodes, in the log of a step
 REASON_CHARACTERS = 300
 
 
-def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
-    """Return the text of a single token."""
+def token_decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
+    """Return a function from a token to its text."""
     return lambda token: str(tokenizer.decode([token]))
 
 
 @dataclass(frozen=True)
-class Shown:
-    """How the episodes of a step are drawn and told. `environment`: a task's by its id, None where a run has one."""
+class EpisodeSamples:
+    """The sampling and formatting of a step's episodes. `environment`: a task's by its id, None where a run has one."""
 
     step: int
     seed: int
@@ -45,10 +46,9 @@ class Shown:
         ]
 
     def failures(self, episodes: Sequence[Episode], rows: Sequence[TaskRow], count: int) -> list[dict[str, Any]]:
-        """Return at most `count` of the held-out tasks that were not solved: no reward, none above 0, or less than the
-        best.
+        """Return at most `count` held-out tasks that were not solved: no reward, none above 0, or less than the best.
 
-        The best of this evaluation, as nobody says what a reward's full mark is.
+        The best of this evaluation: the highest possible reward is not known.
         """
         best = max((episode.reward for episode in episodes if episode.score is not None), default=0.0)
         wrong = [
@@ -61,36 +61,35 @@ class Shown:
 
     def _told(self, episode: Episode, row: TaskRow) -> dict[str, Any]:
         place = {"step": self.step, "environment": self.environment(episode.task_id)}
-        return place | shown(episode, row, self.decode)
+        return place | episode_record(episode, row, self.decode)
 
     def _random(self, what: str) -> random.Random:
         return random.Random(derive_seed(self.seed, f"shown {what}", self.step))
 
 
 def failure_note(place: str, episodes: Sequence[Episode]) -> str | None:
-    """Return why episodes of a step or an evaluation (`place`) failed: the commonest reasons, counted, on a line. None
-    where none did."""
-    found = failures(episodes)
-    if not found:
+    """Return a line with the commonest reasons why episodes of `place` failed, counted; None where none did."""
+    counts = failures(episodes)
+    if not counts:
         return None
-    reasons = [f"{count} x {_on_a_line(reason)}" for reason, count in list(found.items())[:MOST_REASONS]]
-    more = len(found) - len(reasons)
+    reasons = [f"{count} x {_on_a_line(reason)}" for reason, count in list(counts.items())[:MOST_REASONS]]
+    more = len(counts) - len(reasons)
     text = "; ".join(reasons) + (f"; and {more} more reasons" if more else "")
-    return f"{place}: {sum(found.values())} of {len(episodes)} episodes failed: {text}"
+    return f"{place}: {sum(counts.values())} of {len(episodes)} episodes failed: {text}"
 
 
 def _on_a_line(reason: str) -> str:
-    """Return without what a terminal would obey; at most REASON_CHARACTERS."""
+    """Return the reason without control characters, at most REASON_CHARACTERS long."""
     line = "".join(c if c.isprintable() else "?" for c in " ".join(reason.split()))
     return line if len(line) <= REASON_CHARACTERS else line[: REASON_CHARACTERS - 3] + "..."
 
 
-def shown(episode: Episode, row: TaskRow, decode: Decode) -> dict[str, Any]:
-    """Return an episode as `runlog.episodes` describes it; of several token streams one after another."""
+def episode_record(episode: Episode, row: TaskRow, decode: Decode) -> dict[str, Any]:
+    """Return an episode as `runlog.episodes` describes it, several token streams one after another."""
     segments = episode.segments
     return {
         "reward": None if episode.score is None else episode.reward,
-        "parts": {} if episode.score is None else dict(episode.score.parts),
+        "parts": {} if episode.score is None else dict(episode.score.reward_components),
         "expected": expected_answer(row),
         "error": episode.error,
         "tokens": [decode(token) for segment in segments for token in segment.ids],
@@ -103,8 +102,7 @@ def shown(episode: Episode, row: TaskRow, decode: Decode) -> dict[str, Any]:
 
 
 def expected_answer(row: TaskRow) -> str | None:
-    """Return what a task's answer should come to, where its data says: a prompt's reference, a problem's or a row's
-    answer."""
+    """Return a task's expected answer where its data has one: a prompt's reference, a problem's or a row's answer."""
     for value in (getattr(row.data.get("prompt"), "reference", None), getattr(row.data.get("problem"), "answer", None)):
         if value is not None:
             return str(value)

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from apps.common.data.prompts import Prompt
-from apps.grpo.reporting.episode_metrics_test import episode, segment
-from apps.grpo.reporting.episode_samples import Shown, expected_answer, failure_note, shown
+from apps.grpo.reporting.episode_samples import EpisodeSamples, episode_record, expected_answer, failure_note
 from rollout import Episode, TaskRow
+from schedules.reporting.episode_metrics_test import episode, segment
 
 ROWS = [TaskRow(f"row-{i}", {"answer": i}) for i in range(10)]
 
@@ -20,8 +20,8 @@ def step(
     return [episode(rewards(g, i), g, segments=[segment(-1.0)]) for g in range(groups) for i in range(size)]
 
 
-def show(step: int = 1, seed: int = 0) -> Shown:
-    return Shown(step, seed, str, lambda task: None)
+def show(step: int = 1, seed: int = 0) -> EpisodeSamples:
+    return EpisodeSamples(step, seed, str, lambda task: None)
 
 
 def test_a_group_is_shown_whole_with_what_was_expected() -> None:
@@ -58,7 +58,9 @@ def test_held_out_failures_are_shown_and_solved_ones_are_not() -> None:
 
 
 def test_an_episode_of_several_streams_is_told_in_full() -> None:
-    told = shown(episode(1.0, segments=[segment(-1.0), segment(-2.0, -3.0)], parts={"right": 1.0}), ROWS[2], str)
+    told = episode_record(
+        episode(1.0, segments=[segment(-1.0), segment(-2.0, -3.0)], parts={"right": 1.0}), ROWS[2], str
+    )
     assert told["log_probs"] == [0.0, -1.0, 0.0, -2.0, -3.0]
     assert len(told["tokens"]) == len(told["mask"]) == len(told["versions"]) == 5
     assert told["parts"] == {"right": 1.0}

@@ -1,18 +1,74 @@
-"""The app's own sampler: the native engine over a module of its own, read from a model's directory."""
+"""Native sampler: rollout's own engine over a module that the engines library makes."""
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from apps.common.plan.buffers import kept_apart
+from apps.common.data.tokenizer import load_tokenizer
 from apps.grpo.config import GrpoConfig
-from engines import EngineConfig, No, SharedWeights, TrainEngine, shared_weights
+from engines import EngineConfig, SharedParameters, TrainEngine, Unsupported, shared_parameters
 from engines.families.torch_operations import choose_torch_operations
 from engines.loading import compute_dtype, empty_module, load_model, resolve_device
-from rollout import NativeEngine, SharingEngine
+from rollout import NativeEngine, RolloutEngine, SharingEngine
 from rollout.config import Admission
+from schedules.backend import SamplerBackend
+
+
+class NativeBackend(SamplerBackend):
+    """The app's own sampler. It runs the module that is trained, so weights have the module's names."""
+
+    module_names = True
+
+    def build(self, config: GrpoConfig, model: Path, version: int) -> NativeEngine:
+        """Return an engine over a module of its own, read from `model`."""
+        return self.build_sharing(config, model, version, None)
+
+    def build_sharing(self, config: GrpoConfig, model: Path, version: int, trained: TrainEngine | None) -> NativeEngine:
+        """Return an engine over the weights of `trained`, where they can be shared, else over a module of its own."""
+        wanted = engine_config(config, model)
+        device = resolve_device(wanted)
+        dtype = compute_dtype(wanted, device)
+        options: dict[str, Any] = {
+            "pad_token_id": load_tokenizer(model).pad_token_id or 0,
+            "seed": config.seed,
+            "admit": admission(config),
+            "routed_experts": wanted.routing_replay,
+        }
+        shared = (
+            Unsupported("nothing is trained beside it") if trained is None else self.shared_parameters(config, trained)
+        )
+        apart = isinstance(shared, Unsupported)
+        module = load_model(wanted, dtype=dtype, device=device) if apart else empty_module(wanted, dtype)
+        choose_torch_operations(module)
+        if isinstance(shared, Unsupported):
+            return NativeEngine(module, version=version, **options)
+        return SharingEngine(module, shared, version, **options)
+
+    def shared_parameters(self, config: GrpoConfig, trained: TrainEngine) -> SharedParameters | Unsupported:
+        """Return the trained weights for a sampler in the same process; or why that one has a copy, the same on every
+        rank."""
+        reason = self.weights_apart(config)
+        return shared_parameters(trained) if reason is None else Unsupported(reason)
+
+    def weights_apart(self, config: GrpoConfig) -> str | None:
+        """Return why it cannot compute with its training process's weights; None where it may."""
+        return config.cluster.weights_apart(config.engine)
+
+    def dtype(self, config: GrpoConfig, model: Path, engine: RolloutEngine) -> str:
+        """Return what its module computes in."""
+        del engine
+        wanted = engine_config(config, model)
+        return str(compute_dtype(wanted, resolve_device(wanted))).removeprefix("torch.")
+
+    def weights_line(self, config: GrpoConfig, engine: object, trained: TrainEngine) -> str | None:
+        """Return what a run says once of where its own sampler has the weights; None of any other sampler."""
+        if isinstance(engine, SharingEngine):
+            return "the sampler computes with training's weights in place"
+        if not isinstance(engine, NativeEngine):
+            return None
+        shared = self.shared_parameters(config, trained)
+        reason = shared.reason if isinstance(shared, Unsupported) else "its module was given"
+        return f"the sampler has a copy of the weights: {reason}"
 
 
 def admission(config: GrpoConfig) -> Admission:
@@ -24,55 +80,6 @@ def admission(config: GrpoConfig) -> Admission:
     if config.cluster.rollout.admit is not None:
         return config.cluster.rollout.admit
     return "any_step" if config.cluster.schedule.mode == "fully_async" else "rounds"
-
-
-def native_engine(
-    config: GrpoConfig,
-    model: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    version: int,
-    trained: TrainEngine | None = None,
-) -> NativeEngine:
-    """Return the sampler: over the weights of the engine that is trained beside it, where they can be shared (`lent`),
-    else over a module of its own, read from `model`."""
-    wanted = engine_config(config, model)
-    device = resolve_device(wanted)
-    dtype = compute_dtype(wanted, device)
-    options: dict[str, Any] = {
-        "pad_token_id": tokenizer.pad_token_id or 0,
-        "seed": config.seed,
-        "admit": admission(config),
-        "routed_experts": wanted.routing_replay,
-    }
-    shared = No("nothing is trained beside it") if trained is None else lent(config, trained)
-    module = load_model(wanted, dtype=dtype, device=device) if isinstance(shared, No) else empty_module(wanted, dtype)
-    choose_torch_operations(module)
-    if isinstance(shared, No):
-        return NativeEngine(module, version=version, **options)
-    return SharingEngine(module, shared, version, **options)
-
-
-def lent(config: GrpoConfig, trained: TrainEngine) -> SharedWeights | No:
-    """Return the engine's weights for a sampler in its process; or why that one has a copy, the same on every rank."""
-    reason = kept_apart(config.engine, config.cluster)
-    return shared_weights(trained) if reason is None else No(reason)
-
-
-def weights_line(config: GrpoConfig, sampler: object, trained: TrainEngine) -> str | None:
-    """Return what a run says once of where its own sampler has the weights; None of any other sampler."""
-    if isinstance(sampler, SharingEngine):
-        return "the sampler computes with training's weights in place"
-    if not isinstance(sampler, NativeEngine):
-        return None
-    found = lent(config, trained)
-    why = found.reason if isinstance(found, No) else "its module was given"
-    return f"the sampler has a copy of the weights: {why}"
-
-
-def native_dtype(config: GrpoConfig, model: Path) -> str:
-    """Return what that module computes in."""
-    wanted = engine_config(config, model)
-    return str(compute_dtype(wanted, resolve_device(wanted))).removeprefix("torch.")
 
 
 def engine_config(config: GrpoConfig, model: Path) -> EngineConfig:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from apps.common.cluster import Admit, Cluster, Mode, RolloutLayout, Schedule
+from apps.common.cluster import Admit, Cluster, RolloutLayout
 from apps.common.data.tokenizer import load_tokenizer
 from apps.common.testing.weight_delta import assert_trained
 from apps.grpo.config import GrpoConfig
@@ -21,12 +21,13 @@ from apps.quickstart.model import ensure_tiny_model
 from apps.quickstart.vision import ensure_seeing_model
 from engines.families.torch_operations import _OPERATIONS
 from rollout import Completion, OnTokens, Sampling
+from schedules.config import Mode, ScheduleConfig
 
 LONG, SHORT = Sampling(max_new_tokens=200, seed=0), Sampling(max_new_tokens=1, seed=0)
 
 
 def asking(admit: Admit | None = None, mode: Mode = "sync") -> GrpoConfig:
-    return replace(RECIPE.config, cluster=Cluster(rollout=RolloutLayout(admit=admit), schedule=Schedule(mode)))
+    return replace(RECIPE.config, cluster=Cluster(rollout=RolloutLayout(admit=admit), schedule=ScheduleConfig(mode)))
 
 
 @pytest.fixture(scope="module")

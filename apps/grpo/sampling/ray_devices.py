@@ -2,20 +2,42 @@
 
 import os
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 
+from apps.common.samplers import sampler_backend
 from apps.grpo.config import GrpoConfig
 from engines.devices.detect import devices_of
+from rollout.vllm.client.process import VARIABLE
+from schedules.ray.cluster import RaySettings, Transport
 
-Transport = Literal["objects", "gloo", "nccl"]
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def cluster_address(config: GrpoConfig) -> str | None:
     """HOST:PORT of the Ray cluster that a run joins; None where it starts one of its own."""
     return config.cluster.rollout.ray_address or os.environ.get("RAY_ADDRESS") or None
+
+
+def ray_settings(config: GrpoConfig, ranks: int) -> RaySettings | None:
+    """Return the samplers that a run with so many training ranks has in a Ray cluster; None where it has none."""
+    layout, pools = config.cluster.rollout, config.cluster.pools
+    if not layout.ray_workers:
+        return None
+    variables = dict(entry.split("=", 1) for entry in config.cluster.environment)
+    variables |= {"OMP_NUM_THREADS": str(config.threads)}
+    if VARIABLE in os.environ:
+        variables[VARIABLE] = os.environ[VARIABLE]
+    return RaySettings(
+        layout.ray_workers,
+        cpus=layout.ray_cpus,
+        gpus=gpus_each(config),
+        address=cluster_address(config),
+        devices=devices_handed_out(config, ranks) if cluster_address(config) is None else None,
+        transport=transport_of(config),
+        nodes=pools.rollout_nodes if pools.placement == "separate" else None,
+        environment=variables,
+    )
 
 
 def samples_on_cuda(config: GrpoConfig) -> bool:
@@ -108,7 +130,7 @@ def _check_left(config: GrpoConfig, each: float) -> None:
 
 def _spans(config: GrpoConfig) -> int:
     layout = config.cluster.rollout
-    return layout.devices if layout.engine == "vllm" else 1
+    return sampler_backend(layout.engine).devices(layout)
 
 
 def _visible() -> tuple[str, ...]:

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from apps.common.cluster import RolloutLayout, Schedule
+from apps.common.cluster import RolloutLayout
 from apps.grpo.config import GrpoConfig
 from apps.grpo.sampling.ray_devices import check_ray_devices, devices_handed_out, devices_left, gpus_each, transport_of
 from apps.grpo.testing.schedules import small
 from engines import EngineConfig
+from schedules.config import ScheduleConfig
 
 CPU, CUDA, OTHER = (torch.device(kind) for kind in ("cpu", "cuda", "mps"))
 
@@ -25,7 +26,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(device: Any = "cuda", processes: int = 1, **layout: Any) -> GrpoConfig:
-    config = small(Path("/nowhere"), Schedule("sync"), processes=processes)
+    config = small(Path("/nowhere"), ScheduleConfig("sync"), processes=processes)
     rollout = RolloutLayout(**{"ray_workers": 1, **layout})
     return replace(config, engine=EngineConfig(device=device), cluster=replace(config.cluster, rollout=rollout))
 

@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from apps.grpo.config import GrpoConfig
-from apps.grpo.sampling.ray import paths_of_children, ray_module
+from schedules.ray.cluster import paths_of_children, ray_module
 
 ADDRESS = "RAY_ADDRESS"
 
 
 @contextmanager
 def nodes_for(config: GrpoConfig) -> Iterator[None]:
-    """Have a cluster under $RAY_ADDRESS inside, said in a line, where a run's pools are apart and none is named.
+    """Start a cluster and name it in $RAY_ADDRESS inside, where a run's pools are apart and no cluster is named; print
+    so.
 
     A node that trains, and those that sample with the processors that the samplers ask for; each is a Ray daemon of
     this machine on loopback.

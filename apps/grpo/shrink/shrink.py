@@ -5,7 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from apps.common.shrink.data import nested, write_picture_rows, write_rows
-from apps.common.shrink.fields import Change, Difference, Most, Small, apply_changes, engine_changes, steps_changes
+from apps.common.shrink.fields import (
+    Change,
+    Difference,
+    ProcessLimit,
+    ShrunkLayout,
+    apply_changes,
+    engine_changes,
+    steps_changes,
+)
 from apps.common.shrink.model import make_model, tiny_shape
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipe import Recipe
@@ -19,15 +27,15 @@ DIGITS = 20
 """Of the longest numbers: a prompt of them is a third of the longest sequence."""
 
 
-def shrink(config: GrpoConfig, recipe: Recipe, most: Most) -> tuple[GrpoConfig, tuple[Difference, ...]]:
+def shrink(config: GrpoConfig, recipe: Recipe, most: ProcessLimit) -> tuple[GrpoConfig, tuple[Difference, ...]]:
     """Return the configuration of a recipe in small, and every field that differs.
 
     Raises:
-        ValueError: see `apps.common.shrink.fields.Small.of`.
+        ValueError: see `apps.common.shrink.fields.ShrunkLayout.of`.
     """
     short = min(config.max_episode_tokens, TOKENS)
     ranks = config.processes * config.cluster.pools.nodes
-    small = Small.of(config.engine, ranks, config.max_episode_tokens, short, most)
+    small = ShrunkLayout.of(config.engine, ranks, config.max_episode_tokens, short, most)
     changes = engine_changes(small, config.engine, config.cluster) + steps_changes(config.engine, STEPS)
     sizes = _sizes(config, short)
     if recipe.make_model is None:  # it reads prompts from a file
@@ -37,7 +45,7 @@ def shrink(config: GrpoConfig, recipe: Recipe, most: Most) -> tuple[GrpoConfig, 
 
 
 def shrunk_recipe(config: GrpoConfig, recipe: Recipe) -> Recipe:
-    """Return the recipe of a shrunk configuration: its model is small too, and so is its data."""
+    """Return the recipe of a shrunk configuration, whose model and data are small too."""
     if recipe.origin is None:
         return recipe
     shape = tiny_shape(recipe.origin.shape, config.engine.pipeline_parallel, config.engine.tensor_parallel)
@@ -45,8 +53,7 @@ def shrunk_recipe(config: GrpoConfig, recipe: Recipe) -> Recipe:
 
 
 def supplied(config: GrpoConfig, recipe: Recipe, run_dir: Path) -> GrpoConfig:
-    """Return the configuration with a model, and data in the recipe's own columns, made in the run folder where it has
-    none.
+    """Return the configuration with a model and data in the recipe's own columns, made in the run folder if missing.
 
     Raises:
         ValueError: a model is named.
@@ -68,7 +75,7 @@ def supplied(config: GrpoConfig, recipe: Recipe, run_dir: Path) -> GrpoConfig:
 
 
 def _write_data(config: GrpoConfig, recipe: Recipe, path: Path) -> Path:
-    """Sums, or pictures where the recipe's rows have images, in the recipe's columns."""
+    """Write sums, or pictures where the recipe's rows have images, in the recipe's columns."""
     data, images = config.data, config.cluster.media.images_column
 
     def row(problem: Problem | PictureProblem) -> dict[str, Any]:

@@ -9,13 +9,13 @@ import pytest
 
 from apps.common.cli.flags import changed
 from apps.common.cluster import Cluster, RolloutLayout
-from apps.common.shrink.command import asked_for, refuse_dropped
-from apps.common.shrink.fields import RANKS, Most, value_at
+from apps.common.shrink.command import check_nothing_dropped, parse_shrink_flag
+from apps.common.shrink.fields import RANKS, ProcessLimit, value_at
 from apps.common.shrink.model import tiny_shape, transformers_config
-from apps.common.testing.weight_delta import tensors_of
+from apps.common.testing.weight_delta import load_tensors
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import main, run_shrunk, shrunk
-from apps.grpo.registry import recipes, work_of
+from apps.grpo.registry import recipes, spec_of
 from apps.grpo.shrink.shrink import shrink, supplied
 from apps.grpo.testing.recipe import RECIPE
 from engines.families.registry import family_of
@@ -46,7 +46,7 @@ DEVICE = {
 KINDS = {"size": SIZES, "ranks": COUNTS, "device": DEVICE}
 SMALL_GAP = 1e-3
 """Between the sampler's log-probs and the trainer's: both see the same image in the same place, or it is far larger."""
-MANY = Most(32)
+MANY = ProcessLimit(32)
 """Processes that two ranks of each parallelism never exceed."""
 
 
@@ -74,7 +74,7 @@ def test_what_is_above_one_stays_so_and_nothing_grows(name: str) -> None:
         if isinstance(one.before, int) and one.before > 1 and isinstance(one.after, int):
             assert 1 < one.after < one.before or one.path.endswith("stage_layers"), one
     assert small.processes * small.cluster.pools.nodes <= recipe.config.processes * recipe.config.cluster.pools.nodes
-    assert work_of(small).grid.dp == min(2, work_of(recipe.config).grid.dp)
+    assert spec_of(small).grid.dp == min(2, spec_of(recipe.config).grid.dp)
     assert shrink(small, recipe, MANY) == (small, ())
 
 
@@ -100,7 +100,7 @@ def test_copies_and_shards_of_the_weights_stay_several(
     assert {one.path for one in differences if one.kind == "ranks"} <= COUNTS | {"engine.shard_ranks"}
     if processes == 4:
         with pytest.raises(ValueError, match="are 4 processes: allow them by --shrink=4"):
-            shrink(replace(recipe.config, engine=engine), recipe, Most(2))
+            shrink(replace(recipe.config, engine=engine), recipe, ProcessLimit(2))
 
 
 @pytest.mark.parametrize(
@@ -117,9 +117,9 @@ def test_too_few_ranks_for_experts_are_told_by_what_limits_them(processes: int, 
     config = replace(recipe.config, processes=processes)
     config = replace(config, cluster=replace(config.cluster, pools=replace(config.cluster.pools, nodes=2)))
     with pytest.raises(ValueError, match=fix):
-        shrink(config, recipe, Most(most))
+        shrink(config, recipe, ProcessLimit(most))
     plenty = replace(config, processes=max(processes, 32))
-    assert shrink(plenty, recipe, Most(12))[0].processes == 12
+    assert shrink(plenty, recipe, ProcessLimit(12))[0].processes == 12
 
 
 def test_experts_that_no_number_of_ranks_holds_are_told_so() -> None:
@@ -158,19 +158,19 @@ def test_a_shrunk_run_does_without_nothing_but_what_is_named(name: str) -> None:
     on_npus = small.engine.device == "npu"
     moved = [str(one).split() for one in differences if one.path == "cluster.rollout.device"]
     assert moved == [["device", "--cluster.rollout.device", "auto", "->", "cpu"]] * on_npus
-    refuse_dropped(work_of(small, recipe))
+    check_nothing_dropped(spec_of(small, recipe))
 
 
 @pytest.mark.parametrize("name", [name for name in SEEDS if RECIPES[name].config.engine.device == "npu"])
 def test_whole_npu_recipes_still_want_what_no_test_has_run_on_one(name: str) -> None:
     with pytest.raises(ValueError, match="vLLM beside NPUs: No"):
-        refuse_dropped(work_of(RECIPES[name].config))
+        check_nothing_dropped(spec_of(RECIPES[name].config))
 
 
 def test_experts_over_copies_of_the_whole_recipe_wait_for_an_accelerator() -> None:
     """Shrunk, they are on the CPU, and run."""
     with pytest.raises(ValueError, match=r"--cluster.rollout.ep 64: No\(experts over the copies .* no accelerator has"):
-        refuse_dropped(work_of(RECIPES[APART].config))
+        check_nothing_dropped(spec_of(RECIPES[APART].config))
 
 
 def test_the_device_of_a_flag_counts() -> None:
@@ -178,7 +178,7 @@ def test_the_device_of_a_flag_counts() -> None:
     config = RECIPES["qwen3-5-27b-fsdp2-npu"].config
     small, recipe, _ = shrunk(replace(config, engine=replace(config.engine, device="cpu")), MANY)
     assert small.engine.device == "cpu"
-    refuse_dropped(work_of(small, recipe))
+    check_nothing_dropped(spec_of(small, recipe))
 
 
 def without_ray() -> GrpoConfig:
@@ -203,7 +203,7 @@ def test_what_a_shrunk_run_would_do_without_is_named_with_its_reason(
     text = replace(small.engine, vision="off")
     rest = replace(small, engine=text, cluster=Cluster(environment=small.cluster.environment))
     if small.engine.backend == "megatron":
-        refuse_dropped(work_of(rest, recipe))
+        check_nothing_dropped(spec_of(rest, recipe))
     assert f"{name}, shrunk" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
 
@@ -225,19 +225,19 @@ def test_flags_that_leave_something_out_are_proposed() -> None:
 def test_without_a_number_there_are_as_many_processes_as_two_ranks_of_each_parallelism_need(
     name: str, processes: int
 ) -> None:
-    assert shrunk(RECIPES[name].config, Most())[0].processes == processes
+    assert shrunk(RECIPES[name].config, ProcessLimit())[0].processes == processes
     assert processes >= RANKS
 
 
 def test_processes_are_bounded_and_said() -> None:
-    assert asked_for(["--shrink", "--steps", "3"]) == (["--steps", "3"], Most())
-    assert asked_for(["--shrink=4"]) == ([], Most(4))
-    assert asked_for(["--seed", "1"]) == (["--seed", "1"], None)
+    assert parse_shrink_flag(["--shrink", "--steps", "3"]) == (["--steps", "3"], ProcessLimit())
+    assert parse_shrink_flag(["--shrink=4"]) == ([], ProcessLimit(4))
+    assert parse_shrink_flag(["--seed", "1"]) == (["--seed", "1"], None)
     for word in ("--shrink=0", "--shrink=many", "--shrink=-1"):
         with pytest.raises(ValueError, match="such as --shrink=4"):
-            asked_for([word])
+            parse_shrink_flag([word])
     with pytest.raises(ValueError, match="two ranks of each parallelism are 4 processes: allow them by --shrink=4"):
-        shrunk(RECIPES["qwen3-5-122b-a10b-megatron"].config, Most(2))
+        shrunk(RECIPES["qwen3-5-122b-a10b-megatron"].config, ProcessLimit(2))
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_settings_that_shrinking_has_no_place_for_are_refused(
 ) -> None:
     config = replace(RECIPE.config, run_dir=tmp_path / "run", **change)
     with pytest.raises(ValueError, match=words):
-        run_shrunk(config, Most())
+        run_shrunk(config, ProcessLimit())
 
 
 def test_pictures_are_drawn_in_the_recipes_columns(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_a_script_with_images_runs_from_end_to_end_with_the_native_sampler(
     (tmp_path / "own.py").write_text("def parity(reply):\n    return float(len(reply.content) % 2)\n")
     own = replace(config.own, reward=f"{tmp_path}/own.py:parity")  # a random model is right about nothing
     run_dir = tmp_path / "run"
-    assert run_shrunk(replace(config, cluster=cluster, own=own, steps=2, run_dir=run_dir), Most(2)).steps == 2
+    assert run_shrunk(replace(config, cluster=cluster, own=own, steps=2, run_dir=run_dir), ProcessLimit(2)).steps == 2
     told = capsys.readouterr().out
     assert "flag   --cluster.rollout.engine  vllm -> native" in told
     assert "images-column" not in told
@@ -285,7 +285,7 @@ def test_a_script_with_images_runs_from_end_to_end_with_the_native_sampler(
     assert "offload" not in told
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert all(row["log_prob_difference_max"] < SMALL_GAP for row in rows[1:])
-    before, after = (tensors_of(run_dir / at) for at in ("model", "export"))
+    before, after = (load_tensors(run_dir / at) for at in ("model", "export"))
     assert before.keys() == after.keys()
     tower = [key for key in before if key.startswith("model.visual.")]
     assert sum(not before[key].equal(after[key]) for key in tower) > len(tower) / 2
@@ -298,7 +298,7 @@ def test_the_text_part_of_a_recipe_runs_from_end_to_end(tmp_path: Path, capsys: 
     config = RECIPES["qwen3-5-27b-fsdp2"].config
     left = replace(config, cluster=Cluster(), engine=replace(config.engine, vision="off"), steps=2)
     assert left.engine.optimizer_on_host
-    result = run_shrunk(replace(left, run_dir=tmp_path / "run"), Most(2))
+    result = run_shrunk(replace(left, run_dir=tmp_path / "run"), ProcessLimit(2))
     assert result.steps == 2
     assert "flag   --cluster.media.images-column  images -> None" in capsys.readouterr().out
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()

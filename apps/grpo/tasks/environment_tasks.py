@@ -1,11 +1,10 @@
-"""The tasks of environments that a user brings: where rows come from, which environment a row belongs to, how many of
-each a step asks.
+"""The tasks of environments that a user brings: their rows, the environment of each row, and the prompts of a step.
 
 1. An environment whose factory has `rows()` (a taskset of verifiers, say) brings its tasks. For others `--tasks FILE`
-   holds rows; with several environments a column says which one a row is for. Without a file tasks are numbered, and
-   an environment draws what it needs from its seed.
+   holds rows; with several environments a column names the environment of each row. Without a file tasks are numbered,
+   and an environment draws what it needs from its seed.
 2. Of each environment's rows a share is held out, by their content.
-3. A step's prompts are dealt among the environments by their shares (by default: as many as they have rows), so that
+3. A step's prompts are divided among the environments by their shares (by default: as many as they have rows), so that
    after every step each has had its share of all prompts so far, to within one.
 """
 
@@ -25,7 +24,7 @@ from rollout import RowSource, TaskRow, TaskSource
 
 
 class NumberedTasks:
-    """Tasks without data, numbered: the first `count` are held out, the others asked in turn. A `TaskSource`."""
+    """Numbered tasks without data, a `TaskSource`: the first `count` are held out, the others follow in order."""
 
     def __init__(self, name: str, count: int) -> None:
         self.name = name
@@ -33,7 +32,7 @@ class NumberedTasks:
         self._step, self._start, self._end = -1, 0, 0
 
     def tasks(self, step: int, count: int) -> list[TaskRow]:
-        """Return the next numbers. ValueError: a step before the last one that was asked for."""
+        """Return the next `count` tasks; raise ValueError for a step before the last one asked for."""
         if step < self._step:
             raise ValueError(f"the tasks of {self.name!r} are at step {self._step}: step {step} is over")
         if step > self._step:
@@ -42,15 +41,15 @@ class NumberedTasks:
         return [self._row(self._count + n) for n in range(self._start, self._end)]
 
     def held_out(self) -> list[TaskRow]:
-        """Return the first numbers."""
+        """Return the first tasks."""
         return [self._row(n) for n in range(self._count)]
 
     def cursor(self) -> dict[str, Any]:
-        """Return where the counting is."""
+        """Return the position."""
         return {"name": self.name, "step": self._step, "start": self._start, "end": self._end}
 
     def restore(self, cursor: Mapping[str, Any]) -> None:
-        """Go on from a cursor."""
+        """Continue from a cursor."""
         self._step, self._start, self._end = (int(cursor[key]) for key in ("step", "start", "end"))
 
     def _row(self, number: int) -> TaskRow:
@@ -58,7 +57,7 @@ class NumberedTasks:
 
 
 @dataclass(frozen=True)
-class Part:
+class EnvironmentPart:
     """One environment of a run: its spec, its tasks, its share of the prompts."""
 
     spec: str
@@ -67,16 +66,16 @@ class Part:
 
     @property
     def name(self) -> str:
-        """What it is called in tables."""
+        """The environment's name in tables."""
         return environment_name(self.spec)
 
 
-class OwnTasks:
-    """The tasks of a run in environments of a user's; see `apps.grpo.tasks.prompt_tasks.Tasks`."""
+class EnvironmentTasks:
+    """The tasks of a run in a user's environments; see `apps.grpo.tasks.prompt_tasks.Tasks`."""
 
     name = "own"
 
-    def __init__(self, parts: Sequence[Part], wrap: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, parts: Sequence[EnvironmentPart], wrap: Callable[[Any], Any] | None = None) -> None:
         self.parts = tuple(parts)
         self.skipped: Mapping[str, int] = {}
         self._wrap = wrap
@@ -88,7 +87,7 @@ class OwnTasks:
         """Return the step's tasks, environment by environment."""
         if step != self._step:
             self._step, self._before = step, self._dealt
-        counts = deal(count, [part.share for part in self.parts], self._before)
+        counts = deal_prompts(count, [part.share for part in self.parts], self._before)
         self._dealt = [before + more for before, more in zip(self._before, counts, strict=True)]
         return [
             row
@@ -101,12 +100,12 @@ class OwnTasks:
         return [_of(part, row) for part in self.parts for row in part.source.held_out()]
 
     def cursor(self) -> dict[str, Any]:
-        """Return what was dealt, and where each source is."""
+        """Return the number of prompts of each environment so far, and the cursor of each source."""
         sources = {part.spec: part.source.cursor() for part in self.parts}
         return {"step": self._step, "before": self._before, "dealt": self._dealt, "sources": sources}
 
     def restore(self, cursor: Mapping[str, Any]) -> None:
-        """Go on from a cursor. ValueError: it is that of other environments or rows."""
+        """Continue from a cursor; raise ValueError for one of other environments or rows."""
         if list(cursor["sources"]) != [part.spec for part in self.parts]:
             raise ValueError(f"the run was begun with other environments: {', '.join(cursor['sources'])}")
         self._step, self._before, self._dealt = cursor["step"], list(cursor["before"]), list(cursor["dealt"])
@@ -114,7 +113,7 @@ class OwnTasks:
             part.source.restore(cursor["sources"][part.spec])
 
     def environment(self, row: TaskRow) -> Callable[[], Any]:
-        """Return the factory that the row's environment is made by."""
+        """Return the factory of the row's environment."""
         spec = next(part.spec for part in self.parts if row.environment == part.name)
         factory = load_environment(spec)
         return factory if self._wrap is None else self._wrap(factory)
@@ -124,8 +123,8 @@ class OwnTasks:
         return row.environment
 
 
-def own_tasks(settings: GrpoConfig, wrap: Callable[[Any], Any] | None = None) -> OwnTasks:
-    """Return the tasks of the environments that the configuration names; `wrap` is put around each factory.
+def make_environment_tasks(settings: GrpoConfig, wrap: Callable[[Any], Any] | None = None) -> EnvironmentTasks:
+    """Return the tasks of the environments that the configuration names; `wrap` is applied to each factory.
 
     Raises:
         ValueError: an environment, a file, a column or a share can't be used.
@@ -156,12 +155,16 @@ def own_tasks(settings: GrpoConfig, wrap: Callable[[Any], Any] | None = None) ->
         numbered = NumberedTasks(name, settings.data.eval_prompts)
         sources.append(_source(settings, name, rows) if rows else numbered)
     shares = _shares(own.environment_shares, names, sizes)
-    return OwnTasks([Part(*each) for each in zip(own.environment, sources, shares, strict=True)], wrap)
+    return EnvironmentTasks(
+        [EnvironmentPart(*each) for each in zip(own.environment, sources, shares, strict=True)], wrap
+    )
 
 
-def deal(count: int, shares: Sequence[float], before: Sequence[int]) -> list[int]:
-    """Return how many of `count` prompts each environment gets, so that with those of `before` each has its share, to
-    within one: the next goes to the one that lacks most."""
+def deal_prompts(count: int, shares: Sequence[float], before: Sequence[int]) -> list[int]:
+    """Return how many of `count` prompts each environment gets.
+
+    With those of `before` each has its share, to within one: the next prompt goes to the one that lacks most.
+    """
     dealt = list(before)
     for _ in range(count):
         total = sum(dealt) + 1
@@ -169,46 +172,46 @@ def deal(count: int, shares: Sequence[float], before: Sequence[int]) -> list[int
     return [after - earlier for after, earlier in zip(dealt, before, strict=True)]
 
 
-def _of(part: Part, row: TaskRow) -> TaskRow:
+def _of(part: EnvironmentPart, row: TaskRow) -> TaskRow:
     return replace(row, environment=part.name)
 
 
 def _brought(spec: str) -> list[TaskRow] | None:
-    """Return the tasks that an environment brings; None where it brings none. ValueError: it brings an empty list."""
+    """Return the tasks that an environment brings, or None; raise ValueError for an empty list."""
     factory = load_environment(spec)
     if inspect.isclass(factory) and inspect.isfunction(inspect.getattr_static(factory, "rows", None)):
         return None  # a method of its episodes
     rows = getattr(factory, "rows", None)
-    found = None if rows is None else rows()
-    if found is not None and not found:
+    tasks = None if rows is None else rows()
+    if tasks is not None and not tasks:
         raise ValueError(f"--environment {spec} brings no tasks: its rows() is empty")
-    return found
+    return tasks
 
 
 def _rows_by_name(path: Path, names: Sequence[str], column: str) -> dict[str, list[TaskRow]]:
-    """Return the file's rows, by the environment that each is for; a row's id is its number, from 1."""
-    found: dict[str, list[TaskRow]] = {name: [] for name in names}
+    """Return the file's rows by environment; a row's id is its number, from 1."""
+    rows_of: dict[str, list[TaskRow]] = {name: [] for name in names}
     for number, row in enumerate(read_rows(path), start=1):
         name = names[0] if len(names) == 1 and column not in row else row.get(column)
-        if name not in found:
+        if name not in rows_of:
             said = f"has no column {column!r}" if name is None else f"is for the environment {name!r}"
             raise ValueError(
                 f"{path}, row {number} {said}: --environment-column names the one of {', '.join(names)} that it is for"
             )
-        found[name].append(TaskRow(f"row-{number}", row))
-    for name, rows in found.items():
+        rows_of[name].append(TaskRow(f"row-{number}", row))
+    for name, rows in rows_of.items():
         if not rows:
             raise ValueError(f"{path} has no row for the environment {name!r}: leave it out")
-    return found
+    return rows_of
 
 
 def _source(settings: GrpoConfig, name: str, rows: Sequence[TaskRow]) -> RowSource:
-    """Return the rows, some of them held out: by their data, or by their ids where they have none."""
+    """Return a source of the rows; the held-out ones are chosen by their data, or by their ids where they have none."""
     keys = [json.dumps(row.data, sort_keys=True, default=str) if row.data else row.id for row in rows]
-    asked = held_out_keys(keys, settings.data.eval_share)
+    chosen = held_out_keys(keys, settings.data.eval_share)
     sides: tuple[list[TaskRow], list[TaskRow]] = ([], [])
     for key, row in zip(keys, rows, strict=True):
-        sides[key in asked].append(row)
+        sides[key in chosen].append(row)
     train, held_out = sides
     if not train:
         raise ValueError(f"the {len(rows)} tasks for {name!r} are too few to hold some of them out")
@@ -216,20 +219,20 @@ def _source(settings: GrpoConfig, name: str, rows: Sequence[TaskRow]) -> RowSour
 
 
 def _shares(words: Sequence[str], names: Sequence[str], sizes: Sequence[int]) -> list[float]:
-    """Return each environment's share: as said by NAME=SHARE words, else by how many rows it has; they add up to 1."""
+    """Return each environment's share: from NAME=SHARE words, else by its number of rows; they add up to 1."""
     weights: dict[str, float] = dict(zip(names, map(float, sizes), strict=True))
     if words:
-        given: dict[str, float] = {}
+        named: dict[str, float] = {}
         for word in words:
             name, _, text = word.partition("=")
             try:
-                given[name] = float(text)
+                named[name] = float(text)
             except ValueError:
-                given[name] = -1.0
-            if not 0 < given[name] < float("inf"):
+                named[name] = -1.0
+            if not 0 < named[name] < float("inf"):
                 raise ValueError(f"--environment-shares {word!r} is not NAME=NUMBER with a number above 0")
-        if set(given) != set(names):
-            raise ValueError(f"--environment-shares names {', '.join(given)}; give one for each of {', '.join(names)}")
-        weights = given
+        if set(named) != set(names):
+            raise ValueError(f"--environment-shares names {', '.join(named)}; give one for each of {', '.join(names)}")
+        weights = named
     total = sum(weights.values())
     return [weights[name] / total for name in names]

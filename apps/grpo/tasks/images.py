@@ -21,7 +21,7 @@ from rollout.tools.workers import instant
 
 @dataclass(frozen=True)
 class PictureTasks:
-    """A picture and a question a task; the held-out ones are the same for every seed, so that runs compare."""
+    """Tasks of a picture and a question; the held-out ones are the same for every seed, so that runs compare."""
 
     eval_prompts: int
     seed: int
@@ -33,12 +33,12 @@ class PictureTasks:
         return _rows(f"step-{step}", _step_problems(self.seed, step, count))
 
     def held_out(self) -> list[TaskRow]:
-        """Pictures that are never trained on."""
+        """Return pictures that are never trained on."""
         stream = picture_problems(random.Random(0), held_out=True)
         return [_row(problem) for problem in itertools.islice(stream, self.eval_prompts)]
 
     def environment(self, row: TaskRow) -> Task:
-        """Return one picture."""
+        """Return the task of one picture."""
         problem: PictureProblem = row.data["problem"]
 
         @instant
@@ -49,15 +49,15 @@ class PictureTasks:
         return Task(messages=(_question(problem),), reward=reward)
 
     def cursor(self) -> dict[str, Any]:
-        """Return nothing: what a step asks follows from its number."""
+        """Return nothing: a step's tasks follow from its number."""
         return {}
 
     def restore(self, cursor: Mapping[str, Any]) -> None:
-        """Nothing to go on from."""
+        """Do nothing: there is no state."""
 
 
 def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> PictureTasks:
-    """Return one turn a picture; the reward is 1 for the right number in a box, else 0.
+    """Return tasks of one turn; the reward is 1 for the right number in a box, else 0.
 
     Raises:
         ValueError: the configuration sets an option of prompt files, or does not let the model see.
@@ -72,7 +72,7 @@ def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> Pictur
 
 
 def demonstrations(config: GrpoConfig, step: int) -> list[Conversation]:
-    """Return what step `step` of a warm start imitates: other pictures than those that GRPO asks at its steps."""
+    """Return the demonstrations of step `step` of a warm start: other pictures than those of the GRPO steps."""
     chosen = _step_problems(config.seed + 1, step, config.warm_start.batch_size)
     return [Conversation([_question(p), {"role": "assistant", "content": p.solution}]) for p in chosen]
 
@@ -91,5 +91,5 @@ def _rows(name: str, chosen: Iterable[PictureProblem]) -> list[TaskRow]:
 
 
 def _row(problem: PictureProblem) -> TaskRow:
-    """Return a picture is known by what is drawn and asked, in any step of any run."""
+    """Return the row of a picture; its id is the drawing and the question, in any step of any run."""
     return TaskRow(f"{problem.drawn} {problem.question}", {"problem": problem})

@@ -1,4 +1,4 @@
-"""What a user brings: environments, rewards, tools and tasks, each named as FILE.py:NAME or package.module:name.
+"""Plugins of a user: environments, rewards, tools and tasks, each named as FILE.py:NAME or package.module:name.
 
 - An environment is a class (or any callable) that makes the environment of one episode (`rollout.Environment`). Its
   tasks are the rows of `--tasks`; without it they are numbered, and an environment draws what it needs from its seed.
@@ -26,22 +26,22 @@ Scored = float | Score | Awaitable[float | Score]
 
 
 class RowReward(Protocol):
-    """Scores the answer to a row of a file."""
+    """A reward of the response to a row of a file."""
 
     def __call__(self, reply: Reply, reference: str, row: Mapping[str, Any], results: Sequence[ToolResult]) -> Scored:
-        """Return the reward, or a promise of it."""
+        """Return the reward, or an awaitable of it."""
         ...
 
 
 @dataclass(frozen=True)
 class NamedReward:
-    """A user's function, called with those of the arguments that it takes; it is found again by name on other ranks."""
+    """A user's reward function, called with the arguments that it takes; other ranks load it by its name."""
 
     spec: str
 
     @property
     def takes_end(self) -> bool:
-        """Whether the user's function asks how the episode ended, and so scores answers that were cut off."""
+        """Whether the user's function takes `end`, and so scores truncated responses."""
         return "end" in _arguments(self.spec, load_object(self.spec, "reward"))
 
     def __call__(
@@ -52,10 +52,10 @@ class NamedReward:
         results: Sequence[ToolResult],
         end: End = "done",
     ) -> Scored:
-        """Return what the user's function gives."""
+        """Return the result of the user's function."""
         function = load_object(self.spec, "reward")
-        given = {"reply": reply, "reference": reference, "row": row, "results": results, "end": end}
-        result: Scored = function(**{name: given[name] for name in _arguments(self.spec, function)})
+        arguments = {"reply": reply, "reference": reference, "row": row, "results": results, "end": end}
+        result: Scored = function(**{name: arguments[name] for name in _arguments(self.spec, function)})
         return result
 
 
@@ -96,27 +96,27 @@ def load_tools(specs: Sequence[str]) -> tuple[Tool, ...]:
     """
     tools: list[Tool] = []
     for spec in specs:
-        found = load_object(spec, "tool")
-        if not isinstance(found, Tool) and callable(found):
-            if needed := _needed(found):
+        tool = load_object(spec, "tool")
+        if not isinstance(tool, Tool) and callable(tool):
+            if needed := _needed(tool):
                 raise ValueError(
                     f"--tool {spec} takes ({', '.join(needed)}): name a rollout.Tool(name, description, schema, "
                     "function), or a function without arguments that makes one"
                 )
             try:
-                found = _made(found)
+                tool = _made(tool)
             except SandboxRefusedError as refused:
                 raise ValueError(f"--tool {spec}: {refused}") from refused
-        if not isinstance(found, Tool):
-            raise ValueError(f"--tool {spec} is a {type(found).__name__}: a rollout.Tool, or a function that makes one")
-        if any(found.name == other.name for other in tools):
-            raise ValueError(f"--tool {spec}: a tool is called {found.name!r} already; rename one of the two")
-        tools.append(found)
+        if not isinstance(tool, Tool):
+            raise ValueError(f"--tool {spec} is a {type(tool).__name__}: a rollout.Tool, or a function that makes one")
+        if any(tool.name == other.name for other in tools):
+            raise ValueError(f"--tool {spec}: a tool is called {tool.name!r} already; rename one of the two")
+        tools.append(tool)
     return tuple(tools)
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:
-    """Return the arguments that it cannot be called without."""
+    """Return the arguments without a default."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # of some functions in C nobody knows
@@ -126,12 +126,12 @@ def _needed(function: Callable[..., Any]) -> list[str]:
 
 @functools.cache
 def _made(make: Callable[[], Any]) -> Any:
-    """Return what a user's function makes, once a process: a tool may hold a server of its own."""
+    """Return the tool that a user's function makes, once a process: it may hold a server of its own."""
     return make()
 
 
 def environment_name(spec: str) -> str:
-    """Return what an environment is called in tables and in the column that names it: the last part of its spec."""
+    """Return an environment's name in tables and columns: the last part of its spec."""
     return spec.rpartition(":")[2].rpartition(".")[2] or spec
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from apps.common.data.prompts import Prompt
 from apps.common.data.template_options import template_options
 from apps.grpo.config import DataConfig, GrpoConfig, OwnConfig
-from apps.grpo.tasks.environment_tasks import deal, own_tasks
+from apps.grpo.tasks.environment_tasks import deal_prompts, make_environment_tasks
 from apps.grpo.tasks.plugins import load_environment, load_reward, load_tools
 from apps.grpo.tasks.prompt_tasks import PromptTasks
 from apps.grpo.tasks.system_prompt import SystemPrompt, with_system_prompt
@@ -145,7 +145,7 @@ def names_of(rows: Iterable[TaskRow]) -> Counter[str]:
 
 def test_several_environments_share_a_file_by_a_column(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"Digits": 60, "Letters": 20})
-    tasks = own_tasks(settings("Digits", "Letters", tasks=path))
+    tasks = make_environment_tasks(settings("Digits", "Letters", tasks=path))
     assert names_of(tasks.held_out()) == {"Digits": 3, "Letters": 1}
     asked = [tasks.tasks(step, 8) for step in range(4)]
     assert [names_of(rows) for rows in asked] == [{"Digits": 6, "Letters": 2}] * 4
@@ -154,13 +154,13 @@ def test_several_environments_share_a_file_by_a_column(tmp_path: Path) -> None:
     held_out = {json.dumps(row.data) for row in tasks.held_out()}
     assert not held_out & {json.dumps(row.data) for rows in asked for row in rows}
     by_words = settings("Digits", "Letters", tasks=path, environment_shares=("Digits=1", "Letters=3"))
-    assert names_of(own_tasks(by_words).tasks(0, 8)) == {"Digits": 2, "Letters": 6}
+    assert names_of(make_environment_tasks(by_words).tasks(0, 8)) == {"Digits": 2, "Letters": 6}
 
 
 def test_an_environment_that_brings_its_tasks_is_asked_for_them_by_its_own_ids(tmp_path: Path) -> None:
     """Beside one that has its rows in a file."""
     path = write(tmp_path / "a.jsonl", {"Digits": 8})
-    tasks = own_tasks(settings("Listed", "Digits", tasks=path))
+    tasks = make_environment_tasks(settings("Listed", "Digits", tasks=path))
     rows = [*tasks.held_out(), *tasks.tasks(0, 14)]
     assert names_of(rows) == {"Listed": 8, "Digits": 8}
     assert {row.id for row in rows if row.environment == "Listed"} == {f"n{number}" for number in range(8)}
@@ -169,16 +169,16 @@ def test_an_environment_that_brings_its_tasks_is_asked_for_them_by_its_own_ids(t
     }
     assert len({row.seed(0) for row in rows}) == 16
     with pytest.raises(ValueError, match="--tasks has no effect: Listed bring tasks of their own"):
-        own_tasks(settings("Listed", tasks=path))
+        make_environment_tasks(settings("Listed", tasks=path))
 
 
 def test_shares_hold_over_steps_of_odd_counts() -> None:
-    tasks = own_tasks(settings("Digits", "Letters"))
+    tasks = make_environment_tasks(settings("Digits", "Letters"))
     assert names_of(row for step in range(4) for row in tasks.tasks(step, 3)) == {"Digits": 6, "Letters": 6}
 
 
 def test_tasks_without_a_file_are_numbered_and_held_out_ones_apart() -> None:
-    tasks = own_tasks(settings("Digits"))
+    tasks = make_environment_tasks(settings("Digits"))
     assert [row.data["number"] for row in tasks.held_out()] == [0, 1, 2, 3]
     assert [row.data["number"] for row in (*tasks.tasks(0, 3), *tasks.tasks(1, 2))] == [4, 5, 6, 7, 8]
     assert tasks.tasks(1, 2) == tasks.tasks(1, 2)
@@ -187,14 +187,14 @@ def test_tasks_without_a_file_are_numbered_and_held_out_ones_apart() -> None:
 @pytest.mark.parametrize("with_file", [True, False])
 def test_a_resumed_run_asks_what_the_first_would_have_asked(with_file: bool, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"Digits": 30, "Letters": 20}) if with_file else None
-    first, again = (own_tasks(settings("Digits", "Letters", tasks=path)) for _ in range(2))
+    first, again = (make_environment_tasks(settings("Digits", "Letters", tasks=path)) for _ in range(2))
     for step in range(3):
         first.tasks(step, 7)
     again.tasks(0, 7)
     again.restore(json.loads(json.dumps(first.cursor())))
     assert [again.tasks(step, 5) for step in (3, 4)] == [first.tasks(step, 5) for step in (3, 4)]
     with pytest.raises(ValueError, match="begun with other environments"):
-        own_tasks(settings("Digits")).restore(first.cursor())
+        make_environment_tasks(settings("Digits")).restore(first.cursor())
     assert pickle.loads(pickle.dumps(first)).tasks(5, 3) == first.tasks(5, 3)
 
 
@@ -203,7 +203,7 @@ def test_every_environment_has_its_share_to_within_one(weights: list[float], cou
     shares = [weight / sum(weights) for weight in weights]
     dealt = [0] * len(shares)
     for count in counts:
-        more = deal(count, shares, dealt)
+        more = deal_prompts(count, shares, dealt)
         assert sum(more) == count
         assert min(more) >= 0
         dealt = [a + b for a, b in zip(dealt, more, strict=True)]
@@ -228,4 +228,4 @@ def test_every_environment_has_its_share_to_within_one(weights: list[float], cou
 def test_what_does_not_fit_is_refused(make: Callable[[Path], GrpoConfig], text: str, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"Digits": 5, "Letters": 5})
     with pytest.raises(ValueError, match=text):
-        own_tasks(make(path))
+        make_environment_tasks(make(path))

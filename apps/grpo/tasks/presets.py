@@ -1,4 +1,4 @@
-"""Layouts of well-known data sets as they lie on disk, so that one flag stands for columns, prompt and answer.
+"""Presets of well-known data sets, so that one flag names the columns, the prompt and the answer.
 
 | preset | made for files of | question | answer |
 | --- | --- | --- | --- |
@@ -17,7 +17,7 @@ BOXED = "Think step by step, and put your final answer within \\boxed{}."
 
 @dataclass(frozen=True)
 class Preset:
-    """What a layout stands for."""
+    """The columns and the system prompt of a data set."""
 
     prompt_column: str
     answer_column: str

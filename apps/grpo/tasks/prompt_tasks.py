@@ -1,4 +1,4 @@
-"""What is asked in a run: environments for training, by step, and the held-out ones, never mixed."""
+"""The tasks of a run: environments for training, by step, and the held-out ones, never mixed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,30 +28,31 @@ IMAGE_MARK = "<image>"
 
 @dataclass(frozen=True)
 class Conversation:
-    """A worked example: its messages, and the tools (schemas) that the model is told of, both as JSON holds them."""
+    """A demonstration: its messages, and the schemas of the tools that the model is shown, both as JSON."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
 
 
 class Tasks(TaskSource, Protocol):
-    """The tasks of a run. They are handed to every rank: picklable where there is more than one."""
+    """The tasks of a run, sent to every rank: picklable where there is more than one."""
 
     @property
     def skipped(self) -> Mapping[str, int]:
-        """How many rows of the data were left out, by reason."""
+        """The number of rows of the data that were left out, by reason."""
         ...
 
     def environment(self, row: TaskRow) -> EnvironmentFactory:
-        """Return what the episodes of a row are played in."""
+        """Return the factory of a row's environment."""
         ...
 
 
 class PromptTasks(RowSource):
-    """Prompts with reference answers; a turn that calls one of `tools` is answered, the first without is scored.
+    """Prompts with reference answers. A turn that calls one of `tools` gets the result, the first without a call is
+    scored.
 
-    A row's data is its prompt (`apps.common.data.prompts.Prompt`), its id the prompt's row in its file. Tools are named by
-    their specs, so that other processes find them again.
+    A row's data is its prompt (`apps.common.data.prompts.Prompt`), its id the prompt's row in its file. Tools are named
+    by their specs, so that other processes can load them.
     """
 
     def __init__(
@@ -72,12 +73,12 @@ class PromptTasks(RowSource):
         self._takes_end = bool(getattr(reward, "takes_end", False))
 
     def environment(self, row: TaskRow) -> Task:
-        """Scored against the row's reference."""
+        """Return the task of a row, scored against its reference."""
         prompt = row.data["prompt"]
         score: Callable[..., Scored] = self.reward
 
-        def reward(reply: Reply, results: Sequence[ToolResult], **told: Any) -> Scored:
-            return score(reply, prompt.reference, prompt.columns, results, **told)
+        def reward(reply: Reply, results: Sequence[ToolResult], **options: Any) -> Scored:
+            return score(reply, prompt.reference, prompt.columns, results, **options)
 
         return Task(
             messages=prompt.messages,
@@ -91,12 +92,11 @@ class PromptTasks(RowSource):
 def prompt_tasks(settings: GrpoConfig, tokenizer: PreTrainedTokenizerBase, reward: RowReward) -> PromptTasks:
     """Return tasks from the files that the configuration names, each read once.
 
-    Prompts that are longer than `max_prompt_tokens`, and those that the held-out file asks too, are left out and
-    counted.
+    Prompts longer than `max_prompt_tokens`, and those that the held-out file has too, are left out and counted.
 
     Raises:
-        ValueError: no file is named, one can't be used, too little is left (see `apps.common.data.prompts`), or an option
-            has no effect on prompts.
+        ValueError: no file is named, one can't be used, too little is left (see `apps.common.data.prompts`), or an
+            option has no effect on prompts.
     """
     config = settings.data
     if config.data is None:
@@ -117,11 +117,11 @@ def prompt_tasks(settings: GrpoConfig, tokenizer: PreTrainedTokenizerBase, rewar
     prompts, long = _short(config.data, settings, tokenizer)
     if config.eval_data is not None:
         held_out, long_held_out = _short(config.eval_data, settings, tokenizer)
-        asked, long = {_key(prompt) for prompt in held_out}, long + long_held_out
+        excluded, long = {_key(prompt) for prompt in held_out}, long + long_held_out
     else:
-        asked = held_out_keys(map(_key, prompts), config.eval_share)
-        held_out = [prompt for prompt in prompts if _key(prompt) in asked]
-    train = [prompt for prompt in prompts if _key(prompt) not in asked]
+        excluded = held_out_keys(map(_key, prompts), config.eval_share)
+        held_out = [prompt for prompt in prompts if _key(prompt) in excluded]
+    train = [prompt for prompt in prompts if _key(prompt) not in excluded]
     if not train or not held_out:
         raise ValueError(
             f"{config.data}: {len(train)} prompts to train on and {len(held_out)} held out are too few "
@@ -143,7 +143,7 @@ def prompt_tasks(settings: GrpoConfig, tokenizer: PreTrainedTokenizerBase, rewar
 
 
 def _short(path: Path, settings: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], int]:
-    """Return the prompts of a file that have at most `max_prompt_tokens` tokens, and how many have more."""
+    """Return the prompts of a file with at most `max_prompt_tokens` tokens, and the number of longer ones."""
     config, own = settings.data, settings.own
     prompt_column, answer_column, system_prompt = layout(settings)
     prompts = read_prompts(path, prompt_column, answer_column)
@@ -157,12 +157,12 @@ def _short(path: Path, settings: GrpoConfig, tokenizer: PreTrainedTokenizerBase)
     lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
     if sees:
         lengths = _with_image_tokens(path, settings, prompts, lengths)
-    kept = [p for p, length in zip(prompts, lengths, strict=True) if length <= config.max_prompt_tokens]
-    return kept, len(prompts) - len(kept)
+    short = [p for p, length in zip(prompts, lengths, strict=True) if length <= config.max_prompt_tokens]
+    return short, len(prompts) - len(short)
 
 
 def _with_images(path: Path, prompt: Prompt, named: str | None, sees: bool) -> Prompt:
-    """Return a row with its column of images in its question, where the question says <image> or else before it.
+    """Return a row with the images of its column in its question: where it says <image>, or else before it.
 
     `named`: that column where it was named, which every row then has; else `images`, which it may have.
 
@@ -199,14 +199,14 @@ def _with_images(path: Path, prompt: Prompt, named: str | None, sees: bool) -> P
             parts += [{"type": "image", "image": as_text(image)}, {"type": "text", "text": text}]
         except ValueError as error:
             raise ValueError(f"{path}, row {prompt.row}: {error}") from error
-    asked = {"role": "user", "content": [part for part in parts if part.get("text") != ""]}
-    return replace(prompt, messages=(*prompt.messages[:-1], asked))
+    turn = {"role": "user", "content": [part for part in parts if part.get("text") != ""]}
+    return replace(prompt, messages=(*prompt.messages[:-1], turn))
 
 
 def _with_image_tokens(
     path: Path, settings: GrpoConfig, prompts: Sequence[Prompt], lengths: Sequence[int]
 ) -> list[int]:
-    """Return the lengths of prompts with the tokens of their images; every image is read, so that none fails later."""
+    """Return the lengths of prompts with their images' tokens; all images are read, so that none fails later."""
     if settings.model is None:
         raise ValueError("images need a model that sees them: add --model DIR")
     reader, out = ImageReader.of(model_directory(settings.model)), []
@@ -225,8 +225,7 @@ def _prompted(prompt: Prompt, system_prompt: str) -> tuple[dict[str, Any], ...]:
 
 
 def layout(settings: GrpoConfig) -> tuple[str, str, str | None]:
-    """Return the columns of question and answer, and the system prompt: what was said, else what the preset stands
-    for."""
+    """Return the columns of question and answer, and the system prompt: those named, else those of the preset."""
     config, own = settings.data, settings.own
     if own.preset is None:
         return config.prompt_column, config.answer_column, own.system_prompt
@@ -265,5 +264,5 @@ def _render(
 
 
 def _key(prompt: Prompt) -> str:
-    """Return what a prompt asks, its images included: two rows that ask the same are never on both sides."""
+    """Return a prompt's text and images as a key, so that equal questions are never on both sides."""
     return repr([(message["role"], message["content"]) for message in prompt.messages])

@@ -7,9 +7,9 @@ import pytest
 
 from apps.grpo.config import DataConfig, GrpoConfig
 from apps.grpo.tasks.prompt_tasks import PromptTasks, prompt_tasks
-from apps.grpo.tasks.task_state import load_cursor, save_cursor
 from apps.quickstart.tokenizer import build_tokenizer
 from rollout import TaskRow
+from schedules.sampling.task_state import load_cursor, save_cursor
 
 TOKENIZER = build_tokenizer()
 

@@ -32,7 +32,7 @@ class SumTasks:
 
     @property
     def name(self) -> str:
-        """The kind of sums."""
+        """The kind of the sums."""
         return self.kind
 
     def tasks(self, step: int, count: int) -> list[TaskRow]:
@@ -45,15 +45,15 @@ class SumTasks:
         return [_row(problem) for problem in distinct(stream, self.eval_prompts)]
 
     def environment(self, row: TaskRow) -> Task:
-        """Return one sum."""
+        """Return the task of one sum."""
         return as_task(row.data["problem"], self.kind)
 
     def cursor(self) -> dict[str, Any]:
-        """Return nothing: what a step asks follows from its number."""
+        """Return nothing: a step's tasks follow from its number."""
         return {}
 
     def restore(self, cursor: Mapping[str, Any]) -> None:
-        """Nothing to go on from."""
+        """Do nothing: there is no state."""
 
 
 def _rows(name: str, chosen: Iterable[Problem]) -> list[TaskRow]:
@@ -61,7 +61,7 @@ def _rows(name: str, chosen: Iterable[Problem]) -> list[TaskRow]:
 
 
 def _row(problem: Problem) -> TaskRow:
-    """Return a sum is known by what it asks, in any step of any run."""
+    """Return the row of a sum; its id is the question, in any step of any run."""
     return TaskRow(problem.expression, {"problem": problem})
 
 
@@ -80,7 +80,7 @@ def sum_tasks(config: GrpoConfig, kind: Kind) -> SumTasks:
 
 
 def refuse_file_options(config: GrpoConfig, own: Sequence[str]) -> None:
-    """ValueError where a recipe that makes its own tasks is given an option of prompt files; `own` are its options."""
+    """Raise ValueError where a recipe that makes its tasks has an option of prompt files; `own` are its options."""
     for option in fields(DataConfig):
         if option.name not in own and getattr(config.data, option.name) != option.default:
             raise ValueError(
@@ -102,19 +102,19 @@ def step_problems(digits: int, seed: int, step: int, count: int) -> list[Problem
 
 
 def demonstrations(config: GrpoConfig, step: int, kind: Kind) -> list[Conversation]:
-    """Return what step `step` of a warm start imitates: other sums than those that GRPO asks at its steps."""
+    """Return the demonstrations of step `step` of a warm start: other sums than those of the GRPO steps."""
     chosen = step_problems(config.data.digits, config.seed + 1, step, config.warm_start.batch_size)
     tools = (calculator().schema,) if kind == "calculator" else ()
     return [Conversation(demonstration(problem, kind), tools) for problem in chosen]
 
 
 def as_task(problem: Problem, kind: Kind) -> Task:
-    """Return a problem as an environment; with the calculator, an answer counts only if the calculator was asked."""
+    """Return a problem as a task; with the calculator, an answer counts only after a call."""
 
     @instant
     def reward(reply: Reply, results: Sequence[ToolResult]) -> float:
-        asked = kind != "calculator" or any(result.ok for result in results)
-        return exact_reward(reply.content, problem.answer) if asked else 0.0
+        allowed = kind != "calculator" or any(result.ok for result in results)
+        return exact_reward(reply.content, problem.answer) if allowed else 0.0
 
     tools = (calculator(),) if kind == "calculator" else ()
     return Task(messages=({"role": "user", "content": problem.question},), reward=reward, tools=tools)

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollout import EpisodeContext, Opening
+from rollout import EpisodeContext, Observation
 from rollout.chat.messages import Message
 
 
 def with_system_prompt(messages: Sequence[Message], text: str) -> tuple[Message, ...]:
-    """Return the messages with the system prompt before them; one of their own stays, after it and a blank line."""
+    """Return the messages with the system prompt before them; their own one follows it after a blank line."""
     first = messages[0] if messages else {}
     if first.get("role") == "system" and isinstance(first.get("content"), str):
         return ({**first, "content": f"{text}\n\n{first['content']}"}, *messages[1:])
@@ -18,17 +18,17 @@ def with_system_prompt(messages: Sequence[Message], text: str) -> tuple[Message,
 
 @dataclass(frozen=True)
 class SystemPrompt:
-    """Put around a factory of environments: each opens with the system prompt `text`."""
+    """A wrapper of environment factories: each environment opens with the system prompt `text`."""
 
     text: str
 
-    def __call__(self, factory: Callable[[], Any]) -> "Prompted":
+    def __call__(self, factory: Callable[[], Any]) -> "WithSystemPrompt":
         """Return the factory with the prompt."""
-        return Prompted(factory, self.text)
+        return WithSystemPrompt(factory, self.text)
 
 
-class Prompted:
-    """A factory whose environments open with a system prompt; all else is the factory's own."""
+class WithSystemPrompt:
+    """A factory whose environments open with a system prompt; the rest is the wrapped factory's."""
 
     def __init__(self, factory: Callable[[], Any], text: str) -> None:
         self._factory, self._text = factory, text
@@ -46,9 +46,9 @@ class Prompted:
         environment = self._factory()
         opened = environment.open
 
-        async def open_(context: EpisodeContext) -> Opening:
+        async def open_(context: EpisodeContext) -> Observation:
             opening = await opened(context)
-            result: Opening = replace(opening, messages=with_system_prompt(opening.messages, self._text))
+            result: Observation = replace(opening, messages=with_system_prompt(opening.messages, self._text))
             return result
 
         environment.open = open_

@@ -1,4 +1,4 @@
-"""For tests of whole runs on GPUs: the quickstart's model in sizes that vLLM's kernels for GPUs take."""
+"""Helpers of tests on GPUs: the quickstart's model in sizes that vLLM's kernels for GPUs take."""
 
 import functools
 from dataclasses import replace
@@ -15,7 +15,7 @@ TRITON = ('additional_config={"gdn_prefill_backend":"triton"}',)
 
 
 def gpu_served(intermediate_size: int = 256) -> Recipe:
-    """Return the tests' recipe with that model; `intermediate_size` makes its weights as large as a test wants them."""
+    """Return the tests' recipe with that model; `intermediate_size` sets the size of its weights."""
 
     def config(vocab_size: int, pad_token_id: int, eos_token_id: int) -> Qwen3_5TextConfig:
         made = tiny_config(vocab_size, pad_token_id, eos_token_id)

@@ -1,4 +1,4 @@
-"""For tests of runs on pictures: a random model earns some of its reward, wherever it is sampled."""
+"""Helpers of tests with pictures: a random model earns some reward, whatever samples it."""
 
 import functools
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from apps.common.cluster import RolloutLayout, Schedule
-from apps.common.testing.weight_delta import tensors_of
+from apps.common.cluster import RolloutLayout
+from apps.common.testing.weight_delta import load_tensors
 from apps.grpo.config import GrpoConfig
 from apps.grpo.registry import recipes
 from apps.grpo.tasks.images import PictureTasks
@@ -19,14 +19,15 @@ from apps.quickstart.vision import ensure_seeing_model
 from rollout import Reply, Task, TaskRow
 from rollout.tools.tool import ToolResult
 from rollout.tools.workers import instant
+from schedules.config import ScheduleConfig
 
 
 @dataclass(frozen=True)
 class OddTasks(PictureTasks):
-    """The same pictures; an answer of an odd number of characters is right."""
+    """The same pictures with another reward: 1 for a response of an odd number of characters."""
 
     def environment(self, row: TaskRow) -> Task:
-        """Return one picture."""
+        """Return the task of one picture."""
         return replace(super().environment(row), reward=_odd)
 
 
@@ -37,7 +38,7 @@ def _odd(reply: Reply, results: Sequence[ToolResult]) -> float:
 
 
 def make_odd_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> OddTasks:
-    """As many held-out pictures as asked for."""
+    """Return the tasks, with as many held-out pictures as the configuration asks for."""
     del tokenizer
     return OddTasks(config.data.eval_prompts, config.seed)
 
@@ -51,10 +52,10 @@ SHARED = replace(SERVED, make_model=functools.partial(ensure_seeing_model, make_
 
 
 def pictured(run_dir: Path, mode: str = "sync", engine: str = "vllm", **changes: Any) -> GrpoConfig:
-    """Return a run of three steps from random weights; `changes` of its sampler's layout."""
+    """Return the configuration of a run of three steps from random weights; `changes` are of its sampler's layout."""
     config = (SERVED if engine == "vllm" else NATIVE).config
     ahead = {"staleness_threshold": 1.0, "partial_rollout": True} if mode == "fully_async" else {}
-    schedule, layout = Schedule(mode, **ahead), RolloutLayout(engine, **changes)  # type: ignore[arg-type]
+    schedule, layout = ScheduleConfig(mode, **ahead), RolloutLayout(engine, **changes)  # type: ignore[arg-type]
     return replace(
         config,
         run_dir=run_dir,
@@ -72,8 +73,8 @@ def pictured(run_dir: Path, mode: str = "sync", engine: str = "vllm", **changes:
 
 
 def assert_tower_moved(run_dir: Path) -> None:
-    """More than half of its parameters are others at the end than at the start."""
-    before, after = (tensors_of(run_dir / at) for at in ("model", "export"))
+    """Assert that training changed more than half of the vision tower's parameters."""
+    before, after = (load_tensors(run_dir / at) for at in ("model", "export"))
     tower = [name for name in before if ".visual." in name]
     assert tower
     assert sum(not torch.equal(before[name], after[name]) for name in tower) > len(tower) / 2

@@ -1,9 +1,8 @@
 """The named points at which tests kill a run, by the role of the process that ends there.
 
-Whoever decides and records (the driver: rank 0), whoever samples outside of it (the rollout worker: the process of a
-fully asynchronous run, or one of Ray's actors in any schedule), and whoever trains beside it (a training rank that is
-not the first). A role arms its points in its own process, where the run's tasks come with what is to be done there
-(`schedule_testing.SampledTasks`, `schedule_ranks_testing.ArrivingTasks`).
+The driver (rank 0) decides and records. The worker samples outside of it: the process of a fully async run, or one of
+Ray's actors in any schedule. A rank trains beside it and is not the first. A role arms its points in its own process,
+where the run's tasks arrive (`testing.schedules.SampledTasks`, `testing.ranks.ArrivingTasks`).
 """
 
 import functools
@@ -18,8 +17,8 @@ Points = Mapping[str, KillPoint]
 _LEDGER = "rollout.ledger.ledger:RolloutLedger"
 _SENDER = "rollout.workers.process:WorkerProcess"
 _RECEIVER = "rollout.native.engine:NativeEngine"
-_GENERATOR = "apps.grpo.sampling.sampler_process"
-_FOLLOWING = "apps.grpo.schedules.async_follower"
+_GENERATOR = "schedules.sampling.sampler_process"
+_FOLLOWING = "schedules.fully_async.follower"
 _CHECKPOINT = "engines.storage.checkpoint:_write_own"
 
 DRIVER = {
@@ -29,9 +28,11 @@ DRIVER = {
     "a group after it is recorded": KillPoint(f"{_LEDGER}.finished", "after", 10),
     "a step before it is recorded": KillPoint(f"{_LEDGER}.train", "before", 3),
     "a step after it is recorded": KillPoint(f"{_LEDGER}.train", "after", 3),
-    "a step before it is trained": KillPoint("apps.grpo.schedules.fully_async:train_on", "before", 3),
-    "a step after it is trained": KillPoint("apps.grpo.schedules.fully_async:train_on", "after", 3),
-    "a checkpoint before the place of its tasks is": KillPoint("apps.grpo.schedules.fully_async:save_cursor", "before"),
+    "a step before it is trained": KillPoint("schedules.fully_async.fully_async:train_on", "before", 3),
+    "a step after it is trained": KillPoint("schedules.fully_async.fully_async:train_on", "after", 3),
+    "a checkpoint before the place of its tasks is": KillPoint(
+        "schedules.fully_async.fully_async:save_cursor", "before"
+    ),
     "a checkpoint amid its writing": KillPoint(_CHECKPOINT, "before"),
     "a checkpoint before it is recorded": KillPoint(f"{_LEDGER}.saved", "before"),
     "a checkpoint after it is recorded": KillPoint(f"{_LEDGER}.saved", "after"),
@@ -46,7 +47,7 @@ DRIVER = {
 WORKER = {
     "while it begins": KillPoint(f"{_GENERATOR}:_ending_with"),
     "amid the held-out answers": KillPoint(f"{_GENERATOR}:encode_episodes"),
-    "a group before it is sampled": KillPoint("apps.grpo.sampling.session:Session.playing", "before", 6),
+    "a group before it is sampled": KillPoint("schedules.sampling.session:Session.playing", "before", 6),
     "amid generation": KillPoint("rollout.native.scheduler.batch:ContinuousBatch.step", "before", 24),
     "a group before it is written down": KillPoint(f"{_GENERATOR}:encode_episodes", "before", 6),
     "a group before it is sent": KillPoint("rollout.workers.channel:Channel.send", "before", 8),
@@ -73,7 +74,7 @@ RANK = {
     "weights after they are exported": KillPoint(f"{_FOLLOWING}:hand_over", "after", 2),
     "weights before they are proven": KillPoint(f"{_FOLLOWING}:hold_samplers", "before", 2),
     "weights after they are proven": KillPoint(f"{_FOLLOWING}:hold_samplers", "after", 2),
-    "a checkpoint before it begins": KillPoint("apps.common.run.checkpoint_saver:Saves.begin", "before"),
+    "a checkpoint before it begins": KillPoint("apps.common.run.checkpoint_saver:CheckpointSaver.begin", "before"),
     "a checkpoint amid its writing": KillPoint(_CHECKPOINT, "before"),
     "a checkpoint after its part is written": KillPoint(_CHECKPOINT, "after"),
     "held-out answers before they are heard": KillPoint(f"{_FOLLOWING}:evaluation_of", "before", 2),
@@ -85,10 +86,10 @@ RANK_AHEAD = {
     "answers before they are recorded": KillPoint(f"{_LEDGER}.finished", "before", 3),
     "answers after they are recorded": KillPoint(f"{_LEDGER}.finished", "after", 3),
     "a step before it is recorded": KillPoint(f"{_LEDGER}.train", "before", 3),
-    "a step before it is trained": KillPoint("apps.grpo.schedules.one_step_off:train_on", "before", 3),
-    "a step after it is trained": KillPoint("apps.grpo.schedules.one_step_off:train_on", "after", 3),
-    "weights before they are handed over": KillPoint("apps.grpo.sampling.session:hand_over", "before", 3),
-    "weights after they are handed over": KillPoint("apps.grpo.sampling.session:hand_over", "after", 3),
+    "a step before it is trained": KillPoint("schedules.one_step_off:train_on", "before", 3),
+    "a step after it is trained": KillPoint("schedules.one_step_off:train_on", "after", 3),
+    "weights before they are handed over": KillPoint("schedules.sampling.session:hand_over", "before", 3),
+    "weights after they are handed over": KillPoint("schedules.sampling.session:hand_over", "after", 3),
     "a checkpoint amid its writing": KillPoint(_CHECKPOINT, "before"),
     "a checkpoint after its part is written": KillPoint(_CHECKPOINT, "after"),
     "a checkpoint before it is recorded": KillPoint(f"{_LEDGER}.saved", "before"),
@@ -100,8 +101,8 @@ RANK_IN_TURN = {
     "amid generation": KillPoint("rollout.native.scheduler.batch:ContinuousBatch.step", "before", 40),
     "a step before it is trained": KillPoint("apps.grpo.step:train_on", "before", 3),
     "a step after it is trained": KillPoint("apps.grpo.step:train_on", "after", 3),
-    "weights before they are handed over": KillPoint("apps.grpo.sampling.session:Session.sync", "before", 3),
-    "weights after they are handed over": KillPoint("apps.grpo.sampling.session:Session.sync", "after", 3),
+    "weights before they are handed over": KillPoint("schedules.sampling.session:Session.sync", "before", 3),
+    "weights after they are handed over": KillPoint("schedules.sampling.session:Session.sync", "after", 3),
 } | {name: point for name, point in RANK_AHEAD.items() if point.function == _CHECKPOINT}
 """The same in turn."""
 
@@ -110,13 +111,13 @@ RANK_POINTS: dict[str, Points] = {"sync": RANK_IN_TURN, "one_step_off": RANK_AHE
 
 
 def killing(run_dir: Path, points: Points, *names: str) -> Prepare:
-    """Return what the processes of a role are prepared with: one ends at the first of these points, whoever takes over
-    at the second, and so on. Picklable. """
+    """Return what to prepare a role's processes with: the first ends at the first point, its successor at the second,
+    ..."""
     return functools.partial(_arm, [(points[name], _told(run_dir, name)) for name in names])
 
 
 def killed_at(run_dir: Path, *names: str) -> list[str]:
-    """Return those of the points at which a process has ended."""
+    """Return the points at which a process has ended."""
     return [name for name in names if _told(run_dir, name).exists()]
 
 

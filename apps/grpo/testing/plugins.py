@@ -1,10 +1,10 @@
-"""What a user's own file may hold, for tests: environments, rewards and tools of kinds that are taken or refused."""
+"""Plugins for tests: environments, rewards and tools, accepted and refused ones."""
 
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout import EpisodeContext, EpisodeFailed, Opening, Outcome, Reply, Score, TaskRow, Tool
+from rollout import EpisodeContext, EpisodeFailed, Observation, Reply, Score, StepResult, TaskRow, Tool
 from rollout.environments.environment import End
 from rollout.tools.python_tool import python_tool
 from rollout.tools.sandbox.sandbox import Sandbox
@@ -12,63 +12,63 @@ from rollout.tools.tool import ToolResult
 
 
 class Digits:
-    """Earns the share of the reply's characters that are digits."""
+    """An environment whose reward is the share of the reply's characters that are digits."""
 
-    async def open(self, context: EpisodeContext) -> Opening:
+    async def open(self, context: EpisodeContext) -> Observation:
         """Ask for the row's number, or for the task's own."""
-        return Opening(({"role": "user", "content": f"say {context.data.get('number', 0)}"},))
+        return Observation(({"role": "user", "content": f"say {context.data.get('number', 0)}"},))
 
-    async def step(self, reply: Reply) -> Outcome:
-        """Return one turn."""
+    async def step(self, reply: Reply) -> StepResult:
+        """Score the one turn."""
         self.share = sum(map(str.isdigit, reply.text)) / max(1, len(reply.text))
-        return Outcome()
+        return StepResult()
 
     async def finish(self, end: End) -> Score:
         """Return the share, and whether a limit ended it."""
         return Score(self.share, {"digits": self.share, "cut": float(end == "length")})
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 class Listed(Digits):
-    """Brings its tasks."""
+    """An environment that brings its tasks."""
 
     @staticmethod
     def rows() -> list[TaskRow]:
-        """Eight of them."""
+        """Return eight tasks."""
         return [TaskRow(f"n{number}", {"number": number}) for number in range(8)]
 
 
 class Letters(Digits):
-    """Earns the share of ASCII characters."""
+    """An environment whose reward is the share of ASCII characters."""
 
-    async def step(self, reply: Reply) -> Outcome:
-        """Return one turn."""
+    async def step(self, reply: Reply) -> StepResult:
+        """Score the one turn."""
         self.share = sum(map(str.isascii, reply.text)) / max(1, len(reply.text))
-        return Outcome()
+        return StepResult()
 
 
 class Broken(Digits):
-    """Cannot go on."""
+    """An environment whose step fails."""
 
-    async def step(self, reply: Reply) -> Outcome:
+    async def step(self, reply: Reply) -> StepResult:
         """Fail."""
         del reply
         raise EpisodeFailed("the maze collapsed\x1b[2J", retryable=False)
 
 
 class Closed(Digits):
-    """Cannot be opened."""
+    """An environment that fails to open."""
 
-    async def open(self, context: EpisodeContext) -> Opening:
+    async def open(self, context: EpisodeContext) -> Observation:
         """Fail."""
         del context
         raise OSError("the door is locked")
 
 
 class Stuck(Digits):
-    """Cannot be closed."""
+    """An environment that fails to close."""
 
     async def close(self) -> None:
         """Fail."""
@@ -76,11 +76,11 @@ class Stuck(Digits):
 
 
 class Shut(Closed, Stuck):
-    """Neither."""
+    """An environment that fails to open and to close."""
 
 
 class Strange(Digits):
-    """Opens with something else."""
+    """An environment with a wrong type of opening."""
 
     async def open(self, context: EpisodeContext) -> Any:
         """Return messages alone."""
@@ -89,16 +89,16 @@ class Strange(Digits):
 
 
 class Halved:
-    """Lacks methods."""
+    """An environment that lacks methods."""
 
-    async def open(self, context: EpisodeContext) -> Opening:
-        """Return nothing more."""
+    async def open(self, context: EpisodeContext) -> Observation:
+        """Return a prompt."""
         del context
-        return Opening(({"role": "user", "content": "x"},))
+        return Observation(({"role": "user", "content": "x"},))
 
 
 class Demanding(Digits):
-    """Wants something to be made."""
+    """An environment that needs an argument."""
 
     def __init__(self, level: int) -> None:
         self.level = level
@@ -108,7 +108,7 @@ NUMBER = 3
 
 
 def by_end(reply: Reply, end: End) -> float:
-    """1 for an answer that ended by itself, the share of ASCII characters, less 2, for one that was cut off."""
+    """Return 1 for a response that ended by itself, and the share of ASCII characters, less 2, for a truncated one."""
     return 1.0 if end == "done" else sum(map(str.isascii, reply.text)) / max(1, len(reply.text)) - 2
 
 
@@ -118,23 +118,23 @@ def by_reference(reply: Reply, reference: str) -> float:
 
 
 async def by_everything(reply: Reply, reference: str, row: Mapping[str, Any], results: Sequence[ToolResult]) -> Score:
-    """Return all that a reward can know, in parts."""
+    """Return a reward with components from each argument."""
     del reference
     return Score(float(len(reply.text)), {"row": float(len(row)), "results": float(len(results))})
 
 
 def by_others(completion: str, solution: str) -> float:
-    """Return another trainer's names."""
+    """Compare with the argument names of another trainer."""
     return float(completion == solution)
 
 
 def boxed() -> Tool:
-    """Python, where bubblewrap is installed."""
+    """Return a Python tool in bubblewrap's sandbox."""
     return python_tool(Sandbox(backend="bubblewrap"))
 
 
 def echo() -> Tool:
-    """Return a tool that says what it is told."""
+    """Return a tool that repeats its text."""
     text = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
     return Tool("echo", "Says it again.", text, run=lambda text: text)
 

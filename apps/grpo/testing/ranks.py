@@ -1,7 +1,7 @@
-"""For tests of fully asynchronous runs over several ranks: what is watched, and killed, in the ranks' own processes.
+"""Helpers of tests of fully async runs over several ranks: records and kills in the ranks' own processes.
 
-Ranks are spawned and know nothing of what a test has changed in its own process. So it comes with the tasks: they say
-so in each rank, where they arrive.
+Ranks are spawned and know nothing of what a test has changed in its process. So the tasks carry it: they are unpickled
+in each rank and act there.
 """
 
 import hashlib
@@ -18,17 +18,19 @@ from apps.common.run import export
 from apps.grpo import train
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
-from apps.grpo.schedules.async_follower import TrainOn
 from apps.grpo.testing.recipe import RECIPE, BabbleTasks
 from apps.grpo.testing.schedules import ASYNC, Prepare, assert_nothing_lost, note_start, nothing, small, watched
 from engines import TrainEngine
 from rollout import Episode
+from schedules.fully_async.follower import TrainBatch
 
 
 @dataclass(frozen=True)
 class ArrivingTasks(BabbleTasks):
-    """Tasks that have rank 0 note its steps and each rank its weights, and rank r prepare by entry r of `prepare`; a
-    process that samples does by `sampler`."""
+    """Tasks that prepare the process they arrive in.
+
+    Rank 0 records its steps and each rank its weights; rank r runs entry r of `prepare`, a sampling process `sampler`.
+    """
 
     run_dir: Path = field(kw_only=True)
     prepare: tuple[Prepare, ...] = field(kw_only=True)
@@ -51,7 +53,7 @@ def _arrived(eval_prompts: int, run_dir: Path, prepare: tuple[Prepare, ...], sam
 
 
 def _tell_weights(run_dir: Path) -> None:
-    """Each rank writes down a digest of the weights that it has when the run exports them."""
+    """Make each rank write a digest of its weights when the run exports them."""
     real = export.save_export
 
     def save_export(engine: TrainEngine, *arguments: Any) -> Path:
@@ -66,19 +68,19 @@ def _tell_weights(run_dir: Path) -> None:
 
 
 def digests(run_dir: Path, ranks: int = 2) -> list[str]:
-    """Return what the ranks wrote down at the end."""
+    """Return the digests that the ranks wrote at the end."""
     return [(run_dir / f"weights-of-{rank}").read_text() for rank in range(ranks)]
 
 
 def on_ranks(run_dir: Path, **changes: Any) -> GrpoConfig:
-    """Return a run of four steps on two ranks, each with a whole copy of the weights."""
+    """Return the configuration of a run of four steps on two ranks, each with a whole copy of the weights."""
     engine = replace(RECIPE.config.engine, shard_ranks=1)
     settings: dict[str, Any] = {"schedule": ASYNC, "processes": 2, "engine": engine} | changes
     return small(run_dir, **settings)
 
 
 def go_on_ranks(run_dir: Path, *prepare: Prepare, sampler: Prepare = nothing, **changes: Any) -> None:
-    """A run from the start, or from where the folder stands; see `on_ranks` and `ArrivingTasks`."""
+    """Run from the start, or resume the run of the folder; see `on_ranks` and `ArrivingTasks`."""
     run_dir.mkdir(exist_ok=True)
     resume = note_start(run_dir)
 
@@ -90,13 +92,13 @@ def go_on_ranks(run_dir: Path, *prepare: Prepare, sampler: Prepare = nothing, **
 
 
 def trained_by(run_dir: Path, rank: int) -> dict[int, dict[str, Any]]:
-    """Return what a rank trained, by step, as it last did: the tasks, and the oldest version that sampled a token."""
+    """Return what a rank last trained in each step: the tasks, and the oldest version that sampled a token."""
     lines = map(json.loads, _log_of(run_dir, rank).read_text().splitlines())
     return {line["step"]: {"tasks": line["tasks"], "oldest": line["oldest"]} for line in lines}
 
 
 def sound(run_dir: Path, config: GrpoConfig) -> None:
-    """Nothing is lost or repeated, and both ranks trained the same and ended with the same weights."""
+    """Assert that no task is lost or repeated, and that both ranks trained the same and ended with the same weights."""
     assert_nothing_lost(run_dir, config)
     assert trained_by(run_dir, 0) == trained_by(run_dir, 1)
     assert len(set(digests(run_dir))) == 1
@@ -107,16 +109,16 @@ def _log_of(run_dir: Path, rank: int) -> Path:
 
 
 def _tell_batches(run_dir: Path) -> None:
-    """Each rank writes down what it is about to train."""
-    real, log = TrainOn.batch, _log_of(run_dir, dist.get_rank())
+    """Make each rank record the batch that it is about to train."""
+    real, log = TrainBatch.batch, _log_of(run_dir, dist.get_rank())
 
-    def batch(self: TrainOn, config: GrpoConfig) -> tuple[list[Episode], TensorDict]:
-        episodes, found = real(self, config)
+    def batch(self: TrainBatch, config: GrpoConfig) -> tuple[list[Episode], TensorDict]:
+        episodes, tensors = real(self, config)
         segments = [segment for episode in episodes for segment in episode.segments]
         oldest = min(min(v for v in segment.policy_versions if v >= 0) for segment in segments)
         with log.open("a") as file:
             tasks = [episode.task_id for episode in episodes]
             file.write(json.dumps({"step": self.step, "tasks": tasks, "oldest": oldest}) + "\n")
-        return episodes, found
+        return episodes, tensors
 
-    TrainOn.batch = batch  # type: ignore[method-assign]
+    TrainBatch.batch = batch  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""A recipe for tests of whole runs: an untrained model earns some of its reward, so that weights move from step one."""
+"""A recipe for tests of whole runs: an untrained model earns some reward, so that weights change from step one."""
 
 import asyncio
 import functools
@@ -17,10 +17,10 @@ from engines import EngineConfig
 from rollout import (
     EnvironmentFactory,
     EpisodeContext,
-    Opening,
-    Outcome,
+    Observation,
     Reply,
     Score,
+    StepResult,
     TaskRow,
     Tool,
     ToolCall,
@@ -31,22 +31,22 @@ from rollout.tools.workers import instant
 
 
 class Babble:
-    """Talk about a number, as many turns as there may be; a turn earns the share of its characters that are ASCII."""
+    """An environment of as many turns as allowed; a turn's reward is the share of its ASCII characters."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.reward = 0.0
 
-    async def open(self, context: EpisodeContext) -> Opening:
+    async def open(self, context: EpisodeContext) -> Observation:
         """Return prompts of different lengths, so that ranks and micro-batches have different work."""
         del context
-        return Opening(({"role": "user", "content": "say " + str(self.number) * (1 + self.number % 9)},))
+        return Observation(({"role": "user", "content": "say " + str(self.number) * (1 + self.number % 9)},))
 
-    async def step(self, reply: Reply) -> Outcome:
-        """Score the reply to a quarter, cut off or not, and ask for more."""
+    async def step(self, reply: Reply) -> StepResult:
+        """Score the reply to a quarter, truncated or not, and ask for more."""
         share = sum(map(str.isascii, reply.text)) / max(1, len(reply.text))
         self.reward += round(4 * share) / 4
-        return Outcome(({"role": "user", "content": "more"},), done=False)
+        return StepResult(({"role": "user", "content": "more"},), done=False)
 
     async def finish(self, end: End) -> Score:
         """Return the sum of the turns' shares."""
@@ -54,18 +54,18 @@ class Babble:
         return Score(self.reward)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 class Troubled(Babble):
-    """A tool hangs in every odd number's episodes, and the environment itself in those of multiples of five.
+    """An environment whose tool hangs for odd numbers, and which itself hangs for multiples of five.
 
     The part "timed_out" of a score counts the calls that the tool's limit ended.
     """
 
     timed_out = 0
 
-    async def step(self, reply: Reply) -> Outcome:
+    async def step(self, reply: Reply) -> StepResult:
         """Score the reply, unless it hangs."""
         outcome = await super().step(reply)
         if self.number % 5 == 0:
@@ -78,7 +78,7 @@ class Troubled(Babble):
 
     async def finish(self, end: End) -> Score:
         """Return the sum of the turns' shares, and what timed out."""
-        return replace(await super().finish(end), parts={"timed_out": float(self.timed_out)})
+        return replace(await super().finish(end), reward_components={"timed_out": float(self.timed_out)})
 
 
 async def _hang() -> str:
@@ -88,7 +88,7 @@ async def _hang() -> str:
 
 @dataclass(frozen=True)
 class BabbleTasks:
-    """Numbers to talk about: step by step upwards, the held-out ones below all."""
+    """Tasks of consecutive numbers; the held-out ones come first."""
 
     eval_prompts: int
     name: str = "babble"
@@ -103,34 +103,34 @@ class BabbleTasks:
         return [_row(i) for i in range(self.eval_prompts)]
 
     def environment(self, row: TaskRow) -> EnvironmentFactory:
-        """Return to talk about the row's number."""
+        """Return the environment of the row's number."""
         return instant(functools.partial(Babble, row.data["number"]))  # with a thread's timing, last bits would differ
 
     def cursor(self) -> dict[str, Any]:
-        """Return nothing: what a step asks follows from its number."""
+        """Return nothing: a step's tasks follow from its number."""
         return {}
 
     def restore(self, cursor: Mapping[str, Any]) -> None:
-        """Nothing to go on from."""
+        """Do nothing: there is no state."""
 
 
 @dataclass(frozen=True)
 class TroubledTasks(BabbleTasks):
-    """Numbers whose episodes hang here and there."""
+    """Tasks of which some hang."""
 
     def environment(self, row: TaskRow) -> EnvironmentFactory:
-        """Return to talk about the row's number, with trouble."""
+        """Return the environment of the row's number, some of which hang."""
         return functools.partial(Troubled, row.data["number"])
 
 
 class Held(Babble):
-    """A turn stays open until the file `gate` is there, or a minute is over."""
+    """An environment whose turn ends once the file `gate` is there, or after a minute."""
 
     def __init__(self, number: int, gate: Path) -> None:
         super().__init__(number)
         self.gate = gate
 
-    async def step(self, reply: Reply) -> Outcome:
+    async def step(self, reply: Reply) -> StepResult:
         """Score the reply once it may end."""
         for _ in range(6000):
             if self.gate.is_file():
@@ -141,18 +141,18 @@ class Held(Babble):
 
 @dataclass(frozen=True)
 class HeldTasks(BabbleTasks):
-    """Numbers to talk about, of which only the held-out ones end before the file `gate` is there."""
+    """Tasks of which only the held-out ones end before the file `gate` is there."""
 
     gate: Path = field(kw_only=True)
 
     def environment(self, row: TaskRow) -> EnvironmentFactory:
-        """Return to talk about the row's number."""
+        """Return the environment of the row's number."""
         number = row.data["number"]
         return super().environment(row) if number < self.eval_prompts else functools.partial(Held, number, self.gate)
 
 
 def make_troubled_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> TroubledTasks:
-    """As many held-out numbers as asked for."""
+    """Return tasks with as many held-out numbers as the configuration asks for."""
     del tokenizer
     return TroubledTasks(config.data.eval_prompts)
 
@@ -162,7 +162,7 @@ def _row(number: int) -> TaskRow:
 
 
 def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> BabbleTasks:
-    """As many held-out numbers as asked for."""
+    """Return tasks with as many held-out numbers as the configuration asks for."""
     del tokenizer
     return BabbleTasks(config.data.eval_prompts)
 

@@ -1,4 +1,4 @@
-"""For tests of schedules: whole small runs, watched by a log that knows nothing of the ledger."""
+"""Helpers of tests of schedules: small whole runs, recorded by a log that is independent of the ledger."""
 
 import functools
 import json
@@ -13,40 +13,41 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
-from apps.common.cluster import Cluster, RolloutLayout, Schedule
+from apps.common.cluster import Cluster, RolloutLayout
 from apps.common.run.checkpoints import last_checkpoint
 from apps.common.run.config_file import CONFIG_NAME
-from apps.common.testing.process_kills import silence
+from apps.common.testing.process_kills import silence_output
 from apps.common.testing.weight_delta import assert_trained
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
 from apps.grpo.recipe import Recipe
 from apps.grpo.registry import recipes
-from apps.grpo.schedules import fully_async as schedule_async
-from apps.grpo.schedules.fully_async import FullyAsync
-from apps.grpo.schedules.one_step_off import OneStepOff
-from apps.grpo.schedules.sync import InTurn
-from apps.grpo.step import StepResult
 from apps.grpo.testing.recipe import RECIPE, BabbleTasks
 from apps.quickstart.model import ensure_tiny_model, served_config
 from rollout.control.staleness import Train
+from schedules.config import ScheduleConfig
+from schedules.fully_async import fully_async as schedule_async
+from schedules.fully_async.fully_async import FullyAsyncSchedule
+from schedules.one_step_off import OneStepOffSchedule
+from schedules.schedule import StepResult
+from schedules.sync import SyncSchedule
 
 Prepare = Callable[[], object]
 """What a process does before a run begins in it."""
 
-SYNC = Schedule("sync")
-ONE = Schedule("one_step_off")
-ASYNC = Schedule("fully_async", staleness_threshold=1.0, partial_rollout=True)
+SYNC = ScheduleConfig("sync")
+ONE = ScheduleConfig("one_step_off")
+ASYNC = ScheduleConfig("fully_async", staleness_threshold=1.0, partial_rollout=True)
 
 
-def small(run_dir: Path, schedule: Schedule, **changes: Any) -> GrpoConfig:
-    """Return a run of four steps."""
+def small(run_dir: Path, schedule: ScheduleConfig, **changes: Any) -> GrpoConfig:
+    """Return the configuration of a run of four steps."""
     cluster = replace(RECIPE.config.cluster, schedule=schedule)
     return replace(RECIPE.config, run_dir=run_dir, cluster=cluster, **changes)
 
 
-def served(run_dir: Path, layout: RolloutLayout, schedule: Schedule, **changes: Any) -> GrpoConfig:
-    """Return a run of three steps sampled by vLLM, from random weights."""
+def served(run_dir: Path, layout: RolloutLayout, schedule: ScheduleConfig, **changes: Any) -> GrpoConfig:
+    """Return the configuration of a run of three steps sampled by vLLM, from random weights."""
     recipe = recipes()["quickstart-vllm"].config
     return replace(
         replace(recipe, warm_start=replace(recipe.warm_start, steps=0), **changes),
@@ -63,14 +64,17 @@ def served(run_dir: Path, layout: RolloutLayout, schedule: Schedule, **changes: 
 
 
 def proofs(steps: list[dict[str, Any]], name: str = "weights/probe/abs") -> list[float]:
-    """Return what the probes of each hand-over told, by the rows of all steps; where training and sampling are
-    processes that wait for nobody, a row tells of the hand-over before, and the last one of both."""
+    """Return the results of each weight check, from the rows of all steps.
+
+    Where training and sampling are processes of their own, a row has the check of the weight sync before it, and the
+    last row has both.
+    """
     assert all(name in row for row in steps[1:])
     return [row[name] for row in steps if name in row]
 
 
 def assert_timed(steps: list[dict[str, Any]]) -> None:
-    """Each step tells of its hand-over: how long it took the sampler, and at what share of one rate that was."""
+    """Assert that each step has the time of its weight sync, and its share of one transfer rate."""
     rates = []
     for row in steps:
         assert min(row["weights/staging_ms"], row["weights/pause_ms"], row["weights/bytes"]) > 0
@@ -81,7 +85,7 @@ def assert_timed(steps: list[dict[str, Any]]) -> None:
 
 
 def shared_config(vocab_size: int, pad_token_id: int, eos_token_id: int) -> Qwen3_5TextConfig:
-    """Return of a model whose heads two of vLLM's workers can share."""
+    """Return the config of a model whose heads two of vLLM's workers can share."""
     config = served_config(vocab_size, pad_token_id, eos_token_id)
     config.num_key_value_heads = config.linear_num_key_heads = config.linear_num_value_heads = 2
     return config
@@ -94,7 +98,7 @@ SHARED = replace(
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
-    """Return its metrics."""
+    """Return a run's metrics."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -104,36 +108,36 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def same_weights(left: Path, right: Path) -> bool:
-    """Return whether two runs ended with the same bits."""
-    expected, found = weights(left / "export"), weights(right / "export")
-    return all(torch.equal(expected[name], found[name]) for name in expected)
+    """Return whether two runs ended with equal weights, bit for bit."""
+    expected, actual = weights(left / "export"), weights(right / "export")
+    return all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
 def log_of(run_dir: Path) -> Path:
-    """Return where the independent log of a run is."""
+    """Return the path of a run's independent log."""
     return run_dir.parent / f"{run_dir.name}-independent.log"
 
 
 def watched(run_dir: Path) -> None:
-    """From now on every step that is trained in this process is noted in a file of its own, synced to disk."""
-    ahead = FullyAsync._train
+    """Record every trained step of this process in a file of its own, synced to disk."""
+    ahead = FullyAsyncSchedule._train
 
-    def told_ahead(self: FullyAsync, decision: Train, begun: float) -> StepResult:
+    def told_ahead(self: FullyAsyncSchedule, decision: Train, begun: float) -> StepResult:
         return _told(run_dir, decision.step, ahead(self, decision, begun))
 
-    schedule_async.FullyAsync._train = told_ahead  # type: ignore[method-assign]
-    for kind in (InTurn, OneStepOff):
+    schedule_async.FullyAsyncSchedule._train = told_ahead  # type: ignore[method-assign]
+    for kind in (SyncSchedule, OneStepOffSchedule):
         kind.step = _telling(run_dir, kind.step)  # type: ignore[assignment, method-assign]
 
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Let this process be watched by nobody afterwards, as before."""
-    ahead, steps = FullyAsync._train, [(kind, kind.step) for kind in (InTurn, OneStepOff)]
+    """Restore the process afterwards, so that it records no steps."""
+    ahead, steps = FullyAsyncSchedule._train, [(kind, kind.step) for kind in (SyncSchedule, OneStepOffSchedule)]
     try:
         yield
     finally:
-        schedule_async.FullyAsync._train = ahead  # type: ignore[method-assign]
+        schedule_async.FullyAsyncSchedule._train = ahead  # type: ignore[method-assign]
         for kind, step in steps:
             kind.step = step  # type: ignore[method-assign]
 
@@ -148,7 +152,7 @@ def _told(run_dir: Path, step: int, result: StepResult) -> StepResult:
 
 
 def note(run_dir: Path, line: dict[str, Any]) -> None:
-    """Add a line to the independent log, on disk."""
+    """Add a line to the independent log, synced to disk."""
     with log_of(run_dir).open("a") as file:
         file.write(json.dumps(line) + "\n")
         file.flush()
@@ -156,14 +160,14 @@ def note(run_dir: Path, line: dict[str, Any]) -> None:
 
 
 def note_start(run_dir: Path) -> bool:
-    """Add to the independent log after which step a run of this folder starts; whether that is one that goes on."""
+    """Add to the independent log the step after which this run starts; return whether it resumes an earlier one."""
     resume = (run_dir / CONFIG_NAME).is_file()
     note(run_dir, {"from": (last_checkpoint(run_dir) or (0, None))[0] if resume else 0})
     return resume
 
 
 def history(run_dir: Path) -> dict[int, list[str]]:
-    """Return the tasks of each step in the history of the weights that are left: a start forgets the steps after it."""
+    """Return the tasks of each step of the final weights: a start drops the steps after its checkpoint."""
     steps: dict[int, list[str]] = {}
     for line in map(json.loads, log_of(run_dir).read_text().splitlines()):
         if "from" in line:
@@ -175,24 +179,23 @@ def history(run_dir: Path) -> dict[int, list[str]]:
 
 
 def assert_nothing_lost(run_dir: Path, config: GrpoConfig) -> None:
-    """Every step once, every task of the run in exactly one of them, and weights that moved."""
+    """Assert that every step ran once, every task was trained exactly once, and all weights changed."""
     steps = history(run_dir)
     assert sorted(steps) == list(range(1, config.steps + 1))
-    asked = [task for tasks in steps.values() for task in tasks]
+    trained = [task for tasks in steps.values() for task in tasks]
     first, each = config.data.eval_prompts, config.prompts * config.cluster.schedule.required_batches
-    assert sorted(asked) == sorted(f"number-{first + n}" for n in range(config.steps * each))
+    assert sorted(trained) == sorted(f"number-{first + n}" for n in range(config.steps * each))
     assert [row["step"] for row in rows(run_dir)] == list(range(config.steps + 1))
     assert_trained(run_dir)
 
 
 def nothing() -> None:
-    """Leave the process alone."""
+    """Do nothing."""
 
 
 @dataclass(frozen=True)
 class SampledTasks(BabbleTasks):
-    """Tasks that prepare the process that samples, by `sampler`, where they arrive: it is spawned, or an actor, and
-    knows nothing of what a test has changed in its own."""
+    """Tasks that run `sampler` in the sampling process (spawned, or an actor) when they arrive there."""
 
     sampler: Prepare = field(kw_only=True)
 
@@ -206,7 +209,7 @@ def _sampled(eval_prompts: int, sampler: Prepare) -> SampledTasks:
 
 
 def sampled_recipe(sampler: Prepare) -> Recipe:
-    """Return the recipe of these tests, whose sampling processes are prepared so."""
+    """Return the recipe of these tests with `sampler` to prepare its sampling processes."""
 
     def make_tasks(config: GrpoConfig, tokenizer: object) -> SampledTasks:
         del tokenizer
@@ -216,11 +219,11 @@ def sampled_recipe(sampler: Prepare) -> Recipe:
 
 
 def go(
-    run_dir: Path, schedule: Schedule, prepare: Prepare = nothing, sampler: Prepare = nothing, **changes: Any
+    run_dir: Path, schedule: ScheduleConfig, prepare: Prepare = nothing, sampler: Prepare = nothing, **changes: Any
 ) -> None:
-    """The child: a run from the start, or from where the folder stands; it and its sampling processes are prepared."""
+    """Run in a child, from the start or resumed; `prepare` and `sampler` prepare it and its sampling processes."""
     os.setpgid(0, 0)
-    silence(run_dir.parent / f"{run_dir.name}.err")
+    silence_output(run_dir.parent / f"{run_dir.name}.err")
     watched(run_dir)
     resume = note_start(run_dir)
     prepare()

@@ -34,7 +34,7 @@ LARGEST_GAP = {"float32": 1e-3, "bfloat16": 0.25}
 
 
 def run_whole(argv: Sequence[str], folder: Path, capfd: Any) -> tuple[str, list[dict[str, Any]]]:
-    """Return what the command said, and the rows of its two steps; `capfd` is pytest's.
+    """Run a command; return its output, and the metrics of its two steps. `capfd` is pytest's.
 
     Raises:
         AssertionError: with what it said, where it failed.
@@ -44,20 +44,20 @@ def run_whole(argv: Sequence[str], folder: Path, capfd: Any) -> tuple[str, list[
     process = multiprocessing.get_context("spawn").Process(target=main, args=([*argv, *own, "--steps", "2"],))
     process.start()
     process.join()
-    told = capfd.readouterr()
-    assert process.exitcode == 0, told.err[-4000:]
-    return told.out, [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()][1:]
+    output = capfd.readouterr()
+    assert process.exitcode == 0, output.err[-4000:]
+    return output.out, [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()][1:]
 
 
-def check(name: str, dtype: str, told: str, rows: Sequence[dict[str, Any]], run_dir: Path) -> None:
-    """It ran on device npu, by the recipe's own setting, and trained every tensor.
+def check(name: str, dtype: str, output: str, rows: Sequence[dict[str, Any]], run_dir: Path) -> None:
+    """Assert that the run used device npu, by the recipe's own setting, and trained every tensor.
 
     Raises:
         AssertionError: it did not.
     """
-    assert TOLD in told
-    assert "--engine.device" not in told, "the device is the recipe's own"
-    assert f"{dtype} on npu:0" in told
+    assert TOLD in output
+    assert "--engine.device" not in output, "the device is the recipe's own"
+    assert f"{dtype} on npu:0" in output
     assert len(rows) == 2
     assert all(0 < row["memory/allocated_gib"] < row["memory/peak_gib"] for row in rows), "the CPU counts none"
     assert all(row["log_prob_difference_max"] < LARGEST_GAP[dtype] for row in rows)

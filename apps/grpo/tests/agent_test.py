@@ -18,20 +18,20 @@ from rollout.environments.load_object import load_object
 AGENT = """
 import openai
 
-from rollout import AgentTask, Seat
+from rollout import AgentSlot, AgentTask
 
 
-async def ask_twice(seat: Seat) -> float:
-    async with openai.AsyncOpenAI(base_url=seat.base_url, api_key=seat.api_key) as api:
+async def ask_twice(slot: AgentSlot) -> float:
+    async with openai.AsyncOpenAI(base_url=slot.base_url, api_key=slot.api_key) as api:
         messages = [{"role": "user", "content": "say something"}]
         for _ in range(2):
-            answer = await api.chat.completions.create(model=seat.model, messages=messages)
+            answer = await api.chat.completions.create(model=slot.model, messages=messages)
             messages += [answer.choices[0].message, {"role": "user", "content": "more"}]
-    if (seat.context.index, seat.context.attempt) == (1, 0):
+    if (slot.context.index, slot.context.attempt) == (1, 0):
         raise ConnectionError("the judge is away")
-    if seat.context.task_id == "agent-0":
+    if slot.context.task_id == "agent-0":
         raise RuntimeError("no such exam")
-    if seat.context.index == 2:
+    if slot.context.index == 2:
         raise RuntimeError("no luck")
     said = messages[-2].content
     return sum(map(str.isascii, said)) / max(1, len(said))

@@ -1,7 +1,7 @@
 """Every setting of the cluster is obeyed where something can obey it, and the plan knows it; the rest is refused.
 
-What is obeyed is given beside the settings that it acts on: the run is then not refused, and its plan, or the needs
-that the plan answers, tell it from the run without it. What whole runs do with it is in schedule_test,
+What is obeyed is given beside the settings that it acts on: the run is then not refused, and its plan, or the
+requirements that the plan answers, tell it from the run without it. What whole runs do with it is in schedule_test,
 native_sampler_test, offload_test, schedule_ray_test and, for vLLM, in the tests of its own environment.
 """
 
@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from apps.common.cluster import Cluster, Pools
-from apps.common.plan.needs import needs_of
-from apps.common.plan.ready import refuse_unready
-from apps.common.plan.report import make_plan
-from apps.common.plan.work import Work
-from apps.common.testing.setting_effects import Change, field_paths, put_all
+from apps.common.testing.setting_effects import Change, field_paths, with_values
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipes.qwen3_5_35b_a3b_fsdp2 import RECIPE as LARGE
-from apps.grpo.registry import work_of
+from apps.grpo.registry import spec_of
 from apps.grpo.testing.recipe import RECIPE
+from runplan.checks.requirements import requirements
+from runplan.report.plan import make_plan
+from runplan.report.readiness import refuse_unready
+from runplan.run_spec import RunSpec
 
 ASYNC = {"schedule.mode": "fully_async"}
 VLLM = {"rollout.engine": "vllm"}
@@ -69,9 +69,11 @@ APART = ("pools.placement", "pools.rollout_nodes")
 """They come together, and are obeyed where Ray samples."""
 
 
-def plan_of(changes: Mapping[str, Any], config: GrpoConfig = RECIPE.config) -> Work:
-    """The work of a run with these settings of the cluster."""
-    return work_of(replace(config, cluster=put_all(Cluster(), changes)), RECIPE if config is RECIPE.config else None)
+def plan_of(changes: Mapping[str, Any], config: GrpoConfig = RECIPE.config) -> RunSpec:
+    """The spec of a run with these settings of the cluster."""
+    return spec_of(
+        replace(config, cluster=with_values(Cluster(), changes)), RECIPE if config is RECIPE.config else None
+    )
 
 
 def test_every_setting_is_in_one_of_the_tables() -> None:
@@ -82,30 +84,30 @@ def test_every_setting_is_in_one_of_the_tables() -> None:
 def test_what_can_act_is_not_refused_and_is_known_to_the_plan(path: str) -> None:
     change = OBEYED[path]
     without, changed = plan_of(change.both), plan_of({**change.both, path: change.value})
-    refuse_unready(changed, {"NAME": "value"})
-    told = [(str(make_plan(work)), needs_of(work)) for work in (without, changed)]
+    refuse_unready(changed)
+    told = [(str(make_plan(spec)), requirements(spec)) for spec in (without, changed)]
     assert told[0] != told[1]
 
 
 def test_pools_apart_are_obeyed_where_ray_samples_and_refused_elsewhere() -> None:
     pools = {"pools": Pools(placement="separate", rollout_nodes=1)}
     without, changed = plan_of(RAY), plan_of(RAY | pools)
-    refuse_unready(changed, {})
+    refuse_unready(changed)
     assert str(make_plan(without)) != str(make_plan(changed))
     for path in APART:
         name = path.partition(".")[2].replace("_", "-")
         with pytest.raises(ValueError, match=f"{name} .*say --cluster.rollout.ray-workers"):
-            refuse_unready(plan_of(pools), {})
+            refuse_unready(plan_of(pools))
 
 
 def test_memory_is_held_against_a_model_whose_sizes_are_known() -> None:
     plans = [
-        str(make_plan(work_of(replace(LARGE.config, cluster=put_all(Cluster(), changes)))))
+        str(make_plan(spec_of(replace(LARGE.config, cluster=with_values(Cluster(), changes)))))
         for changes in ({}, {path: change.value for path, change in SIZED.items()})
     ]
     assert plans[0] != plans[1]
     with pytest.raises(ValueError, match="does not know the model's sizes"):
-        refuse_unready(plan_of({path: change.value for path, change in SIZED.items()}), {})
+        refuse_unready(plan_of({path: change.value for path, change in SIZED.items()}))
 
 
 @pytest.mark.parametrize("path", REFUSED)
@@ -113,4 +115,4 @@ def test_what_nothing_obeys_is_refused_by_name(path: str) -> None:
     change = REFUSED[path]
     name = path.rpartition(".")[2]
     with pytest.raises(ValueError, match=f"{name}|{name.replace('_', '-')}"):
-        refuse_unready(plan_of({**change.both, path: change.value}), {})
+        refuse_unready(plan_of({**change.both, path: change.value}))

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from apps.common.cluster import Mode
-from apps.common.testing.weight_delta import tensors_of
+from apps.common.testing.weight_delta import load_tensors
 from apps.grpo.main import run
-from apps.grpo.sampling.session import Session
-from apps.grpo.sampling.vllm import WeightsNotTakenError
 from apps.grpo.testing.images import NATIVE, assert_tower_moved, pictured
 from apps.grpo.testing.schedules import proofs, rows
 from rollout import Episode
 from rollout.sync.pieces import Bucket
+from rollout.workers.bucket_messages import bucket_message, plain_bytes
 from rollout.workers.process import WorkerProcess
 from rollout.workers.ray_local import SMALL_STORE, local_ray
 from rollout.workers.ray_pool import RayPool
-from rollout.workers.bucket_messages import bucket_message, plain_bytes
+from schedules.config import Mode
+from schedules.sampling.session import RolloutSession
+from schedules.weights.weight_checks import WeightsNotTakenError
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,18 +48,18 @@ def media_of(media: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def test_a_run_on_pictures_is_the_same_with_ray_as_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Episode for episode with the tokens, grids and patches of each, and the weights bit for bit."""
-    sampled, plain = [], Session.gathered
+    sampled, plain = [], RolloutSession.gathered
 
-    def gathered(self: Session, episodes: list[Episode]) -> list[Episode]:
+    def gathered(self: RolloutSession, episodes: list[Episode]) -> list[Episode]:
         sampled.append(plain(self, episodes))
         return sampled[-1]
 
-    monkeypatch.setattr(Session, "gathered", gathered)
+    monkeypatch.setattr(RolloutSession, "gathered", gathered)
     run(pictured(tmp_path / "plain", engine="native"), NATIVE)
     expected, sampled[:] = streams(sampled), []
     run(pictured(tmp_path / "ray", engine="native", ray_workers=2), NATIVE)
     assert streams(sampled) == expected
-    left, right = (tensors_of(tmp_path / name / "export") for name in ("plain", "ray"))
+    left, right = (load_tensors(tmp_path / name / "export") for name in ("plain", "ray"))
     assert all(torch.equal(left[name], right[name]) for name in left)
     assert_tower_moved(tmp_path / "ray")
     assert all(0 < row["weights/probe/abs"] < 1e-5 for row in rows(tmp_path / "ray")[1:])

@@ -13,15 +13,15 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file
 
-from apps.common.cluster import Mode, Schedule
 from apps.common.data.tokenizer import load_tokenizer
-from apps.common.testing.weight_delta import assert_trained, tensors_of
+from apps.common.testing.weight_delta import assert_trained, load_tensors
 from apps.grpo.config import DataConfig, GrpoConfig, WarmStart
 from apps.grpo.main import configure, run
 from apps.grpo.registry import recipes
 from apps.grpo.tasks.images import make_tasks
 from apps.grpo.tasks.prompt_tasks import prompt_tasks
 from apps.quickstart.shapes import BAR, CELL, CELLS, INK, PictureProblem, draw, is_held_out, picture_problems
+from schedules.config import Mode, ScheduleConfig
 
 RECIPE = recipes()["quickstart-image"].config
 SHAPE_OF = {"squares?": "s", "discs?": "d"}
@@ -90,7 +90,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
 def test_pictures_are_sampled_ahead(tmp_path: Path, mode: Mode) -> None:
     """From the ledger and from another process: the first step's are on policy, and the trainer sees the same."""
-    cluster = replace(RECIPE.cluster, schedule=Schedule(mode))
+    cluster = replace(RECIPE.cluster, schedule=ScheduleConfig(mode))
     run(small(tmp_path / "run", cluster=cluster, warm_start=WarmStart(steps=0)))
     found = rows(tmp_path / "run")
     assert [row["step"] for row in found] == [0, 1, 2]
@@ -101,7 +101,7 @@ def test_a_run_samples_and_trains_on_the_same_pictures(finished: Path) -> None:
     for row in rows(finished)[1:]:
         assert row["log_prob_difference_max"] < SMALL_GAP
     assert_trained(finished / "warm-start", start=finished / "model")
-    assert any(name.startswith("model.visual.blocks.0.attn") for name in tensors_of(finished / "export"))
+    assert any(name.startswith("model.visual.blocks.0.attn") for name in load_tensors(finished / "export"))
     assert (finished / "export/preprocessor_config.json").is_file()
 
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from apps.common.cluster import Mode
 from apps.grpo.main import run
-from apps.grpo.sampling.vllm import WeightsNotTakenError
 from apps.grpo.testing.images import SERVED, SHARED, assert_tower_moved, pictured
 from apps.grpo.testing.schedules import proofs, rows
 from rollout import VllmEngine
 from rollout.sync.pieces import Bucket
 from rollout.workers.process import WorkerProcess
+from schedules.config import Mode
+from schedules.weights.weight_checks import WeightsNotTakenError
 
 pytestmark = pytest.mark.skipif(
     "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"

@@ -1,4 +1,4 @@
-"""What a user's file imports is there under `bazel run`: all that it knows of is what `apps.grpo.tasks.plugins` brings along."""
+"""The imports of a user's file work under `bazel run`, with what `apps.grpo.tasks.plugins` brings along."""
 
 import importlib
 

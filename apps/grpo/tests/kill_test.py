@@ -15,7 +15,14 @@ from transformers import AutoModelForCausalLM
 
 from apps.common.cli.command_line import main
 from apps.common.run.config_file import CONFIG_NAME
-from apps.common.testing.process_kills import end_of, in_child, silence, start_child, wait_for_row, watch_renames
+from apps.common.testing.process_kills import (
+    run_in_child,
+    silence_output,
+    start_child,
+    wait_for_content,
+    wait_for_exit,
+    watch_renames,
+)
 from apps.common.testing.weight_delta import assert_trained
 from apps.grpo.config import GrpoConfig, WarmStart
 from apps.grpo.main import run
@@ -35,7 +42,7 @@ def small(run_dir: Path, **changes: Any) -> GrpoConfig:
 
 def go(run_dir: Path, kill_at: int | None = None, when: When = "before", log: Path | None = None) -> None:
     """The child: a run that kills itself at a rename, or counts its renames into `log`."""
-    silence()
+    silence_output()
     seen = watch_renames(run_dir, kill_at, when)
     resume = kill_at is None and (run_dir / CONFIG_NAME).is_file()
     run(small(run_dir, resume=resume), RECIPE)
@@ -50,7 +57,7 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     folder = tmp_path_factory.mktemp("whole")
-    assert in_child(go, folder / "run", log=folder / "renames.json") == 0
+    assert run_in_child(go, folder / "run", log=folder / "renames.json") == 0
     assert_trained(folder / "run")
     return folder / "run", json.loads((folder / "renames.json").read_text())
 
@@ -75,14 +82,14 @@ def test_a_kill_at_any_rename(whole: Whole, tmp_path: Path, when: When) -> None:
     whole_dir, renames = whole
     for number, name in enumerate(renames):
         run_dir = tmp_path / f"{number}-{when}"
-        assert in_child(go, run_dir, kill_at=number, when=when) == -signal.SIGKILL, name
-        assert in_child(go, run_dir) == 0, name
+        assert run_in_child(go, run_dir, kill_at=number, when=when) == -signal.SIGKILL, name
+        assert run_in_child(go, run_dir) == 0, name
         assert_same_end(run_dir, whole_dir)
 
 
 def interrupted(run_dir: Path, said: Path, **changes: Any) -> None:
     """The child: a run under the command line's own handling of Ctrl-C, which comes as a signal."""
-    silence(said)
+    silence_output(said)
     main(lambda: run(small(run_dir, steps=2000, **changes), RECIPE))
 
 
@@ -96,10 +103,10 @@ def interrupted(run_dir: Path, said: Path, **changes: Any) -> None:
 def test_ctrl_c_leaves_a_report_and_promises_what_there_is(tmp_path: Path, rows: str, report: str, says: str) -> None:
     warm = replace(WARM, steps=200) if rows.startswith("warm") else replace(WARM, steps=0)
     child = start_child(interrupted, tmp_path / "run", tmp_path / "said", warm_start=warm)
-    wait_for_row(tmp_path / "run" / rows)
+    wait_for_content(tmp_path / "run" / rows)
     assert child.pid is not None
     os.kill(child.pid, signal.SIGINT)
-    assert end_of(child) == 130
+    assert wait_for_exit(child) == 130
     said = (tmp_path / "said").read_text().splitlines()[-1]
     assert f"--resume --run-dir {tmp_path / 'run'} {says}" in said
     assert (tmp_path / "run" / report).is_file()
@@ -109,10 +116,10 @@ def test_ctrl_c_leaves_a_report_and_promises_what_there_is(tmp_path: Path, rows:
 def test_a_kill_amid_the_warm_start(whole: Whole, tmp_path: Path) -> None:
     whole_dir, _ = whole
     child = start_child(go, tmp_path / "run")
-    wait_for_row(tmp_path / "run" / "warm-start" / "metrics.jsonl")
+    wait_for_content(tmp_path / "run" / "warm-start" / "metrics.jsonl")
     assert child.pid is not None
     os.kill(child.pid, signal.SIGKILL)
-    assert end_of(child) == -signal.SIGKILL
+    assert wait_for_exit(child) == -signal.SIGKILL
     assert not (tmp_path / "run" / "export").exists()
-    assert in_child(go, tmp_path / "run") == 0
+    assert run_in_child(go, tmp_path / "run") == 0
     assert_same_end(tmp_path / "run", whole_dir)

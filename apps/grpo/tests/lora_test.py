@@ -10,11 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from apps.common.run.interrupts import Runner
 from apps.common.testing.weight_delta import assert_trained
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
-from apps.grpo.sampling.session import hand_over
 from apps.grpo.testing.recipe import RECIPE
 from apps.quickstart.model import save_tiny_model
 from engines import EngineConfig, LoraConfig, build_engine
@@ -23,6 +21,8 @@ from engines.testing.executors import inside
 from engines.tiny import tiny_batch
 from objectives import GRPO, SFT
 from rollout import NativeEngine, Sampling
+from schedules.runtime.interrupts import Runner
+from schedules.weights.weight_sync import sync_weights
 
 
 def small(run_dir: Path, kl_coef: float, **changes: Any) -> GrpoConfig:
@@ -85,7 +85,7 @@ def test_the_sampler_is_handed_the_adapter_alone(tmp_path: Path) -> None:
         for version in (1, 2):
             for seed in range(2):
                 engine.train_batch(tiny_batch([20, 9, 14], seed=seed, vocab=60), SFT())
-            size = hand_over(engine, alone, version, runner, live=True).nbytes
+            size = sync_weights(engine, alone, version, runner, live=True).nbytes
             adapters = [p for n, p in inside(engine).model.named_parameters() if is_adapter(n)]
             assert size == sum(p.numel() * p.element_size() for p in adapters)
             whole = list(engine.export_weights(live=True))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from apps.common.cluster import RolloutLayout
-from apps.common.shrink.fields import Most
-from apps.common.testing.weight_delta import tensors_of
+from apps.common.shrink.fields import ProcessLimit
+from apps.common.testing.weight_delta import load_tensors
 from apps.grpo.main import run_shrunk
 from apps.grpo.registry import recipes
 
@@ -34,7 +34,7 @@ def test_a_script_runs_from_end_to_end_with_a_frozen_tower(
         monkeypatch.setenv(*entry.split("=", 1))
     run_dir = tmp_path / "run"
     asked = replace(config, cluster=cluster, own=own, steps=STEPS, run_dir=run_dir)
-    assert run_shrunk(asked, Most(8)).steps == STEPS
+    assert run_shrunk(asked, ProcessLimit(8)).steps == STEPS
     told = capsys.readouterr().out
     assert "--engine.vision" not in told
     assert "--engine.router" not in told
@@ -44,7 +44,7 @@ def test_a_script_runs_from_end_to_end_with_a_frozen_tower(
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == STEPS + 1
     assert all(row["log_prob_difference_max"] < SMALL_GAP for row in rows[1:])
-    before, after = (tensors_of(run_dir / at) for at in ("model", "export"))
+    before, after = (load_tensors(run_dir / at) for at in ("model", "export"))
     assert before.keys() == after.keys()
     changed = {key for key in before if not before[key].equal(after[key])}
     assert not any(key.startswith("model.visual.") for key in changed)

@@ -5,11 +5,11 @@ By hand, some minutes: `./bazelw test //apps/grpo:tests/npu_memory_test`.
 
 import pytest
 
-from apps.common.plan.plan_vs_memory import BOUND, Compared, MemoryCase, measure
 from engines.megatron.runtime.process_groups import release
 from engines.proofs.forked_ranks import launch_forked
 from engines.testing.npu.build import reason_against
 from engines.testing.npu.path import stand_in_on_path
+from runplan.testing.plan_vs_memory import BOUND, Compared, MemoryCase, measure
 
 pytestmark = pytest.mark.skipif(reason_against() is not None, reason=str(reason_against()))
 SMALL = (133, 9, 64, 240, 37, 91)

@@ -12,11 +12,11 @@ import apps.grpo.build as parts
 from apps.common.cluster import Cluster
 from apps.common.testing.weight_delta import assert_trained
 from apps.grpo.main import run
-from apps.grpo.sampling.memory_turns import resting
-from apps.grpo.sampling.session import Session
 from apps.grpo.testing.recipe import RECIPE
 from engines import TrainEngine, build_engine
 from objectives import GRPO
+from schedules.sampling.memory_turns import offloaded_during_sampling
+from schedules.sampling.session import RolloutSession
 
 
 def test_training_is_on_the_host_while_answers_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,14 +29,14 @@ def test_training_is_on_the_host_while_answers_are_sampled(tmp_path: Path, monke
         made.append(engine)
         return engine
 
-    plays = Session.playing
+    plays = RolloutSession.playing
 
-    async def playing(self: Session, *args: Any) -> Any:
+    async def playing(self: RolloutSession, *args: Any) -> Any:
         seen.append([one._offloaded for one in made])
         return await plays(self, *args)
 
     monkeypatch.setattr(parts, "build_engine", built)
-    monkeypatch.setattr(Session, "playing", playing)
+    monkeypatch.setattr(RolloutSession, "playing", playing)
     config = replace(RECIPE.config, objective=GRPO(kl_coef=0.1), steps=2, eval_every=1, save_every=1)
     for name, offload in (("plain", False), ("moved", True)):
         made.clear()
@@ -70,13 +70,13 @@ class Held:
 def test_it_comes_back_where_sampling_or_moving_fails() -> None:
     engine: Any = Held()
     other = Held(fails=True)
-    with pytest.raises(RuntimeError, match="no answers"), resting(engine, True):
+    with pytest.raises(RuntimeError, match="no answers"), offloaded_during_sampling(engine, True):
         raise RuntimeError("no answers")
     assert engine.calls == ["offload", "onload"]
     engine.reference = other
-    with pytest.raises(MemoryError, match="the host is full"), resting(engine, True):
+    with pytest.raises(MemoryError, match="the host is full"), offloaded_during_sampling(engine, True):
         pytest.fail("nothing is sampled")
     assert engine.calls == ["offload", "onload"] * 2
     assert other.calls == ["offload", "onload"]
-    with resting(engine, False):
+    with offloaded_during_sampling(engine, False):
         assert len(engine.calls) == 4

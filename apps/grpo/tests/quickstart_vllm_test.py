@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from apps.common.cluster import Schedule
 from apps.grpo.main import run
 from apps.grpo.registry import recipes
-from apps.grpo.sampling.vllm import WeightsNotTakenError
 from apps.grpo.testing.schedules import assert_timed, proofs
 from apps.grpo.train import Result
 from rollout import VllmEngine
 from rollout.sync.pieces import Bucket
 from rollout.workers.process import WorkerProcess
+from schedules.config import ScheduleConfig
+from schedules.weights.weight_checks import WeightsNotTakenError
 
 Learned = tuple[Result, Path]
 """What a run came to, and its folder."""
@@ -41,7 +41,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Learned:
     return run(replace(CONFIG, run_dir=run_dir)), run_dir
 
 
-def learn_ahead(learned: Learned, run_dir: Path, schedule: Schedule) -> tuple[Result, list[dict[str, Any]]]:
+def learn_ahead(learned: Learned, run_dir: Path, schedule: ScheduleConfig) -> tuple[Result, list[dict[str, Any]]]:
     """The same run by another schedule, from the same warm start, with weights for what is a step old."""
     config = replace(
         CONFIG,
@@ -68,7 +68,7 @@ def test_held_out_accuracy_rises_by_25_points(learned: Learned) -> None:
 
 def test_one_step_behind_it_rises_too(learned: Learned, tmp_path: Path) -> None:
     """Each step but the first trains on answers of the weights before; the sampler is proven to have the new ones."""
-    result, rows = learn_ahead(learned, tmp_path, Schedule("one_step_off"))
+    result, rows = learn_ahead(learned, tmp_path, ScheduleConfig("one_step_off"))
     assert result.accuracy_after >= result.accuracy_before + 0.25
     assert [row["schedule/staleness"] for row in rows] == [0] + [1] * (len(rows) - 1)
     assert_proven(rows)
@@ -77,7 +77,7 @@ def test_one_step_behind_it_rises_too(learned: Learned, tmp_path: Path) -> None:
 def test_fully_asynchronous_it_rises_too(learned: Learned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM is a process of the sampling process, interrupted for new weights, and proven to have them. It is killed in
     mid-generation once: both are started again, and nothing is lost."""
-    ahead = Schedule("fully_async", staleness_threshold=1.0, partial_rollout=True)
+    ahead = ScheduleConfig("fully_async", staleness_threshold=1.0, partial_rollout=True)
     started = kill_vllm_once(monkeypatch)
     result, rows = learn_ahead(learned, tmp_path, ahead)
     assert len(started) == 2

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from apps.common.cluster import Schedule
 from apps.grpo.testing.kill_points import RANK_POINTS, killed_at, killing
 from apps.grpo.testing.ranks import digests, go_on_ranks
 from apps.grpo.testing.schedules import ASYNC, ONE, SYNC, assert_nothing_lost, nothing, same_weights, small
 from engines.launch import RankError
+from schedules.config import ScheduleConfig
 
-SCHEDULES: dict[str, Schedule] = {schedule.mode: schedule for schedule in (SYNC, ONE, ASYNC)}
+SCHEDULES: dict[str, ScheduleConfig] = {schedule.mode: schedule for schedule in (SYNC, ONE, ASYNC)}
 CASES = [(mode, point) for mode, points in RANK_POINTS.items() for point in points]
 
 
@@ -42,7 +42,7 @@ def test_a_killed_rank_loses_nothing(tmp_path: Path, whole: dict[str, Path], mod
 
 
 @pytest.mark.parametrize("schedule", [SYNC, ONE, ASYNC], ids=lambda schedule: schedule.mode)
-def test_a_training_rank_killed_at_all_points_loses_nothing(tmp_path: Path, schedule: Schedule) -> None:
+def test_a_training_rank_killed_at_all_points_loses_nothing(tmp_path: Path, schedule: ScheduleConfig) -> None:
     """One after the other: the run is gone on with from its last checkpoint, and its second rank ends at the next
     point. Where a run ends with the same bits, it does with those of one that nobody killed.
     """

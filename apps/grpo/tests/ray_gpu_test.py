@@ -17,7 +17,7 @@ import pytest
 import ray
 import torch
 
-from apps.common.cluster import RolloutLayout, Schedule
+from apps.common.cluster import RolloutLayout
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
 from apps.grpo.testing.gpu import TRITON, gpu_served
@@ -25,6 +25,7 @@ from apps.grpo.testing.recipe import RECIPE
 from apps.grpo.testing.schedules import ASYNC, SYNC, proofs, rows, small
 from engines import EngineConfig
 from rollout.workers.ray_pool import RayPool
+from schedules.config import ScheduleConfig
 
 DEVICES = torch.cuda.device_count()
 pytestmark = [
@@ -38,7 +39,7 @@ BOUND = 0.05
 """Mean distance of log-probs in bfloat16, as `apps.grpo.sampling.vllm.BOUNDS` has it."""
 
 
-def in_ray(run_dir: Path, schedule: Schedule, layout: RolloutLayout, **changes: Any) -> GrpoConfig:
+def in_ray(run_dir: Path, schedule: ScheduleConfig, layout: RolloutLayout, **changes: Any) -> GrpoConfig:
     config = small(
         run_dir, schedule, **{"steps": 3, "save_every": 3, "eval_every": 3, "keep_checkpoints": 0, **changes}
     )
@@ -80,7 +81,7 @@ def assert_handed_over(run_dir: Path, steps: int = 3) -> None:
     ("schedule", "workers"), [(SYNC, min(2, DEVICES - 1)), (ASYNC, 1)], ids=["sync", "fully_async"]
 )
 def test_samplers_on_devices_of_their_own_take_each_steps_weights(
-    tmp_path: Path, pools: list[tuple[bool, list[str]]], schedule: Schedule, workers: int
+    tmp_path: Path, pools: list[tuple[bool, list[str]]], schedule: ScheduleConfig, workers: int
 ) -> None:
     """Two of them in turn, where there are three devices."""
     run(in_ray(tmp_path, schedule, RolloutLayout(ray_workers=workers)), RECIPE)
@@ -117,7 +118,7 @@ def test_a_sampler_that_is_killed_as_weights_come_is_replaced(
 @VLLM
 @pytest.mark.parametrize("schedule", [SYNC, ASYNC], ids=lambda schedule: schedule.mode)
 def test_vllm_in_an_actor_takes_each_steps_weights(
-    tmp_path: Path, pools: list[tuple[bool, list[str]]], schedule: Schedule
+    tmp_path: Path, pools: list[tuple[bool, list[str]]], schedule: ScheduleConfig
 ) -> None:
     layout = RolloutLayout("vllm", ray_workers=1, memory_share=0.2, max_requests=32, vllm=TRITON)
     run(in_ray(tmp_path, schedule, layout, steps=2, save_every=2, eval_every=2), gpu_served())
@@ -129,7 +130,7 @@ def test_vllm_in_an_actor_takes_each_steps_weights(
 
 @pytest.mark.parametrize("schedule", [SYNC, ASYNC], ids=lambda schedule: schedule.mode)
 def test_more_samplers_than_training_leaves_devices_are_refused_with_the_numbers(
-    tmp_path: Path, schedule: Schedule
+    tmp_path: Path, schedule: ScheduleConfig
 ) -> None:
     told = rf"{DEVICES} of 1 CUDA devices each need {DEVICES}, and of {DEVICES} here 1 train and {DEVICES - 1} are left"
     with pytest.raises(ValueError, match=told):

@@ -20,7 +20,6 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from apps.common.cluster import Schedule
 from apps.common.run.checkpoints import last_checkpoint
 from apps.grpo.main import run
 from apps.grpo.testing.ray import SCHEDULES, apart, go_in_ray
@@ -29,6 +28,7 @@ from apps.grpo.testing.schedules import ASYNC, SYNC, assert_nothing_lost, rows, 
 from rollout.native.scheduler.batch import ContinuousBatch
 from rollout.workers.ray_local import LOOPBACK, SMALL_STORE, connect, on_loopback
 from rollout.workers.ray_pool import RayPool
+from schedules.config import ScheduleConfig
 
 STEPS = 30
 """Decode steps of a sampler until it stands still, when the first checkpoint is there."""
@@ -127,7 +127,9 @@ def first_node(pool: RayPool) -> str:
 
 
 @SCHEDULES
-def test_a_further_node_takes_over(tmp_path: Path, nodes: Nodes, pools: list[RayPool], schedule: Schedule) -> None:
+def test_a_further_node_takes_over(
+    tmp_path: Path, nodes: Nodes, pools: list[RayPool], schedule: ScheduleConfig
+) -> None:
     """What was asked for is asked for again; in turn the weights are those of a run without Ray."""
     nodes.have(2)
     run_dir, told = tmp_path / "run", tmp_path / "told"
@@ -146,7 +148,12 @@ def test_a_further_node_takes_over(tmp_path: Path, nodes: Nodes, pools: list[Ray
 @pytest.mark.parametrize("call", ["prepare", "receive", "commit"])
 @pytest.mark.parametrize("schedule", [SYNC, ASYNC], ids=lambda schedule: schedule.mode)
 def test_a_node_that_is_lost_amid_a_hand_over_of_weights(
-    tmp_path: Path, nodes: Nodes, pools: list[RayPool], monkeypatch: pytest.MonkeyPatch, schedule: Schedule, call: str
+    tmp_path: Path,
+    nodes: Nodes,
+    pools: list[RayPool],
+    monkeypatch: pytest.MonkeyPatch,
+    schedule: ScheduleConfig,
+    call: str,
 ) -> None:
     """One of two: the other one's weights are nobody's either, and both places are filled anew."""
     nodes.have(3)
@@ -167,7 +174,7 @@ def test_a_node_that_is_lost_amid_a_hand_over_of_weights(
 
 @SCHEDULES
 def test_where_no_node_is_left_the_run_stops_by_name_and_goes_on_later(
-    tmp_path: Path, nodes: Nodes, pools: list[RayPool], schedule: Schedule
+    tmp_path: Path, nodes: Nodes, pools: list[RayPool], schedule: ScheduleConfig
 ) -> None:
     """Within a bound, with the node and what to do; then there is one, and the run goes on from its checkpoint."""
     nodes.have(1)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from apps.common.cluster import Schedule
 from apps.common.run.config_file import CONFIG_NAME
 from apps.grpo.main import run
 from apps.grpo.testing.kill_points import ACTOR, killed_at, killing
@@ -18,6 +17,7 @@ from apps.grpo.testing.recipe import RECIPE
 from apps.grpo.testing.schedules import SYNC, assert_nothing_lost, rows, same_weights, small
 from rollout.workers.process import WorkerDied
 from rollout.workers.ray_local import SMALL_STORE, local_ray
+from schedules.config import ScheduleConfig
 
 BEGINS = "while it begins"
 
@@ -40,7 +40,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @SCHEDULES
 @pytest.mark.parametrize("point", [name for name in ACTOR if name != BEGINS])
 def test_a_killed_actor_is_replaced_and_nothing_is_lost(
-    tmp_path: Path, plain: Path, schedule: Schedule, point: str
+    tmp_path: Path, plain: Path, schedule: ScheduleConfig, point: str
 ) -> None:
     """In turn the weights are those of a run that nobody killed."""
     run_dir = tmp_path / "run"
@@ -54,7 +54,7 @@ def test_a_killed_actor_is_replaced_and_nothing_is_lost(
 
 @SCHEDULES
 def test_one_that_dies_while_the_first_pool_begins_ends_the_run_which_goes_on(
-    tmp_path: Path, schedule: Schedule
+    tmp_path: Path, schedule: ScheduleConfig
 ) -> None:
     run_dir = tmp_path / "run"
     with pytest.raises(WorkerDied):
@@ -66,7 +66,7 @@ def test_one_that_dies_while_the_first_pool_begins_ends_the_run_which_goes_on(
 
 
 @SCHEDULES
-def test_one_that_dies_while_the_next_pool_begins_is_replaced_too(tmp_path: Path, schedule: Schedule) -> None:
+def test_one_that_dies_while_the_next_pool_begins_is_replaced_too(tmp_path: Path, schedule: ScheduleConfig) -> None:
     """An actor is lost amid generation, and of those that take over one before it has begun."""
     run_dir = tmp_path / "run"
     points = ["amid generation", BEGINS]

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import ray
 
-from apps.common.cluster import RolloutLayout, Schedule
+from apps.common.cluster import RolloutLayout
 from apps.grpo.main import run
 from apps.grpo.testing.ray import SCHEDULES, apart, in_ray
 from apps.grpo.testing.recipe import RECIPE
 from apps.grpo.testing.schedules import ASYNC, SYNC, rows, same_weights, small
 from rollout.workers.ray_local import connect, local_nodes
 from rollout.workers.ray_pool import RayPool
+from schedules.config import ScheduleConfig
 
 SHORT: dict[str, Any] = {"steps": 2, "save_every": 2, "eval_every": 2}
 
@@ -45,7 +46,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @SCHEDULES
 def test_samplers_are_on_nodes_of_their_own_in_every_schedule(
-    tmp_path: Path, places: list[Any], schedule: Schedule
+    tmp_path: Path, places: list[Any], schedule: ScheduleConfig
 ) -> None:
     """One on each; in turn the weights are those of a run without Ray."""
     run(apart(tmp_path / "ray", schedule, 2, 2, **SHORT), RECIPE)
@@ -74,7 +75,7 @@ def test_what_shares_trainings_node_may_be_on_it(tmp_path: Path, places: list[An
 )
 @pytest.mark.parametrize("schedule", [SYNC, ASYNC], ids=lambda schedule: schedule.mode)
 def test_a_demand_beyond_the_other_nodes_is_refused_at_once(
-    tmp_path: Path, schedule: Schedule, nodes: int, workers: int, problem: str
+    tmp_path: Path, schedule: ScheduleConfig, nodes: int, workers: int, problem: str
 ) -> None:
     """With its numbers, although this node had the room."""
     with pytest.raises(ValueError, match=problem):

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from apps.common.cluster import RolloutLayout, Schedule
+from apps.common.cluster import RolloutLayout
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
 from apps.grpo.testing.ray import SCHEDULES, in_ray
 from apps.grpo.testing.recipe import RECIPE
 from apps.grpo.testing.schedules import ASYNC, ONE, SYNC, proofs, rows, same_weights, small, weights
 from rollout.workers.ray_local import SMALL_STORE, local_ray
+from schedules.config import ScheduleConfig
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,7 +31,7 @@ def cluster() -> Iterator[str]:
         yield address
 
 
-def beside(address: str, run_dir: Path, schedule: Schedule, **changes: Any) -> GrpoConfig:
+def beside(address: str, run_dir: Path, schedule: ScheduleConfig, **changes: Any) -> GrpoConfig:
     """A run of two ranks beside the actors of the cluster at `address`."""
     return in_ray(run_dir, schedule, RolloutLayout(ray_workers=2, ray_address=address), processes=2, **changes)
 
@@ -45,7 +46,7 @@ def rewards(run_dir: Path) -> list[tuple[float, int]]:
 
 @pytest.mark.parametrize("schedule", [SYNC, ONE], ids=lambda schedule: schedule.mode)
 def test_two_ranks_with_ray_end_with_the_weights_of_two_without(
-    tmp_path: Path, cluster: str, schedule: Schedule
+    tmp_path: Path, cluster: str, schedule: ScheduleConfig
 ) -> None:
     """To the bit; and with those of one rank, whose sums are in another order, to rounding."""
     run(small(tmp_path / "plain", schedule, processes=2), RECIPE)
@@ -73,7 +74,7 @@ def actors() -> list[int]:
 
 
 @SCHEDULES
-def test_a_killed_sampler_is_replaced_on_all_ranks(tmp_path: Path, cluster: str, schedule: Schedule) -> None:
+def test_a_killed_sampler_is_replaced_on_all_ranks(tmp_path: Path, cluster: str, schedule: ScheduleConfig) -> None:
     """Every rank takes part in handing the present weights to the pool that replaces it; in turn nothing differs."""
     killed = []
 

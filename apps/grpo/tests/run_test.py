@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from apps.common.data.tokenizer import load_tokenizer
 from apps.common.run.divergence import DivergenceError
-from apps.common.testing.weight_delta import assert_trained, start_of
+from apps.common.testing.weight_delta import assert_trained, starting_weights
 from apps.grpo.config import GrpoConfig, WarmStart
 from apps.grpo.main import configure, run
 from apps.grpo.registry import recipes
@@ -57,7 +57,7 @@ def assert_learned(run_dir: Path, far: float = SMALL_MOVE) -> None:
         assert row["reward/mixed_groups"] > 0
         assert row["train/grad_norm"] > 1e-4
     assert_trained(run_dir)
-    assert largest_move(weights(start_of(run_dir)), weights(run_dir / "export")) > far
+    assert largest_move(weights(starting_weights(run_dir)), weights(run_dir / "export")) > far
 
 
 def same_row(left: dict[str, Any], right: dict[str, Any]) -> bool:
@@ -192,7 +192,7 @@ def test_a_warm_start_moves_the_weights_and_grpo_goes_on_from_them(tmp_path: Pat
     warm = WarmStart(steps=3, batch_size=8, eval_every=3, eval_prompts=4, until_accuracy=1.0, lr=3e-3, warmup_steps=0)
     run(small(tmp_path, warm_start=warm, steps=1), RECIPE)
     assert_trained(tmp_path / "warm-start", start=tmp_path / "model")
-    assert start_of(tmp_path) == tmp_path / "warm-start" / "export"
+    assert starting_weights(tmp_path) == tmp_path / "warm-start" / "export"
     assert_learned(tmp_path)
 
 
@@ -256,7 +256,7 @@ def test_a_model_and_a_file_of_ones_own(finished: Finished, tmp_path: Path) -> N
     words += " --reward apps.grpo.testing.plugins:by_end"  # which an untrained model's differ by
     run(configure(words.split()))
     assert rows(tmp_path / "run")[1]["train/trained_tokens"] > 0
-    assert start_of(tmp_path / "run") == run_dir / "export"
+    assert starting_weights(tmp_path / "run") == run_dir / "export"
     assert_learned(tmp_path / "run", far=1e-4)
     assert (tmp_path / "run" / "export" / "chat_template.jinja").is_file()
 

@@ -12,11 +12,8 @@ from typing import Any
 
 import pytest
 
-from apps.common.cluster import Schedule
-from apps.common.testing.process_kills import in_child, kill_at_call
+from apps.common.testing.process_kills import kill_at_call, run_in_child
 from apps.grpo.main import run
-from apps.grpo.schedules import one_step_off as schedule_one_step
-from apps.grpo.schedules.fully_async import FullyAsync
 from apps.grpo.testing.recipe import RECIPE
 from apps.grpo.testing.schedules import (
     ASYNC,
@@ -32,22 +29,25 @@ from rollout import RolloutLedger
 from rollout.workers.channel import Message
 from rollout.workers.process import WorkerProcess
 from runlog.timeline import read_timeline
+from schedules import one_step_off as schedule_one_step
+from schedules.config import ScheduleConfig
+from schedules.fully_async.fully_async import FullyAsyncSchedule
 
 
 @pytest.fixture(scope="module")
 def one_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("one") / "run"
-    assert in_child(go, run_dir, ONE) == 0
+    assert run_in_child(go, run_dir, ONE) == 0
     return run_dir
 
 
 def test_one_step_off_resumed_ends_with_the_same_bits(one_step: Path, tmp_path: Path) -> None:
     """Also after a kill amid a step, with answers in the ledger that no checkpoint goes with."""
-    child = in_child(
+    child = run_in_child(
         go, tmp_path / "run", ONE, prepare=lambda: kill_at_call(schedule_one_step, "train_on", 4, "before")
     )
     assert child == -signal.SIGKILL
-    assert in_child(go, tmp_path / "run", ONE) == 0
+    assert run_in_child(go, tmp_path / "run", ONE) == 0
     assert same_weights(one_step, tmp_path / "run")
     assert [row["reward"] for row in rows(tmp_path / "run")[1:]] == [row["reward"] for row in rows(one_step)[1:]]
 
@@ -55,12 +55,14 @@ def test_one_step_off_resumed_ends_with_the_same_bits(one_step: Path, tmp_path: 
 @pytest.fixture(scope="module")
 def asynchronous(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("async") / "run"
-    assert in_child(go, run_dir, ASYNC) == 0
+    assert run_in_child(go, run_dir, ASYNC) == 0
     return run_dir
 
 
-@pytest.mark.parametrize("schedule", [Schedule(), ONE], ids=lambda schedule: schedule.mode)
-def test_no_other_schedule_takes_over_from_fully_async(schedule: Schedule, asynchronous: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", [ScheduleConfig(), ONE], ids=lambda schedule: schedule.mode)
+def test_no_other_schedule_takes_over_from_fully_async(
+    schedule: ScheduleConfig, asynchronous: Path, tmp_path: Path
+) -> None:
     """Its tasks were asked ahead: another schedule would skip those that wait in the ledger, without a word."""
     shutil.copytree(asynchronous, tmp_path / "run")
     with pytest.raises(ValueError, match=r"go on with --cluster.schedule.mode fully_async"):
@@ -85,8 +87,8 @@ def test_a_kill_of_the_driver_loses_nothing(tmp_path: Path) -> None:
     """Before a finished group is recorded; more moments are `schedule_points_test`'s. Its sampler ends with it."""
     run_dir = tmp_path / "run"
     kill = lambda: kill_at_call(RolloutLedger, "finished", 7, "before")  # noqa: E731
-    assert in_child(go, run_dir, ASYNC, prepare=kill) == -signal.SIGKILL
-    assert in_child(go, run_dir, ASYNC) == 0
+    assert run_in_child(go, run_dir, ASYNC, prepare=kill) == -signal.SIGKILL
+    assert run_in_child(go, run_dir, ASYNC) == 0
     assert_nothing_lost(run_dir, small(run_dir, ASYNC))
 
 
@@ -109,13 +111,13 @@ def kill_worker(which: int) -> None:
 def test_engine_death_in_mid_generation(tmp_path: Path) -> None:
     """Another process takes over; the groups that were lost begin again."""
     run_dir = tmp_path / "run"
-    assert in_child(go, run_dir, ASYNC, prepare=lambda: kill_worker(10)) == 0
+    assert run_in_child(go, run_dir, ASYNC, prepare=lambda: kill_worker(10)) == 0
     assert_nothing_lost(run_dir, small(run_dir, ASYNC))
 
 
 def answer_late() -> None:
     """The first sampling process dies with its eighth group, whose answer comes once that group counts as lost."""
-    real, lost, held = WorkerProcess.call, FullyAsync._lost, list[Future[Message]]()
+    real, lost, held = WorkerProcess.call, FullyAsyncSchedule._lost, list[Future[Message]]()
     calls = 0
 
     def call(self: WorkerProcess, name: str, **arguments: Any) -> Any:
@@ -129,19 +131,19 @@ def answer_late() -> None:
         held.append(Future())
         return held[0]
 
-    def late(self: FullyAsync) -> list[int]:
+    def late(self: FullyAsyncSchedule) -> list[int]:
         groups = lost(self)
         assert 7 in groups
         held[0].set_result(({}, b"nobody's"))
         return groups
 
-    WorkerProcess.call, FullyAsync._lost = call, late  # type: ignore[method-assign]
+    WorkerProcess.call, FullyAsyncSchedule._lost = call, late  # type: ignore[method-assign]
 
 
 def test_an_answer_of_a_dead_sampler_whose_groups_are_lost_is_nobodys(tmp_path: Path) -> None:
     """As of Ray's samplers, whose deaths and answers come by several threads."""
     run_dir = tmp_path / "run"
-    assert in_child(go, run_dir, ASYNC, prepare=answer_late) == 0
+    assert run_in_child(go, run_dir, ASYNC, prepare=answer_late) == 0
     assert_nothing_lost(run_dir, small(run_dir, ASYNC))
 
 
@@ -167,11 +169,11 @@ def kill_when_handed(*which: int) -> None:
 def test_death_of_a_replacement_while_it_is_handed_the_weights(tmp_path: Path) -> None:
     """Two in a row: another one takes over, and the groups that the first one lost begin again."""
     run_dir = tmp_path / "run"
-    assert in_child(go, run_dir, ASYNC, prepare=lambda: kill_when_handed(1, 2)) == 0
+    assert run_in_child(go, run_dir, ASYNC, prepare=lambda: kill_when_handed(1, 2)) == 0
     assert_nothing_lost(run_dir, small(run_dir, ASYNC))
 
 
 def test_a_sampler_that_dies_again_and_again_ends_the_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    assert in_child(go, run_dir, ASYNC, prepare=lambda: kill_when_handed(1, 2, 3, 4)) not in (0, -signal.SIGKILL)
+    assert run_in_child(go, run_dir, ASYNC, prepare=lambda: kill_when_handed(1, 2, 3, 4)) not in (0, -signal.SIGKILL)
     assert "the sampling process died 4 times in a row" in (tmp_path / "run.err").read_text()

@@ -12,30 +12,37 @@ from typing import Never
 import pytest
 
 from apps.common.run.checkpoints import last_checkpoint
-from apps.common.testing.process_kills import end_of, in_child, kill_at_call, silence, stand_still, start_child
+from apps.common.testing.process_kills import (
+    hang_at_call,
+    kill_at_call,
+    run_in_child,
+    silence_output,
+    start_child,
+    wait_for_exit,
+)
 from apps.grpo.main import run
-from apps.grpo.schedules import fully_async as schedule_async
 from apps.grpo.testing.recipe import RECIPE
 from apps.grpo.testing.schedules import ASYNC, assert_nothing_lost, go, note, rows, small, watched
 from engines.storage import checkpoint
 from rollout import RolloutLedger
 from rollout.sync.pieces import Bucket
 from rollout.workers.process import WorkerProcess
+from schedules.fully_async import fully_async as schedule_async
 
 
 def test_a_full_disk_stops_the_run_with_the_reason_and_it_goes_on_later(tmp_path: Path) -> None:
     """What the ledger holds by then is not sampled again."""
     run_dir = tmp_path / "run"
     child = start_child(full, run_dir)
-    assert end_of(child) == 0
+    assert wait_for_exit(child) == 0
     assert "free some space and go on with --resume" in (tmp_path / "said").read_text()
-    assert in_child(go, run_dir, ASYNC) == 0
+    assert run_in_child(go, run_dir, ASYNC) == 0
     assert_nothing_lost(run_dir, small(run_dir, ASYNC))
 
 
 def full(run_dir: Path) -> None:
     """The child: a disk that has no room for the ledger's third group; a limit of the kernel would stop the report."""
-    silence(run_dir.parent / "err")
+    silence_output(run_dir.parent / "err")
     real, calls = RolloutLedger.finished, 0
 
     def no_room(file: int, data: bytes, at: int) -> Never:
@@ -73,26 +80,26 @@ def break_sync() -> None:
 
 def test_sync_failure_half_way(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    assert in_child(go, run_dir, ASYNC, prepare=break_sync) == 0
+    assert run_in_child(go, run_dir, ASYNC, prepare=break_sync) == 0
     assert_nothing_lost(run_dir, small(run_dir, ASYNC))
     assert [row["weights/version"] for row in rows(run_dir)[1:]] == [1, 2, 3, 4]
 
 
 def overtake() -> None:
     """The first checkpoint never gets its manifest; the driver is killed when the step after it is trained."""
-    stand_still(checkpoint, "write_manifest")
+    hang_at_call(checkpoint, "write_manifest")
     kill_at_call(schedule_async, "train_on", 2, "after")
     kill_at_call(RolloutLedger, "saved", 1, "before")  # it would come too soon
 
 
 def test_a_checkpoint_that_was_being_written_at_the_kill_has_marked_nothing(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    assert in_child(go, run_dir, ASYNC, prepare=overtake, save_every=1) == -signal.SIGKILL
+    assert run_in_child(go, run_dir, ASYNC, prepare=overtake, save_every=1) == -signal.SIGKILL
     assert last_checkpoint(run_dir) is None
     ledger = RolloutLedger(run_dir / "ledger.bin", 0)
     assert (ledger.state.saved, sorted(ledger.state.batches)) == (0, [1, 2])
     ledger.close()
-    assert in_child(go, run_dir, ASYNC, save_every=1) == 0
+    assert run_in_child(go, run_dir, ASYNC, save_every=1) == 0
     assert_nothing_lost(run_dir, small(run_dir, ASYNC, save_every=1))
 
 
@@ -106,6 +113,6 @@ def test_a_driver_that_is_killed_twice_loses_nothing(tmp_path: Path) -> None:
     """Before a group is recorded; then, gone on with, after a step that is trained and not told."""
     run_dir = tmp_path / "run"
     for kill in KILLS:
-        assert in_child(go, run_dir, ASYNC, prepare=kill) == -signal.SIGKILL
-    assert in_child(go, run_dir, ASYNC) == 0
+        assert run_in_child(go, run_dir, ASYNC, prepare=kill) == -signal.SIGKILL
+    assert run_in_child(go, run_dir, ASYNC) == 0
     assert_nothing_lost(run_dir, small(run_dir, ASYNC))

@@ -1,6 +1,6 @@
 """An asynchronous run, on a rank or two, that is killed at twenty random moments: no task is lost.
 
-By hand, as it takes minutes: `bazel test //apps/grpo:tests/schedule_kills_test`. Named points are `schedule_points_test`'s.
+By hand, as it takes minutes: `bazel test //apps/grpo:tests/schedule_kills_test`. See `schedule_points_test` too.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from apps.common.testing.process_kills import end_of, silence, start_child
+from apps.common.testing.process_kills import silence_output, start_child, wait_for_exit
 from apps.grpo.testing.ranks import go_on_ranks, on_ranks
 from apps.grpo.testing.schedules import ASYNC, assert_nothing_lost, go, small
 
@@ -41,16 +41,16 @@ def test_kills_at_twenty_random_moments(tmp_path: Path) -> None:
                 if child.is_alive():
                     assert child.pid is not None
                     os.kill(child.pid, signal.SIGKILL)
-        end_of(child)
+        wait_for_exit(child)
     assert kills == 20, "the run was whole too soon"
-    assert end_of(start_child(go, run_dir, ASYNC, **changes), WHOLE) == 0
+    assert wait_for_exit(start_child(go, run_dir, ASYNC, **changes), WHOLE) == 0
     assert_nothing_lost(run_dir, small(run_dir, ASYNC, **changes))
 
 
 def go_on_two_ranks(run_dir: Path, **changes: Any) -> None:
     """The child: two ranks, from the start or from where the folder stands."""
     os.setpgid(0, 0)
-    silence(run_dir.parent / f"{run_dir.name}.err")
+    silence_output(run_dir.parent / f"{run_dir.name}.err")
     go_on_ranks(run_dir, **changes)
 
 
@@ -75,10 +75,10 @@ def test_two_ranks_killed_at_twenty_random_moments(tmp_path: Path) -> None:
                 time.sleep(draw.uniform(0, 10))
             if number in (0, 3):
                 child.kill()
-        end_of(child)
+        wait_for_exit(child)
         assert not psutil.wait_procs(below, timeout=120)[1], "a process outlived its run"
     assert len(victims) == 20, "the run was whole too soon"
-    assert end_of(start_child(go_on_two_ranks, run_dir, **changes), WHOLE) == 0
+    assert wait_for_exit(start_child(go_on_two_ranks, run_dir, **changes), WHOLE) == 0
     assert len(set(victims)) > 2
     assert_nothing_lost(run_dir, on_ranks(run_dir, **changes))
 

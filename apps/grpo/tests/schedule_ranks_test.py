@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from apps.common.cluster import Schedule
 from apps.common.testing.process_kills import kill_at_call
-from apps.grpo.schedules import async_follower as schedule_async_ranks
-from apps.grpo.schedules.async_follower import Done, Lead, Wait
 from apps.grpo.testing.ranks import go_on_ranks, on_ranks, sound, trained_by
 from apps.grpo.testing.recipe import RECIPE
 from apps.grpo.testing.schedules import nothing, proofs, rows
 from engines.launch import RankError
 from rollout import RolloutLedger
 from rollout.workers.process import WorkerProcess
+from schedules.config import ScheduleConfig
+from schedules.fully_async import follower as schedule_async_ranks
+from schedules.fully_async.follower import Leader, StepDone, Wait
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_no_token_is_older_than_the_bound(whole: Path) -> None:
 def test_ranks_that_share_the_weights_train_on_nothing_old_where_nothing_may_be(tmp_path: Path) -> None:
     """Shards of FSDP2, and no slack: each step is sampled by the weights that it trains."""
     changes: dict[str, Any] = {
-        "schedule": Schedule("fully_async", 0.0, partial_rollout=False),
+        "schedule": ScheduleConfig("fully_async", 0.0, partial_rollout=False),
         "engine": RECIPE.config.engine,
     }
     go_on_ranks(tmp_path / "run", **changes)
@@ -135,9 +135,9 @@ def test_an_error_of_a_rank_ends_all_and_their_sampler(tmp_path: Path, monkeypat
 
 def test_who_waits_for_orders_hears_that_answers_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(schedule_async_ranks, "sent_by_rank_0", told.append)
+    monkeypatch.setattr(schedule_async_ranks, "broadcast", told.append)
     monkeypatch.setattr(schedule_async_ranks, "EVERY", 0.01)
-    lead = Lead()
+    lead = Leader()
     answer: Future[None] = Future()
     lead.waits()
     assert told == []  # they heard something a moment ago
@@ -148,8 +148,8 @@ def test_who_waits_for_orders_hears_that_answers_are_waited_for(monkeypatch: pyt
         if len(told) == 3:
             answer.set_result(None)
 
-    monkeypatch.setattr(schedule_async_ranks, "sent_by_rank_0", send)
+    monkeypatch.setattr(schedule_async_ranks, "broadcast", send)
     lead.wait_for([answer])
     assert told == [Wait()] * 3
-    lead.order(Done())
-    assert told[3] == Done()
+    lead.order(StepDone())
+    assert told[3] == StepDone()

@@ -14,18 +14,19 @@ from typing import Any
 import pytest
 import ray
 
-from apps.common.cluster import RolloutLayout, Schedule
+from apps.common.cluster import RolloutLayout
 from apps.grpo.main import run
-from apps.grpo.sampling.session import Session
-from apps.grpo.sampling.vllm import WeightsNotTakenError
 from apps.grpo.testing.ray import SCHEDULES, go_in_ray, in_ray
 from apps.grpo.testing.recipe import RECIPE
 from apps.grpo.testing.schedules import ASYNC, ONE, SYNC, assert_nothing_lost, proofs, rows, same_weights, small
 from rollout import Episode
 from rollout.sync.pieces import Bucket
+from rollout.workers.bucket_messages import bucket_message, plain_bytes
 from rollout.workers.ray_local import SMALL_STORE, local_ray
 from rollout.workers.ray_pool import RayPool
-from rollout.workers.bucket_messages import bucket_message, plain_bytes
+from schedules.config import ScheduleConfig
+from schedules.sampling.session import RolloutSession
+from schedules.weights.weight_checks import WeightsNotTakenError
 
 GLOO = RolloutLayout(ray_workers=2, weight_transport="gloo")
 SHORT: dict[str, Any] = {"steps": 2, "save_every": 2, "eval_every": 2}
@@ -41,13 +42,13 @@ def cluster() -> Iterator[None]:
 @pytest.fixture
 def sampled(monkeypatch: pytest.MonkeyPatch) -> list[list[Episode]]:
     """The episodes that a run trains on, as they come to the trainer."""
-    found, plain = [], Session.gathered
+    found, plain = [], RolloutSession.gathered
 
-    def gathered(self: Session, episodes: list[Episode]) -> list[Episode]:
+    def gathered(self: RolloutSession, episodes: list[Episode]) -> list[Episode]:
         found.append(plain(self, episodes))
         return found[-1]
 
-    monkeypatch.setattr(Session, "gathered", gathered)
+    monkeypatch.setattr(RolloutSession, "gathered", gathered)
     return found
 
 
@@ -64,7 +65,7 @@ def log_probs(steps: Iterable[Iterable[Episode]]) -> list[float]:
 
 @pytest.mark.parametrize("schedule", [SYNC, ONE], ids=lambda schedule: schedule.mode)
 def test_a_run_is_the_same_with_ray_as_without(
-    tmp_path: Path, sampled: list[list[Episode]], schedule: Schedule
+    tmp_path: Path, sampled: list[list[Episode]], schedule: ScheduleConfig
 ) -> None:
     """Episode for episode, and the weights bit for bit."""
     run(small(tmp_path / "plain", schedule, **SHORT), RECIPE)
@@ -92,7 +93,7 @@ def test_a_run_that_goes_on_ends_with_the_bits_of_one_that_was_not_cut(tmp_path:
 
 
 @SCHEDULES
-def test_weights_that_are_broadcast_are_the_trainers(tmp_path: Path, schedule: Schedule) -> None:
+def test_weights_that_are_broadcast_are_the_trainers(tmp_path: Path, schedule: ScheduleConfig) -> None:
     """Through gloo to two samplers, in every schedule; in turn the run ends with the bits of one without Ray."""
     run(in_ray(tmp_path / "ray", schedule, GLOO, **SHORT), RECIPE)
     logged = rows(tmp_path / "ray")
@@ -138,7 +139,7 @@ def test_a_killed_sampler_is_replaced_and_its_tasks_begin_again(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     sampled: list[list[Episode]],
-    schedule: Schedule,
+    schedule: ScheduleConfig,
     call: str,
     which: int,
 ) -> None:
@@ -223,7 +224,7 @@ def scaled(bucket: Bucket) -> Bucket:
 
 @pytest.mark.parametrize(("schedule", "which", "version"), [(SYNC, 5, 1), (ONE, 7, 2)])
 def test_a_replaced_pool_with_other_weights_stops_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: Schedule, which: int, version: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: ScheduleConfig, which: int, version: int
 ) -> None:
     """Before what it sampled is trained, or told: of the second step, or of the evaluation after it."""
     pools = kill_one(monkeypatch, "sample", which)  # two calls an evaluation, two a step
@@ -240,7 +241,7 @@ def test_a_replaced_pool_with_other_weights_stops_the_run(
 
 @pytest.mark.parametrize("schedule", [SYNC, ASYNC], ids=lambda schedule: schedule.mode)
 def test_one_sampler_of_several_with_other_weights_stops_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: Schedule
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: ScheduleConfig
 ) -> None:
     """Whatever went wrong on its way: it took what it got, and says that it has the new weights."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from apps.common.testing.process_kills import in_child
+from apps.common.testing.process_kills import run_in_child
 from apps.grpo.testing.kill_points import RANK, WORKER, killed_at, killing
 from apps.grpo.testing.ranks import go_on_ranks, on_ranks, sound
 from apps.grpo.testing.schedules import ASYNC, assert_nothing_lost, go, nothing, rows, small
@@ -25,7 +25,7 @@ RANK_ENDS = ("a step before it is trained", "a checkpoint amid its writing")
 def test_a_rollout_worker_killed_again_and_again_loses_nothing(tmp_path: Path) -> None:
     """The run goes on by itself: with its present weights, each process that takes over ends at the next point."""
     run_dir = tmp_path / "run"
-    assert in_child(go, run_dir, ASYNC, sampler=killing(run_dir, WORKER, *ENDS), steps=8) == 0
+    assert run_in_child(go, run_dir, ASYNC, sampler=killing(run_dir, WORKER, *ENDS), steps=8) == 0
     assert killed_at(run_dir, *ENDS) == list(ENDS)
     assert_nothing_lost(run_dir, small(run_dir, ASYNC, steps=8))
     assert [row["weights/version"] for row in rows(run_dir)[1:]] == list(range(1, 9))

@@ -8,13 +8,13 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
-from apps.common.testing.process_kills import in_child
-from apps.grpo.schedules.fully_async import FullyAsync
-from apps.grpo.step import StepResult
+from apps.common.testing.process_kills import run_in_child
 from apps.grpo.testing.schedules import ASYNC, assert_nothing_lost, go, rows, small
 from rollout.control.staleness import Train
 from rollout.sync.pieces import Bucket
 from rollout.workers.process import WorkerProcess
+from schedules.fully_async.fully_async import FullyAsyncSchedule
+from schedules.schedule import StepResult
 
 NOT_TAKEN = "it does not sample from the trainer's weights"
 
@@ -61,7 +61,7 @@ def scale(worker: int) -> None:
 def test_a_sampler_that_lives_and_did_not_take_weights_is_replaced(tmp_path: Path) -> None:
     """Its weights are those of the new number already: the same number again would be refused."""
     run_dir = tmp_path / "run"
-    assert in_child(go, run_dir, ASYNC, prepare=lambda: fail_commits(2)) == 0
+    assert run_in_child(go, run_dir, ASYNC, prepare=lambda: fail_commits(2)) == 0
     assert_nothing_lost(run_dir, small(run_dir, ASYNC))
     assert [row["weights/version"] for row in rows(run_dir)[1:]] == [1, 2, 3, 4]
     assert "is replaced: weights 2 are not taken" in (tmp_path / "run.err").read_text()
@@ -69,7 +69,7 @@ def test_a_sampler_that_lives_and_did_not_take_weights_is_replaced(tmp_path: Pat
 
 def test_samplers_that_never_take_weights_end_the_run_with_the_first_reason(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    assert in_child(go, run_dir, ASYNC, prepare=lambda: fail_commits(*range(2, 30))) == 1
+    assert run_in_child(go, run_dir, ASYNC, prepare=lambda: fail_commits(*range(2, 30))) == 1
     said = (tmp_path / "run.err").read_text().splitlines()[-1]
     assert "did not take all weights: lm_head.weight" in said
     assert "not newer" not in said
@@ -77,9 +77,9 @@ def test_samplers_that_never_take_weights_end_the_run_with_the_first_reason(tmp_
 
 def replace_amid_a_window() -> None:
     """The sampling process is killed when the third step is trained, and found dead before the fourth."""
-    real = FullyAsync._train
+    real = FullyAsyncSchedule._train
 
-    def train(self: FullyAsync, decision: Train, begun: float) -> StepResult:
+    def train(self: FullyAsyncSchedule, decision: Train, begun: float) -> StepResult:
         found = real(self, decision, begun)
         if decision.step == 3:
             worker = self._process.worker
@@ -90,7 +90,7 @@ def replace_amid_a_window() -> None:
             assert self._living() is not worker
         return found
 
-    FullyAsync._train = train  # type: ignore[method-assign]
+    FullyAsyncSchedule._train = train  # type: ignore[method-assign]
 
 
 def test_a_replacement_with_other_weights_stops_the_run(tmp_path: Path) -> None:
@@ -101,14 +101,14 @@ def test_a_replacement_with_other_weights_stops_the_run(tmp_path: Path) -> None:
         replace_amid_a_window()
 
     schedule = replace(ASYNC, parameter_sync_step=2)
-    assert in_child(go, tmp_path / "run", schedule, prepare=prepare, save_every=2, eval_every=4) == 1
+    assert run_in_child(go, tmp_path / "run", schedule, prepare=prepare, save_every=2, eval_every=4) == 1
     assert NOT_TAKEN in (tmp_path / "run.err").read_text()
 
 
 def test_a_resume_with_other_weights_stops_the_run(tmp_path: Path) -> None:
     """Before its first step is trained: nothing is known then but what it has sampled."""
     run_dir = tmp_path / "run"
-    assert in_child(go, run_dir, ASYNC, steps=2, save_every=2, eval_every=2) == 0
-    assert in_child(go, run_dir, ASYNC, save_every=2, eval_every=2, prepare=lambda: scale(0)) == 1
+    assert run_in_child(go, run_dir, ASYNC, steps=2, save_every=2, eval_every=2) == 0
+    assert run_in_child(go, run_dir, ASYNC, save_every=2, eval_every=2, prepare=lambda: scale(0)) == 1
     assert NOT_TAKEN in (tmp_path / "run.err").read_text()
     assert [row["step"] for row in rows(run_dir)] == [0, 1, 2]

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import ray
 
-from apps.common.cluster import Mode, RolloutLayout, Schedule
+from apps.common.cluster import RolloutLayout
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
 from apps.grpo.testing.images import SERVED, assert_tower_moved, pictured
 from apps.grpo.testing.schedules import proofs, rows, served
 from rollout.workers.ray_local import SMALL_STORE, local_ray
 from rollout.workers.ray_pool import RayPool
+from schedules.config import Mode, ScheduleConfig
 
 pytestmark = pytest.mark.skipif(
     "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"
@@ -37,7 +38,7 @@ def cluster() -> Iterator[None]:
             yield
 
 
-def in_ray(run_dir: Path, workers: int = 1, schedule: Schedule = Schedule("sync")) -> GrpoConfig:  # noqa: B008  frozen
+def in_ray(run_dir: Path, workers: int = 1, schedule: ScheduleConfig = ScheduleConfig("sync")) -> GrpoConfig:  # noqa: B008  frozen
     return served(run_dir, RolloutLayout("vllm", ray_workers=workers), schedule)
 
 
@@ -93,7 +94,7 @@ def test_two_samplers_take_each_steps_weights(tmp_path: Path) -> None:
 
 def test_one_step_behind_each_of_two_samplers_takes_each_steps_weights(tmp_path: Path) -> None:
     """Sampling overlaps with training: a step's answers are by the weights before its own."""
-    run(in_ray(tmp_path, 2, Schedule("one_step_off")))
+    run(in_ray(tmp_path, 2, ScheduleConfig("one_step_off")))
     assert_proven(tmp_path, 3)
     assert [row["schedule/staleness"] for row in rows(tmp_path)[1:]] == [0, 1, 1]
 
@@ -119,6 +120,6 @@ def test_one_that_is_killed_is_replaced(
 
 def test_fully_asynchronous_one_that_is_killed_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pools = kill_once(monkeypatch, "play", 10, "vllm")
-    run(in_ray(tmp_path, schedule=Schedule("fully_async", staleness_threshold=1.0, partial_rollout=True)))
+    run(in_ray(tmp_path, schedule=ScheduleConfig("fully_async", staleness_threshold=1.0, partial_rollout=True)))
     assert len(pools) == 2
     assert_proven(tmp_path, 3)

@@ -11,16 +11,10 @@ from typing import Any
 import pytest
 
 from apps.common.cli import command_line as cli
-from apps.common.cluster import Cluster, Schedule
+from apps.common.cluster import Cluster
 from apps.common.run.reporter import Reporter
 from apps.common.testing.weight_delta import assert_trained
 from apps.grpo.main import configure, run
-from apps.grpo.reporting import live as looks
-from apps.grpo.reporting.timeline import SamplerLane
-from apps.grpo.sampling.vllm import WeightsNotTakenError
-from apps.grpo.schedules import fully_async as schedule_async
-from apps.grpo.schedules.fully_async import FullyAsync
-from apps.grpo.step import StepResult
 from apps.grpo.testing.recipe import RECIPE, HeldTasks, make_troubled_tasks
 from apps.grpo.testing.schedules import ASYNC, ONE, assert_timed, rows, small
 from engines.launch import RankError
@@ -28,6 +22,13 @@ from rollout.control.staleness import Train
 from rollout.sync.pieces import Bucket
 from rollout.workers.process import WorkerProcess
 from runlog.timeline import bubble_shares, read_timeline
+from schedules.config import ScheduleConfig
+from schedules.fully_async import fully_async as schedule_async
+from schedules.fully_async.fully_async import FullyAsyncSchedule
+from schedules.reporting import live as looks
+from schedules.reporting.timeline import SamplerLane
+from schedules.schedule import StepResult
+from schedules.weights.weight_checks import WeightsNotTakenError
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +84,8 @@ def test_one_step_off_goes_on_with_as_many_ranks(processes: tuple[int, int], tmp
 
 
 @pytest.mark.parametrize("schedule", [ONE, ASYNC], ids=lambda schedule: schedule.mode)
-def test_what_runs_ahead_does_not_take_over_from_a_run_in_turn(schedule: Schedule, tmp_path: Path) -> None:
-    config = small(tmp_path / "run", Schedule(), steps=2, save_every=2, eval_every=2)
+def test_what_runs_ahead_does_not_take_over_from_a_run_in_turn(schedule: ScheduleConfig, tmp_path: Path) -> None:
+    config = small(tmp_path / "run", ScheduleConfig(), steps=2, save_every=2, eval_every=2)
     run(config, RECIPE)
     with pytest.raises(ValueError, match=r"begun under another schedule.*go on with --cluster.schedule.mode sync"):
         run(replace(config, cluster=Cluster(schedule=schedule), resume=True, steps=3), RECIPE)
@@ -94,9 +95,9 @@ def test_fully_async_shows_what_is_in_flight_and_waits(tmp_path: Path, monkeypat
     """The sampling process is asked, and its answer is shown at the next look."""
     monkeypatch.setattr(looks, "EVERY", 3600)  # the test looks itself
     shown: list[dict[str, Any]] = []
-    train = FullyAsync._train
+    train = FullyAsyncSchedule._train
 
-    def looked_at(self: FullyAsync, *arguments: Any) -> Any:
+    def looked_at(self: FullyAsyncSchedule, *arguments: Any) -> Any:
         self._show = lambda values: shown.append(dict(values))
         self._tell_live()
         for future in self._load._asked:
@@ -104,7 +105,7 @@ def test_fully_async_shows_what_is_in_flight_and_waits(tmp_path: Path, monkeypat
         self._tell_live()
         return train(self, *arguments)
 
-    monkeypatch.setattr(FullyAsync, "_train", looked_at)
+    monkeypatch.setattr(FullyAsyncSchedule, "_train", looked_at)
     run(small(tmp_path / "run", ASYNC, steps=1), RECIPE)
     assert set(shown[0]) == {"queue", "sampling", "staleness"}
     assert set(shown[1]) == {"queue", "sampling", "staleness", "episodes", "requests"}
@@ -118,9 +119,9 @@ def test_fully_async_samples_ahead_as_it_comes(
     """With the mode alone: half of the next step's groups are begun before this step is trained, with weights."""
     begun: list[int] = []
     cut: list[tuple[float, float]] = []
-    train, held = FullyAsync._train, SamplerLane.held
+    train, held = FullyAsyncSchedule._train, SamplerLane.held
 
-    def looked_at(self: FullyAsync, decision: Train, since: float) -> StepResult:
+    def looked_at(self: FullyAsyncSchedule, decision: Train, since: float) -> StepResult:
         begun.append(self._controller.state.next)
         return train(self, decision, since)
 
@@ -128,9 +129,9 @@ def test_fully_async_samples_ahead_as_it_comes(
         cut.append((begin, end))
         held(self, begin, end)
 
-    monkeypatch.setattr(FullyAsync, "_train", looked_at)
+    monkeypatch.setattr(FullyAsyncSchedule, "_train", looked_at)
     monkeypatch.setattr(SamplerLane, "held", noted)
-    config = small(tmp_path / "run", Schedule("fully_async"), steps=3, eval_every=3, save_every=3)
+    config = small(tmp_path / "run", ScheduleConfig("fully_async"), steps=3, eval_every=3, save_every=3)
     run(config, RECIPE)
     prompts = config.prompts
     assert begun == [prompts + prompts // 2, 2 * prompts + prompts // 2, 3 * prompts]
@@ -177,7 +178,7 @@ def test_a_run_shows_what_its_sampling_process_has_in_flight(tmp_path: Path, mon
         live(self, values)
 
     monkeypatch.setattr(Reporter, "live", watch)
-    config = small(tmp_path / "run", Schedule("fully_async"), steps=1, eval_every=1)
+    config = small(tmp_path / "run", ScheduleConfig("fully_async"), steps=1, eval_every=1)
     run(config, replace(RECIPE, make_tasks=lambda config, _: HeldTasks(config.data.eval_prompts, gate=gate)))
     assert "16 in flight" in told
     assert rows(tmp_path / "run")[1]["train/trained_tokens"] > 0
@@ -203,17 +204,19 @@ def test_hung_environment_and_tool_timeout(tmp_path: Path, monkeypatch: pytest.M
     """Neither wedges the run: a limit ends the episode, and the group is trained with what it has."""
     config = small(tmp_path / "run", ASYNC, steps=3, max_turns=1, max_episode_seconds=12.0)
     config = replace(config, data=replace(config.data, eval_prompts=2), save_every=3, eval_every=3)
-    trained, plain = [], FullyAsync._train
+    trained, plain = [], FullyAsyncSchedule._train
 
-    def train(self: FullyAsync, decision: Train, begun: float) -> StepResult:
+    def train(self: FullyAsyncSchedule, decision: Train, begun: float) -> StepResult:
         result = plain(self, decision, begun)
         trained.extend(result.episodes)
         return result
 
-    monkeypatch.setattr(FullyAsync, "_train", train)
+    monkeypatch.setattr(FullyAsyncSchedule, "_train", train)
     run(config, replace(RECIPE, make_tasks=make_troubled_tasks))
     assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1, 2, 3]
-    found = {(int(e.task_id[7:]), e.end == "deadline", e.score and e.score.parts["timed_out"]) for e in trained}
+    found = {
+        (int(e.task_id[7:]), e.end == "deadline", e.score and e.score.reward_components["timed_out"]) for e in trained
+    }
     # Two held out, then three steps of four. In multiples of five the environment hangs before it calls a tool.
     assert found == {(n, True, 0) if n % 5 == 0 else (n, False, n % 2) for n in range(2, 14)}
     assert {row["rollout/failed_episodes"] for row in rows(tmp_path / "run")[1:]} == {0}

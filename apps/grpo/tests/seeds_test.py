@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3_5MoeTextConfig
 
-from apps.common.plan.grid import Grid
-from apps.common.plan.model_shape import count_parameters
-from apps.common.plan.report import make_plan
 from apps.grpo.commands.plan_page import page
 from apps.grpo.main import main
 from apps.grpo.recipes.qwen3_5_35b_a3b_megatron import QWEN3_5_35B_A3B
-from apps.grpo.registry import recipes, runnable, work_of
-from engines import No
+from apps.grpo.registry import recipes, runnable, spec_of
+from engines import Unsupported
+from runplan.layout.grid import Grid
+from runplan.model.model_shape import count_parameters
+from runplan.report.plan import make_plan
 
 SEEDS = {name: recipe for name, recipe in recipes().items() if recipe.origin is not None}
-WORKS = {name: work_of(recipe.config) for name, recipe in SEEDS.items()}
+SPECS = {name: spec_of(recipe.config) for name, recipe in SEEDS.items()}
 # name -> training ranks, dp, mini-batch prompts, group size, prompt and response tokens, as in the scripts.
 SCRIPTS = {
     "qwen3-5-122b-a10b-megatron": (32, 8, 64, 6, 3240, 4096),
@@ -40,8 +40,8 @@ def test_every_script_has_its_recipe() -> None:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_values_are_the_scripts(name: str) -> None:
     ranks, dp, mini_batch, group, prompt, response = SCRIPTS[name]
-    config, work = SEEDS[name].config, WORKS[name]
-    assert (work.ranks, work.grid.dp, config.prompts // config.mini_batches) == (ranks, dp, mini_batch)
+    config, spec = SEEDS[name].config, SPECS[name]
+    assert (spec.ranks, spec.grid.dp, config.prompts // config.mini_batches) == (ranks, dp, mini_batch)
     assert (config.group_size, config.data.max_prompt_tokens, config.sampling.max_new_tokens) == (
         group,
         prompt,
@@ -54,7 +54,7 @@ def test_the_values_are_the_scripts(name: str) -> None:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_parameters_are_those_that_the_name_promises(name: str) -> None:
-    origin = WORKS[name].origin
+    origin = SPECS[name].origin
     assert origin is not None
     assert origin.shape is not None
     shape = origin.shape
@@ -99,13 +99,13 @@ def test_the_plan_has_no_problem_and_names_every_field_that_lacks(
     assert stop.value.code == 0
     text = capsys.readouterr().out
     assert "PROBLEM" not in text
-    plan = make_plan(WORKS[name])
+    plan = make_plan(SPECS[name])
     assert not plan.problems
     assert bool(plan.missing) == (name not in READY)
-    for need in plan.missing:  # reasons are folded over lines
-        assert isinstance(need.answer, No)
-        assert f"No({need.answer.reason})" in " ".join(text.split())
-    assert all(need.feature in text for need in plan.missing)
+    for requirement in plan.missing:  # reasons are folded over lines
+        assert isinstance(requirement.answer, Unsupported)
+        assert f"No({requirement.answer.reason})" in " ".join(text.split())
+    assert all(requirement.feature in text for requirement in plan.missing)
     origin = SEEDS[name].origin
     assert origin is not None
     assert all(line in text for line in origin.deviations)
@@ -118,12 +118,12 @@ def test_a_recipe_that_is_not_ready_is_refused_by_name(name: str) -> None:
 
 
 def test_layouts_and_stages() -> None:
-    assert WORKS["qwen3-5-122b-a10b-megatron"].grid == Grid(tp=2, cp=1, dp=8, pp=2, etp=1, ep=8, edp=2)
-    assert WORKS["qwen3-235b-a22b-async-npu"].grid == Grid(tp=4, cp=1, dp=4, pp=8, etp=4, ep=4, edp=1)
-    sections = make_plan(WORKS["qwen3-235b-a22b-async-npu"]).sections
+    assert SPECS["qwen3-5-122b-a10b-megatron"].grid == Grid(tp=2, cp=1, dp=8, pp=2, etp=1, ep=8, edp=2)
+    assert SPECS["qwen3-235b-a22b-async-npu"].grid == Grid(tp=4, cp=1, dp=4, pp=8, etp=4, ep=4, edp=1)
+    sections = make_plan(SPECS["qwen3-235b-a22b-async-npu"]).sections
     assert sections["Stages"][0] == "11 + 12 + 12 + 12 + 12 + 12 + 12 + 11 layers over 8 stages"
     assert "2 replicas over 128 devices" in sections["Rollout"][0]
-    assert WORKS["qwen3-235b-a22b-async-npu"].rollout_ranks == 128
+    assert SPECS["qwen3-235b-a22b-async-npu"].rollout_ranks == 128
 
 
 def test_flags_change_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engines import EngineConfig, SharedWeights, build_engine, shared_weights
+from engines import EngineConfig, SharedParameters, build_engine, shared_parameters
 from engines.launch import ensure_group
 from engines.loading import empty_module, load_model
 from engines.tiny import FUSED_SIZES, tiny_batch, tiny_model
@@ -34,9 +34,9 @@ def group() -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-def lent(engine: Any) -> SharedWeights:
-    found = shared_weights(engine)
-    assert isinstance(found, SharedWeights), found
+def lent(engine: Any) -> SharedParameters:
+    found = shared_parameters(engine)
+    assert isinstance(found, SharedParameters), found
     return found
 
 

@@ -12,17 +12,18 @@ from torch.distributed.tensor import DTensor
 
 import apps.grpo.build as parts
 import apps.grpo.sampling.native as samplers
-from apps.common.cluster import Cluster, Schedule
+from apps.common.cluster import Cluster
 from apps.common.run.reporter import Reporter
 from apps.grpo.config import GrpoConfig, WarmStart
 from apps.grpo.main import run
-from apps.grpo.sampling.session import Session
-from apps.grpo.schedules.transfer_result import Handed
 from apps.grpo.testing.recipe import RECIPE
 from engines import LoraConfig, NonFiniteError, TrainEngine, build_engine
 from engines.weights.row_shards import own_part
 from objectives import GRPO
 from rollout import Episode, NativeEngine, SharingEngine
+from schedules.config import ScheduleConfig
+from schedules.sampling.session import RolloutSession
+from schedules.weights.transfer_result import TransferResult
 
 SMALL = replace(RECIPE.config, steps=3, prompts=3, group_size=3, eval_every=1, save_every=1)
 
@@ -39,9 +40,9 @@ class Seen(NamedTuple):
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     found = Seen([], [], [], [])
-    plays, notes, makes = Session.playing, Reporter.note, samplers.native_engine
+    plays, notes, makes = RolloutSession.playing, Reporter.note, samplers.native_engine
 
-    async def playing(self: Session, *args: Any) -> list[list[Episode]]:
+    async def playing(self: RolloutSession, *args: Any) -> list[list[Episode]]:
         groups = await plays(self, *args)
         told = [
             (segment.ids, segment.log_probs, segment.policy_versions, segment.loss_mask)
@@ -65,7 +66,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         found.samplers.append(makes(*args))
         return found.samplers[-1]
 
-    monkeypatch.setattr(Session, "playing", playing)
+    monkeypatch.setattr(RolloutSession, "playing", playing)
     monkeypatch.setattr(Reporter, "note", note)
     monkeypatch.setattr(parts, "build_engine", built)
     monkeypatch.setattr(parts, "native_engine", made)
@@ -153,7 +154,7 @@ def test_the_model_is_in_memory_once(tmp_path: Path, seen: Seen, monkeypatch: py
     [
         ({"cluster": Cluster(offload=True)}, "training's weights are in host memory while answers are sampled"),
         (
-            {"cluster": Cluster(schedule=Schedule("one_step_off"))},
+            {"cluster": Cluster(schedule=ScheduleConfig("one_step_off"))},
             "one_step_off samples by earlier weights while these are trained",
         ),
         ({"engine": replace(SMALL.engine, dtype="bfloat16")}, "weights are float32, and bfloat16 is computed with"),
@@ -172,14 +173,14 @@ def test_where_it_is_not_right_there_is_a_copy_and_the_reason_is_told_once(
 def test_weights_that_are_not_finite_end_the_run_before_an_answer(
     tmp_path: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync = Session.sync
+    sync = RolloutSession.sync
 
-    def broken(self: Session, engine: Any) -> Handed:
+    def broken(self: RolloutSession, engine: Any) -> TransferResult:
         with torch.no_grad():
             own_part(engine.executor.model.model.norm.weight).part[0] = torch.inf
         return sync(self, engine)
 
-    monkeypatch.setattr(Session, "sync", broken)
+    monkeypatch.setattr(RolloutSession, "sync", broken)
     with pytest.raises(NonFiniteError, match=r"model\.norm\.weight has values that are not finite"):
         played(SMALL, tmp_path / "run", seen)
     assert len(seen.answers) == 2  # held-out before the first step, and its own

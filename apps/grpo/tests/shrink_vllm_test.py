@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from apps.common.shrink.fields import Most
-from apps.common.testing.weight_delta import tensors_of
+from apps.common.shrink.fields import ProcessLimit
+from apps.common.testing.weight_delta import load_tensors
 from apps.grpo.main import run_shrunk
 from apps.grpo.registry import recipes
 from apps.grpo.testing.schedules import rows
@@ -25,13 +25,13 @@ def test_a_script_with_images_runs_from_end_to_end_through_two_workers(
     (tmp_path / "own.py").write_text("def parity(reply):\n    return float(len(reply.content) % 2)\n")
     own = replace(config.own, reward=f"{tmp_path}/own.py:parity")  # a random model is right about nothing
     run_dir = tmp_path / "run"
-    assert run_shrunk(replace(config, own=own, steps=2, run_dir=run_dir), Most(2)).steps == 2
+    assert run_shrunk(replace(config, own=own, steps=2, run_dir=run_dir), ProcessLimit(2)).steps == 2
     told = capsys.readouterr().out
     assert {line.split()[1] for line in told.splitlines() if line.startswith("flag")} == {"--reward", "--steps"}
     steps = rows(run_dir)[1:]
     assert [row["weights/version"] for row in steps] == [1, 2]
     assert [row["rollout/failed_episodes"] for row in steps] == [0, 0]
     assert max(row["weights/probe/abs"] for row in steps) < 0.04
-    before, after = (tensors_of(run_dir / at) for at in ("model", "export"))
+    before, after = (load_tensors(run_dir / at) for at in ("model", "export"))
     tower = [key for key in before if key.startswith("model.visual.")]
     assert sum(not before[key].equal(after[key]) for key in tower) > len(tower) / 2

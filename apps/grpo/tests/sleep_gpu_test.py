@@ -16,13 +16,14 @@ import psutil
 import pytest
 import torch
 
-from apps.common.cluster import RolloutLayout, Schedule
+from apps.common.cluster import RolloutLayout
 from apps.grpo.main import run
 from apps.grpo.testing.gpu import TRITON, gpu_served
 from apps.grpo.testing.schedules import proofs, rows, small
 from engines import EngineConfig
 from engines.step import Engine
 from rollout import VllmEngine
+from schedules.config import ScheduleConfig
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,7 +73,7 @@ def test_ten_steps_in_turn_on_one_device_take_no_more_than_two(tmp_path: Path, m
     monkeypatch.setattr(VllmEngine, "wake", wake)
     monkeypatch.setattr(Engine, "train_batch", train)
     layout = RolloutLayout("vllm", sleep=True, memory_share=0.2, max_requests=32, vllm=TRITON)
-    config = small(tmp_path, Schedule(), steps=STEPS, save_every=STEPS, eval_every=STEPS, keep_checkpoints=0)
+    config = small(tmp_path, ScheduleConfig(), steps=STEPS, save_every=STEPS, eval_every=STEPS, keep_checkpoints=0)
     engine = EngineConfig(device="cuda", lr=1e-3, compile="off")
     run(replace(config, engine=engine, cluster=replace(config.cluster, rollout=layout, offload=True)), gpu_served(WIDE))
 

@@ -16,17 +16,18 @@ from tensordict import TensorDict
 import apps.grpo.build as parts
 import apps.grpo.main as command
 import apps.grpo.step as step
-from apps.common.cluster import RolloutLayout, Schedule
+from apps.common.cluster import RolloutLayout
 from apps.common.testing.weight_delta import assert_trained
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
-from apps.grpo.sampling.session import Session
 from apps.grpo.sampling.vllm import rollout_config
 from apps.grpo.testing.schedules import rows, served
 from engines import TrainEngine, build_engine
 from engines.step import Engine
 from objectives.advantages import per_token
 from rollout import VllmEngine
+from schedules.config import ScheduleConfig
+from schedules.sampling.session import RolloutSession
 
 pytestmark = pytest.mark.skipif(
     "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"
@@ -80,11 +81,11 @@ def test_either_has_the_device_alone_and_each_steps_weights_arrive_asleep(
     monkeypatch.setattr(parts, "build_engine", built)
     monkeypatch.setattr(parts, "vllm_engine", started)
     watched(VllmEngine, "generate")
-    watched(Session, "sync")
+    watched(RolloutSession, "sync")
     watched(Engine, "train_batch")
     watched(Engine, "forward")
     monkeypatch.setattr(step, "advantages_of", at_random)
-    config = served(tmp_path, RolloutLayout("vllm", sleep=True), Schedule())
+    config = served(tmp_path, RolloutLayout("vllm", sleep=True), ScheduleConfig())
     config = replace(config, engine=replace(config.engine, lr=0.02))
     run(replace(config, cluster=replace(config.cluster, offload=offload)))
     assert {(asleep, moved) for name, asleep, moved in seen if name == "generate"} == {(False, offload)}

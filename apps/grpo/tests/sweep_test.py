@@ -1,4 +1,4 @@
-"""Every setting of the grpo app, changed alone, does something or is refused; see `apps.common.testing.setting_effects`."""
+"""Every setting of the grpo app, changed alone, has an effect or is refused (`apps.common.testing.setting_effects`)."""
 
 import asyncio
 import json
@@ -9,13 +9,13 @@ from typing import Any, Literal
 import pytest
 
 from apps.common.run.divergence import DivergenceError
-from apps.common.testing.setting_effects import Change, Sweep, another, field_paths, put
+from apps.common.testing.setting_effects import Change, SettingSweep, field_paths, other_value, with_value
 from apps.grpo.config import OWNED, DataConfig, GrpoConfig, OwnConfig, WarmStart
 from apps.grpo.main import run
 from apps.grpo.recipes.environment import make_tasks as own_tasks_of
 from apps.grpo.recipes.math import make_tasks as prompt_tasks_of
 from apps.grpo.recipes.quickstart import make_tasks as sum_tasks_of
-from apps.grpo.sampling.session import chat_of
+from apps.grpo.sampling.chat import chat_of
 from apps.grpo.testing.recipe import RECIPE
 from apps.grpo.train import Result
 from apps.quickstart.tokenizer import build_tokenizer
@@ -44,7 +44,7 @@ have a test below, what ends episodes that hang one in schedule_test, when reque
 how long ranks wait one in engines' collective_timeout_test."""
 CHANGES = {
     "engine.weights": Change("replicated"),
-    "advantage": Change("leave_one_out"),
+    "advantage": Change("rloo"),
     "processes": Change(2),
     "max_turns": Change(1),
     "max_episode_tokens": Change(32),
@@ -91,7 +91,7 @@ def go(config: GrpoConfig) -> Result:
     return run(config, RECIPE)
 
 
-SWEEP = Sweep(go, BASE, NAMED | set(OWNED), CHANGES)
+SWEEP = SettingSweep(go, BASE, NAMED | set(OWNED), CHANGES)
 
 
 def test_equal_settings_make_equal_runs(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_setting_of_ones_own_environments_changes_what_is_played(
     own = OwnConfig(environment=two if several else two[:1], tasks=Path("train.jsonl" if several else "digits.jsonl"))
     base = GrpoConfig(recipe="environment", own=own)
     assert played(base) == played(base)
-    changed = put(base, f"own.{name}", OWN_CHANGES[name])
+    changed = with_value(base, f"own.{name}", OWN_CHANGES[name])
     if name == "template_options":  # they change the tokens, not the messages
         chats = [chat_of(config, build_tokenizer()) for config in (base, changed)]
         assert chats[0].options != chats[1].options
@@ -182,9 +182,9 @@ def test_a_setting_of_ones_own_for_a_file_changes_what_is_asked_or_earned(
     if name == "tool":
         with pytest.raises(ValueError, match="--max-turns"):
             played(base)
-        base = put(base, "max_turns", 1)
-    changed = put(base, f"own.{name}", OWN_OF_FILES[name])
-    assert played(put(changed, "max_turns", 2) if name == "tool" else changed) != played(base)
+        base = with_value(base, "max_turns", 1)
+    changed = with_value(base, f"own.{name}", OWN_OF_FILES[name])
+    assert played(with_value(changed, "max_turns", 2) if name == "tool" else changed) != played(base)
 
 
 def test_every_setting_of_ones_own_is_changed_here() -> None:
@@ -234,12 +234,14 @@ def test_a_setting_of_the_data_changes_what_is_asked(name: str, files: Path, mon
     base = GrpoConfig(recipe="math", max_turns=1, data=data)
     if name in DATA_CHANGES:
         assert tasks_of(base) == tasks_of(base)
-        assert tasks_of(put(base, f"data.{name}", DATA_CHANGES[name])) != tasks_of(base)
+        assert tasks_of(with_value(base, f"data.{name}", DATA_CHANGES[name])) != tasks_of(base)
     else:
         with pytest.raises(ValueError, match=f"--{name.replace('_', '-')}"):
-            tasks_of(put(base, f"data.{name}", another(DataConfig, name, getattr(data, name))))
+            tasks_of(with_value(base, f"data.{name}", other_value(DataConfig, name, getattr(data, name))))
         sums = GrpoConfig(recipe="quickstart", max_turns=1)
-        assert tasks_of(put(sums, f"data.{name}", another(DataConfig, name, getattr(data, name)))) != tasks_of(sums)
+        assert tasks_of(
+            with_value(sums, f"data.{name}", other_value(DataConfig, name, getattr(data, name)))
+        ) != tasks_of(sums)
 
 
 def test_the_seed_and_the_recipe_of_the_tasks_matter(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

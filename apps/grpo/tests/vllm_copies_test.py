@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from apps.common.cluster import Mode, RolloutLayout, Schedule
+from apps.common.cluster import RolloutLayout
 from apps.grpo.main import run
 from apps.grpo.sampling import vllm as samplers
-from apps.grpo.sampling.session import Session
-from apps.grpo.sampling.vllm import WeightsNotTakenError
 from apps.grpo.testing.schedules import SHARED, proofs, rows, served
 from rollout import Completion, VllmEngine
+from schedules.config import Mode, ScheduleConfig
+from schedules.sampling.session import RolloutSession
+from schedules.weights.weight_checks import WeightsNotTakenError
 
 pytestmark = pytest.mark.skipif(
     "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"
@@ -43,7 +44,7 @@ def test_every_steps_weights_are_proven_to_be_in_both_copies(
         return usual(self, *arguments, copy=copy, **options)
 
     monkeypatch.setattr(VllmEngine, "generate", generate)
-    run(served(tmp_path, COPIES, Schedule(mode), processes=processes), SHARED)
+    run(served(tmp_path, COPIES, ScheduleConfig(mode), processes=processes), SHARED)
     assert_proven(tmp_path, [0, 0] if mode == "fully_async" else [0, 0, 0])
     if (mode, processes) == ("one_step_off", 1):  # the others ask in processes of their own
         assert asked == {None, 0, 1}
@@ -67,7 +68,7 @@ def test_a_run_goes_on_without_a_copy_that_is_killed_while_it_samples(
         return await usual(self, *arguments, copy=copy, **options)
 
     monkeypatch.setattr(VllmEngine, "generate", generate)
-    run(served(tmp_path, COPIES, Schedule("sync")), SHARED)
+    run(served(tmp_path, COPIES, ScheduleConfig("sync")), SHARED)
     assert found
     assert_proven(tmp_path, [0, 1, 1])
 
@@ -77,7 +78,10 @@ def test_a_copy_that_keeps_older_weights_stops_the_run(tmp_path: Path, monkeypat
     usual = samplers.answered
 
     async def answered(
-        session: Session, prompts: Sequence[Sequence[int]], media: Sequence[Any] = (), vllm: VllmEngine | None = None
+        session: RolloutSession,
+        prompts: Sequence[Sequence[int]],
+        media: Sequence[Any] = (),
+        vllm: VllmEngine | None = None,
     ) -> list[Completion]:
         answers = await usual(session, prompts, media, vllm)
         assert len(answers) == 2 * len(prompts)
@@ -86,4 +90,4 @@ def test_a_copy_that_keeps_older_weights_stops_the_run(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(samplers, "answered", answered)
     with pytest.raises(WeightsNotTakenError, match="log-probs of sampler 1 of 2"):
-        run(served(tmp_path, COPIES, Schedule("sync")), SHARED)
+        run(served(tmp_path, COPIES, ScheduleConfig("sync")), SHARED)

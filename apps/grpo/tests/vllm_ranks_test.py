@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from apps.common.cluster import Mode, RolloutLayout, Schedule
+from apps.common.cluster import RolloutLayout
 from apps.grpo.main import run
 from apps.grpo.testing.schedules import rows, served
+from schedules.config import Mode, ScheduleConfig
 
 pytestmark = pytest.mark.skipif(
     "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("mode", ["sync", "one_step_off"])
 def test_both_ranks_samplers_take_each_steps_weights(tmp_path: Path, mode: Mode) -> None:
     """Both are proven by all ranks: their answers differ in length, and ranks must agree on what they score."""
-    run(served(tmp_path, RolloutLayout("vllm"), Schedule(mode), processes=2))
+    run(served(tmp_path, RolloutLayout("vllm"), ScheduleConfig(mode), processes=2))
     logged = rows(tmp_path)
     assert logged[0]["run/world_size"] == 2
     assert [row["weights/version"] for row in logged[1:]] == [1, 2, 3]

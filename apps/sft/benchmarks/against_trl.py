@@ -39,7 +39,7 @@ BUILDS = {**CASES, "gpu": hybrid}
 
 
 def side(name: str, case: str, count: int, threads: int) -> Curve:
-    """Train `count` steps of a case by one side, in the process that calls."""
+    """Train `count` steps of a case on one side, in this process."""
     quiet_libraries()
     torch.set_num_threads(threads)
     with TemporaryDirectory() as made:
@@ -52,7 +52,7 @@ def side(name: str, case: str, count: int, threads: int) -> Curve:
 
 
 def ours(task: Task, threads: int) -> Curve:
-    """Return the losses and times of this app's loop."""
+    """Train with this app's loop; return losses and times."""
     init_rank(threads, 0)
     engine = build_engine(replace(task.engine, model=str(task.model)))
     watch, losses = Stopwatch(task.engine.device), []
@@ -65,28 +65,28 @@ def ours(task: Task, threads: int) -> Curve:
 
 
 def measure(case: str, count: int, threads: int, variants: list[str]) -> dict[str, Curve]:
-    """Return every side's curve, ours first; a line each as it ends."""
-    found: dict[str, Curve] = {}
+    """Return every side's curve, ours first; print a line for each as it ends."""
+    curves: dict[str, Curve] = {}
     for name in ("ours", *variants):
         with ProcessPoolExecutor(1, get_context("spawn")) as own:
-            curve = found[name] = own.submit(side, name, case, count, threads).result()
+            curve = curves[name] = own.submit(side, name, case, count, threads).result()
         facts: dict[str, Any] = {
             "median_step_ms": round(1e3 * sorted(curve.seconds[3:])[len(curve.seconds[3:]) // 2], 1)
         }
         facts |= {"tokens_per_s": round(curve.rate()), "peak_gib": round(curve.peak_gib, 2), "steps": len(curve.losses)}
         facts |= {"first_s": round(curve.seconds[0], 1), "losses": [round(curve.losses[i], 4) for i in (0, -1)]}
         print(json.dumps({"what": name} | facts), flush=True)
-    return found
+    return curves
 
 
-def table(found: dict[str, Curve], count: int) -> None:
-    """The curves side by side, and how many times TRL's rate ours is."""
-    left = found["ours"]
-    print("| step | " + " | ".join(found) + " |\n| --- |" + " --- |" * len(found))
+def table(curves: dict[str, Curve], count: int) -> None:
+    """Print the curves side by side, and the ratio of our rate to TRL's."""
+    left = curves["ours"]
+    print("| step | " + " | ".join(curves) + " |\n| --- |" + " --- |" * len(curves))
     for step in range(0, count, max(1, count // 10)):
-        cells = (f"{c.losses[step]:.4f}" if step < len(c.losses) else "" for c in found.values())
+        cells = (f"{c.losses[step]:.4f}" if step < len(c.losses) else "" for c in curves.values())
         print(f"| {step + 1} | " + " | ".join(cells) + " |")
-    for name, curve in found.items():
+    for name, curve in curves.items():
         if name == "ours":
             continue
         ratio = f"{left.rate() / curve.rate():.2f} times TRL's tokens/s ({name})"
@@ -105,23 +105,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--trl", nargs="+", choices=list(VARIANTS), default=None, help="ways to run TRL")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    if given.steps < 5:
+    options = parser.parse_args()
+    if options.steps < 5:
         raise SystemExit("--steps must be at least 5: the first three are not timed")
-    if given.device == "cuda" and torch.cuda.device_count() != 1:
+    if options.device == "cuda" and torch.cuda.device_count() != 1:
         raise SystemExit("set CUDA_VISIBLE_DEVICES to one GPU: TRL takes all that it sees")
-    threads = 1 if given.device == "cpu" else torch.get_num_threads()
-    variants = given.trl or (["no checkpointing"] if given.device == "cpu" else list(VARIANTS))
-    if given.device == "cuda" and given.case:
+    threads = 1 if options.device == "cpu" else torch.get_num_threads()
+    variants = options.trl or (["no checkpointing"] if options.device == "cpu" else list(VARIANTS))
+    if options.device == "cuda" and options.case:
         raise SystemExit("--case is of a CPU: leave it out with --device cuda")
     every = {}
-    for name in ["gpu"] if given.device == "cuda" else given.case or ["short"]:
+    for name in ["gpu"] if options.device == "cuda" else options.case or ["short"]:
         print(f"\n{name}", flush=True)
-        found = measure(name, given.steps, threads, variants)
-        table(found, given.steps)
-        every[name] = {side: asdict(curve) for side, curve in found.items()}
-    if given.out:
-        given.out.write_text(json.dumps(every))
+        curves = measure(name, options.steps, threads, variants)
+        table(curves, options.steps)
+        every[name] = {side: asdict(curve) for side, curve in curves.items()}
+    if options.out:
+        options.out.write_text(json.dumps(every))
 
 
 if __name__ == "__main__":

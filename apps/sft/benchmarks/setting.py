@@ -1,4 +1,4 @@
-"""What both sides of `against_trl` are given: a model in a directory, the rows of each step, the engine's settings."""
+"""The inputs of both sides of `against_trl`: a model in a directory, the rows of each step, the engine's settings."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from apps.sft.config import DataConfig, SftConfig
 from apps.sft.data import load_conversations, write_demonstrations
 from apps.sft.reading.samples import Sample, as_sample
 from apps.sft.reading.sources import Source
-from apps.sft.step_plan import course_of
+from apps.sft.step_plan import plan_steps
 from engines import EngineConfig, LoraConfig
 
 Steps = Sequence[Sequence[Sample]]
@@ -29,7 +29,8 @@ ROW_TOKENS = 8192
 
 @dataclass(frozen=True)
 class Lengths:
-    """Rows of a step: how many, their tokens in all, those of a row at most, and the middle of the logarithms."""
+    """The lengths of a step's rows: how many rows, their tokens in all, the most of a row, and the median of
+    logarithms."""
 
     rows: int
     tokens: int
@@ -54,7 +55,7 @@ ON_CPU = Lengths(12, 2560, 1024, 5.0, 256)
 
 @dataclass(frozen=True)
 class Task:
-    """`model`: a directory with its tokenizer."""
+    """The inputs of a side. `model`: a directory with its tokenizer."""
 
     model: Path
     tokenizer: Any
@@ -63,7 +64,7 @@ class Task:
 
     @property
     def tokens(self) -> list[int]:
-        """Tokens of each step."""
+        """The tokens of each step."""
         return [sum(len(row["input_ids"]) for row in rows) for rows in self.steps]
 
 
@@ -86,8 +87,8 @@ def tiny(folder: Path, count: int, hidden: int = 64) -> Task:
     data = DataConfig(max_tokens=256, demonstrations=4096)
     source = Source(write_demonstrations(data, 0, folder / "rows.jsonl"))
     rows = load_conversations(data, [source], tokenizer, None, folder / "tokens")
-    course = course_of(SftConfig(steps=count, data=data), rows)
-    steps = [[rows.train[i] for i in course.rows(step)] for step in range(count)]
+    plan = plan_steps(SftConfig(steps=count, data=data), rows)
+    steps = [[rows.train[i] for i in plan.rows(step)] for step in range(count)]
     return Task(model, tokenizer, steps, EngineConfig(device="cpu", lr=3e-3))
 
 
@@ -118,8 +119,7 @@ HYBRID = {
 
 
 def hybrid(folder: Path, count: int) -> Task:
-    """Return a Qwen3.5 of 0.67 B parameters with random weights, 8,192 tokens a step in 16 rows of long-tailed
-    lengths."""
+    """Return a random Qwen3.5 of 0.67 B parameters, 8,192 tokens a step in 16 rows of long-tailed lengths."""
     tokenizer = build_tokenizer()
     model = folder / "model"
     torch.manual_seed(0)
@@ -132,8 +132,7 @@ def hybrid(folder: Path, count: int) -> Task:
 
 
 def random_steps(count: int, lengths: Lengths) -> Steps:
-    """Return rows of ids that are the rarer the larger, so that there is something to learn; the last 70 % are
-    trained."""
+    """Return rows of random ids, rarer the larger, so that there is something to learn; the last 70 % are trained."""
     rng = torch.Generator().manual_seed(0)
     return [[_row(length, lengths.words, rng) for length in lengths.draw(rng)] for _ in range(count)]
 
@@ -183,7 +182,7 @@ class Curve:
 
 
 class Stopwatch:
-    """Seconds between marks: the process's own on a CPU, where others may be busy, the clock's on a GPU."""
+    """A stopwatch: the process's own seconds on a CPU, where others may be busy, the clock's on a GPU."""
 
     def __init__(self, device: str) -> None:
         self.cuda = device == "cuda"
@@ -205,5 +204,5 @@ class Stopwatch:
             torch.cuda.reset_peak_memory_stats()
 
     def peak_gib(self) -> float:
-        """Return of the device's memory since the third mark."""
+        """Return the device's peak memory since the third mark, in GiB."""
         return torch.cuda.max_memory_allocated() / 2**30 if self.cuda else 0.0

@@ -1,8 +1,8 @@
-"""How many rows a second are tokenised into a store: conversations of the synthetic task, by one or more processes.
+"""Rows a second that are tokenised into a store: conversations of the synthetic task, by one or more processes.
 
-    python -m apps.sft.benchmarks.tokenising [--rows N] [--processes N]
+python -m apps.sft.benchmarks.tokenising [--rows N] [--processes N]
 
-The clock's seconds, with the start of the processes and the digest of the file in them.
+Wall time, with the start of the processes and the digest of the file.
 """
 
 import argparse
@@ -24,20 +24,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=16384)
     parser.add_argument("--processes", type=int, default=1)
-    given = parser.parse_args()
+    options = parser.parse_args()
     quiet_libraries()
     tokenizer = build_tokenizer()
     with TemporaryDirectory() as made:
-        path = write_demonstrations(DataConfig(task="calculator", demonstrations=given.rows), 0, Path(made, "a.jsonl"))
-        begun, used = time.perf_counter(), time.process_time()
-        store = tokenise(path, Columns(), tokenizer, None, Path(made, "tokens"), given.processes)
-        seconds, used = time.perf_counter() - begun, time.process_time() - used
+        path = write_demonstrations(
+            DataConfig(task="calculator", demonstrations=options.rows), 0, Path(made, "a.jsonl")
+        )
+        started, used = time.perf_counter(), time.process_time()
+        store = tokenise(path, Columns(), tokenizer, None, Path(made, "tokens"), options.processes)
+        seconds, used = time.perf_counter() - started, time.process_time() - used
         facts = {"rows": len(store), "tokens": int(store.lengths.sum()), "megabytes": path.stat().st_size / 1e6}
     rates = {
         "rows_per_s": round(facts["rows"] / seconds),
         "rows_per_cpu_s_of_this_process": round(facts["rows"] / used),
     }
-    print(json.dumps(facts | {"processes": given.processes, "seconds": round(seconds, 2)} | rates))
+    print(json.dumps(facts | {"processes": options.processes, "seconds": round(seconds, 2)} | rates))
 
 
 if __name__ == "__main__":

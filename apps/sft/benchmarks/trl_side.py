@@ -14,7 +14,7 @@ from apps.sft.benchmarks.setting import VARIANTS, Curve, Stopwatch, Task
 
 
 class _InOrder(SFTTrainer):  # type: ignore[misc]
-    """Rows as they come."""
+    """A sampler of rows in their order."""
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> SequentialSampler:
         del args, kwargs
@@ -68,7 +68,7 @@ def train(task: Task, variant: str, folder: Path) -> Curve:
 
 def _config(task: Task, options: dict[str, Any], folder: Path) -> SFTConfig:
     engine = task.engine
-    given: dict[str, Any] = {
+    own_options: dict[str, Any] = {
         "per_device_train_batch_size": len(task.steps[0]),
         "max_length": None,
         "use_cpu": engine.device == "cpu",
@@ -92,12 +92,12 @@ def _config(task: Task, options: dict[str, Any], folder: Path) -> SFTConfig:
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
-        **given,
+        **own_options,
     )
 
 
 def _adapter(task: Task) -> Any:
-    """Adapters of the same rank and scale on the same layers; where they begin is drawn by each side for itself."""
+    """Return adapters of the same rank and scale on the same layers; each side draws its own initial values."""
     lora = task.engine.lora
     if not lora.rank:
         return None
@@ -107,7 +107,8 @@ def _adapter(task: Task) -> Any:
 
 
 def _attention() -> str:
-    """Torch's attention over sequences of several lengths, which keeps packed rows apart as flash attention does."""
+    """Register attention over sequences of several lengths by torch, packed rows apart as in flash attention; return
+    its name."""
     from torch.nn.attention.varlen import varlen_attn
 
     def attend(

@@ -1,1 +1,1 @@
-"""From files to samples: rows in their forms, tokens kept on disk, who is held out, which order they come in."""
+"""From files to samples: the forms of rows, tokens on disk, the held-out split, the order of rows."""

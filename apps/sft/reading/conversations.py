@@ -1,4 +1,4 @@
-"""Rows of a file as conversations: what a row may hold is checked here, before any tokenizer sees it."""
+"""Rows of a file as conversations, checked before any tokenizer sees them."""
 
 import hashlib
 import json
@@ -15,8 +15,7 @@ MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The messages of a row and the tools they could call; `row` counts from 1. Turns before message number
-    `trained_from` are not trained."""
+    """The messages of a row and its tools; `row` counts from 1. Turns before message `trained_from` are not trained."""
 
     row: int
     messages: tuple[Message, ...]
@@ -39,7 +38,7 @@ def digest(content: Any) -> str:
 def conversation_of(
     number: int, row: Row, messages_column: str, tools_column: str, images_column: str | None = None
 ) -> Conversation:
-    """Check a row. Messages, tools and tool calls may be JSON text.
+    """Return the conversation of a row. Messages, tools and tool calls may be JSON text.
 
     `images_column`: where images may be besides the messages' parts, if the model sees; else they are refused, as
     videos and audio always are.
@@ -75,7 +74,7 @@ def shown(row: Row, messages: tuple[Message, ...], images_column: str | None, *c
 
 
 def check_no_media(row: Row, *columns: str) -> None:
-    """Refuse a row with media in a column of a usual name, which none of `columns` is."""
+    """Raise ValueError for a row with media in a column of a usual name that is not in `columns`."""
     media = [name for name in MEDIA_COLUMNS if row.get(name) and name not in columns]
     if media:
         raise ValueError(
@@ -85,13 +84,13 @@ def check_no_media(row: Row, *columns: str) -> None:
 
 
 def tools_of(row: Row, column: str) -> tuple[Any, ...] | None:
-    """Return the tools of a row, where it has some."""
+    """Return the tools of a row, or none."""
     tools = row.get(column)
     return tuple(list_of(tools, f"column {column!r}: expected a list of tools")) or None if tools else None
 
 
 def messages_of(messages: Sequence[Any], where: str, sees: str | None = None) -> tuple[Message, ...]:
-    """Check messages, at least one; `sees`: image parts may be among their contents' if it is not None.
+    """Return checked messages, at least one; their contents may have image parts where `sees` is not None.
 
     Raises:
         ValueError: naming the message.
@@ -145,16 +144,16 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         arguments = _json(arguments, f"{where}: arguments of a tool call")
     if not isinstance(arguments, Mapping):
         raise ValueError(f"{where}: arguments of a tool call must be an object, got {arguments!r:.60}")
-    kept = {key: value for key, value in call.items() if key not in ("function", "name", "arguments")}
-    return {"type": "function", **kept, "function": {**function, "arguments": arguments}}
+    others = {key: value for key, value in call.items() if key not in ("function", "name", "arguments")}
+    return {"type": "function", **others, "function": {**function, "arguments": arguments}}
 
 
 def list_of(value: Any, expected: str) -> list[Any]:
-    """Return a list, or the list that a JSON text holds."""
-    found = _json(value, expected) if isinstance(value, str) else value
-    if not isinstance(found, list):
+    """Return the list, or the list in a JSON text."""
+    items = _json(value, expected) if isinstance(value, str) else value
+    if not isinstance(items, list):
         raise ValueError(f"{expected}, got {value!r:.60}")
-    return found
+    return items
 
 
 def _json(text: str, what: str) -> Any:
@@ -165,7 +164,7 @@ def _json(text: str, what: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return the value without the keys that are null: in a Parquet file each message has the keys of all."""
+    """Return the value without null keys: in a Parquet file each message has the keys of all."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value

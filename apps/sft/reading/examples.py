@@ -1,4 +1,4 @@
-"""What a row can be: a conversation, a prompt with its completion, or plain text."""
+"""The forms of a row: a conversation, a prompt with its completion, or plain text."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ Form = Literal["auto", "messages", "prompt_completion", "text"]
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns hold what, and what form the rows have; "auto" is decided by a file's first row."""
+    """The columns of a file and the form of its rows; "auto" is decided by the first row."""
 
     form: Form = "auto"
     messages: str = "messages"
@@ -37,7 +37,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A text that the model goes on from, and the text that it shall write; the prompt may be empty: plain text."""
+    """A prompt and its completion; the prompt may be empty: plain text."""
 
     row: int
     prompt: str
@@ -53,7 +53,7 @@ Example = Conversation | Completion
 
 
 def read_examples(path: Path, columns: Columns) -> Iterator[Example]:
-    """Read the rows of a .jsonl or .parquet file, one after another.
+    """Yield the rows of a .jsonl or .parquet file, checked.
 
     A prompt and its completion are both texts, or both lists of messages: then only the assistant's turns of the
     completion are trained. Of a plain text every token is.

@@ -1,5 +1,5 @@
-"""Which sample comes at which place of a run: a pure function of sizes, weights and seed, so that a resumed run goes on
-where it stopped.
+"""The sample at each place of a run, a pure function of sizes, weights and seed, so that a resumed run continues
+exactly.
 
 1. An epoch has as many places as all files have samples. Without weights it reads every sample once, in an order of
    its own.
@@ -19,7 +19,7 @@ from rollout.seeds import derive_seed
 
 @dataclass(frozen=True)
 class Mixture:
-    """`sizes`: how many samples each file has; `weights`: their shares, None for one pool of all."""
+    """The mixture of files. `sizes`: the samples of each; `weights`: their shares, None for one pool of all."""
 
     sizes: tuple[int, ...]
     weights: tuple[float, ...] | None
@@ -38,15 +38,15 @@ class Mixture:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """How many places of an epoch each file has: largest remainders."""
+        """The number of an epoch's places of each file, by largest remainders."""
         if self.weights is None:
             return self.sizes
         exact = [len(self) * weight / sum(self.weights) for weight in self.weights]
-        found = [int(share) for share in exact]
-        by_rest = sorted(range(len(exact)), key=lambda i: found[i] - exact[i])
-        for i in by_rest[: len(self) - sum(found)]:
-            found[i] += 1
-        return tuple(found)
+        counts = [int(share) for share in exact]
+        by_rest = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
+        for i in by_rest[: len(self) - sum(counts)]:
+            counts[i] += 1
+        return tuple(counts)
 
     def at(self, first: int, end: int) -> list[int]:
         """Return the samples at places first..end-1 of the run, numbered through all files."""
@@ -67,13 +67,13 @@ def _order(mixture: Mixture, epoch: int) -> Sequence[int]:
 
 
 def _draws(mixture: Mixture, file: int, first: int, end: int) -> list[int]:
-    """Draws first..end-1 of a file's samples, numbered within it."""
+    """Return draws first..end-1 of a file's samples, numbered within it."""
     size = mixture.sizes[file]
-    found: list[int] = []
+    samples: list[int] = []
     for turn in range(first // size, -(-end // size)):
         order = _shuffled(size, derive_seed(mixture.seed, f"file {file}", turn))
-        found += order[max(first - turn * size, 0) : end - turn * size]
-    return found
+        samples += order[max(first - turn * size, 0) : end - turn * size]
+    return samples
 
 
 def _shuffled(count: int, seed: int) -> list[int]:

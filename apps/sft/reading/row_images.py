@@ -1,8 +1,8 @@
-"""The images of a row put into its messages: from a column, in the places that parts or <image> name.
+"""Images of a row put into its messages: from a column, at the places of image parts or <image> marks.
 
-Data sets have them in three ways, and each is read: parts `{"type": "image", "image": PICTURE}`; parts
-`{"type": "image"}` or the text <image> in a user's turn, and a column with the pictures in that order; that column
-alone, whose pictures then come before the first user's turn.
+Data sets have them in three ways, and each is read: parts `{"type": "image", "image": PICTURE}`; parts `{"type":
+"image"}` or the text <image> in a user's turn, and a column with the pictures in that order; that column alone, whose
+pictures then come before the first user's turn.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,7 +50,8 @@ def with_row_images(messages: Sequence[Message], images: Sequence[Any], column: 
 
 
 def _filled(message: Message, waiting: list[str], marked: bool) -> Message:
-    """Return the message with pictures taken off the front of `waiting` for its bare parts, or its marks."""
+    """Return the message with images of `waiting` in its empty image parts or at its marks; they are taken off the
+    front."""
     if marked and _text(message):
         first, *rest = _text(message).split(IMAGE_MARK)
         parts = _text_parts(first)
@@ -62,8 +63,8 @@ def _filled(message: Message, waiting: list[str], marked: bool) -> Message:
     filled = []
     for part in message["content"]:
         if part.get("type") == "image":
-            given = part.get("image")
-            filled += _image_parts([waiting.pop(0) if given is None else _picture(given, "content")])
+            image = part.get("image")
+            filled += _image_parts([waiting.pop(0) if image is None else _picture(image, "content")])
         else:
             filled.append(part)
     return {**message, "content": filled}
@@ -95,6 +96,6 @@ def _parts(message: Message) -> list[Mapping[str, Any]]:
 
 
 def _text(message: Message) -> str:
-    """Return what a user wrote as plain text: where marks are looked for."""
+    """Return a user's plain text, in which marks are looked for."""
     content = message.get("content")
     return content if isinstance(content, str) and message["role"] == "user" else ""

@@ -1,4 +1,4 @@
-"""Rows as training samples: ids, and a mask that is true on what the model shall learn to write."""
+"""Rows as training samples: token ids, and a mask of the trained ones."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ Sample = Mapping[str, Any]
 
 
 class PictureError(ValueError):
-    """An image of a conversation can't be read; the text says which."""
+    """An image of a conversation that can't be read; the text names it."""
 
 
 class UnprovenMaskError(ValueError):
-    """A conversation of which it can't be proven which tokens are the assistant's; the text says why."""
+    """A conversation whose assistant's tokens can't be proven; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Token ids, and which of them are trained; one entry a token each. The first token is never trained.
+    """Token ids and a mask of the trained ones, one entry a token each; the first token is never trained.
 
     `types`: which tokens stand for images (1), one entry a token; `images`: their paths or `data:` URIs in order. Both
     are empty for a conversation without.
@@ -59,9 +59,9 @@ def encode_messages(
         UnprovenMaskError: the mask can't be trusted, or the ids are not those of `apply_chat_template`.
         ValueError, jinja2.TemplateError: the template refuses the messages.
     """
-    found = images_of(messages) if pictures is not None else []
-    if pictures is not None and found:
-        rendered = _rendered(tokenizer, messages, tools, stop_tokens, pictures, _read(pictures, found)[1])
+    images = images_of(messages) if pictures is not None else []
+    if pictures is not None and images:
+        rendered = _rendered(tokenizer, messages, tools, stop_tokens, pictures, _read(pictures, images)[1])
     else:
         rendered = render(tokenizer, list(messages), tools=list(tools) if tools else None, stop_tokens=stop_tokens)
     if rendered.problems:
@@ -70,16 +70,16 @@ def encode_messages(
     if trained_from:
         first = min((span.token_start for span in rendered.spans if span.message >= trained_from), default=len(mask))
         mask = [trained and i >= first for i, trained in enumerate(mask)]
-    return Encoded(rendered.ids, mask, rendered.mm_token_type_ids if found else (), found)
+    return Encoded(rendered.ids, mask, rendered.mm_token_type_ids if images else (), images)
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, prompt: str, text: str) -> Encoded:
-    """Tokenise a prompt and the text that follows; of the text every token is trained, and an end of sequence after it.
+    """Tokenise a prompt and the text after it; every token of the text is trained, and an end of sequence after it.
 
-    Where the two together begin with the tokens of the prompt they are tokenised together; elsewhere a token would
-    reach over the border, and they are tokenised apart: at use too the model meets the prompt's own tokens.
-    Special tokens that the tokenizer puts before a text stand before the prompt. An end of sequence that the prompt has
-    of its own is the prompt's; one that the text ends with is not written twice.
+    Where both together begin with the tokens of the prompt they are tokenised together. Elsewhere a token would reach
+    over the border, and they are tokenised apart: in use, too, the model reads the prompt's own tokens. Special tokens
+    that the tokenizer puts before a text are put before the prompt. A prompt keeps its own end of sequence; one at the
+    end of the text is not written twice.
 
     Raises:
         ValueError: the tokenizer has no end of sequence.
@@ -115,7 +115,7 @@ def _seen_sample(
     stop_tokens: Sequence[str] | None,
     pictures: Pictures,
 ) -> Sample:
-    """Return a sample of a model that sees: all have the keys of images, also those of text alone."""
+    """Return a sample of a model that sees; samples of text alone have the keys of images too."""
     media = _read(pictures, images_of(messages))
     rendered = _rendered(tokenizer, messages, tools, stop_tokens, pictures, media[1])
     if rendered.problems:
@@ -123,14 +123,14 @@ def _seen_sample(
     return {**as_sample(rendered.ids, rendered.assistant_mask), **_media_entries(rendered.mm_token_type_ids, media)}
 
 
-def media_of(types: Sequence[int], found: Sequence[str], pictures: Pictures) -> dict[str, Tensor]:
-    """Return what a sample shows as a batch's entries; nothing of it for a sample of text. `types`: one entry a token.
+def media_of(types: Sequence[int], images: Sequence[str], pictures: Pictures) -> dict[str, Tensor]:
+    """Return the images of a sample as a batch's entries; nothing for a sample of text. `types`: one entry a token.
 
     Raises:
         PictureError: an image can't be read.
         ValueError: the images have other numbers of tokens than `types` says.
     """
-    media = _read(pictures, found)
+    media = _read(pictures, images)
     tokens = sum(grid_tokens(grid, pictures.merge_size) for grid in media[1].tolist())
     if tokens != sum(types):
         raise ValueError(f"its images have {tokens} tokens, they had {sum(types)}: a file of them has changed")
@@ -142,12 +142,12 @@ def _media_entries(types: Sequence[int], media: tuple[Tensor, Tensor]) -> dict[s
     return {"mm_token_type_ids": torch.tensor(types, dtype=torch.int64), **dict(named)}
 
 
-def _read(pictures: Pictures, found: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """Patches f32[P, numbers] and grids i64[n, 3]."""
-    if not found:
+def _read(pictures: Pictures, images: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """Return patches f32[P, numbers] and grids i64[n, 3]."""
+    if not images:
         return torch.empty(0, pictures.numbers), torch.empty(0, 3, dtype=torch.int64)
     try:
-        return pictures.read(found)
+        return pictures.read(images)
     except ValueError as error:
         raise PictureError(str(error)) from error
 
@@ -191,7 +191,7 @@ def stop_tokens_of(directory: Path, tokenizer: PreTrainedTokenizerBase) -> tuple
 
 
 def as_sample(ids: Sequence[int], mask: Sequence[bool]) -> Sample:
-    """Token ids and their mask as the batch's per-token entries."""
+    """Return token ids and their mask as the batch's per-token entries."""
     return {
         "input_ids": torch.tensor(ids, dtype=torch.int64),
         "position_ids": torch.arange(len(ids)),
@@ -200,5 +200,5 @@ def as_sample(ids: Sequence[int], mask: Sequence[bool]) -> Sample:
 
 
 def batch_of(samples: Sequence[Sample]) -> TensorDict:
-    """Samples as one batch."""
+    """Return samples as one batch."""
     return make_batch(samples)

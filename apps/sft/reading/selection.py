@@ -1,4 +1,5 @@
-"""Which entries of a store can be trained on, by their lengths; the samples chosen among them, read when asked for."""
+"""The entries of a store that can be trained on, by their lengths; tokens of the chosen samples are read when asked
+for."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class Usable:
 
 
 def usable_of(store: Store, max_tokens: int, truncation: Truncation) -> Usable:
-    """Decide for each entry. Of a row that is cut, something that is trained must be left."""
+    """Return the usable entries of a store. Of a row that is cut, some trained token must be left."""
     reasons = dict(store.reasons)
     trained, long = store.trained.copy(), np.flatnonzero(store.lengths > max_tokens)
     for number in map(int, long):
@@ -63,10 +64,9 @@ def usable_of(store: Store, max_tokens: int, truncation: Truncation) -> Usable:
 
 
 def cut(ids: np.ndarray, mask: np.ndarray, max_tokens: int, truncation: Truncation) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most max_tokens of a row's tokens and mask; the first of them is never trained, as nothing comes before
-    it."""
-    kept = slice(-max_tokens, None) if truncation == "left" else slice(None, max_tokens)
-    ids, mask = ids[kept], mask[kept].copy()
+    """Return at most max_tokens of a row's tokens and mask; the first is not trained, as nothing comes before it."""
+    part = slice(-max_tokens, None) if truncation == "left" else slice(None, max_tokens)
+    ids, mask = ids[part], mask[part].copy()
     mask[:1] = False
     return ids, mask
 
@@ -83,7 +83,7 @@ class Samples(Sequence[Sample]):
 
     @staticmethod
     def of(files: Sequence[Usable], chosen: Sequence[int], pictures: Pictures | None = None) -> "Samples":
-        """Return those at `chosen` of all usable entries of all files, numbered through."""
+        """Return the samples at `chosen` of all usable entries of all files, numbered through."""
         every = [np.stack([np.full(len(file.entries), n), file.entries], axis=1) for n, file in enumerate(files)]
         stores = tuple((file.store, file.max_tokens, file.truncation) for file in files)
         return Samples(stores, np.concatenate(every)[np.asarray(chosen, dtype=np.int64)], pictures)
@@ -121,6 +121,6 @@ class Samples(Sequence[Sample]):
 
     @property
     def lengths(self) -> np.ndarray:
-        """i64[n]: tokens that are read of each."""
-        found = [min(int(self.files[f][0].lengths[e]), self.files[f][1]) for f, e in self.places]
-        return np.array(found, dtype=np.int64)
+        """The tokens read of each sample, i64[n]."""
+        lengths = [min(int(self.files[f][0].lengths[e]), self.files[f][1]) for f, e in self.places]
+        return np.array(lengths, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""What --data names: files, each with its weight in the mixture or without one."""
+"""The files of --data, each with its weight in the mixture or without one."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ class Source:
 
 
 def parse_sources(texts: Sequence[str]) -> tuple[Source, ...]:
-    """Read FILE or FILE:WEIGHT of each text.
+    """Parse FILE or FILE:WEIGHT of each text.
 
     Raises:
         ValueError: a weight that is no number above 0, weights for some files alone, or a file that comes twice.

@@ -1,4 +1,4 @@
-"""Which samples are trained on and which are held out, by the keys of their conversations."""
+"""The split into training and held-out samples, by the keys of their conversations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from apps.common.data.held_out import held_out_keys
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Indices of the samples on either side, and of those left out because they are in the held-out file too.
+    """Indices of the samples on either side, and of those left out because the held-out file has them too.
 
     Every index is in exactly one of the three, in order; no key is in both `train` and `held_out`.
     """
@@ -19,7 +19,7 @@ class Split:
 
 
 def split_off(keys: Sequence[str], share: float) -> Split:
-    """Hold out about `share` of the different keys; samples of equal keys stay on one side."""
+    """Split off about `share` of the different keys as held out; samples of equal keys stay on one side."""
     chosen = held_out_keys(keys, share) if keys else set()
     return Split(
         tuple(i for i, key in enumerate(keys) if key not in chosen),
@@ -28,10 +28,10 @@ def split_off(keys: Sequence[str], share: float) -> Split:
 
 
 def split_against(keys: Sequence[str], held_out: Sequence[str]) -> Split:
-    """Remove from `keys` exactly those that are in `held_out`, a file of its own (indices count in its own list)."""
-    asked = set(held_out)
+    """Remove from `keys` exactly those that are in `held_out`, a file of its own with its own indices."""
+    excluded = set(held_out)
     return Split(
-        tuple(i for i, key in enumerate(keys) if key not in asked),
+        tuple(i for i, key in enumerate(keys) if key not in excluded),
         tuple(range(len(held_out))),
-        tuple(i for i, key in enumerate(keys) if key in asked),
+        tuple(i for i, key in enumerate(keys) if key in excluded),
     )

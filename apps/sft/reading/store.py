@@ -51,12 +51,12 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Bytes that it takes in memory, about: a token is a Python number and its place in two lists."""
+        """The bytes that it takes in memory, about: a token is a Python number and its place in two lists."""
         return 0 if self.encoded is None else 48 * len(self.encoded.ids) + sum(map(len, self.encoded.images))
 
 
 def stamp_of(image: str) -> str:
-    """Return size and time of change of an image's file, which another picture does not share; "" of a `data:` URI.
+    """Return the size and modification time of an image's file, which identify it; "" for a `data:` URI.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -68,7 +68,7 @@ def stamp_of(image: str) -> str:
 
 
 def in_parts(items: Iterable[T], count: int, size: int, size_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield the items in order, in lists that end when they have `count` items or `size` bytes."""
+    """Yield the items in order, in lists that end at `count` items or `size` bytes."""
     part: list[T] = []
     total = 0
     for item in items:
@@ -82,7 +82,7 @@ def in_parts(items: Iterable[T], count: int, size: int, size_of: Callable[[T], i
 
 
 def write_store(path: Path, entries: Iterable[Entry]) -> None:
-    """Write all entries in order; the file appears whole or not at all, also where several write it at once."""
+    """Write all entries in order; the file appears whole or not at all, also where several processes write it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.writing")
     try:
@@ -95,7 +95,7 @@ def write_store(path: Path, entries: Iterable[Entry]) -> None:
 
 
 class Store:
-    """The entries of a file, mapped: only the pages that are read come into memory. Pickled by its path."""
+    """The entries of a mapped file: only the pages that are read come into memory. Pickled by its path."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -108,22 +108,22 @@ class Store:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """i64[n]: the number of each entry's row in its source."""
+        """The number of each entry's row in its source, i64[n]."""
         return self._column("row")
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """i64[n]: tokens; 0 for an entry without."""
+        """The tokens of each entry, i64[n]; 0 for an entry without."""
         return self._column("length")
 
     @cached_property
     def trained(self) -> np.ndarray:
-        """i64[n]: trained tokens; the first of a row never is, as nothing comes before it."""
+        """The trained tokens of each entry, i64[n]; the first of a row never is, as nothing comes before it."""
         return self._column("trained")
 
     @cached_property
     def reasons(self) -> dict[int, str]:
-        """Why entries have no tokens, by their number."""
+        """The reasons why entries have no tokens, by their number."""
         column = self._table.column("reason")
         return {int(i): column[int(i)].as_py() for i in np.flatnonzero(column.is_valid().to_numpy())}
 
@@ -133,25 +133,25 @@ class Store:
         return result
 
     def tokens(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """input_ids i64[T] and loss_mask bool[T] of an entry, as copies."""
+        """Return input_ids i64[T] and loss_mask bool[T] of an entry, as copies."""
         ids, mask = (self._cell(name, number).values for name in ("input_ids", "loss_mask"))
         return ids.to_numpy().astype(np.int64), mask.to_numpy(zero_copy_only=False)
 
     @cached_property
     def shown(self) -> np.ndarray:
-        """i64[n]: how many images an entry has."""
+        """The number of images of each entry, i64[n]."""
         counts = [pc.list_value_length(batch.column("images")).to_numpy() for batch in self._batches]
         return np.concatenate(counts)
 
     def images(self, number: int) -> tuple[list[int], list[str]]:
-        """Return which tokens stand for images (1), and these as paths or `data:` URIs; both empty without."""
-        types, found = (self._cell(name, number).as_py() for name in ("types", "images"))
-        return types, found
+        """Return a mask of the tokens that stand for images (1), and the images as paths or `data:` URIs."""
+        types, images = (self._cell(name, number).as_py() for name in ("types", "images"))
+        return types, images
 
     def stamps(self, number: int) -> list[str]:
-        """Return which bytes of these images were tokenised, one a picture; see `stamp_of`."""
-        found: list[str] = self._cell("stamps", number).as_py()
-        return found
+        """Return the stamps of these images when they were tokenised, one each; see `stamp_of`."""
+        stamps: list[str] = self._cell("stamps", number).as_py()
+        return stamps
 
     @cached_property
     def _batches(self) -> list[Any]:
@@ -161,7 +161,7 @@ class Store:
 
     @cached_property
     def _ends(self) -> list[int]:
-        """How many entries there are up to the end of each batch."""
+        """The number of entries up to the end of each batch."""
         return list(accumulate(batch.num_rows for batch in self._batches))
 
     def _cell(self, name: str, number: int) -> Any:

@@ -1,12 +1,12 @@
-"""Tokenise a file once: in parallel, into a store whose name says what went into it.
+"""Tokenise a file once: in parallel, into a store whose name depends on all its inputs.
 
 1. The name is a digest of the file's bytes, the tokenizer with its template and stop tokens, the columns, and the code
    and versions that turn rows into tokens. Where a store of that name is there, nothing else is done.
-2. Rows are read as a stream and dealt to processes in parts of so many rows or bytes; no more than a few parts a
+2. Rows are read as a stream and sent to processes in parts of so many rows or bytes; no more than a few parts a
    process are under way at once, and results are written in the order of the rows.
-3. A store whose images' files have other sizes or times of change than when they were read is made anew.
+3. A store is made anew where an image's file has another size or modification time than when it was read.
 
-What is no matter of a row's tokens (longest length, split, mixture) is decided later, from the store.
+What does not change a row's tokens (longest length, split, mixture) is decided later, from the store.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ PARALLEL_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns the rows of one file into entries of a store."""
+    """An encoder of the rows of one file into entries of a store."""
 
     path: Path
     tokenizer: PreTrainedTokenizerBase
@@ -91,7 +91,7 @@ def tokenise(
     processes: int | None = None,
     pictures: Pictures | None = None,
 ) -> Store:
-    """Return the store of a file in `folder`, made where it is not there yet.
+    """Return the store of a file in `folder`; make it where it is not there yet.
 
     `processes`: how many tokenise; None for one a CPU where the file is large, else this one alone. `pictures` reads
     the images of conversations: each is, so that none fails later.
@@ -112,7 +112,7 @@ def tokenise(
 
 
 def _has_its_images(path: Path, store: Store) -> bool:
-    """Return whether the images of a file that was tokenised before are those that it was tokenised with.
+    """Return whether the images of a tokenised file are still those that were tokenised.
 
     Raises:
         ValueError: an image's file is no longer there.
@@ -159,14 +159,14 @@ def _digest_of(path: Path) -> str:
 
 
 def _digest_of_code() -> str:
-    """Return of the modules that turn rows into tokens: a store made by an older version of them is not used."""
+    """Return a digest of the modules that turn rows into tokens: a store made by an older version is not used."""
     files = [Path(str(module.__file__)) for module in (samples, conversations, examples, row_images)]
     files += sorted(Path(str(rendering.__file__)).parent.glob("*.py"))
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=16).hexdigest()
 
 
 def _in_processes(encoder: Encoder, rows: Iterator[Example], processes: int) -> Iterator[Entry]:
-    """Yield the entries in order, while at most a few parts a process are under way."""
+    """Yield the entries in order, with at most a few parts a process under way."""
     pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start, initargs=(encoder,))
     waiting: deque[Future[list[Entry]]] = deque()
     try:
@@ -181,7 +181,7 @@ def _in_processes(encoder: Encoder, rows: Iterator[Example], processes: int) -> 
 
 
 def _size_of(example: Example) -> int:
-    """Characters of all that a row says, images as `data:` URIs among them."""
+    """Return the characters of a row, with images as `data:` URIs."""
     if isinstance(example, Conversation):
         return _characters(example.messages)
     return len(example.prompt) + len(example.text)

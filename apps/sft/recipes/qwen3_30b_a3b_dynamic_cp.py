@@ -1,11 +1,11 @@
 """Qwen3-30B-A3B on conversations of very different lengths, with dynamic context parallelism, on eight GPUs."""
 
 from apps.common.cluster import Cluster, Pools
-from apps.common.plan.model_shape import ModelShape
-from apps.common.plan.origin import Origin
 from apps.sft.config import DataConfig, SftConfig
 from apps.sft.recipe import Recipe
 from engines import EngineConfig
+from runplan.model.model_shape import ModelShape
+from runplan.model.origin import Origin
 
 QWEN3_30B_A3B = ModelShape(
     name="Qwen3-30B-A3B",

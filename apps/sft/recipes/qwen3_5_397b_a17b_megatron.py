@@ -1,11 +1,11 @@
 """Qwen3.5-397B-A17B on conversations of a file, Megatron, sixteen machines of eight GPUs."""
 
 from apps.common.cluster import Cluster, Pools
-from apps.common.plan.model_shape import ModelShape, VisionTower
-from apps.common.plan.origin import Origin
 from apps.sft.config import DataConfig, SftConfig
 from apps.sft.recipe import Recipe
 from engines import EngineConfig
+from runplan.model.model_shape import ModelShape, VisionTower
+from runplan.model.origin import Origin
 
 QWEN3_5_397B_A17B = ModelShape(
     name="Qwen3.5-397B-A17B",

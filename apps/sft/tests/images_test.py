@@ -16,7 +16,7 @@ from transformers import AutoModelForImageTextToText
 
 from apps.common.data.images import pictures_of
 from apps.common.data.tokenizer import load_tokenizer
-from apps.common.testing.weight_delta import tensors_of
+from apps.common.testing.weight_delta import load_tensors
 from apps.quickstart.shapes import PictureProblem, draw, picture_problems, stretched
 from apps.quickstart.vision import IMAGE, ensure_seeing_model
 from apps.sft.config import SftConfig
@@ -180,7 +180,7 @@ def test_a_runs_losses_are_those_of_stock_transformers_one_at_a_time(model: Path
     assert result.loss_before == pytest.approx(stock_loss(model, held_out), rel=1e-5)
     assert result.loss_after == pytest.approx(stock_loss(tmp_path / "run/export", held_out), rel=1e-5)
     assert result.loss_after < 0.9 * result.loss_before
-    before, after = tensors_of(model), tensors_of(tmp_path / "run/export")
+    before, after = load_tensors(model), load_tensors(tmp_path / "run/export")
     assert before.keys() == after.keys()
     same = {name for name in before if before[name].equal(after[name])}
     tower = {name for name in before if name.startswith("model.visual.")}

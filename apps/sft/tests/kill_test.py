@@ -19,13 +19,13 @@ from apps.common.run.checkpoints import last_checkpoint
 from apps.common.run.config_file import CONFIG_NAME
 from apps.common.run.reporter import Reporter
 from apps.common.testing.process_kills import (
-    end_of,
-    in_child,
+    hang_at_call,
     kill_at_call,
-    silence,
-    stand_still,
+    run_in_child,
+    silence_output,
     start_child,
-    wait_for_row,
+    wait_for_content,
+    wait_for_exit,
     watch_renames,
 )
 from apps.common.testing.weight_delta import assert_trained
@@ -65,7 +65,7 @@ def go(
     run_dir: Path, kill_at: int | None = None, when: When = "before", point: str | None = None, log: Path | None = None
 ) -> None:
     """The child: a run that kills itself at a rename or a named point, or counts its renames into `log`."""
-    silence()
+    silence_output()
     seen = watch_renames(run_dir, kill_at, when)
     if point is not None:
         kill_at_call(*POINTS[point])
@@ -78,7 +78,7 @@ def go(
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     folder = tmp_path_factory.mktemp("whole")
-    assert in_child(go, folder / "run", log=folder / "renames.json") == 0
+    assert run_in_child(go, folder / "run", log=folder / "renames.json") == 0
     assert_trained(folder / "run")
     return folder / "run", json.loads((folder / "renames.json").read_text())
 
@@ -107,23 +107,23 @@ def test_a_kill_at_any_rename(whole: Whole, tmp_path: Path, when: When) -> None:
     whole_dir, renames = whole
     for number, name in enumerate(renames):
         run_dir = tmp_path / f"{number}-{when}"
-        assert in_child(go, run_dir, kill_at=number, when=when) == -signal.SIGKILL, name
-        assert in_child(go, run_dir) == 0, name
+        assert run_in_child(go, run_dir, kill_at=number, when=when) == -signal.SIGKILL, name
+        assert run_in_child(go, run_dir) == 0, name
         assert_same_end(run_dir, whole_dir)
 
 
 @pytest.mark.parametrize("point", POINTS)
 def test_a_kill_at_a_named_point(whole: Whole, tmp_path: Path, point: str) -> None:
     whole_dir, _ = whole
-    assert in_child(go, tmp_path / "run", point=point) == -signal.SIGKILL
-    assert in_child(go, tmp_path / "run") == 0
+    assert run_in_child(go, tmp_path / "run", point=point) == -signal.SIGKILL
+    assert run_in_child(go, tmp_path / "run") == 0
     assert_same_end(tmp_path / "run", whole_dir)
 
 
 def overtaken(run_dir: Path) -> None:
     """The child: its first checkpoint never gets its manifest, and it is killed when the next step is logged."""
-    silence()
-    stand_still(checkpoint_module, "write_manifest")
+    silence_output()
+    hang_at_call(checkpoint_module, "write_manifest")
     kill_at_call(Reporter, "step", 3, "after")
     run(small(run_dir))
 
@@ -132,25 +132,25 @@ def test_training_goes_on_while_a_checkpoint_is_written_which_counts_only_when_i
     whole: Whole, tmp_path: Path
 ) -> None:
     whole_dir, _ = whole
-    assert in_child(overtaken, tmp_path / "run") == -signal.SIGKILL
+    assert run_in_child(overtaken, tmp_path / "run") == -signal.SIGKILL
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
     assert last_checkpoint(tmp_path / "run") is None
-    assert in_child(go, tmp_path / "run") == 0
+    assert run_in_child(go, tmp_path / "run") == 0
     assert_same_end(tmp_path / "run", whole_dir)
 
 
 def interrupted(run_dir: Path, said: Path) -> None:
     """The child: a run under the command line's own handling of Ctrl-C, which comes as a signal."""
-    silence(said)
+    silence_output(said)
     main(lambda: run(small(run_dir, steps=2000)))
 
 
 def test_ctrl_c_leaves_a_report_and_says_how_to_go_on(tmp_path: Path) -> None:
     child = start_child(interrupted, tmp_path / "run", tmp_path / "said")
-    wait_for_row(tmp_path / "run" / "metrics.jsonl")
+    wait_for_content(tmp_path / "run" / "metrics.jsonl")
     assert child.pid is not None
     os.kill(child.pid, signal.SIGINT)
-    assert end_of(child) == 130
+    assert wait_for_exit(child) == 130
     assert f"--resume --run-dir {tmp_path / 'run'} goes on" in (tmp_path / "said").read_text().splitlines()[-1]
     assert (tmp_path / "run" / "report.html").is_file()
     assert not (tmp_path / "run" / "export").exists()

@@ -17,7 +17,7 @@ from apps.common.run.config_file import load_config
 from apps.common.run.divergence import check_loss
 from apps.quickstart.model import save_tiny_model
 from apps.sft import train as train_module
-from apps.sft.best_checkpoint import best_path
+from apps.sft.best_checkpoint import best_checkpoint_path
 from apps.sft.config import SftConfig
 from apps.sft.data import load_conversations
 from apps.sft.main import main, run
@@ -68,7 +68,7 @@ def assert_exports_what_it_says(of: SftConfig, found: Result) -> None:
 def test_the_best_of_steps_that_are_done_anew_is_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 5 was kept as the best, the run goes on from 3 another way."""
     killed_after(5, config(tmp_path / "run"), monkeypatch)
-    assert best_path(tmp_path / "run").is_dir()
+    assert best_checkpoint_path(tmp_path / "run").is_dir()
     again = config(tmp_path / "run", HARSH, resume=True)
     found = run(again)
     assert found.exported == 3  # that checkpoint was there, and later steps were worse
@@ -111,8 +111,8 @@ def test_a_best_that_was_changed_is_not_exported(tmp_path: Path, monkeypatch: py
     def swap(step: int, loss: float, vocab_size: int) -> None:
         check_loss(step, loss, vocab_size)
         if step == 6:
-            shutil.rmtree(best_path(run_dir))
-            shutil.copytree(run_dir / "checkpoints" / "step-000003", best_path(run_dir))
+            shutil.rmtree(best_checkpoint_path(run_dir))
+            shutil.copytree(run_dir / "checkpoints" / "step-000003", best_checkpoint_path(run_dir))
 
     monkeypatch.setattr(train_module, "check_loss", swap)
     with pytest.raises(ValueError, match=r"checkpoints/best holds step 3.*step 1 is the best.*--resume"):

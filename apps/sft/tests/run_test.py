@@ -22,7 +22,7 @@ from apps.sft.data import load_conversations
 from apps.sft.main import main, run
 from apps.sft.reading.sources import Source
 from apps.sft.recipes import quickstart
-from apps.sft.step_plan import course_of
+from apps.sft.step_plan import plan_steps
 from apps.sft.train import Result, held_out_loss
 from engines import Engine, LoraConfig, NonFiniteError, build_engine
 from objectives import SFT
@@ -211,8 +211,8 @@ def test_a_mixture_is_drawn_by_weight(tmp_path: Path) -> None:
     found = load_conversations(
         data, data.sources, AutoTokenizer.from_pretrained(save_tiny_model(tmp_path / "m", 0)), None, tmp_path / "t"
     )
-    course = course_of(SftConfig(epochs=1, batch_size=len(found.train), data=data), found)
-    drawn = [i < found.sizes[0] for i in course.rows(0)]
+    plan = plan_steps(SftConfig(epochs=1, batch_size=len(found.train), data=data), found)
+    drawn = [i < found.sizes[0] for i in plan.rows(0)]
     assert (sum(drawn), len(drawn)) == (27, 36)
     assert len(found.held_out) == 24
 

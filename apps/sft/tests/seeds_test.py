@@ -2,11 +2,11 @@
 
 import pytest
 
-from apps.common.plan.grid import Grid
-from apps.common.plan.model_shape import count_parameters
-from apps.common.plan.report import make_plan
 from apps.sft.main import main
-from apps.sft.registry import recipes, runnable, work_of
+from apps.sft.registry import recipes, runnable, spec_of
+from runplan.layout.grid import Grid
+from runplan.model.model_shape import count_parameters
+from runplan.report.plan import make_plan
 
 MISSING = ("qwen3-5-397b-a17b-megatron",)
 """Scripts that need what is not there: Megatron on a GPU, several machines."""
@@ -19,13 +19,13 @@ def test_every_script_has_its_recipe() -> None:
 
 def test_the_397b_script() -> None:
     config = SEEDS["qwen3-5-397b-a17b-megatron"].config
-    work = work_of(config)
-    assert work.grid == Grid(tp=2, cp=1, dp=16, pp=4, etp=1, ep=32, edp=1)
+    spec = spec_of(config)
+    assert spec.grid == Grid(tp=2, cp=1, dp=16, pp=4, etp=1, ep=32, edp=1)
     assert (config.batch_size, config.data.max_tokens, config.save_every) == (128, 2048, 500)
     engine = config.engine
     assert (engine.lr, engine.min_lr_ratio, engine.warmup_steps) == (2e-5, 0.1, 10)
     assert (engine.betas, engine.weight_decay, engine.grad_clip) == ((0.9, 0.95), 0.1, 1.0)
-    assert make_plan(work).sections["Stages"][0] == "15 + 15 + 15 + 15 layers over 4 stages"
+    assert make_plan(spec).sections["Stages"][0] == "15 + 15 + 15 + 15 layers over 4 stages"
 
 
 @pytest.mark.parametrize(
@@ -61,13 +61,13 @@ def test_it_is_planned_and_refused_by_name(
 def test_the_dynamic_script_is_on_the_backend_that_it_was_written_for() -> None:
     config = SEEDS["qwen3-30b-a3b-dynamic-cp"].config
     assert (config.engine.backend, config.engine.context_parallel) == ("megatron", "dynamic")
-    work = work_of(config)
-    assert work.grid == Grid(tp=2, cp=1, dp=4, pp=1, etp=1, ep=8, edp=1)
-    assert work.grid.dp * config.engine.max_tokens_per_rank == config.data.max_tokens
+    spec = spec_of(config)
+    assert spec.grid == Grid(tp=2, cp=1, dp=4, pp=1, etp=1, ep=8, edp=1)
+    assert spec.grid.dp * config.engine.max_tokens_per_rank == config.data.max_tokens
 
 
 def test_a_longer_conversation_takes_more_ranks() -> None:
-    text = str(make_plan(work_of(SEEDS["qwen3-30b-a3b-dynamic-cp"].config)))
+    text = str(make_plan(spec_of(SEEDS["qwen3-30b-a3b-dynamic-cp"].config)))
     assert "1 to 4 ranks share a sequence, chosen for each micro-batch, each of tp 2" in text
     assert "the longest sequence takes 4 ranks" in text
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from apps.common.shrink.fields import Most
-from apps.common.testing.weight_delta import assert_trained, tensors_of
+from apps.common.shrink.fields import ProcessLimit
+from apps.common.testing.weight_delta import assert_trained, load_tensors
 from apps.sft.main import run_shrunk
 from apps.sft.registry import recipes
 
@@ -25,7 +25,7 @@ def chosen(run_dir: Path) -> str:
     The router of a tiny random model may send no token of a short run to an expert, on any backend; others of its layer
     must have moved.
     """
-    before, after = tensors_of(run_dir / "model"), tensors_of(run_dir / "export")
+    before, after = load_tensors(run_dir / "model"), load_tensors(run_dir / "export")
     experts = {found[0]: found[1] for name in before if (found := EXPERT.match(name))}
     moved = {name for name, value in before.items() if not value.equal(after[name])}
     still = {one: layer for one, layer in experts.items() if not any(name.startswith(one) for name in moved)}
@@ -42,7 +42,7 @@ def test_a_recipe_runs_from_end_to_end(
     owned = config.cluster.environment
     for entry in owned:  # as the command starts itself again with them
         monkeypatch.setenv(*entry.split("="))
-    result = run_shrunk(replace(config, run_dir=tmp_path / "run"), Most(4))
+    result = run_shrunk(replace(config, run_dir=tmp_path / "run"), ProcessLimit(4))
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert result.steps == len(rows) - 1 == 4
     assert result.loss_after < result.loss_before

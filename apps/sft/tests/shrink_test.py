@@ -3,10 +3,10 @@
 import pytest
 
 from apps.common.cli.flags import changed
-from apps.common.shrink.command import refuse_dropped
-from apps.common.shrink.fields import Most
+from apps.common.shrink.command import check_nothing_dropped
+from apps.common.shrink.fields import ProcessLimit
 from apps.sft.main import shrunk
-from apps.sft.registry import recipes, work_of
+from apps.sft.registry import recipes, spec_of
 from apps.sft.shrink import shrink
 
 RECIPES = recipes()
@@ -21,7 +21,7 @@ KINDS = {
     },
     "device": {"engine.device", "cluster.pools.device_memory_gib"},
 }
-MANY = Most(16)
+MANY = ProcessLimit(16)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -34,7 +34,7 @@ def test_only_sizes_rank_counts_and_the_device_differ_and_nothing_is_missing(nam
         assert getattr(small.engine, field) == min(2, getattr(config.engine, field))
     assert shrink(small, RECIPES[name], MANY) == (small, ())
     small, recipe, _ = shrunk(config, MANY)
-    refuse_dropped(work_of(small, recipe))
+    check_nothing_dropped(spec_of(small, recipe))
 
 
 def test_the_ratio_of_the_longest_row_to_a_ranks_tokens_stays() -> None:

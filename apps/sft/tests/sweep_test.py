@@ -1,4 +1,4 @@
-"""Every setting of the sft app, changed alone, does something or is refused; see `apps.common.testing.setting_effects`."""
+"""Every setting of the sft app, changed alone, has an effect or is refused (`apps.common.testing.setting_effects`)."""
 
 import json
 from dataclasses import replace
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from apps.common.testing.setting_effects import Change, Sweep, another, field_paths
+from apps.common.testing.setting_effects import Change, SettingSweep, field_paths, other_value
 from apps.quickstart.tokenizer import build_tokenizer
 from apps.sft.config import OWNED, DataConfig
 from apps.sft.data import load_conversations, write_demonstrations
@@ -59,7 +59,7 @@ CHANGES = {
 }
 
 
-SWEEP = Sweep(run, BASE, NAMED | set(OWNED), CHANGES)
+SWEEP = SettingSweep(run, BASE, NAMED | set(OWNED), CHANGES)
 
 
 def test_equal_settings_make_equal_runs(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_setting_of_the_data_changes_what_is_imitated(
             DataConfig(data_processes=0)
         return
     base = DataConfig(data=("train.jsonl",))
-    value = another(DataConfig, name, getattr(base, name)) if name == "task" else 40
+    value = other_value(DataConfig, name, getattr(base, name)) if name == "task" else 40
     changes: dict[str, Any] = {name: value}
     with pytest.raises(ValueError, match=f"--{name}"):
         replace(base, **changes)

@@ -18,8 +18,8 @@ from statistics import median
 from typing import Any
 
 from chat_tools import render
-from chat_tools.rendering.template import rendering_errors
 from chat_tools.conformance.real_templates import real_tokenizer, template_names
+from chat_tools.rendering.template import rendering_errors
 
 TURNS = (4, 16, 64)
 ROUNDS = 30

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from chat_tools.rendering.format_detection import detect_format as detect_format
     from chat_tools.parsing.formats import find_format as find_format
     from chat_tools.parsing.formats import formats as formats
     from chat_tools.parsing.grammar import Channels as Channels
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from chat_tools.rendering.audit import audit_template as audit_template
     from chat_tools.rendering.continuation import extend as extend
     from chat_tools.rendering.continuation import text_after_turn as text_after_turn
+    from chat_tools.rendering.format_detection import detect_format as detect_format
     from chat_tools.rendering.media import Media as Media
     from chat_tools.rendering.media import images as images
     from chat_tools.rendering.media import videos as videos

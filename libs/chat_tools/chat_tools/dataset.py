@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chat_tools.extras import asked
+from chat_tools.extras import missing_extra_message
 from chat_tools.rendering.render import render
 from chat_tools.rendering.template import template_errors
 
@@ -129,7 +129,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         from pyarrow import parquet
     except ImportError as error:
-        raise ValueError(asked("parquet files need pyarrow", "data")) from error
+        raise ValueError(missing_extra_message("parquet files need pyarrow", "data")) from error
     number = 0
     with parquet.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=1024):
@@ -290,7 +290,7 @@ def write_parquet(examples: Iterable[Example], path: str | Path, rows_a_group: i
         import pyarrow as pa
         from pyarrow import parquet
     except ImportError as error:
-        raise ValueError(asked("parquet files need pyarrow", "data")) from error
+        raise ValueError(missing_extra_message("parquet files need pyarrow", "data")) from error
     integers, booleans = pa.list_(pa.int32()), pa.list_(pa.bool_())
     schema = pa.schema([("row", pa.int64()), ("input_ids", integers), ("loss_mask", booleans)])
     count = 0

@@ -19,7 +19,7 @@ ROUNDING = 1 + 1e-9
 
 
 def planned(question: Question) -> tuple[float, float]:
-    """Return (seconds, lower bound) of the plan."""
+    """Return (seconds, lower bound) of the question's plan."""
     made = plan(
         question.lengths, question.world_size, question.cap, question.cost,
         method=question.method, layout=question.layout, align=question.align,
@@ -28,18 +28,18 @@ def planned(question: Question) -> tuple[float, float]:
 
 
 def _nothing(*_: object) -> None:
-    """What stands in for the exact searches."""
+    """Return None, in place of the exact searches."""
 
 
 def fastest_static(question: Question) -> float:
-    """Return seconds of the fastest plan with groups of one size; infinite where there is none."""
+    """Return the seconds of the fastest plan with groups of one size; infinite where there is none."""
     problem = make_problem(
         question.lengths, question.world_size, question.cap, question.cost,
         method=question.method, layout=question.layout, align=question.align,
     )  # fmt: skip
     with mock.patch.object(exact, "MOST_STATIC", len(question.lengths)):
-        found = [exact_static(problem, size) for size in problem.static_sizes]
-    return min((made.total for made in found if made is not None), default=float("inf"))
+        plans = [exact_static(problem, size) for size in problem.static_sizes]
+    return min((made.total for made in plans if made is not None), default=float("inf"))
 
 
 def certify_more(instances: int, seed: int) -> None:
@@ -74,13 +74,13 @@ def main() -> None:
             rows["without exact"].append((*planned(question), static, dynamic))
     names = ("", "instances", "beaten by a static plan", "mean ratio", "worst ratio", "bound above optimum", "mean gap")
     print(f"| {' | '.join(names)} |", "|---" * len(names) + "|", sep="\n")
-    for name, found in rows.items():
-        ratios = [seconds / dynamic for seconds, _, _, dynamic in found]
-        beaten = sum(seconds > static * ROUNDING for seconds, _, static, _ in found)
-        above = sum(bound > dynamic * ROUNDING for _, bound, _, dynamic in found)
-        gap = statistics.mean(seconds / bound - 1 for seconds, bound, _, _ in found)
+    for name, results in rows.items():
+        ratios = [seconds / dynamic for seconds, _, _, dynamic in results]
+        beaten = sum(seconds > static * ROUNDING for seconds, _, static, _ in results)
+        above = sum(bound > dynamic * ROUNDING for _, bound, _, dynamic in results)
+        gap = statistics.mean(seconds / bound - 1 for seconds, bound, _, _ in results)
         mean, worst = statistics.mean(ratios), max(ratios)
-        print(f"| {name} | {len(found)} | {beaten} | {mean:.5f} | {worst:.4f} | {above} | {gap:.2%} |")
+        print(f"| {name} | {len(results)} | {beaten} | {mean:.5f} | {worst:.4f} | {above} | {gap:.2%} |")
     if arguments.more:
         certify_more(arguments.more, arguments.seed)
 

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dyncp.ops.attention import attention
 from dyncp.ops.gated_delta_rule import causal_conv1d, gated_delta_rule
-from dyncp.planning.methods import Method
 from dyncp.planning.cost import CostModel
+from dyncp.planning.methods import Method
 from dyncp.sharding.layout import Sharding
 from seqpack.planning.costs import SequenceCost
 from seqpack.planning.flops import ModelFlops, delta_net, full_attention, mlp
@@ -43,7 +43,7 @@ class Config:
 
     @property
     def flops(self) -> ModelFlops:
-        """The layers' operations, as seqpack counts them."""
+        """The operations of the layers, as seqpack counts them."""
         feed_forward = mlp(self.hidden, self.intermediate)
         attends = full_attention(self.hidden, self.heads, self.kv_heads, self.head_dim, feed_forward, gated=True)
         recurs = delta_net(
@@ -57,7 +57,7 @@ class Config:
         return CostModel.of(self.flops, flops)
 
     def model_flops(self, lengths: list[int]) -> float:
-        """Forward and backward operations of these sequences, nothing counted twice."""
+        """Return forward and backward operations of these sequences, without recomputation."""
         count = SequenceCost.of(self.flops)
         return 3 * sum(count(length) for length in lengths)
 
@@ -70,13 +70,13 @@ TINY = Config(
 
 @dataclass
 class Place:
-    """Where the tokens of the current call lie; one object for the whole model, changed before each call."""
+    """The places of the current call's tokens; one object for the whole model, changed before each call."""
 
     sharding: Sharding | None = None
     group: dist.ProcessGroup | None = None
     method: Method = "ulysses"
     backend: str = "auto"
-    """Of the gated delta rule."""
+    """Backend of the gated delta rule."""
 
 
 class RMSNorm(nn.Module):
@@ -109,7 +109,7 @@ class Attention(nn.Module):
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, share: float = 0.25) -> torch.Tensor:
-    """Rotary positions on the first quarter of each head."""
+    """Rotate a share of each head, a quarter by default, by the rotary positions."""
     half = max(1, int(x.shape[-1] * share) // 2)
     angles = positions[:, None, None] * 1e7 ** (-torch.arange(half, device=x.device) / half)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)

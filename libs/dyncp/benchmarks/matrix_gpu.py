@@ -18,11 +18,11 @@ from dyncp.exactness.matrix import GPU, Verdict, cells, markdown, must_refuse, r
 BOUND, SLACK = 1.5e-2, 2e-3
 
 
-def violations(found: dict[int, list[Verdict]]) -> list[str]:
-    """Return what is outside the bounds, in words."""
+def violations(by_size: dict[int, list[Verdict]]) -> list[str]:
+    """Return a text for each cell that is outside the bounds."""
     bad = []
-    for size, verdicts in found.items():
-        for cell, verdict, alone in zip(cells(GPU), verdicts, found[1], strict=True):
+    for size, verdicts in by_size.items():
+        for cell, verdict, alone in zip(cells(GPU), verdicts, by_size[1], strict=True):
             if must_refuse(cell, size, GPU) != bool(verdict.refused):
                 bad.append(f"CP {size} {cell}: refused={verdict.refused!r}")
             for name in ("output_error", "gradient_error"):
@@ -39,13 +39,17 @@ def main() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group("nccl", timeout=timedelta(minutes=9), device_id=device)
     sizes = [size for size in (1, 2, 4) if size <= dist.get_world_size()]
-    found = {size: [Verdict(**row) for row in rows] for size, rows in run_sizes(sizes, GPU, everywhere=True).items()}
+    runs = {size: [Verdict(**row) for row in rows] for size, rows in run_sizes(sizes, GPU, everywhere=True).items()}
     torch.cuda.synchronize()
-    bad = violations(found)
+    bad = violations(runs)
     if dist.get_rank() == 0:
         print(f"bfloat16, {dist.get_world_size()} GPUs, {time.time() - begin:.0f} s; {torch.cuda.get_device_name()}\n")
         print(
-            markdown([verdict for verdicts in found.values() for verdict in verdicts]), "\n", *bad, sep="\n", flush=True
+            markdown([verdict for verdicts in runs.values() for verdict in verdicts]),
+            "\n",
+            *bad,
+            sep="\n",
+            flush=True,
         )
     dist.barrier()
     dist.destroy_process_group()

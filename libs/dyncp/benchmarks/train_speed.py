@@ -23,8 +23,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dyncp.calibrate.calibration import calibrate_groups
 from dyncp.comm.process_groups import ProcessGroups
-from dyncp.planning.methods import Method
 from dyncp.planning.cost import CostModel, Topology
+from dyncp.planning.methods import Method
 from dyncp.planning.planner import plan, predicted_seconds, static_plan
 from dyncp.planning.types import DynamicPlan
 from dyncp.sharding.layout import Sharding
@@ -36,7 +36,7 @@ PEAK_FLOPS = 989e12
 
 @dataclass
 class Bench:
-    """The machine, the model and what was learnt so far."""
+    """The machine, the model and the measurements so far."""
 
     config: Config
     model: HybridModel
@@ -70,8 +70,7 @@ Prepared = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Sharding, dist.Proces
 
 
 def prepare(bench: Bench, the_plan: DynamicPlan) -> list[Prepared]:
-    """Return every step's (ids, positions, targets, sharding, group) of this rank, on the device: a data loader's work,
-    not timed. """
+    """Return every step's (ids, positions, targets, sharding, group) of this rank, on the device, as a loader would."""
     bench.groups.prepare(the_plan)
     generator = torch.Generator().manual_seed(1)
     samples = []
@@ -94,8 +93,7 @@ def prepare(bench: Bench, the_plan: DynamicPlan) -> list[Prepared]:
 
 
 def run_plan(bench: Bench, the_plan: DynamicPlan, prepared: list[Prepared], each: bool) -> tuple[list[float], float]:
-    """Return (seconds of every step, loss). each: wait for the device after every step, to time it alone; else one time
-    for all. """
+    """Return (seconds of every step, loss). each: wait for the device after each step; else time all at once."""
     model, scale = bench.model, dist.get_world_size() / the_plan.trained_tokens
     assert isinstance(model, FSDPModule)
     synchronize(bench.device)
@@ -122,7 +120,7 @@ def run_plan(bench: Bench, the_plan: DynamicPlan, prepared: list[Prepared], each
 
 
 def plan_seconds(bench: Bench, the_plan: DynamicPlan) -> float:
-    """Return median seconds of a plan, after a first run that tunes kernels."""
+    """Return the median seconds of a plan, after a first run that tunes kernels."""
     prepared = prepare(bench, the_plan)
     run_plan(bench, the_plan, prepared, each=False)
     return statistics.median(run_plan(bench, the_plan, prepared, each=False)[0][0] for _ in range(bench.repeats))
@@ -163,7 +161,7 @@ HEADER = [
 
 
 def lengths_of(count: int, typical: float, spread: float, longest: int, seed: int) -> list[int]:
-    """Long-tailed lengths; the longest is in them."""
+    """Return long-tailed lengths, `longest` among them."""
     drawn = np.random.default_rng(seed).lognormal(np.log(typical), spread, count)
     return [longest, *np.clip(drawn, max(2, typical // 64), longest).astype(int).tolist()[1:]]
 

@@ -12,19 +12,19 @@ import torch
 import torch.distributed as dist
 
 from dyncp.calibrate.machine import measure_cost, measure_links
-from dyncp.planning.methods import METHODS
+from dyncp.exactness import matrix as exactness_matrix
+from dyncp.exactness.processes import run_world
 from dyncp.planning.cost import CostModel, Topology
+from dyncp.planning.methods import METHODS
 from dyncp.planning.planner import plan
 from dyncp.planning.simulation import markdown, simulate
 from dyncp.planning.sizes import LAYOUTS
 from dyncp.planning.timeline import timeline_html
 from dyncp.planning.types import DynamicPlan
-from dyncp.exactness import matrix as exactness
-from dyncp.exactness.processes import run_world
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run one command; 2 for a user's error, with its text on stderr."""
+    """Run one command; return 2 for a user's error, with its text on stderr."""
     arguments = _parser().parse_args(words)
     try:
         return int(arguments.run(arguments) or 0)
@@ -80,8 +80,8 @@ def _cost(arguments: argparse.Namespace) -> tuple[CostModel, Topology]:
     known = json.loads(arguments.cost.read_text()) if arguments.cost else {}
     cost = CostModel.from_json(json.dumps(known["cost"])) if known else CostModel()
     topology = Topology(**known.get("topology", {}))
-    given = {name: getattr(arguments, name) for name in ("bandwidth", "node_bandwidth", "latency")}
-    return cost, replace(topology, **{name: value for name, value in given.items() if value is not None})
+    values = {name: getattr(arguments, name) for name in ("bandwidth", "node_bandwidth", "latency")}
+    return cost, replace(topology, **{name: value for name, value in values.items() if value is not None})
 
 
 def _plan(arguments: argparse.Namespace) -> None:
@@ -152,11 +152,11 @@ def _calibrate(arguments: argparse.Namespace) -> None:
 
 
 def _matrix(arguments: argparse.Namespace) -> int:
-    found = run_world(max(arguments.sizes), exactness.run_sizes, arguments.sizes)[0]
-    verdicts = [exactness.Verdict(**row) for rows in found.values() for row in rows]
+    results = run_world(max(arguments.sizes), exactness_matrix.run_sizes, arguments.sizes)[0]
+    verdicts = [exactness_matrix.Verdict(**row) for rows in results.values() for row in rows]
     print("Largest relative difference of outputs and gradients from one process, float64\n")
-    print(exactness.markdown(verdicts))
-    return int(any(max(v.output_error, v.gradient_error) > exactness.TOLERANCE for v in verdicts))
+    print(exactness_matrix.markdown(verdicts))
+    return int(any(max(v.output_error, v.gradient_error) > exactness_matrix.TOLERANCE for v in verdicts))
 
 
 DEFAULT_CONFIG = SimpleNamespace(

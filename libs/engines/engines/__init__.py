@@ -8,8 +8,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from engines.adapters.adapter_files import save_adapter as save_adapter
     from engines.build import build_engine as build_engine
-    from engines.capability import No as No
-    from engines.capability import Yes as Yes
+    from engines.capability import Supported as Supported
+    from engines.capability import Unsupported as Unsupported
     from engines.config import EngineConfig as EngineConfig
     from engines.execution.executor import Executor as Executor
     from engines.execution.local_batch import LocalBatch as LocalBatch
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from engines.reference_policy import base_policy as base_policy
     from engines.scoring.packed_model import adapt_for_packing as adapt_for_packing
     from engines.step import Engine as Engine
-    from engines.weight_sharing import SharedWeights as SharedWeights
-    from engines.weight_sharing import shared_weights as shared_weights
+    from engines.weight_sharing import SharedParameters as SharedParameters
+    from engines.weight_sharing import shared_parameters as shared_parameters
     from engines.weights.weight_pieces import WeightPiece as WeightPiece
     from seqpack.adapters.context import PackedContext as PackedContext
     from seqpack.adapters.mixers import Adaptation as Adaptation
@@ -33,22 +33,29 @@ _EXPORTS = {
     "base_policy": "engines.reference_policy",
     "Adaptation": "seqpack.adapters.mixers",
     "EngineConfig": "engines.config",
-    "No": "engines.capability",
     "Engine": "engines.step",
     "Executor": "engines.execution.executor",
     "LocalBatch": "engines.execution.local_batch",
     "NonFiniteError": "engines.nonfinite",
     "ParallelLayout": "engines.parallel.layout",
-    "SharedWeights": "engines.weight_sharing",
+    "SharedParameters": "engines.weight_sharing",
     "StepPlan": "engines.parallel.planning",
     "PackedContext": "seqpack.adapters.context",
     "TrainEngine": "engines.protocol",
     "WeightPiece": "engines.weights.weight_pieces",
-    "Yes": "engines.capability",
+    "Supported": "engines.capability",
+    "Unsupported": "engines.capability",
     "adapt_for_packing": "engines.scoring.packed_model",
     "build_engine": "engines.build",
-    "shared_weights": "engines.weight_sharing",
+    "shared_parameters": "engines.weight_sharing",
 }
+_ALIASES = {
+    "No": "Unsupported",
+    "SharedWeights": "SharedParameters",
+    "Yes": "Supported",
+    "shared_weights": "shared_parameters",
+}
+"""Earlier names."""
 __all__ = [
     "Adaptation",
     "Engine",
@@ -60,21 +67,26 @@ __all__ = [
     "NonFiniteError",
     "PackedContext",
     "ParallelLayout",
+    "SharedParameters",
     "SharedWeights",
     "StepPlan",
+    "Supported",
     "TrainEngine",
+    "Unsupported",
     "WeightPiece",
     "Yes",
     "adapt_for_packing",
     "base_policy",
     "build_engine",
     "save_adapter",
+    "shared_parameters",
     "shared_weights",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Import the module that holds `name` on first use."""
+    name = _ALIASES.get(name, name)
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_EXPORTS[name]), name)
@@ -82,4 +94,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """List the public names."""
-    return sorted(_EXPORTS)
+    return sorted({*_EXPORTS, *_ALIASES})

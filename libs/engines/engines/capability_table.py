@@ -1,6 +1,6 @@
 """`python -m engines capabilities`: what each backend answers to `supports`, the text of CAPABILITIES.md."""
 
-from engines.capability import BACKENDS, No, Yes, supports
+from engines.capability import BACKENDS, Supported, Unsupported, supports
 from engines.config import EngineConfig
 from seqpack.capability import capability_table
 
@@ -14,9 +14,9 @@ refused in combination says so when a configuration is made or built, and docs/e
 """
 
 
-def answers() -> dict[str, dict[str, Yes | No]]:
+def answers() -> dict[str, dict[str, Supported | Unsupported]]:
     """Return every feature's answer, by backend."""
-    found: dict[str, dict[str, Yes | No]] = {}
+    found: dict[str, dict[str, Supported | Unsupported]] = {}
     for name, features in BACKENDS.items():
         config = EngineConfig(backend=name)  # type: ignore[arg-type]
         found[name] = {feature: supports(config, feature) for feature in features}

@@ -1,4 +1,4 @@
-"""The committed table of capabilities is the printed one, and each Yes is a test that Bazel runs."""
+"""The committed table of capabilities is the printed one, and each test in it is run by Bazel."""
 
 from pathlib import Path
 

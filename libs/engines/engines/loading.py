@@ -75,7 +75,7 @@ def load_model(
 
 def empty_module(config: EngineConfig, dtype: torch.dtype) -> Any:
     """Make the module of `config.model` without memory for what a checkpoint holds (parameters on the meta device, of
-    this dtype), for one to whom that is lent (`engines.shared_weights`); its other buffers are filled, on the CPU."""
+    this dtype), for one that shares them (`engines.shared_parameters`); its other buffers are filled, on the CPU."""
     return cast_parameters(open_model(config).module, dtype)
 
 

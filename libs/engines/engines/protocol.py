@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from tensordict import TensorDict
 
-from engines.capability import No, Yes
+from engines.capability import Supported, Unsupported
 from engines.execution.local_batch import LocalBatch
 from engines.parallel.planning import StepPlan
 from engines.weights.weight_pieces import WeightPiece
@@ -94,7 +94,7 @@ class TrainEngine(Protocol):
         """Move them back."""
         ...
 
-    def supports(self, feature: str) -> Yes | No:
+    def supports(self, feature: str) -> Supported | Unsupported:
         """Tell whether this engine has the feature."""
         ...
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.capability import BACKENDS, FSDP2, No, Yes, refuse_unsupported, supports
+from engines.capability import BACKENDS, FSDP2, Supported, Unsupported, refuse_unsupported, supports
 from engines.config import EngineConfig, parse_context_parallel
 from engines.execution.lr_schedule import learning_rate
 from engines.fast.support import use_replicated_weights
@@ -137,14 +137,14 @@ def test_context_parallel_values() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_capability_answers_with_its_ground(backend: Literal["fsdp2", "megatron"]) -> None:
-    """A Yes names a test that is there; a No says why. Both backends answer for the same features."""
+    """Supported names a test that is there; Unsupported says why. Both backends answer for the same features."""
     config, here = EngineConfig(backend=backend), Path(__file__).parent
     assert BACKENDS[backend].keys() == FSDP2.keys()
     for feature in FSDP2:
         answer = supports(config, feature)
-        assert isinstance(answer, (Yes, No))
-        assert bool(answer) == isinstance(answer, Yes)
-        if isinstance(answer, Yes):
+        assert isinstance(answer, (Supported, Unsupported))
+        assert bool(answer) == isinstance(answer, Supported)
+        if isinstance(answer, Supported):
             file, _, function = answer.evidence.partition("::")
             tree = ast.parse((here / file).read_text())
             assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, answer
@@ -159,7 +159,7 @@ def test_a_backend_that_is_not_installed_is_a_no(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("engines.capability.find_spec", lambda name: None)
     answer = supports(EngineConfig(), "megatron")
     assert not answer
-    assert isinstance(answer, No)
+    assert isinstance(answer, Unsupported)
     assert "pip install 'tessera-engines[megatron]'" in answer.reason
     with pytest.raises(ValueError, match="megatron is not supported: megatron-core is not installed"):
         refuse_unsupported(EngineConfig(backend="megatron"))

@@ -26,16 +26,15 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from engines.adapters.resume import adapter_facts, check_adapter
-from engines.capability import No, Yes
-from engines.capability import supports as capability
+from engines.capability import Supported, Unsupported, supports
 from engines.config import EngineConfig, parse_context_parallel
 from engines.execution.executor import Executor, Scores, Scoring
-from engines.execution.local_batch import LocalBatch, RowFacts, check_held, facts_of, gather_facts
+from engines.execution.local_batch import LocalBatch, RowStats, check_held, gather_row_stats, row_stats
 from engines.execution.loss import StepLoss, check_objective
 from engines.execution.lr_schedule import learning_rate
 from engines.execution.metrics import agreed_number, check_agreement
 from engines.execution.micro_batches import MicroBatch, MicroBatches
-from engines.execution.prefetch import Ahead, MicroBatchesAhead
+from engines.execution.prefetch import PrefetchedMicroBatches, PrefetchedStep
 from engines.experts.routed_experts_check import check_routed_experts
 from engines.experts.routers import routed_sizes
 from engines.loading import compute_dtype
@@ -65,7 +64,7 @@ class _Work:
 
     batch: LocalBatch
     plan: StepPlan
-    facts: RowFacts
+    stats: RowStats
     computed: tuple[int, ...]
 
 
@@ -85,7 +84,7 @@ class Engine:
         self.reference: TrainEngine | None = None
         self.guard = FiniteGuard(config)
         self._offloaded = False
-        self._ahead = Ahead()
+        self._ahead = PrefetchedStep()
         self._writer = CheckpointWriter()
 
     # ------------------------------------------------------------------ training
@@ -105,7 +104,7 @@ class Engine:
         self._check_onloaded()
         check_objective(objective)
         work, micro_batches = self._ready(batch, objective)
-        plan, totals = work.plan, work.facts.totals
+        plan, totals = work.plan, work.stats.totals
         if not totals.tokens:
             raise ValueError("no token of the batch is trained: loss_mask is False everywhere")
         loss = StepLoss(objective, totals)
@@ -151,7 +150,7 @@ class Engine:
     def _prepare(self, batch: Batch, objective: Objective) -> tuple["_Work", MicroBatches]:
         work = self._work(view_batch(batch), objective)
         micro_batches = self.executor.ahead(self._micro_batches(work.batch, work.plan))
-        if isinstance(micro_batches, MicroBatchesAhead):
+        if isinstance(micro_batches, PrefetchedMicroBatches):
             micro_batches.begin()
         return work, micro_batches
 
@@ -161,7 +160,7 @@ class Engine:
         if found is None:
             work = self._agree_on(batch, objective)
             return work, self._micro_batches(work.batch, work.plan)
-        self._check_agreement("whole", found[0].plan.hash, found[0].facts.totals)
+        self._check_agreement("whole", found[0].plan.hash, found[0].stats.totals)
         return found
 
     def plan(self, lengths: Sequence[int]) -> StepPlan:
@@ -173,19 +172,19 @@ class Engine:
         if isinstance(batch, LocalBatch):
             return self._agree_on_parts(batch, objective)
         work = self._work(view_batch(batch), objective)
-        self._check_agreement("whole", work.plan.hash, work.facts.totals)
+        self._check_agreement("whole", work.plan.hash, work.stats.totals)
         self.planner.prepare(work.plan)
         return work
 
     def _work(self, view: BatchView, objective: Objective) -> _Work:
         """Check a whole batch, leave out rows without a gradient and plan."""
         local = self._checked(_whole(view), ("loss_mask", *objective.required_keys))
-        facts = facts_of(view, self._zero_gradient_rows(view, objective))
-        kept = tuple(row for row in range(len(view)) if row not in facts.zero_gradient)
+        stats = row_stats(view, self._zero_gradient_rows(view, objective))
+        kept = tuple(row for row in range(len(view)) if row not in stats.zero_gradient)
         planned = kept or (0,)  # nothing to compute: a plan for one row, without it
         plan = self.planner.plan([view.lengths[row] for row in planned])
         plan = plan.renumbered(planned, view.lengths).without(() if kept else planned)
-        return _Work(local, plan, facts, kept)
+        return _Work(local, plan, stats, kept)
 
     def _agree_on_parts(self, batch: LocalBatch, objective: Objective) -> _Work:
         """Return the same where ranks hold parts: the plan is of all lengths, and rows are left out where they are."""
@@ -193,10 +192,10 @@ class Engine:
         plan = self.planner.plan(batch.lengths)
         self._check_agreement("parts", plan.hash, batch.lengths)
         zero = self._zero_gradient_rows(batch.view, objective)
-        facts = gather_facts(batch, zero, self._needed(plan), self.groups, self.device)
+        stats = gather_row_stats(batch, zero, self._needed(plan), self.groups, self.device)
         self.planner.prepare(plan)
-        kept = tuple(row for row in range(len(batch.lengths)) if row not in facts.zero_gradient)
-        return _Work(batch, plan.without(facts.zero_gradient), facts, kept)
+        kept = tuple(row for row in range(len(batch.lengths)) if row not in stats.zero_gradient)
+        return _Work(batch, plan.without(stats.zero_gradient), stats, kept)
 
     def _checked(self, batch: LocalBatch, keys: Sequence[str]) -> LocalBatch:
         """Return a batch that has these keys, and media only where the model sees them, with their positions."""
@@ -349,9 +348,9 @@ class Engine:
         self.executor.move(self.device)
         self._offloaded = False
 
-    def supports(self, feature: str) -> Yes | No:
+    def supports(self, feature: str) -> Supported | Unsupported:
         """See `engines.capability`."""
-        return capability(self.config, feature)
+        return supports(self.config, feature)
 
     def state_summary(self) -> dict[str, Any]:
         """Return plain facts for logs."""
@@ -359,7 +358,7 @@ class Engine:
         return {
             "backend": self.config.backend,
             "batching": self.config.batching,
-            "compiled": f"no: {compiled.reason}" if isinstance(compiled, No) else "yes",
+            "compiled": f"no: {compiled.reason}" if isinstance(compiled, Unsupported) else "yes",
             "device": str(self.device),
             "dtype": str(compute_dtype(self.config, self.device)).removeprefix("torch."),
             "layout": str(self.groups.layout),

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from engines.capability import No
+from engines.capability import Unsupported
 from engines.loading import compute_dtype
 from engines.nonfinite import finite_tensors
 from engines.weights.row_shards import sharding_axes
 
 
-class SharedWeights(NamedTuple):
+class SharedParameters(NamedTuple):
     """`tensors`: views of parameters (tied ones once) and persistent buffers, whole, by the names of the live module.
 
     `updates()`: a number that is another one once the engine has changed their values (by a step, or by loading a
@@ -30,7 +30,7 @@ class SharedWeights(NamedTuple):
     updates: Callable[[], int]
 
 
-def shared_weights(engine: Any) -> SharedWeights | No:
+def shared_parameters(engine: Any) -> SharedParameters | Unsupported:
     """Return the engine's weights in place, under the names of `export_weights(live=True)`; or why they can't be lent.
 
     All ranks call it after each update, as they would export: replicated weights may be on their way between ranks
@@ -38,18 +38,20 @@ def shared_weights(engine: Any) -> SharedWeights | No:
     is not finite, as an export does.
     """
     if engine.config.backend != "fsdp2":
-        return No("Megatron lays weights out in a way of its own, joined and cut: they are put together for an export")
+        return Unsupported(
+            "Megatron lays weights out in a way of its own, joined and cut: they are put together for an export"
+        )
     if engine.config.lora.rank:
-        return No("adapters lie beside the weights, and are added to them for a sampler alone")
+        return Unsupported("adapters lie beside the weights, and are added to them for a sampler alone")
     if engine._offloaded:
-        return No("the engine is offloaded: its weights are in host memory")
+        return Unsupported("the engine is offloaded: its weights are in host memory")
     dtype = compute_dtype(engine.config, engine.device)
     held = engine.executor.held()
     reason = next(_reasons(held.items(), dtype, engine.device), None)
     if reason is not None:
-        return No(reason)
+        return Unsupported(reason)
     lent = {name: _local(tensor) for name, tensor in held.items()}
-    return SharedWeights(dict(finite_tensors(lent.items())), lambda: int(engine.step))
+    return SharedParameters(dict(finite_tensors(lent.items())), lambda: int(engine.step))
 
 
 def _reasons(held: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device) -> Iterator[str]:

@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from engines import EngineConfig, LoraConfig, No, NonFiniteError, SharedWeights, build_engine, shared_weights
+from engines import (
+    EngineConfig,
+    LoraConfig,
+    NonFiniteError,
+    SharedParameters,
+    Unsupported,
+    build_engine,
+    shared_parameters,
+)
 from engines.proofs.forked_ranks import launch_forked
 from engines.testing.one_rank import one_rank  # noqa: F401  a group for every test
 from engines.tiny import tiny_batch, tiny_model
@@ -21,9 +29,9 @@ def engine(kind: str = "dense", **options: Any) -> Any:
     return build_engine(EngineConfig(**config), tiny_model(kind, scale=2.0, num_hidden_layers=2))
 
 
-def lent(built: Any) -> SharedWeights:
-    found = shared_weights(built)
-    assert isinstance(found, SharedWeights), found
+def lent(built: Any) -> SharedParameters:
+    found = shared_parameters(built)
+    assert isinstance(found, SharedParameters), found
     return found
 
 
@@ -37,7 +45,7 @@ def own_places(built: Any) -> set[int]:
     return {(p.to_local() if isinstance(p, DTensor) else p).data_ptr() for p in parameters}
 
 
-def differing(shared: SharedWeights, built: Any) -> list[str]:
+def differing(shared: SharedParameters, built: Any) -> list[str]:
     """Names whose values are not those of an export, in the dtype that is lent."""
     exported = {piece.name: piece for piece in built.export_weights(max_bytes=2**40, live=True)}
     assert exported.keys() == shared.tensors.keys()
@@ -106,14 +114,14 @@ def test_values_that_are_not_finite_are_lent_as_little_as_exported(options: dict
     built = engine(**options)
     lent(built).tensors["model.norm.weight"][1] = torch.nan
     with pytest.raises(NonFiniteError, match=r"model\.norm\.weight has values that are not finite"):
-        shared_weights(built)
+        shared_parameters(built)
 
 
 def test_an_engine_that_was_moved_lends_other_tensors() -> None:
     built = engine()
     built.offload()
-    answer = shared_weights(built)
-    assert isinstance(answer, No)
+    answer = shared_parameters(built)
+    assert isinstance(answer, Unsupported)
     assert "offloaded" in answer.reason
     built.onload()
     assert differing(lent(built), built) == []
@@ -128,8 +136,8 @@ def test_an_engine_that_was_moved_lends_other_tensors() -> None:
     ],
 )
 def test_who_lends_none_says_why(options: dict[str, Any], says: str) -> None:
-    answer = shared_weights(engine(**options))
-    assert isinstance(answer, No)
+    answer = shared_parameters(engine(**options))
+    assert isinstance(answer, Unsupported)
     assert says in answer.reason
 
 
@@ -140,8 +148,8 @@ WHOLE: dict[str, dict[str, Any]] = {
 
 
 def on_two_ranks() -> dict[str, Any]:
-    sharded = shared_weights(engine())
-    assert isinstance(sharded, No)
+    sharded = shared_parameters(engine())
+    assert isinstance(sharded, Unsupported)
     out: dict[str, Any] = {"sharded": sharded.reason}
     for name, options in WHOLE.items():
         built = engine(**options)

@@ -59,12 +59,15 @@ def dr_grpo(rewards: Tensor, groups: Tensor) -> Tensor:
     return grpo(rewards, groups, normalize_std=False)
 
 
-def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
+def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
     """Return reward - mean of the siblings' rewards: RLOO (arXiv 2402.14740). A group of one sample gets 0."""
     value, group, count = _check(rewards, groups)
     others = (count - 1).clamp(min=1)
     baseline = (_sum(value, group, count)[group] - value) / others[group]
     return _zero_where_uniform(value - baseline, value, group, count)
+
+
+leave_one_out = rloo  # its earlier name
 
 
 def reinforce_plus_plus(rewards: Tensor, eps: float = 1e-6) -> Tensor:
@@ -88,7 +91,7 @@ def per_token(advantages: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def per_sequence(advantages: Tensor, loss_mask: Tensor) -> Tensor:
-    """Return each sequence's mean advantage over its trained tokens, f32[B]; 0 where none is: undoes `per_token`."""
+    """Undo `per_token`: return each sequence's mean advantage over its trained tokens, f32[B]; 0 without any."""
     (values, given), (trained, lengths) = _tokens(advantages), _tokens(loss_mask)
     if given != lengths:
         raise ValueError(f"advantages have rows of {given} tokens, loss_mask has rows of {lengths}")
@@ -121,7 +124,7 @@ class Estimator:
             )
 
     def __call__(self, batch: TensorDict) -> Tensor:
-        """Estimate, spread over the trained tokens, and check.
+        """Estimate the advantages, spread them over the trained tokens, and check them.
 
         Raises ValueError for missing keys, a result of another shape, and by its row for an advantage of a trained
         token that is not finite.
@@ -145,7 +148,7 @@ class Estimator:
         return _where_trained(values, trained, lengths)
 
     def _by_episode(self, batch: TensorDict) -> Tensor:
-        """Return an episode of several rows is asked about once, by its first row, and each row gets the answer."""
+        """Return the advantage of each row; the rows of an episode share one, estimated from its first row."""
         episodes, row_of, of_row = first_rows(batch["episode"])
         if len(episodes) == len(of_row):
             return self.function(batch)
@@ -159,7 +162,7 @@ class Estimator:
 
 
 def response_lengths(batch: TensorDict) -> Tensor:
-    """Return for each row the trained tokens of its episode, i64[B]; of the row where the batch names no episodes."""
+    """Return the trained tokens of each row's episode, i64[B], or of the row where the batch has no episodes."""
     trained, sizes = _tokens(batch["loss_mask"])
     lengths = _row_of(sizes, trained.device)[trained].bincount(minlength=len(sizes))
     if "episode" not in batch.keys():  # noqa: SIM118
@@ -169,9 +172,7 @@ def response_lengths(batch: TensorDict) -> Tensor:
 
 
 def first_rows(episode: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the E distinct numbers of `episode` i[B] in ascending order i[E], the first row of each i[E], and for each
-    row the place of its number among them i[B].
-    """
+    """Return the E distinct numbers of `episode` i[B], ascending, the first row of each, and each row's index i[B]."""
     numbers, of_row = torch.unique(episode, return_inverse=True)
     rows = torch.arange(len(episode), device=episode.device)
     first = torch.full_like(numbers, len(episode)).scatter_reduce_(0, of_row, rows, "amin")
@@ -213,9 +214,12 @@ def _dr_grpo(batch: TensorDict) -> Tensor:
     return dr_grpo(batch["reward"], batch["group"])
 
 
-@register_estimator("leave_one_out")
-def _leave_one_out(batch: TensorDict) -> Tensor:
-    return leave_one_out(batch["reward"], batch["group"])
+@register_estimator("rloo")
+def _rloo(batch: TensorDict) -> Tensor:
+    return rloo(batch["reward"], batch["group"])
+
+
+ESTIMATORS.add_alias("leave_one_out", "rloo")
 
 
 @register_estimator("reinforce_plus_plus", min_group_size=1, keys=("reward",))
@@ -230,7 +234,7 @@ def _tokens(x: Tensor) -> tuple[Tensor, list[int]]:
 
 
 def _row_of(lengths: list[int], device: torch.device) -> Tensor:
-    """Return for each token the number of its row, i64[T]."""
+    """Return the number of each token's row, i64[T]."""
     sizes = torch.tensor(lengths, dtype=torch.int64)
     return torch.arange(len(lengths)).repeat_interleave(sizes).to(device)
 
@@ -241,7 +245,7 @@ def _where_trained(values: Tensor, trained: Tensor, lengths: list[int]) -> Tenso
 
 
 def _check(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rewards in float64, group numbers made dense, and the size of each group (float64)."""
+    """Return rewards in float64, dense group numbers, and the size of each group (float64)."""
     if rewards.ndim != 1 or groups.shape != rewards.shape:
         raise ValueError(
             "rewards and groups must be one-dimensional and of one length, "
@@ -261,7 +265,7 @@ def _sum(value: Tensor, group: Tensor, count: Tensor) -> Tensor:
 
 
 def _zero_where_uniform(advantage: Tensor, value: Tensor, group: Tensor, count: Tensor) -> Tensor:
-    """Set exact zeros for groups of equal rewards: 1 / eps must not blow up the rounding of the mean. As float32."""
+    """Return float32 advantages, exactly 0 in groups of equal rewards: 1 / eps must not amplify a mean's rounding."""
     low = torch.full_like(count, torch.inf).scatter_reduce_(0, group, value, "amin")
     high = torch.full_like(count, -torch.inf).scatter_reduce_(0, group, value, "amax")
     return torch.where((low == high)[group], 0.0, advantage).to(torch.float32)

@@ -35,7 +35,7 @@ def oracle(rewards: Sequence[float], groups: Sequence[int], how: str) -> Tensor:
     return torch.tensor(out, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("how", ["grpo", "dr_grpo", "leave_one_out"])
+@pytest.mark.parametrize("how", ["grpo", "dr_grpo", "rloo"])
 def test_equals_the_formula(how: str) -> None:
     got = getattr(advantages, how)(REWARDS, GROUPS)
     assert got.dtype == torch.float32
@@ -55,7 +55,7 @@ def test_any_groups_equal_the_formula(rows: list[tuple[float, int]]) -> None:
     """Groups of one and of two among them, where n - 1 below the fraction matters most."""
     rewards, groups = [r for r, _ in rows], [g for _, g in rows]
     given_ = torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups)
-    for how in ("grpo", "dr_grpo", "leave_one_out"):
+    for how in ("grpo", "dr_grpo", "rloo"):
         got = getattr(advantages, how)(*given_)
         torch.testing.assert_close(got, oracle(rewards, groups, how), atol=1e-4, rtol=1e-4)
 
@@ -69,7 +69,7 @@ def test_a_pair_is_one_over_the_root_of_two() -> None:
 def test_shift_invariant_and_centred(rows: list[tuple[float, int]], shift: int) -> None:
     rewards = torch.tensor([r for r, _ in rows], dtype=torch.float64)
     groups = torch.tensor([g for _, g in rows])
-    for how in (advantages.grpo, advantages.dr_grpo, advantages.leave_one_out):
+    for how in (advantages.grpo, advantages.dr_grpo, advantages.rloo):
         got = how(rewards, groups)
         torch.testing.assert_close(how(rewards + shift, groups), got, atol=1e-4, rtol=1e-4)
         for group in groups.unique():
@@ -81,7 +81,7 @@ def test_scale_and_order(rows: list[tuple[float, int]]) -> None:
     rewards = torch.tensor([r for r, _ in rows], dtype=torch.float64)
     groups = torch.tensor([g for _, g in rows])
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
-    for how in (advantages.grpo, advantages.dr_grpo, advantages.leave_one_out):
+    for how in (advantages.grpo, advantages.dr_grpo, advantages.rloo):
         torch.testing.assert_close(how(rewards[order], groups[order]), how(rewards, groups)[order])
     torch.testing.assert_close(
         advantages.grpo(rewards * 4, groups, eps=0), advantages.grpo(rewards, groups, eps=0), atol=1e-5, rtol=1e-5
@@ -91,12 +91,12 @@ def test_scale_and_order(rows: list[tuple[float, int]]) -> None:
 @given(st.floats(-100, 100), st.integers(1, 9))
 def test_equal_rewards_give_exact_zeros(reward: float, n: int) -> None:
     rewards, groups = torch.full((n,), reward, dtype=torch.float32), torch.zeros(n, dtype=torch.int64)
-    for how in (advantages.grpo, advantages.dr_grpo, advantages.leave_one_out):
+    for how in (advantages.grpo, advantages.dr_grpo, advantages.rloo):
         assert how(rewards, groups).eq(0).all()
 
 
 def test_a_group_of_one_says_nothing() -> None:
-    for how in (advantages.grpo, advantages.dr_grpo, advantages.leave_one_out):
+    for how in (advantages.grpo, advantages.dr_grpo, advantages.rloo):
         assert how(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([0, 1, 1]))[0] == 0
 
 
@@ -140,7 +140,7 @@ def test_refusals_name_the_fault() -> None:
     with pytest.raises(ValueError, match="row 1 is nan"):
         advantages.grpo(torch.tensor([0.0, math.nan]), torch.tensor([0, 0]))
     with pytest.raises(ValueError, match="row 0 is -inf"):
-        advantages.leave_one_out(torch.tensor([-math.inf, math.nan]), torch.tensor([0, 0]))
+        advantages.rloo(torch.tensor([-math.inf, math.nan]), torch.tensor([0, 0]))
     for rewards, groups in [(torch.ones(2), torch.zeros(1)), (torch.ones(2, 2), torch.zeros(2, 2))]:
         with pytest.raises(ValueError, match="of one length"):
             advantages.grpo(rewards, groups)
@@ -197,9 +197,11 @@ def test_the_smallest_group_size_is_the_smallest_that_says_anything(name: str) -
 
 
 def test_the_names_are_the_choices() -> None:
-    assert tuple(ESTIMATORS) == ("grpo", "dr_grpo", "leave_one_out", "reinforce_plus_plus")
+    assert tuple(ESTIMATORS) == ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus")
     assert [ESTIMATORS[name].min_group_size for name in ESTIMATORS] == [2, 2, 2, 1]
     assert all(name == estimator.name for name, estimator in ESTIMATORS.items())
+    assert ESTIMATORS.named("leave_one_out") is ESTIMATORS["rloo"]
+    assert advantages.leave_one_out is advantages.rloo
     with pytest.raises(ValueError, match="unknown advantage 'gae': use one of grpo, dr_grpo"):
         estimate(batch(), "gae")
     with pytest.raises(ValueError, match=r"at least 2, or the advantage reinforce_plus_plus$"):

@@ -12,7 +12,7 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
 
 
 def check_number(name: str, value: object, low: float, high: float = math.inf, *, above: bool = False) -> None:
-    """Raise ValueError unless `value` is a number in [low, high], or in (low, high] with `above`; NaN never is."""
+    """Raise ValueError unless `value` is a number in [low, high], or in (low, high] with `above`; always for NaN."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if number and low <= value <= high and not (above and value == low):  # type: ignore[operator]
         return
@@ -37,11 +37,11 @@ def check_without_effect(name: str, value: object, reason: str) -> None:
 
 
 def gathered(checks: Iterable[Callable[[], object]]) -> list[str]:
-    """Return what each of these checks says that raises ValueError."""
-    found = []
+    """Return the texts of the ValueErrors that these checks raise."""
+    problems = []
     for check in checks:
         try:
             check()
         except ValueError as error:
-            found.append(str(error))
-    return found
+            problems.append(str(error))
+    return problems

@@ -1,4 +1,4 @@
-"""GRPO and its relatives: one clipped policy loss with the options that set the papers apart."""
+"""GRPO and its variants: one clipped policy loss with the options in which the papers differ."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -50,9 +50,9 @@ class GRPO:
     clip_high: float | None = None
     """The ratio is bounded by 1 + clip_high from above; None: the loss's own (ppo 0.2, cispo 0.28)."""
     dual_clip: float | None = None
-    """Bounds the loss of a negative advantage A by -dual_clip A, for ppo; None: it is not bounded."""
+    """Bound -dual_clip A on the loss of a negative advantage A, for ppo; None: no bound."""
     aggregation: Aggregation = "token"
-    """How tokens add up: every token weighs the same, every sequence does, or the sum over a constant length."""
+    """The aggregation over tokens: equal weight a token, equal weight a sequence, or a sum over a constant length."""
     max_tokens: int | None = None
     """For aggregation "constant": the fixed length to divide by."""
     kl_coef: float = 0.0
@@ -71,11 +71,11 @@ class GRPO:
             raise ValueError("; ".join(found))
 
     def problems(self) -> list[str]:
-        """Return texts of all that is wrong, most of which begin with a field's name."""
+        """Return a text for each problem, most of which begin with a field's name."""
         return gathered([*self._of_the_loss(), *self._of_the_terms()])
 
     def _of_the_loss(self) -> Iterator[Callable[[], object]]:
-        """Yield checks of the policy loss and of its sum."""
+        """Yield checks of the policy loss and its aggregation."""
         yield partial(POLICY_LOSSES.named, self.policy_loss)
         if self.policy_loss in POLICY_LOSSES:
             loss = POLICY_LOSSES.named(self.policy_loss)
@@ -110,12 +110,12 @@ class GRPO:
 
     @property
     def correction(self) -> Correction:
-        """Return `off_policy` as it holds: "none" where nothing is said."""
+        """The value of `off_policy`, or "none" where it is not set."""
         return "none" if self.off_policy is None else self.off_policy
 
     @property
     def required_keys(self) -> tuple[str, ...]:
-        """Name `advantages`, and what the switched-on terms read."""
+        """The key `advantages`, and the keys that the enabled terms read."""
         keys = ["advantages", *POLICY_LOSSES.named(self.policy_loss).keys]
         if self.kl_coef:
             keys.append("ref_log_probs")
@@ -125,13 +125,13 @@ class GRPO:
 
     @property
     def needs_entropy(self) -> bool:
-        """Say whether there is an entropy bonus."""
+        """The need for entropies: True where there is an entropy bonus."""
         return self.entropy_coef != 0.0
 
     def zero_gradient_rows(self, batch: TensorDict | BatchView) -> Tensor:
         """Return bool[B], rows that add exactly nothing to loss and gradient, whatever the policy is.
 
-        Those without a trained token, and those whose advantages are all zero while neither KL nor entropy has a term.
+        Rows without a trained token, and rows whose advantages are all zero while there is no KL nor entropy term.
         """
         scales = POLICY_LOSSES.named(self.policy_loss).scales_with_advantage
         return rows_without_gradient(batch, advantages=scales and not (self.kl_coef or self.entropy_coef))
@@ -139,7 +139,7 @@ class GRPO:
     def __call__(
         self, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch, totals: Totals
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute loss and metrics: policy_loss, the loss's own, approx_kl, mismatch/*, kl, entropy."""
+        """Compute the loss and metrics: policy_loss, those of the policy loss, approx_kl, mismatch/*, kl, entropy."""
         mask = trained_mask(batch)
         values = batch.values
         # A token that does not train must stay out of every exp: its log-probs are placeholders, and 0 * inf is not 0.
@@ -172,10 +172,10 @@ class GRPO:
     def _policy(
         self, current: Tensor, start: Tensor, mask: Tensor, batch: PackedBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the policy loss a token, and its metrics."""
+        """Return the policy loss of each token, and its metrics."""
         loss = POLICY_LOSSES.named(self.policy_loss)
-        given = {name: getattr(self, name) for name in loss.defaults}
-        options = {name: default if given[name] is None else given[name] for name, default in loss.defaults.items()}
+        own = {name: getattr(self, name) for name in loss.defaults}
+        options = {name: default if own[name] is None else own[name] for name, default in loss.defaults.items()}
         advantages = torch.where(mask, batch.values["advantages"], 0.0)
         result = loss.function(PolicyTokens(current, start, advantages, mask, batch), **options)
         gap = (current - start).detach()

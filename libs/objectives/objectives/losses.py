@@ -72,9 +72,9 @@ def register_policy_loss(
 ) -> Callable[[Callable[..., TokenLoss]], Callable[..., TokenLoss]]:
     """Register the decorated function `(tokens: PolicyTokens, **options) -> TokenLoss`.
 
-    `defaults`: the options it takes (of `OPTIONS`) with their default values. `keys`: what it reads of the batch
-    besides the advantages. `scales_with_advantage`: whether a token of advantage 0 adds exactly nothing to loss and
-    gradient, so that an engine may skip rows of such tokens. Raises ValueError for a name that is taken and for
+    `defaults`: the options it takes (of `OPTIONS`) with their default values. `keys`: keys of the batch that it
+    reads besides the advantages. `scales_with_advantage`: whether a token of advantage 0 adds exactly nothing to loss
+    and gradient, so that an engine may skip rows of such tokens. Raises ValueError for a name that is taken and for
     options that `GRPO` does not have.
     """
     unknown = sorted(set(defaults) - set(OPTIONS))
@@ -90,7 +90,7 @@ def register_policy_loss(
 
 
 def check_clips(clip_low: float | None = None, clip_high: float | None = None, dual_clip: float | None = None) -> None:
-    """Raise ValueError for clip_low outside [0, 1], clip_high below 0 or dual_clip not above 1; None may stand."""
+    """Raise ValueError for clip_low outside [0, 1], clip_high below 0 or dual_clip not above 1; None is allowed."""
     if clip_low is not None:
         check_number("clip_low", clip_low, 0, 1)
     if clip_high is not None:
@@ -153,7 +153,7 @@ def cispo(
 ) -> TokenLoss:
     """Return -sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi: CISPO (MiniMax-M1, arXiv 2506.13585, equation 4).
 
-    The clip bounds the weight of a token and never takes its gradient away. Metrics: ratio, clip/low, clip/high.
+    The clip bounds the weight of a token and never removes its gradient. Metrics: ratio, clip/low, clip/high.
     """
     check_clips(clip_low, clip_high)
     ratio = torch.exp(log_probs.detach() - old_log_probs.detach())
@@ -184,8 +184,8 @@ def aggregate(
 ) -> Tensor:
     """Return this micro-batch's share of the global loss: its sum over micro-batches and ranks is the loss.
 
-    `per_token` f32[T], `loss_mask` bool[T], `cu_seqlens` i32[n+1]; `tokens` and `sequences` count what is trained in
-    the whole step.
+    `per_token` f32[T], `loss_mask` bool[T], `cu_seqlens` i32[n+1]; `tokens` and `sequences`: trained ones of the
+    whole step.
 
     - "token": sum / tokens. Every token weighs the same (DAPO, arXiv 2503.14476, section 3.3).
     - "sequence": mean over each sequence's trained tokens, then over sequences (GRPO, arXiv 2402.03300, equation 3).

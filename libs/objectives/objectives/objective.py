@@ -10,7 +10,7 @@ from seqpack.batches.view import BatchView
 
 
 def trained_mask(batch: PackedBatch) -> Tensor:
-    """Return bool[T], the tokens that train, which a sequence's first token never does."""
+    """Return the trained tokens, bool[T]; the first token of a sequence is never trained."""
     mask = batch.values["loss_mask"].to(torch.bool)
     starts = batch.cu_seqlens[:-1].to(torch.int64)
     # One more entry than tokens: an empty last sequence starts after the last one.
@@ -19,7 +19,7 @@ def trained_mask(batch: PackedBatch) -> Tensor:
 
 
 def rows_without_gradient(batch: TensorDict | BatchView, advantages: bool) -> Tensor:
-    """Return bool[B], rows without a trained token; with `advantages`, without one of an advantage but 0 (NaN is)."""
+    """Return bool[B]: rows without a trained token or, with `advantages`, without one other than 0 (NaN is other)."""
     view = view_batch(batch)
     counted = view.trained
     if advantages:
@@ -28,5 +28,5 @@ def rows_without_gradient(batch: TensorDict | BatchView, advantages: bool) -> Te
 
 
 def pair(values: Tensor, mask: Tensor) -> Tensor:
-    """Return (sum over the mask, count of the mask), a metric."""
+    """Return a metric: (sum over the mask, count of the mask)."""
     return torch.stack([torch.where(mask, values, 0.0).sum(), mask.sum()]).detach()

@@ -26,7 +26,7 @@ def truncated_weights(trainer_log_probs: Tensor, rollout_log_probs: Tensor, cap:
 
 
 def masked_weights(trainer_log_probs: Tensor, rollout_log_probs: Tensor, cap: float = 2.0) -> Tensor:
-    """Return the ratio where it lies in [1 / cap, cap], else 0: tokens on which the two disagree badly do not train."""
+    """Return the ratio where it lies in [1 / cap, cap], else 0: tokens of larger mismatch are not trained."""
     _check_cap(cap)
     ratio = torch.exp((trainer_log_probs - rollout_log_probs).detach())
     return torch.where((ratio <= cap) & (ratio >= 1 / cap), ratio, 0.0)
@@ -73,11 +73,11 @@ def weights(
 
 
 EDGES: tuple[float, ...] = tuple(2.0 ** (half / 2) for half in range(-28, 9))
-"""Of the histogram of |difference|: half octaves from rounding in bfloat16 to nonsense."""
+"""Edges of the histogram of |difference|: half octaves, from bfloat16 rounding to wrong weights."""
 
 
 def mismatch(trainer_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
-    """Measure how far apart the trainer's and the sampler's log-probs are, as metrics (see `seqpack.Objective`).
+    """Measure the mismatch between the trainer's and the sampler's log-probs, as metrics (see `seqpack.Objective`).
 
     `mismatch/abs` mean |difference|, `mismatch/abs/max` its maximum, `mismatch/kl` the k3 estimate of KL(rollout ||
     trainer); and means that add up over micro-batches and ranks, of which `mismatch_meter` makes the rest.
@@ -99,7 +99,7 @@ def mismatch(trainer_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Te
 
 
 def mismatch_meter(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Turn the means of `mismatch` into `mismatch/ess` and `mismatch/p99`; the keys they are made of are left out.
+    """Return the metrics with `mismatch/ess` and `mismatch/p99` in place of the means that they are computed from.
 
     `mismatch/ess`: the effective sample size of the importance weights trainer / rollout as a share of the tokens,
     (sum w)^2 / (n sum w^2), 1 where the two policies are equal (Kong, 1992). `mismatch/p99`: 99 % of the tokens have a
@@ -111,13 +111,13 @@ def mismatch_meter(metrics: Mapping[str, float]) -> dict[str, float]:
         return dict(metrics)
     square = metrics["mismatch/weight_square"]
     made_of = {"mismatch/weight", "mismatch/weight_square", *map(_above, EDGES)}
-    kept = {name: value for name, value in metrics.items() if name not in made_of}
+    others = {name: value for name, value in metrics.items() if name not in made_of}
     ess = metrics["mismatch/weight"] ** 2 / square if square else 0.0
-    return kept | {"mismatch/ess": ess, "mismatch/p99": _quantile([metrics[_above(edge)] for edge in EDGES], metrics)}
+    return others | {"mismatch/ess": ess, "mismatch/p99": _quantile([metrics[_above(edge)] for edge in EDGES], metrics)}
 
 
 def _quantile(shares: Sequence[float], metrics: Mapping[str, float], level: float = 0.01) -> float:
-    """Return the difference that a share `level` of the tokens exceeds; `shares` lie above the edges, falling."""
+    """Return the difference that a share `level` of the tokens exceeds. `shares`: tokens above each edge, falling."""
     below = next((place for place, share in enumerate(shares) if share <= level), None)
     if below is None:
         return metrics["mismatch/abs/max"]

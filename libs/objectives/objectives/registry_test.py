@@ -15,6 +15,17 @@ def test_a_registry_keeps_order_and_names() -> None:
         registry["long"]
 
 
+def test_an_earlier_name_finds_its_entry_and_is_not_listed() -> None:
+    registry: Registry[int] = Registry("shape")
+    registry.add("round", 1)
+    registry.add_alias("circular", "round")
+    assert registry["circular"] == registry.named("circular") == 1
+    assert "circular" in registry
+    assert (list(registry), registry.aliases) == (["round"], ("circular",))
+    with pytest.raises(ValueError, match="'circular' is registered already"):
+        registry.add("circular", 2)
+
+
 def test_refusals() -> None:
     registry: Registry[int] = Registry("shape")
     registry.add("round", 1)

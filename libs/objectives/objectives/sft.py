@@ -23,12 +23,12 @@ class SFT:
 
     @property
     def required_keys(self) -> tuple[str, ...]:
-        """Name nothing: input_ids and loss_mask suffice."""
+        """The empty tuple: input_ids and loss_mask suffice."""
         return ()
 
     @property
     def needs_entropy(self) -> bool:
-        """Say no."""
+        """The need for entropies: always False."""
         return False
 
     def zero_gradient_rows(self, batch: TensorDict | BatchView) -> Tensor:
@@ -38,7 +38,7 @@ class SFT:
     def __call__(
         self, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch, totals: Totals
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute what `seqpack.Objective` says; the metric is `nll`, the mean over tokens."""
+        """Compute the loss as `seqpack.Objective` defines it; the metric is `nll`, the mean over tokens."""
         del entropy
         mask = trained_mask(batch)
         loss = aggregate(

@@ -26,9 +26,9 @@ from rollout.engine import Sampling
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import BucketPiece, buckets
 from rollout.sync.transfer import transfer_weights
-from rollout.testing.tiny_models import HYBRID_067B as SHAPE
-from rollout.vllm.settings.config import VllmConfig
+from rollout.testing.model import HYBRID_067B as SHAPE
 from rollout.vllm.engine import VllmEngine
+from rollout.vllm.settings.config import VllmConfig
 
 SMALL = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "head_dim": 64}
 BUCKET_BYTES = 1 << 28

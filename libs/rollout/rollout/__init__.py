@@ -9,11 +9,13 @@ if TYPE_CHECKING:
     from rollout.build import build_rollout as build_rollout
     from rollout.capability import supports as supports
     from rollout.chat.chat import Chat as Chat
+    from rollout.chat.conversation import Conversation as Conversation
+    from rollout.chat.messages import Reply as Reply
+    from rollout.chat.segment import Segment as Segment
     from rollout.config import RolloutConfig as RolloutConfig
     from rollout.control.settings import StalenessSettings as StalenessSettings
     from rollout.control.simulation import simulate as simulate
     from rollout.control.staleness import StalenessController as StalenessController
-    from rollout.errors import NotFiniteError as NotFiniteError
     from rollout.engine import Completion as Completion
     from rollout.engine import Load as Load
     from rollout.engine import OnTokens as OnTokens
@@ -22,22 +24,24 @@ if TYPE_CHECKING:
     from rollout.environments.environment import Environment as Environment
     from rollout.environments.environment import EnvironmentFactory as EnvironmentFactory
     from rollout.environments.environment import EpisodeContext as EpisodeContext
+    from rollout.environments.environment import Observation as Observation
     from rollout.environments.environment import Opening as Opening
     from rollout.environments.environment import Outcome as Outcome
-    from rollout.chat.messages import Reply as Reply
     from rollout.environments.environment import Score as Score
+    from rollout.environments.environment import StepResult as StepResult
+    from rollout.environments.load_object import load_object as load_object
     from rollout.environments.sources import RowSource as RowSource
     from rollout.environments.sources import TaskRow as TaskRow
     from rollout.environments.sources import TaskSource as TaskSource
     from rollout.environments.task import Task as Task
     from rollout.episodes.batch import to_batch as to_batch
-    from rollout.chat.conversation import Conversation as Conversation
     from rollout.episodes.episode import Episode as Episode
     from rollout.episodes.episode import failures as failures
     from rollout.episodes.playing import run_episode as run_episode
     from rollout.episodes.playing import run_group as run_group
-    from rollout.chat.segment import Segment as Segment
     from rollout.errors import EpisodeFailed as EpisodeFailed
+    from rollout.errors import NotFiniteError as NotFiniteError
+    from rollout.gateway.agents import AgentSlot as AgentSlot
     from rollout.gateway.agents import AgentTask as AgentTask
     from rollout.gateway.agents import Seat as Seat
     from rollout.gateway.agents import run_agent as run_agent
@@ -46,11 +50,10 @@ if TYPE_CHECKING:
     from rollout.gateway.server import TokenGateway as TokenGateway
     from rollout.gateway.session import SessionLimits as SessionLimits
     from rollout.ledger.ledger import RolloutLedger as RolloutLedger
-    from rollout.environments.load_object import load_object as load_object
     from rollout.native.engine import NativeEngine as NativeEngine
     from rollout.native.sharing import SharingEngine as SharingEngine
-    from rollout.openai.settings.config import OpenAIConfig as OpenAIConfig
     from rollout.openai.engine import OpenAIEngine as OpenAIEngine
+    from rollout.openai.settings.config import OpenAIConfig as OpenAIConfig
     from rollout.rewards.boxed import exact_answer as exact_answer
     from rollout.rewards.code_answer import code_answer as code_answer
     from rollout.rewards.math_answer import math_answer as math_answer
@@ -66,10 +69,11 @@ if TYPE_CHECKING:
     from rollout.tools.tool import ToolCall as ToolCall
     from rollout.tools.tool import call_tools as call_tools
     from rollout.tools.workers import instant as instant
-    from rollout.vllm.settings.config import VllmConfig as VllmConfig
     from rollout.vllm.engine import VllmEngine as VllmEngine
+    from rollout.vllm.settings.config import VllmConfig as VllmConfig
 
 _EXPORTS = {
+    "AgentSlot": "rollout.gateway.agents",
     "AgentTask": "rollout.gateway.agents",
     "Bucket": "rollout.sync.pieces",
     "Chat": "rollout.chat.chat",
@@ -84,6 +88,7 @@ _EXPORTS = {
     "Manifest": "rollout.sync.manifest",
     "NativeEngine": "rollout.native.engine",
     "NotFiniteError": "rollout.errors",
+    "Observation": "rollout.environments.environment",
     "OnTokens": "rollout.engine",
     "OpenAIConfig": "rollout.openai.settings.config",
     "OpenAIEngine": "rollout.openai.engine",
@@ -99,11 +104,12 @@ _EXPORTS = {
     "Score": "rollout.environments.environment",
     "Seat": "rollout.gateway.agents",
     "Segment": "rollout.chat.segment",
-    "SessionRecord": "rollout.gateway.result",
     "SessionLimits": "rollout.gateway.session",
+    "SessionRecord": "rollout.gateway.result",
     "SharingEngine": "rollout.native.sharing",
     "StalenessController": "rollout.control.staleness",
     "StalenessSettings": "rollout.control.settings",
+    "StepResult": "rollout.environments.environment",
     "Task": "rollout.environments.task",
     "TaskRow": "rollout.environments.sources",
     "TaskSource": "rollout.environments.sources",
@@ -127,8 +133,8 @@ _EXPORTS = {
     "run_agents": "rollout.gateway.agents",
     "run_episode": "rollout.episodes.playing",
     "run_group": "rollout.episodes.playing",
-    "simulate": "rollout.control.simulation",
     "share_weights": "rollout.sync.transfer",
+    "simulate": "rollout.control.simulation",
     "supports": "rollout.capability",
     "to_batch": "rollout.episodes.batch",
     "transfer_weights": "rollout.sync.transfer",

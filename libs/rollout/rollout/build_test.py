@@ -10,8 +10,8 @@ from rollout.capability import BACKENDS, NATIVE, supports
 from rollout.config import RolloutConfig
 from rollout.engine import RolloutEngine, Sampling
 from rollout.native.engine import NativeEngine
-from rollout.testing.tiny_models import tiny_model
-from seqpack.capability import No
+from rollout.testing.model import tiny_model
+from seqpack.capability import Unsupported
 
 BAD: dict[str, list[Any]] = {
     "backend": ["Native", "", None],
@@ -73,6 +73,6 @@ def test_features_are_answered_before_anything_is_built() -> None:
     engine = build_rollout(RolloutConfig(), tiny_model(48))
     for feature, answer in NATIVE.items():
         assert supports(RolloutConfig(), feature) == answer == engine.supports(feature)
-    assert all(len(a.reason) > 20 for a in BACKENDS.values() if isinstance(a, No))
+    assert all(len(a.reason) > 20 for a in BACKENDS.values() if isinstance(a, Unsupported))
     with pytest.raises(ValueError, match="known are"):
         supports(RolloutConfig(), "teleport")

@@ -5,38 +5,40 @@ from collections.abc import Mapping
 from rollout.config import RolloutConfig
 from rollout.openai.settings import capability as openai
 from rollout.vllm.limits import capability as vllm
-from seqpack.capability import No, Yes
+from seqpack.capability import Supported, Unsupported
 
-NATIVE: dict[str, Yes | No] = {
-    "cpu": Yes("native/engine_test.py::test_log_probs_are_the_modules_own_for_mixed_lengths"),
-    "cuda": Yes("native/engine_gpu_test.py::test_log_probs_are_the_modules_own_on_the_device"),
-    "npu": No("no Ascend device was at hand: nothing ran on one yet"),
-    "cancel": Yes("native/walls_test.py::test_a_cancelled_request_answers_with_what_it_has"),
-    "continuous_batching": Yes("native/scheduler/batch_test.py::test_a_short_request_beside_long_ones_waits_for_one_step"),
-    "deadline": Yes("native/walls_test.py::test_a_deadline_ends_a_request"),
-    "two_phase_weights": Yes("sync/workers_test.py::test_all_workers_take_the_new_weights"),
-    "weights_under_way": Yes("native/live_test.py::test_weights_are_swapped_under_way"),
-    "in_process_weights": Yes("native/engine_test.py::test_update_weights_is_loading_the_state_dict"),
-    "shared_weights": Yes("native/sharing_test.py::test_a_trainers_steps_are_sampled_as_from_copies"),
-    "streaming": Yes("native/streaming_test.py::test_streamed_tokens_are_the_completions_own"),
-    "load": Yes("native/streaming_test.py::test_load_counts_who_runs_and_who_waits"),
-    "seeded_requests": Yes("native/engine_test.py::test_a_seed_fixes_a_request_whatever_its_neighbours"),
-    "prefix_sharing": Yes("native/engine_test.py::test_groups_share_a_prefill_and_still_agree"),
-    "prefix_continuation": Yes("native/continuation_test.py::test_a_turn_reads_what_is_new_alone"),
-    "media": Yes("native/decoders/media_test.py::test_greedy_answers_are_those_of_the_modules_generate"),
-    "tensor_parallel": No("the native engine holds a whole model in one process"),
-    "routed_experts": Yes("native/decoders/routers_test.py::test_the_experts_told_are_the_modules_own_choice"),
+NATIVE: dict[str, Supported | Unsupported] = {
+    "cpu": Supported("native/engine_test.py::test_log_probs_are_the_modules_own_for_mixed_lengths"),
+    "cuda": Supported("native/engine_gpu_test.py::test_log_probs_are_the_modules_own_on_the_device"),
+    "npu": Unsupported("no Ascend device was at hand: nothing ran on one yet"),
+    "cancel": Supported("native/walls_test.py::test_a_cancelled_request_answers_with_what_it_has"),
+    "continuous_batching": Supported(
+        "native/scheduler/batch_test.py::test_a_short_request_beside_long_ones_waits_for_one_step"
+    ),
+    "deadline": Supported("native/walls_test.py::test_a_deadline_ends_a_request"),
+    "two_phase_weights": Supported("sync/workers_test.py::test_all_workers_take_the_new_weights"),
+    "weights_under_way": Supported("native/live_test.py::test_weights_are_swapped_under_way"),
+    "in_process_weights": Supported("native/engine_test.py::test_update_weights_is_loading_the_state_dict"),
+    "shared_weights": Supported("native/sharing_test.py::test_a_trainers_steps_are_sampled_as_from_copies"),
+    "streaming": Supported("native/streaming_test.py::test_streamed_tokens_are_the_completions_own"),
+    "load": Supported("native/streaming_test.py::test_load_counts_who_runs_and_who_waits"),
+    "seeded_requests": Supported("native/engine_test.py::test_a_seed_fixes_a_request_whatever_its_neighbours"),
+    "prefix_sharing": Supported("native/engine_test.py::test_groups_share_a_prefill_and_still_agree"),
+    "prefix_continuation": Supported("native/continuation_test.py::test_a_turn_reads_what_is_new_alone"),
+    "media": Supported("native/decoders/media_test.py::test_greedy_answers_are_those_of_the_modules_generate"),
+    "tensor_parallel": Unsupported("the native engine holds a whole model in one process"),
+    "routed_experts": Supported("native/decoders/routers_test.py::test_the_experts_told_are_the_modules_own_choice"),
 }
 
 
-def feature_of(features: Mapping[str, Yes | No], feature: str) -> Yes | No:
+def feature_of(features: Mapping[str, Supported | Unsupported], feature: str) -> Supported | Unsupported:
     """Return the answer for a feature by name; ValueError lists the features for an unknown one."""
     if feature not in features:
         raise ValueError(f"unknown feature {feature!r}; known are {', '.join(sorted(features))}")
     return features[feature]
 
 
-BACKENDS: dict[str, Yes | No] = {
+BACKENDS: dict[str, Supported | Unsupported] = {
     "native": NATIVE["cpu"],
     "vllm": vllm.VLLM["cpu"],
     "openai": openai.OPENAI["cpu"],
@@ -45,7 +47,7 @@ BACKENDS: dict[str, Yes | No] = {
 FEATURES = {"native": NATIVE, "vllm": vllm.VLLM, "openai": openai.OPENAI}
 
 
-def supports(config: RolloutConfig, feature: str) -> Yes | No:
+def supports(config: RolloutConfig, feature: str) -> Supported | Unsupported:
     """Return whether an engine of this configuration has the feature; backends are features too.
 
     ValueError lists the features for an unknown name.
@@ -59,5 +61,5 @@ def supports(config: RolloutConfig, feature: str) -> Yes | No:
 def refuse_unsupported(config: RolloutConfig) -> None:
     """ValueError with the reason where this configuration asks for what is not there."""
     answer = supports(config, config.backend)
-    if isinstance(answer, No):
+    if isinstance(answer, Unsupported):
         raise ValueError(f"{config.backend} is not supported: {answer.reason}")

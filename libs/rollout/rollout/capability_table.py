@@ -2,7 +2,7 @@
 
 from rollout.capability import FEATURES, supports
 from rollout.config import RolloutConfig
-from seqpack.capability import No, Yes, capability_table
+from seqpack.capability import Supported, Unsupported, capability_table
 
 TEXT = """# What the rollout engines can do
 
@@ -13,7 +13,7 @@ backend was never asked for has no answer.
 """
 
 
-def answers() -> dict[str, dict[str, Yes | No]]:
+def answers() -> dict[str, dict[str, Supported | Unsupported]]:
     """Return every feature's answer, by backend."""
     return {
         name: {feature: supports(RolloutConfig(backend=name), feature) for feature in features}  # type: ignore[arg-type]

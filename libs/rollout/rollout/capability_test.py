@@ -8,13 +8,13 @@ import pytest
 from rollout.capability import NATIVE, feature_of
 from rollout.openai.settings.capability import OPENAI
 from rollout.vllm.limits.capability import VLLM
-from seqpack.capability import No
+from seqpack.capability import Unsupported
 
 
 def test_every_answer_has_its_evidence_or_its_reason() -> None:
     here = Path(__file__).parent
     for feature, answer in [*NATIVE.items(), *VLLM.items(), *OPENAI.items()]:
-        if isinstance(answer, No):
+        if isinstance(answer, Unsupported):
             assert len(answer.reason) > 20, feature
             continue
         file, _, function = answer.evidence.partition("::")

@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, Piece
-from seqpack.capability import No, Yes
+from seqpack.capability import Supported, Unsupported
 
 StopReason = Literal["stop", "length", "abort", "deadline"]
 PauseMode = Literal["finish", "abort"]
@@ -100,7 +100,7 @@ class RolloutEngine(Protocol):
         """The number of the weights in use."""
         ...
 
-    def supports(self, feature: str) -> Yes | No:
+    def supports(self, feature: str) -> Supported | Unsupported:
         """Return whether this engine has a feature (`rollout.capability`). ValueError: nobody knows that name."""
         ...
 

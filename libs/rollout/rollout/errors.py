@@ -1,4 +1,4 @@
-"""The errors of rollouts: an episode that cannot be scored, a policy that diverged, and errors passed between threads."""
+"""Errors of rollouts: an episode that cannot be scored, a policy that diverged, and errors passed between threads."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -25,7 +25,7 @@ class NotFiniteError(ValueError):
 
 
 class ForwardErrors:
-    """A block whose exception goes to a function instead of being raised, since another thread or callback raises it."""
+    """A block whose exception is handed to a function instead of being raised, so that another thread raises it."""
 
     def __init__(self, failed: Callable[[BaseException], None]) -> None:
         self._failed = failed

@@ -9,7 +9,7 @@ from rollout.experts import RoutedExperts, merged
 from rollout.seeds import derive_seed
 
 
-class ContinuedEngine:
+class ResumableEngine:
     """An engine whose `pause("abort")` interrupts answers without ending them; all else is the engine's own.
 
     What an answer has when it is interrupted becomes the end of its prompt: once the engine goes on, perhaps with other
@@ -68,7 +68,7 @@ class ContinuedEngine:
 
 def _joined(first: Completion, second: Completion) -> Completion:
     """Return two parts of one answer. Extras that are one entry a token are put together, others are the second's;
-    experts are those that a token went to first. """
+    experts are those that a token went to first."""
     extras = dict(second.extras)
     for name, value in first.extras.items():
         if isinstance(value, RoutedExperts):

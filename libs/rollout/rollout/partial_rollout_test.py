@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from rollout.partial_rollout import ContinuedEngine
 from rollout.engine import Completion, PauseMode, RolloutEngine, Sampling, StopReason
 from rollout.native.engine import NativeEngine
+from rollout.partial_rollout import ResumableEngine
 from rollout.sync.manifest import Manifest, manifest_of
 from rollout.sync.pieces import Bucket, buckets
 from rollout.sync.transfer import transfer_weights
-from rollout.testing.tiny_models import tiny_model
-from rollout.testing.weight_pieces import pieces_of
+from rollout.testing.model import tiny_model
+from rollout.testing.pieces import pieces_of
 
 VOCAB, PROMPT = 24, [3, 5, 7]
 
@@ -40,7 +40,7 @@ def forced(models: Sequence[nn.Module], done: Completion) -> list[float]:
 def test_log_probs_are_those_of_the_named_weights_through_two_interruptions() -> None:
     models = [tiny_model(VOCAB, layers=2, seed=seed) for seed in range(3)]
     native = NativeEngine(copy.deepcopy(models[0]))
-    engine = ContinuedEngine(native)
+    engine = ResumableEngine(native)
 
     async def play() -> list[Completion]:
         sampling = Sampling(max_new_tokens=200, seed=4)
@@ -70,7 +70,7 @@ class Parts:
     def __init__(self, parts: Iterable[tuple[list[int], str]]) -> None:
         self.parts = list(parts)
         self.asked: list[tuple[list[int], Sampling]] = []
-        self.outer: ContinuedEngine | None = None
+        self.outer: ResumableEngine | None = None
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, media: Mapping[str, Any] | None = None, **options: Any
@@ -92,7 +92,7 @@ class Parts:
 
 def played(parts: Iterable[tuple[list[int], str]], **options: Any) -> tuple[Completion, Parts]:
     inner = Parts(parts)
-    inner.outer = ContinuedEngine(cast(RolloutEngine, inner))
+    inner.outer = ResumableEngine(cast(RolloutEngine, inner))
     sampling = Sampling(max_new_tokens=10, seed=7)
     return asyncio.run(inner.outer.generate([1, 2], sampling, **options)), inner
 
@@ -124,7 +124,7 @@ def test_other_ends_are_ends(reason: StopReason) -> None:
 
 def test_a_cancelled_answer_is_not_continued() -> None:
     inner = Parts([([5], "interrupted")])
-    inner.outer = engine = ContinuedEngine(cast(RolloutEngine, inner))
+    inner.outer = engine = ResumableEngine(cast(RolloutEngine, inner))
 
     async def play() -> Completion:
         assert await engine.cancel("mine")

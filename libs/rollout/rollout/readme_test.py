@@ -5,8 +5,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from rollout.testing.chat import tiny_tokenizer
-from rollout.testing.tiny_models import tiny_model
-from rollout.testing.weight_pieces import pieces_of
+from rollout.testing.model import tiny_model
+from rollout.testing.pieces import pieces_of
 
 
 def test_the_example() -> None:

@@ -9,7 +9,7 @@ from runlog.report import PAGE_BYTES, write_report
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the reports of the run folders named; 0, or 2 where one could not be written."""
+    """Write the reports of the named run directories; return 0, or 2 where one could not be written."""
     parser = argparse.ArgumentParser(prog="python -m runlog", description=__doc__)
     parser.add_argument("run_dir", nargs="+", type=Path, help="a folder that holds metrics.jsonl")
     parser.add_argument("--max-bytes", type=int, default=PAGE_BYTES, help="the largest page (default: %(default)s)")

@@ -10,10 +10,9 @@ from runlog.display import clock_time, shown
 
 @dataclass(frozen=True)
 class Kind:
-    """How the report speaks of a metric. `match`: names, or ends of them after a slash; with `{}` for a part of the
-    name, which the title repeats. `marks`: drawn as points with first and last named (measured seldom, such as held-out
-    accuracy). `always`: shown even if it never changes. `small`: tiny values mean something.
-    """
+    """How the report shows a metric. `match`: names, or ends of them after a slash; with `{}` for a part of the name,
+    which the title repeats. `marks`: drawn as points with first and last named (measured seldom, such as held-out
+    accuracy). `always`: shown even if it never changes. `small`: tiny values mean something."""
 
     title: str
     match: tuple[str, ...]
@@ -24,7 +23,7 @@ class Kind:
     small: bool = False
 
     def titled(self, name: str) -> str | None:
-        """Return the title for a metric of this kind; None for a metric of another."""
+        """Return the title of a metric of this kind; None for any other metric."""
         for pattern in self.match:
             head, _, tail = pattern.partition("{}")
             if head == pattern:
@@ -73,25 +72,25 @@ ROUNDING = 1e-6  # what is smaller throughout is rounding: no curve to put in fr
 
 
 def kind_of(name: str) -> Kind | None:
-    """Return the known kind of a metric: its name is one of the kind's, perhaps after a prefix ("train/loss")."""
+    """Return the kind of a metric by its name, perhaps after a prefix ("train/loss"); None for an unknown name."""
     return next((kind for kind in KINDS if kind.titled(name)), None)
 
 
 def series(metrics: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
-    """Steps and values of every numeric metric, where it was logged."""
-    found: dict[str, tuple[list[int], list[float]]] = {}
+    """Return steps and values of every numeric metric, where it was logged."""
+    by_name: dict[str, tuple[list[int], list[float]]] = {}
     for row in metrics:
         for name, value in row.items():
             if name.rsplit("/", 1)[-1] in HIDDEN or isinstance(value, bool) or not isinstance(value, int | float):
                 continue
-            steps, values = found.setdefault(name, ([], []))
+            steps, values = by_name.setdefault(name, ([], []))
             steps.append(int(row["step"]))
             values.append(float(value))
-    return found
+    return by_name
 
 
 def thin(steps: Sequence[int], values: Sequence[float], limit: int) -> tuple[list[int], list[float]]:
-    """Return at most `limit` points: means of equal stretches, placed at each stretch's last step."""
+    """Return at most `limit` points: means of equal intervals, placed at each interval's last step."""
     if len(steps) <= limit:
         return list(steps), list(values)
     xs, ys = [], []
@@ -103,7 +102,7 @@ def thin(steps: Sequence[int], values: Sequence[float], limit: int) -> tuple[lis
 
 
 def smooth(values: Sequence[float], span: int) -> list[float]:
-    """Exponential mean over about `span` points, without the pull towards the first value (bias corrected)."""
+    """Return the bias-corrected exponential mean over about `span` points."""
     keep = 1 - 2 / (span + 1)
     total = weight = 0.0
     out = []
@@ -114,7 +113,7 @@ def smooth(values: Sequence[float], span: int) -> list[float]:
 
 
 def noisy(values: Sequence[float]) -> bool:
-    """Return whether a smoothed line helps: a dozen points or more that go up and down far more than along."""
+    """Return whether a smoothed line helps: at least a dozen points whose changes far exceed their trend."""
     if len(values) < 12:
         return False
     travelled = sum(abs(b - a) for a, b in itertools.pairwise(values))
@@ -123,7 +122,7 @@ def noisy(values: Sequence[float]) -> bool:
 
 def charts(metrics: Sequence[Mapping[str, Any]], max_points: int) -> list[dict[str, Any]]:
     """Return the report's charts: known kinds first, in their order, then the others by name. A metric that never
-    changes is left out, but for the kinds that are always shown (`unchanged` has them). """
+    changes is left out (`unchanged` returns it), except of the kinds that are always shown."""
     made = []
     for name, (steps, values) in series(metrics).items():
         kind = kind_of(name)
@@ -153,14 +152,13 @@ def charts(metrics: Sequence[Mapping[str, Any]], max_points: int) -> list[dict[s
 
 
 def unchanged(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return what `charts` leaves out as it never changed: title and value, known kinds first and then the others by
-    name.
+    """Return (title, value) of metrics that `charts` leaves out as they never changed: known kinds, then by name.
 
     A tool whose every call fails never changes, and people look for it.
     """
-    found = {name: values for name, (_, values) in series(metrics).items() if _is_flat(kind_of(name), values)}
+    flat = {name: values for name, (_, values) in series(metrics).items() if _is_flat(kind_of(name), values)}
     rows = []
-    for name, values in found.items():
+    for name, values in flat.items():
         kind = kind_of(name)
         title = (kind.titled(name) if kind else None) or name
         rows.append((KINDS.index(kind) if kind else len(KINDS), title, _worded(kind)(values[-1])))
@@ -173,23 +171,23 @@ def _is_flat(kind: Kind | None, values: Sequence[float]) -> bool:
 
 
 def _worded(kind: Kind | None) -> Callable[[float], str]:
-    """Return how values of a kind are written."""
+    """Return the function that formats values of a kind."""
     return _percent if kind is not None and kind.percent else shown
 
 
 def _place(chart: Mapping[str, Any]) -> tuple[bool, int, str]:
-    """Return known kinds first, in their order, and what is rounding at the end."""
+    """Return a sort key: known kinds first, in their order; rounding errors last."""
     kind = kind_of(chart["name"])
     return chart["rounding"], KINDS.index(kind) if kind else len(KINDS), chart["name"]
 
 
 def headline(metrics: Sequence[Mapping[str, Any]], episodes: int) -> list[dict[str, str]]:
-    """Return the few numbers at the top of the page: label, value, a word beneath."""
-    found = series(metrics)
-    by_title = {kind.title: found[name] for name in reversed(found) if (kind := kind_of(name))}
+    """Return the few numbers at the top of the page: label, value and a note."""
+    by_name = series(metrics)
+    by_title = {kind.title: by_name[name] for name in reversed(by_name) if (kind := kind_of(name))}
     tiles = []
-    if held := by_title.get("Held-out accuracy"):
-        first, last = held[1][0], held[1][-1]
+    if accuracy := by_title.get("Held-out accuracy"):
+        first, last = accuracy[1][0], accuracy[1][-1]
         tiles.append(
             _tile("Held-out accuracy", _percent(last), f"{_percent(first)} before, {100 * (last - first):+.1f} points")
         )

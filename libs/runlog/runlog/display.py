@@ -1,4 +1,4 @@
-"""What stands in the terminal while a run goes on, and the table when it ends."""
+"""The progress display of a run in the terminal, and the table at its end."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -79,7 +79,7 @@ class Progress:
             self._line()
 
     def update(self, step: int, values: Mapping[str, float | int | str] | None = None) -> None:
-        """`step` steps are done; `values` replace the shown ones of the same name."""
+        """Show that `step` steps are done; `values` replace the shown ones of the same name."""
         self._done = min(step, self._total)
         self._values.update({k: shown(v) for k, v in (values or {}).items()})
         self._passing = {}
@@ -89,7 +89,7 @@ class Progress:
             self._line()
 
     def tell(self, values: Mapping[str, float | int | str]) -> None:
-        """Show `values` of what goes on within a step, such as how much is in flight, until the step is done."""
+        """Show `values` of the running step, such as the number of requests in flight, until the step is done."""
         self._passing = {k: shown(v) for k, v in values.items()}
         if self._live is not None:
             self._live.update(self._task, values=self._values | self._passing)
@@ -97,11 +97,11 @@ class Progress:
             self._line()
 
     def note(self, text: str) -> None:
-        """A line of its own, above the bar."""
+        """Print a line above the bar."""
         (self._live.console if self._live else self.console).print(text, soft_wrap=True, markup=False)
 
     def timing(self) -> str:
-        """Time spent and time left in words; empty before the first step."""
+        """Return elapsed and remaining time in words; empty before the first step."""
         spent = self._clock() - self._began
         taken = self._done - self._start
         if taken <= 0:
@@ -118,7 +118,7 @@ class Progress:
 
 
 def shown(value: float | int | str) -> str:
-    """Return a number as short as it stays readable: 4 significant digits, thousands with commas."""
+    """Return a number as readable text: 4 significant digits, thousands with commas."""
     if isinstance(value, str | bool):
         return str(value)
     if isinstance(value, int):
@@ -142,7 +142,7 @@ def clock_time(seconds: float) -> str:
 
 
 def summary_table(rows: Iterable[Sequence[Any]], title: str = "Summary", console: Console | None = None) -> Table:
-    """Print a table of (name, value) rows and return it; paths and text are shown in full, numbers shortened."""
+    """Print a table of (name, value) rows and return it; paths and text are shown in full, numbers by `shown`."""
     console = console or Console(highlight=False)
     table = Table(title=title, title_justify="left", show_header=False, title_style="bold", expand=False)
     table.add_column("name", style="dim", no_wrap=True)

@@ -19,8 +19,7 @@ PER_TOKEN = ("mask", "advantage", "log_probs", "versions")
 
 
 def view(episode: Mapping[str, Any], number: int, max_tokens: int, max_characters: int = 20_000) -> dict[str, Any]:
-    """Return one episode in the form the page reads, its texts cut at `max_characters` each and its tokens in their
-    middle.
+    """Return one episode for the page: each text has at most `max_characters`, long tokens lose their middle.
 
     Raises:
         ValueError: its token lists differ in length.
@@ -60,7 +59,7 @@ def view(episode: Mapping[str, Any], number: int, max_tokens: int, max_character
 
 
 def _cut(shown: dict[str, Any], max_tokens: int) -> dict[str, Any]:
-    """Keep the first and the last tokens of a long episode; `cut` counts what is missing, `head` where."""
+    """Keep the first and the last tokens of a long episode; `cut` is the number left out, `head` their place."""
     extra = len(shown["tokens"]) - max_tokens
     if extra > 0:
         head = max_tokens // 2

@@ -1,6 +1,6 @@
 """What to install for a part of this library that needs more than the library does."""
 
 
-def asked(need: str, extra: str) -> str:
-    """Return the text of an error: what is needed and the extra that brings it, also from a checkout of the tree."""
+def missing_extra_message(need: str, extra: str) -> str:
+    """Return an error's text: what is missing, and how to install its extra, also from a checkout of the tree."""
     return f"{need}: pip install 'tessera-runlog[{extra}]' (of a checkout './libs/runlog[{extra}]')"

@@ -11,12 +11,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from runlog.extras import asked
+from runlog.extras import missing_extra_message
 
 try:
     import jinja2
 except ImportError as error:
-    raise ImportError(asked("the report needs jinja2", "report")) from error
+    raise ImportError(missing_extra_message("the report needs jinja2", "report")) from error
 
 from runlog import store
 from runlog.curves import charts, headline, series, unchanged
@@ -41,12 +41,12 @@ def write_report(
     max_bytes: int = PAGE_BYTES,
     seed: int = 0,
 ) -> Path:
-    """Write `report.html` into the run folder and return its path. Needs the extra `tessera-runlog[report]`.
+    """Write `report.html` into the run directory and return its path. Needs the extra `tessera-runlog[report]`.
 
     It can be written at any time, also while the run goes on. The page has at most `max_bytes` (but for a configuration
     that is itself larger): a curve keeps at most `max_points` points (means of equal stretches), and fewer where there
     are many curves; the browser has at most `max_groups` groups of episodes and as many held-out ones, drawn at random
-    by `seed` (`runlog.sampling`), as many as there is room for; long episodes lose their middle.
+    by `seed` (`runlog.sampling`), as many as fit; long episodes lose their middle.
 
     Raises:
         ValueError: the run has no metrics yet, or a file holds what no run wrote; the text names file and line.
@@ -77,8 +77,7 @@ def write_report(
 
 
 def _charts_within(metrics: Sequence[Mapping[str, Any]], points: int, room: int) -> list[dict[str, Any]]:
-    """Return the curves, with fewer points where they are many; those that still find no room are left out, the last
-    first."""
+    """Return the curves within `room` bytes: fewer points where they are many, then without the last ones."""
     made = charts(metrics, points)
     longest = max((len(chart["x"]) for chart in made), default=0)
     size = _size(made)
@@ -93,10 +92,10 @@ def _charts_within(metrics: Sequence[Mapping[str, Any]], points: int, room: int)
 def _groups_within(
     groups: Sequence[Sequence[tuple[int, dict[str, Any]]]], room: int
 ) -> tuple[list[dict[str, Any]], int]:
-    """Return the views of the first groups, and their bytes, until there is no more room.
+    """Return the views of the first groups that fit in `room`, and their bytes.
 
-    The group with which it ends is shown too, cut shorter: were it left out, long groups would be shown less often than
-    there are (which are the first so many may hang on those alone: a stopping rule, and Wald's equation holds).
+    The group that reaches the limit is shown too, cut shorter. Were it left out, long groups would be shown less often
+    than they occur. The number of groups depends on the shown ones alone: a stopping rule, for Wald's equation.
     """
     shown: list[dict[str, Any]] = []
     used = 0
@@ -162,7 +161,7 @@ def flat_config(config: Any, prefix: str = "") -> list[tuple[str, str]]:
 
 
 def _script_json(data: Mapping[str, Any] | Sequence[Any]) -> str:
-    """JSON that may stand inside a <script> element, whatever its strings hold."""
+    """Return JSON that is safe inside a <script> element, whatever its strings hold."""
     text = json.dumps(store.plain(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")

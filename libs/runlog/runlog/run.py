@@ -1,4 +1,4 @@
-"""RunLog: the one object a training app talks to."""
+"""RunLog: the one object through which a training app logs."""
 
 import json
 import time
@@ -16,12 +16,13 @@ from runlog.trackers import Tracker
 
 
 class RunLog:
-    """Writes a run folder: `config.json`, `metrics.jsonl`, `episodes.jsonl`, TensorBoard events in `tensorboard/`.
+    """A writer of a run directory: `config.json`, `metrics.jsonl`, `episodes.jsonl`, TensorBoard events in
+    `tensorboard/`.
 
     Use it as a context manager. With `resume_step=n` the rows after step n are dropped first and the rest is kept, so a
     resumed run has every step once; without it an existing metrics file is refused (ValueError). `tensorboard=True`
-    needs the extra `tessera-runlog[tensorboard]`. Every line is flushed as it is written. `trackers` are told the
-    numbers of each row, and how the run ended (`runlog.trackers`).
+    needs the extra `tessera-runlog[tensorboard]`. Every line is flushed as it is written. `trackers` get the numbers of
+    each row, and how the run ended (`runlog.trackers`).
     """
 
     def __init__(
@@ -76,9 +77,8 @@ class RunLog:
             tracker.finish(ok=kind is None)
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """One row of metrics, with the time of day. Steps go upwards, one row each (ValueError otherwise). Numbers also
-        go to TensorBoard.
-        """
+        """Write one row of metrics, with the time. Steps increase, one row each (ValueError otherwise). Numbers also go
+        to TensorBoard."""
         if step <= self._last_step:
             raise ValueError(
                 f"metrics of step {step} after those of step {self._last_step}; log each step once, upwards"
@@ -99,7 +99,7 @@ class RunLog:
             tracker.metrics(step, numbers)
 
     def episode(self, episode: Mapping[str, Any]) -> None:
-        """One sampled episode, for the report's browser; see `runlog.episodes` for the keys it understands."""
+        """Write one sampled episode, for the report's browser; see `runlog.episodes` for the keys it understands."""
         if "step" not in episode:
             raise ValueError("an episode needs its step")
         self._write(store.EPISODES, ordered(episode))
@@ -109,7 +109,7 @@ class RunLog:
         return Progress(total, label, start, every, self.console)
 
     def summary_table(self, rows: Iterable[Sequence[Any]], title: str = "Summary") -> None:
-        """Print the closing table: the rows given, then the paths this run has written."""
+        """Print the closing table: `rows`, then the paths that this run has written."""
         written = [(p.name, str(p)) for p in sorted(self.run_dir.iterdir())] if self.run_dir.exists() else []
         summary_table([*rows, *written], title, self.console)
 

@@ -33,21 +33,21 @@ _HEAD = re.compile(
 
 @dataclass(frozen=True)
 class Sample:
-    """How many episodes were logged, and those drawn: one list a group, each row with its line's number from 0."""
+    """The number of logged episodes, and the drawn ones: one list a group, each row with its line's number from 0."""
 
     logged: int
     groups: list[list[tuple[int, dict[str, Any]]]]
 
 
 def ordered(episode: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the episode with the keys of its group first, all of them, as the sampling wants them."""
+    """Return the episode with all keys of its group first, as `draw_groups` expects them."""
     first = {"step": episode["step"], "split": episode.get("split") or TRAINING}
     first |= {"environment": episode.get("environment"), "group": episode.get("group")}
     return first | {key: value for key, value in episode.items() if key not in first}
 
 
 def draw_groups(path: Path, wanted: int, split: str = TRAINING, seed: int = 0) -> Sample:
-    """Draw at most `wanted` groups of a split; `logged` counts the split's episodes. Nothing if the file is absent.
+    """Draw at most `wanted` groups of a split; `logged` counts the split's episodes. Empty if the file is absent.
 
     Raises:
         ValueError: a line is not a JSON object; a last line that a kill cut short is left out.
@@ -70,19 +70,19 @@ def draw_groups(path: Path, wanted: int, split: str = TRAINING, seed: int = 0) -
 
 
 def _key(path: Path, number: int, line: bytes) -> Key:
-    """Return (step, split, environment, group) of a line, by its head where that will do."""
+    """Return (step, split, environment, group) of a line, from its first characters where they suffice."""
     head = _HEAD.match(line)
     row = json.loads(head[0] + b"}") if head else parse_line(path, number + 1, line.decode("utf-8"))
     return (row.get("step"), row.get("split") or TRAINING, row.get("environment"), row.get("group"))
 
 
 def _reservoir(keys: Sequence[Key], wanted: int, rng: random.Random) -> dict[Key, int]:
-    """Return the drawn keys and the place of each, in a random order: any first few are a sample too."""
-    kept: list[Key] = []
+    """Return the drawn keys and the place of each, in random order, so that any first few are a sample too."""
+    drawn: list[Key] = []
     for number, key in enumerate(keys):
-        if len(kept) < wanted:
-            kept.append(key)
+        if len(drawn) < wanted:
+            drawn.append(key)
         elif (place := rng.randrange(number + 1)) < wanted:
-            kept[place] = key
-    rng.shuffle(kept)
-    return {key: place for place, key in enumerate(kept)}
+            drawn[place] = key
+    rng.shuffle(drawn)
+    return {key: place for place, key in enumerate(drawn)}

@@ -12,8 +12,8 @@ CONFIG = "config.json"
 
 
 def plain(value: Any) -> Any:
-    """Return the value as json can hold it: numbers of any library as int or float, NaN and infinities as None, tensors
-    and arrays as lists, paths as text. TypeError names a type it cannot hold. """
+    """Return the value as JSON can hold it: numbers of any library as int or float, NaN and infinities as None, tensors
+    and arrays as lists, paths as text. TypeError names a type that it cannot hold."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
@@ -30,8 +30,7 @@ def plain(value: Any) -> Any:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the complete objects of a jsonl file; a last line that a kill cut short is left out. Nothing if it is
-    absent."""
+    """Yield the objects of a jsonl file, none if it is absent; a truncated last line is left out."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", newline="\n") as file:
@@ -53,16 +52,15 @@ def parse_line(path: Path, number: int, line: str) -> dict[str, Any]:
 
 
 def cut_after(path: Path, step: int) -> int:
-    """Drop the rows later than `step`, and a last line cut short; return how many rows stay. For a resumed run: it
-    repeats the steps after its checkpoint, and each step must stand in the file once.
-    """
-    kept = [row for row in read_lines(path) if int(row.get("step", 0)) <= step]
+    """Drop the rows later than `step`, and a truncated last line; return the number of rows that stay. A resumed run
+    repeats the steps after its checkpoint, and the file must hold each step once."""
+    rows = [row for row in read_lines(path) if int(row.get("step", 0)) <= step]
     if path.exists():
         partial = path.with_suffix(".tmp")
         with partial.open("w", encoding="utf-8", newline="\n") as file:
-            file.writelines(encode(row) for row in kept)
+            file.writelines(encode(row) for row in rows)
         partial.replace(path)
-    return len(kept)
+    return len(rows)
 
 
 def encode(row: Mapping[str, Any]) -> str:

@@ -27,10 +27,10 @@ class Span(NamedTuple):
 
 
 def read_timeline(run_dir: Path | str) -> list[Span]:
-    """Return the spans of a run folder; a last line that was cut short is left out. Nothing where there are none.
+    """Return the spans of a run directory, none without a file; a truncated last line is left out.
 
-    What was done after the checkpoint that a later process went on from is undone and left out, and so is the time in
-    which no process ran: each goes on where the one before ended.
+    Spans after the checkpoint from which a later process resumed are left out, and so is the time in which no process
+    ran: each process begins where the one before ended.
     """
     path = Path(run_dir) / TIMELINE
     spans: list[Span] = []
@@ -48,7 +48,7 @@ def read_timeline(run_dir: Path | str) -> list[Span]:
 
 
 def joined(before: Sequence[Span], after: Sequence[Span]) -> list[Span]:
-    """Spans of two processes, the second of which begins as the first ends, by the clock of the second."""
+    """Return the spans of two processes, the second of which begins as the first ends, by the clock of the second."""
     if not before or not after:
         return [*before, *after]
     late = min(span.begin for span in after) - max(span.end for span in before)
@@ -56,8 +56,7 @@ def joined(before: Sequence[Span], after: Sequence[Span]) -> list[Span]:
 
 
 def until_step(spans: Sequence[Span], steps: int) -> list[Span]:
-    """Return what of the spans belongs to the first `steps` steps: up to the last of them, or the sync that follows
-    it."""
+    """Return the spans of the first `steps` steps: up to the end of the last one, or of the sync that follows it."""
     trained = sorted(span for span in spans if (span.lane, span.kind) == ("trainer", "train"))
     if not steps:
         return []
@@ -69,7 +68,7 @@ def until_step(spans: Sequence[Span], steps: int) -> list[Span]:
 
 
 def busy_seconds(spans: Iterable[Span]) -> float:
-    """Return how long at least one of the spans lasted: overlaps count once."""
+    """Return the seconds in which at least one of the spans ran: overlaps count once."""
     total, until = 0.0, float("-inf")
     for begin, end in sorted((span.begin, span.end) for span in spans):
         total += max(0.0, end - max(begin, until))
@@ -78,8 +77,7 @@ def busy_seconds(spans: Iterable[Span]) -> float:
 
 
 def bubble_shares(spans: Sequence[Span]) -> dict[str, float]:
-    """Return for each lane the share of the whole time in which it did nothing: from the first span of all to the
-    last."""
+    """Return the idle share of each lane, of the time from the first span of all to the last."""
     if not spans:
         return {}
     whole = max(span.end for span in spans) - min(span.begin for span in spans)
@@ -88,8 +86,7 @@ def bubble_shares(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def timeline_svg(spans: Sequence[Span]) -> str:
-    """Return a picture of the last spans, a lane a row: an SVG element, safe inside a page whatever lanes are
-    called."""
+    """Return an SVG element of the last spans, a lane a row; safe inside a page, whatever lanes are called."""
     shown = sorted(spans, key=lambda span: span.begin)[-MOST_SPANS:]
     if not shown:
         return ""

@@ -20,19 +20,19 @@ _MLFLOW_PARAMETER = 6000  # characters of a parameter's value
 
 
 class Tracker(Protocol):
-    """What a run tells a tracker. It is made by `start_tracker`."""
+    """The calls of a run to a tracker. It is made by `start_tracker`."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """One row of numbers."""
+        """Log one row of numbers."""
         ...
 
     def finish(self, ok: bool) -> None:
-        """The run has ended: well, or by an error."""
+        """End the run: well, or by an error."""
         ...
 
 
 def check_tracker(name: str) -> None:
-    """Refuse a tracker that is not installed, without importing it.
+    """Check that a tracker is installed, without importing it.
 
     Raises:
         ValueError: no such tracker, or its package is missing; the text holds the line that installs it.
@@ -44,7 +44,7 @@ def check_tracker(name: str) -> None:
 
 
 def start_tracker(name: str, project: str, run_dir: Path, config: Mapping[str, str], resume: bool = False) -> Tracker:
-    """Start a run named like its folder under `project`; `resume` goes on with the one that the folder was told as.
+    """Start a run named like its directory under `project`; `resume` continues the run that was started for it.
 
     `config`: flat, dotted names to text.
 
@@ -53,9 +53,9 @@ def start_tracker(name: str, project: str, run_dir: Path, config: Mapping[str, s
     """
     check_tracker(name)
     path = run_dir / TRACKER
-    told = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}  # by the other trackers too
-    tracker, run_id = _STARTERS[name](project, run_dir, config, told.get(name) if resume else None)
-    path.write_text(json.dumps({**told, name: run_id}) + "\n", encoding="utf-8")
+    run_ids = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}  # by the other trackers too
+    tracker, run_id = _STARTERS[name](project, run_dir, config, run_ids.get(name) if resume else None)
+    path.write_text(json.dumps({**run_ids, name: run_id}) + "\n", encoding="utf-8")
     return tracker
 
 
@@ -92,10 +92,10 @@ class _Mlflow:
 
 
 def _mlflow_name(name: str) -> str:
-    """Return a metric's name as any of MLflow's stores takes it, so that none ends a run.
+    """Return a metric's name that all of MLflow's stores accept, so that no name ends a run.
 
-    A dot stands for each slash: a store of files can't hold `reward` beside `reward/std`. What MLflow refuses in names
-    (a user's reward part may be called anything) is an underscore.
+    A slash becomes a dot: a store of files can't hold `reward` beside `reward/std`. Characters that MLflow refuses (a
+    user's reward component may have any name) become underscores.
     """
     return re.sub(r"[^\w\-. :]", "_", name.replace("/", "."))
 

@@ -63,13 +63,13 @@ class Hybrid(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, ids: Tensor, cu: Tensor, wrong: tuple[int, str, int] | None = None) -> Tensor:
-        """Return logits [T, V]; `wrong`: (layer, operation, boundary) that misses that boundary."""
+        """Return logits [T, V]. `wrong` = (layer, operation, boundary): this operation ignores that boundary."""
         x = self.embed(ids)
         for index, layer in enumerate(self.layers):
-            given = {"conv": cu, "mixer": cu}
+            boundaries = {"conv": cu, "mixer": cu}
             if wrong is not None and wrong[0] == index:
-                given[wrong[1]] = torch.cat([cu[: wrong[2]], cu[wrong[2] + 1 :]])
-            x = layer(x, given["conv"], given["mixer"])
+                boundaries[wrong[1]] = torch.cat([cu[: wrong[2]], cu[wrong[2] + 1 :]])
+            x = layer(x, boundaries["conv"], boundaries["mixer"])
         logits: Tensor = self.head(x)
         return logits
 
@@ -87,7 +87,7 @@ def verdict(seed: int, decay: str, dtype: torch.dtype, wrong: tuple[int, str, in
 
 
 def faults() -> Iterator[tuple[int, str, int]]:
-    """Yield every boundary in turn, in the convolution and the mixer of the first, third and last layer in turn."""
+    """Yield (layer, operation, boundary): every boundary, in both operations of the first, third and last layer."""
     places = [(0, "mixer"), (0, "conv"), (2, "mixer"), (3, "mixer"), (3, "conv")]
     while True:
         for boundary in range(1, len(LENGTHS)):

@@ -1,4 +1,4 @@
-"""Prints which ways of packing keep sequences apart in stock transformers models, by family, as a Markdown table.
+"""Print which ways of packing keep sequences apart in stock transformers models, by family, as a Markdown table.
 
     ./bazelw run //libs/seqpack:isolation_table          (the newest supported; isolation_table_tf517: the oldest)
     PYTHONPATH=libs/seqpack OMP_NUM_THREADS=1 python libs/seqpack/benchmarks/isolation_table.py
@@ -91,7 +91,7 @@ def build(prefix: str, options: dict[str, Any]) -> nn.Module:
 
 
 def packing_of(**choices: bool) -> PackedForward:
-    """Return a packed forward that passes what `choices` say."""
+    """Return a packed forward that passes the arguments named by `choices`."""
 
     def packed(model: nn.Module, row: PackedBatch) -> torch.Tensor:
         ids, cu = row.values["input_ids"][None], row.cu_seqlens
@@ -123,7 +123,7 @@ WAYS = {
 
 
 def cell(model: nn.Module, packed: PackedForward) -> tuple[str, str]:
-    """Return one cell of the table and the layer at which packed and alone part first."""
+    """Return one cell of the table, and the first layer whose packed output differs from that of sequences alone."""
     try:
         report = check_packing(model, packed)
     except (ValueError, TypeError, RuntimeError) as error:

@@ -34,12 +34,12 @@ def main() -> None:
         for name, mix in MIXES.items():
             lengths = [mix(samples, LONGEST, seed).tolist() for seed in range(seeds)]
             start = process_time()
-            plans = [plan_micro_batches(given, cap, ranks, cost) for given in lengths]
+            plans = [plan_micro_batches(row, cap, ranks, cost) for row in lengths]
             seconds = (process_time() - start) / seeds
             assert max(tokens for plan in plans for rank in plan.tokens for tokens in rank) <= cap
-            found = [plan.max_over_mean for plan in plans]
+            ratios = [plan.max_over_mean for plan in plans]
             counts = plans[0].num_micro_batches
-            numbers = f"{mean(found):.5f} | {max(found):.5f} | {seconds:.3f}"
+            numbers = f"{mean(ratios):.5f} | {max(ratios):.5f} | {seconds:.3f}"
             print(f"| {samples} | {ranks} | {cap} | {name} | {counts} | {numbers} |", flush=True)
 
 

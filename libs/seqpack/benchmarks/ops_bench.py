@@ -1,4 +1,4 @@
-"""Times the packed operations: fused kernels against plain torch on a GPU, plain torch against transformers on a CPU.
+"""Time the packed operations: fused kernels against plain torch on a GPU, plain torch against transformers on a CPU.
 
     PYTHONPATH=libs/seqpack python libs/seqpack/benchmarks/ops_bench.py            # CUDA where there is a GPU, else CPU
     PYTHONPATH=libs/seqpack OMP_NUM_THREADS=1 python libs/seqpack/benchmarks/ops_bench.py --device cpu
@@ -64,7 +64,7 @@ def once(run: Run, leaves: Sequence[torch.Tensor], backward: bool, device: str) 
 
 
 def race(title: str, contestants: Mapping[str, Run], leaves: Sequence[torch.Tensor], device: str, base: str) -> None:
-    """Time the contestants in turn and print each one's least and its speed-up over `base`."""
+    """Time the contestants in turn, and print the least time of each and its speed-up over `base`."""
     print(f"\n{title}")
     columns = {}
     for backward in (False, True):
@@ -74,7 +74,7 @@ def race(title: str, contestants: Mapping[str, Run], leaves: Sequence[torch.Tens
         for _ in range(REPEATS):
             for name, run in contestants.items():
                 times[name].append(once(run, leaves, backward, device))
-        columns[backward] = {name: min(found) for name, found in times.items()}
+        columns[backward] = {name: min(runs) for name, runs in times.items()}
     for name in contestants:
         forward, both = columns[False][name], columns[True][name]
         print(
@@ -84,11 +84,11 @@ def race(title: str, contestants: Mapping[str, Run], leaves: Sequence[torch.Tens
 
 
 def available(op: str, device: str, *names: str) -> list[str]:
-    found = backends(device)[op]
+    entries = backends(device)[op]
     for name in names:
-        if not found[name].available:
-            print(f"  {op}: no {name}: {found[name].reason}")
-    return [name for name in names if found[name].available]
+        if not entries[name].available:
+            print(f"  {op}: no {name}: {entries[name].reason}")
+    return [name for name in names if entries[name].available]
 
 
 def rule_over(operands: list[torch.Tensor], cu: torch.Tensor, backend: str) -> torch.Tensor:
@@ -123,7 +123,7 @@ def on_gpu() -> None:
 
 
 def padded(x: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """Lay packed tokens out as one padded row per sequence."""
+    """Return packed tokens as one padded row per sequence."""
     return torch.nn.utils.rnn.pad_sequence(x.split(lengths), batch_first=True)
 
 

@@ -47,14 +47,14 @@ def timed(call: Callable[[], Any], runs: int = 7) -> tuple[float, Any]:
 
 
 def peer(module: str) -> Any:
-    """Return the module, or None with a line that says why."""
+    """Return the module; None where it is not installed, and print why."""
     try:
-        found = import_module(module)
+        package = import_module(module)
     except ImportError as error:
         print(f"not compared: {module} ({error})")
         return None
     print(f"compared with {module.split('.')[0]} {version(module.split('.')[0])}")
-    return found
+    return package
 
 
 def row(*cells: object) -> None:
@@ -67,8 +67,8 @@ def packing(trl: Any) -> None:
     row(*["---"] * 7)
     for name, mix in PACKED.items():
         lengths = mix(COUNT, CAPACITY)
-        given = lengths.tolist()
-        ours, plan = timed(partial(pack, given, CAPACITY))
+        items = lengths.tolist()
+        ours, plan = timed(partial(pack, items, CAPACITY))
         bound = bins_bound(np.sort(lengths)[::-1], CAPACITY, len(plan.bins))
         assert max(plan.loads) <= CAPACITY
         row(name, "seqpack", len(plan.bins), bound, f"{plan.gap:.3%}", f"{ours:.1f}", "1.0")
@@ -85,7 +85,7 @@ def packing(trl: Any) -> None:
 
 
 def trl_packing(trl: Any, lengths: np.ndarray) -> tuple[float, float, int]:
-    """Milliseconds of pack_dataset on a column of bytes, those of gathering the tokens alone, and the bins."""
+    """Return milliseconds of pack_dataset on a column of bytes, those of gathering the tokens alone, and the bins."""
     import pyarrow as pa
     import pyarrow.compute as pc
     from datasets import Dataset, disable_progress_bars
@@ -108,12 +108,12 @@ def balancing(verl: Any) -> None:
     row(*["---"] * 8)
     for count, parts in ((8192, 128), (256, 8)):
         costs = (np.random.default_rng(0).lognormal(0, 1, count) * 1e6).astype(np.int64)
-        given = costs.tolist()
+        items = costs.tolist()
         descending = np.sort(costs)[::-1].astype(np.float64)
         mean = costs.sum() / parts
         for equal in (False, True):
             bound = heaviest_part_bound(descending, parts, equal)
-            ours, plan = timed(partial(balance, given, parts, equal))
+            ours, plan = timed(partial(balance, items, parts, equal))
             largest = max(plan.loads)
             row(count, parts, equal, "seqpack", largest / mean, f"{largest / bound:.5f}", f"{ours:.1f}", "1.0")
             if verl is None:
@@ -122,8 +122,8 @@ def balancing(verl: Any) -> None:
                 ("verl karmarkar_karp", verl.karmarkar_karp),
                 ("verl greedy_partition", verl.greedy_partition),
             ):
-                theirs, split = timed(partial(call, given, parts, equal), runs=1)
-                largest = max(sum(given[i] for i in part) for part in split)
+                theirs, split = timed(partial(call, items, parts, equal), runs=1)
+                largest = max(sum(items[i] for i in part) for part in split)
                 cells = (largest / mean, f"{largest / bound:.5f}", f"{theirs:.0f}", f"{theirs / ours:.0f}")
                 row(count, parts, equal, name, *cells)
 
@@ -149,21 +149,21 @@ def micro_batches(verl: Any) -> None:
     row(*["---"] * 8)
     for name, mix in MIXES.items():
         lengths = mix(samples, CAPACITY)
-        given = lengths.tolist()
+        items = lengths.tolist()
         least = -(-bins_bound(np.sort(lengths)[::-1], cap, samples) // ranks)
-        ours, plan = timed(partial(plan_micro_batches, given, cap, ranks, workload), runs=3)
+        ours, plan = timed(partial(plan_micro_batches, items, cap, ranks, workload), runs=3)
         planned = {"seqpack": (ours, plan.ranks)}
         if verl is not None:
-            planned["verl"] = timed(partial(verl_micro_batches, verl, given, cap, ranks), runs=1)
+            planned["verl"] = timed(partial(verl_micro_batches, verl, items, cap, ranks), runs=1)
         for planner, (elapsed, dealt) in planned.items():
-            costs = [[sum(workload(given[i]) for i in batch) for batch in rank] for rank in dealt]
-            over = sum(sum(given[i] for i in batch) > cap for rank in dealt for batch in rank)
+            costs = [[sum(workload(items[i]) for i in batch) for batch in rank] for rank in dealt]
+            over = sum(sum(items[i] for i in batch) > cap for rank in dealt for batch in rank)
             lockstep = sum(map(max, zip(*costs, strict=True))) * ranks / sum(map(sum, costs))
             row(name, planner, len(dealt[0]), least, over, lockstep, f"{elapsed:.0f}", f"{elapsed / ours:.0f}")
 
 
 def verl_micro_batches(verl: Any, lengths: list[int], cap: int, ranks: int) -> list[list[list[int]]]:
-    """verl's two steps: equal numbers of samples to each rank, then as many micro-batches as the neediest rank has.
+    """Return verl's two steps: equally many samples a rank, then as many micro-batches as the neediest rank has.
 
     Batches are of bytes, so that moving tokens costs next to nothing.
     """

@@ -61,13 +61,13 @@ class Clock(TrainerCallback):  # type: ignore[misc]
         self.seconds: list[float] = []
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Note the time."""
+        """Record the CPU time."""
         del args, kwargs
         self.seconds.append(time.process_time())
 
 
 def rate(base: type[Trainer], packed: bool, samples: list[Any], arguments: dict[str, Any]) -> float:
-    """True tokens a CPU second of one epoch."""
+    """Return true tokens a CPU second of one epoch."""
     loaders = []
 
     class Ours(base):  # type: ignore[misc]
@@ -85,9 +85,9 @@ def rate(base: type[Trainer], packed: bool, samples: list[Any], arguments: dict[
         adapt_for_packing(model)
     clock = Clock()
     trainer = Ours(model=model, train_dataset=samples, callbacks=[clock], **arguments)
-    begun = time.process_time()
+    start = time.process_time()
     trainer.train()
-    return sum(len(s["input_ids"]) for s in samples) / (clock.seconds[-1] - begun)
+    return sum(len(s["input_ids"]) for s in samples) / (clock.seconds[-1] - start)
 
 
 def main(count: int) -> None:
@@ -135,7 +135,7 @@ def main(count: int) -> None:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Return a word for each token: collators pad by it."""
+    """Return a tokenizer with one word a token, by which collators pad."""
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(512)}, unk_token="w0"))
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1", unk_token="w0")
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from seqpack.batches.view import BatchView as BatchView
     from seqpack.batches.view import Totals as Totals
     from seqpack.capability import No as No
+    from seqpack.capability import Supported as Supported
+    from seqpack.capability import Unsupported as Unsupported
     from seqpack.capability import Yes as Yes
     from seqpack.planning.balancing import BalancePlan as BalancePlan
     from seqpack.planning.balancing import balance as balance
@@ -33,16 +35,18 @@ if TYPE_CHECKING:
     from seqpack.planning.family_flops import model_flops as model_flops
     from seqpack.planning.flops import LayerFlops as LayerFlops
     from seqpack.planning.flops import ModelFlops as ModelFlops
-    from seqpack.planning.padding import alignment as alignment
-    from seqpack.planning.padding import packed_geometry as packed_geometry
-    from seqpack.planning.padding import usable_capacity as usable_capacity
     from seqpack.planning.micro_batches import MicroBatchPlan as MicroBatchPlan
     from seqpack.planning.micro_batches import plan_micro_batches as plan_micro_batches
     from seqpack.planning.packing import PackPlan as PackPlan
     from seqpack.planning.packing import pack as pack
+    from seqpack.planning.padding import alignment as alignment
+    from seqpack.planning.padding import packed_geometry as packed_geometry
+    from seqpack.planning.padding import usable_capacity as usable_capacity
 
 _EXPORTS = {
     "No": "seqpack.capability",
+    "Supported": "seqpack.capability",
+    "Unsupported": "seqpack.capability",
     "Yes": "seqpack.capability",
     "BalancePlan": "seqpack.planning.balancing",
     "BatchView": "seqpack.batches.view",

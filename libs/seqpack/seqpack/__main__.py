@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _path(text: str) -> Path:
-    """Return a path relative to where the user stands, also under `bazel run`."""
+    """Return a path relative to the user's working directory, also under `bazel run`."""
     return Path(os.environ.get("BUILD_WORKING_DIRECTORY", "")) / text
 
 

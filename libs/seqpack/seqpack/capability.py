@@ -1,11 +1,11 @@
-"""Whether something is supported: Yes with the test that showed it, or No with the reason."""
+"""Answers to whether something is supported: with the test that showed it, or with the reason against it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Yes:
+class Supported:
     """Supported; `evidence` names the test that showed it, as FILE::FUNCTION under its package."""
 
     evidence: str
@@ -15,7 +15,7 @@ class Yes:
 
 
 @dataclass(frozen=True)
-class No:
+class Unsupported:
     """Not supported, and why."""
 
     reason: str
@@ -24,8 +24,13 @@ class No:
         return False
 
 
-def capability_table(columns: Mapping[str, Mapping[str, Yes | No]]) -> str:
-    """Return answers by feature, a column for each backend, as markdown: each Yes with its test, each No with why.
+Yes = Supported
+No = Unsupported
+"""Earlier names."""
+
+
+def capability_table(columns: Mapping[str, Mapping[str, Supported | Unsupported]]) -> str:
+    """Return a Markdown table: a row a feature, a column a backend, with tests and reasons.
 
     Features that a backend does not know have an empty cell.
     """
@@ -35,14 +40,14 @@ def capability_table(columns: Mapping[str, Mapping[str, Yes | No]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def tests_named(columns: Mapping[str, Mapping[str, Yes | No]]) -> list[tuple[str, str]]:
-    """Return the files and functions of the tests that show every Yes, each pair once."""
-    answers = [answer for column in columns.values() for answer in column.values() if isinstance(answer, Yes)]
-    found = {answer.evidence: answer.evidence.partition("::") for answer in answers}
-    return [(file, function) for file, _, function in found.values()]
+def tests_named(columns: Mapping[str, Mapping[str, Supported | Unsupported]]) -> list[tuple[str, str]]:
+    """Return (file, function) of the tests that stand behind supported features, each pair once."""
+    answers = [answer for column in columns.values() for answer in column.values() if isinstance(answer, Supported)]
+    tests = {answer.evidence: answer.evidence.partition("::") for answer in answers}
+    return [(file, function) for file, _, function in tests.values()]
 
 
-def _cell(answer: Yes | No | None) -> str:
+def _cell(answer: Supported | Unsupported | None) -> str:
     if answer is None:
         return ""
-    return f"yes: `{answer.evidence}`" if isinstance(answer, Yes) else f"no: {answer.reason}"
+    return f"yes: `{answer.evidence}`" if isinstance(answer, Supported) else f"no: {answer.reason}"

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from chat_tools.conformance.real_templates import Family, family_of, real_tokenizer, template_names
 from chat_tools.rendering.audit import audit_template
 from chat_tools.rendering.continuation import extend
 from chat_tools.rendering.render import Rendered, render
 from chat_tools.rendering.template import Message, rendering_errors
-from chat_tools.conformance.real_templates import Family, family_of, real_tokenizer, template_names
 
 
 def canary(number: int) -> str:

@@ -4,10 +4,10 @@ import sys
 
 import pytest
 
-from chat_tools.rendering.continuation import extend, text_after_turn
-from chat_tools.rendering.render import render
 from chat_tools.conformance.check_templates import CONVERSATIONS, check_template, first_rendering, known_stops
 from chat_tools.conformance.real_templates import family_of, real_tokenizer, template_names
+from chat_tools.rendering.continuation import extend, text_after_turn
+from chat_tools.rendering.render import render
 
 NAMES = template_names()
 render_module = sys.modules["chat_tools.rendering.render"]  # its name is the function's too

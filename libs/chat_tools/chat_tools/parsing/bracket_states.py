@@ -1,7 +1,7 @@
 """Say the arguments of a call in brackets while they come: a JSON object, Python's keywords, bare keys.
 
 A string is decoded as it comes, where the schema takes it as it is; any other value is said at its own end. Both end
-where `find_end` (nesting.py) has them end, and are read as the parser reads them (literals.py).
+where `find_end` (nested_json.py) has them end, and are read as the parser reads them (literals.py).
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 from chat_tools.parsing.literals import UNUSUAL, LiteralError, LiteralParser, loads_plain
 from chat_tools.parsing.partial_values import PartialString, PartialValue
 from chat_tools.parsing.preview_tables import Spelling
-from chat_tools.parsing.reader_states import Steps
-from chat_tools.parsing.streamed_call import Told
+from chat_tools.parsing.reader_states import ReaderStates
+from chat_tools.parsing.streamed_call import StreamedCall
 
 _SPACE = re.compile(r"\s*+")
 
 
-class BracketSteps(Steps):
+class BracketStates(ReaderStates):
     """Read arguments from their opening bracket on, or from what stands between the name and it (`between`)."""
 
-    def __init__(self, told: Told, spelling: Spelling, between: re.Pattern[str] | None) -> None:
+    def __init__(self, told: StreamedCall, spelling: Spelling, between: re.Pattern[str] | None) -> None:
         super().__init__(told)
         self.spelling, self.between = spelling, between
         self.state = self._open if between is None else self._lead

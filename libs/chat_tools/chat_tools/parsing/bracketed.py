@@ -2,7 +2,7 @@
 
 Strategy
 1. The usual case first: all up to the next marker is one plain JSON object (`_at_once`); nothing else is looked at.
-2. Else the object's end is found by counting brackets outside of strings (nesting.py), so that a marker quoted in a
+2. Else the object's end is found by counting brackets outside of strings (nested_json.py), so that a marker quoted in a
    string ends nothing; a marker outside of a string ends the object unfinished.
 3. The text up to there is read as JSON, then as a literal of Python's kind; nothing is evaluated.
 4. In a list each element is recorded as soon as it is complete; a bad one is malformed and the list goes on.

@@ -3,8 +3,8 @@
 Strategy
 1. A coroutine walks over the turn from marker to marker; each `yield` asks for more text. What is taken goes to the
    Recorder, whose segments follow each other without a gap.
-2. A marker of calls hands over to the reader of the format's body (bodies.py), which records calls or says in words why
-   there is none.
+2. A marker of calls hands over to the reader of the format's body (argument_bodies.py), which records calls or says in
+   words why there is none.
 3. What cannot be read is malformed up to where something else can begin: the next marker that is sure to be one.
 4. What is looked at is charged to a budget (cursor.py); past it, text is passed over unread.
 
@@ -19,8 +19,8 @@ import re
 from collections.abc import Generator, Sequence
 from typing import Any
 
-from chat_tools.parsing.arguments import ToolSet
 from chat_tools.parsing.argument_bodies import NAME_END, Tables, body_reader, tables_of
+from chat_tools.parsing.arguments import ToolSet
 from chat_tools.parsing.bracketed import NOT_A_CALL, BracketReader
 from chat_tools.parsing.channels import ChannelReader
 from chat_tools.parsing.cursor import CALL_COST, MARKER_COST, TOO_DENSE, Marks, Reader, Wait

@@ -4,11 +4,12 @@ Strategy
 1. The parser settles a call when it is complete. Between two pieces of text the part that is not settled yet, from the
    recorder's cursor on, is read here as well, each character once. Nothing of it goes back into the parse.
 2. Only the usual spelling is followed: a section's marker, a call's, a name (preview_tables.py), and then arguments one
-   after another (tag_steps.py, bracket_steps.py). At the first thing that could be read in two ways (a tag inside a
+   after another (tag_states.py, bracket_states.py). At the first thing that could be read in two ways (a tag inside a
    value) the preview waits for the parser, so that what was said holds.
-3. What is said is JSON text in the parser's own spelling (told.py). A string is said as it comes; what is nested, or
-   may still be a number or JSON, at its own end; so is a string whose schema asks for more than types (an enum). A call
-   whose arguments stand before its name, a key with an escape, or a string without quotes (Gemma) waits for the parser.
+3. What is said is JSON text in the parser's own spelling (streamed_call.py). A string is said as it comes; what is
+   nested, or may still be a number or JSON, at its own end; so is a string whose schema asks for more than types (an
+   enum). A call whose arguments stand before its name, a key with an escape, or a string without quotes (Gemma) waits
+   for the parser.
 4. When the parser has the call, the rest is said. A call that the parser refuses, or reads in another way (a key given
    twice), is dropped by an event of its own; in the second case it is told again as a new one.
 
@@ -21,13 +22,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from chat_tools.parsing.arguments import ToolSet
-from chat_tools.parsing.bracket_states import BracketSteps
+from chat_tools.parsing.bracket_states import BracketStates
 from chat_tools.parsing.cursor import Reader
-from chat_tools.parsing.preview_tables import Head, PreviewTables
+from chat_tools.parsing.preview_tables import CallHeader, PreviewTables
+from chat_tools.parsing.reader_states import ReaderStates
 from chat_tools.parsing.result import Event, ToolCall
-from chat_tools.parsing.reader_states import Steps
-from chat_tools.parsing.tag_states import TagSteps
-from chat_tools.parsing.streamed_call import Told
+from chat_tools.parsing.streamed_call import StreamedCall
+from chat_tools.parsing.tag_states import TagStates
 
 _LONGEST_HEADER, _LONGEST_BETWEEN = 600, 60
 _WORK_PER_CHARACTER, _SPARE_WORK = 3, 20_000  # past that, calls are told when they are complete
@@ -38,13 +39,13 @@ class Preview:
 
     def __init__(self, tables: PreviewTables, tools: ToolSet, tell: Callable[[Event], None]) -> None:
         self.tables, self.tools = tables, tools
-        self._told = Told(tools, tell)
+        self._told = StreamedCall(tools, tell)
         self._work = 0
         self._reset(-1)
 
     def _reset(self, begin: int) -> None:
         self._begin = self._place = begin
-        self._steps: Steps | None = None  # none before the call's head
+        self._steps: ReaderStates | None = None  # none before the call's head
 
     @property
     def started(self) -> bool:
@@ -107,10 +108,10 @@ class Preview:
     def _wait(self, length: int, most: int) -> int:
         """Wait for more, or leave the call to the parser where so much cannot be what is usual."""
         if length > most:
-            self._steps = Steps(self._told)
+            self._steps = ReaderStates(self._told)
         return 0
 
-    def _arguments(self, head: Head) -> Steps:
+    def _arguments(self, head: CallHeader) -> ReaderStates:
         if head.spelling is None:
-            return TagSteps(self._told, self.tables)
-        return BracketSteps(self._told, head.spelling, head.arguments)
+            return TagStates(self._told, self.tables)
+        return BracketStates(self._told, head.spelling, head.arguments)

@@ -29,7 +29,7 @@ class Spelling(NamedTuple):
         return max(map(len, self.quotes))
 
 
-class Head(NamedTuple):
+class CallHeader(NamedTuple):
     """The beginning of a call up to its name and what makes it certain, with groups `name` and perhaps `id`.
 
     `arguments` is what stands between it and the opening bracket, if anything does. One that is not `sure` and in which
@@ -71,8 +71,8 @@ class PreviewTables:
 
     def __init__(self, fmt: Format) -> None:
         body = fmt.body
-        self.heads: list[Head] = []
-        self.further: list[Head] = []
+        self.heads: list[CallHeader] = []
+        self.further: list[CallHeader] = []
         self.tagged = body if isinstance(body, Tagged) else Tagged("", ("", ""), ("", ""))
         self.prefix = body.prefix if isinstance(body, Elements) else ""
         to = fmt.recipients
@@ -91,14 +91,14 @@ class PreviewTables:
             name = rf"(?:(?!{re.escape(body.message)}).)*?{body.recipient}(?:(?!{re.escape(body.message)}).)*?"
             begin = rf"(?:{re.escape(body.start)}|{re.escape(body.channel)})"
             pattern = re.compile(rf"{begin}{name}{re.escape(body.message)}\s*+(?=\{{)", re.DOTALL)
-            self.heads.append(Head(pattern, _JSON))
+            self.heads.append(CallHeader(pattern, _JSON))
         else:
             # A call that needs no marker where an answer begins may stand behind another one and a semicolon.
             bare = f"(?:{marked or '(?P<mark>(?!))'}|(?:;\\s*+)?+)"
             self._brackets(body, bare if fmt.opening else marked, sure=not fmt.opening)
 
     def _head(self, pattern: str, spelling: Spelling | None) -> None:
-        self.heads.append(Head(re.compile(rf"\s*+{pattern}"), spelling))
+        self.heads.append(CallHeader(re.compile(rf"\s*+{pattern}"), spelling))
 
     def _tags(self, body: Tagged, fmt: Format, marked: str) -> None:
         end = r"[ \t]*+\n" if body.name_end == "\n" else re.escape(body.name_end)
@@ -117,7 +117,7 @@ class PreviewTables:
         if isinstance(body, Pythonic):
             bracket = r"\[" if body.brackets else r"\[?+"
             self._head(rf"{marked}\s*+{bracket}{_AFTER_CALL}{_CALL}", _PYTHON)
-            self.further.append(Head(re.compile(_AFTER_CALL + _CALL), _PYTHON))
+            self.further.append(CallHeader(re.compile(_AFTER_CALL + _CALL), _PYTHON))
             return
         if body.header:
             key = re.compile(r"(?P<key>[A-Za-z_][\w.\-]*+)\s*+:\s*+(?=\S)")
@@ -127,5 +127,5 @@ class PreviewTables:
         if body.objects:
             one, between = (_KEYED_OBJECT, None) if body.keyed else (_OBJECT, _ARGUMENTS)
             first = re.compile(rf"\s*+{marked}\s*+{re.escape(body.lead)}\[?+\s*+{one}")
-            self.heads.append(Head(first, _JSON, between, sure))
-            self.further.append(Head(re.compile(_AFTER_CALL + one), _JSON, between))
+            self.heads.append(CallHeader(first, _JSON, between, sure))
+            self.further.append(CallHeader(re.compile(_AFTER_CALL + one), _JSON, between))

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from chat_tools.parsing.streamed_call import Told
+from chat_tools.parsing.streamed_call import StreamedCall
 
 LONGEST_TAG = 600
 
 
-class Steps:
+class ReaderStates:
     """Take the text from a place on and say what is certain of it.
 
     `state` takes what there is (never nothing) and returns how many characters it has read; 0 waits for more, or has
     changed the state. In the state `stop` nothing more is said before the parser has the call.
     """
 
-    def __init__(self, told: Told) -> None:
+    def __init__(self, told: StreamedCall) -> None:
         self.told = told
         self.state: Callable[[str], int] = self.stop
 

@@ -15,7 +15,7 @@ from chat_tools.parsing.literals import dumps
 from chat_tools.parsing.result import ArgumentsDelta, CallDropped, CallFinished, CallStarted, Event, ToolCall
 
 
-class Told:
+class StreamedCall:
     """One call after another: its name, the arguments that are complete, and the beginning of a string. `tell` takes
     the events; `number` counts the calls that were started.
     """

@@ -6,17 +6,17 @@ import re
 
 from chat_tools.parsing.literals import is_no_value
 from chat_tools.parsing.preview_tables import PreviewTables
-from chat_tools.parsing.reader_states import Steps
-from chat_tools.parsing.streamed_call import Told
+from chat_tools.parsing.reader_states import ReaderStates
+from chat_tools.parsing.streamed_call import StreamedCall
 
 _LONGEST_DOUBT = 64  # characters after which what may still be a number or JSON is taken for it
 _SPACE = re.compile(r"\s*+")
 
 
-class TagSteps(Steps):
+class TagStates(ReaderStates):
     """Read arguments as tags or elements, from behind the call's name."""
 
-    def __init__(self, told: Told, tables: PreviewTables) -> None:
+    def __init__(self, told: StreamedCall, tables: PreviewTables) -> None:
         super().__init__(told)
         self.tables = tables
         self.state = self._tag

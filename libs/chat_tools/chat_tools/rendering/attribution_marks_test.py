@@ -9,8 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chat_tools.rendering import message_attribution as owners
-from chat_tools.rendering.message_attribution import Owners, Piece, find_by_difference, find_owners
+from chat_tools.rendering import message_attribution
+from chat_tools.rendering.message_attribution import (
+    MessageAttribution,
+    MessageSpan,
+    attribute_messages,
+    find_by_difference,
+)
 from chat_tools.rendering.template import ChatTemplate, Message
 from chat_tools.testing.tokenizer import tiny_tokenizer
 
@@ -20,7 +25,7 @@ CUTS = "{{ m.content.split('</think>')[-1] if '<a>' in m.content and m.content.s
 
 def difference(
     template: ChatTemplate, messages: Sequence[Mapping[str, Any]], index: int, text: str, prompted: bool
-) -> list[Piece]:
+) -> list[MessageSpan]:
     pieces = find_by_difference(template, messages, index, text, prompted)
     assert pieces is not None
     return pieces
@@ -35,8 +40,8 @@ def call(name: str = "f", **arguments: Any) -> dict[str, Any]:
 def test_marks_are_the_first_free_characters(text: str, calls: list[int]) -> None:
     """One for each message's words, two for each call, one that closes; none of them stands in the text."""
     needed = 1 + sum(1 + 2 * n for n in calls)
-    marks = owners._Marks("", text, [{"content": "x", "tool_calls": [call()] * n} for n in calls])
-    opening = [marks.wrap(owners._Place(number))("x")[0] for number in range(needed - 1)]
+    marks = message_attribution._Marks("", text, [{"content": "x", "tool_calls": [call()] * n} for n in calls])
+    opening = [marks.wrap(message_attribution._Place(number))("x")[0] for number in range(needed - 1)]
     chosen = [ord(mark) for mark in (*opening, marks.close)]
     taken = set(map(ord, text))
     first = next(b for b in count(PRIVATE, needed) if not taken & set(range(b, b + needed)))
@@ -52,8 +57,8 @@ bits = st.sampled_from(["a", "b b", "\n", " ", "  \n", "</think>", "<a>", "word"
 @given(st.lists(bits, max_size=8).map("".join))
 def test_segments_are_what_stands_between_cuts(text: str) -> None:
     """Lines, and what a template itself cuts at; without marks the text is as before."""
-    marks = owners._Marks(CUTS, text, [{"content": text}])
-    place = owners._Place(0)
+    marks = message_attribution._Marks(CUTS, text, [{"content": text}])
+    place = message_attribution._Place(0)
     marked = marks.wrap(place)(text)
     assert marks.pattern.sub("", marked) == text
     read = marks.read(marked)
@@ -68,8 +73,8 @@ def test_segments_are_what_stands_between_cuts(text: str) -> None:
 
 
 def test_marks_are_read_in_pairs() -> None:
-    marks = owners._Marks("", "", [{"content": "x"}] * 3)
-    first, second = (marks.wrap(owners._Place(number))("x")[0] for number in (5, 7))
+    marks = message_attribution._Marks("", "", [{"content": "x"}] * 3)
+    first, second = (marks.wrap(message_attribution._Place(number))("x")[0] for number in (5, 7))
     close, places = marks.close, marks.table
     assert marks.read(f"a{first}b{close}") == ("ab", [(1, 2, places[0])])
     two = f"{first}ab{close}-{second}c{close}d"
@@ -117,12 +122,12 @@ class Counting(ChatTemplate):
 
 def found(
     body: str, messages: Sequence[Message] = MESSAGES, prompted: bool = False
-) -> tuple[list[tuple[str, int]], Owners, int]:
+) -> tuple[list[tuple[str, int]], MessageAttribution, int]:
     """(what each piece holds and whose it is, all that was found, renderings)."""
     template = Counting(tiny_tokenizer("chatml", template=TURN.replace("BODY", body)), None, {})
     text = template.text(messages, prompted)
     template.count = 0
-    known = find_owners(template, messages, text, prompted)
+    known = attribute_messages(template, messages, text, prompted)
     return [(text[p.start : p.end], p.message) for p in known.pieces], known, template.count
 
 
@@ -197,7 +202,7 @@ def test_of_two_that_are_found_between_each_other_the_assistant_gives_way() -> N
     ):
         messages = [{"role": r, "content": text} for r, text in zip(roles, ("hi", "hello"), strict=True)]
         text = template.text(messages)
-        pieces = find_owners(template, messages, text, False).pieces
+        pieces = attribute_messages(template, messages, text, False).pieces
         assert [(text[p.start : p.end], p.message) for p in pieces] == kept
 
 
@@ -269,7 +274,7 @@ def test_who_writes_such_characters_forges_no_mark(place: str) -> None:
     template = ChatTemplate(
         tokenizer, [tool] if place == "tools" else None, {"x": forged} if place == "options" else {}
     )
-    assert owners.render_marked(template, messages, False) is None
-    honest = owners.render_marked(ChatTemplate(tokenizer, None, {}), [messages[1], messages[1]], False)
+    assert message_attribution.render_marked(template, messages, False) is None
+    honest = message_attribution.render_marked(ChatTemplate(tokenizer, None, {}), [messages[1], messages[1]], False)
     assert honest is not None
-    assert [piece.message for piece in honest.owners.pieces] == [0, 1]
+    assert [piece.message for piece in honest.message_attribution.pieces] == [0, 1]

@@ -9,11 +9,11 @@ from itertools import groupby
 from typing import Any
 
 from chat_tools.rendering.format_detection import detect_format
-from chat_tools.rendering.turn_delimiters import find_frame
 from chat_tools.rendering.masks import CALLS_LEFT_OUT, find_regions
 from chat_tools.rendering.message_attribution import common_prefix
 from chat_tools.rendering.render import render
 from chat_tools.rendering.template import ChatTemplate, Message, rendering_errors, template_errors, tokens_as_text
+from chat_tools.rendering.turn_delimiters import find_turn_delimiters
 
 _CALL = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "blue"}}}
 
@@ -142,8 +142,8 @@ def audit_template(
             notes.append(f"{feature}: {CALLS_LEFT_OUT}; such a turn is a problem and not trained")
         plain = plain or messages
     say = plain[1] if plain else _SAY
-    frame = find_frame(template, say)
-    end = frame.closing.rstrip()
+    delimiters = find_turn_delimiters(template, say)
+    end = delimiters.closing.rstrip()
     notes += _notes(template, plain)
     return TemplateReport(
         prefix_preserving=not divergences,
@@ -151,9 +151,9 @@ def audit_template(
         format=_format(tokenizer),
         generation_marks=template.has_generation_marks,
         demands_user=_demands_user(template),
-        generation_prompt=frame.prompt,
+        generation_prompt=delimiters.prompt,
         end_of_turn=end,
-        separator=frame.closing[len(end) :],
+        separator=delimiters.closing[len(end) :],
         divergences=tuple(divergences),
         mask_problems=tuple(problems),
         notes=tuple(notes),

@@ -8,8 +8,8 @@ Strategy
 3. In that environment attributes of plain dicts, texts, namespaces and loops are answered at once where the sandbox's
    own answer is certain: keys that name no method, methods that change nothing, values that are plain data. All
    else goes to the sandbox.
-4. It is for renderings whose text is held to another one's (`owners`), and for what was said before a turn (`masks`);
-   the text that is trained on is asked for without it.
+4. It is for renderings whose text is held to another one's (`message_attribution`), and for what was said before a turn
+   (`masks`); the text that is trained on is asked for without it.
 
 Invariants (tests): it renders what the template renders, and refuses what the sandbox refuses.
 """
@@ -31,7 +31,7 @@ _MISSING = object()
 Getter = Callable[[Any, str], Any]
 
 
-def quick_source(source: str) -> str | None:
+def cached_source(source: str) -> str | None:
     """Return a source that renders as this one does, faster; None where transformers is not as it is known here."""
     transformers = sys.modules.get("transformers.utils.chat_template_utils")
     compile_source = getattr(transformers, "_compile_jinja_template", None)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from chat_tools.rendering.cached_template import quick_source
+from chat_tools.rendering.cached_template import cached_source
 from chat_tools.rendering.template import ChatTemplate
 from chat_tools.testing.tokenizer import tiny_tokenizer
 
@@ -51,10 +51,10 @@ def test_what_stands_before_the_source_writes_nothing(source: str) -> None:
 
 def test_the_environment_that_others_use_stays_as_it_is() -> None:
     source = "{{ messages[0].content }} {# of others #}"
-    changed = quick_source(source)
+    changed = cached_source(source)
     assert changed is not None
     assert changed != source
-    assert quick_source(source) is changed
+    assert cached_source(source) is changed
     assert "getattr" not in vars(_compile_jinja_template(source).environment)
     assert "getattr" in vars(_compile_jinja_template(changed).environment)
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from chat_tools.rendering.turn_delimiters import find_frame
 from chat_tools.rendering.masks import Regions, find_regions
 from chat_tools.rendering.media import Media, expand, token_types
-from chat_tools.rendering.message_attribution import Piece, common_prefix, has_text
+from chat_tools.rendering.message_attribution import MessageSpan, common_prefix, has_text
 from chat_tools.rendering.render import Rendered, encode, owned_text, render
 from chat_tools.rendering.template import ChatTemplate, Message, content_like, tokens_as_text
+from chat_tools.rendering.turn_delimiters import find_turn_delimiters
 
 
 def extend(
@@ -57,7 +57,7 @@ def extend(
 
 def _following(
     rendered: Rendered, template: ChatTemplate, messages: Sequence[Message], prompted: bool
-) -> tuple[str, list[Piece]]:
+) -> tuple[str, list[MessageSpan]]:
     """Return what has to be appended so that the new messages follow, and whose what of it is."""
     known = len(rendered.messages)
     for seen in (messages, _without_last_words(messages, known)):
@@ -153,7 +153,7 @@ def _tail(rendered: Rendered, template: ChatTemplate, messages: Sequence[Message
     token = text[region.body_end : region.end]
     if rendered.stop and tail.startswith(rendered.stop):
         tail = tail[len(rendered.stop) :]
-    elif rendered.stop and token in find_frame(template, messages[last]).closings:
+    elif rendered.stop and token in find_turn_delimiters(template, messages[last]).closings:
         tail = tail[len(token) :]
     written = rendered.plain[rendered.turn_end :]  # what already stands after the turn's end
     if not tail.startswith(written):

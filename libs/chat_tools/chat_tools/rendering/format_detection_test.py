@@ -2,10 +2,10 @@ from typing import Any
 
 import pytest
 
-from chat_tools.rendering import format_detection as detection
-from chat_tools.rendering.format_detection import detect_format
 from chat_tools.parsing.formats import FORMATS, formats
 from chat_tools.parsing.parser import parse
+from chat_tools.rendering import format_detection as detection
+from chat_tools.rendering.format_detection import detect_format
 from chat_tools.testing.templates import TEMPLATES
 from chat_tools.testing.tokenizer import tiny_tokenizer
 

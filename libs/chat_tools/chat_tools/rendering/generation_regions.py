@@ -8,7 +8,7 @@ from itertools import starmap
 from operator import eq, itemgetter
 
 from chat_tools.rendering.masks import Region, Regions
-from chat_tools.rendering.message_attribution import Piece
+from chat_tools.rendering.message_attribution import MessageSpan
 from chat_tools.rendering.template import Message
 
 _start, _end = itemgetter(0), itemgetter(1)
@@ -105,7 +105,7 @@ def _inside(tokens: Sequence[tuple[int, int]], regions: Sequence[Region], ends: 
     return parts
 
 
-def _overlapping(pieces: Sequence[Piece], ends: Sequence[int], start: int, end: int) -> list[Piece]:
+def _overlapping(pieces: Sequence[MessageSpan], ends: Sequence[int], start: int, end: int) -> list[MessageSpan]:
     """Return the pieces (in order, without overlaps, whose `ends` these are) that hold a character of `start:end`."""
     at = bisect_right(ends, start)
     found = []

@@ -1,8 +1,8 @@
 """Which characters of a rendered conversation are trained: the regions of its assistant turns.
 
 Strategy
-1. `owners` says whose each character is. An assistant turn's own characters, as long as nobody else's come between
-   them, are one piece (a Gemma 4 turn with calls has two: its results stand between its calls and its words).
+1. `message_attribution` says whose each character is. An assistant turn's own characters, as long as nobody else's come
+   between them, are one piece (a Gemma 4 turn with calls has two: its results stand between its calls and its words).
 2. A region begins where the generation prompt ends (or as much of it as history keeps), looked for between the last
    character of anybody else and the turn's first. Where the prompt is not found (a model that goes on after a result
    in the same turn), it begins where the rendering of the messages before it, prompt included, ends. Where that did
@@ -20,17 +20,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from chat_tools.rendering.turn_delimiters import Frame, added_tokens, find_frame, token_start
 from chat_tools.rendering.message_attribution import (
     WRITTEN_KEYS,
-    Owners,
-    Piece,
+    MessageAttribution,
+    MessageSpan,
+    attribute_messages,
     common_prefix,
     find_by_difference,
-    find_owners,
     texts_of,
 )
 from chat_tools.rendering.template import ChatTemplate, Message, template_errors
+from chat_tools.rendering.turn_delimiters import TurnDelimiters, added_tokens, find_turn_delimiters, token_start
 
 
 class Region(NamedTuple):
@@ -50,7 +50,7 @@ class Regions(NamedTuple):
 
     regions: list[Region]
     problems: list[str]
-    owners: Owners
+    owners: MessageAttribution
     stops_known: bool = False
 
     @property
@@ -78,7 +78,7 @@ class _Seen(NamedTuple):
 class _Bounds(NamedTuple):
     """A piece of a turn between what others own: nothing of it can lie outside `lower:upper`."""
 
-    piece: Piece
+    piece: MessageSpan
     lower: int
     upper: int
     first: bool
@@ -86,21 +86,25 @@ class _Bounds(NamedTuple):
 
 
 def find_regions(
-    template: ChatTemplate, messages: Sequence[Message], text: str, prompted: bool, owners: Owners | None = None
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    text: str,
+    prompted: bool,
+    owners: MessageAttribution | None = None,
 ) -> Regions:
     """Find the regions of all assistant messages in `text`, their rendering (whose `owners` may be known)."""
-    owners = owners or find_owners(template, messages, text, prompted)
+    owners = owners or attribute_messages(template, messages, text, prompted)
     bounds = _bounded(owners.pieces, len(text))
     regions: list[Region] = []
     problems: list[str] = []
-    frame: Frame | None = None
+    delimiters: TurnDelimiters | None = None
     seen = _Seen(prompted, {})
     for index, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
-        frame = frame or find_frame(template, message)
+        delimiters = delimiters or find_turn_delimiters(template, message)
         own = bounds.get(index) or _found_alone(template, messages, index, text, prompted, owners)
-        found = _turn(template, messages, index, text, frame, owners, own, seen)
+        found = _turn(template, messages, index, text, delimiters, owners, own, seen)
         if isinstance(found, str):
             problems.append(found)
         else:
@@ -114,7 +118,12 @@ def find_regions(
 
 
 def _found_alone(
-    template: ChatTemplate, messages: Sequence[Message], index: int, text: str, prompted: bool, owners: Owners
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    index: int,
+    text: str,
+    prompted: bool,
+    owners: MessageAttribution,
 ) -> list[_Bounds]:
     """Find a turn that holds no text by rendering another in its place; nothing if that shows none."""
     if index in owners.without_calls or index in owners.unknown:
@@ -128,8 +137,8 @@ def _turn(
     messages: Sequence[Message],
     index: int,
     text: str,
-    frame: Frame,
-    owners: Owners,
+    delimiters: TurnDelimiters,
+    owners: MessageAttribution,
     own: Sequence[_Bounds],
     seen: _Seen | None = None,
 ) -> list[Region] | str:
@@ -141,23 +150,23 @@ def _turn(
         return f"message {index}: the template does not render its content apart from what follows"
     regions: list[Region] = []
     for bounds in own:
-        start = _start(template, messages, index, text, frame, bounds, seen)
+        start = _start(template, messages, index, text, delimiters, bounds, seen)
         if start is None:
             return f"message {index}: its beginning cannot be told from the message before"
-        body_end, end = _end(template, messages, index, text, frame, bounds, seen)
+        body_end, end = _end(template, messages, index, text, delimiters, bounds, seen)
         regions.append(Region(index, start, max(body_end, start), max(end, start)))
     return regions
 
 
-def _bounded(pieces: Sequence[Piece], length: int) -> dict[int, list[_Bounds]]:
+def _bounded(pieces: Sequence[MessageSpan], length: int) -> dict[int, list[_Bounds]]:
     """Join the pieces of each message between which nobody else owns a character, and say what lies around them.
 
     `pieces` are in order; the result is by message. Linear in their number.
     """
-    runs: list[Piece] = []
+    runs: list[MessageSpan] = []
     for piece in pieces:
         if runs and runs[-1].message == piece.message:
-            runs[-1] = Piece(runs[-1].start, piece.end, piece.message)
+            runs[-1] = MessageSpan(runs[-1].start, piece.end, piece.message)
         else:
             runs.append(piece)
     found: dict[int, list[_Bounds]] = {}
@@ -177,7 +186,7 @@ def _start(
     messages: Sequence[Message],
     index: int,
     text: str,
-    frame: Frame,
+    delimiters: TurnDelimiters,
     bounds: _Bounds,
     seen: _Seen | None = None,
 ) -> int | None:
@@ -185,15 +194,15 @@ def _start(
     piece, lower, _, first, _ = bounds
     if not first or lower == piece.start:
         return piece.start
-    if not frame.prompt and frame.opening and text.startswith(frame.opening, lower, piece.start):
-        return lower + len(frame.opening)  # the turn begins without any header
-    for length in frame.prompt_cuts:
-        if 3 * length < len(frame.prompt):
+    if not delimiters.prompt and delimiters.opening and text.startswith(delimiters.opening, lower, piece.start):
+        return lower + len(delimiters.opening)  # the turn begins without any header
+    for length in delimiters.prompt_cuts:
+        if 3 * length < len(delimiters.prompt):
             break
-        at = text.rfind(frame.prompt[:length], lower, piece.start)
+        at = text.rfind(delimiters.prompt[:length], lower, piece.start)
         if at >= 0:
             return at + length
-    refused = None if frame.prompt else piece.start
+    refused = None if delimiters.prompt else piece.start
     if index == 0:  # nothing comes before it, and templates are not applied to nothing
         return refused
     here = text[lower : piece.start]
@@ -219,7 +228,7 @@ def _shared_with_prompt(template: ChatTemplate, before: Sequence[Message], here:
         text = template.trial(before, add_generation_prompt=True)
     except template_errors():
         return None
-    pieces = find_owners(template, before, text, True).pieces
+    pieces = attribute_messages(template, before, text, True).pieces
     tail = text[max((owned.end for owned in pieces), default=0) :]
     return token_start(here, common_prefix(tail, here), added_tokens(template.tokenizer))
 
@@ -229,13 +238,13 @@ def _end(
     messages: Sequence[Message],
     index: int,
     text: str,
-    frame: Frame,
+    delimiters: TurnDelimiters,
     bounds: _Bounds,
     seen: _Seen | None = None,
 ) -> tuple[int, int]:
     """Return where the end-of-turn token begins and ends; the separator after it is not the model's."""
     piece, _, upper, _, last = bounds
-    stop = frame.first_stop(text, piece.end, upper)
+    stop = delimiters.first_stop(text, piece.end, upper)
     if stop is not None:
         return stop
     if not last:

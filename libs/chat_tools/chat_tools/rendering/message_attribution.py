@@ -37,7 +37,7 @@ _CUTS = re.compile(r"""(?:split|startswith|endswith|replace)\(\s*(['"])(.+?)\1|(
 Wrap = Callable[[str], str]
 
 
-class Piece(NamedTuple):
+class MessageSpan(NamedTuple):
     """Characters `start:end` of a rendering, which message number `message` holds."""
 
     start: int
@@ -45,14 +45,14 @@ class Piece(NamedTuple):
     message: int
 
 
-class Owners(NamedTuple):
+class MessageAttribution(NamedTuple):
     """The pieces of a rendering, in order.
 
     `unknown` are the messages that have text but could not be found; `without_calls` those of whose tool calls the
     template leaves some out.
     """
 
-    pieces: list[Piece]
+    pieces: list[MessageSpan]
     unknown: Sequence[int] = ()
     without_calls: Sequence[int] = ()
 
@@ -61,7 +61,7 @@ class Marked(NamedTuple):
     """A rendering of marked messages without its marks, and whose its characters are."""
 
     text: str
-    owners: Owners
+    owners: MessageAttribution
 
 
 def render_marked(
@@ -87,7 +87,9 @@ def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else str(value)
 
 
-def find_owners(template: ChatTemplate, messages: Sequence[Message], text: str, prompted: bool) -> Owners:
+def attribute_messages(
+    template: ChatTemplate, messages: Sequence[Message], text: str, prompted: bool
+) -> MessageAttribution:
     """Find the pieces of all messages in `text`, their rendering (with a generation prompt if `prompted`)."""
     marks = _Marks(template.source, text, messages)
     everybody = range(len(messages))
@@ -100,9 +102,9 @@ def find_owners(template: ChatTemplate, messages: Sequence[Message], text: str, 
 
 def _one_by_one(
     template: ChatTemplate, messages: Sequence[Message], text: str, prompted: bool, marks: _Marks
-) -> Owners:
+) -> MessageAttribution:
     """Find the pieces of each message by a rendering of its own."""
-    found: list[Piece] = []
+    found: list[MessageSpan] = []
     unknown: list[int] = []
     without_calls: list[int] = []
     for index, message in enumerate(messages):
@@ -117,12 +119,12 @@ def _one_by_one(
             found += pieces
         else:
             unknown.append(index)
-    return Owners(_without_overlaps(found, messages), unknown, without_calls)
+    return MessageAttribution(_without_overlaps(found, messages), unknown, without_calls)
 
 
 def find_by_difference(
     template: ChatTemplate, messages: Sequence[Message], index: int, text: str, prompted: bool
-) -> list[Piece] | None:
+) -> list[MessageSpan] | None:
     """Find a message by rendering another text in its place: one piece of all that differs; None if none can be found.
 
     The piece of a message without text is empty, and stands where its text would be.
@@ -139,7 +141,7 @@ def find_by_difference(
     after = common_suffix(text[before:], changed[before:])
     if mark not in changed[before : len(changed) - after]:
         return None
-    return [Piece(before, len(text) - after, index)]
+    return [MessageSpan(before, len(text) - after, index)]
 
 
 def common_prefix(a: str, b: str) -> int:
@@ -279,7 +281,7 @@ def _marked(
     if read is None:
         return None
     text, spans = read
-    pieces: list[Piece] = []
+    pieces: list[MessageSpan] = []
     written: set[_Place] = set()
     for start, end, place in spans:
         message, call, is_name = place
@@ -287,10 +289,10 @@ def _marked(
             if is_name and place in written:  # a name may come again, as that of the result
                 continue
             written.add(place)
-        pieces.append(Piece(start, end, message))
+        pieces.append(MessageSpan(start, end, message))
     seen = {(place.message, place.call) for place in written}
     calls = {(place.message, place.call) for place in marks.table if place.call is not None} if names else set()
-    return Marked(text, Owners(pieces, (), sorted({message for message, _ in calls - seen})))
+    return Marked(text, MessageAttribution(pieces, (), sorted({message for message, _ in calls - seen})))
 
 
 def _rewritten(
@@ -361,25 +363,25 @@ def _renamed(call: Any, mark: str) -> Any:
     return {**call, "function": changed} if "function" in call else changed
 
 
-def _without_overlaps(pieces: list[Piece], messages: Sequence[Message]) -> list[Piece]:
+def _without_overlaps(pieces: list[MessageSpan], messages: Sequence[Message]) -> list[MessageSpan]:
     """Order pieces that were found one by one; where two overlap, the assistant's gives way.
 
     Where neither is the assistant's, the later one has the characters of both, and what it leaves stays the other's.
     """
     waiting = list(pieces)
     heapify(waiting)
-    kept: list[Piece] = []
+    kept: list[MessageSpan] = []
     while waiting:
         piece = heappop(waiting)
         if not kept or piece.start >= kept[-1].end:
             kept.append(piece)
         elif messages[piece.message].get("role") == "assistant":
-            heappush(waiting, Piece(kept[-1].end, max(piece.end, kept[-1].end), piece.message))
+            heappush(waiting, MessageSpan(kept[-1].end, max(piece.end, kept[-1].end), piece.message))
         else:
             start, end, message = kept.pop()
             if start < piece.start:
-                kept.append(Piece(start, piece.start, message))
+                kept.append(MessageSpan(start, piece.start, message))
             if end > piece.end and messages[message].get("role") != "assistant":
-                heappush(waiting, Piece(piece.end, end, message))
+                heappush(waiting, MessageSpan(piece.end, end, message))
             kept.append(piece)
     return kept

@@ -7,8 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chat_tools.rendering import message_attribution as owners
-from chat_tools.rendering.message_attribution import Piece, common_prefix, common_suffix, find_by_difference, find_owners, texts_of
+from chat_tools.rendering import message_attribution
+from chat_tools.rendering.message_attribution import (
+    MessageSpan,
+    attribute_messages,
+    common_prefix,
+    common_suffix,
+    find_by_difference,
+    texts_of,
+)
 from chat_tools.rendering.template import ChatTemplate
 from chat_tools.testing.tokenizer import tiny_tokenizer
 
@@ -43,18 +50,20 @@ ROLES = [{"role": "assistant"}, {"role": "user"}, {"role": "assistant"}, {"role"
 def test_of_two_owners_the_assistant_gives_way(
     pieces: list[tuple[int, int, int]], kept: list[tuple[int, int, int]]
 ) -> None:
-    assert owners._without_overlaps([Piece(*piece) for piece in pieces], ROLES) == [Piece(*piece) for piece in kept]
+    assert message_attribution._without_overlaps([MessageSpan(*piece) for piece in pieces], ROLES) == [
+        MessageSpan(*piece) for piece in kept
+    ]
 
 
 spans = st.tuples(st.integers(0, 12), st.integers(1, 6), st.integers(0, 3)).map(
-    lambda t: Piece(t[0], t[0] + t[1], t[2])
+    lambda t: MessageSpan(t[0], t[0] + t[1], t[2])
 )
 
 
 @settings(deadline=None)
 @given(st.lists(spans, max_size=5))
-def test_kept_pieces_are_in_order_and_take_nothing_from_others(pieces: list[Piece]) -> None:
-    kept = owners._without_overlaps(list(pieces), ROLES)
+def test_kept_pieces_are_in_order_and_take_nothing_from_others(pieces: list[MessageSpan]) -> None:
+    kept = message_attribution._without_overlaps(list(pieces), ROLES)
     assert all(a.end <= b.start for a, b in pairwise(kept))
     for piece in kept:
         for at in range(piece.start, piece.end):
@@ -88,8 +97,8 @@ def test_what_a_message_holds() -> None:
     assert texts_of(message) == ["a", "b", "c", "d", "e", "one", "two", "three", '{"x": "four"}']
     assert texts_of({"role": "user", "content": None}) == []
     assert texts_of({"role": "user", "content": "x", "tool_calls": "none"}) == ["x"]
-    assert owners.has_text({"content": " \n"}) is False
-    assert owners.has_text({"content": " x"}) is True
+    assert message_attribution.has_text({"content": " \n"}) is False
+    assert message_attribution.has_text({"content": " x"}) is True
 
 
 def test_rewriting_changes_texts_alone() -> None:
@@ -98,14 +107,14 @@ def test_rewriting_changes_texts_alone() -> None:
         "content": [{"type": "text", "text": "a"}, {"type": "image"}],
         "tool_calls": [CALL, FLAT],
     }
-    changed = owners._rewritten(
+    changed = message_attribution._rewritten(
         message, str.upper, lambda i: lambda text: f"{i}{text}", lambda i: lambda text: f"{text}!{i}"
     )
     first, second = changed["tool_calls"]
     assert changed["content"] == [{"type": "text", "text": "A"}, {"type": "image"}]
     assert first == {**CALL, "function": {"name": "f!0", "arguments": {"x": "0one", "y": ["0two", {"z": "0three"}, 4]}}}
     assert second == {"name": "g!1", "arguments": '1{"x": "four"}'}
-    unnamed = owners._rewritten(message, str, lambda _: str, None)
+    unnamed = message_attribution._rewritten(message, str, lambda _: str, None)
     assert unnamed == message
     assert message["tool_calls"][0] is CALL
 
@@ -122,7 +131,7 @@ def test_rewriting_changes_texts_alone() -> None:
     ],
 )
 def test_a_call_with_other_arguments(call: Any, renamed: Any) -> None:
-    assert owners._renamed(call, "M") == renamed
+    assert message_attribution._renamed(call, "M") == renamed
 
 
 MESSAGES: list[dict[str, Any]] = [
@@ -143,7 +152,7 @@ WORDS = {"alpha": 0, "beta": 0, "gamma": 1, "delta": 1, "epsilon": 2, "zeta": 2,
 def test_every_word_is_its_messages(name: str, prompted: bool) -> None:
     template = ChatTemplate(tiny_tokenizer(name, marks=False), None, {})
     text = template.text(MESSAGES, prompted)
-    found = find_owners(template, MESSAGES, text, prompted)
+    found = attribute_messages(template, MESSAGES, text, prompted)
     assert found.unknown == ()
     assert all(a.end <= b.start for a, b in pairwise(found.pieces))
     for word, message in WORDS.items():

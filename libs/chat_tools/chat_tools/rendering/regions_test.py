@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chat_tools.rendering import masks
-from chat_tools.rendering.turn_delimiters import Frame
 from chat_tools.rendering.masks import Region, find_regions
-from chat_tools.rendering.message_attribution import Owners, Piece
+from chat_tools.rendering.message_attribution import MessageAttribution, MessageSpan
 from chat_tools.rendering.template import ChatTemplate, Message
+from chat_tools.rendering.turn_delimiters import TurnDelimiters
 from chat_tools.testing.tokenizer import tiny_tokenizer
 
 USER, SAY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
@@ -39,7 +39,7 @@ def found(
 REFUSING = template("{{ raise_exception('no') }}")
 
 
-def bounds_of(letters: str, letter: str) -> list[tuple[Piece, int, int, bool, bool]]:
+def bounds_of(letters: str, letter: str) -> list[tuple[MessageSpan, int, int, bool, bool]]:
     """By a search over characters: the runs of one owner that nobody else interrupts, and what lies around each.
 
     m, o and p own characters; a dot is the template's.
@@ -54,7 +54,7 @@ def bounds_of(letters: str, letter: str) -> list[tuple[Piece, int, int, bool, bo
             groups.append([at])
     return [
         (
-            Piece(group[0], group[-1] + 1, "mop".index(letter)),
+            MessageSpan(group[0], group[-1] + 1, "mop".index(letter)),
             max((o + 1 for o in others if o < group[0]), default=0),
             min((o for o in others if o > group[-1]), default=len(letters)),
             group is groups[0],
@@ -71,7 +71,7 @@ def test_bounds_are_those_of_a_search_over_characters(letters: str) -> None:
     for letter, run in groupby(letters):
         length = len(list(run))
         if letter != ".":
-            pieces.append(Piece(at, at + length, "mop".index(letter)))
+            pieces.append(MessageSpan(at, at + length, "mop".index(letter)))
         at += length
     got = masks._bounded(pieces, len(letters))
     assert {message: [tuple(bounds) for bounds in own] for message, own in got.items()} == {
@@ -80,18 +80,18 @@ def test_bounds_are_those_of_a_search_over_characters(letters: str) -> None:
 
 
 def test_an_empty_piece_is_bounded_by_its_neighbours() -> None:
-    (bounds,) = masks._bounded([Piece(0, 4, OTHER), Piece(4, 4, MINE), Piece(4, 9, OTHER)], 12)[MINE]
-    assert tuple(bounds) == (Piece(4, 4, MINE), 4, 4, True, True)
-    (bounds,) = masks._bounded([Piece(0, 2, MINE), Piece(4, 4, MINE), Piece(4, 9, OTHER)], 12)[MINE]
-    assert tuple(bounds) == (Piece(0, 4, MINE), 0, 4, True, True)
+    (bounds,) = masks._bounded([MessageSpan(0, 4, OTHER), MessageSpan(4, 4, MINE), MessageSpan(4, 9, OTHER)], 12)[MINE]
+    assert tuple(bounds) == (MessageSpan(4, 4, MINE), 4, 4, True, True)
+    (bounds,) = masks._bounded([MessageSpan(0, 2, MINE), MessageSpan(4, 4, MINE), MessageSpan(4, 9, OTHER)], 12)[MINE]
+    assert tuple(bounds) == (MessageSpan(0, 4, MINE), 0, 4, True, True)
 
 
-class Counted(list[Piece]):
+class Counted(list[MessageSpan]):
     """Count how often the pieces are read."""
 
     reads = 0
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[MessageSpan]:
         for piece in super().__iter__():
             self.reads += 1
             yield piece
@@ -100,30 +100,30 @@ class Counted(list[Piece]):
 @pytest.mark.parametrize("turns", [3, 40])
 def test_bounds_cost_one_look_at_each_piece(turns: int) -> None:
     """However many turns there are."""
-    pieces = Counted(Piece(at, at + 1, at) for at in range(turns))
+    pieces = Counted(MessageSpan(at, at + 1, at) for at in range(turns))
     masks._bounded(pieces, turns)
     assert pieces.reads == turns
 
 
 def start(
     text: str,
-    frame: Frame,
+    delimiters: TurnDelimiters,
     lower: int,
     begin: int,
     first: bool = True,
     made: Any = None,
     messages: Sequence[Message] = (USER, SAY),
 ) -> int | None:
-    bounds = masks._Bounds(Piece(begin, len(text), MINE), lower, len(text), first, True)
-    return masks._start(made, messages, 1, text, frame, bounds)
+    bounds = masks._Bounds(MessageSpan(begin, len(text), MINE), lower, len(text), first, True)
+    return masks._start(made, messages, 1, text, delimiters, bounds)
 
 
-def cut_frame(prompt: str, *cuts: int, opening: str = "") -> Frame:
-    return Frame(prompt, "", opening, prompt_cuts=cuts or (len(prompt),))
+def cut_frame(prompt: str, *cuts: int, opening: str = "") -> TurnDelimiters:
+    return TurnDelimiters(prompt, "", opening, prompt_cuts=cuts or (len(prompt),))
 
 
 @pytest.mark.parametrize(
-    ("text", "frame", "lower", "begin", "expected"),
+    ("text", "delimiters", "lower", "begin", "expected"),
     [
         ("q A:hi", cut_frame("A:"), 1, 4, 4),
         ("q A: hi", cut_frame("A:"), 1, 5, 4),  # what stands between prompt and words is the turn's
@@ -138,9 +138,9 @@ def cut_frame(prompt: str, *cuts: int, opening: str = "") -> Frame:
     ],
 )
 def test_a_region_begins_where_the_prompt_ends(
-    text: str, frame: Frame, lower: int, begin: int, expected: int | None
+    text: str, delimiters: TurnDelimiters, lower: int, begin: int, expected: int | None
 ) -> None:
-    assert start(text, frame, lower, begin) == expected
+    assert start(text, delimiters, lower, begin) == expected
 
 
 def test_a_later_piece_and_one_that_touches_begin_with_their_first_character() -> None:
@@ -149,7 +149,7 @@ def test_a_later_piece_and_one_that_touches_begin_with_their_first_character() -
 
 
 def test_a_turn_whose_prompt_is_not_found_begins_where_the_rendering_before_it_ends() -> None:
-    """The prompt of the question's frame is "PP"; after `before` this template writes the rest."""
+    """The prompt of the question's delimiters is "PP"; after `before` this template writes the rest."""
     plain = "{{ 'q' if messages else '' }}{% if add_generation_prompt %}{{ 'BEGIN' }}{% endif %}"
     whole, none = cut_frame("PPPPPPPPPP"), cut_frame("")
     assert start("qBEGIN hi", whole, 1, 7, made=template(plain)) is None  # the words of nobody are marked
@@ -188,22 +188,22 @@ def end(
     text: str,
     piece_end: int,
     upper: int,
-    frame: Frame | None = None,
+    delimiters: TurnDelimiters | None = None,
     last: bool = True,
     made: Any = None,
     messages: Sequence[Message] = (USER, SAY, USER),
     index: int = 1,
 ) -> tuple[int, int]:
-    bounds = masks._Bounds(Piece(0, piece_end, MINE), 0, upper, True, last)
-    return masks._end(made, messages, index, text, frame or Frame("", ""), bounds)
+    bounds = masks._Bounds(MessageSpan(0, piece_end, MINE), 0, upper, True, last)
+    return masks._end(made, messages, index, text, delimiters or TurnDelimiters("", ""), bounds)
 
 
 def test_a_region_ends_with_the_first_stop_token_of_its_own() -> None:
-    frame = Frame("", "", stops=("<e>", "<end>"))
-    assert end("<e>hi <end>x<e>", 5, 15, frame) == (6, 11)
-    assert end("hi<e>x", 2, 6, frame) == (2, 5)
-    assert end("hi q<e>", 2, 4, frame, last=False) == (2, 2)  # it is behind what somebody else wrote
-    assert end("hi q<e>", 2, 4, frame, made=REFUSING) == (2, 2)
+    delimiters = TurnDelimiters("", "", stops=("<e>", "<end>"))
+    assert end("<e>hi <end>x<e>", 5, 15, delimiters) == (6, 11)
+    assert end("hi<e>x", 2, 6, delimiters) == (2, 5)
+    assert end("hi q<e>", 2, 4, delimiters, last=False) == (2, 2)  # it is behind what somebody else wrote
+    assert end("hi q<e>", 2, 4, delimiters, made=REFUSING) == (2, 2)
 
 
 def test_without_a_stop_token_a_region_ends_where_the_rendering_up_to_it_does() -> None:
@@ -222,47 +222,51 @@ def test_a_token_that_only_begins_alike_is_not_the_turns() -> None:
     assert end("hello[go off]", 3, 13, made=made) == (5, 5)
 
 
-def turn(owners: Owners, text: str = "abcdef<e>", frame: Frame | None = None) -> list[Region] | str:
-    frame = frame or Frame("", "", stops=("<e>",))
+def turn(
+    owners: MessageAttribution, text: str = "abcdef<e>", delimiters: TurnDelimiters | None = None
+) -> list[Region] | str:
+    delimiters = delimiters or TurnDelimiters("", "", stops=("<e>",))
     own = masks._bounded(owners.pieces, len(text)).get(1, [])
-    return masks._turn(REFUSING, [USER, SAY], 1, text, frame, owners, own)
+    return masks._turn(REFUSING, [USER, SAY], 1, text, delimiters, owners, own)
 
 
 def test_pieces_that_touch_others_are_a_region_and_those_that_overlap_are_not() -> None:
-    touching = [Piece(0, 2, 0), Piece(2, 4, 1), Piece(4, 6, 0)]
-    assert turn(Owners(touching)) == [Region(1, 2, 4, 4)]
-    assert turn(Owners([Piece(0, 2, 0), Piece(2, 6, 1)])) == [Region(1, 2, 6, 9)]
-    for overlapping in ([Piece(0, 3, 0), Piece(2, 4, 1)], [Piece(2, 4, 1), Piece(3, 5, 0)]):
-        assert turn(Owners(overlapping)) == (
+    touching = [MessageSpan(0, 2, 0), MessageSpan(2, 4, 1), MessageSpan(4, 6, 0)]
+    assert turn(MessageAttribution(touching)) == [Region(1, 2, 4, 4)]
+    assert turn(MessageAttribution([MessageSpan(0, 2, 0), MessageSpan(2, 6, 1)])) == [Region(1, 2, 6, 9)]
+    for overlapping in ([MessageSpan(0, 3, 0), MessageSpan(2, 4, 1)], [MessageSpan(2, 4, 1), MessageSpan(3, 5, 0)]):
+        assert turn(MessageAttribution(overlapping)) == (
             "message 1: the template does not render its content apart from what follows"
         )
-    assert str(turn(Owners([Piece(2, 4, 1)], unknown=[1]))).startswith("message 1: the template does not render")
-    assert turn(Owners([Piece(2, 4, 1)], without_calls=[1])) == f"message 1: {masks.CALLS_LEFT_OUT}"
-    assert str(turn(Owners([]))).startswith("message 1: the template does not render")
-    prompt = Frame("never", "", stops=("<e>",), prompt_cuts=(5,))
-    told = turn(Owners([Piece(0, 1, 0), Piece(2, 4, 1)]), frame=prompt)
+    assert str(turn(MessageAttribution([MessageSpan(2, 4, 1)], unknown=[1]))).startswith(
+        "message 1: the template does not render"
+    )
+    assert turn(MessageAttribution([MessageSpan(2, 4, 1)], without_calls=[1])) == f"message 1: {masks.CALLS_LEFT_OUT}"
+    assert str(turn(MessageAttribution([]))).startswith("message 1: the template does not render")
+    prompt = TurnDelimiters("never", "", stops=("<e>",), prompt_cuts=(5,))
+    told = turn(MessageAttribution([MessageSpan(0, 1, 0), MessageSpan(2, 4, 1)]), delimiters=prompt)
     assert told == "message 1: its beginning cannot be told from the message before"
 
 
 def test_a_turn_that_holds_no_text_is_looked_for_once_unless_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    shown: list[Piece] | None = [Piece(4, 4, 1)]
+    shown: list[MessageSpan] | None = [MessageSpan(4, 4, 1)]
 
     def difference(
         _template: ChatTemplate, _messages: Sequence[Message], index: int, _text: str, _prompted: bool
-    ) -> list[Piece] | None:
+    ) -> list[MessageSpan] | None:
         asked.append(index)
         return shown
 
     monkeypatch.setattr(masks, "find_by_difference", difference)
-    around = [Piece(0, 4, 0), Piece(5, 8, 2)]
-    (bounds,) = masks._found_alone(None, [], 1, "x" * 9, False, Owners(around))  # type: ignore[arg-type]
-    assert (tuple(bounds), asked) == ((Piece(4, 4, 1), 4, 5, True, True), [1])
-    for given_up in (Owners(around, unknown=[1]), Owners(around, without_calls=[1])):
+    around = [MessageSpan(0, 4, 0), MessageSpan(5, 8, 2)]
+    (bounds,) = masks._found_alone(None, [], 1, "x" * 9, False, MessageAttribution(around))  # type: ignore[arg-type]
+    assert (tuple(bounds), asked) == ((MessageSpan(4, 4, 1), 4, 5, True, True), [1])
+    for given_up in (MessageAttribution(around, unknown=[1]), MessageAttribution(around, without_calls=[1])):
         assert masks._found_alone(None, [], 1, "x" * 9, False, given_up) == []  # type: ignore[arg-type]
     assert asked == [1]
     shown = None
-    assert masks._found_alone(None, [], 1, "x" * 9, False, Owners(around)) == []  # type: ignore[arg-type]
+    assert masks._found_alone(None, [], 1, "x" * 9, False, MessageAttribution(around)) == []  # type: ignore[arg-type]
 
 
 def test_regions_with_a_line_of_a_text_are_left_out() -> None:

@@ -7,16 +7,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from chat_tools.rendering.turn_delimiters import find_frame
 from chat_tools.rendering.generation_regions import block_mask, trained_regions
 from chat_tools.rendering.masks import Region, find_regions
 from chat_tools.rendering.media import Expanded, Media, expand, token_types
-from chat_tools.rendering.message_attribution import Owners, Piece, render_marked
+from chat_tools.rendering.message_attribution import MessageAttribution, MessageSpan, render_marked
 from chat_tools.rendering.template import ChatTemplate, Cut, Message, tokens_as_text
+from chat_tools.rendering.turn_delimiters import find_turn_delimiters
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class AssistantSpan:
     """What the assistant wrote as message number `message`: tokens `token_start:token_end`, characters `start:end`."""
 
     message: int
@@ -52,7 +52,7 @@ class Rendered:
     ids: list[int]
     text: str
     assistant_mask: list[bool]
-    spans: tuple[Span, ...]
+    spans: tuple[AssistantSpan, ...]
     problems: tuple[str, ...] = ()
     mm_token_type_ids: list[int] = field(default_factory=list)
     owners: tuple[OwnedText, ...] = field(default=(), repr=False)
@@ -75,7 +75,7 @@ class Rendered:
         decode = self.template.tokenizer.decode
         text, last = (decode(list(part), skip_special_tokens=False) for part in (ids, ids[-1:]))
         asked = self.messages[-1] if self.messages else {}
-        stop = last if last in find_frame(self.template, asked if message is None else message).stops else ""
+        stop = last if last in find_turn_delimiters(self.template, asked if message is None else message).stops else ""
         message = {"role": "assistant", "content": text.removesuffix(stop)} if message is None else message
         start, chars, number = len(self.ids), len(self.text), len(self.messages)
         return replace(
@@ -85,7 +85,7 @@ class Rendered:
             plain=self.plain + text,
             assistant_mask=[*self.assistant_mask, *[True] * len(ids)],
             mm_token_type_ids=[*self.mm_token_type_ids, *[0] * len(ids)],
-            spans=(*self.spans, Span(number, start, start + len(ids), chars, chars + len(text))),
+            spans=(*self.spans, AssistantSpan(number, start, start + len(ids), chars, chars + len(text))),
             owners=(*self.owners, OwnedText(chars, chars + len(text), "assistant", number)),
             messages=(*self.messages, message),
             prompted=False,
@@ -160,7 +160,7 @@ class _Base(NamedTuple):
     ids: list[int]
     offsets: list[tuple[int, int]]
     marked: list[int] | None
-    owners: Owners | None
+    owners: MessageAttribution | None
 
 
 def _twice(template: ChatTemplate, messages: Sequence[Message], prompted: bool) -> _Base | None:
@@ -274,7 +274,7 @@ def _difference(official: list[int], ids: list[int]) -> str:
 
 def _spans(
     regions: Sequence[Region], proven: Sequence[Region], expanded: Expanded, offsets: Sequence[tuple[int, int]]
-) -> tuple[tuple[Span, ...], tuple[int, ...]]:
+) -> tuple[tuple[AssistantSpan, ...], tuple[int, ...]]:
     """Return the tokens of the regions, and those that reach over a border of one of them or of a proven one."""
     straddling: list[int] = []
     spans = tuple(_span(region, expanded, offsets, straddling) for region in regions)
@@ -286,7 +286,9 @@ def _spans(
     return spans, tuple(sorted(set(straddling)))
 
 
-def _span(region: Region, expanded: Expanded, offsets: Sequence[tuple[int, int]], straddling: list[int]) -> Span:
+def _span(
+    region: Region, expanded: Expanded, offsets: Sequence[tuple[int, int]], straddling: list[int]
+) -> AssistantSpan:
     """Return the tokens that lie wholly in a region; those that reach over its border are listed and left out."""
     start, end = expanded.move(region.start), expanded.move(region.end)
     first = last = bisect_left(offsets, (start,))  # both ends of the tokens' characters are in order
@@ -300,10 +302,10 @@ def _span(region: Region, expanded: Expanded, offsets: Sequence[tuple[int, int]]
         straddling.append(last - 1)
         last -= 1
     first, last = (first, last) if first < last else (0, 0)
-    return Span(region.message, first, last, start, end)
+    return AssistantSpan(region.message, first, last, start, end)
 
 
-def _mask_of(spans: Sequence[Span], length: int) -> list[bool]:
+def _mask_of(spans: Sequence[AssistantSpan], length: int) -> list[bool]:
     mask = [False] * length
     for span in spans:
         mask[span.token_start : span.token_end] = [True] * (span.token_end - span.token_start)
@@ -311,7 +313,11 @@ def _mask_of(spans: Sequence[Span], length: int) -> list[bool]:
 
 
 def owned_text(
-    regions: Sequence[Region], pieces: Sequence[Piece], messages: Sequence[Message], expanded: Expanded, skip: int = 0
+    regions: Sequence[Region],
+    pieces: Sequence[MessageSpan],
+    messages: Sequence[Message],
+    expanded: Expanded,
+    skip: int = 0,
 ) -> tuple[OwnedText, ...]:
     """Say whose each character is from `skip` on: turns first, then what other messages hold; the rest the template's.
 

@@ -209,7 +209,7 @@ def test_a_conversation_is_tokenised_once(
 ) -> None:
     """Where the template marks turns, by `apply_chat_template` itself: decoding shows that the text is the same."""
     tokenizer = tokenizers[name]
-    expected = render(tokenizer, TALK)  # finds the frame, which is remembered
+    expected = render(tokenizer, TALK)  # finds the delimiters, which are remembered
     kind, calls = type(tokenizer), []
     tokenise = kind.__call__
 

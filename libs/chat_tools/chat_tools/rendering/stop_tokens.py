@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from chat_tools.rendering.turn_delimiters import find_frame
 from chat_tools.rendering.template import ChatTemplate, tokens_as_text
+from chat_tools.rendering.turn_delimiters import find_turn_delimiters
 
 
 def read_stop_tokens(source: str | Path | Mapping[str, Any] | Any, tokenizer: Any) -> tuple[str, ...]:
@@ -40,4 +40,4 @@ def turn_ends(
     """
     stops = None if stop_tokens is None else tokens_as_text(stop_tokens, tokenizer)
     template = ChatTemplate(tokenizer, tools, options, stops)
-    return find_frame(template, {"role": "assistant", "content": ""}).stops
+    return find_turn_delimiters(template, {"role": "assistant", "content": ""}).stops

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from chat_tools.parsing.arguments import tool_dict
-from chat_tools.rendering.cached_template import quick_source
+from chat_tools.rendering.cached_template import cached_source
 
 Message = Mapping[str, Any]
 
@@ -189,8 +189,8 @@ class ChatTemplate:
         return plain if cut is None else cut.text[: cut.start] + cut.text[cut.end :]
 
     def trial(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        """Render to text as `text` does, faster (chat_tools.rendering.cached_template); not for the text that is trained on."""
-        source = quick_source(self.source) if self.tokenises_text else None
+        """Render to text as `text` does, faster (`rendering.cached_template`); not for the text that is trained on."""
+        source = cached_source(self.source) if self.tokenises_text else None
         return self.text(messages if source is None else _Trial(messages, source), add_generation_prompt)
 
     def text_or_cut(self, messages: Sequence[Message], add_generation_prompt: bool) -> tuple[str, Cut | None]:

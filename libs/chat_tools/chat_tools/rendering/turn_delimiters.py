@@ -16,7 +16,7 @@ from chat_tools.rendering.template import ChatTemplate, Message, content_like, r
 _TAG = r"<[^<>\s]{1,60}>"  # cut in two, it would be read as something else, whether it is one token or not
 
 
-class Frame(NamedTuple):
+class TurnDelimiters(NamedTuple):
     """What stands around a turn: before it the generation prompt; after it, in the last place, `closing`.
 
     `opening` is all between a question's words and the turn, the prompt included. `stops` are the tokens that may end a
@@ -44,8 +44,8 @@ def _any_of(texts: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, texts)))
 
 
-def find_frame(template: ChatTemplate, like: Message) -> Frame:
-    """Find the frame by differences of renderings of short conversations whose content is of the kind of `like`'s.
+def find_turn_delimiters(template: ChatTemplate, like: Message) -> TurnDelimiters:
+    """Find the delimiters by differences of renderings of short conversations whose content is of the kind of `like`'s.
 
     It is remembered as long as the tokenizer lives and its template, the tools and the options stay the same.
     """
@@ -58,16 +58,16 @@ def find_frame(template: ChatTemplate, like: Message) -> Frame:
         other: Message = {"content": "" if is_list else []}
         if len(known) >= _MOST_FRAMES:
             known.clear()
-        found = _find_frame(template, like) or _find_frame(template, other)
-        known[key] = found or Frame("", "", stops=stop_tokens(template))
+        found = _find_turn_delimiters(template, like) or _find_turn_delimiters(template, other)
+        known[key] = found or TurnDelimiters("", "", stops=stop_tokens(template))
     return known[key]
 
 
-_FRAMES: WeakKeyDictionary[Any, dict[Any, Frame]] = WeakKeyDictionary()
+_FRAMES: WeakKeyDictionary[Any, dict[Any, TurnDelimiters]] = WeakKeyDictionary()
 _MOST_FRAMES = 64  # of a tokenizer: rows with tools of their own would fill the memory
 
 
-def _find_frame(template: ChatTemplate, like: Message) -> Frame | None:
+def _find_turn_delimiters(template: ChatTemplate, like: Message) -> TurnDelimiters | None:
     mark = unused([])
     question = {"role": "user", "content": content_like(like, unused([mark]))}
     answer = {"role": "assistant", "content": content_like(like, mark)}
@@ -96,7 +96,7 @@ def _find_frame(template: ChatTemplate, like: Message) -> Frame | None:
     closings = [token for token in closings if not before.endswith(token)]
     every = sorted({*stops, *closings}, key=len, reverse=True)
     opening = prompted.partition(unused([mark]))[2]
-    return Frame(prompt, closing, opening, tuple(every), tuple(dict.fromkeys(closings)), tuple(cuts))
+    return TurnDelimiters(prompt, closing, opening, tuple(every), tuple(dict.fromkeys(closings)), tuple(cuts))
 
 
 def _closing(run: Sequence[str], stops: Sequence[str]) -> str:

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chat_tools.rendering import turn_delimiters as frames
-from chat_tools.rendering.turn_delimiters import Frame, find_frame
+from chat_tools.rendering import turn_delimiters
 from chat_tools.rendering.stop_tokens import read_stop_tokens, turn_ends
 from chat_tools.rendering.template import ChatTemplate, Message, tokens_as_text
+from chat_tools.rendering.turn_delimiters import TurnDelimiters, find_turn_delimiters
 from chat_tools.testing.tokenizer import tiny_tokenizer
 
 SAY = {"role": "assistant", "content": "x"}
@@ -28,11 +28,11 @@ def framed(
     tools: Sequence[Any] | None = None,
     tokens: Sequence[str] = (),
     **kind: Any,
-) -> Frame:
-    """The frame of a tokenizer that nobody has used before: frames are remembered."""
+) -> TurnDelimiters:
+    """The delimiters of a tokenizer that nobody has used before: they are remembered."""
     tokenizer = tiny_tokenizer(name, **{"marks": False, **kind})
     tokenizer.add_tokens(list(tokens))
-    return find_frame(ChatTemplate(tokenizer, tools, {}, stops), like)
+    return find_turn_delimiters(ChatTemplate(tokenizer, tools, {}, stops), like)
 
 
 @pytest.mark.parametrize(
@@ -49,15 +49,15 @@ def framed(
     ],
 )
 def test_the_frame_of_a_family(name: str, prompt: str, before: str, closings: list[str], after: str) -> None:
-    frame = framed(name)
-    assert frame.prompt == prompt
-    assert frame.opening == before + prompt
-    assert list(frame.closings) == closings
-    assert frame.closing == "".join(closings[:1]) + after
-    assert set(closings) <= set(frame.stops)
+    delimiters = framed(name)
+    assert delimiters.prompt == prompt
+    assert delimiters.opening == before + prompt
+    assert list(delimiters.closings) == closings
+    assert delimiters.closing == "".join(closings[:1]) + after
+    assert set(closings) <= set(delimiters.stops)
     markers = [match.span() for match in re.finditer(r"<[^<>]*>", prompt)]
     whole = [n for n in range(len(prompt), 0, -1) if not any(a < n < b for a, b in markers)]
-    assert list(frame.prompt_cuts) == whole
+    assert list(delimiters.prompt_cuts) == whole
 
 
 TURN = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + BODY + END }}{% endfor %}PROMPT"
@@ -82,9 +82,9 @@ def test_the_kind_of_content_is_the_messages() -> None:
 
 
 def test_a_template_that_refuses_all_has_the_known_stops_alone() -> None:
-    frame = framed(template="{{ raise_exception('no') }}")
-    assert frame == Frame("", "", stops=("<|im_end|>", "<|endoftext|>"))
-    assert frame.prompt_cuts == ()
+    delimiters = framed(template="{{ raise_exception('no') }}")
+    assert delimiters == TurnDelimiters("", "", stops=("<|im_end|>", "<|endoftext|>"))
+    assert delimiters.prompt_cuts == ()
 
 
 @pytest.mark.parametrize(
@@ -104,15 +104,15 @@ def test_a_template_that_refuses_all_has_the_known_stops_alone() -> None:
     ],
 )
 def test_which_tokens_end_a_turn(end: str, closings: list[str]) -> None:
-    frame = framed(template=turns(end=end), tokens=["[A]", "[B]", "[C]"])
-    assert list(frame.closings) == closings
-    assert set(frame.stops) == {*closings, "<|im_end|>", "<|endoftext|>"}
-    assert sorted(map(len, frame.stops), reverse=True) == list(map(len, frame.stops))
+    delimiters = framed(template=turns(end=end), tokens=["[A]", "[B]", "[C]"])
+    assert list(delimiters.closings) == closings
+    assert set(delimiters.stops) == {*closings, "<|im_end|>", "<|endoftext|>"}
+    assert sorted(map(len, delimiters.stops), reverse=True) == list(map(len, delimiters.stops))
 
 
 def test_a_prompt_may_be_cut_behind_any_character_of_a_word() -> None:
-    frame = framed(template=turns(prompt="{{ 'A:' if add_generation_prompt }}"))
-    assert (frame.prompt, frame.prompt_cuts) == ("A:", (2, 1))
+    delimiters = framed(template=turns(prompt="{{ 'A:' if add_generation_prompt }}"))
+    assert (delimiters.prompt, delimiters.prompt_cuts) == ("A:", (2, 1))
 
 
 class Bare:
@@ -126,7 +126,7 @@ class Bare:
 
 
 def test_a_tokenizer_need_not_name_its_ends() -> None:
-    assert find_frame(ChatTemplate(Bare(), None, {}), SAY) == Frame(
+    assert find_turn_delimiters(ChatTemplate(Bare(), None, {}), SAY) == TurnDelimiters(
         "assistant=", ".", ".assistant=", prompt_cuts=tuple(range(10, 0, -1))
     )
 
@@ -147,10 +147,10 @@ def test_what_begins_the_next_question_ends_no_turn() -> None:
 def test_the_turn_with_the_mark_is_the_answer() -> None:
     """A template that writes a text twice, or the question again."""
     twice = turns("(m.content + '[A]' + m.content)", end="'[B]'")
-    frame = framed(template=twice, tokens=["[A]", "[B]"])
-    assert frame.closings == ("[A]",)
-    assert frame.closing.startswith("[A]")
-    assert frame.opening.startswith("[A]")
+    delimiters = framed(template=twice, tokens=["[A]", "[B]"])
+    assert delimiters.closings == ("[A]",)
+    assert delimiters.closing.startswith("[A]")
+    assert delimiters.opening.startswith("[A]")
 
 
 def test_a_prompt_begins_with_a_token_of_any_form() -> None:
@@ -159,13 +159,13 @@ def test_a_prompt_begins_with_a_token_of_any_form() -> None:
 
 
 def test_frames_of_other_ends_tools_and_options_are_others() -> None:
-    """One tokenizer, whose template writes all that a frame depends on."""
+    """One tokenizer, whose template writes all that delimiters depend on."""
     template = turns(prompt="{{ [bos_token, eos_token, how, tools | length] if add_generation_prompt }}")
     tokenizer = tiny_tokenizer("chatml", template=template)
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
     def prompt(how: str = "x", tools: Sequence[Any] = ()) -> str:
-        return find_frame(ChatTemplate(tokenizer, tools or [{}], {"how": how}), SAY).prompt
+        return find_turn_delimiters(ChatTemplate(tokenizer, tools or [{}], {"how": how}), SAY).prompt
 
     ways = [prompt(), prompt("y"), prompt(tools=[tool, tool])]
     tokenizer.bos_token = "<|im_start|>"
@@ -175,16 +175,16 @@ def test_frames_of_other_ends_tools_and_options_are_others() -> None:
     assert len(set(ways)) == 5
     listed = {"role": "assistant", "content": [{"type": "text", "text": "x"}]}
     kinds = tiny_tokenizer("chatml", template=turns("m.content | string"))
-    as_list, as_text = (find_frame(ChatTemplate(kinds, None, {}), like) for like in (listed, SAY))
+    as_list, as_text = (find_turn_delimiters(ChatTemplate(kinds, None, {}), like) for like in (listed, SAY))
     assert as_list.opening != as_text.opening
 
 
 def test_few_frames_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "_MOST_FRAMES", 3)
+    monkeypatch.setattr(turn_delimiters, "_MOST_FRAMES", 3)
     tokenizer = tiny_tokenizer("chatml", template=turns(prompt="{{ how if add_generation_prompt }}"))
     for number in range(8):
-        assert find_frame(ChatTemplate(tokenizer, None, {"how": f"{number}"}), SAY).prompt == f"{number}"
-        assert 1 <= len(frames._FRAMES[tokenizer]) <= 3
+        assert find_turn_delimiters(ChatTemplate(tokenizer, None, {"how": f"{number}"}), SAY).prompt == f"{number}"
+        assert 1 <= len(turn_delimiters._FRAMES[tokenizer]) <= 3
 
 
 TOKENS = ("<|a|>", "[x]", "[x]y", "b")
@@ -197,8 +197,8 @@ def test_no_token_or_tag_is_cut_in_two(text: str, data: st.DataObject) -> None:
     """The oracle walks over the text: at each place the longest token, else a tag, else a character."""
     at = data.draw(st.integers(0, len(text)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frames, "_PATTERNS", {})
-        got = frames.token_start(text, at, TOKENS)
+        patch.setattr(turn_delimiters, "_PATTERNS", {})
+        got = turn_delimiters.token_start(text, at, TOKENS)
     begin = 0
     while begin < at:
         here = max((token for token in TOKENS if text.startswith(token, begin)), key=len, default="")
@@ -212,52 +212,52 @@ def test_no_token_or_tag_is_cut_in_two(text: str, data: st.DataObject) -> None:
 
 def test_a_token_is_found_far_behind_in_the_text() -> None:
     text = "x" * 200 + "<|a|>" + "y" * 200 + "<|a|>"
-    assert frames.token_start(text, 203, TOKENS) == 200
-    assert frames.token_start(text, 205, TOKENS) == 205
-    assert frames.token_start(text, 300, TOKENS) == 300
-    assert frames.token_start(text, 407, TOKENS) == 405
-    assert frames.token_start(text, 410, TOKENS) == 410
+    assert turn_delimiters.token_start(text, 203, TOKENS) == 200
+    assert turn_delimiters.token_start(text, 205, TOKENS) == 205
+    assert turn_delimiters.token_start(text, 300, TOKENS) == 300
+    assert turn_delimiters.token_start(text, 407, TOKENS) == 405
+    assert turn_delimiters.token_start(text, 410, TOKENS) == 410
 
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(["<a>", "<b>", "<a><b>", "<"]), max_size=5))
 def test_leading_tokens_are_the_longest_ones(parts: list[str]) -> None:
-    found = frames._leading_tokens("".join(parts) + " <a>", ["<a>", "<a><b>", "<b>"])
+    found = turn_delimiters._leading_tokens("".join(parts) + " <a>", ["<a>", "<a><b>", "<b>"])
     until = "".join(parts).partition("<<")[0].removesuffix("<")
     assert "".join(found) == until
     assert all(a + b != "<a><b>" for a, b in pairwise(found))
 
 
 def test_the_first_stop_within_bounds() -> None:
-    frame = Frame("", "", stops=("<a.>", "<a.><b>"))
-    assert Frame("", "").first_stop("<a.>", 0, 4) is None
-    assert Frame("", "", stops=("<a.><b>", "<a.>")).first_stop("x<a.><b>", 0, 8) == (1, 8)
-    assert frame.first_stop("<ax><a.>", 0, 8) == (4, 8)  # a dot is a dot
-    assert frame.first_stop("<a.> <a.>", 1, 9) == (5, 9)
-    assert frame.first_stop("<a.> <a.>", 1, 8) is None
+    delimiters = TurnDelimiters("", "", stops=("<a.>", "<a.><b>"))
+    assert TurnDelimiters("", "").first_stop("<a.>", 0, 4) is None
+    assert TurnDelimiters("", "", stops=("<a.><b>", "<a.>")).first_stop("x<a.><b>", 0, 8) == (1, 8)
+    assert delimiters.first_stop("<ax><a.>", 0, 8) == (4, 8)  # a dot is a dot
+    assert delimiters.first_stop("<a.> <a.>", 1, 9) == (5, 9)
+    assert delimiters.first_stop("<a.> <a.>", 1, 8) is None
 
 
 def test_added_tokens_are_what_a_tokenizer_says() -> None:
     bare = SimpleNamespace()
-    assert frames.added_tokens(bare) == frozenset()
-    assert frames.added_tokens(SimpleNamespace(all_special_tokens=["<s>", ""])) == {"<s>"}
+    assert turn_delimiters.added_tokens(bare) == frozenset()
+    assert turn_delimiters.added_tokens(SimpleNamespace(all_special_tokens=["<s>", ""])) == {"<s>"}
     both = SimpleNamespace(get_added_vocab=lambda: {"<x>": 7}, all_special_tokens=["<s>"])
-    assert frames.added_tokens(both) == {"<x>", "<s>"}
+    assert turn_delimiters.added_tokens(both) == {"<x>", "<s>"}
 
 
 def test_the_stops_that_are_known_of_a_tokenizer() -> None:
     vocabulary = dict.fromkeys(["<|im_end|>", "<|call|>", "<|other|>"], 1)
     tokenizer = SimpleNamespace(get_added_vocab=lambda: vocabulary, eos_token="<eos>")
-    stops = frames.stop_tokens(ChatTemplate(tokenizer, None, {}))
+    stops = turn_delimiters.stop_tokens(ChatTemplate(tokenizer, None, {}))
     assert stops[0] == "<eos>"
     assert set(stops[1:]) == {"<|im_end|>", "<|call|>"}
     assert len(set(stops)) == len(stops)
     tokenizer.eos_token = None
-    assert set(frames.stop_tokens(ChatTemplate(tokenizer, None, {}))) == {"<|im_end|>", "<|call|>"}
+    assert set(turn_delimiters.stop_tokens(ChatTemplate(tokenizer, None, {}))) == {"<|im_end|>", "<|call|>"}
     del tokenizer.eos_token
-    assert set(frames.stop_tokens(ChatTemplate(tokenizer, None, {}))) == {"<|im_end|>", "<|call|>"}
-    assert frames.stop_tokens(ChatTemplate(tokenizer, None, {}, ("<|other|>",))) == ("<|other|>",)
-    assert frames.stop_tokens(ChatTemplate(tokenizer, None, {}, ())) == ()
+    assert set(turn_delimiters.stop_tokens(ChatTemplate(tokenizer, None, {}))) == {"<|im_end|>", "<|call|>"}
+    assert turn_delimiters.stop_tokens(ChatTemplate(tokenizer, None, {}, ("<|other|>",))) == ("<|other|>",)
+    assert turn_delimiters.stop_tokens(ChatTemplate(tokenizer, None, {}, ())) == ()
 
 
 def test_a_prompt_begins_with_a_whole_token() -> None:
@@ -266,17 +266,17 @@ def test_a_prompt_begins_with_a_whole_token() -> None:
         "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
         "{{ '<|assistant|>\n' if add_generation_prompt else '<|endoftext|>' }}"
     )
-    frame = find_frame(ChatTemplate(tiny_tokenizer("chatml", template=template), None, {}), SAY)
-    assert frame.prompt == "<|assistant|>\n"
+    delimiters = find_turn_delimiters(ChatTemplate(tiny_tokenizer("chatml", template=template), None, {}), SAY)
+    assert delimiters.prompt == "<|assistant|>\n"
 
 
 def test_a_frame_is_remembered_for_its_template_alone() -> None:
     tokenizer = tiny_tokenizer("chatml", marks=False)
-    first = find_frame(ChatTemplate(tokenizer, None, {}), SAY)
-    assert find_frame(ChatTemplate(tokenizer, None, {}), SAY) is first
+    first = find_turn_delimiters(ChatTemplate(tokenizer, None, {}), SAY)
+    assert find_turn_delimiters(ChatTemplate(tokenizer, None, {}), SAY) is first
     tokenizer.chat_template = tokenizer.chat_template.replace("assistant\n", "helper\n")
-    assert find_frame(ChatTemplate(tokenizer, None, {}), SAY).prompt == "<|im_start|>helper\n"
-    assert find_frame(ChatTemplate(tokenizer, None, {}, ("<|endoftext|>",)), SAY).stops[0] == "<|endoftext|>"
+    assert find_turn_delimiters(ChatTemplate(tokenizer, None, {}), SAY).prompt == "<|im_start|>helper\n"
+    assert find_turn_delimiters(ChatTemplate(tokenizer, None, {}, ("<|endoftext|>",)), SAY).stops[0] == "<|endoftext|>"
 
 
 def test_stop_tokens_are_read_from_a_generation_config(tmp_path: Path) -> None:

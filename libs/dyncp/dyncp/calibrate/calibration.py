@@ -6,41 +6,40 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dyncp.planning.methods import Method
 from dyncp.planning.cost import Coefficients, CostModel
+from dyncp.planning.methods import Method
 from dyncp.planning.sizes import Layout
 from dyncp.planning.types import DynamicPlan, Group, Step
 
 
 class Timing(NamedTuple):
-    """How long a group took for sequences of these lengths."""
+    """The seconds that a group took for sequences of these lengths."""
 
     lengths: tuple[int, ...]
     seconds: float
 
 
 def fit(timings: Sequence[Timing]) -> Coefficients:
-    """Return the base, token and pair seconds that explain the timings best, in relative terms; none negative."""
+    """Return the non-negative seconds of base, token and pair that fit the timings best in relative error."""
     if len(timings) < 3:
         raise ValueError(f"three numbers need at least three timings, got {len(timings)}")
     seconds = np.array([t.seconds for t in timings])
     columns = np.array([[1.0, sum(t.lengths), sum(n * (n + 1) / 2 for n in t.lengths)] for t in timings])
     scale = columns.max(axis=0)
     rows = columns / scale / seconds[:, None]
-    kept = [0, 1, 2]
+    terms = [0, 1, 2]
     while True:
-        solution = np.linalg.lstsq(rows[:, kept], np.ones(len(timings)), rcond=None)[0]
-        if (solution >= 0).all() or len(kept) == 1:
+        solution = np.linalg.lstsq(rows[:, terms], np.ones(len(timings)), rcond=None)[0]
+        if (solution >= 0).all() or len(terms) == 1:
             break
-        kept.pop(int(solution.argmin()))
-    found = np.zeros(3)
-    found[kept] = np.maximum(solution, 0.0) / scale[kept]
-    return Coefficients(*found.tolist())
+        terms.pop(int(solution.argmin()))
+    coefficients = np.zeros(3)
+    coefficients[terms] = np.maximum(solution, 0.0) / scale[terms]
+    return Coefficients(*coefficients.tolist())
 
 
 def workloads(cp_size: int, cap: int) -> list[tuple[int, ...]]:
-    """Return lengths for one group: one sequence as long as it goes, short ones, and long-tailed mixes as in
-    training."""
+    """Return lengths for one group: one sequence of the group's room, short ones, and long-tailed mixes."""
     full = cp_size * cap
     short = max(1, cap // 16)
     return [
@@ -54,11 +53,11 @@ def workloads(cp_size: int, cap: int) -> list[tuple[int, ...]]:
 
 
 def _long_tailed(full: int, cap: int, seed: int) -> tuple[int, ...]:
-    """Lognormal lengths around a quarter of the cap that fill nine tenths of the group."""
+    """Return lognormal lengths around a quarter of the cap that fill nine tenths of the group."""
     drawn = np.random.default_rng(seed).lognormal(np.log(max(cap / 4, 1.0)), 1.0, 64)
     lengths = np.clip(drawn, 1, max(full // 2, 1)).astype(int)
-    kept = lengths[: max(1, int((lengths.cumsum() <= 0.9 * full).sum()))]
-    return tuple(kept.tolist())
+    fitting = lengths[: max(1, int((lengths.cumsum() <= 0.9 * full).sum()))]
+    return tuple(fitting.tolist())
 
 
 def uniform_plan(
@@ -71,7 +70,7 @@ def uniform_plan(
     steps: int = 1,
     align: int = 1,
 ) -> DynamicPlan:
-    """Equal steps in which every group of cp_size ranks has sequences of the same lengths; left-over ranks idle."""
+    """Return a plan of equal steps: each group of cp_size ranks has sequences of these lengths, other ranks idle."""
     count, each = world_size // cp_size, len(lengths)
     made = []
     for step in range(steps):
@@ -98,10 +97,10 @@ def calibrate_groups(
     steps: int = 3,
     align: int = 1,
 ) -> CostModel:
-    """Return the cost model with measured numbers for each size and method. run(plan): the plan's seconds (collective).
+    """Return the cost model with measured coefficients of each size and method. run(plan): its seconds (collective).
 
-    align: as in `dyncp.plan`; the cap must be a multiple of it. A plan of several equal steps is timed, so that what
-    happens once an optimizer step counts as little as in training.
+    align: as in `dyncp.plan`; the cap must be a multiple of it. A plan of several equal steps is timed, so that the
+    costs of once an optimizer step weigh as little as in training.
     """
     rows = []
     for size in sizes:

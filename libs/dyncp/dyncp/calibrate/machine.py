@@ -19,7 +19,7 @@ from seqpack.planning.flops import LayerFlops
 
 
 def median_seconds(run: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
-    """Return median time of a call, after two that warm up."""
+    """Return the median seconds of a call, after two calls to warm up."""
     times = []
     for index in range(repeats + 2):
         _wait(device)
@@ -72,7 +72,7 @@ def measure_cost(config: Any, device: torch.device, dtype: torch.dtype, tokens: 
 
 
 def _pair_seconds(layer: LayerFlops, device: torch.device, dtype: torch.dtype, tokens: int) -> float:
-    """Return seconds of a (query, key) pair in one layer: the difference of a long sequence and many short ones."""
+    """Return the seconds of a (query, key) pair in one layer, from a long sequence and many short ones."""
     heads = (layer.heads, layer.kv_heads, layer.kv_heads)
     q, k, v = (torch.randn(tokens, h, layer.value_dim, device=device, dtype=dtype) for h in heads)
     times, pairs = [], []
@@ -87,7 +87,7 @@ def _pair_seconds(layer: LayerFlops, device: torch.device, dtype: torch.dtype, t
 
 
 def _delta_seconds(layer: LayerFlops, device: torch.device, dtype: torch.dtype, tokens: int) -> float:
-    """Return seconds of a token in one layer's recurrence."""
+    """Return the seconds of a token in one layer's recurrence."""
     q, k = (torch.randn(tokens, layer.kv_heads, layer.key_dim, device=device, dtype=dtype) for _ in range(2))
     v = torch.randn(tokens, layer.heads, layer.value_dim, device=device, dtype=dtype)
     g = -torch.rand(tokens, layer.heads, device=device)
@@ -99,7 +99,7 @@ def _delta_seconds(layer: LayerFlops, device: torch.device, dtype: torch.dtype, 
 
 
 def measure_links(group: dist.ProcessGroup, device: torch.device) -> Topology:
-    """Latency and bandwidth of a neighbour exchange over this group. Collective."""
+    """Measure latency and bandwidth of a neighbour exchange over this group. Collective."""
     seconds = []
     sizes = (2**10, 2**24)
     for size in sizes:

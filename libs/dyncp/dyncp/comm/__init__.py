@@ -1,1 +1,1 @@
-"""Groups of ranks, and what they say to each other."""
+"""Groups of ranks, and their collectives."""

@@ -11,14 +11,14 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def gathered(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return [n, ...] on each rank -> [size * n, ...] in rank order, without gradient."""
+    """Gather [n, ...] of each rank -> [size * n, ...] in rank order, without gradient."""
     everyone = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
     _all_gather(everyone, x.contiguous(), group=group)
     return everyone
 
 
 def reduce_scattered(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return [size * n, ...] on each rank -> this rank's [n, ...] of the sum over ranks, without gradient."""
+    """Sum [size * n, ...] over ranks -> this rank's [n, ...] of the sum, without gradient."""
     mine = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
     _reduce_scatter(mine, x.contiguous(), group=group)
     return mine
@@ -52,21 +52,19 @@ class _AllToAll(torch.autograd.Function):
 
 
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return [n, ...] on each rank -> [cp_size * n, ...] in rank order; the backward sums all ranks' gradients of a
-    piece."""
+    """Gather [n, ...] of each rank -> [cp_size * n, ...] in rank order; the backward sums gradients over ranks."""
     result: torch.Tensor = _AllGather.apply(x, group)
     return result
 
 
 def all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return row i of x [cp_size, ...] goes to rank i; row i of the result came from rank i. Its own inverse and its
-    own gradient. """
+    """Send row i of x [cp_size, ...] to rank i, and return rows by sender; its own inverse and its own gradient."""
     result: torch.Tensor = _AllToAll.apply(x, group)
     return result
 
 
 class Shift:
-    """Send one tensor `by` ranks to the right of the group and receive one from the left, in the background."""
+    """A background exchange: one tensor goes `by` ranks to the right of the group, one comes from the left."""
 
     def __init__(self, x: torch.Tensor, group: dist.ProcessGroup, by: int = 1) -> None:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -80,7 +78,7 @@ class Shift:
         self._works = dist.batch_isend_irecv(operations)
 
     def wait(self) -> torch.Tensor:
-        """Return what the left neighbour sent."""
+        """Return the left neighbour's tensor."""
         for work in self._works:
             work.wait()
         return self._received

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from dyncp.comm.process_groups import ProcessGroups, world_timeout
+from dyncp.exactness.processes import run_world
 from dyncp.ops.attention import attention
 from dyncp.ops.gated_delta_rule import causal_conv1d, gated_delta_rule
 from dyncp.planning.methods import METHODS, Method
 from dyncp.planning.planner import static_plan
 from dyncp.sharding.layout import Sharding
-from dyncp.exactness.processes import run_world
 
 SECONDS = 3.0
 

@@ -8,7 +8,7 @@ from dyncp.planning.types import DynamicPlan
 
 
 def check_same_plan(plan: DynamicPlan, group: dist.ProcessGroup | None = None) -> None:
-    """ValueError on every rank, naming the odd ones, unless all hold a plan of the same hash, made for this world.
+    """Raise ValueError on every rank, naming the odd ones, unless all hold a plan of one hash, made for this world.
 
     Collective over `group`, eight bytes a rank; a rank that never calls it makes the others raise after the group's
     timeout. `ProcessGroups.prepare` calls it.
@@ -30,12 +30,12 @@ def check_same_plan(plan: DynamicPlan, group: dist.ProcessGroup | None = None) -
 
 
 def gathered_numbers(number: int, group: dist.ProcessGroup | None) -> list[int]:
-    """Return every rank's 64-bit number, in rank order. Collective; waits for the device."""
+    """Return every rank's 64-bit number, in rank order. Collective; it waits for the device."""
     return gathered(torch.tensor([number], device=communication_device(group)), group).tolist()
 
 
 def odd_ranks(numbers: list[int]) -> tuple[list[int], int]:
-    """Return (ranks whose number is not the commonest, the first rank whose number is)."""
+    """Return (ranks whose number is not the most common one, the first rank whose number is)."""
     common = max(set(numbers), key=lambda value: (numbers.count(value), -numbers.index(value)))
     return [rank for rank, value in enumerate(numbers) if value != common], numbers.index(common)
 

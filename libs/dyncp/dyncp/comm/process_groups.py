@@ -1,4 +1,4 @@
-"""The process groups that plans need: made when a plan first asks, in one order on every rank, kept, and bounded."""
+"""The process groups of plans: made when a plan first needs them, in one order on every rank, cached and bounded."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
@@ -59,7 +59,7 @@ class ProcessGroups:
             rank, most = _busiest(self._groups)
 
     def _make(self, ranks: Ranks, timeout: timedelta | None) -> dist.ProcessGroup:
-        """Make the group on every plane; this rank's, or that of a rank outside of it."""
+        """Make the group on every plane; return this rank's, or NON_GROUP_MEMBER for a rank outside of it."""
         if self.planes is None:
             alone: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout)
             return alone
@@ -75,8 +75,7 @@ class ProcessGroups:
             dist.destroy_process_group(group)
 
     def get(self, ranks: Ranks) -> dist.ProcessGroup | None:
-        """Return the group of these ranks of a plan: None for a single rank, the plane's (the world's) for all of
-        them."""
+        """Return the group of these ranks of a plan: None for one rank, the plane's (the world's) for all ranks."""
         if len(ranks) == 1:
             return None
         if len(ranks) == dist.get_world_size(self.plane):
@@ -95,7 +94,7 @@ class ProcessGroups:
 
 
 def world_timeout() -> timedelta:
-    """Return how long a collective of the default group waits: what `init_process_group(timeout=...)` was given."""
+    """Return the timeout of the default group's collectives, as passed to `init_process_group(timeout=...)`."""
     world = dist.group.WORLD
     assert world is not None, "the default group is initialised"
     timeout: timedelta = world._get_backend(communication_device()).options._timeout
@@ -103,6 +102,6 @@ def world_timeout() -> timedelta:
 
 
 def _busiest(groups: Iterable[Ranks]) -> tuple[int, int]:
-    """Return (rank, in how many of the groups it is) for the rank that is in most; the lowest of several."""
+    """Return (rank, number of its groups) for the rank that is in most groups; the lowest of several."""
     counts = Counter(rank for ranks in groups for rank in ranks)
     return max(counts.items(), key=lambda item: (item[1], -item[0]), default=(0, 0))

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from dyncp.comm.collectives import Shift, all_gather, all_to_all
 from dyncp.comm.process_groups import ProcessGroups
-from dyncp.planning.types import DynamicPlan, Group, Step
 from dyncp.exactness.processes import run_world
+from dyncp.planning.types import DynamicPlan, Group, Step
 
 
 def plan_of(*steps: list[list[int]]) -> DynamicPlan:

@@ -1,6 +1,5 @@
 """The exactness matrix: outputs and all gradients of n ranks against one process, for every cell that a model can ask
-for.
-"""
+for."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -10,12 +9,12 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from dyncp.planning.methods import METHODS, Method
+from dyncp.exactness.matrix_model import MatrixModel, Place, Sizes, build_model
 from dyncp.planning.cost import CostModel
+from dyncp.planning.methods import METHODS, Method
 from dyncp.planning.planner import plan
 from dyncp.planning.sizes import LAYOUTS, Layout
 from dyncp.sharding.shards import pack_group, shard, unshard
-from dyncp.exactness.matrix_model import MatrixModel, Place, Sizes, build_model
 from seqpack.batches.batch import make_batch
 from seqpack.batches.packed import PackedBatch
 
@@ -32,7 +31,7 @@ TOLERANCE = 1e-10
 
 @dataclass(frozen=True)
 class Setup:
-    """What the matrix runs on. other: sizes of the cells marked so. oracle: the reference's backend, in float64."""
+    """Settings of the matrix. other: sizes of the cells marked so. oracle: the reference's backend, in float64."""
 
     sizes: Sizes = field(default_factory=Sizes)
     other: Sizes = field(default_factory=lambda: Sizes(query_heads=4, kv_heads=2, value_dim=3))
@@ -97,8 +96,7 @@ class Verdict:
 
 
 def cells(setup: Setup = CPU) -> Iterator[Cell]:
-    """Yield all cells, refused ones included. The `other` sizes have heads that Ulysses cannot deal over every
-    group."""
+    """Yield all cells, refused ones included. The `other` sizes have heads that Ulysses cannot divide everywhere."""
     for kind in KINDS:
         for layout in LAYOUTS:
             for method in METHODS:
@@ -111,19 +109,19 @@ def cells(setup: Setup = CPU) -> Iterator[Cell]:
 
 
 def must_refuse(cell: Cell, cp_size: int, setup: Setup = CPU) -> bool:
-    """Return what the matrix expects to be refused: a recurrence in zigzag, and heads that do not divide in Ulysses."""
+    """Return whether the cell must be refused: a recurrence in zigzag, or heads that do not divide in Ulysses."""
     heads = (setup.other if cell.other else setup.sizes).query_heads
     undealt = cell.kind != "gated delta net" and cell.method == "ulysses" and heads % cp_size != 0
     return undealt or (cell.layout == "zigzag" and cell.kind != "attention")
 
 
 def run_sizes(sizes: Sequence[int], setup: Setup = CPU, everywhere: bool = False) -> dict[int, list[dict[str, Any]]]:
-    """Return the cells of every group size that this rank takes part in. Collective.
+    """Run the cells of every group size that this rank takes part in. Collective.
 
-    Groups are ranks 0 .. size - 1; or, everywhere, all blocks of `size` ranks at once, so that every device is warm and
-    none waits long.
+    Groups are ranks 0 .. size - 1; with `everywhere` all blocks of `size` ranks at once, so that every device is warm
+    and none waits long.
     """
-    found, world, rank = {}, dist.get_world_size(), dist.get_rank()
+    results, world, rank = {}, dist.get_world_size(), dist.get_rank()
     for size in sizes:
         for start in range(0, world - size + 1 if everywhere else 1, size):
             members = list(range(start, start + size))
@@ -131,17 +129,17 @@ def run_sizes(sizes: Sequence[int], setup: Setup = CPU, everywhere: bool = False
             if rank in members:
                 mine = group
         if rank < (world // size if everywhere else 1) * size:
-            found[size] = run_cells(mine if size > 1 else None, setup)
-    return found
+            results[size] = run_cells(mine if size > 1 else None, setup)
+    return results
 
 
 def run_cells(group: dist.ProcessGroup | None, setup: Setup = CPU) -> list[dict[str, Any]]:
-    """Return every cell over this group, as plain data (the same on all ranks). Collective."""
+    """Run every cell over this group; return plain data (the same on all ranks). Collective."""
     return [asdict(run_cell(cell, group, setup)) for cell in cells(setup)]
 
 
 def run_cell(cell: Cell, group: dist.ProcessGroup | None, setup: Setup = CPU) -> Verdict:
-    """Return one cell, checked on this rank and reduced over the group. Collective."""
+    """Check one cell on this rank, and reduce the verdict over the group. Collective."""
     cp_size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     sizes = setup.other if cell.other else setup.sizes
     facts = (cp_size, cell.kind, cell.layout, cell.method, cell.mix, cell.other)
@@ -170,7 +168,7 @@ def run_cell(cell: Cell, group: dist.ProcessGroup | None, setup: Setup = CPU) ->
 
 
 def _refusal_when_planning(cell: Cell, sizes: Sizes, cp_size: int) -> str:
-    """Return why the planner refuses one sequence that needs all cp_size ranks, or nothing."""
+    """Return why the planner refuses one sequence that needs all cp_size ranks, or an empty text."""
     cost = CostModel(
         attention_layers=cell.kind != "gated delta net",
         delta_layers=cell.kind != "attention",
@@ -220,7 +218,7 @@ _PACKED: dict[tuple[str, bool, int, str, torch.dtype], PackedBatch] = {}
 
 
 def _packed(mix: str, other: bool, cp_size: int, layout: Layout, setup: Setup) -> PackedBatch:
-    """Return the packed batch of a mix, padded for the layout. Made once."""
+    """Return the packed batch of a mix, padded for the layout. Cached."""
     key = (mix, other, cp_size, layout, setup.dtype)
     if key not in _PACKED:
         lengths, sizes = setup.mixes[mix], setup.other if other else setup.sizes
@@ -232,8 +230,7 @@ _REFERENCES: dict[tuple[str, bool, str, torch.dtype], tuple[torch.Tensor, list[t
 
 
 def _reference(kind: str, other: bool, mix: str, setup: Setup) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return one process, no padding, the oracle's operations; in float64 with the weights of the dtype. Computed
-    once."""
+    """Run the reference: one process, no padding, the oracle's operations, float64 on the dtype's weights. Cached."""
     key = (kind, other, mix, setup.dtype)
     if key in _REFERENCES:
         return _REFERENCES[key]
@@ -249,7 +246,7 @@ def _reference(kind: str, other: bool, mix: str, setup: Setup) -> tuple[torch.Te
 
 
 def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Norm of the difference over the norm of b."""
+    """Return the norm of the difference over the norm of b."""
     result: float = ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item()
     return result
 
@@ -264,7 +261,7 @@ def _max_over(value: float, group: dist.ProcessGroup | None) -> float:
 
 
 def markdown(verdicts: Sequence[Verdict]) -> str:
-    """Return the table: one line a kind, layout and method, one column a size; the worst error over all mixes."""
+    """Return the table of the worst errors over all mixes: a line a kind, layout and method, a column a size."""
     sizes = sorted({verdict.cp_size for verdict in verdicts})
     lines = [
         "| layers | layout | method | " + " | ".join(f"CP {n}" for n in sizes) + " |",
@@ -277,8 +274,8 @@ def markdown(verdicts: Sequence[Verdict]) -> str:
     for key, by_size in rows.items():
         entries = []
         for size in sizes:
-            found = by_size[size]
-            worst = max(max(v.output_error, v.gradient_error) for v in found)
-            entries.append("refused" if found[0].refused else f"{worst:.0e} ({len(found)} mixes)")
+            cells = by_size[size]
+            worst = max(max(v.output_error, v.gradient_error) for v in cells)
+            entries.append("refused" if cells[0].refused else f"{worst:.0e} ({len(cells)} mixes)")
         lines.append(f"| {' | '.join(key)} | {' | '.join(entries)} |")
     return "\n".join(lines)

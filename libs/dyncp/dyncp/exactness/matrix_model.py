@@ -38,7 +38,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the tokens of a call lie: the stream's sharding, the ranks that share it, how attention communicates."""
+    """The place of a call's tokens: the stream's sharding, the ranks that share it, attention's communication."""
 
     sharding: Sharding
     group: dist.ProcessGroup | None
@@ -56,7 +56,7 @@ class AttentionLayer(nn.Module):
         self.out = nn.Linear(sizes.query_heads * sizes.head_dim, sizes.hidden, bias=False)
 
     def forward(self, x: torch.Tensor, place: Place | torch.Tensor, oracle: str = "naive") -> torch.Tensor:
-        """x [tokens, hidden]; place: of a shard, or cu_seqlens for the oracle over the whole stream."""
+        """Run x [tokens, hidden]; place: of a shard, or cu_seqlens for the oracle over the whole stream."""
         s = self.sizes
         mixed = self.qkv(x).view(len(x), -1, s.head_dim)
         q, k, v = mixed.split([s.query_heads, s.kv_heads, s.kv_heads], dim=1)
@@ -85,7 +85,7 @@ class DeltaLayer(nn.Module):
         self.out = nn.Linear(self.widths[2], sizes.hidden, bias=False)
 
     def forward(self, x: torch.Tensor, place: Place | torch.Tensor, oracle: str = "naive") -> torch.Tensor:
-        """x [tokens, hidden]; place: of a shard, or cu_seqlens for the oracle over the whole stream."""
+        """Run x [tokens, hidden]; place: of a shard, or cu_seqlens for the oracle over the whole stream."""
         s = self.sizes
         decay, beta = self.gates(x).chunk(2, dim=1)
         g, beta = -nn.functional.softplus(decay), beta.sigmoid()
@@ -123,7 +123,7 @@ class MatrixModel(nn.Module):
         self.layers = nn.ModuleList(layer(sizes) for layer in LAYERS[kind])
 
     def forward(self, ids: torch.Tensor, place: Place | torch.Tensor, oracle: str = "naive") -> torch.Tensor:
-        """Return [tokens] -> [tokens, hidden]. ValueError for a layout that a layer cannot take."""
+        """Run ids [tokens] -> [tokens, hidden]. ValueError for a layout that a layer cannot take."""
         if isinstance(place, Place) and self.kind != "attention":
             check_delta_layout(place.sharding.layout)
         # Summed in 32 bits at least: a bfloat16 table loses more in its gradient than all layers together.
@@ -135,6 +135,6 @@ class MatrixModel(nn.Module):
 
 
 def build_model(kind: str, sizes: Sizes, dtype: torch.dtype, device: str) -> MatrixModel:
-    """Return the model with the same random weights everywhere."""
+    """Return the model, with the same random weights on every rank."""
     torch.manual_seed(7)
     return MatrixModel(kind, sizes).to(dtype=dtype, device=device)

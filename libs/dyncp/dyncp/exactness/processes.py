@@ -16,12 +16,12 @@ import torch.multiprocessing as mp
 def run_world(
     world_size: int, check: Callable[..., Any], *args: Any, backend: str = "gloo", timeout: float = 600.0
 ) -> list[Any]:
-    """check(*args) in each of world_size processes on this machine; the list of what every rank returned.
+    """Run check(*args) in each of world_size processes on this machine; return the list of the ranks' results.
 
     backend: gloo on the CPU, or nccl, which gives each process the CUDA device of its rank. timeout: seconds that a
-    collective waits for the other ranks. The first rank that raises
-    ends them all, with its traceback in the RuntimeError. Start processes once per world size and loop inside `check`:
-    a start costs seconds. What is returned must be plain data (it is saved by torch).
+    collective waits for the other ranks. The first rank that raises ends them all, with its traceback in the
+    RuntimeError. Start processes once per world size and loop inside `check`: a start costs seconds. Results must be
+    plain data (torch saves them).
     """
     with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

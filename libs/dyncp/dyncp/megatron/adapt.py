@@ -27,8 +27,8 @@ from torch import nn
 
 from dyncp.comm.process_groups import ProcessGroups
 from dyncp.megatron.layers import CoreAttention, ShardParams, ShardRotary, delta_net_forward
-from dyncp.planning.methods import Method
 from dyncp.planning.cost import CostModel
+from dyncp.planning.methods import Method
 from dyncp.planning.types import DynamicPlan
 from dyncp.sharding.shards import pack_group, shard
 from seqpack.batches.batch import view_batch
@@ -36,7 +36,7 @@ from seqpack.planning.flops import ModelFlops, delta_net, full_attention, mlp
 
 
 def with_core_attention(spec: Any, method: Method = "ring") -> Any:
-    """Return a copy of a layer spec, or of a block's, whose self attention layers use `CoreAttention` over this method.
+    """Return a copy of a layer's or block's spec whose self attention layers use `CoreAttention` with this method.
 
     ValueError where the spec has no attention layer with a core attention.
     """
@@ -72,7 +72,7 @@ class Adaptation:
 
 
 def adapt(model: Any) -> Adaptation:
-    """Make a built GPTModel take `ShardParams`: this instance alone, and calls without them stay as they were.
+    """Change a built GPTModel so that it takes `ShardParams`: this instance alone; calls without them stay the same.
 
     Its rotary embedding follows each shard's positions; each GatedDeltaNet runs packed, over groups of ranks.
     ValueError for what is not known to be right: other attention than `with_core_attention` gave, tensor, pipeline,
@@ -112,8 +112,8 @@ def _refuse(model: Any) -> None:
             for name, kind in names.items()
         ),
     }
-    for what, found in refused.items():
-        if found:
+    for what, present in refused.items():
+        if present:
             raise ValueError(f"dyncp is not known to be right with {what} in Megatron: not adapted")
     foreign = [name for name, kind in names.items() if name.endswith("core_attention") and kind != "CoreAttention"]
     if foreign:
@@ -124,8 +124,8 @@ def _refuse(model: Any) -> None:
 
 
 def cost_model(model: Any, **options: Any) -> CostModel:
-    """Return what plans for this GPTModel need to know: its heads and layer types, so that they refuse what it cannot
-    run, and its operations, as seqpack counts them (options: as in `CostModel.of`). Calibrate for better numbers. """
+    """Return the cost model of this GPTModel for plans: heads and layer types, so that plans refuse what it cannot run,
+    and its operations, as seqpack counts them (options: as in `CostModel.of`). Calibrate for better numbers."""
     config = model.config
     feed_forward = mlp(config.hidden_size, config.ffn_hidden_size, 3 if config.gated_linear_unit else 2)
     attention = full_attention(
@@ -181,7 +181,7 @@ def micro_batches(
     """Yield the micro-batches of one rank: one for each step of the plan, so that every rank has as many.
 
     batch: the global batch with input_ids and loss_mask (B, j). groups: after `groups.prepare(plan)` on every rank.
-    Tokens are padded as the plan's `align` says. ValueError where the batch is not the plan's or has no loss_mask.
+    Tokens are padded by the plan's `align`. ValueError where the batch is not the plan's or has no loss_mask.
     """
     if batch.batch_size[0] != len(plan.lengths):
         raise ValueError(f"the plan was made for {len(plan.lengths)} samples, the batch has {batch.batch_size[0]}")
@@ -204,5 +204,5 @@ def micro_batches(
 
 
 def count_trained(batch: TensorDict) -> int:
-    """Return trained tokens of a global batch, as `plan(trained_tokens=...)` needs them."""
+    """Return the number of trained tokens of a global batch, for `plan(trained_tokens=...)`."""
     return sum(int(mask.sum()) for mask in batch["loss_mask"].unbind())

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dyncp.comm.process_groups import ProcessGroups
+from dyncp.exactness.processes import run_world
 from dyncp.megatron.adapt import count_trained
 from dyncp.planning.methods import Method
 from dyncp.planning.sizes import Layout
@@ -29,7 +30,6 @@ from dyncp.testing.megatron import (
     under_schedule,
     without_cuda,
 )
-from dyncp.exactness.processes import run_world
 
 WORLD = 4
 LENGTHS = (700, 3, 129, 1500, 260, 64)

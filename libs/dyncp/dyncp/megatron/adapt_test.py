@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from dyncp.comm.process_groups import ProcessGroups
+from dyncp.exactness.processes import run_world
 from dyncp.megatron.adapt import adapt, cost_model, count_trained, with_core_attention
 from dyncp.megatron.layers import CoreAttention
 from dyncp.planning.methods import METHODS, Method
@@ -38,7 +39,6 @@ from dyncp.testing.megatron import (
     under_schedule,
     without_cuda,
 )
-from dyncp.exactness.processes import run_world
 
 WORLD = 4
 WAYS: list[tuple[Layout, Method]] = [(layout, method) for layout in get_args(Layout) for method in METHODS]

@@ -1,6 +1,6 @@
 """The layers of a Megatron-Core model that mix tokens, over one group's shards: attention, gated delta net, rotary.
 
-Nothing here imports megatron-core: what its layers hand over is taken by attribute, as `PackedSeqParams` has them.
+Nothing here imports megatron-core: arguments of its layers are read by attribute, as `PackedSeqParams` has them.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from dyncp.sharding.shards import Shard
 
 @dataclass(frozen=True, eq=False)
 class ShardParams:
-    """What a Megatron model gets as `packed_seq_params`: where the tokens of this call lie, in any layout and group.
+    """The `packed_seq_params` of a Megatron model: where the tokens of this call lie, in any layout and group.
 
     The first nine fields are those of megatron-core's PackedSeqParams: the boundaries of the whole stream, padding
     included, and the group that shares it. qkv_format is "sbhd" because this rank's tokens come as one row [tokens, 1,
@@ -69,7 +69,7 @@ def placement(params: Any, tokens: int, rows: int, static: Any = None) -> tuple[
 
 
 class CoreAttention(nn.Module):
-    """Takes the place of DotProductAttention or TEDotProductAttention in a layer spec; `dyncp.attention` computes.
+    """A replacement of DotProductAttention or TEDotProductAttention in a layer spec that calls `dyncp.attention`.
 
     Without parameters, so checkpoints stay as they are. ValueError for what it does not do: cross attention, other
     masks than causal, dropout, biases, sliding windows, sinks.
@@ -98,8 +98,8 @@ class CoreAttention(nn.Module):
             "attention sinks": getattr(config, "softmax_type", "vanilla") != "vanilla",
             f"cp_comm_type {cp_comm_type} (choose `method` here)": cp_comm_type is not None,
         }
-        for what, found in refused.items():
-            if found:
+        for what, present in refused.items():
+            if present:
                 raise ValueError(f"layer {layer_number}: dyncp's core attention does not do {what}")
         self.config = config
         self.layer_number = layer_number
@@ -117,8 +117,8 @@ class CoreAttention(nn.Module):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """Causal attention inside each sequence. query [t, heads, dim] (THD) or [s, b, heads, dim], key and value with
-        fewer heads or as many; this rank's tokens. Returns [t, heads * dim] or [s, b, heads * dim].
+        """Return causal attention in each sequence. query [t, heads, dim] (THD) or [s, b, heads, dim], key and value
+        with fewer heads or as many; this rank's tokens. Returns [t, heads * dim] or [s, b, heads * dim].
 
         attention_mask is not looked at: sequences are known from the params, and the mask's type is causal.
         """
@@ -137,12 +137,12 @@ class CoreAttention(nn.Module):
 
 
 def _one_stream(x: torch.Tensor) -> torch.Tensor:
-    """Return [s, b, heads, dim] -> [b * s, heads, dim]: row after row."""
+    """Reshape [s, b, heads, dim] -> [b * s, heads, dim]: row after row."""
     return x if x.dim() == 3 else x.transpose(0, 1).flatten(0, 1)
 
 
 class ShardRotary(nn.Module):
-    """Stands before a model's RotaryEmbedding: with a ShardParams the angles of the shard's own positions.
+    """A wrapper of a model's RotaryEmbedding: with a ShardParams it gives the angles of the shard's own positions.
 
     Megatron's own packed rotation assumes zigzag over its static groups. A call without ShardParams goes to `inner`.
     """
@@ -152,12 +152,12 @@ class ShardRotary(nn.Module):
         self.inner: Any = inner
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the params themselves: the model hands what it gets here to `forward`, and nowhere else."""
+        """Return the params themselves: the model passes this value to `forward`, and nowhere else."""
         params = kwargs.get("packed_seq_params", args[4] if len(args) > 4 else None)
         return params if isinstance(params, ShardParams) else self.inner.get_rotary_seq_len(*args, **kwargs)
 
     def forward(self, max_seq_len: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """f32[tokens, 1, 1, dim]: the angles of each local token."""
+        """Return the angles of each local token, f32[tokens, 1, 1, dim]."""
         if not isinstance(max_seq_len, ShardParams):
             angles: torch.Tensor = self.inner(max_seq_len, *args, **kwargs)
             return angles
@@ -184,9 +184,9 @@ def delta_net_forward(original: Callable[..., Any]) -> Callable[..., Any]:
                 hidden_states, attention_mask, packed_seq_params=None, **others
             )
             return plain
-        given = [name for name, value in others.items() if value is not None and name in _NOT_PACKED]
-        if given:
-            raise ValueError(f"a packed gated delta net takes no {', '.join(given)}")
+        unsupported = [name for name, value in others.items() if value is not None and name in _NOT_PACKED]
+        if unsupported:
+            raise ValueError(f"a packed gated delta net takes no {', '.join(unsupported)}")
         sharding, group = placement(packed_seq_params, hidden_states.shape[0], hidden_states.shape[1])
         mixed, bias = layer.in_proj(hidden_states)
         if bias is not None:
@@ -203,7 +203,7 @@ _NOT_PACKED = ("key_value_states", "inference_context", "inference_params", "att
 
 
 def _mix(layer: Any, x: torch.Tensor, sharding: Sharding, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Convolution, recurrence and gated norm of the projected tokens x [tokens, in_proj_dim] -> [tokens, v_dim].
+    """Run convolution, recurrence and gated norm on projected tokens x [tokens, in_proj_dim] -> [tokens, v_dim].
 
     As megatron-core computes it, with float32 where it says so (float64 stays).
     """

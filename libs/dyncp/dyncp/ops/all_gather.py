@@ -17,7 +17,7 @@ from dyncp.sharding.layout import Block, Sharding
 def all_gather_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sharding: Sharding, group: dist.ProcessGroup, scale: float
 ) -> torch.Tensor:
-    """Return [local tokens, Hq, D] of attention over the whole stream; q [local, Hq, D], k and v [local, Hkv, D]."""
+    """Return attention over the whole stream, [local, Hq, D]; q [local, Hq, D], k and v [local, Hkv, D]."""
     stream = all_gather(torch.stack([k, v], dim=1), group)
     if sharding.gathered_order is not None:
         stream = stream[torch.as_tensor(sharding.gathered_order, device=q.device)]

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from dyncp.sharding.sharding_hash import check_same_sharding
 from dyncp.ops.all_gather import all_gather_attention
-from dyncp.planning.heads import kv_repeats
-from dyncp.planning.methods import METHODS, Method
 from dyncp.ops.ring import ring_attention
 from dyncp.ops.ulysses import to_heads, to_tokens
+from dyncp.planning.heads import kv_repeats
+from dyncp.planning.methods import METHODS, Method
 from dyncp.planning.sizes import Layout
 from dyncp.sharding.layout import Sharding
+from dyncp.sharding.sharding_hash import check_same_sharding
 from seqpack.ops.varlen_attention import attention as local_attention
 
 
@@ -26,8 +26,7 @@ def attention(
     layout: Layout = "contiguous",
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Causal attention of each packed sequence to itself, exactly as one rank would compute it. Collective over
-    `group`.
+    """Return each packed sequence's causal attention, exactly as on one rank. Collective over `group`.
 
     q: [local tokens, Hq, D]; k, v: [local tokens, Hkv, D] with Hq a multiple of Hkv; this rank's shard of the stream.
     cu_seqlens: boundaries of the whole stream (all ranks, padding included), or its Sharding, which saves a copy from
@@ -66,7 +65,7 @@ def attention(
 
 
 def _interleave(tensors: list[torch.Tensor], size: int) -> torch.Tensor:
-    """Put heads so that an even deal over `size` ranks gives each its share of every tensor: one exchange for all."""
+    """Interleave heads so that an even split over `size` ranks has each tensor's share: one exchange for all."""
     tokens, dim = tensors[0].shape[0], tensors[0].shape[2]
     shares = [x.view(tokens, size, x.shape[1] // size, dim) for x in tensors]
     return torch.cat(shares, dim=2).view(tokens, -1, dim)

@@ -1,6 +1,6 @@
-"""One block of attention with its log-sum-exp, forward and backward: what ring and all-gather attention are built from.
+"""One block of attention with its log-sum-exp, forward and backward, for ring and all-gather attention.
 
-Two versions with one meaning: `plain_*` in any dtype on any device, the oracle, and `flash_*` over torch's
+Two versions with one meaning: `plain_*`, the reference in any dtype on any device, and `flash_*` over torch's
 variable-length flash attention for half precision on CUDA. out and lse handed to a backward may be those of the whole
 row (merged over many blocks): the gradient of a block needs only the row's final normaliser.
 """
@@ -15,7 +15,7 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def block_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out [Tq, H, D], lse [H, Tq]) of q [Tq, H, D] over k, v [Tk, Hkv, D]; already selected by the block."""
+    """Return (out [Tq, H, D], lse [H, Tq]) of q [Tq, H, D] over k, v [Tk, Hkv, D], all selected by the block."""
     run = flash_forward if _flash_fits(q) else plain_forward
     return run(q, k, v, block, scale)
 
@@ -30,7 +30,7 @@ def block_backward(
     block: Block,
     scale: float,
 ) -> Triple:
-    """Return (dq, dk, dv) of one block; out [Tq, H, D] and lse [H, Tq] belong to the whole rows."""
+    """Return (dq, dk, dv) of one block; out [Tq, H, D] and lse [H, Tq] are those of the whole rows."""
     run = flash_backward if _flash_fits(q) else plain_backward
     return run(grad, q, k, v, out, lse, block, scale)
 
@@ -42,7 +42,7 @@ def _flash_fits(q: torch.Tensor) -> bool:
 def flash_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same over torch's flash attention."""
+    """Run `block_forward` by torch's flash attention."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q.contiguous(), k.contiguous(), v.contiguous(), block.cu_q, block.cu_k, block.max_q, block.max_k,
         0.0, block.causal, False, scale=scale,
@@ -60,7 +60,7 @@ def flash_backward(
     block: Block,
     scale: float,
 ) -> Triple:
-    """Return the same over torch's flash attention; it takes the whole rows' out and lse as they are."""
+    """Run `block_backward` by torch's flash attention, which takes the whole rows' out and lse as they are."""
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty(0, device=q.device)
     result: Triple = torch.ops.aten._flash_attention_backward(
@@ -73,7 +73,7 @@ def flash_backward(
 def plain_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(q k^T scale) v segment by segment, with the log of each row's normaliser."""
+    """Return softmax(q k^T scale) v segment by segment, with the log of each row's normaliser."""
     outs, lses = [], []
     for qs, ks, vs in zip(q.split(block.q_lengths), k.split(block.k_lengths), v.split(block.k_lengths), strict=True):
         scores = _scores(qs, ks, block.causal, scale)
@@ -94,8 +94,7 @@ def plain_backward(
     block: Block,
     scale: float,
 ) -> Triple:
-    """Return the gradient written out: P = exp(S - lse), dS = P (dP - rowsum(dO O)), as in the flash attention
-    paper."""
+    """Return the gradient as in the flash attention paper: P = exp(S - lse), dS = P (dP - rowsum(dO O))."""
     dqs, dks, dvs = [], [], []
     pieces = zip(
         grad.split(block.q_lengths), q.split(block.q_lengths), out.split(block.q_lengths),

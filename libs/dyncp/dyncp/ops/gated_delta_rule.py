@@ -6,7 +6,7 @@ empty state. M and U are the same rule run with zero values from the identity. S
 1. Each rank runs its shard from empty states, without waiting for anybody: o_zero and, for its last sequence, S_zero.
 2. For its head, the tokens whose sequence began further left, it also runs the rule from the identity: U and M. Where
    key and value heads are equally wide, both runs are one call (`_zero_and_unit`).
-3. It hands over one pair (M, S_zero) a head of the model, whatever the length of the shard: zero where its last
+3. It sends one pair (M, S_zero) a head of the model, whatever the length of the shard: zero where its last
    sequence ends with it, M zero where what comes in does not reach its end.
 4. It composes the pairs of the ranks on its left, from the one where its sequence begins: S = M S + S_zero.
 5. It adds U_t S to the outputs of its head.
@@ -29,15 +29,15 @@ import torch
 import torch.distributed as dist
 
 from dyncp.comm.collectives import gathered, reduce_scattered
-from dyncp.sharding.sharding_hash import check_same_sharding
 from dyncp.planning.sizes import Layout
 from dyncp.sharding.layout import Run, Sharding
+from dyncp.sharding.sharding_hash import check_same_sharding
 from seqpack.ops.conv import causal_conv1d as local_conv1d
 from seqpack.ops.delta_rule import gated_delta_rule as local_delta_rule
 
 
 def check_delta_layout(layout: str) -> None:
-    """ValueError for a layout in which a recurrence cannot be cut."""
+    """Raise ValueError for a layout in which a recurrence cannot be cut."""
     if layout != "contiguous":
         raise ValueError(
             f"a gated delta net runs token after token and cannot be cut in the {layout} layout: use contiguous for "
@@ -55,7 +55,7 @@ def causal_conv1d(
     layout: Layout = "contiguous",
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Depthwise causal convolution of this rank's shard; the K - 1 tokens before it come from the ranks to its left.
+    """Convolve this rank's shard, depthwise and causal; the K - 1 tokens before it come from the ranks to its left.
 
     x: [local tokens, D]; weight: [D, K]; bias: [D] or None; cu_seqlens: boundaries of the whole stream, or its
     Sharding. Returns [local tokens, D]. Collective over `group` (one small all-gather, skipped where no sequence
@@ -86,8 +86,7 @@ def gated_delta_rule(
     layout: Layout = "contiguous",
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Return the gated delta rule of this rank's shard, exactly as if one rank had run the whole stream. Collective
-    over `group`.
+    """Run the gated delta rule on this rank's shard, exactly as on one rank. Collective over `group`.
 
     q, k: [local tokens, Hk, Dk]; v: [local tokens, Hv, Dv]; g (log decay, at most 0), beta: [local tokens, Hv].
     cu_seqlens: boundaries of the whole stream, or its Sharding. Returns [local tokens, Hv, Dv]. Differentiable in q, k,
@@ -105,8 +104,8 @@ def gated_delta_rule(
     if not _goes_on(sharding, rank):
         pair = ends.new_zeros(v.shape[1], k.shape[2], k.shape[2] + v.shape[2])
     else:
-        kept = transition if _passes_through(sharding, rank) else torch.zeros_like(transition)
-        pair = torch.cat([kept, ends[-1]], dim=2)
+        passed_on = transition if _passes_through(sharding, rank) else torch.zeros_like(transition)
+        pair = torch.cat([passed_on, ends[-1]], dim=2)
     first = rank
     if head:
         first = rank - 1
@@ -138,7 +137,7 @@ def _sharding_and_rank(
 
 
 def _goes_on(sharding: Sharding, rank: int) -> bool:
-    """Return whether the last sequence of a rank goes on with the next one."""
+    """Return whether the last sequence of a rank continues on the next one."""
     last = sharding.runs(rank)[-1]
     end = sharding.bounds[last.sequence] + last.start + last.length
     return end < sharding.bounds[last.sequence + 1]
@@ -149,7 +148,7 @@ def _comes_from_left(run: Run) -> bool:
 
 
 def _passes_through(sharding: Sharding, rank: int) -> bool:
-    """Return whether a whole shard is the middle of one sequence: only then does what comes in reach the next rank."""
+    """Return whether a shard is the middle of one sequence: only then does its initial state reach the next rank."""
     runs = sharding.runs(rank)
     return len(runs) == 1 and _comes_from_left(runs[0]) and _goes_on(sharding, rank)
 
@@ -157,8 +156,7 @@ def _passes_through(sharding: Sharding, rank: int) -> bool:
 def _zero_and_unit(
     operands: Operands, sharding: Sharding, rank: int, head: int, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the same as `_zero_then_unit` in one call: the head's tokens once more behind all others, a sequence of
-    their own. """
+    """Return the result of `_zero_then_unit` by one call, with the head's tokens appended as one more sequence."""
     q, k, v, g, beta = operands
     again = (q[:head], k[:head], torch.zeros_like(v[:head]), g[:head], beta[:head])
     own = len(q)
@@ -174,9 +172,8 @@ def _zero_and_unit(
 def _zero_then_unit(
     operands: Operands, sharding: Sharding, rank: int, head: int, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (out, ends, unit, transition): outputs and end states of all runs from empty states; then for the head,
-    the tokens whose sequence came from the left, outputs [head, Hv, Dk] and end state M from the identity with zero
-    values. """
+    """Return (out, ends, unit, transition): outputs and end states of all runs from empty states; then for the head
+    (tokens whose sequence began further left) outputs [head, Hv, Dk] and end state M, from identity and zero values."""
     q, k, v, g, beta = operands
     dk = k.shape[2]
     zeros = _states(len(sharding.runs(rank)), v, dk, v.shape[2])
@@ -206,7 +203,7 @@ def _identity(v: torch.Tensor, dk: int) -> torch.Tensor:
 
 
 class _Correct(torch.autograd.Function):
-    """Add what the state from the left contributes: out[t] += unit[t] S for the head's tokens.
+    """The contribution of the state from the left: out[t] += unit[t] S for the head's tokens.
 
     S is composed of the pairs of ranks first .. rank - 1. Every rank takes part in both collectives, needed or not:
     `out` passes through, so autograd calls the backward on every rank.

@@ -31,7 +31,7 @@ from dyncp.sharding.layout import Sharding
 def ring_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sharding: Sharding, group: dist.ProcessGroup, scale: float
 ) -> torch.Tensor:
-    """Return [local tokens, Hq, D] of attention over the whole stream; q [local, Hq, D], k and v [local, Hkv, D]."""
+    """Return attention over the whole stream, [local, Hq, D]; q [local, Hq, D], k and v [local, Hkv, D]."""
     result: torch.Tensor = _Ring.apply(q, k, v, sharding, group, scale)
     return result
 
@@ -87,7 +87,7 @@ def _merge(
     length: int,
     index: torch.Tensor | None,
 ) -> None:
-    """Online softmax, in place: rows weighted by exp(their lse - the joint lse). out [T, H, D], lse [T, H]."""
+    """Merge by online softmax, in place: rows weighted by exp(their lse - joint lse). out [T, H, D], lse [T, H]."""
     rows = slice(start, start + length) if index is None else index
     old = lse[rows]
     joint = torch.logaddexp(old, part_lse.to(old.dtype))
@@ -106,7 +106,7 @@ def _backward(
     group: dist.ProcessGroup,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dq stays, the gradient of a shard of keys and values travels behind it and is sent home at the end."""
+    """Return (dq, dkv): the gradient of a shard of keys and values travels behind it, back to its rank at the end."""
     rank, size, steps = dist.get_rank(group), dist.get_world_size(group), sharding.ring_steps
     wide = torch.promote_types(q.dtype, torch.float32)
     dq = torch.zeros(q.shape, dtype=wide, device=q.device)

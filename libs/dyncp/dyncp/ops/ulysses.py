@@ -11,7 +11,7 @@ from dyncp.sharding.layout import Sharding
 
 
 def to_heads(x: torch.Tensor, sharding: Sharding, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return [local tokens, H, D] -> [all tokens in stream order, H / cp_size, D]."""
+    """Exchange [local tokens, H, D] -> [all tokens in stream order, H / cp_size, D]."""
     size = dist.get_world_size(group)
     tokens, heads, dim = x.shape
     received = all_to_all(x.view(tokens, size, heads // size, dim).transpose(0, 1).contiguous(), group)
@@ -21,7 +21,7 @@ def to_heads(x: torch.Tensor, sharding: Sharding, group: dist.ProcessGroup) -> t
 
 
 def to_tokens(x: torch.Tensor, sharding: Sharding, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return [all tokens in stream order, H / cp_size, D] -> [local tokens, H, D]: the inverse of `to_heads`."""
+    """Exchange [all tokens in stream order, H / cp_size, D] -> [local tokens, H, D]: the inverse of `to_heads`."""
     size = dist.get_world_size(group)
     order = sharding.gathered_order
     if order is not None:

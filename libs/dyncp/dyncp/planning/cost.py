@@ -36,7 +36,7 @@ class Topology:
     max_groups: int = 32
 
     def bytes_per_second(self, cp_size: int) -> float:
-        """Return what one rank of a group of this size can send."""
+        """Return the bytes a second that one rank of a group of this size can send."""
         return self.bandwidth if cp_size <= self.ranks_per_node else self.node_bandwidth
 
 
@@ -48,7 +48,7 @@ class Coefficients(NamedTuple):
     pair: float
 
     def seconds(self, tokens: float, pairs: float) -> float:
-        """Time of a group that holds so many tokens and (query, key) pairs."""
+        """Return the seconds of a group that holds so many tokens and (query, key) pairs."""
         return self.base + self.token * tokens + self.pair * pairs
 
 
@@ -102,7 +102,7 @@ class CostModel:
         return total
 
     def coefficients(self, cp_size: int, method: Method, layout: Layout, topology: Topology) -> Coefficients:
-        """Return the three numbers of a group of this size; additive over sequences, so that planning is packing."""
+        """Return the coefficients of a group of this size; additive over sequences, so that planning is packing."""
         for name, size, *numbers in self.measured:
             if size == cp_size and (name == method or size == 1):
                 return Coefficients(*numbers)
@@ -121,8 +121,7 @@ class CostModel:
         )
 
     def _traffic(self, cp_size: int, method: Method, topology: Topology) -> tuple[float, float]:
-        """Return (bytes a rank sends for each token of the stream, collectives or ring rounds), forward and
-        backward."""
+        """Return (bytes a rank sends for each token of the stream, collectives or ring rounds), both directions."""
         away = (cp_size - 1) / cp_size
         if method == "ulysses":
             repeats = max(1.0, cp_size / self.kv_heads)
@@ -134,14 +133,13 @@ class CostModel:
         return 4 * self.kv_bytes * away * shown, 3.0 * (cp_size - 1) * self.attention_layers * shown
 
     def allowed(self, cp_size: int, method: Method) -> bool:
-        """Return whether a group of this size can run the method at all (Ulysses deals query heads evenly; no
-        windows)."""
+        """Return whether a group of this size can run the method (Ulysses splits query heads evenly; no windows)."""
         if cp_size > 1 and any(window is not None for window, _ in self.windows):
             return False
         return method != "ulysses" or not self.attention_layers or self.query_heads % cp_size == 0
 
     def check(self, method: str, layout: str) -> None:
-        """ValueError for a method that is not known, or a layout that one of the layer types cannot take."""
+        """Raise ValueError for an unknown method, or a layout that one of the layer types cannot take."""
         if method not in METHODS:
             raise ValueError(f"method {method!r} is not known: choose one of {', '.join(METHODS)}")
         if layout == "zigzag" and self.delta_layers:
@@ -168,7 +166,7 @@ class CostModel:
 
     @classmethod
     def from_json(cls, text: str) -> "CostModel":
-        """Return the model written by `to_json`; ValueError for unknown names."""
+        """Return the model that `to_json` wrote; ValueError for unknown names."""
         data = json.loads(text)
         unknown = data.keys() - {field.name for field in fields(cls)}
         if unknown:
@@ -181,8 +179,7 @@ class CostModel:
     def from_config(
         cls, config: Any, flops: float = 400e12, fixed: float = 8e-3, element_bytes: int = 2
     ) -> "CostModel":
-        """Return the cost model of a Hugging Face config's text part: seqpack counts its operations
-        (`seqpack.model_flops`).
+        """Return the cost model of a Hugging Face config's text part, operations counted by `seqpack.model_flops`.
 
         ValueError for a model that seqpack does not know. The other arguments as in `of`.
         """
@@ -190,7 +187,7 @@ class CostModel:
 
     @classmethod
     def of(cls, model: ModelFlops, flops: float = 400e12, fixed: float = 8e-3, element_bytes: int = 2) -> "CostModel":
-        """Return seconds of counted operations at `flops` operations a second, and the bytes that their operands have.
+        """Return the cost model of counted operations at `flops` operations a second, and of their operands' bytes.
 
         Forward and backward are three times the forward. fixed: seconds of a step beside its operations. Calibrate for
         better numbers.

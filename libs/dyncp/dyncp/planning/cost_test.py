@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from dyncp.calibrate.calibration import Timing, calibrate_groups, fit, uniform_plan, workloads
-from dyncp.planning.methods import METHODS, Method
 from dyncp.planning.cost import Coefficients, CostModel, Topology, imbalance
+from dyncp.planning.methods import METHODS, Method
 from dyncp.planning.planner import plan
 from dyncp.planning.types import DynamicPlan
 from seqpack.planning.costs import SequenceCost

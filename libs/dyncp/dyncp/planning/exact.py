@@ -35,8 +35,8 @@ Ints = NDArray[np.int64]
 
 
 def exact_candidate(problem: Problem, at_most: float, sizes: Sequence[int]) -> tuple[CandidatePlan, float] | None:
-    """Return (the fastest plan of groups of these sizes, ascending; seconds that none of them takes less than); None
-    where that takes too long to find, or none takes `at_most` seconds or less.
+    """Return (the fastest plan of groups of these sizes, ascending; a lower bound of their seconds); None where the
+    search takes too long, or no plan takes at most `at_most` seconds.
 
     The two times are one unless ranks left idle, which run a dummy alone, take longer than a step's groups.
     """
@@ -63,8 +63,7 @@ def exact_candidate(problem: Problem, at_most: float, sizes: Sequence[int]) -> t
 
 
 def exact_static(problem: Problem, size: int) -> CandidatePlan | None:
-    """Return the fastest plan in which every group has `size` ranks, which must hold each sequence; None for more than
-    `MOST_STATIC` sequences.
+    """Return the fastest plan of groups of `size` ranks, which must hold each sequence; None above `MOST_STATIC`.
 
     For every subset and number of groups, the least time in which so many side by side hold it, the group of its first
     sequence split off; then steps as in step 5.
@@ -94,13 +93,13 @@ def exact_static(problem: Problem, size: int) -> CandidatePlan | None:
 
 
 def _members(subset: int, count: int) -> list[int]:
-    """Return the items of a subset given as bits."""
+    """Return the items of a subset, which is an integer of bits."""
     return [i for i in range(count) if subset >> i & 1]
 
 
 @lru_cache(maxsize=MOST_STATIC)
 def _splits(count: int) -> list[tuple[Ints, Ints]]:
-    """Return for every subset of `count` items, as bits: (its subsets that hold its lowest item, what each leaves)."""
+    """Return, for every subset of `count` items as bits: (its subsets with its lowest item, their complements)."""
     splits = [(np.zeros(0, dtype=np.int64),) * 2]
     for subset in range(1, 1 << count):
         lowest = subset & -subset
@@ -117,32 +116,32 @@ def _splits(count: int) -> list[tuple[Ints, Ints]]:
 
 
 def _group_seconds(problem: Problem, sizes: Sequence[int]) -> NDArray[np.float64]:
-    """f64[subsets, sizes]: seconds of one group; infinite for no room and for the empty subset."""
+    """Return f64[subsets, sizes]: seconds of one group; infinite without room and for the empty subset."""
     count = len(problem.lengths)
     members = (np.arange(1 << count)[:, None] >> np.arange(count)) & 1
     columns = [problem.column_arrays(size) for size in sizes]
     tokens, seconds = (np.stack(part, axis=1) for part in zip(*columns, strict=True))
-    found: NDArray[np.float64] = problem.coefficients_of(sizes)[0] + members @ seconds
-    found[members @ tokens > problem.rooms_of(np.array(sizes))] = np.inf
-    found[0] = np.inf
-    return found
+    group_seconds: NDArray[np.float64] = problem.coefficients_of(sizes)[0] + members @ seconds
+    group_seconds[members @ tokens > problem.rooms_of(np.array(sizes))] = np.inf
+    group_seconds[0] = np.inf
+    return group_seconds
 
 
 def _fewest_ranks(
     problem: Problem, alone: NDArray[np.float64], times: NDArray[np.float64], sizes: Sequence[int]
 ) -> NDArray[np.int16]:
-    """i16[subsets, times]: the smallest size that holds the subset within the time; world + 1 where none does."""
+    """Return i16[subsets, times]: the smallest size that holds the subset within the time; else world + 1."""
     ranks = np.append(sizes, problem.world_size + 1).astype(np.int16)
-    found = np.empty((len(alone), len(times)), dtype=np.int16)
+    fewest = np.empty((len(alone), len(times)), dtype=np.int16)
     for subset, seconds in enumerate(np.minimum.accumulate(alone, axis=1)):
         # The more ranks, the fewer seconds: the first size within a time, counted from the widest.
         within = np.searchsorted(seconds[::-1], times, side="right")
-        found[subset] = ranks[len(seconds) - within]
-    return found
+        fewest[subset] = ranks[len(seconds) - within]
+    return fewest
 
 
 def _partitioned(single: NDArray[np.int16], count: int) -> NDArray[np.int16]:
-    """i16[subsets, times]: the fewest ranks over all partitions into groups."""
+    """Return i16[subsets, times]: the fewest ranks over all partitions into groups."""
     ranks = np.zeros_like(single)
     for subset, (firsts, rests) in enumerate(_splits(count)):
         if subset:
@@ -172,7 +171,7 @@ def _best_steps(seconds: NDArray[np.float64], count: int) -> list[int] | None:
 def _groups_of(
     problem: Problem, subset: int, time: int, single: NDArray[np.int16], ranks: NDArray[np.int16]
 ) -> list[Bin]:
-    """Return the groups of one step, by walking back through step 3."""
+    """Return the groups of one step, by backtracking through step 3."""
     bins = []
     while subset:
         firsts, rests = _splits(len(problem.lengths))[subset]

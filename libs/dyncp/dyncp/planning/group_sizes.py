@@ -18,7 +18,7 @@ Ints = NDArray[np.int64]
 
 
 def tried_sizes(allowed: Ints, needed: Ints, world_size: int) -> list[int]:
-    """Return the sizes to search with, ascending, out of `allowed` (ascending).
+    """Return the sizes that searches try, ascending, out of `allowed` (ascending).
 
     needed: i64[any], the smallest size of each sequence; above `EVERY` at most `MOST_NEEDED` of them, spread evenly.
     """
@@ -26,15 +26,14 @@ def tried_sizes(allowed: Ints, needed: Ints, world_size: int) -> list[int]:
     if len(wide) > MOST_NEEDED:
         wide = wide[np.linspace(0, len(wide) - 1, MOST_NEEDED).astype(np.int64)]
     chosen = (allowed <= EVERY) | (world_size % allowed == 0) | np.isin(allowed, _eighths(world_size))
-    found: list[int] = allowed[chosen | np.isin(allowed, wide)].tolist()
-    return found
+    sizes: list[int] = allowed[chosen | np.isin(allowed, wide)].tolist()
+    return sizes
 
 
 def interval_starts(allowed: Ints, lengths: int) -> Ints:
-    """Return where each interval of sizes begins in `allowed`; each size alone where that is not too much for so many
-    lengths.
+    """Return the first index in `allowed` of each interval of sizes: single sizes where there are few enough lengths.
 
-    Else sizes to `EVERY` are alone, and an interval begins at each eighth between powers of two.
+    Else sizes up to `EVERY` are single, and an interval begins at each eighth between powers of two.
     """
     alone = np.ones(len(allowed), dtype=bool)
     if len(allowed) * lengths > MOST_BOUNDED and len(allowed):
@@ -45,7 +44,7 @@ def interval_starts(allowed: Ints, lengths: int) -> Ints:
 
 
 def _eighths(most: int) -> list[int]:
-    """EVERY, EVERY + EVERY / 8, .., 2 x EVERY, 2 x EVERY + 2 x EVERY / 8, .. up to `most`."""
+    """Return EVERY, EVERY + EVERY / 8, .., 2 x EVERY, 2 x EVERY + 2 x EVERY / 8, .. up to `most`."""
     sizes, power = [], EVERY
     while power <= most:
         sizes += [size for size in range(power, 2 * power, power // 8) if size <= most]

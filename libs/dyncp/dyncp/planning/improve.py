@@ -39,9 +39,9 @@ Sets = tuple[tuple[int, ...], ...]
 
 
 def improved(problem: Problem, candidate: CandidatePlan, sizes: Sequence[int] | None = None) -> CandidatePlan:
-    """Return a candidate that is no slower, by local search; the same one where nothing helps.
+    """Return a candidate that is no slower, by local search; the same one without an improvement.
 
-    sizes: all that groups may have, the problem's where not given. With one, a static candidate stays static.
+    sizes: those that groups may have, all of the problem's by default. With one, a static candidate stays static.
     """
     sizes = problem.sizes if sizes is None else sizes
     search = _Search(problem, sizes)
@@ -66,12 +66,11 @@ class _Search:
         self._steps: dict[Sets, tuple[float, tuple[int, ...]]] = {}
 
     def seconds(self, step: Sets) -> float:
-        """Return the least time of a step of these sets; infinite where the ranks do not hold them. No sets, no
-        step."""
+        """Return the least time of a step of these sets; infinite where the ranks do not hold them, 0 without sets."""
         return self._timed(step)[0] if step else 0.0
 
     def sizes(self, step: Sets) -> tuple[int, ...]:
-        """Return the ranks of each set in it."""
+        """Return the number of ranks of each set of the step."""
         return self._timed(step)[1]
 
     def _timed(self, step: Sets) -> tuple[float, tuple[int, ...]]:
@@ -102,32 +101,32 @@ class _Search:
         return seconds, tuple(size for size, _ in chosen)
 
     def _widths_of(self, samples: tuple[int, ...]) -> list[tuple[int, float]]:
-        """Return (size, seconds) of a set, sizes ascending, seconds descending: what more ranks are good for."""
+        """Return (size, seconds) of a set, sizes ascending, seconds descending: only sizes that are faster."""
         if samples not in self._widths:
             members = list(samples)
             tokens, seconds = self._columns
-            held = tokens[:, members].sum(axis=1) <= self.rooms
+            fitting = tokens[:, members].sum(axis=1) <= self.rooms
             total = self.bases + seconds[:, members].sum(axis=1)
-            found: list[tuple[int, float]] = []
-            for size, fits, value in zip(self.group_sizes, held.tolist(), total.tolist(), strict=True):
-                if fits and (not found or value < found[-1][1]):
-                    found.append((size, value))
-            self._widths[samples] = found
+            widths: list[tuple[int, float]] = []
+            for size, fits, value in zip(self.group_sizes, fitting.tolist(), total.tolist(), strict=True):
+                if fits and (not widths or value < widths[-1][1]):
+                    widths.append((size, value))
+            self._widths[samples] = widths
         return self._widths[samples]
 
     @cached_property
     def _columns(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """i64[sizes, samples] and f64[sizes, samples]: tokens and seconds of each sequence in each size."""
+        """The tokens i64[sizes, samples] and seconds f64[sizes, samples] of each sequence in each size."""
         columns = [self.problem.column_arrays(size) for size in self.group_sizes]
         tokens, seconds = zip(*columns, strict=True)
         return np.stack(tokens), np.stack(seconds)
 
     def total(self, steps: list[Sets]) -> float:
-        """Return seconds of all steps."""
+        """Return the seconds of all steps."""
         return sum(map(self.seconds, steps))
 
     def descended(self, steps: list[Sets]) -> list[Sets]:
-        """Return the steps after one change after another, until none helps or the evaluations are used up."""
+        """Return the steps after greedy changes, until none helps or the evaluations are used up."""
         while self.left > 0:
             changed = self.change(steps) or self.emptied(steps)
             if changed is None:
@@ -136,18 +135,17 @@ class _Search:
         return steps
 
     def kicked(self, steps: list[Sets]) -> list[Sets]:
-        """Return the fastest steps found by random moves, each time followed by what helps."""
+        """Return the fastest steps of random moves, each followed by greedy changes."""
         rng, misses = random.Random(0), 0
         while self.left > 0 and misses < MISSES:
-            found = self.descended(self._moved_at_random(steps, rng))
-            before, after = self.total(steps), self.total(found)
+            moved = self.descended(self._moved_at_random(steps, rng))
+            before, after = self.total(steps), self.total(moved)
             misses = 0 if after < before * (1 - 1e-9) else misses + 1
-            steps = found if after <= before else steps
+            steps = moved if after <= before else steps
         return steps
 
     def _moved_at_random(self, steps: list[Sets], rng: random.Random) -> list[Sets]:
-        """Return the steps after a few sequences joined any other set, or none; what the ranks do not hold is left
-        out."""
+        """Return the steps after a few sequences moved to any other set or a new one, where the ranks hold them."""
         for _ in range(rng.randint(1, MOST_MOVES)):
             at = rng.randrange(len(steps))
             mine = rng.choice(steps[at])
@@ -165,8 +163,7 @@ class _Search:
         return steps
 
     def change(self, steps: list[Sets]) -> list[Sets] | None:
-        """Return the steps after the first change of a slowest set that makes their sum smaller; None where none
-        does."""
+        """Return the steps after the first change of a slowest set that reduces their sum; None where none does."""
         for at in sorted(range(len(steps)), key=lambda k: -self.seconds(steps[k])):
             slowest = self._slowest(steps[at])
             for changed in self._neighbours(steps, at, slowest):
@@ -183,7 +180,7 @@ class _Search:
         return step[times.index(max(times))]
 
     def _neighbours(self, steps: list[Sets], at: int, mine: tuple[int, ...]) -> Iterator[dict[int, Sets]]:
-        """Changes of one set, each as the steps that it changes."""
+        """Yield changes of one set, each as the steps that it changes."""
         others = _without(steps[at], mine)
         places = [(k, samples) for k, step in enumerate(steps) for samples in step if samples is not mine]
         for sample in mine:
@@ -210,44 +207,44 @@ class _Search:
                 yield {at: _step(_without(others, theirs), *dealt)}
 
     def emptied(self, steps: list[Sets]) -> list[Sets] | None:
-        """Return the steps without the one that holds least, its sequences dealt to the others, if that is faster."""
+        """Return the steps without the emptiest, its sequences moved to the others; None unless that is faster."""
         if len(steps) < 2:
             return None
         lengths = self.problem.lengths
         gone = min(range(len(steps)), key=lambda k: sum(int(lengths[i]) for s in steps[k] for i in s))
-        kept = [step for k, step in enumerate(steps) if k != gone]
+        others = [step for k, step in enumerate(steps) if k != gone]
         for sample in sorted((i for s in steps[gone] for i in s), key=lambda i: -int(lengths[i])):
             choices = [
                 {k: _step(_without(step, samples), (*samples, sample))}
-                for k, step in enumerate(kept)
+                for k, step in enumerate(others)
                 for samples in step
             ]
-            choices += [{k: _step(step, (sample,))} for k, step in enumerate(kept)]
+            choices += [{k: _step(step, (sample,))} for k, step in enumerate(others)]
             least, place = min(
-                (sum(self.seconds(step) - self.seconds(kept[k]) for k, step in choice.items()), n)
+                (sum(self.seconds(step) - self.seconds(others[k]) for k, step in choice.items()), n)
                 for n, choice in enumerate(choices)
             )
             if least == float("inf"):
                 return None
-            kept = _replaced(kept, choices[place])
-        faster = self.total(kept) < self.total(steps) * (1 - 1e-9)
-        return kept if faster else None
+            others = _replaced(others, choices[place])
+        faster = self.total(others) < self.total(steps) * (1 - 1e-9)
+        return others if faster else None
 
 
 def _step(others: Sets, *sets: tuple[int, ...]) -> Sets:
-    """Return the step of these sets in one order, empty ones left out."""
+    """Return the step of these sets in canonical order, without empty ones."""
     return tuple(sorted((*others, *(tuple(sorted(samples)) for samples in sets if samples))))
 
 
 def _dealt(samples: tuple[int, ...]) -> Iterator[Sets]:
-    """Yield every way to deal up to `MOST_DEALT` samples to two sets; none for more of them."""
+    """Yield every split of up to `MOST_DEALT` samples into two sets; none for more samples."""
     if len(samples) <= MOST_DEALT:
         for bits in range(1, 1 << len(samples) - 1):
             yield tuple(tuple(i for n, i in enumerate(samples) if bits >> n & 1 == side) for side in (1, 0))
 
 
 def _without(step: Sets, samples: tuple[int, ...]) -> Sets:
-    return tuple(found for found in step if found is not samples)
+    return tuple(other for other in step if other is not samples)
 
 
 def _moved(
@@ -259,12 +256,12 @@ def _moved(
     new_mine: tuple[int, ...],
     new_theirs: tuple[int, ...],
 ) -> dict[int, Sets]:
-    """Set `mine` of step `at` and set `theirs` of step `k` replaced by new ones."""
+    """Return the changed steps: set `mine` of step `at` and set `theirs` of step `k` are replaced by new ones."""
     if at == k:
         return {at: _step(_without(_without(steps[at], mine), theirs), new_mine, new_theirs)}
     return {at: _step(_without(steps[at], mine), new_mine), k: _step(_without(steps[k], theirs), new_theirs)}
 
 
 def _replaced(steps: list[Sets], changed: dict[int, Sets]) -> list[Sets]:
-    """Return the steps with some of them changed, or one more; what became empty is left out."""
+    """Return the steps with some of them changed, or one more, without empty ones."""
     return [step for k, old in enumerate([*steps, ()]) if (step := changed.get(k, old))]

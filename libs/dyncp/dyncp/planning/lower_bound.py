@@ -26,7 +26,7 @@ from dyncp.planning.problem import Problem
 
 
 def lower_bound(problem: Problem, at_most: float) -> float:
-    """Return seconds that no plan takes less than; `at_most` are the seconds of a known plan."""
+    """Return a lower bound of any plan's seconds; `at_most` are the seconds of a known plan."""
     if not len(problem.lengths):
         return at_most
     least, steps = problem.least_base, problem.fewest_steps

@@ -11,11 +11,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dyncp.planning.methods import METHODS, Method
 from dyncp.planning import group_sizes
 from dyncp.planning.cost import CostModel, Topology
 from dyncp.planning.exact import exact_candidate
 from dyncp.planning.lower_bound import lower_bound
+from dyncp.planning.methods import METHODS, Method
 from dyncp.planning.planner import make_problem, plan, static_plan
 from dyncp.planning.problem import Problem
 from dyncp.planning.rescale_groups import resized

@@ -21,11 +21,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from dyncp.planning.methods import Method
 from dyncp.planning.cost import Coefficients, CostModel, Topology
 from dyncp.planning.exact import MOST_STATIC, exact_candidate, exact_static
 from dyncp.planning.improve import improved
 from dyncp.planning.lower_bound import lower_bound
+from dyncp.planning.methods import Method
 from dyncp.planning.problem import FEW, MANY, CandidatePlan, Problem, laid_out, most_process_groups
 from dyncp.planning.rescale_groups import resized
 from dyncp.planning.search import dynamic_candidates, static_bound, static_candidate
@@ -35,7 +35,7 @@ from seqpack.planning.checks import check_lengths, check_positive_int
 from seqpack.planning.padding import aligned_length
 
 SLACKS = (1.0, 1.15, 1.5, 2.2, 4.0)
-"""How much longer than in perfect balance a step may take, one dynamic candidate each."""
+"""Time of a step over that of perfect balance, one dynamic candidate each."""
 SLACKS_OF_HUNDREDS = (1.0, 1.15, 1.5, 2.2)
 SLACKS_OF_MANY = (1.15,)
 CLOSE_ENOUGH = 1e-3
@@ -55,19 +55,19 @@ def plan(
     trained_tokens: int = 0,
     align: int = 1,
 ) -> DynamicPlan:
-    """Deal samples to groups of ranks, step by step: every sample once, every rank in one group a step, the cap hard.
+    """Assign samples to groups of ranks, step by step: each sample once, each rank in one group a step, a hard cap.
 
     lengths: tokens of each sample. max_tokens_per_rank: tokens a rank may hold, padding included. align: each rank's
-    tokens are padded to a multiple of it (`dyncp.planning.sizes.rank_align` says for what). trained_tokens: what losses
-    are divided by (all tokens where 0). A pure function: equal arguments give an equal plan, on every rank.
+    tokens are padded to a multiple of it (see `dyncp.planning.sizes.rank_align`). trained_tokens: the divisor of losses
+    (all tokens where 0). A pure function: equal arguments give an equal plan, on every rank.
 
     Under the cost model no plan takes less than `lower_bound` seconds, whatever the sizes of its groups and the number
     of ranks. Up to seven sequences on eight ranks the plan takes just that. Up to eleven sequences, on any number of
     ranks, no plan with groups of one size is faster (idle ranks' dummies not counted); for more the plan is no slower
-    than any static candidate, and `gap` says what can be missing.
+    than any static candidate, and `gap` bounds its distance from the optimum.
 
-    ValueError for lengths that are not positive integers, a sequence that fits no group, heads that Ulysses cannot deal
-    and a layout that a layer type cannot take.
+    ValueError for lengths that are not positive integers, a sequence that fits no group, heads that Ulysses cannot
+    divide and a layout that a layer type cannot take.
     """
     problem = make_problem(lengths, world_size, max_tokens_per_rank, cost, topology, method, layout, align)
     limit = (topology or Topology()).max_groups
@@ -90,7 +90,7 @@ def static_plan(
     trained_tokens: int = 0,
     align: int = 1,
 ) -> DynamicPlan:
-    """Return a plan in which every group has cp_size ranks; the baseline. Its `lower_bound` is that of all plans.
+    """Return a plan in which every group has cp_size ranks, as a baseline. Its `lower_bound` is that of all plans.
 
     ValueError where that size cannot hold a sample.
     """
@@ -115,7 +115,7 @@ def make_problem(
     layout: Layout = "contiguous",
     align: int = 1,
 ) -> Problem:
-    """Check the question and compute what every candidate needs. ValueError as in `plan`."""
+    """Check the arguments and compute what every candidate needs. ValueError as in `plan`."""
     cost, topology = cost or CostModel(), topology or Topology()
     check_layout(layout)
     cost.check(method, layout)
@@ -157,33 +157,33 @@ def _no_group(problem: Problem, sample: int, cost: CostModel, method: Method) ->
 
 
 def _fastest_candidate(problem: Problem, limit: int) -> CandidatePlan:
-    """Return the fastest of the dynamic and static candidates; the static one of equals."""
-    found: list[CandidatePlan] = []
+    """Return the fastest of the dynamic and static candidates; among equals the static one."""
+    candidates: list[CandidatePlan] = []
     seconds = float("inf")
     for bound, size in sorted((static_bound(problem, size), size) for size in problem.static_sizes):
         if bound <= seconds:
-            found.append(static_candidate(problem, size))
-            seconds = min(seconds, found[-1].total)
-    if found and seconds <= lower_bound(problem, seconds) * (1 + _close_enough(problem)):
-        return min(found, key=lambda candidate: candidate.total)
+            candidates.append(static_candidate(problem, size))
+            seconds = min(seconds, candidates[-1].total)
+    if candidates and seconds <= lower_bound(problem, seconds) * (1 + _close_enough(problem)):
+        return min(candidates, key=lambda candidate: candidate.total)
     for made in dynamic_candidates(problem, _targets(problem)):
         candidate = resized(problem, made)
         if candidate.total < seconds and most_process_groups(candidate, problem.world_size) <= limit:
-            found.append(candidate)
+            candidates.append(candidate)
             seconds = candidate.total
-    if not found:
+    if not candidates:
         raise ValueError("no plan: Topology.max_groups is too small for dynamic groups, and no static size is possible")
-    return min(found, key=lambda candidate: (candidate.total, candidate.name == "dynamic"))
+    return min(candidates, key=lambda candidate: (candidate.total, candidate.name == "dynamic"))
 
 
 def _close_enough(problem: Problem) -> float:
-    """Return the gap with which a search ends; none, but for rounding, where the optimum can be found."""
+    """Return the gap at which a search ends: only rounding where the optimum can be found."""
     count = len(problem.lengths)
     return 1e-9 if count <= MOST_STATIC else CLOSE_ENOUGH if count <= MANY else CLOSE_ENOUGH_FOR_MANY
 
 
 def _targets(problem: Problem) -> list[float]:
-    """Times a step may take, from perfect balance upwards."""
+    """Return target times of a step, ascending from perfect balance."""
     tokens = int(problem.lengths.sum())
     if not tokens:
         return []
@@ -195,10 +195,10 @@ def _targets(problem: Problem) -> list[float]:
 
 
 def _refined(problem: Problem, best: CandidatePlan, bound: float, limit: int) -> tuple[CandidatePlan, float]:
-    """Return (a plan no slower than `best`, the higher of the bounds), from the searches that few sequences allow."""
+    """Return (a plan no slower than `best`, the higher bound), by the searches for few sequences."""
 
     def faster(other: CandidatePlan | None) -> CandidatePlan:
-        """Return the faster of it and the best so far, if ranks may be in so many groups."""
+        """Return the faster of `other` and the best so far, if ranks may be in so many groups."""
         if other is None or other.total >= best.total or most_process_groups(other, problem.world_size) > limit:
             return best
         return other

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dyncp.planning.methods import METHODS
 from dyncp.planning.cost import CostModel, Topology
 from dyncp.planning.improve import improved
+from dyncp.planning.methods import METHODS
 from dyncp.planning.planner import make_problem, plan, predicted_seconds, static_plan
 from dyncp.planning.problem import Bin, Problem
 from dyncp.planning.search import _balance, dynamic_candidates, static_candidate

@@ -82,17 +82,17 @@ class Problem:
         return self._columns[size]
 
     def column_arrays(self, size: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the same as arrays."""
+        """Return `columns` as arrays."""
         each, factors = sequence_align(size, self.layout), self.table[size]
         return ceil_div_array(self.lengths, each) * each, factors.token * self.lengths + factors.pair * self.pairs
 
     def room(self, size: int) -> int:
-        """Return tokens a group of this size can hold."""
+        """Return the tokens that a group of this size can hold."""
         return self._room_alone if size == 1 else self._room_each * size
 
     @cached_property
     def allowed(self) -> NDArray[np.int64]:
-        """i64[allowed]: every size that a group can have, ascending."""
+        """The sizes that a group can have, ascending, i64[allowed]."""
         return np.array(list(self.table), dtype=np.int64)
 
     @cached_property
@@ -102,43 +102,41 @@ class Problem:
 
     @cached_property
     def size_array(self) -> NDArray[np.int64]:
-        """i64[sizes]: the sizes that searches try."""
+        """The sizes that searches try, i64[sizes]."""
         return np.array(self.sizes, dtype=np.int64)
 
     @cached_property
     def rooms(self) -> NDArray[np.int64]:
-        """i64[sizes]: tokens a group of each size can hold."""
+        """The tokens that a group of each size can hold, i64[sizes]."""
         return self.rooms_of(self.size_array)
 
     def rooms_of(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the same of any sizes."""
+        """Return the tokens that groups of these sizes can hold."""
         return np.where(sizes == 1, self._room_alone, self._room_each * sizes)
 
     @cached_property
     def base_token_pair(self) -> tuple[NDArray[np.float64], ...]:
-        """Three f64[sizes]: the coefficients of each size."""
+        """The coefficients of each size: three f64[sizes]."""
         return self.coefficients_of(self.sizes)
 
     @cached_property
     def allowed_base_token_pair(self) -> tuple[NDArray[np.float64], ...]:
-        """Three f64[allowed]: the coefficients of every size."""
+        """The coefficients of every allowed size: three f64[allowed]."""
         return self.coefficients_of(list(self.table))
 
     def coefficients_of(self, sizes: Sequence[int]) -> tuple[NDArray[np.float64], ...]:
-        """Return the same of any sizes."""
+        """Return the coefficients of these sizes, as three arrays."""
         return tuple(np.array(column) for column in zip(*(self.table[size] for size in sizes), strict=True))
 
     @cached_property
     def distinct(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(indices of one sequence of each length, ascending; for every sequence its place among them)."""
+        """The indices of one sequence of each length, ascending, and the place of every sequence among them."""
         _, first, place = np.unique(self.lengths, return_index=True, return_inverse=True)
         return first, place
 
     @cached_property
     def seconds_alone(self) -> NDArray[np.float64]:
-        """f64[sizes, distinct lengths]: seconds of a group with one such sequence alone; infinite where it has no
-        room.
-        """
+        """The seconds of a group with one such sequence alone, f64[sizes, distinct lengths]; infinite without room."""
         chosen = self.distinct[0]
         lengths, pairs = self.lengths[chosen], self.pairs[chosen]
         base, token, pair = (column[:, None] for column in self.base_token_pair)
@@ -148,13 +146,13 @@ class Problem:
 
     @cached_property
     def intervals(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Two f64[intervals, distinct lengths]: what is true of every allowed size, least over intervals of sizes (each
-        size alone for few ranks or lengths); infinite where such a sequence has no room.
+        """The least values over intervals of sizes (each size alone for few ranks or lengths), which hold for every
+        allowed size: two f64[intervals, distinct lengths], infinite where such a sequence has no room.
 
-        (seconds alone, what it takes of the ranks' time beside the least base: its own seconds on each rank, and by its
-        tokens its share of what the size's base is above the least). Both are linear in (length, pairs), coefficients
-        by size: with the least of each coefficient over an interval they are not above those of any size in it, and
-        what fits some size of an interval fits its widest.
+        (seconds alone; rank-seconds beyond the least base: its own seconds on each rank, and by its tokens its share of
+        the size's base above the least). Both are linear in (length, pairs), with coefficients by size. With the least
+        of each coefficient over an interval they are not above those of any size in it. A sequence that fits some size
+        of an interval fits its widest.
         """
         chosen, allowed = self.distinct[0], self.allowed
         lengths, pairs = self.lengths[chosen], self.pairs[chosen]
@@ -171,12 +169,12 @@ class Problem:
 
     @cached_property
     def counts(self) -> NDArray[np.int64]:
-        """i64[distinct lengths]: how many sequences have each length."""
+        """The number of sequences of each length, i64[distinct lengths]."""
         return np.bincount(self.distinct[1], minlength=len(self.distinct[0]))
 
     @cached_property
     def smallest_sizes(self) -> NDArray[np.int64]:
-        """For every sequence the smallest allowed size that can hold it; 0 where none can.
+        """The smallest allowed size that can hold each sequence; 0 where none can.
 
         A room is a multiple of what sequences are padded to: it holds a sequence just where it holds its tokens.
         """
@@ -185,12 +183,12 @@ class Problem:
 
     @cached_property
     def fewest_steps(self) -> int:
-        """No plan has fewer steps: so many does the sum of the lengths need."""
+        """A lower bound of the number of steps, by the sum of the lengths."""
         return max(1, ceil_div(int(self.lengths.sum()), self.world_size * self.room(1)))
 
     @cached_property
     def least_base(self) -> float:
-        """No step takes less."""
+        """A lower bound of the seconds of a step."""
         return min(factors.base for factors in self.table.values())
 
     @cached_property
@@ -206,7 +204,7 @@ class Problem:
         return Bin(size, left, sum(seconds[i] for i in samples), list(samples))
 
     def packed(self, size: int, samples: Sequence[int]) -> Bins:
-        """Return the samples in few groups of this size, packed by tokens alone; the fullest first. Computed once."""
+        """Return the samples in few groups of this size, packed by tokens alone, the fullest first. Cached."""
         key = (size, tuple(samples))
         if key not in self._packed:
             tokens, _ = self.columns(size)
@@ -222,23 +220,22 @@ class Problem:
         return self._packed[key]
 
     def bin_seconds(self, b: Bin) -> float:
-        """Return seconds of a group, base included."""
+        """Return the seconds of a group, base included."""
         return self.table[b.size].base + b.seconds
 
     def step_seconds(self, bins: Sequence[Bin]) -> float:
-        """Return a step lasts as long as its slowest group; ranks in no group run a dummy alone."""
+        """Return the seconds of a step's slowest group; ranks in no group run a dummy alone."""
         slowest = max((self.table[b.size].base + b.seconds for b in bins), default=0.0)
         idle = self.world_size > sum(b.size for b in bins)
         return max(slowest, self.table[1].base) if idle else slowest
 
     def candidate(self, steps: list[list[Bin]], name: str) -> CandidatePlan:
-        """Return the candidate of these steps, timed."""
+        """Return the candidate of these steps, with their seconds."""
         return CandidatePlan(steps, [self.step_seconds(step) for step in steps], name)
 
 
 def laid_out(step: Sequence[Bin]) -> list[tuple[int, Bin]]:
-    """Return (first rank, bin), widest first: equal sizes start at equal places in every step, so few process groups
-    are needed. """
+    """Return (first rank, bin), widest first. Equal sizes have equal first ranks in every step: few process groups."""
     start, placed = 0, []
     for b in sorted(step, key=lambda b: (-b.size, -b.seconds)):
         placed.append((start, b))

@@ -16,13 +16,13 @@ MOST_ENTRIES = 500_000
 
 
 def resized(problem: Problem, candidate: CandidatePlan) -> CandidatePlan:
-    """Return the candidate with the best size for each of its groups; the same where all sizes were tried already."""
+    """Return the candidate with the best size of each group; unchanged where all sizes were tried already."""
     if len(problem.allowed) == len(problem.sizes):
         return candidate
-    found = problem.candidate([_resized_step(problem, step) for step in candidate.steps], candidate.name)
-    if found.total >= candidate.total * (1 - 1e-12):
+    better = problem.candidate([_resized_step(problem, step) for step in candidate.steps], candidate.name)
+    if better.total >= candidate.total * (1 - 1e-12):
         return candidate
-    return found._replace(name="dynamic")
+    return better._replace(name="dynamic")
 
 
 def _resized_step(problem: Problem, step: list[Bin]) -> list[Bin]:
@@ -44,18 +44,18 @@ def _resized_step(problem: Problem, step: list[Bin]) -> list[Bin]:
 
 
 def _ranks(problem: Problem, seconds: list[NDArray[np.float64]], time: float) -> NDArray[np.int64]:
-    """i64[groups]: the fewest ranks of each group within the time, at least the groups' least."""
+    """Return i64[groups]: the fewest ranks of each group within the time, in which each group can end."""
     places = [len(column) - int(np.searchsorted(column[::-1], time, side="right")) for column in seconds]
     return problem.allowed[places]
 
 
 def _group_seconds(problem: Problem, samples: list[int]) -> NDArray[np.float64]:
-    """f64[allowed]: seconds of one group of each size with these samples, infinite where it has no room."""
+    """Return f64[allowed]: seconds of one group of each size with these samples, infinite without room."""
     base, token, pair = problem.allowed_base_token_pair
     lengths, pairs = problem.lengths[samples], float(problem.pairs[samples].sum())
     tokens = np.full(len(problem.allowed), int(lengths.sum()))
     if problem.layout == "zigzag":
         each = np.array([sequence_align(size, problem.layout) for size in problem.allowed.tolist()])[:, None]
         tokens = (ceil_div_array(lengths, each) * each).sum(axis=1)
-    found = base + token * float(lengths.sum()) + pair * pairs
-    return np.where(tokens <= problem.rooms_of(problem.allowed), found, np.inf)
+    seconds = base + token * float(lengths.sum()) + pair * pairs
+    return np.where(tokens <= problem.rooms_of(problem.allowed), seconds, np.inf)

@@ -31,7 +31,7 @@ RECENT = 32  # open groups that are looked at for one more sequence
 
 
 def static_candidate(problem: Problem, size: int) -> CandidatePlan:
-    """Return every group of one size, in as few steps as the packing allows; groups of like time share a step."""
+    """Return a plan of groups of one size, in as few steps as packing allows; groups of like time share a step."""
     groups = problem.world_size // size
     tokens, _ = problem.columns(size)
     fewest = max(1, ceil_div(sum(tokens), problem.room(size) * groups))
@@ -46,7 +46,7 @@ def static_candidate(problem: Problem, size: int) -> CandidatePlan:
 
 
 def static_bound(problem: Problem, size: int) -> float:
-    """Return no static plan of this size is faster: perfect balance in as few steps as the tokens need."""
+    """Return a lower bound of static plans of this size: perfect balance in as few steps as the tokens need."""
     tokens, seconds = problem.column_arrays(size)
     groups = problem.world_size // size
     steps = max(1, ceil_div(int(tokens.sum()), groups * problem.room(size)))
@@ -54,14 +54,13 @@ def static_bound(problem: Problem, size: int) -> float:
 
 
 def group_into_steps(problem: Problem, bins: Sequence[Bin], groups: int, name: str) -> CandidatePlan:
-    """Bins of one size sorted by time, `groups` of them a step: the sum of the steps' maxima is least so."""
+    """Return the plan of bins of one size, sorted by time, `groups` a step: the least sum of the steps' maxima."""
     bins = sorted((b for b in bins if b.samples), key=lambda b: -b.seconds)
     return problem.candidate([bins[i : i + groups] for i in range(0, len(bins), groups)] or [[]], name)
 
 
 def dynamic_candidates(problem: Problem, targets: Sequence[float]) -> Iterator[CandidatePlan]:
-    """Yield one candidate for each target, in ascending order, except where it would be the one before again, or
-    static."""
+    """Yield a candidate for each target, ascending; none where it equals the one before, or is static."""
     before: tuple[list[int], bool] = [], False
     for target in targets:
         wanted = _wanted_sizes(problem, target)
@@ -71,13 +70,13 @@ def dynamic_candidates(problem: Problem, targets: Sequence[float]) -> Iterator[C
 
 
 def _fullest_seconds(problem: Problem, size: int) -> float:
-    """Return no group of this size takes longer, whatever it holds: it is full of what has most pairs a token."""
+    """Return an upper bound of the seconds of a group of this size: full of sequences with most pairs a token."""
     room = problem.room(size)
     return problem.table[size].seconds(room, room * float((problem.pairs / problem.lengths).max(initial=0)))
 
 
 def _dynamic_candidate(problem: Problem, target: float, wanted: list[int]) -> CandidatePlan:
-    """Groups as small as `target` seconds a step allows: long sequences spread over ranks, short ones stay whole."""
+    """Return a plan of the smallest groups within `target` seconds a step: only long sequences spread over ranks."""
     steps = _place_long(problem, [i for i in problem.order if wanted[i] > 1], wanted, target)
     steps = _place_short(problem, [i for i in problem.order if wanted[i] == 1], steps)
     for step in steps:
@@ -86,7 +85,7 @@ def _dynamic_candidate(problem: Problem, target: float, wanted: list[int]) -> Ca
 
 
 def _balance(problem: Problem, samples: Sequence[int], bins: list[Bin]) -> list[Bin] | None:
-    """Return longest first, each into the least loaded bin with room; None where one finds no room.
+    """Put samples, longest first, each into the least loaded bin with room; return None where one has no room.
 
     A bin without room for a sequence waits, widest room first, until a sequence is short enough for it again.
     """
@@ -115,19 +114,18 @@ def _balance(problem: Problem, samples: Sequence[int], bins: list[Bin]) -> list[
 
 
 def _packed(problem: Problem, samples: Sequence[int], size: int, slots: int, last: int) -> list[Bin]:
-    """Return at most `slots` bins, which must be enough, as full as can be; what the last `last` of them hold is dealt
-    again, evenly, so that the slack is all in one step. """
-    found = problem.packed(size, samples)
-    kept = [problem.bin_of(size, members) for members in found[: slots - last]]
-    rest = {i for members in found[slots - last :] for i in members}
+    """Return at most `slots` bins, which must suffice, as full as possible. The samples of the last `last` bins are
+    then divided evenly among them, so that all slack is in one step."""
+    packing = problem.packed(size, samples)
+    full = [problem.bin_of(size, members) for members in packing[: slots - last]]
+    rest = {i for members in packing[slots - last :] for i in members}
     longest_first = [i for i in samples if i in rest]
     dealt = _balance(problem, longest_first, [Bin(size, problem.room(size)) for _ in range(last)])
-    return kept + (dealt or [problem.bin_of(size, members) for members in found[slots - last :]])
+    return full + (dealt or [problem.bin_of(size, members) for members in packing[slots - last :]])
 
 
 def _wanted_sizes(problem: Problem, target: float) -> list[int]:
-    """Return for every sequence the smallest size that holds it and meets the target; else the fastest that holds
-    it."""
+    """Return, for each sequence, the smallest size that holds it within the target; else the fastest that holds it."""
     seconds = problem.seconds_alone
     meets = seconds <= target
     places = np.where(meets.any(axis=0), meets.argmax(axis=0), seconds.argmin(axis=0))
@@ -136,8 +134,8 @@ def _wanted_sizes(problem: Problem, target: float) -> list[int]:
 
 
 def _place_long(problem: Problem, samples: list[int], wanted: list[int], target: float) -> list[list[Bin]]:
-    """Return widest first: into an open group that stays within the target, else a new group in the first step with
-    ranks left. """
+    """Place sequences, widest first: in an open group that stays within the target, else in a new group of the first
+    step with ranks left."""
     samples.sort(key=lambda i: -wanted[i])
     steps: list[list[Bin]] = []
     free: list[int] = []
@@ -176,9 +174,7 @@ def _place_long(problem: Problem, samples: list[int], wanted: list[int], target:
 
 
 def _place_short(problem: Problem, samples: list[int], steps: list[list[Bin]]) -> list[list[Bin]]:
-    """Short sequences over the ranks that are left (and the room in wide groups), one more step at a time until they
-    fit.
-    """
+    """Place short sequences on the free ranks (and in the room of wide groups), adding steps until they fit."""
     wide = [b for step in steps for b in step]
     known = [(b.room, b.seconds, list(b.samples)) for b in wide]
     total = int(problem.lengths[samples].sum()) if samples else 0
@@ -201,12 +197,12 @@ def _place_short(problem: Problem, samples: list[int], steps: list[list[Bin]]) -
     for step in sorted(steps, key=problem.step_seconds, reverse=True):
         for _ in range(problem.world_size - sum(b.size for b in step)):
             step.append(singles_left.pop())
-    kept = [[b for b in step if b.samples] for step in steps]
-    return [step for step in kept if step] or [[]]
+    used = [[b for b in step if b.samples] for step in steps]
+    return [step for step in used if step] or [[]]
 
 
 def widen_slowest(problem: Problem, step: list[Bin]) -> None:
-    """Give idle ranks to the slowest group as long as that makes it faster."""
+    """Add idle ranks to the slowest group as long as that makes it faster."""
     idle = problem.world_size - sum(b.size for b in step)
     while idle and step:
         slowest = max(step, key=problem.bin_seconds)

@@ -1,4 +1,4 @@
-"""Replay length traces on any number of ranks: what static sizes and dynamic plans would take under a cost model."""
+"""Replay length traces on any number of ranks: the time of static sizes and dynamic plans under a cost model."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dyncp.planning.methods import Method
 from dyncp.planning.cost import CostModel, Topology
+from dyncp.planning.methods import Method
 from dyncp.planning.planner import make_problem, plan, static_plan
 from dyncp.planning.sizes import Layout
 
@@ -42,8 +42,8 @@ class Replay:
 
 
 def trace_lengths(trace: str, count: int, longest: int, seed: int = 0) -> list[int]:
-    """Return `count` lengths: lognormal (median longest / 16, sigma 1.2), bimodal (nine tenths short), uniform; or a
-    JSON file with a list of lengths, repeated as often as needed and cut to `longest`."""
+    """Return `count` lengths: lognormal (median longest / 16, sigma 1.2), bimodal (nine tenths short), uniform; or
+    those of a JSON file with a list of lengths, repeated as often as needed and cut to `longest`."""
     rng = np.random.default_rng(seed)
     if trace == "lognormal":
         drawn = rng.lognormal(np.log(longest / 16), 1.2, count)
@@ -89,7 +89,7 @@ def _common_sizes(
     cap: int,
     arguments: tuple[CostModel | None, Topology | None, Method, Layout],
 ) -> list[int]:
-    """Powers of two (and the world) that hold every sequence of every batch."""
+    """Return the powers of two (and the world) that hold every sequence of every batch."""
     longest = [max(max(lengths) for lengths in batches)]
     sizes = make_problem(longest, ranks, cap, *arguments).static_sizes
     return [size for size in sizes if size & (size - 1) == 0 or size == ranks]

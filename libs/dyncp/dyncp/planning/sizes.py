@@ -1,6 +1,6 @@
 """How many tokens a rank holds of a packed stream, and how many ranks a sequence needs. Pure arithmetic.
 
-The one owner of padding: plans check their cap with `local_tokens`, and `dyncp.pack_group` pads to what it says.
+The one owner of padding: plans check their cap with `local_tokens`, and `dyncp.pack_group` pads to its result.
 """
 
 import math
@@ -14,8 +14,7 @@ LAYOUTS: tuple[Layout, ...] = ("contiguous", "zigzag")
 
 
 def local_cp_size(longest: int, max_tokens_per_rank: int, world_size: int) -> int:
-    """Context-parallel size for one micro-batch: longest / max_tokens_per_rank, up to a power of two, at most the
-    world.
+    """Return longest / max_tokens_per_rank rounded up to a power of two, at most the world: a micro-batch's CP size.
 
     This is the rule of dynamic context parallelism as it first appeared: one size for the whole micro-batch.
     `dyncp.plan` chooses a size for every group instead. ValueError where even the whole world cannot hold the sequence.
@@ -35,16 +34,15 @@ def local_cp_size(longest: int, max_tokens_per_rank: int, world_size: int) -> in
 
 
 def sequence_align(cp_size: int, layout: Layout) -> int:
-    """Return the multiple each sequence is padded to before it is sharded: 2 x cp_size in zigzag, nothing in
-    contiguous."""
+    """Return the multiple to which each sequence is padded for sharding: 2 x cp_size in zigzag, 1 in contiguous."""
     check_layout(layout)
     return 2 * cp_size if layout == "zigzag" and cp_size > 1 else 1
 
 
 def rank_align(cp_size: int, layout: Layout, align: int = 1) -> int:
-    """Return what the tokens of each rank are a multiple of.
+    """Return the multiple to which the tokens of each rank are padded.
 
-    align: what kernels or sharding ask of a rank's tokens: the tensor-parallel size where activations are split by
+    align: the multiple that kernels or sharding need: the tensor-parallel size where activations are split by
     tokens, 16 for FP8 products, a bucket for kernels that are tuned for few shapes. Zigzag gives each rank two halves.
     """
     check_layout(layout)
@@ -52,7 +50,7 @@ def rank_align(cp_size: int, layout: Layout, align: int = 1) -> int:
 
 
 def local_tokens(lengths: Sequence[int], cp_size: int, layout: Layout, align: int = 1) -> int:
-    """Return tokens each rank of a group holds, padding included, when sequences of these lengths are packed over it.
+    """Return the tokens that each rank of a group holds, padding included, for sequences of these lengths.
 
     Zigzag pads every sequence to 2 x cp_size; then the end of the stream is padded until every rank holds the same
     multiple of `rank_align`.
@@ -63,15 +61,13 @@ def local_tokens(lengths: Sequence[int], cp_size: int, layout: Layout, align: in
 
 
 def group_room(cp_size: int, max_tokens_per_rank: int, layout: Layout, align: int = 1) -> int:
-    """Return tokens, sequences padded as `sequence_align` says, that a group can hold under the cap: 0 where not even a
-    dummy fits.
-    """
+    """Return the tokens (padded to `sequence_align`) that a group can hold under the cap; 0 if not even a dummy."""
     multiple = rank_align(cp_size, layout, align)
     return cp_size * (max_tokens_per_rank // multiple * multiple)
 
 
 def check_layout(layout: str) -> None:
-    """ValueError unless the layout is one of LAYOUTS."""
+    """Raise ValueError unless the layout is one of LAYOUTS."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout {layout!r} is not known: choose one of {', '.join(LAYOUTS)}")
 

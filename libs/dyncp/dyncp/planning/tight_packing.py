@@ -18,7 +18,7 @@ FILLINGS = 5000
 
 
 def tight_bins(tokens: Sequence[int], room: int) -> list[list[int]]:
-    """Places of the sequences in every group; each of `tokens` must be at most `room`."""
+    """Return the indices of the sequences of every group; each of `tokens` must be at most `room`."""
     unit = ceil_div(room, MOST_UNITS)
     weights, whole = [ceil_div(n, unit) for n in tokens], room // unit
     left = sorted(range(len(tokens)), key=lambda i: (tokens[i], -i))
@@ -32,13 +32,13 @@ def tight_bins(tokens: Sequence[int], room: int) -> list[list[int]]:
 
 
 def completed_bins(tokens: Sequence[int], room: int, bins: int) -> list[list[int]] | None:
-    """Places of the sequences in at most `bins` groups; None where none was found, not even after all fillings."""
+    """Return the indices of the sequences of at most `bins` groups; None where no filling that was tried fits."""
     unit = ceil_div(room, MOST_UNITS)
     weights, whole = [ceil_div(n, unit) for n in tokens], room // unit
     tries = FILLINGS // max(1, len(tokens))
 
     def fill(left: list[int], spare: int) -> list[list[int]] | None:
-        """Return the groups of these places, shortest first, with `spare` units left empty at most."""
+        """Return groups of these indices, shortest first, with at most `spare` units left empty."""
         nonlocal tries
         if not left:
             return []
@@ -59,8 +59,7 @@ def completed_bins(tokens: Sequence[int], room: int, bins: int) -> list[list[int
 
 
 def _fillings(weights: Sequence[int], least: int, most: int) -> Iterator[tuple[int, set[int]]]:
-    """Yield (sum, places) of the weights with a sum of `least` to `most`: the largest sum first, of equal sums long
-    ones."""
+    """Yield (sum, indices) of weights with a sum in `least`..`most`: the largest sum first, then the longest ones."""
     reached = _sums(weights, most)
 
     def choices(place: int, total: int) -> Iterator[set[int]]:
@@ -81,8 +80,7 @@ def _fillings(weights: Sequence[int], least: int, most: int) -> Iterator[tuple[i
 
 
 def _sums(weights: Sequence[int], room: int) -> list[int]:
-    """Return for every beginning of the weights, from none to all: bit t says that some of them have the sum t, up to
-    room."""
+    """Return an integer for every prefix of the weights: bit t <= room is set where some of them have the sum t."""
     reached, mask = [1], (1 << room + 1) - 1
     for weight in weights:
         reached.append((reached[-1] | reached[-1] << weight) & mask)
@@ -90,7 +88,7 @@ def _sums(weights: Sequence[int], room: int) -> list[int]:
 
 
 def _fullest(weights: Sequence[int], room: int) -> set[int]:
-    """Places of the weights whose sum is the largest up to `room`; of equal sums one with few, long ones."""
+    """Return the indices of weights with the largest sum up to `room`; of equal sums one with few, long weights."""
     reached = _sums(weights, room)
     total, chosen = reached[-1].bit_length() - 1, set()
     for place in range(len(weights) - 1, -1, -1):

@@ -9,8 +9,7 @@ PALETTE = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#e
 
 
 def timeline_html(plan: DynamicPlan) -> str:
-    """Return the page. Steps are as wide as their predicted time (equally wide where the plan has none); hover for
-    samples."""
+    """Return the page. A step is as wide as its predicted time (equally wide without one); hovering shows samples."""
     seconds = plan.seconds or (1.0,) * len(plan.steps)
     row = max(4.0, min(26.0, 640 / max(plan.world_size, 1)))
     scale = (WIDTH - LEFT - 20) / (sum(seconds) or 1.0)

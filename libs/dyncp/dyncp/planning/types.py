@@ -1,6 +1,5 @@
 """The plan of one optimizer step as data: frozen, JSON-able, hashed; the same on every rank because it is a function of
-lengths.
-"""
+lengths."""
 
 import hashlib
 import json
@@ -22,7 +21,7 @@ class Group(NamedTuple):
 
     @property
     def cp_size(self) -> int:
-        """How many ranks share each sequence of this group."""
+        """Number of ranks that share each sequence of this group."""
         return len(self.ranks)
 
 
@@ -32,7 +31,7 @@ class Step(NamedTuple):
     groups: tuple[Group, ...]
 
     def group_of(self, rank: int) -> Group:
-        """Return the group this rank belongs to; ValueError for a rank outside the plan."""
+        """Return the group of this rank; ValueError for a rank outside the plan."""
         for group in self.groups:
             if rank in group.ranks:
                 return group
@@ -103,16 +102,15 @@ class DynamicPlan:
         return ((index, group) for index, step in enumerate(self.steps) for group in step.groups)
 
     def tokens_per_rank(self, group: Group) -> int:
-        """Return tokens each rank of the group holds, padding included."""
+        """Return the tokens of each rank of the group, padding included."""
         return local_tokens([self.lengths[i] for i in group.sample_ids], group.cp_size, self.layout, self.align)
 
     def process_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Return the distinct rank sets of more than one rank, in the one order in which every rank must create
-        them."""
+        """Return the distinct sets of more than one rank, in the order in which every rank must create them."""
         return tuple(sorted({group.ranks for _, group in self.groups() if group.cp_size > 1}))
 
     def sample_order(self) -> tuple[int, ...]:
-        """Sample ids in the order steps and groups visit them."""
+        """Return sample ids in the order of steps and groups."""
         return tuple(sample for _, group in self.groups() for sample in group.sample_ids)
 
     @property
@@ -135,8 +133,7 @@ class DynamicPlan:
 
     @classmethod
     def from_json(cls, text: str) -> "DynamicPlan":
-        """Return the plan written by `to_json`. ValueError where it is not one, or was changed by hand (the hash
-        differs)."""
+        """Return the plan that `to_json` wrote. ValueError for other text, or a plan changed by hand (by its hash)."""
         data: dict[str, Any] = json.loads(text)
         missing = {"lengths", "world_size", "max_tokens_per_rank", "steps"} - data.keys()
         if missing:
@@ -156,18 +153,17 @@ class DynamicPlan:
 
     @cached_property
     def hash(self) -> str:
-        """16 hexadecimal digits over all that ranks must agree on (forecast, bound and name are left out)."""
+        """The hash, 16 hexadecimal digits, of all that ranks must agree on (without forecast, bound and name)."""
         facts = [self.lengths, self.world_size, self.max_tokens_per_rank, self.steps, self.layout, self.method]
         text = json.dumps([*facts, self.trained_tokens, self.align], separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def seed_plan(lengths: tuple[int, ...], world_size: int, max_tokens_per_rank: int, cp_size: int) -> DynamicPlan:
-    """Return the first published way to deal samples: groups of one size, equal consecutive slices, one sample a step
-    and group.
+    """Return the first published plan: groups of one size, equal consecutive slices, one sample a step and group.
 
     Any number of samples works: fewer than groups, not divisible, one. Groups that run out of samples run dummies.
-    `dyncp.plan` is better; this one is the plainest plan there is, an oracle for tests.
+    `dyncp.plan` is better; this is the simplest plan, a reference for tests.
     """
     if world_size % cp_size:
         raise ValueError(f"{world_size} ranks cannot be cut into groups of {cp_size}")

@@ -12,7 +12,7 @@ Row = dict[str, torch.Tensor]
 
 
 class KeyForm(NamedTuple):
-    """How a key is put together from rows. ragged_dim: the dimension of a row that varies, None for a dense key."""
+    """The form of a key. ragged_dim: the dimension of a row that varies, None for a dense key."""
 
     dtype: str
     ragged_dim: int | None
@@ -29,7 +29,7 @@ def key_forms(batch: TensorDict) -> dict[str, KeyForm]:
 
 
 def to_rows(batch: TensorDict) -> list[Row]:
-    """Return one dict of plain tensors for each sample."""
+    """Return a dict of plain tensors for each sample."""
     columns = {}
     for key in key_forms(batch):
         value = batch.get(key)
@@ -38,8 +38,7 @@ def to_rows(batch: TensorDict) -> list[Row]:
 
 
 def from_rows(rows: Sequence[Row], forms: dict[str, KeyForm]) -> TensorDict:
-    """Return the batch again: rows stacked where the key was dense, joined into one jagged tensor where it was
-    ragged."""
+    """Undo `to_rows`: stack rows where the key was dense, and join them into a jagged tensor where it was ragged."""
     columns = {key: [row[key] for row in rows] for key in forms}
     joined = {
         key: torch.stack(column) if forms[key].ragged_dim is None else jagged(column, forms[key].ragged_dim or 0)

@@ -1,4 +1,4 @@
-"""Deal the rows of a batch to the groups of a plan, and put what they computed back in order: exact inverses."""
+"""Split the rows of a batch over the groups of a plan, and merge their outputs in order: exact inverses."""
 
 import json
 from collections.abc import Sequence
@@ -17,8 +17,7 @@ Records = dict[int, Row]
 
 
 def split_batch(batch: TensorDict, plan: DynamicPlan, step: int, rank: int) -> TensorDict | None:
-    """Return the samples that `rank` computes in `step` together with its group, in the group's order; None for a
-    dummy.
+    """Return the samples that the group of `rank` computes in `step`, in the group's order; None for a dummy.
 
     batch: the whole global batch, batch_size [len(plan.lengths)], dense and jagged keys of any shape, and per-sample
     Python values such as text.
@@ -62,9 +61,9 @@ def _own_records(
         mine = step.group_of(rank)
         if not mine.sample_ids or mine.ranks[0] != rank:
             continue
-        found = output.batch_size[0] if output is not None else 0
-        if output is None or found != len(mine.sample_ids):
-            raise ValueError(f"step {index}: the group has {len(mine.sample_ids)} samples, its output has {found} rows")
+        rows = output.batch_size[0] if output is not None else 0
+        if output is None or rows != len(mine.sample_ids):
+            raise ValueError(f"step {index}: the group has {len(mine.sample_ids)} samples, its output has {rows} rows")
         forms = key_forms(output)
         records.update(zip(mine.sample_ids, to_rows(output), strict=True))
     return records, forms
@@ -118,8 +117,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gather_bytes(data: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """Return every rank's bytes, of any number a rank. Two all-gathers: the sizes, and the bytes padded to the
-    largest."""
+    """Return every rank's bytes, any number a rank, by all-gathers of the sizes and of the padded bytes."""
     counts = gathered(torch.tensor([data.numel()], device=data.device), group).tolist()
     largest = max(*counts, 1)
     padded = torch.zeros(largest, dtype=torch.uint8, device=data.device)

@@ -6,10 +6,10 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from dyncp.comm.plan_hash import check_same_plan
-from dyncp.planning.types import DynamicPlan, Group, Step, seed_plan
-from dyncp.sharding.batches import merge_outputs, split_batch
-from dyncp.sharding.batch_rows import KeyForm, from_rows, key_forms, to_rows
 from dyncp.exactness.processes import run_world
+from dyncp.planning.types import DynamicPlan, Group, Step, seed_plan
+from dyncp.sharding.batch_rows import KeyForm, from_rows, key_forms, to_rows
+from dyncp.sharding.batches import merge_outputs, split_batch
 
 
 def make_batch(lengths: list[int]) -> TensorDict:

@@ -1,5 +1,4 @@
-"""Which token of a packed stream lies on which rank, and who attends to what. Pure integers, made once per packed
-batch.
+"""Which token of a packed stream lies on which rank, and which keys it sees. Integers, computed once a packed batch.
 
 Contiguous: the stream is cut into cp_size equal intervals; sequences begin and end anywhere. Zigzag: every sequence is
 cut into 2 x cp_size chunks and rank r takes chunks r and 2 x cp_size - 1 - r, which gives every rank the same share of
@@ -43,7 +42,7 @@ class Selection:
         return x.narrow(0, self.start, self.length) if self.index is None else x.index_select(0, self.index)
 
     def add_to(self, target: torch.Tensor, x: torch.Tensor) -> None:
-        """target[selection] += x, in place."""
+        """Add x in place: target[selection] += x."""
         if self.index is None:
             target.narrow(0, self.start, self.length).add_(x)
         else:
@@ -137,21 +136,19 @@ class Sharding:
         return _runs(self, rank)
 
     def stream_index(self, rank: int) -> Ints:
-        """i64[local_tokens]: the position in the stream of each local token."""
+        """Return i64[local_tokens]: the position in the stream of each local token."""
         return np.concatenate([np.arange(r.length) + self.bounds[r.sequence] + r.start for r in self.runs(rank)])
 
     @cached_property
     def gathered_order(self) -> Ints | None:
-        """i64[total]: stream position -> position in the ranks' shards laid end to end; None where that is the
-        identity.
-        """
+        """The map from stream position to position in the concatenated shards, i64[total]; None for the identity."""
         if self.layout == "contiguous" or self.cp_size == 1:
             return None
         return np.argsort(np.concatenate([self.stream_index(rank) for rank in range(self.cp_size)]))
 
     @cached_property
     def ring_steps(self) -> int:
-        """How many shards a query may need: cp_size, or fewer where no sequence reaches that far to the left."""
+        """Number of shards that a query may need: cp_size, or fewer where no sequence reaches that far to the left."""
         if self.layout == "zigzag":
             return self.cp_size
         firsts = np.array(self.bounds[:-1]) // self.local_tokens
@@ -159,23 +156,21 @@ class Sharding:
         return int((lasts - firsts).max()) + 1
 
     def cu_seqlens(self, device: torch.device) -> torch.Tensor:
-        """i32[n + 1]: the boundaries of the whole stream. Cached."""
+        """Return i32[n + 1]: the boundaries of the whole stream. Cached."""
         return _cu_tensor(self.bounds, device)
 
     def local_cu_seqlens(self, rank: int, device: torch.device, extra: int = 0, again: int = 0) -> torch.Tensor:
-        """i32[m + 1]: the boundaries of the pieces on one rank; `extra` tokens stand before the first, and `again`
-        tokens, where there are any, are one more piece behind all. Cached, so that all layers see one tensor.
-        """
+        """Return i32[m + 1]: the boundaries of the pieces on one rank, after `extra` tokens; `again` tokens, where
+        there are any, are one more piece at the end. Cached, so that all layers see one tensor."""
         lengths = [run.length for run in self.runs(rank)] + ([again] if again else [])
         return _cu_tensor((0, *np.cumsum(lengths) + extra), device)
 
     def block(self, q_rank: int, kv_rank: int, device: torch.device) -> Block | None:
-        """Return what the queries of one rank see of the keys of another; None where that is nothing. Cached."""
+        """Return the block of one rank's queries and another rank's keys; None where they see nothing. Cached."""
         return _block(self, q_rank, kv_rank, device)
 
     def stream_blocks(self, rank: int, device: torch.device) -> tuple[Block, ...]:
-        """Return what the queries of one rank see of the whole stream of keys. Every local token is in one block.
-        Cached."""
+        """Return the blocks of one rank's queries and all keys. Every local token is in one block. Cached."""
         return _stream_blocks(self, rank, device)
 
 

@@ -11,7 +11,7 @@ from dyncp.sharding.layout import Sharding
 
 
 def check_same_sharding(sharding: Sharding, group: dist.ProcessGroup, operation: str) -> None:
-    """ValueError on every rank of the group unless all cut the same stream alike and run the same operation.
+    """Raise ValueError on every rank of the group unless all cut one stream alike and run one operation.
 
     Collective, eight bytes a rank, once for each Sharding object and operation: make one Sharding a micro-batch, as
     `shard` does, and all layers share its check. On an accelerator nobody waits for the answer: a difference there is a

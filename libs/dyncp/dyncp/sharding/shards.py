@@ -74,8 +74,7 @@ def _dummy(view: BatchView) -> BatchView:
 
 
 def _text_token(view: BatchView) -> tuple[int, int]:
-    """Return (sample, place in it) of a token that stands for text: the first whose type is 0, the very first without
-    types.
+    """Return (sample, index) of a text token: the first whose type is 0, or the very first without types.
 
     ValueError where every token stands for media.
     """
@@ -94,8 +93,7 @@ def _text_token(view: BatchView) -> tuple[int, int]:
 
 
 def shard(packed: PackedBatch, cp_rank: int, cp_size: int, layout: Layout = "contiguous") -> Shard:
-    """Return the part of the packed batch that rank cp_rank of cp_size holds. ValueError where it was not packed for
-    that."""
+    """Return the shard of the packed batch on rank cp_rank of cp_size. ValueError where it was not packed for that."""
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank must be in 0..{cp_size - 1}, got {cp_rank}")
     sharding = Sharding(packed.geometry.cu_seqlens, cp_size, layout)

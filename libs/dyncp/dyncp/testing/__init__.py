@@ -1,1 +1,1 @@
-"""What holds the sharded operations to one process."""
+"""Comparisons of the sharded operations with one process."""

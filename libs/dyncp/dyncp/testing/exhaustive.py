@@ -19,8 +19,8 @@ from itertools import combinations
 
 import numpy as np
 
-from dyncp.planning.methods import METHODS, Method
 from dyncp.planning.cost import Coefficients, CostModel, Topology
+from dyncp.planning.methods import METHODS, Method
 from dyncp.planning.sizes import LAYOUTS, Layout, local_tokens
 
 Set = tuple[int, ...]
@@ -28,7 +28,7 @@ Set = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Question:
-    """What `dyncp.plan` is asked."""
+    """The arguments of `dyncp.plan`."""
 
     lengths: tuple[int, ...]
     world_size: int
@@ -53,17 +53,17 @@ class Exhaustive:
         self._groups: dict[tuple[Set, int], float] = {}
 
     def group(self, samples: Set, size: int) -> float:
-        """Return seconds of one group."""
+        """Return the seconds of one group."""
         if (samples, size) not in self._groups:
-            asked = self.question
-            lengths = [asked.lengths[i] for i in samples]
-            fits = local_tokens(lengths, size, asked.layout, asked.align) <= asked.cap
+            question = self.question
+            lengths = [question.lengths[i] for i in samples]
+            fits = local_tokens(lengths, size, question.layout, question.align) <= question.cap
             seconds = self.sizes[size].seconds(sum(lengths), sum(self.pairs[i] for i in samples))
             self._groups[samples, size] = seconds if fits else float("inf")
         return self._groups[samples, size]
 
     def static(self) -> float:
-        """Return seconds of the fastest plan in which every group has one size; infinite where no size holds all."""
+        """Return the seconds of the fastest plan whose groups have one size; infinite where no size holds all."""
         world, best = self.question.world_size, float("inf")
         sizes = [size for size in self.sizes if world % size == 0]
         for sets in partitions(tuple(range(len(self.question.lengths)))):
@@ -78,7 +78,7 @@ class Exhaustive:
         return best
 
     def dynamic(self) -> float:
-        """Return seconds of the fastest plan of any groups."""
+        """Return the seconds of the fastest plan of any groups."""
         step = cache(self._step)
         everything = tuple(range(len(self.question.lengths)))
 
@@ -134,10 +134,10 @@ def _rest(samples: Set, taken: Set) -> Set:
 
 
 def small_questions(count: int, seed: int, fewest: int = 1, most_samples: int = 7) -> Iterator[Question]:
-    """Yield one (`fewest`) to seven (`most_samples`) sequences on up to eight ranks of 1,024 tokens, every method and
+    """Yield questions of `fewest` to `most_samples` sequences on up to eight ranks of 1,024 tokens, of every method and
     layout.
 
-    Fixed costs from 0 to 30 ms. Lengths are uniform up to what the widest group holds, or lognormal around 600.
+    Fixed costs are from 0 to 30 ms. Lengths are uniform up to the widest group's room, or lognormal around 600.
     """
     rng = np.random.default_rng(seed)
     attention = replace(CostModel(), delta_layers=0, delta=0.0, attention_layers=8, query_heads=12, kv_heads=4)

@@ -1,6 +1,5 @@
 """Megatron models small enough for a test, run three ways: Megatron alone, one sequence at a time; Megatron's own
-static context parallelism; the groups of a plan. For tests only; needs megatron-core.
-"""
+static context parallelism; the groups of a plan. For tests only; needs megatron-core."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from dyncp.comm.process_groups import ProcessGroups
 from dyncp.megatron.adapt import adapt, count_trained, micro_batches, with_core_attention
-from dyncp.planning.methods import Method
 from dyncp.planning.cost import CostModel
+from dyncp.planning.methods import Method
 from dyncp.planning.planner import static_plan
 from dyncp.planning.sizes import Layout
 from dyncp.planning.types import DynamicPlan, Group, Step
@@ -49,13 +48,12 @@ LENGTHS = (13, 1, 7, 31, 5, 2)
 
 @contextmanager
 def without_cuda() -> Iterator[None]:
-    """Run Megatron on a machine without CUDA. Five facts of megatron-core 0.16.1 and 0.19.2 stand in the way, all of
-    them about devices, none about what is tested: tensors are made on torch.cuda.current_device(), in the schedules on
+    """Run Megatron on a machine without CUDA. Five facts of megatron-core 0.16.1 and 0.19.2 are changed, all of them
+    about devices, none about what is tested: tensors are made on torch.cuda.current_device(), in the schedules on
     "cuda"; 0.19 asks for the current stream; random numbers come from a tracker of CUDA states (Megatron's tracker for
     inference does nothing); GatedDeltaNet refuses to be built where fla is missing, though its deterministic mode needs
     of it only the l2norm, given here from its definition. And float64 models compute in float64 throughout (see
-    `_Float64Stays`).
-    """
+    `_Float64Stays`)."""
     from megatron.core.ssm import gated_delta_net
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
@@ -76,7 +74,7 @@ def without_cuda() -> Iterator[None]:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Where a call says device="cuda", it means the CPU."""
+    """A mode in which device="cuda" means the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -86,7 +84,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _Float64Stays(TorchFunctionMode):
-    """`x.float()` and `x.to(torch.float32)` widen, and leave float64 as it is.
+    """A mode in which `x.float()` and `x.to(torch.float32)` leave float64 as it is.
 
     Megatron computes its output gate (`torch.sigmoid(gate.float())`) and its gated delta net in float32 whatever the
     weights are. In float32 an element's last bit depends on its place in the tensor: vectorized loops compute whole
@@ -104,8 +102,7 @@ class _Float64Stays(TorchFunctionMode):
 
 
 def build(tiny: Tiny, method: Method | None, cp_size: int = 1) -> Any:
-    """Return a GPTModel of the local spec, the same weights in every process. method: None for Megatron's own
-    attention."""
+    """Return a GPTModel of the local spec, the same weights in every process. method: None for Megatron's attention."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -152,7 +149,7 @@ def _config(tiny: Tiny, cp_size: int) -> Any:
 
 
 def _delta_layer(attention_layer: Any) -> Any:
-    """Return the attention layer's spec with a GatedDeltaNet of local linears and norm in the attention's place."""
+    """Return the attention layer's spec with its attention replaced by a GatedDeltaNet of local linears and norm."""
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -190,14 +187,13 @@ def alone(tiny: Tiny, batch: TensorDict) -> tuple[float, Grads]:
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of each token in float32 at least; Megatron's own goes through float32 even for float64."""
+    """Return each token's cross entropy in float32 at least; Megatron's own uses float32 even for float64."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return nn.functional.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
 
 
 def wrapped(model: Any, overlap: bool = False) -> Any:
-    """Return the model in Megatron's own DistributedDataParallel; overlap: buckets are reduced while the backward
-    runs."""
+    """Return the model in Megatron's DistributedDataParallel; overlap: buckets are reduced during the backward."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     options = {"overlap_grad_reduce": True, "bucket_size": 500} if overlap else {}
@@ -235,8 +231,7 @@ def under_plan(
 
 
 def under_schedule(tiny: Tiny, batch: TensorDict, made: DynamicPlan, groups: ProcessGroups) -> tuple[float, Grads]:
-    """Return the same through Megatron's own schedule and loss, which counts the trained tokens itself and divides by
-    them."""
+    """Return (loss, gradients) by Megatron's own schedule and loss, which divides by the trained tokens it counts."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
@@ -271,7 +266,7 @@ def under_schedule(tiny: Tiny, batch: TensorDict, made: DynamicPlan, groups: Pro
 def under_megatron(tiny: Tiny, batch: TensorDict, made: DynamicPlan, own_group: bool) -> tuple[float, Grads]:
     """Return (loss, gradients) of a static zigzag plan of one step, as Megatron's own static context parallelism: its
     process groups, its rotary embedding, its PackedSeqParams (own_group: they name the group); only the attention is
-    dyncp's, and the delta nets, which take groups of one rank here. """
+    dyncp's, and the delta nets, which take groups of one rank here."""
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -302,9 +297,8 @@ def under_megatron(tiny: Tiny, batch: TensorDict, made: DynamicPlan, own_group: 
 
 
 def plans(lengths: Sequence[int], world: int, trained: int, method: Method, layout: Layout) -> list[DynamicPlan]:
-    """Static plans of every size that divides the world; for six sequences over four ranks one more, whose groups have
-    sizes 1, 2 and 3, other ones in each step, one of two ranks with nothing to do.
-    """
+    """Return static plans of every size that divides the world; for six sequences over four ranks one more: groups of
+    sizes 1, 2 and 3, others in each step, one of two ranks without samples."""
     cost = CostModel(delta_layers=0, query_heads=12, kv_heads=4)
     shared: dict[str, Any] = {"cost": cost, "method": method, "layout": layout, "trained_tokens": trained}
     sizes = [size for size in range(1, world + 1) if world % size == 0]
@@ -329,7 +323,7 @@ class Difference(NamedTuple):
 
 
 def difference(found: tuple[float, Grads], expected: tuple[float, Grads]) -> Difference:
-    """Return how far two results of the functions above lie apart."""
+    """Return the relative errors between two results of the functions above."""
     assert found[1].keys() == expected[1].keys(), found[1].keys() ^ expected[1].keys()
     off = {name: (found[1][name].double() - want.double()).norm().item() for name, want in expected[1].items()}
     size = {name: want.double().norm().item() for name, want in expected[1].items()}

@@ -7,7 +7,7 @@ from typing import Any, Protocol, SupportsFloat
 import torch
 from torch import Tensor, nn
 
-from engines.capability import No, Yes
+from engines.capability import Supported, Unsupported
 from engines.execution.micro_batches import MicroBatch, MicroBatches
 from engines.parallel.groups import ParallelGroups
 
@@ -66,7 +66,7 @@ class Executor(Protocol):
     trainable: bool
     adds_loss: bool
     """Whether the model adds a loss of its own (`Scores.auxiliary`), to which every row matters."""
-    compiled: Yes | No
+    compiled: Supported | Unsupported
     """Whether layers and head run as compiled functions, or why not."""
 
     @property

@@ -78,22 +78,22 @@ class LocalBatch:
 
 
 @dataclass(frozen=True)
-class RowFacts:
+class RowStats:
     """What a step must know of all rows: the counts, and which rows have no gradient."""
 
     totals: Totals
     zero_gradient: frozenset[int]
 
 
-def facts_of(view: BatchView, zero: Tensor | None) -> RowFacts:
+def row_stats(view: BatchView, zero: Tensor | None) -> RowStats:
     """Read the facts off a batch that is whole; `zero` bool[B], or None where such rows are not looked for."""
     rows = [] if zero is None else zero.nonzero().flatten().tolist()
-    return RowFacts(view.totals, frozenset(rows))
+    return RowStats(view.totals, frozenset(rows))
 
 
-def gather_facts(
+def gather_row_stats(
     batch: LocalBatch, zero: Tensor | None, needed: Sequence[int], groups: ParallelGroups, device: torch.device
-) -> RowFacts:
+) -> RowStats:
     """Gather the facts of all rows from the ranks that hold them. Collective over the plan's ranks.
 
     ValueError on every one of them where a rank lacks a row that it is to compute (`needed`), or two ranks hold rows
@@ -127,7 +127,7 @@ def gather_facts(
         group_count if "group" in view else 0,
         episode_count if "episode" in view else None,
     )
-    return RowFacts(totals, frozenset((zeros == 1).nonzero().flatten().tolist()))
+    return RowStats(totals, frozenset((zeros == 1).nonzero().flatten().tolist()))
 
 
 def check_held(batch: LocalBatch, needed: Sequence[int], groups: ParallelGroups, device: torch.device) -> None:

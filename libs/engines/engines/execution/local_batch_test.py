@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from engines.execution.local_batch import LocalBatch, check_held, facts_of, gather_facts
+from engines.execution.local_batch import LocalBatch, check_held, gather_row_stats, row_stats
 from engines.tiny import tiny_batch
 from seqpack import Totals, view_batch
 from seqpack.batches.batch import jagged
@@ -68,8 +68,8 @@ def test_what_is_required() -> None:
 
 def test_facts_of_a_whole_batch() -> None:
     view = view_batch(tiny_batch([5, 3, 4]))
-    assert facts_of(view, None).zero_gradient == frozenset()
-    facts = facts_of(view, torch.tensor([True, False, True]))
+    assert row_stats(view, None).zero_gradient == frozenset()
+    facts = row_stats(view, torch.tensor([True, False, True]))
     assert (facts.zero_gradient, facts.totals) == (frozenset({0, 2}), view.totals)
 
 
@@ -140,10 +140,10 @@ def test_gathered_facts_are_those_of_the_whole_batch(
         def call(index: int, groups: Any) -> Any:
             one = part(batch, held[index])
             own = zero[list(held[index])] if skip else None
-            return gather_facts(one, own, [row for row in held[index] if owner[row] == index], groups, CPU)
+            return gather_row_stats(one, own, [row for row in held[index] if owner[row] == index], groups, CPU)
 
         found = ranks.run(call)
-    want = facts_of(view_batch(batch), zero if skip else None)
+    want = row_stats(view_batch(batch), zero if skip else None)
     assert found == [want] * size
     assert set(ranks.groups) == (set() if size == 1 else {"the plan's"})
 
@@ -151,7 +151,7 @@ def test_gathered_facts_are_those_of_the_whole_batch(
 def test_a_row_that_no_rank_holds_counts_nothing(patch: pytest.MonkeyPatch) -> None:
     """Rows that nobody computes may be held by nobody: they are not trained, and are in no group."""
     batch = tiny_batch([5, 4, 6])
-    (found,) = Ranks(patch, 1).run(lambda _, groups: gather_facts(part(batch, (0, 2)), None, [0, 2], groups, CPU))
+    (found,) = Ranks(patch, 1).run(lambda _, groups: gather_row_stats(part(batch, (0, 2)), None, [0, 2], groups, CPU))
     one, other = (view_batch(batch).select([row]).totals for row in (0, 2))
     assert found.totals == Totals(one.tokens + other.tokens, 2, 2)
     assert found.zero_gradient == frozenset()
@@ -161,7 +161,7 @@ def test_large_group_numbers_stay_apart(patch: pytest.MonkeyPatch) -> None:
     """Hashes serve as numbers: neighbours of 2**40 are one in float32, those of 2**60 in float64."""
     batch = tiny_batch([5, 4, 6, 3])
     batch["group"] = torch.tensor([2**40, 2**40 + 1, 2**60, 2**60 + 1])
-    call = lambda _, groups: gather_facts(part(batch, (0, 1, 2, 3)), None, [0], groups, CPU)  # noqa: E731
+    call = lambda _, groups: gather_row_stats(part(batch, (0, 1, 2, 3)), None, [0], groups, CPU)  # noqa: E731
     assert [one.totals for one in Ranks(patch, 2).run(call)] == [view_batch(batch).totals] * 2
     assert view_batch(batch).totals.groups == 4
 
@@ -176,7 +176,7 @@ def test_facts_are_exchanged_where_the_group_is(patch: pytest.MonkeyPatch) -> No
     groups, batch = Ranks(patch, 2).of(0), tiny_batch([5, 4])
     patch.setattr(torch.distributed, "all_reduce", all_reduce)
     for call in (
-        lambda: gather_facts(part(batch, (0, 1)), None, [0], groups, torch.device("meta")),
+        lambda: gather_row_stats(part(batch, (0, 1)), None, [0], groups, torch.device("meta")),
         lambda: check_held(part(batch, (0, 1)), [0], groups, torch.device("meta")),
     ):
         with pytest.raises(ExchangedError, match=r"^meta$"):
@@ -197,7 +197,7 @@ def test_rows_that_differ_are_named_on_every_rank(patch: pytest.MonkeyPatch, key
 
     def call(index: int, groups: Any) -> Any:
         whole, mask = given[index]
-        return gather_facts(part(whole, (0, 1, 2)), mask, [index], groups, CPU)
+        return gather_row_stats(part(whole, (0, 1, 2)), mask, [index], groups, CPU)
 
     want = "ranks hold different rows under the number 1: number the rows alike on every rank"
     assert Ranks(patch, 2).run(call) == [want] * 2
@@ -208,7 +208,7 @@ def test_a_rank_that_lacks_a_row_is_named_on_every_rank(patch: pytest.MonkeyPatc
     for lacking, needed in ((None, [[0], [1]]), (0, [[2], [1]]), (1, [[0], [2, 1]])):
 
         def facts(index: int, groups: Any, needed: list[list[int]] = needed) -> Any:
-            return gather_facts(part(batch, (0, 1)), None, needed[index], groups, CPU).zero_gradient
+            return gather_row_stats(part(batch, (0, 1)), None, needed[index], groups, CPU).zero_gradient
 
         def held(index: int, groups: Any, needed: list[list[int]] = needed) -> None:
             return check_held(part(batch, (0, 1)), needed[index], groups, CPU)

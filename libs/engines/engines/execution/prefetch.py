@@ -18,7 +18,7 @@ from engines.devices.detect import devices_of
 from engines.execution.micro_batches import MicroBatch, MicroBatches
 
 
-class MicroBatchesAhead(MicroBatches):
+class PrefetchedMicroBatches(MicroBatches):
     """Micro-batches that are packed, copied and given the inputs of the model on a stream of their own."""
 
     def __init__(self, source: MicroBatches, prepare: Callable[[MicroBatch], Any]) -> None:
@@ -58,7 +58,7 @@ class MicroBatchesAhead(MicroBatches):
         return micro_batch, ready
 
 
-class Ahead:
+class PrefetchedStep:
     """At most one batch to be prepared while the device works, with the objective that it is for."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from engines import EngineConfig, LocalBatch, TrainEngine, build_engine
 from engines.execution import prefetch as ahead
 from engines.execution.micro_batches import MicroBatch, MicroBatches
-from engines.execution.prefetch import Ahead, MicroBatchesAhead, tensors_in
+from engines.execution.prefetch import PrefetchedMicroBatches, PrefetchedStep, tensors_in
 from engines.parallel.planning import PlannedRows
 from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
 from engines.tiny import tiny_batch, tiny_model
@@ -62,7 +62,7 @@ def test_parts_are_refused() -> None:
 
 
 def test_what_is_ahead_is_taken_once() -> None:
-    kept, batch, objective = Ahead(), object(), object()
+    kept, batch, objective = PrefetchedStep(), object(), object()
     for asked in ((object(), objective), (batch, object())):
         kept.ask(batch, objective, lambda: 7)
         kept.run()
@@ -151,7 +151,7 @@ def test_micro_batches_ahead_are_the_micro_batches(cuda: Cuda, begin: bool) -> N
         cuda.happened.append(("made", micro_batch.rows))
         return ("inputs of", micro_batch.rows)
 
-    made = MicroBatchesAhead(source, prepare)
+    made = PrefetchedMicroBatches(source, prepare)
     for _ in range(2):
         cuda.happened.clear()
         if begin:
@@ -186,5 +186,5 @@ def test_memory_is_kept_for_the_stream_that_reads_it(cuda: Cuda) -> None:
         LocalBatch(batch, (0,), batch.lengths), [PlannedRows((0,), (0,))], lambda _: None, torch.device("cpu")
     )
     inputs = torch.zeros(3).as_subclass(OnDevice)
-    list(MicroBatchesAhead(source, lambda micro_batch: {"ids": inputs, "host": torch.zeros(2)}))
+    list(PrefetchedMicroBatches(source, lambda micro_batch: {"ids": inputs, "host": torch.zeros(2)}))
     assert [id(one) for one in kept] == [id(inputs)]

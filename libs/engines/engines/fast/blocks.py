@@ -28,7 +28,7 @@ from engines.fast.pointwise import (
     rotate_grad,
     swiglu,
     swiglu_grad,
-    wide,
+    to_float32,
 )
 
 Tensors = tuple[Tensor, ...]
@@ -99,8 +99,8 @@ def mlp_grad(
     d_p, d_u = swiglu_grad(p, u, input_grad(grad, w.down))
     n = rms_norm(x, w.norm, eps)
     d_gate, d_up = weight_grad(d_p, n, w.gate), weight_grad(d_u, n, w.up)
-    d_x, d_norm = rms_norm_grad(x, w.norm, eps, wide(input_grad(d_p, w.gate)) + wide(input_grad(d_u, w.up)))
-    return (d_x + wide(grad)).to(x.dtype), MLPWeights(d_norm, d_gate, d_up, d_down)
+    d_x, d_norm = rms_norm_grad(x, w.norm, eps, to_float32(input_grad(d_p, w.gate)) + to_float32(input_grad(d_u, w.up)))
+    return (d_x + to_float32(grad)).to(x.dtype), MLPWeights(d_norm, d_gate, d_up, d_down)
 
 
 def delta_net(x: Tensor, w: DeltaNetWeights, where: Where, eps: float) -> tuple[Tensor, Tensors]:
@@ -124,13 +124,13 @@ def delta_net_grad(
     q, k, v, g, beta = _rule_operands(mixed, b, a, w, where)
     d_q, d_k, d_v, d_g, d_beta = delta_rule_grad(q, k, v, g, cumulative, beta, inverses, where.boundaries, d_o)
     d_a, d_a_log, d_dt_bias = decay_grad(a, w.a_log, w.dt_bias, d_g)
-    s = wide(b).sigmoid()
-    d_b = (wide(d_beta) * s * (1.0 - s)).to(b.dtype)
+    s = to_float32(b).sigmoid()
+    d_b = (to_float32(d_beta) * s * (1.0 - s)).to(b.dtype)
     d_mixed, d_conv = conv_heads_grad(mixed, w.conv, where.position, d_q, d_k, d_v)
     d_z = d_z.flatten(1)
     n = rms_norm(x, w.norm, eps)
-    d_n = wide(input_grad(d_mixed, w.qkv)) + wide(input_grad(d_z, w.z))
-    d_n = d_n + wide(input_grad(d_b, w.b)) + wide(input_grad(d_a, w.a))
+    d_n = to_float32(input_grad(d_mixed, w.qkv)) + to_float32(input_grad(d_z, w.z))
+    d_n = d_n + to_float32(input_grad(d_b, w.b)) + to_float32(input_grad(d_a, w.a))
     d_x, d_norm = rms_norm_grad(x, w.norm, eps, d_n)
     linear = (
         weight_grad(d_mixed, n, w.qkv),
@@ -139,7 +139,7 @@ def delta_net_grad(
         weight_grad(d_a, n, w.a),
     )
     d_weights = DeltaNetWeights(d_norm, *linear, d_conv, d_a_log, d_dt_bias, d_gated_norm, d_out)
-    return (d_x + wide(grad)).to(x.dtype), d_weights
+    return (d_x + to_float32(grad)).to(x.dtype), d_weights
 
 
 def attention(x: Tensor, w: AttentionWeights, where: Where, eps: float) -> tuple[Tensor, Tensors]:
@@ -148,7 +148,7 @@ def attention(x: Tensor, w: AttentionWeights, where: Where, eps: float) -> tuple
     qg, k, v = project(n, w.q), project(n, w.k), project(n, w.v)
     q, gate, k_turned, v_heads = _attention_operands(qg, k, v, w, where, eps)
     o, normalisers = causal_attention(q, k_turned, v_heads, where.cu_seqlens, where.longest)
-    y = (wide(o) * wide(gate).sigmoid()).to(x.dtype).flatten(1)
+    y = (to_float32(o) * to_float32(gate).sigmoid()).to(x.dtype).flatten(1)
     return x + project(y, w.out), (qg, k, v, o, normalisers)
 
 
@@ -158,9 +158,9 @@ def attention_grad(
     """Return (d x, d weights) of `attention`."""
     qg, k, v, o, normalisers = kept
     q, gate, k_turned, v_heads = _attention_operands(qg, k, v, w, where, eps)
-    s, f = wide(gate).sigmoid(), wide(o)
+    s, f = to_float32(gate).sigmoid(), to_float32(o)
     d_out = weight_grad(grad, (f * s).to(x.dtype).flatten(1), w.out)
-    d_y = wide(input_grad(grad, w.out).view_as(o))
+    d_y = to_float32(input_grad(grad, w.out).view_as(o))
     d_o, d_gate = (d_y * s).to(x.dtype), (d_y * f * s * (1.0 - s)).to(x.dtype)
     d_q, d_k, d_v = causal_attention_grad(q, k_turned, v_heads, o, normalisers, where.cu_seqlens, where.longest, d_o)
     head = w.q_norm.shape[0]
@@ -170,11 +170,11 @@ def attention_grad(
     d_qg = torch.cat([d_q.to(x.dtype), d_gate], dim=-1).flatten(1)
     d_k, d_v = d_k.to(x.dtype).flatten(1), d_v.flatten(1)
     n = rms_norm(x, w.norm, eps)
-    d_n = wide(input_grad(d_qg, w.q)) + wide(input_grad(d_k, w.k)) + wide(input_grad(d_v, w.v))
+    d_n = to_float32(input_grad(d_qg, w.q)) + to_float32(input_grad(d_k, w.k)) + to_float32(input_grad(d_v, w.v))
     d_x, d_norm = rms_norm_grad(x, w.norm, eps, d_n)
     projections = (weight_grad(d_qg, n, w.q), weight_grad(d_k, n, w.k), weight_grad(d_v, n, w.v))
     d_weights = AttentionWeights(d_norm, *projections, d_q_norm, d_k_norm, d_out)
-    return (d_x + wide(grad)).to(x.dtype), d_weights
+    return (d_x + to_float32(grad)).to(x.dtype), d_weights
 
 
 def _rule_operands(mixed: Tensor, b: Tensor, a: Tensor, w: DeltaNetWeights, where: Where) -> Tensors:
@@ -182,7 +182,7 @@ def _rule_operands(mixed: Tensor, b: Tensor, a: Tensor, w: DeltaNetWeights, wher
     head = w.gated_norm.shape[0]
     keys = (mixed.shape[1] - base(w.out).shape[1]) // (2 * head)
     q, k, v = conv_heads(mixed, w.conv, where.position, keys, head)
-    beta = wide(b).sigmoid().to(b.dtype)
+    beta = to_float32(b).sigmoid().to(b.dtype)
     return q, k, v, decay(a, w.a_log, w.dt_bias), beta
 
 

@@ -8,7 +8,7 @@ plain torch took five. The plain form (`pointwise.conv_silu` and `pointwise.unit
 import torch
 from torch import Tensor
 
-from engines.fast.pointwise import L2_EPS, conv_silu, conv_silu_grad, unit, unit_grad
+from engines.fast.pointwise import L2_EPS, conv_silu, conv_silu_grad, l2_normalize, l2_normalize_grad
 from engines.fast.triton_kernels import triton_module
 
 _BLOCK = 32
@@ -24,7 +24,7 @@ def conv_heads(x: Tensor, weight: Tensor, position: Tensor, keys: int, head: int
     values = x.shape[1] // head - 2 * keys
     if not x.is_cuda:
         q, k, v = _cut(conv_silu(x, weight, position), keys, head)
-        return unit(q), unit(k), v.contiguous()
+        return l2_normalize(q), l2_normalize(k), v.contiguous()
     tokens, channels = x.shape
     q, k = (x.new_empty(tokens, keys, head) for _ in range(2))
     v = x.new_empty(tokens, values, head)
@@ -63,7 +63,7 @@ def conv_heads_grad(
     keys, head = d_q.shape[1], d_q.shape[2]
     if not x.is_cuda:
         q, k, _ = _cut(conv_silu(x, weight, position), keys, head)
-        grads = (unit_grad(q, d_q), unit_grad(k, d_k), d_v)
+        grads = (l2_normalize_grad(q, d_q), l2_normalize_grad(k, d_k), d_v)
         return conv_silu_grad(x, weight, position, torch.cat([grad.flatten(1) for grad in grads], dim=1))
     (tokens, channels), taps = x.shape, weight.shape[1]
     x, weight = x.contiguous(), weight.contiguous()

@@ -1,4 +1,4 @@
-"""Log-probs and entropies from hidden states over fused kernels: the drop-in of `engines.scoring.log_probs.token_log_probs`.
+"""Log-probs and entropies from hidden states over fused kernels, in place of `scoring.log_probs.token_log_probs`.
 
 Logits stay in the compute dtype. Where those of all tokens fit in `KEPT_BYTES` they are kept from forward to backward
 and overwritten there by their gradient (one matrix product fewer); otherwise a chunk of tokens at a time is computed

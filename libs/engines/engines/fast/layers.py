@@ -1,8 +1,8 @@
 """Decoder layers of one model that run as two functions each, mixer and MLP, under autograd, with adapters or without.
 
 `use_layer_functions(model)` replaces the forward of each decoder layer instance, and only for calls that carry a
-`PackedContext`; hooks of FSDP and recomputation stay outside. The adaptation of `engines.packing` stays as it was
-for everything else. The plain reference is the same model without it.
+`PackedContext`; hooks of FSDP and recomputation stay outside. The adaptation of `engines.scoring.packed_model` stays as it
+was for everything else. The plain reference is the same model without it.
 """
 
 from collections.abc import Callable, Sequence

@@ -13,37 +13,37 @@ from torch.nn.functional import pad, softplus
 L2_EPS = 1e-6
 
 
-def wide(x: Tensor) -> Tensor:
+def to_float32(x: Tensor) -> Tensor:
     """Return x in the dtype of the arithmetic: float32, or float64 where it is that."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., D] over the root of its mean square, times 1 + weight [D]."""
-    f = wide(x)
-    return (f * torch.rsqrt(f.square().mean(-1, keepdim=True) + eps) * (1.0 + wide(weight))).to(x.dtype)
+    f = to_float32(x)
+    return (f * torch.rsqrt(f.square().mean(-1, keepdim=True) + eps) * (1.0 + to_float32(weight))).to(x.dtype)
 
 
 def rms_norm_grad(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Return (d x [..., D] in the arithmetic's dtype, d weight [D]) of `rms_norm`."""
-    f, g = wide(x), wide(grad)
+    f, g = to_float32(x), to_float32(grad)
     scale = torch.rsqrt(f.square().mean(-1, keepdim=True) + eps)
     n = f * scale
-    d_n = g * (1.0 + wide(weight))
+    d_n = g * (1.0 + to_float32(weight))
     d_x = scale * (d_n - n * (d_n * n).mean(-1, keepdim=True))
     return d_x, (g * n).flatten(0, -2).sum(0).to(weight.dtype)
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., D] over the root of its mean square, times weight [D] and silu(gate [..., D])."""
-    f, z = wide(x), wide(gate)
+    f, z = to_float32(x), to_float32(gate)
     n = f * torch.rsqrt(f.square().mean(-1, keepdim=True) + eps)
-    return (n * wide(weight) * (z * z.sigmoid())).to(x.dtype)
+    return (n * to_float32(weight) * (z * z.sigmoid())).to(x.dtype)
 
 
 def gated_norm_grad(x: Tensor, gate: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (d x, d gate, d weight) of `gated_norm`."""
-    f, z, g, w = wide(x), wide(gate), wide(grad), wide(weight)
+    f, z, g, w = to_float32(x), to_float32(gate), to_float32(grad), to_float32(weight)
     scale = torch.rsqrt(f.square().mean(-1, keepdim=True) + eps)
     n, s = f * scale, z.sigmoid()
     d_n = g * w * (z * s)
@@ -54,26 +54,26 @@ def gated_norm_grad(x: Tensor, gate: Tensor, weight: Tensor, eps: float, grad: T
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
-    p = wide(gate)
-    return (p * p.sigmoid() * wide(up)).to(gate.dtype)
+    p = to_float32(gate)
+    return (p * p.sigmoid() * to_float32(up)).to(gate.dtype)
 
 
 def swiglu_grad(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Return (d gate, d up) of `swiglu`."""
-    p, u, g = wide(gate), wide(up), wide(grad)
+    p, u, g = to_float32(gate), to_float32(up), to_float32(grad)
     s = p.sigmoid()
     return (g * u * (s * (1.0 + p * (1.0 - s)))).to(gate.dtype), (g * (p * s)).to(up.dtype)
 
 
-def unit(x: Tensor) -> Tensor:
+def l2_normalize(x: Tensor) -> Tensor:
     """x [..., D] over its length."""
-    f = wide(x)
+    f = to_float32(x)
     return (f * torch.rsqrt(f.square().sum(-1, keepdim=True) + L2_EPS)).to(x.dtype)
 
 
-def unit_grad(x: Tensor, grad: Tensor) -> Tensor:
-    """D x of `unit`."""
-    f, g = wide(x), wide(grad)
+def l2_normalize_grad(x: Tensor, grad: Tensor) -> Tensor:
+    """D x of `l2_normalize`."""
+    f, g = to_float32(x), to_float32(grad)
     scale = torch.rsqrt(f.square().sum(-1, keepdim=True) + L2_EPS)
     n = f * scale
     return (scale * (g - n * (g * n).sum(-1, keepdim=True))).to(x.dtype)
@@ -81,12 +81,12 @@ def unit_grad(x: Tensor, grad: Tensor) -> Tensor:
 
 def decay(a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
     """Log decay -exp(a_log) * softplus(a + dt_bias): a [T, Hv], a_log and dt_bias [Hv] -> [T, Hv], float32."""
-    return -wide(a_log).exp() * softplus(wide(a) + wide(dt_bias))
+    return -to_float32(a_log).exp() * softplus(to_float32(a) + to_float32(dt_bias))
 
 
 def decay_grad(a: Tensor, a_log: Tensor, dt_bias: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (d a, d a_log, d dt_bias) of `decay`."""
-    x, rate, g = wide(a) + wide(dt_bias), -wide(a_log).exp(), wide(grad)
+    x, rate, g = to_float32(a) + to_float32(dt_bias), -to_float32(a_log).exp(), to_float32(grad)
     d_a = g * rate * x.sigmoid()
     return d_a.to(a.dtype), (g * rate * softplus(x)).sum(0).to(a_log.dtype), d_a.sum(0).to(dt_bias.dtype)
 
@@ -94,7 +94,7 @@ def decay_grad(a: Tensor, a_log: Tensor, dt_bias: Tensor, grad: Tensor) -> tuple
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first R features of each head: x [T, H, D], cos and sin [T, R] with equal halves."""
     half = cos.shape[-1] // 2
-    f, c, s = wide(x), wide(cos)[:, None], wide(sin)[:, None]
+    f, c, s = to_float32(x), to_float32(cos)[:, None], to_float32(sin)[:, None]
     left, right, rest = f[..., :half], f[..., half : 2 * half], f[..., 2 * half :]
     low, high = slice(None, half), slice(half, None)
     turned = (left * c[..., low] - right * s[..., low], right * c[..., high] + left * s[..., high], rest)
@@ -104,7 +104,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotate_grad(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """D x of `rotate`: the rotation back, with the sine of each half's partner."""
     half = cos.shape[-1] // 2
-    g, c, s = wide(grad), wide(cos)[:, None], wide(sin)[:, None]
+    g, c, s = to_float32(grad), to_float32(cos)[:, None], to_float32(sin)[:, None]
     left, right, rest = g[..., :half], g[..., half : 2 * half], g[..., 2 * half :]
     low, high = slice(None, half), slice(half, None)
     turned = (left * c[..., low] + right * s[..., high], right * c[..., high] - left * s[..., low], rest)
@@ -125,8 +125,8 @@ def conv_silu_grad(x: Tensor, weight: Tensor, position: Tensor, grad: Tensor) ->
     tokens, taps = x.shape[0], weight.shape[1]
     y = _conv(x, weight, position)
     s = y.sigmoid()
-    d_y = (wide(grad) * (s * (1.0 + y * (1.0 - s)))).to(x.dtype)
-    f, w, g = wide(x), wide(weight), wide(d_y)
+    d_y = (to_float32(grad) * (s * (1.0 + y * (1.0 - s)))).to(x.dtype)
+    f, w, g = to_float32(x), to_float32(weight), to_float32(d_y)
     d_x, d_w = g * w[:, taps - 1], [(g * f).sum(0)]
     for back in range(1, taps):
         seen = torch.where((position >= back)[:, None], g, 0.0)
@@ -138,7 +138,7 @@ def conv_silu_grad(x: Tensor, weight: Tensor, position: Tensor, grad: Tensor) ->
 def _conv(x: Tensor, weight: Tensor, position: Tensor) -> Tensor:
     """Return the convolution before silu, in the arithmetic's dtype."""
     tokens, taps = x.shape[0], weight.shape[1]
-    f, w = wide(x), wide(weight)
+    f, w = to_float32(x), to_float32(weight)
     y = f * w[:, taps - 1]
     for back in range(1, taps):
         past = pad(f, (0, 0, back, 0))[:tokens]

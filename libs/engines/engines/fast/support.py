@@ -1,4 +1,4 @@
-"""Whether the fast path can run, asked before it is switched on: Yes, or No with the reason in words."""
+"""Say whether the fast path can run before it is switched on: Supported, or Unsupported with the reason."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from engines.capability import No, Yes
+from engines.capability import Supported, Unsupported
 from engines.config import EngineConfig
 from engines.families.registry import family_of
 from engines.fast.triton_kernels import has_triton
 from engines.loading import compute_dtype
 
-LAYERS = Yes("fast/cuda_test.py::test_compiled_layers_equal_plain_ones")
+LAYERS = Supported("fast/cuda_test.py::test_compiled_layers_equal_plain_ones")
 KERNELS = ("flash_qla", "triton")
-REPLICATED = Yes("replicated/replicated_two_test.py::test_two_ranks_equal_one")
+REPLICATED = Supported("replicated/replicated_two_test.py::test_two_ranks_equal_one")
 
 
 @dataclass(frozen=True)
@@ -36,58 +36,58 @@ class Machine:
         return Machine("cuda", compute_dtype(config, device), torch.cuda.get_device_capability(device)[0], missing)
 
 
-def compiled_layers(config: EngineConfig, model_config: Any, device: torch.device) -> Yes | No:
+def compiled_layers(config: EngineConfig, model_config: Any, device: torch.device) -> Supported | Unsupported:
     """Return whether decoder layers and head can run as compiled functions over fused kernels."""
     reason = settings_refusal(config) or model_refusal(model_config)
     reason = reason or machine_refusal(Machine.of(config, device), model_config.get_text_config())
-    return LAYERS if reason is None else No(reason)
+    return LAYERS if reason is None else Unsupported(reason)
 
 
-def replicated_weights(config: EngineConfig, device: torch.device) -> Yes | No:
+def replicated_weights(config: EngineConfig, device: torch.device) -> Supported | Unsupported:
     """Return whether every rank can hold the weights whole, with exact values and moments shared out."""
     if config.shard_ranks is not None:
-        return No("shard_ranks asks for sharded weights: leave it out")
+        return Unsupported("shard_ranks asks for sharded weights: leave it out")
     if config.vision != "off":
-        return No("a vision tower is sharded: set weights='sharded'")
+        return Unsupported("a vision tower is sharded: set weights='sharded'")
     if config.lora.rank:
-        return No("adapters and the weights under them are sharded: set weights='sharded'")
+        return Unsupported("adapters and the weights under them are sharded: set weights='sharded'")
     if config.moments_dtype != "auto":
-        return No("replicated weights keep float32 moments: set moments_dtype='auto', or weights='sharded'")
+        return Unsupported("replicated weights keep float32 moments: set moments_dtype='auto', or weights='sharded'")
     if config.parameters_on_host:
-        return No("replicated weights are on the device: set weights='sharded'")
+        return Unsupported("replicated weights are on the device: set weights='sharded'")
     if config.optimizer_on_host:
-        return No("replicated weights keep their states on the device: set weights='sharded'")
+        return Unsupported("replicated weights keep their states on the device: set weights='sharded'")
     if config.master_dtype != "float32":
-        return No("replicated weights keep float32 masters: set master_dtype='float32', or weights='sharded'")
+        return Unsupported("replicated weights keep float32 masters: set master_dtype='float32', or weights='sharded'")
     if device.type == "cuda" and not has_triton():
-        return No("the update is a Triton kernel, and Triton is not installed")
+        return Unsupported("the update is a Triton kernel, and Triton is not installed")
     return REPLICATED
 
 
-def use_compiled_layers(config: EngineConfig, model_config: Any, device: torch.device) -> Yes | No:
+def use_compiled_layers(config: EngineConfig, model_config: Any, device: torch.device) -> Supported | Unsupported:
     """Return what `config.compile` comes to here; ValueError where it is "on" and cannot be."""
     if config.compile == "off":
-        return No("compile='off'")
+        return Unsupported("compile='off'")
     answer = compiled_layers(config, model_config, device)
-    if config.compile == "on" and isinstance(answer, No):
+    if config.compile == "on" and isinstance(answer, Unsupported):
         raise ValueError(f"compile='on' cannot be had: {answer.reason}; use compile='auto'")
     return answer
 
 
-def use_replicated_weights(config: EngineConfig, device: torch.device, ranks: int) -> Yes | No:
+def use_replicated_weights(config: EngineConfig, device: torch.device, ranks: int) -> Supported | Unsupported:
     """Return what `config.weights` comes to here: "auto" replicates on one GPU alone. ValueError where it is not to be
     had."""
     if config.weights == "sharded":
-        return No("weights='sharded'")
+        return Unsupported("weights='sharded'")
     answer = replicated_weights(config, device)
     if config.weights == "replicated":
-        if isinstance(answer, No):
+        if isinstance(answer, Unsupported):
             raise ValueError(f"weights='replicated' cannot be had: {answer.reason}")
         return answer
     if device.type != "cuda":
-        return No("one process on a CPU has the weights whole, and several share them")
+        return Unsupported("one process on a CPU has the weights whole, and several share them")
     if ranks > 1:
-        return No("several ranks hold more when they share the weights: set weights='replicated' if they fit")
+        return Unsupported("several ranks hold more when they share the weights: set weights='replicated' if they fit")
     return answer
 
 

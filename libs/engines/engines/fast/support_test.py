@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engines import EngineConfig, LoraConfig
-from engines.capability import No, Yes
+from engines.capability import Supported, Unsupported
 from engines.fast.support import (
     Machine,
     compiled_layers,
@@ -94,7 +94,7 @@ def test_settings_are_named(options: dict[str, Any], reason: str) -> None:
 
 def test_what_is_asked_for_is_had_or_refused_with_the_reason() -> None:
     cpu, config = torch.device("cpu"), tiny_config("dense")
-    assert use_compiled_layers(EngineConfig(compile="off"), config, cpu) == No("compile='off'")
+    assert use_compiled_layers(EngineConfig(compile="off"), config, cpu) == Unsupported("compile='off'")
     assert use_compiled_layers(EngineConfig(), config, cpu) == compiled_layers(EngineConfig(), config, cpu)
     with pytest.raises(ValueError, match="compile='on' cannot be had: on a CPU the plain layers are as fast; use"):
         use_compiled_layers(EngineConfig(compile="on"), config, cpu)
@@ -114,10 +114,10 @@ def test_what_is_asked_for_is_had_or_refused_with_the_reason() -> None:
 )
 def test_weights_that_cannot_be_replicated_say_why(options: dict[str, Any], reason: str) -> None:
     cpu = torch.device("cpu")
-    assert isinstance(use_replicated_weights(EngineConfig(weights="replicated"), cpu, 2), Yes)
-    assert use_replicated_weights(EngineConfig(weights="sharded"), cpu, 1) == No("weights='sharded'")
+    assert isinstance(use_replicated_weights(EngineConfig(weights="replicated"), cpu, 2), Supported)
+    assert use_replicated_weights(EngineConfig(weights="sharded"), cpu, 1) == Unsupported("weights='sharded'")
     refused = use_replicated_weights(EngineConfig(), cpu, 1)
-    assert refused == No("one process on a CPU has the weights whole, and several share them")
+    assert refused == Unsupported("one process on a CPU has the weights whole, and several share them")
     answer = replicated_weights(EngineConfig(**options), cpu)
-    assert isinstance(answer, No)
+    assert isinstance(answer, Unsupported)
     assert reason in answer.reason

@@ -20,7 +20,7 @@ from engines.adapters.lora import (
     whole,
     without_adapters,
 )
-from engines.capability import No, Yes
+from engines.capability import Supported, Unsupported
 from engines.config import EngineConfig
 from engines.devices.detect import devices_of
 from engines.devices.host_copies import HostCopies
@@ -31,7 +31,7 @@ from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
 from engines.execution.learning_rates import rate_scales
 from engines.execution.micro_batches import MicroBatch, MicroBatches
 from engines.execution.optimizer import build_optimizer, clip_and_step, gradient_norm, name_of
-from engines.execution.prefetch import MicroBatchesAhead
+from engines.execution.prefetch import PrefetchedMicroBatches
 from engines.experts.placement import place_experts
 from engines.families.registry import family_of
 from engines.families.router import RouterCounts, RouterLoss, Routing
@@ -54,7 +54,7 @@ from engines.weights.disk_weights import DiskWeights
 from engines.weights.empty_model import allocate
 from engines.weights.model_weights import live_tensors
 
-PLAIN = No("not asked for")
+PLAIN = Unsupported("not asked for")
 
 
 class FSDP2Executor:
@@ -72,7 +72,7 @@ class FSDP2Executor:
         model: Any,
         inputs: InputBuilder,
         trainable: bool = True,
-        compiled: Yes | No = PLAIN,
+        compiled: Supported | Unsupported = PLAIN,
         disk: DiskWeights | None = None,
         names: DiskNames = OWN_NAMES,
     ) -> None:
@@ -174,9 +174,9 @@ class FSDP2Executor:
 
     def ahead(self, micro_batches: MicroBatches) -> MicroBatches:
         """Let a thread pack, copy and prepare them while the device works; on a CPU there is nothing to overlap."""
-        if not devices_of(self.device).overlaps or isinstance(micro_batches, MicroBatchesAhead):
+        if not devices_of(self.device).overlaps or isinstance(micro_batches, PrefetchedMicroBatches):
             return micro_batches
-        return MicroBatchesAhead(micro_batches, self._inputs)
+        return PrefetchedMicroBatches(micro_batches, self._inputs)
 
     def _inputs(self, micro_batch: MicroBatch) -> ModelInputs:
         """Build the model's inputs, and what compiled layers want to know of them."""

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.extras import asked
+from engines.extras import missing_extra_message
 
 try:
     from PIL import Image, UnidentifiedImageError
 except ImportError as error:
-    raise ImportError(asked("pictures are read with pillow", "images")) from error
+    raise ImportError(missing_extra_message("pictures are read with pillow", "images")) from error
 
 FILE = "preprocessor_config.json"
 _BASE64 = ";base64,"

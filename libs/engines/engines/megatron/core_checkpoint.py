@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from engines.devices.adaptations import Adaptation, Patch, applied
-from engines.extras import asked
+from engines.extras import missing_extra_message
 from engines.megatron.megatron_executor import MegatronExecutor
 from engines.megatron.runtime.cuda_calls import VERSIONS, adapted
 from engines.megatron.weights.parameters import zero_padding
@@ -55,7 +55,9 @@ def save_core_checkpoint(engine: TrainEngine, directory: str | Path) -> None:
     """
     executor = _executor(engine)
     if not getattr(filesystem_async, "HAVE_PSUTIL", True):  # its writer would end without a word, and be waited for
-        raise ValueError(asked("megatron-core writes checkpoints with psutil, which is not installed", "megatron"))
+        raise ValueError(
+            missing_extra_message("megatron-core writes checkpoints with psutil, which is not installed", "megatron")
+        )
     if dist.get_rank() == 0:
         Path(directory).mkdir(parents=True, exist_ok=True)
     dist.barrier(executor.groups.world)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from engines.adapters.base_digest import BASE
 from engines.adapters.lora import is_adapter, set_trainable
-from engines.capability import No, Yes
+from engines.capability import Supported, Unsupported
 from engines.config import EngineConfig, parse_options
 from engines.devices.detect import devices_of
 from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
@@ -58,7 +58,7 @@ from engines.megatron.weights.adapter_weights import (
     frozen_values,
     with_adapters,
 )
-from engines.megatron.weights.bridge import Held, Place, Shape
+from engines.megatron.weights.bridge import MappedParameter, Place, Shape
 from engines.megatron.weights.parameters import Part, boxed, fill, match, whole_tensors, zero_padding
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.planning import PlannedRows
@@ -99,7 +99,7 @@ class MegatronExecutor:
         dtype = _dtype(config, model, self.device)
         self.balance = None if router is None else Balance(router, self.device, dtype)
         self.adds_loss = self.balance is not None
-        self.compiled: Yes | No = fused_pieces(config, model.config, self.device, dtype)
+        self.compiled: Supported | Unsupported = fused_pieces(config, model.config, self.device, dtype)
         self.rotary = copy.deepcopy(rotary_of(model)).to(self.device)
         sizes = (weights := weight_map(model)).sizes
         self.shapes = with_adapters({**tower_shapes(model), **weights.shapes}, model)
@@ -136,14 +136,14 @@ class MegatronExecutor:
         stages = build_stages(sizes, self.groups.layout, self.settings, split, self.config.gradient_checkpointing)
         for stage in stages:
             use_npu_operators(stage.to(self.device), self.config)
-            if isinstance(self.compiled, Yes):
+            if isinstance(self.compiled, Supported):
                 use_fused_pieces(stage)
             for module in stage.modules():
                 if isinstance(module, Router):
                     module.balance = self.balance
         return stages
 
-    def _add_adapters(self, held: tuple[Held, ...]) -> tuple[Held, ...]:
+    def _add_adapters(self, held: tuple[MappedParameter, ...]) -> tuple[MappedParameter, ...]:
         """Return the map of this rank's parameters with those of its adapters, which the stages have then."""
         if self.adapters is None:
             return held
@@ -294,7 +294,7 @@ class MegatronExecutor:
         chosen = hidden.squeeze(1).index_select(0, inputs.rows)
         head = self.stages[-1].head[: self.vocabulary.stop - self.vocabulary.start]
         given = scoring.temperature, self.config.logit_chunk, scoring.entropy
-        if isinstance(self.compiled, Yes) and group.size() == 1:
+        if isinstance(self.compiled, Supported) and group.size() == 1:
             log_probs, entropies = fused_log_probs(chosen, head, inputs.targets, *given)
         else:
             log_probs, entropies = shared_log_probs(chosen, head, inputs.targets, *given, group, self.vocabulary.start)

@@ -1,4 +1,4 @@
-"""The cases that hold each family's Yes: tiny models that have every switch of the family in some case."""
+"""The cases that prove each family: tiny models that have every switch of the family in some case."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The layouts that hold the Megatron backend's Yes, and how they are measured against one FSDP2 process.
+"""The layouts that prove the Megatron backend, and how they are measured against one FSDP2 process.
 
 `python -m engines megatron` prints the table; `layouts_test.py` asserts what it shows.
 """

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from engines.capability import No, Yes
+from engines.capability import Supported, Unsupported
 from engines.config import EngineConfig
 from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
 from engines.execution.micro_batches import MicroBatch, MicroBatches
@@ -40,7 +40,7 @@ class PlainExecutor:
     """See `engines.execution.executor.Executor`."""
 
     adds_loss = False
-    compiled: Yes | No = No("the plain executor calls stock transformers")
+    compiled: Supported | Unsupported = Unsupported("the plain executor calls stock transformers")
     updated_by = "torch's AdamW"
 
     def __init__(self, config: EngineConfig, groups: ParallelGroups, model: Any, trainable: bool = True) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.capability import No, Yes
+from engines.capability import Supported, Unsupported
 from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
 from engines.execution.micro_batches import MicroBatch, MicroBatches
 from engines.execution.optimizer import finite_everywhere
@@ -34,7 +34,7 @@ class BigramExecutor:
         self.device = torch.device("cpu")
         self.trainable = trainable
         self.adds_loss = False
-        self.compiled: Yes | No = No("a test's executor")
+        self.compiled: Supported | Unsupported = Unsupported("a test's executor")
         self.updated_by = "a test's optimizer"
         self.clip = clip
         self.seen: list[MicroBatch] = []

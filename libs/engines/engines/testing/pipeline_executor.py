@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from engines.capability import No, Yes
+from engines.capability import Supported, Unsupported
 from engines.config import EngineConfig
 from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
 from engines.execution.micro_batches import MicroBatch, MicroBatches
@@ -38,7 +38,7 @@ class PipelineExecutor:
         self.groups = groups
         self.trainable = True
         self.adds_loss = False
-        self.compiled: Yes | No = No("a test's executor")
+        self.compiled: Supported | Unsupported = Unsupported("a test's executor")
         self.updated_by = "torch's AdamW"
         self.device = torch.device("cpu")
         self.model = model.eval()

@@ -1,4 +1,4 @@
-"""Whether two runs of a layout (`engines.proofs.megatron_layouts.Measured`) are the same: steps, scores, weights, exports."""
+"""Compare two runs of a layout (`proofs.megatron_layouts.Measured`): steps, scores, weights, exports."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -9,15 +9,15 @@ from jinja2 import TemplateError
 from chat_tools.parsing.formats import find_format
 from chat_tools.parsing.parser import parse
 from chat_tools.rendering.continuation import extend
-from chat_tools.rendering.turn_delimiters import find_frame
 from chat_tools.rendering.masks import find_regions
 from chat_tools.rendering.message_attribution import common_prefix
 from chat_tools.rendering.render import Rendered
 from chat_tools.rendering.template import ChatTemplate, tokens_as_text
+from chat_tools.rendering.turn_delimiters import find_turn_delimiters
+from rollout.chat.images import Pictures, RenderedPrompt, expanded, images_of, without_image_parts, without_images
 from rollout.chat.messages import Message, Reply
-from rollout.chat.images import Opened, Pictures, expanded, images_of, without_image_parts, without_images
-from rollout.tools.tool import Tool, ToolCall, call_id
 from rollout.tools.escape_control_tokens import SafeEncoder
+from rollout.tools.tool import Tool, ToolCall, call_id
 
 
 class Tokenizer(Protocol):
@@ -87,9 +87,11 @@ class Chat:
     ) -> None:
         stops: tuple[str, ...] | None = None if stop_tokens is None else tokens_as_text(stop_tokens, tokenizer)
         if end_of_turn is None:
-            frame = find_frame(ChatTemplate(tokenizer, None, options, stops), {"role": "assistant", "content": "x"})
-            stops = stops or frame.stops
-            end_of_turn = next(iter((*frame.closings, *frame.stops)), "")
+            delimiters = find_turn_delimiters(
+                ChatTemplate(tokenizer, None, options, stops), {"role": "assistant", "content": "x"}
+            )
+            stops = stops or delimiters.stops
+            end_of_turn = next(iter((*delimiters.closings, *delimiters.stops)), "")
         stops = (end_of_turn,) if stops is None else stops
         self.tokenizer = tokenizer
         self.end_of_turn = end_of_turn
@@ -103,7 +105,7 @@ class Chat:
         self.pictures = pictures
         self._image_id = None if pictures is None else self._single(pictures.token)
         self._openings: dict[Hashable, list[int]] = {}
-        self._seen: dict[Hashable, Opened] = {}
+        self._seen: dict[Hashable, RenderedPrompt] = {}
         self._texts: dict[str, tuple[str, tuple[Tool, ...]]] = {}
         self._turns: dict[tuple[tuple[str, str], ...], str] = {}
         self._replies: dict[tuple[tuple[int, ...], bool], Reply] = {}
@@ -114,14 +116,14 @@ class Chat:
             raise ValueError(f"end_of_turn {token!r} is {len(ids)} tokens; name the single token that ends a turn")
         return int(ids[0])
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Opened:
+    def opening(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> RenderedPrompt:
         """Return the tokens of a conversation up to where the assistant begins, and the images that they show.
 
         Raises ValueError for images that cannot be read, and for other media (`check_text_only`).
         """
         images = [] if self.pictures is None else images_of(messages)
         if not images or self.pictures is None or self._image_id is None:
-            return Opened(self.open(messages, tools))
+            return RenderedPrompt(self.open(messages, tools))
         key = _key(messages, tools)  # None, as for pictures that are no text: each is read on its own
         if key is None or key not in self._seen:
             bare = without_images(messages)

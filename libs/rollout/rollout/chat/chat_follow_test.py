@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from chat_tools.conformance.real_templates import family_of, real_tokenizer, template_names
 from chat_tools.rendering.continuation import extend
 from chat_tools.rendering.render import render
-from chat_tools.conformance.real_templates import family_of, real_tokenizer, template_names
 from rollout.chat.chat import Chat
 from rollout.testing.chat import tiny_tokenizer
 from rollout.tools.tool import Tool

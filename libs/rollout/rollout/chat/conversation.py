@@ -17,11 +17,11 @@ from dataclasses import replace
 from typing import Any
 
 from rollout.chat.chat import Chat
-from rollout.engine import Completion, RolloutEngine, Sampling, StopReason
+from rollout.chat.images import RenderedPrompt
 from rollout.chat.messages import Message, Reply
-from rollout.chat.token_budget import TokenBudget
 from rollout.chat.segment import Segment, Stream
-from rollout.chat.images import Opened
+from rollout.chat.token_budget import TokenBudget
+from rollout.engine import Completion, RolloutEngine, Sampling, StopReason
 from rollout.seeds import derive_seed
 from rollout.tools.tool import Tool
 
@@ -158,12 +158,12 @@ class Conversation:
         branch.agent = agent
         branch.messages = list(self.messages)
         branch._streams = []
-        branch._begin(Opened(self._streams[-1].ids, self._streams[-1].media))
+        branch._begin(RenderedPrompt(self._streams[-1].ids, self._streams[-1].media))
         if self._seed is not None:
             branch._seed = derive_seed(self._seed, "fork", agent)
         return branch
 
-    def _begin(self, opened: Opened) -> None:
+    def _begin(self, opened: RenderedPrompt) -> None:
         self._streams.append(Stream(self.agent, opened.media))
         self._streams[-1].given(opened.ids)
 

@@ -29,7 +29,7 @@ class Pictures:
 
 
 @dataclass(frozen=True)
-class Opened:
+class RenderedPrompt:
     """The tokens with which a conversation begins, and what they show (`RolloutEngine.generate`'s media)."""
 
     ids: list[int]
@@ -65,7 +65,7 @@ def without_image_parts(message: Message) -> Message:
     return {**message, "content": [part for part in content if not _is_image(part)]}
 
 
-def expanded(ids: Sequence[int], token: int, media: tuple[Tensor, Tensor], merge_size: int) -> Opened:
+def expanded(ids: Sequence[int], token: int, media: tuple[Tensor, Tensor], merge_size: int) -> RenderedPrompt:
     """Put as many tokens as each image has in the place of its one. ValueError where their numbers differ."""
     patches, grids = media
     counts = [grid_tokens(grid, merge_size) for grid in grids.tolist()]
@@ -78,7 +78,7 @@ def expanded(ids: Sequence[int], token: int, media: tuple[Tensor, Tensor], merge
         count = next(left) if one == token else 1
         out += [one] * count
         types += [IMAGE if one == token else TEXT] * count
-    return Opened(out, {"pixel_values": patches, "image_grid_thw": grids, "mm_token_type_ids": types})
+    return RenderedPrompt(out, {"pixel_values": patches, "image_grid_thw": grids, "mm_token_type_ids": types})
 
 
 def _parts(message: Message) -> list[Mapping[str, Any]]:

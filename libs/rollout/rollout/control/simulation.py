@@ -49,7 +49,7 @@ class Workload:
             raise ValueError("seconds must be at least 0, those of a token above 0")
 
 
-class Span(NamedTuple):
+class BusyInterval(NamedTuple):
     """A lane was busy with `kind` from `begin` to `end`, in seconds."""
 
     lane: str
@@ -72,7 +72,7 @@ class Forecast:
     staleness: tuple[int, ...]
     generating: float
     training: float
-    spans: tuple[Span, ...] = field(repr=False)
+    spans: tuple[BusyInterval, ...] = field(repr=False)
 
     @property
     def tokens_per_second(self) -> float:
@@ -171,7 +171,7 @@ class _Simulation:
         self.tokens: dict[int, int] = {}
         self.now, self.train_end, self.sync_end = 0.0, _NEVER, _NEVER
         self.trained_s = 0.0
-        self.spans: list[Span] = []
+        self.spans: list[BusyInterval] = []
         self.staleness: list[int] = []
         self.sampling_since: float | None = None
 
@@ -216,7 +216,7 @@ class _Simulation:
 
     def _sampled(self) -> None:
         if self.sampling_since is not None and self.now > self.sampling_since:
-            self.spans.append(Span("sampler", "sample", self.sampling_since, self.now))
+            self.spans.append(BusyInterval("sampler", "sample", self.sampling_since, self.now))
         self.sampling_since = None
 
     def _obey(self, decisions: Sequence[Decision]) -> None:
@@ -230,13 +230,13 @@ class _Simulation:
                     self.staleness.append(staleness)
                     self.trained_s += seconds
                     self.train_end = self.now + seconds
-                    self.spans.append(Span("trainer", "train", self.now, self.train_end))
+                    self.spans.append(BusyInterval("trainer", "train", self.now, self.train_end))
                 case Sync():
                     self.sync_end = self.now + self.workload.sync_s
                     self._sampled()
                     for replica in self.replicas:
                         replica.paused = True
-                    self.spans.append(Span("weights", "sync", self.now, self.sync_end))
+                    self.spans.append(BusyInterval("weights", "sync", self.now, self.sync_end))
         if self.left and self.sync_end == _NEVER and self.sampling_since is None:
             self.sampling_since = self.now
 

@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from rollout.tools.tool import Tool, ToolCall
+from rollout.chat.messages import Message, Reply
+from rollout.tools.tool import Tool
 
-if TYPE_CHECKING:  # an episode's conversations are made of environments' words
+if TYPE_CHECKING:  # it needs jinja2, which an environment does without
     from rollout.chat.conversation import Conversation
 
 End = Literal["done", "limit", "length", "max_turns", "max_tokens", "deadline", "abort", "failed"]
@@ -63,7 +64,7 @@ class EpisodeContext:
 
 
 @dataclass(frozen=True)
-class Opening:
+class Observation:
     """The first messages of an episode, and the tools that the model is told of."""
 
     messages: Sequence[Message]
@@ -71,7 +72,7 @@ class Opening:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepResult:
     """What follows a reply.
 
     `messages` go to the model next; `done` ends the episode, as "limit" where a limit of the environment's own did so
@@ -90,20 +91,39 @@ class Outcome:
             raise ValueError("an episode that a limit of the environment cut off is done")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Score:
-    """What an episode is worth, and the parts that came to it, for people.
+    """What an episode is worth, and the components of its reward, for people.
 
-    Raises ValueError, with the part's name, for what is not a finite number.
+    `parts` is the earlier name of `reward_components`. Raises ValueError, with the component's name, for what is not a
+    finite number.
     """
 
     reward: float
-    parts: Mapping[str, float] = field(default_factory=dict)
+    reward_components: Mapping[str, float] = field(default_factory=dict)
+
+    def __init__(
+        self,
+        reward: float,
+        reward_components: Mapping[str, float] | None = None,
+        *,
+        parts: Mapping[str, float] | None = None,
+    ) -> None:
+        components = next((given for given in (parts, reward_components) if given is not None), {})
+        object.__setattr__(self, "reward", reward)
+        object.__setattr__(self, "reward_components", components)
+        self.__post_init__()
 
     def __post_init__(self) -> None:
-        for name, value in (("reward", self.reward), *((f"reward part {n!r}", v) for n, v in self.parts.items())):
+        components = self.reward_components.items()
+        for name, value in (("reward", self.reward), *((f"reward component {n!r}", v) for n, v in components)):
             if isinstance(value, str) or not math.isfinite(value):
                 raise ValueError(f"{name} is {value!r}: a score is made of finite numbers")
+
+    @property
+    def parts(self) -> Mapping[str, float]:
+        """The components of the reward, by their earlier name."""
+        return self.reward_components
 
 
 class Environment(Protocol):
@@ -113,11 +133,11 @@ class Environment(Protocol):
     group that did not fail relative to one another, once all have ended, in place of what `finish` gave each.
     """
 
-    async def open(self, context: EpisodeContext) -> Opening:
+    async def open(self, context: EpisodeContext) -> Observation:
         """Begin."""
         ...
 
-    async def step(self, reply: Reply) -> Outcome:
+    async def step(self, reply: Reply) -> StepResult:
         """Answer one reply, one that a limit cut off included (`finished` is False)."""
         ...
 
@@ -131,3 +151,7 @@ class Environment(Protocol):
 
 
 EnvironmentFactory = Callable[[], Environment]
+
+# Earlier names, which users' environments may import.
+Opening = Observation
+Outcome = StepResult

@@ -9,17 +9,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from rollout.extras import asked
+from rollout.extras import missing_extra_message
 
 try:
     import gymnasium
     from gymnasium.spaces import Discrete, Text
 except ImportError as error:
-    raise ImportError(asked("Gymnasium's environments need gymnasium", "gymnasium")) from error
+    raise ImportError(missing_extra_message("Gymnasium's environments need gymnasium", "gymnasium")) from error
 
-from rollout.environments.blocking import call
 from rollout.chat.messages import Reply
-from rollout.environments.environment import End, EpisodeContext, Opening, Outcome, Score
+from rollout.environments.blocking import call
+from rollout.environments.environment import End, EpisodeContext, Observation, Score, StepResult
 from rollout.environments.moves import game_seed, last_move
 
 # The toy games give their actions numbers alone.
@@ -91,7 +91,7 @@ class GymnasiumEnvironment:
         self._unread = self._unread_in_a_row = 0
         self._cut_off = False  # by a limit of gymnasium's (`truncated`)
 
-    async def open(self, context: EpisodeContext) -> Opening:
+    async def open(self, context: EpisodeContext) -> Observation:
         """Make and reset it, by the task's seed."""
         options = {**self._task.options, **context.data.get("options", {})}
         observed = await self._call(self._reset, options, game_seed(context))
@@ -102,12 +102,12 @@ class GymnasiumEnvironment:
             instructions += (
                 f"Answer with your action in square brackets: {known}" if known else "Answer with your action."
             )
-        return Opening([{"role": "user", "content": f"{instructions}\n\n{observed}"}])
+        return Observation([{"role": "user", "content": f"{instructions}\n\n{observed}"}])
 
-    async def step(self, reply: Reply) -> Outcome:
+    async def step(self, reply: Reply) -> StepResult:
         """Take the action, or ask for one."""
         if not reply.finished:
-            return Outcome(metrics=self._metrics())
+            return StepResult(metrics=self._metrics())
         action = self._action(reply.content)
         if action is None:
             self._unread += 1
@@ -118,7 +118,7 @@ class GymnasiumEnvironment:
             self._unread_in_a_row = 0
             said, done = await self._call(self._act, action)
         messages = () if done else ({"role": "user", "content": said},)
-        return Outcome(messages, done=done, metrics=self._metrics(), cut_off=self._cut_off)
+        return StepResult(messages, done=done, metrics=self._metrics(), cut_off=self._cut_off)
 
     async def finish(self, end: End) -> Score:
         """Return the sum of the rewards."""

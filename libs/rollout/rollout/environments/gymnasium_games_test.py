@@ -11,8 +11,8 @@ import pytest
 from gymnasium.spaces import Box, Text
 
 from rollout.chat.chat import Chat
-from rollout.engine import Sampling
 from rollout.chat.messages import Reply
+from rollout.engine import Sampling
 from rollout.environments.environment import EnvironmentFactory, EpisodeContext
 from rollout.environments.gymnasium_games import GymnasiumTask, colours_in_words
 from rollout.environments.sources import TaskRow
@@ -119,7 +119,7 @@ def test_limits_reach_the_score() -> None:
     short = GymnasiumTask("CliffWalking-v1", {"max_episode_steps": 3}, cut_off_reward=-9.0)  # gymnasium's own limit
     (episode,) = play(short, lambda text, turn: "up")
     assert episode.score is not None
-    assert (episode.end, episode.reward, episode.score.parts) == ("limit", -9.0, {"return": -3.0})
+    assert (episode.end, episode.reward, episode.score.reward_components) == ("limit", -9.0, {"return": -3.0})
 
     async def cut_off() -> bool:
         game = cliff()

@@ -16,9 +16,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from rollout.environments.blocking import ENVIRONMENTS
 from rollout.chat.messages import Message, Reply
-from rollout.environments.environment import Converse, End, Environment, EnvironmentFactory, EpisodeContext, Opening, Outcome, Score
+from rollout.environments.blocking import ENVIRONMENTS
+from rollout.environments.environment import (
+    Converse,
+    End,
+    Environment,
+    EnvironmentFactory,
+    EpisodeContext,
+    Observation,
+    Score,
+    StepResult,
+)
 from rollout.errors import EpisodeFailed
 from rollout.tools.tool import Tool
 from rollout.tools.workers import Ended, RefusedError
@@ -71,15 +80,15 @@ class HostedEnvironment:
             if self._environment is None:
                 await self._leave()
 
-    async def open(self, context: EpisodeContext) -> Opening:
+    async def open(self, context: EpisodeContext) -> Observation:
         """Return the environment's own; its conversations are played outside."""
         inside = replace(context, converse=partial(self._converse, context.converse))
-        opening: Opening = await self._call("open()", self._environment.open, inside)
+        opening: Observation = await self._call("open()", self._environment.open, inside)
         return opening
 
-    async def step(self, reply: Reply) -> Outcome:
+    async def step(self, reply: Reply) -> StepResult:
         """Return the environment's own."""
-        outcome: Outcome = await self._call("step()", self._environment.step, reply)
+        outcome: StepResult = await self._call("step()", self._environment.step, reply)
         return outcome
 
     async def finish(self, end: End) -> Score:

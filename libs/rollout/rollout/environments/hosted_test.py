@@ -8,10 +8,10 @@ from typing import Any, TypeVar, cast
 import pytest
 
 from rollout.chat.chat import Chat
+from rollout.chat.messages import Reply
 from rollout.engine import Completion, RolloutEngine, Sampling
 from rollout.environments.blocking import ENVIRONMENTS
-from rollout.chat.messages import Reply
-from rollout.environments.environment import End, EnvironmentFactory, EpisodeContext, Opening, Outcome, Score
+from rollout.environments.environment import End, EnvironmentFactory, EpisodeContext, Observation, Score, StepResult
 from rollout.environments.hosted import HostedEnvironment, host
 from rollout.episodes.episode import Episode
 from rollout.episodes.playing import run_episode, run_group
@@ -34,13 +34,13 @@ class Plain:
     def __init__(self) -> None:
         self.hook("factory")
 
-    async def open(self, context: EpisodeContext) -> Opening:
+    async def open(self, context: EpisodeContext) -> Observation:
         self.hook("open")
-        return Opening([{"role": "user", "content": "x"}])
+        return Observation([{"role": "user", "content": "x"}])
 
-    async def step(self, reply: Reply) -> Outcome:
+    async def step(self, reply: Reply) -> StepResult:
         self.hook("step")
-        return Outcome()
+        return StepResult()
 
     async def finish(self, end: End) -> Score:
         self.hook("finish")
@@ -97,7 +97,7 @@ def test_an_environment_has_one_thread_and_one_loop_from_its_making_to_its_close
     class Bound(Plain):
         hook = staticmethod(lambda method: seen.append((method, threading.current_thread())))
 
-        async def open(self, context: EpisodeContext) -> Opening:
+        async def open(self, context: EpisodeContext) -> Observation:
             self.loop = asyncio.get_running_loop()
             self.queue: asyncio.Queue[str] = asyncio.Queue(1)
             self.task = asyncio.create_task(self.talk())
@@ -107,7 +107,7 @@ def test_an_environment_has_one_thread_and_one_loop_from_its_making_to_its_close
             while True:
                 await self.queue.put("goes on between the methods")
 
-        async def step(self, reply: Reply) -> Outcome:
+        async def step(self, reply: Reply) -> StepResult:
             assert asyncio.get_running_loop() is self.loop
             assert await self.queue.get() == "goes on between the methods"
             return await super().step(reply)
@@ -165,7 +165,7 @@ def test_a_method_that_awaits_past_its_time_is_cancelled_and_the_environment_clo
     class Waits(Plain):
         timeout = 0.2
 
-        async def step(self, reply: Reply) -> Outcome:
+        async def step(self, reply: Reply) -> StepResult:
             try:
                 await asyncio.Event().wait()
             finally:
@@ -255,18 +255,18 @@ def test_a_sub_agent_speaks_on_the_loop_that_samples() -> None:
             return await super().generate(*arguments, **options)
 
     class Asks(Plain):
-        async def open(self, context: EpisodeContext) -> Opening:
+        async def open(self, context: EpisodeContext) -> Observation:
             self.context = context
             return await super().open(context)
 
-        async def step(self, reply: Reply) -> Outcome:
+        async def step(self, reply: Reply) -> StepResult:
             helper = self.context.converse([{"role": "user", "content": "help"}], agent="helper")
             await helper.reply()
             assert helper.say([{"role": "user", "content": "more"}])
             branch = helper.fork("other")
             await asyncio.gather(helper.reply(), branch.reply())
             assert (helper.turns, branch.turns, branch.agent) == (2, 2, "other")
-            return Outcome()
+            return StepResult()
 
     sampler = Sampler(lambda prompt, turn: [CHAT.end_of_turn_id])
     episode = run(play(Asks, sampler))
@@ -286,8 +286,8 @@ def test_a_timeout_is_a_number_of_seconds(timeout: object) -> None:
 
 def test_methods_need_not_be_async() -> None:
     class Blocks(Plain):
-        def step(self, reply: Reply) -> Outcome:  # type: ignore[override]
-            return Outcome(metrics={"plain": 1.0})
+        def step(self, reply: Reply) -> StepResult:  # type: ignore[override]
+            return StepResult(metrics={"plain": 1.0})
 
     async def main() -> Mapping[str, float]:
         made = await host(Blocks)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, TypedDict
 
 from rollout.chat.messages import Message, Reply
-from rollout.environments.environment import End, EpisodeContext, Opening, Outcome, Score
+from rollout.environments.environment import End, EpisodeContext, Observation, Score, StepResult
 from rollout.errors import EpisodeFailed
 from rollout.tools.tool import Tool, ToolResult, call_id, call_tools
 from rollout.tools.workers import REWARDS, OverrunError, RefusedError
@@ -15,7 +15,7 @@ Reward = Callable[..., float | Score | Awaitable[float | Score]]
 """Scores an answer, given the reply and the results of all tool calls; it may block, or be async."""
 
 
-class Told(TypedDict, total=False):
+class RewardArguments(TypedDict, total=False):
     """What a reward is told by keyword, where it asks for it."""
 
     end: End
@@ -55,16 +55,16 @@ class TaskEnvironment:
         self._results: list[ToolResult] = []
         self._reply = Reply("", "", finished=False)
 
-    async def open(self, context: EpisodeContext) -> Opening:
+    async def open(self, context: EpisodeContext) -> Observation:
         """Return the task's messages and tools."""
         del context
-        return Opening(self._task.messages, self._task.tools)
+        return Observation(self._task.messages, self._task.tools)
 
-    async def step(self, reply: Reply) -> Outcome:
+    async def step(self, reply: Reply) -> StepResult:
         """Run the calls of a finished turn, or end."""
         self._reply = reply
         if not (reply.finished and self._task.tools and (reply.tool_calls or reply.problems)):
-            return Outcome(metrics=self._metrics())
+            return StepResult(metrics=self._metrics())
         answers = await call_tools(self._task.tools, reply.tool_calls)
         self._results += answers
         messages = [answer.to_message() for answer in answers]
@@ -72,14 +72,14 @@ class TaskEnvironment:
             text = f"Error: a tool call could not be read: {problem}"
             # a template wants an id and a name of each answer, also where the model gave none
             messages.append(ToolResult("unreadable", text, False, call_id(number)).to_message())
-        return Outcome(tuple(messages), done=False, metrics=self._metrics())
+        return StepResult(tuple(messages), done=False, metrics=self._metrics())
 
     async def finish(self, end: End) -> Score:
         """Return the reward function's score of an answer; `cut_off_reward` where a limit ended the episode."""
         task = self._task
         if end != "done" and task.cut_off_reward is not None:
             return Score(task.cut_off_reward)
-        told: Told = {"end": end} if task.reward_takes_end else {}
+        told: RewardArguments = {"end": end} if task.reward_takes_end else {}
         return await score_of(task.reward, self._reply, tuple(self._results), timeout=task.reward_timeout, told=told)
 
     async def close(self) -> None:
@@ -98,7 +98,7 @@ class TaskEnvironment:
         return found
 
 
-NOTHING_TOLD: Told = {}
+NO_ARGUMENTS: RewardArguments = {}
 
 
 async def score_of(
@@ -107,7 +107,7 @@ async def score_of(
     results: Sequence[ToolResult],
     *,
     timeout: float = 60.0,
-    told: Told = NOTHING_TOLD,
+    told: RewardArguments = NO_ARGUMENTS,
 ) -> Score:
     """Call a reward function where it can't stall sampling; what it raises, it raises here.
 

@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from rollout.extras import asked
+from rollout.extras import missing_extra_message
 
 try:
     import textarena
 except ImportError as error:
-    raise ImportError(asked("TextArena's games need textarena", "textarena")) from error
+    raise ImportError(missing_extra_message("TextArena's games need textarena", "textarena")) from error
 
-from rollout.environments.blocking import call
 from rollout.chat.messages import Reply
-from rollout.environments.environment import End, EpisodeContext, Opening, Outcome, Score
+from rollout.environments.blocking import call
+from rollout.environments.environment import End, EpisodeContext, Observation, Score, StepResult
 from rollout.environments.moves import game_seed, last_move
 
 INSTRUCTIONS = "Think first if you like; then give your move in square brackets, in the form that the game asks for."
@@ -65,18 +65,18 @@ class TextArenaEnvironment:
         self._random: Any = None
         self._invalid = 0
 
-    async def open(self, context: EpisodeContext) -> Opening:
+    async def open(self, context: EpisodeContext) -> Observation:
         """Set the game up, by the task's seed."""
         board = await self._call(self._reset, game_seed(context))
-        return Opening([{"role": "user", "content": f"{board}\n\n{self._task.instructions}"}])
+        return Observation([{"role": "user", "content": f"{board}\n\n{self._task.instructions}"}])
 
-    async def step(self, reply: Reply) -> Outcome:
+    async def step(self, reply: Reply) -> StepResult:
         """Make the move, and say what the game says."""
         if not reply.finished:
-            return Outcome(metrics=self._metrics())
+            return StepResult(metrics=self._metrics())
         move = last_move(reply.content)
         done, text = await self._call(self._move, reply.content.strip() if move is None else f"[{move}]")
-        return Outcome(() if done else ({"role": "user", "content": text},), done=done, metrics=self._metrics())
+        return StepResult(() if done else ({"role": "user", "content": text},), done=done, metrics=self._metrics())
 
     async def finish(self, end: End) -> Score:
         """Return the game's reward."""

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from rollout.chat.chat import Chat
-from rollout.engine import Sampling
 from rollout.chat.messages import Reply
-from rollout.environments.environment import EnvironmentFactory, EpisodeContext, Outcome, Score
+from rollout.engine import Sampling
+from rollout.environments.environment import EnvironmentFactory, EpisodeContext, Score, StepResult
 from rollout.environments.sources import TaskRow
 from rollout.environments.textarena_games import TextArenaTask
 from rollout.episodes.episode import Episode
@@ -70,7 +70,7 @@ def test_hanoi_is_solved_and_its_words_reach_the_model() -> None:
     engine, (episode,) = play(TextArenaTask("TowerOfHanoi-v0"), lambda text, turn: f"I think. [x] No: [{HANOI[turn]}]")
     assert (episode.reward, episode.end, episode.metrics["turns"]) == (1.0, "done", 7)
     assert episode.score is not None
-    assert episode.score.parts == {"game": 1.0}
+    assert episode.score.reward_components == {"game": 1.0}
     last = CHAT.tokenizer.decode(engine.prompts[-1])
     assert "You are playing Tower of Hanoi with 3 disks" in last
     assert last.count("You moved disk") == 6
@@ -178,7 +178,7 @@ def test_limits_reach_the_score() -> None:
     _, (episode,) = play(TextArenaTask("TowerOfHanoi-v0", cut_off_reward=-1.0), lambda text, turn: "[A C]", max_turns=1)
     assert (episode.reward, episode.end) == (-1.0, "max_turns")
 
-    async def cut_off() -> tuple[Outcome, Score]:
+    async def cut_off() -> tuple[StepResult, Score]:
         game = TextArenaTask("TowerOfHanoi-v0")()
         await game.open(EpisodeContext("t"))
         outcome = await game.step(Reply("[A", "[A", finished=False))

@@ -8,8 +8,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rollout.episodes.episode import Episode
 from rollout.chat.segment import Segment
+from rollout.episodes.episode import Episode
 from rollout.experts import ROUTED_EXPERTS, RoutedExperts
 from seqpack.batches.batch import check_batch
 from seqpack.batches.jagged import jagged, jagged_from_values

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from rollout.chat.images import expanded, images_of, without_image_parts, without_images
+from rollout.chat.segment import Segment
 from rollout.environments.environment import Score
 from rollout.episodes.batch import to_batch
 from rollout.episodes.episode import Episode, failures
-from rollout.chat.segment import Segment
-from rollout.chat.images import expanded, images_of, without_image_parts, without_images
 
 ONE = Segment((5, 6, 7, 8), (False, True, False, True), (0.0, -0.5, 0.0, -2.0), (-1, 3, -1, 4))
 TWO = Segment((9, 4), (False, True), (0.0, -1.0), (-1, 4))

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rollout.chat.images import without_images
+from rollout.chat.segment import Segment
 from rollout.environments.environment import Score
 from rollout.episodes.episode import Episode
 from rollout.episodes.media_codec import plain_media, read_media
-from rollout.chat.segment import Segment
 from rollout.experts import RoutedExperts
-from rollout.chat.images import without_images
 
 
 def encode_episodes(episodes: Sequence[Episode]) -> bytes:

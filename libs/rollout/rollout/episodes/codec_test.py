@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.chat.messages import Message
+from rollout.chat.segment import Segment
 from rollout.environments.environment import Score
 from rollout.episodes.codec import decode_episodes, encode_episodes
 from rollout.episodes.episode import Episode
 from rollout.episodes.media_codec import DTYPES, plain_media, read_media
-from rollout.chat.segment import Segment
 
 floats = st.floats(allow_nan=False, allow_infinity=False)
 texts = st.text(max_size=8)

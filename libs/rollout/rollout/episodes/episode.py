@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollout.chat.messages import Message
-from rollout.environments.environment import End, Score
 from rollout.chat.segment import Segment
+from rollout.environments.environment import End, Score
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from typing import Any, Never
 import pytest
 
 from rollout.chat.chat import Chat
-from rollout.engine import Completion, RolloutEngine, Sampling
 from rollout.chat.messages import Reply
-from rollout.environments.environment import End, EnvironmentFactory, EpisodeContext, Opening, Outcome, Score
+from rollout.engine import Completion, RolloutEngine, Sampling
+from rollout.environments.environment import End, EnvironmentFactory, EpisodeContext, Observation, Score, StepResult
 from rollout.environments.sources import TaskRow
 from rollout.environments.task import Task
 from rollout.episodes.episode import Episode, failures
@@ -52,14 +52,14 @@ class Plain:
     def __init_subclass__(cls) -> None:
         cls.made = []
 
-    async def open(self, context: EpisodeContext) -> Opening:
+    async def open(self, context: EpisodeContext) -> Observation:
         self.context = context
         self.events.append("open")
-        return Opening(QUESTION)
+        return Observation(QUESTION)
 
-    async def step(self, reply: Reply) -> Outcome:
+    async def step(self, reply: Reply) -> StepResult:
         self.events.append("step")
-        return Outcome(({"role": "user", "content": "more"},), done=reply.content == "95")
+        return StepResult(({"role": "user", "content": "more"},), done=reply.content == "95")
 
     async def finish(self, end: End) -> Score:
         self.events.append(end)
@@ -97,12 +97,12 @@ def test_what_an_environment_raises_fails_its_episode_alone(where: str, retryabl
             if place == where and (self.number if place == "made" else self.context.index) == 1:
                 raise EpisodeFailed("the machine is gone", retryable=retryable)
 
-        async def open(self, context: EpisodeContext) -> Opening:
+        async def open(self, context: EpisodeContext) -> Observation:
             self.context = context
             self.break_at("open")
             return await super().open(context)
 
-        async def step(self, reply: Reply) -> Outcome:
+        async def step(self, reply: Reply) -> StepResult:
             self.break_at("step")
             return await super().step(reply)
 
@@ -144,11 +144,11 @@ def test_a_crash_is_tried_again_then_reported(where: str, error: type[Exception]
                 broken.append(place)
                 raise error("gone")
 
-        async def open(self, context: EpisodeContext) -> Opening:
+        async def open(self, context: EpisodeContext) -> Observation:
             self.fail("open")
             return await super().open(context)
 
-        async def step(self, reply: Reply) -> Outcome:
+        async def step(self, reply: Reply) -> StepResult:
             self.fail("step")
             return await super().step(reply)
 
@@ -199,7 +199,7 @@ def test_an_attempt_keeps_the_seed_and_counts_up() -> None:
         (lambda reply, results: "0.5", "gave the text '0.5': give a number or a Score"),
         (lambda reply, results: math.nan, "finish() raised ValueError: reward is nan"),
         (lambda reply, results: -math.inf, "reward is -inf"),
-        (lambda reply, results: Score(1.0, {"style": math.nan}), "reward part 'style' is nan"),
+        (lambda reply, results: Score(1.0, {"style": math.nan}), "reward component 'style' is nan"),
         (lambda reply, results: "good", "gave the text 'good': give a number or a Score"),
         (lambda reply, results: None, "TypeError"),
         (lambda reply, results: 1 / 0, "ZeroDivisionError"),
@@ -265,7 +265,7 @@ def test_a_tasks_reward_for_a_limit(end: str, cut_off: float | None) -> None:
 
 def test_an_environment_that_takes_too_long_meets_the_deadline() -> None:
     class Sleeping(Plain):
-        async def step(self, reply: Reply) -> Outcome:
+        async def step(self, reply: Reply) -> StepResult:
             await asyncio.sleep(3600)
             raise AssertionError("nobody waits as long")
 
@@ -276,15 +276,15 @@ def test_an_environment_that_takes_too_long_meets_the_deadline() -> None:
 
 def test_an_opening_that_cannot_be_asked_fails_by_its_reason() -> None:
     class Pictures(Plain):
-        async def open(self, context: EpisodeContext) -> Opening:
-            return Opening(({"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "1+1="}]},))
+        async def open(self, context: EpisodeContext) -> Observation:
+            return Observation(({"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "1+1="}]},))
 
     assert "holds media ('image')" in (once()(Pictures).error or "")
     assert Pictures.made[0].events == ["close"]
 
     class Endless(Plain):
-        async def step(self, reply: Reply) -> Outcome:
-            return Outcome(({"role": "user", "content": [{"type": "image"}]},), done=False)
+        async def step(self, reply: Reply) -> StepResult:
+            return StepResult(({"role": "user", "content": [{"type": "image"}]},), done=False)
 
     assert "holds media" in (once()(Endless).error or "")
 

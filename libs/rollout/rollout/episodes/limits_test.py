@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.chat.chat import Chat
-from rollout.engine import Sampling
-from rollout.chat.messages import Reply
-from rollout.environments.environment import End, EpisodeContext, Opening, Outcome, Score
 from rollout.chat.conversation import TokensSpentError
+from rollout.chat.messages import Reply
+from rollout.engine import Sampling
+from rollout.environments.environment import End, EpisodeContext, Observation, Score, StepResult
 from rollout.episodes.episode import Episode
 from rollout.episodes.playing import run_episode
 from rollout.testing.chat import tiny_tokenizer
@@ -38,11 +38,11 @@ class Endless:
     def __init__(self) -> None:
         type(self).ends, type(self).caught = [], []
 
-    async def open(self, context: EpisodeContext) -> Opening:
+    async def open(self, context: EpisodeContext) -> Observation:
         self.context = context
-        return Opening([ASK])
+        return Observation([ASK])
 
-    async def step(self, reply: Reply) -> Outcome:
+    async def step(self, reply: Reply) -> StepResult:
         if self.helpers:
             converse = self.context.converse
             helpers = [converse([ASK], agent=f"helper {n}") for n in range(self.helpers)]
@@ -50,7 +50,7 @@ class Endless:
             self.caught += [error for error in said if isinstance(error, Exception)]
             if self.caught:
                 raise self.caught[0]
-        return Outcome((ASK,), done=False, context=() if self.compact else None)
+        return StepResult((ASK,), done=False, context=() if self.compact else None)
 
     async def finish(self, end: End) -> Score:
         self.ends.append(end)

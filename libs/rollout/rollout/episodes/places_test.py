@@ -14,7 +14,7 @@ from rollout.episodes.episode import Episode
 from rollout.episodes.playing import run_group
 from rollout.native.engine import NativeEngine
 from rollout.testing.chat import tiny_tokenizer
-from rollout.testing.tiny_models import tiny_model
+from rollout.testing.model import tiny_model
 
 TOKENIZER = tiny_tokenizer()
 

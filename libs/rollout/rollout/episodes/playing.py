@@ -17,18 +17,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 from rollout.chat.chat import Chat
-from rollout.engine import RolloutEngine, Sampling
+from rollout.chat.conversation import Conversation, TokensSpentError
 from rollout.chat.messages import Message, Reply
-from rollout.environments.environment import End, Environment, EnvironmentFactory, EpisodeContext, Outcome, Score
+from rollout.chat.token_budget import TokenBudget
+from rollout.engine import RolloutEngine, Sampling
+from rollout.environments.environment import End, Environment, EnvironmentFactory, EpisodeContext, Score, StepResult
 from rollout.environments.hosted import host
 from rollout.environments.sources import TaskRow
-from rollout.chat.token_budget import TokenBudget
-from rollout.chat.conversation import Conversation, TokensSpentError
 from rollout.episodes.episode import Episode
 from rollout.errors import EpisodeFailed
 from rollout.seeds import derive_seed
-from rollout.tools.tool_stats import ToolTally, summed_metrics
 from rollout.tools.tool import Tool
+from rollout.tools.tool_stats import ToolStats, summed_metrics
 from rollout.tools.workers import REWARDS, OverrunError, RefusedError
 
 T = TypeVar("T")
@@ -225,7 +225,7 @@ class _Timed(Conversation):
 
     def __init__(self, play: _Play, *arguments: Any, **options: Any) -> None:
         self._play = play
-        self.tally = ToolTally()
+        self.tally = ToolStats()
         super().__init__(*arguments, **options)
 
     async def reply(self) -> Reply:
@@ -248,7 +248,7 @@ class _Timed(Conversation):
 
     def fork(self, agent: str) -> Conversation:
         branch = cast(_Timed, super().fork(agent))
-        branch.tally = ToolTally()  # the calls so far are counted here
+        branch.tally = ToolStats()  # the calls so far are counted here
         self._play.conversations.append(branch)
         return branch
 
@@ -332,7 +332,7 @@ async def _turns(play: _Play, environment: Environment, begin: Begin, max_turns:
     return "max_turns"
 
 
-def _go_on(conversation: Conversation, outcome: Outcome) -> bool:
+def _go_on(conversation: Conversation, outcome: StepResult) -> bool:
     try:
         if outcome.context is not None:
             return conversation.go_on_from([*outcome.context, *outcome.messages])

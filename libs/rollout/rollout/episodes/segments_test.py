@@ -14,15 +14,15 @@ from torch import nn
 
 from chat_tools.conformance.real_templates import family_of, real_tokenizer
 from rollout.chat.chat import Chat
-from rollout.engine import Completion, RolloutEngine, Sampling
 from rollout.chat.messages import Reply
-from rollout.environments.environment import End, EnvironmentFactory, EpisodeContext, Opening, Outcome, Score
+from rollout.engine import Completion, RolloutEngine, Sampling
+from rollout.environments.environment import End, EnvironmentFactory, EpisodeContext, Observation, Score, StepResult
 from rollout.episodes.batch import to_batch
 from rollout.episodes.episode import Episode
 from rollout.episodes.playing import run_episode, run_group
 from rollout.native.engine import NativeEngine
 from rollout.testing.forced import ForcedEngine, stock_log_probs
-from rollout.testing.tiny_models import tiny_model
+from rollout.testing.model import tiny_model
 from rollout.tools.arithmetic import calculator
 from rollout.tools.tool import call_tools
 
@@ -92,15 +92,15 @@ class Quiz:
     def __init__(self) -> None:
         self.asked = 0
 
-    async def open(self, context: EpisodeContext) -> Opening:
-        return Opening((user("37+58?"),), (calculator(),))
+    async def open(self, context: EpisodeContext) -> Observation:
+        return Observation((user("37+58?"),), (calculator(),))
 
-    async def step(self, reply: Reply) -> Outcome:
+    async def step(self, reply: Reply) -> StepResult:
         if reply.tool_calls:
             results = await call_tools((calculator(),), reply.tool_calls)
-            return Outcome(tuple(r.to_message() for r in results), done=False)
+            return StepResult(tuple(r.to_message() for r in results), done=False)
         self.asked += 1
-        return Outcome((user("and 1+1?"),), done=self.asked == 2)
+        return StepResult((user("and 1+1?"),), done=self.asked == 2)
 
     async def finish(self, end: End) -> Score:
         return Score(1.0)
@@ -151,13 +151,13 @@ def test_every_row_of_an_episode_has_its_reward_and_group() -> None:
 class Compacting(Quiz):
     """Replaces all that was said by a summary after the first answer."""
 
-    async def open(self, context: EpisodeContext) -> Opening:
-        return Opening((user("remember 7 and then 8"),))
+    async def open(self, context: EpisodeContext) -> Observation:
+        return Observation((user("remember 7 and then 8"),))
 
-    async def step(self, reply: Reply) -> Outcome:
+    async def step(self, reply: Reply) -> StepResult:
         self.asked += 1
         summary = (user("summary: 7, 8"), {"role": "assistant", "content": "I know"})
-        return Outcome((user("what was first?"),), done=self.asked == 2, context=summary)
+        return StepResult((user("what was first?"),), done=self.asked == 2, context=summary)
 
 
 def test_a_replaced_context_is_a_stream_of_its_own() -> None:
@@ -174,11 +174,11 @@ def test_a_replaced_context_is_a_stream_of_its_own() -> None:
 class Team(Quiz):
     """Asks a sub-agent twice and a branch of it once, through the same engine."""
 
-    async def open(self, context: EpisodeContext) -> Opening:
+    async def open(self, context: EpisodeContext) -> Observation:
         self.context = context
-        return Opening((user("lead the team"),))
+        return Observation((user("lead the team"),))
 
-    async def step(self, reply: Reply) -> Outcome:
+    async def step(self, reply: Reply) -> StepResult:
         helper = self.context.converse((user("you help. 2+2?"),), agent="helper")
         first = await helper.reply()
         assert helper.say((user(f"are you sure of {first.content}?"),))
@@ -187,7 +187,7 @@ class Team(Quiz):
         with pytest.raises(ValueError, match="name the agent"):
             self.context.converse((user("?"),), agent="")
         self.score = float(second.content == third.content)
-        return Outcome()
+        return StepResult()
 
     async def finish(self, end: End) -> Score:
         return Score(self.score)
@@ -206,7 +206,7 @@ def test_sub_agents_and_branches_are_recorded_and_trained() -> None:
 class Remembering(Team):
     """A branch in the middle of a stream that goes on: llama's template keeps all."""
 
-    async def step(self, reply: Reply) -> Outcome:
+    async def step(self, reply: Reply) -> StepResult:
         helper = self.context.converse((user("2+2?"),), agent="helper")
         await helper.reply()
         other = helper.fork("doubter")
@@ -214,7 +214,7 @@ class Remembering(Team):
         other.say((user("really?"),))
         await asyncio.gather(helper.reply(), other.reply())
         self.score = 1.0
-        return Outcome()
+        return StepResult()
 
 
 def test_a_branchs_beginning_is_given_token_by_token_and_trained_once() -> None:
@@ -264,9 +264,9 @@ def test_templates_whose_stop_token_is_not_their_own_play(name: str) -> None:
     talk = Chat(tokenizer, stop_tokens=family_of(name).stops, tool_format=REAL[name][1])
 
     class Twice(Compacting):
-        async def step(self, reply: Reply) -> Outcome:
+        async def step(self, reply: Reply) -> StepResult:
             self.asked += 1
-            return Outcome((user("again?"),), done=self.asked == 3)
+            return StepResult((user("again?"),), done=self.asked == 3)
 
     episode = asyncio.run(run_episode(Twice, engine, talk, SAMPLING))
     assert (episode.end, episode.metrics["turns"]) == ("done", 3), episode.error

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rollout.chat.chat import Chat
-from rollout.engine import Sampling
 from rollout.chat.messages import Reply
+from rollout.engine import Sampling
 from rollout.environments.environment import Score
 from rollout.environments.task import Task
 from rollout.episodes.episode import Episode

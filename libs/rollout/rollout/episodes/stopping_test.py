@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from rollout.chat.chat import Chat
-from rollout.engine import Sampling
 from rollout.chat.messages import Reply
-from rollout.environments.environment import End, EpisodeContext, Opening, Outcome, Score
+from rollout.engine import Sampling
+from rollout.environments.environment import End, EpisodeContext, Observation, Score, StepResult
 from rollout.environments.hosted import host
 from rollout.episodes.playing import run_group
 from rollout.testing.chat import tiny_tokenizer
@@ -29,15 +29,15 @@ class Waiting:
     def __init_subclass__(cls) -> None:
         cls.made = []
 
-    async def open(self, context: EpisodeContext) -> Opening:
+    async def open(self, context: EpisodeContext) -> Observation:
         self.index = context.index
         self.events.append("open")
-        return Opening(({"role": "user", "content": "37+58="},))
+        return Observation(({"role": "user", "content": "37+58="},))
 
-    async def step(self, reply: Reply) -> Outcome:
+    async def step(self, reply: Reply) -> StepResult:
         self.events.append("step")
         await asyncio.sleep(3600)
-        return Outcome(done=True)
+        return StepResult(done=True)
 
     async def finish(self, end: End) -> Score:
         return Score(1.0)

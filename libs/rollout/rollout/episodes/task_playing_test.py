@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 
 from rollout.chat.chat import Chat
-from rollout.engine import Completion, RolloutEngine, Sampling
 from rollout.chat.messages import Reply
-from rollout.environments.environment import End, EnvironmentFactory, EpisodeContext, Opening, Outcome, Score
+from rollout.chat.segment import NOT_SAMPLED, Segment
+from rollout.engine import Completion, RolloutEngine, Sampling
+from rollout.environments.environment import End, EnvironmentFactory, EpisodeContext, Observation, Score, StepResult
 from rollout.environments.task import Task
 from rollout.episodes.episode import Episode
 from rollout.episodes.playing import run_episode, run_group
-from rollout.chat.segment import NOT_SAMPLED, Segment
 from rollout.native.engine import NativeEngine
 from rollout.rewards.boxed import exact_answer
 from rollout.seeds import derive_seed
 from rollout.testing.chat import tiny_tokenizer
-from rollout.testing.tiny_models import tiny_model
+from rollout.testing.model import tiny_model
 from rollout.testing.scripted import ScriptedEngine
 from rollout.tools.arithmetic import calculator
 
@@ -202,14 +202,14 @@ def test_an_environment_of_ones_own() -> None:
         def __init__(self) -> None:
             self.reward = 0.0
 
-        async def open(self, context: EpisodeContext) -> Opening:
+        async def open(self, context: EpisodeContext) -> Observation:
             assert (context.task_id, context.attempt, context.index) == ("task", 0, 0)
-            return Opening(({"role": "user", "content": "guess"},))
+            return Observation(({"role": "user", "content": "guess"},))
 
-        async def step(self, reply: Reply) -> Outcome:
+        async def step(self, reply: Reply) -> StepResult:
             right = reply.content == "3"
             self.reward += 1.0 if right else -0.25
-            return Outcome(({"role": "user", "content": "no"},), done=right)
+            return StepResult(({"role": "user", "content": "no"},), done=right)
 
         async def finish(self, end: End) -> Score:
             assert end == "done"

@@ -6,9 +6,9 @@ from types import MappingProxyType
 from typing import Any, Never
 
 from rollout.chat.chat import Chat
-from rollout.engine import Sampling
 from rollout.chat.messages import Reply
-from rollout.environments.environment import End, EnvironmentFactory, EpisodeContext, Opening, Outcome, Score
+from rollout.engine import Sampling
+from rollout.environments.environment import End, EnvironmentFactory, EpisodeContext, Observation, Score, StepResult
 from rollout.episodes.playing import run_episode
 from rollout.testing.chat import tiny_tokenizer
 from rollout.testing.scripted import ScriptedEngine
@@ -43,13 +43,13 @@ class World:
 
     metrics: Mapping[str, float] = MappingProxyType({})
 
-    async def open(self, context: EpisodeContext) -> Opening:
+    async def open(self, context: EpisodeContext) -> Observation:
         self.context = context
-        return Opening(QUESTION, TOOLS)
+        return Observation(QUESTION, TOOLS)
 
-    async def step(self, reply: Reply) -> Outcome:
+    async def step(self, reply: Reply) -> StepResult:
         answers = await call_tools(TOOLS, reply.tool_calls)
-        return Outcome(tuple(a.to_message() for a in answers), done=not answers, metrics=self.metrics)
+        return StepResult(tuple(a.to_message() for a in answers), done=not answers, metrics=self.metrics)
 
     async def finish(self, end: End) -> Score:
         return Score(1.0)
@@ -92,22 +92,22 @@ def test_an_environment_that_knows_better_is_believed() -> None:
 
 def test_a_sub_agents_tools_are_among_them() -> None:
     class Delegating(World):
-        async def step(self, reply: Reply) -> Outcome:
+        async def step(self, reply: Reply) -> StepResult:
             helper = self.context.converse(QUESTION, TOOLS)
             asked = await helper.reply()
             helper.say([answer.to_message() for answer in await call_tools(TOOLS, asked.tool_calls)])
             branch = helper.fork("again")
             again = await branch.reply()
             branch.say([answer.to_message() for answer in await call_tools(TOOLS, again.tool_calls)])
-            return Outcome(done=True)
+            return StepResult(done=True)
 
     assert rates(Delegating, "go", call("find", "read"), call("find")) == {"find": (2, 2, 0), "read": (1, 0, 0)}
 
 
 def test_a_history_that_is_said_again_is_not_counted_again() -> None:
     class Compacting(World):
-        async def step(self, reply: Reply) -> Outcome:
+        async def step(self, reply: Reply) -> StepResult:
             outcome = await super().step(reply)
-            return Outcome(outcome.messages, outcome.done, context=(*QUESTION, {"role": "user", "content": "go on"}))
+            return StepResult(outcome.messages, outcome.done, context=(*QUESTION, {"role": "user", "content": "go on"}))
 
     assert rates(Compacting, call("find"), call("find"), "done") == {"find": (2, 2, 0)}

@@ -1,8 +1,8 @@
 """Agents: programs that drive themselves and reach the policy through a gateway, played as episodes.
 
-An agent is called with a `Seat` (where the policy answers, and which episode it is) and gives the episode's score. It
-may be async or block: it runs in a thread of its own, with an event loop of its own, and can't hold up sampling. Its
-requests are recorded token by token; what it does between them is its own affair.
+An agent is called with an `AgentSlot` (where the policy answers, and which episode it is) and gives the episode's
+score. It may be async or block: it runs in a thread of its own, with an event loop of its own, and can't hold up
+sampling. Its requests are recorded token by token; what it does between them is its own affair.
 
 Truncation is no failure: where a limit of the episode (turns, tokens, time) ended the agent, the episode scores
 `cut_off_reward`. Anything else that the agent raises fails the episode, as an environment's errors do.
@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from rollout.chat.chat import Chat
+from rollout.chat.token_budget import TokenBudget
 from rollout.engine import RolloutEngine, Sampling
 from rollout.environments.environment import End, EpisodeContext, Score
 from rollout.environments.sources import TaskRow
-from rollout.chat.token_budget import TokenBudget
 from rollout.episodes.episode import Episode
 from rollout.episodes.playing import score_together, together
 from rollout.errors import EpisodeFailed
@@ -34,7 +34,7 @@ GRACE = 30.0  # seconds after a deadline in which an agent may still answer
 
 
 @dataclass(frozen=True)
-class Seat:
+class AgentSlot:
     """What an agent is given: the policy's address and key for an OpenAI client, and the episode.
 
     Requests with another session id belong to the episode too once `join` has named them (for agents whose
@@ -61,7 +61,8 @@ class Seat:
         self.sessions[session_id] = agent
 
 
-Agent = Callable[[Seat], Score | float | Awaitable[Score | float]]
+Seat = AgentSlot  # its earlier name
+Agent = Callable[[AgentSlot], Score | float | Awaitable[Score | float]]
 """Plays one episode and scores it. It may have `score_group(episodes)`, as an environment's factory may."""
 
 
@@ -170,21 +171,21 @@ async def _play(
     budget = TokenBudget(max_tokens)
     gateway.open(name, sampling=sampling, limits=limits, budget=budget)
     key = gateway.key(name)
-    seat = Seat(gateway.base_url, key, gateway.model, context, gateway, limits, budget, sampling, {name: ""})
+    slot = AgentSlot(gateway.base_url, key, gateway.model, context, gateway, limits, budget, sampling, {name: ""})
     score, error, again = None, None, False
     end: End = "failed"
     closed: list[SessionRecord] = []
     try:
-        end, score = await _asked(agent, seat, deadline)
+        end, score = await _asked(agent, slot, deadline)
     except EpisodeFailed as failed:
         error, again = failed.reason, failed.retryable
     finally:
-        closed = [await gateway.close(session_id) for session_id in seat.sessions]
+        closed = [await gateway.close(session_id) for session_id in slot.sessions]
     if error is None and score is None:
         score = Score(cut_off_reward)
     segments = [
         replace(segment, agent=who)
-        for session, who in zip(closed, seat.sessions.values(), strict=True)
+        for session, who in zip(closed, slot.sessions.values(), strict=True)
         for segment in session.segments
     ]
     own = next((session for session in closed if session.messages), closed[0])
@@ -209,18 +210,18 @@ async def _play(
     return episode, again
 
 
-async def _asked(agent: Agent, seat: Seat, deadline: float | None) -> tuple[End, Score | None]:
+async def _asked(agent: Agent, slot: AgentSlot, deadline: float | None) -> tuple[End, Score | None]:
     """Return how the agent ended, and its score; None where a limit ended it. EpisodeFailed: whatever else it
     raised."""
     name = getattr(agent, "__qualname__", type(agent).__qualname__)
     left = float("inf") if deadline is None else max(0.0, deadline - time.monotonic()) + GRACE
     try:
-        ended = await AGENTS.run(name, left, agent, seat)
+        ended = await AGENTS.run(name, left, agent, slot)
     except OverrunError:
         return "deadline", None
     except RefusedError as refused:
         raise EpisodeFailed(f"the agent {name} is refused: {refused}", retryable=False) from None
-    limit = next((hit for session in seat.sessions if (hit := seat.gateway.limit_hit(session))), None)
+    limit = next((hit for session in slot.sessions if (hit := slot.gateway.limit_hit(session))), None)
     error = ended.error
     if isinstance(error, EpisodeFailed):
         raise error

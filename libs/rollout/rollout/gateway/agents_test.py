@@ -16,7 +16,7 @@ from rollout.episodes.batch import to_batch
 from rollout.episodes.episode import Episode
 from rollout.episodes.playing import run_group
 from rollout.errors import EpisodeFailed
-from rollout.gateway.agents import AgentTask, Seat, run_agent, run_agents
+from rollout.gateway.agents import AgentSlot, AgentTask, run_agent, run_agents
 from rollout.gateway.server import TokenGateway
 from rollout.testing.chat import TEMPLATE, tiny_tokenizer
 from rollout.testing.scripted import ScriptedEngine
@@ -47,9 +47,9 @@ def play(
     return engine, asyncio.run(run())
 
 
-async def say(seat: Seat, messages: Sequence[Any], **options: Any) -> Any:
-    async with openai.AsyncOpenAI(base_url=seat.base_url, api_key=seat.api_key, max_retries=0) as api:
-        answer = await api.chat.completions.create(model=seat.model, messages=messages, **options)
+async def say(slot: AgentSlot, messages: Sequence[Any], **options: Any) -> Any:
+    async with openai.AsyncOpenAI(base_url=slot.base_url, api_key=slot.api_key, max_retries=0) as api:
+        answer = await api.chat.completions.create(model=slot.model, messages=messages, **options)
     return answer.choices[0].message
 
 
@@ -57,11 +57,11 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-async def talker(seat: Seat) -> float:
+async def talker(slot: AgentSlot) -> float:
     """Asks twice, whatever is said."""
-    messages: list[Any] = [user(f"task {seat.context.task_id}")]
+    messages: list[Any] = [user(f"task {slot.context.task_id}")]
     for _ in range(2):
-        messages += [await say(seat, messages), user("go on")]
+        messages += [await say(slot, messages), user("go on")]
     return float("two" in messages[-2].content)
 
 
@@ -81,10 +81,10 @@ def test_the_tools_of_an_agent_have_their_rates() -> None:
     tool = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
     call = "<tool_call>\n<function=find>\n</function>\n</tool_call>"
 
-    async def agent(seat: Seat) -> float:
+    async def agent(slot: AgentSlot) -> float:
         messages: list[Any] = [user("find it")]
         for answer in ("Error: find gave no answer within 3 s", "Error: no such page", "here", None):
-            said = await say(seat, messages, tools=[tool])
+            said = await say(slot, messages, tools=[tool])
             messages.append(said.model_dump(exclude_none=True))
             for made in said.tool_calls or ():
                 messages.append({"role": "tool", "tool_call_id": made.id, "content": answer})
@@ -96,13 +96,13 @@ def test_the_tools_of_an_agent_have_their_rates() -> None:
 
 
 def test_a_blocking_agent_is_played_too() -> None:
-    def agent(seat: Seat) -> Score:
-        with openai.OpenAI(base_url=seat.base_url, api_key=seat.api_key, max_retries=0) as api:
-            answer = api.chat.completions.create(model=seat.model, messages=[user("hi")])
+    def agent(slot: AgentSlot) -> Score:
+        with openai.OpenAI(base_url=slot.base_url, api_key=slot.api_key, max_retries=0) as api:
+            answer = api.chat.completions.create(model=slot.model, messages=[user("hi")])
         return Score(0.5, {"length": len(answer.choices[0].message.content)})
 
     _, episodes = play(agent, "four<|im_end|>", group=3)
-    assert [e.score.parts for e in episodes] == [{"length": 4}] * 3
+    assert [e.score.reward_components for e in episodes] == [{"length": 4}] * 3
 
 
 @pytest.mark.parametrize(
@@ -115,9 +115,9 @@ def test_a_limit_is_truncation_and_no_failure(limits: dict[str, Any], end: str) 
 
 
 def test_an_agent_that_sees_the_limit_may_still_score_itself() -> None:
-    async def agent(seat: Seat) -> float:
+    async def agent(slot: AgentSlot) -> float:
         with pytest.raises(openai.BadRequestError, match="has had its 1 turns"):
-            await talker(seat)
+            await talker(slot)
         return 0.25
 
     _, episode = play(agent, "one<|im_end|>", max_turns=1)
@@ -127,8 +127,8 @@ def test_an_agent_that_sees_the_limit_may_still_score_itself() -> None:
 def test_a_deadline_ends_an_agent_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollout.gateway.agents.GRACE", 0.1)
 
-    async def agent(seat: Seat) -> None:
-        await say(seat, [user("hi")])
+    async def agent(slot: AgentSlot) -> None:
+        await say(slot, [user("hi")])
         await asyncio.sleep(30)
 
     begun = time.monotonic()
@@ -148,8 +148,8 @@ def test_a_deadline_ends_an_agent_that_sleeps(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_what_breaks_is_a_failure_and_no_zero(value: object, message: str) -> None:
-    async def agent(seat: Seat) -> object:
-        await say(seat, [user("hi")])
+    async def agent(slot: AgentSlot) -> object:
+        await say(slot, [user("hi")])
         if isinstance(value, Exception):
             raise value
         return value
@@ -165,10 +165,10 @@ def test_a_group_retries_what_may_pass_and_is_scored_together() -> None:
         def __init__(self) -> None:
             self.attempts: list[tuple[int, int]] = []
 
-        async def __call__(self, seat: Seat) -> float:
-            self.attempts.append((seat.context.index, seat.context.attempt))
-            await say(seat, [user("hi")])
-            if seat.context.index == 1 and seat.context.attempt == 0:
+        async def __call__(self, slot: AgentSlot) -> float:
+            self.attempts.append((slot.context.index, slot.context.attempt))
+            await say(slot, [user("hi")])
+            if slot.context.index == 1 and slot.context.attempt == 0:
                 raise EpisodeFailed("lost", retryable=True)
             return 1.0
 
@@ -195,8 +195,8 @@ def test_seeds_follow_from_the_task_the_index_and_the_turn() -> None:
 
 
 def test_an_agent_stands_where_an_environment_does() -> None:
-    async def agent(seat: Seat) -> float:
-        await say(seat, [user("hi")], temperature=0)
+    async def agent(slot: AgentSlot) -> float:
+        await say(slot, [user("hi")], temperature=0)
         return 1.0
 
     engine = ScriptedEngine(lambda prompt, turn: encode("x<|im_end|>"))
@@ -210,15 +210,15 @@ def test_an_agent_stands_where_an_environment_does() -> None:
 
 
 def test_a_sub_agent_is_a_segment_of_its_own() -> None:
-    async def agent(seat: Seat) -> float:
+    async def agent(slot: AgentSlot) -> float:
         messages = [user("hi")]
-        messages.append(await say(seat, messages))
-        await say(seat, [{"role": "system", "content": "you are a helper"}, user("sum up")])
-        seat.join("other-framework", "helper")
+        messages.append(await say(slot, messages))
+        await say(slot, [{"role": "system", "content": "you are a helper"}, user("sum up")])
+        slot.join("other-framework", "helper")
         headers = {"X-Session-ID": "other-framework"}
-        async with openai.AsyncOpenAI(base_url=seat.base_url, api_key=seat.gateway.token, max_retries=0) as api:
-            await api.chat.completions.create(model=seat.model, messages=[user("other")], extra_headers=headers)
-        await say(seat, [*messages, user("on")])
+        async with openai.AsyncOpenAI(base_url=slot.base_url, api_key=slot.gateway.token, max_retries=0) as api:
+            await api.chat.completions.create(model=slot.model, messages=[user("other")], extra_headers=headers)
+        await say(slot, [*messages, user("on")])
         return 1.0
 
     _, episode = play(agent, "one<|im_end|>", "two<|im_end|>", "three<|im_end|>", "four<|im_end|>")
@@ -240,10 +240,10 @@ def test_a_template_that_strips_thinking_begins_a_segment_that_is_exact(returns_
     """What the model saw is what is trained: the second turn follows the conversation without the first thinking."""
     tokenizer = tiny_tokenizer(STRIPPING)
 
-    async def agent(seat: Seat) -> float:
+    async def agent(slot: AgentSlot) -> float:
         messages = [user("hi")]
         for _ in range(2):
-            answer = await say(seat, messages)
+            answer = await say(slot, messages)
             assert answer.reasoning_content == "Hm."
             kept = answer.model_dump(exclude_none=True)
             if not returns_reasoning:

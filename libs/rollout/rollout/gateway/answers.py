@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.chat.chat import Chat
-from rollout.gateway.sampling_choice import Choice, log_prob_entries
 from rollout.gateway.chat_request import ChatRequest
+from rollout.gateway.sampling_choice import Choice, log_prob_entries
 
 
 @dataclass(frozen=True)
-class Head:
+class CompletionHeader:
     """What every object of an answer says of itself."""
 
     id: str
@@ -33,7 +33,7 @@ class Head:
 class Answer:
     """What a request is answered with, ready to be sent."""
 
-    head: Head
+    head: CompletionHeader
     prompt_ids: Sequence[int]
     choices: tuple[Choice, ...]
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
 
-from rollout.engine import Sampling
 from rollout.chat.messages import Message
+from rollout.engine import Sampling
 from rollout.tools.tool import Tool
 
 ROLES = ("system", "user", "assistant", "tool")

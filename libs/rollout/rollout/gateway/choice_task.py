@@ -18,17 +18,17 @@ from typing import Any
 from rollout.chat.chat import Chat
 from rollout.engine import Completion, OnTokens, RolloutEngine, Sampling
 from rollout.episodes.playing import together
-from rollout.gateway.answers import Answer, Head
-from rollout.gateway.sampling_choice import Choice, ChoiceReader, decode
-from rollout.gateway.recorder import Turn
-from rollout.gateway.session import LiveSession
+from rollout.gateway.answers import Answer, CompletionHeader
 from rollout.gateway.chat_request import ChatRequest, RequestError, refuse
+from rollout.gateway.recorder import Turn
+from rollout.gateway.sampling_choice import Choice, ChoiceReader, decode
+from rollout.gateway.session import LiveSession
 from rollout.seeds import derive_seed
 
 MAX_IDLE_ABORTS = 3  # aborts in a row that brought no token, after which a request is given up
 
 
-class Work:
+class ChoiceTask:
     """One request, from its first token to its record. `number` names it to the engine."""
 
     def __init__(
@@ -36,7 +36,7 @@ class Work:
     ) -> None:
         self._engine, self._chat, self._live, self._turn, self._number = engine, chat, live, turn, number
         self.request = request
-        self.head = Head(f"chatcmpl-{number}", int(time.time()), request.model)
+        self.head = CompletionHeader(f"chatcmpl-{number}", int(time.time()), request.model)
         self.news = asyncio.Event()  # set when `take` has something, or the work has ended
         self._chunks: list[dict[str, Any]] = []
         self._began = False

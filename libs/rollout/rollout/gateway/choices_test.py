@@ -7,8 +7,8 @@ from typing import Any
 import openai
 import pytest
 
-from rollout.engine import Completion, Sampling
 from rollout.chat.segment import Segment
+from rollout.engine import Completion, Sampling
 from rollout.gateway.result import SessionRecord
 from rollout.gateway.server import TokenGateway
 from rollout.gateway.session import SessionLimits

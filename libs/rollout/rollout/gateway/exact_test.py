@@ -17,7 +17,7 @@ from rollout.gateway.result import SessionRecord
 from rollout.gateway.server import SESSION_HEADER, TokenGateway
 from rollout.native.engine import NativeEngine
 from rollout.testing.gateway import ADD, TOKEN, TOKENIZER, encode
-from rollout.testing.tiny_models import tiny_model
+from rollout.testing.model import tiny_model
 
 QUESTION = {"role": "user", "content": "3+4="}
 CALL = (

@@ -2,8 +2,8 @@
 
 import pytest
 
-from chat_tools.parsing.parser import parse
 from chat_tools.conformance.real_templates import family_of, real_tokenizer
+from chat_tools.parsing.parser import parse
 from rollout.chat.chat import Chat
 from rollout.gateway.forced_call import forced_call
 from rollout.tools.tool import Tool

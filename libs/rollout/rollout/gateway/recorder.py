@@ -23,12 +23,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rollout.chat.chat import Chat
-from rollout.engine import Completion
 from rollout.chat.messages import Message
 from rollout.chat.segment import Segment, Stream
+from rollout.engine import Completion
 from rollout.gateway.chat_request import ChatRequest, tools_key
-from rollout.tools.tool_stats import ToolTally
 from rollout.tools.tool import Tool
+from rollout.tools.tool_stats import ToolStats
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Recorder:
     requests: int = 0
     turns: int = 0
     calls: int = 0
-    tally: ToolTally = field(default_factory=ToolTally)
+    tally: ToolStats = field(default_factory=ToolStats)
     marks: dict[bytes, Mark] = field(default_factory=dict, repr=False)
     busy: set[int] = field(default_factory=set, repr=False)  # streams (by id) that a turn under way will extend
 

@@ -11,17 +11,17 @@ from starlette.types import Receive, Scope, Send
 
 from rollout.chat.chat import Chat
 from rollout.gateway.answers import DONE, Answer, event
-from rollout.gateway.session import LiveSession
 from rollout.gateway.chat_request import RequestError
-from rollout.gateway.choice_task import Work
+from rollout.gateway.choice_task import ChoiceTask
+from rollout.gateway.session import LiveSession
 
 KEEP_ALIVE = 10.0  # seconds between the comments of a stream that waits
 
 
-class Reply(Response):
+class ResponseStream(Response):
     """Waits for the work (`task` runs it), watches the connection, and sends one object or a stream."""
 
-    def __init__(self, work: Work, task: "asyncio.Task[Answer]", live: LiveSession, chat: Chat) -> None:
+    def __init__(self, work: ChoiceTask, task: "asyncio.Task[Answer]", live: LiveSession, chat: Chat) -> None:
         self._work, self._task, self._live, self._chat = work, task, live, chat
         self._begun = False
         task.add_done_callback(lambda _: work.news.set())

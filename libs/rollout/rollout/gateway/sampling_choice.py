@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollout.chat.chat import Chat
-from rollout.engine import Completion
 from rollout.chat.messages import Message
-from rollout.gateway.turn_message import Delta, TurnMessage
-from rollout.gateway.turn_detokenizer import TurnText
+from rollout.engine import Completion
 from rollout.gateway.chat_request import ChatRequest, read_message
+from rollout.gateway.turn_detokenizer import TurnDetokenizer
+from rollout.gateway.turn_message import Delta, TurnMessage
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ChoiceReader:
         number: Callable[[], int],
     ) -> None:
         self._chat, self._request, self._index = chat, request, index
-        self._text = TurnText(lambda ids: decode(chat, ids), request.stop, stop_ids)
+        self._text = TurnDetokenizer(lambda ids: decode(chat, ids), request.stop, stop_ids)
         schemas = [tool.schema for tool in request.tools]
         self._message = TurnMessage(chat.tool_format, schemas, prefill, may_call=request.may_call, number=number)
         self._log_probs: list[float] = []

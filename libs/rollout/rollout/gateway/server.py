@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Iterator
 from functools import partial
 
-from rollout.extras import asked
+from rollout.extras import missing_extra_message
 
 try:
     import uvicorn
@@ -32,19 +32,19 @@ try:
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
 except ImportError as error:
-    raise ImportError(asked("the gateway needs starlette and uvicorn", "gateway")) from error
+    raise ImportError(missing_extra_message("the gateway needs starlette and uvicorn", "gateway")) from error
 
 from rollout.chat.chat import Chat
+from rollout.chat.token_budget import TokenBudget
 from rollout.engine import RolloutEngine, Sampling
 from rollout.environments.environment import End
-from rollout.chat.token_budget import TokenBudget
 from rollout.gateway.answers import Answer
+from rollout.gateway.chat_request import RequestError, read_json, read_request, refuse
+from rollout.gateway.choice_task import ChoiceTask
 from rollout.gateway.recorder import Recorder
-from rollout.gateway.response_stream import Reply
+from rollout.gateway.response_stream import ResponseStream
 from rollout.gateway.result import SessionRecord
 from rollout.gateway.session import LiveSession, SessionLimits
-from rollout.gateway.chat_request import RequestError, read_json, read_request, refuse
-from rollout.gateway.choice_task import Work
 
 SESSION_HEADER = "X-Session-ID"
 MIN_TOKEN = 16  # characters of the master token
@@ -251,11 +251,11 @@ class TokenGateway:
         turn, samplings = live.begin(chat_request, self.chat)
         number = uuid.uuid4().hex
         live.running[number] = (turn, chat_request.n)
-        work = Work(self.engine, self.chat, live, turn, chat_request, number)
+        work = ChoiceTask(self.engine, self.chat, live, turn, chat_request, number)
         task = asyncio.create_task(work.run(samplings))
         self._works[session_id].add(task)
         task.add_done_callback(partial(self._ended, live, number))
-        return Reply(work, task, live, self.chat)
+        return ResponseStream(work, task, live, self.chat)
 
     def _ended(self, live: LiveSession, number: str, work: "asyncio.Task[Answer]") -> None:
         """Whatever ended a turn early leaves the session as it was before."""

@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from rollout.chat.chat import Chat
-from rollout.engine import Completion, OnTokens, Sampling
 from rollout.chat.segment import Segment
+from rollout.engine import Completion, OnTokens, Sampling
 from rollout.gateway.result import SessionRecord
 from rollout.gateway.server import SESSION_HEADER, TokenGateway
 from rollout.gateway.session import SessionLimits

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from rollout.chat.chat import Chat
+from rollout.chat.token_budget import TokenBudget
 from rollout.engine import Sampling
 from rollout.environments.environment import End
-from rollout.chat.token_budget import TokenBudget
-from rollout.gateway.sampling_choice import Choice
+from rollout.gateway.chat_request import ChatRequest, RequestError, refuse
 from rollout.gateway.forced_call import forced_call
 from rollout.gateway.recorder import Recorder, Turn
-from rollout.gateway.chat_request import ChatRequest, RequestError, refuse
+from rollout.gateway.sampling_choice import Choice
 from rollout.seeds import derive_seed
 
 

@@ -14,7 +14,7 @@ HALF = "\ufffd"  # what decoders write for bytes that are no whole character
 Decode = Callable[[Sequence[int]], str]
 
 
-class TurnText:
+class TurnDetokenizer:
     """Takes the ids of one turn as they are sampled. `stop_ids` end a turn and are no text of it.
 
     `kept` is None until a stop text is complete, then the number of the turn's first tokens that stay.

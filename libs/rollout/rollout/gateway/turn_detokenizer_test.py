@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.gateway.turn_detokenizer import TurnText
+from rollout.gateway.turn_detokenizer import TurnDetokenizer
 from rollout.testing.gateway import decode, encode
 
 END = encode("<|im_end|>")
@@ -37,7 +37,7 @@ def test_the_pieces_add_up_to_the_text_up_to_the_first_stop_text_that_is_complet
     text: str, stops: list[str], cuts: list[int], ends: bool
 ) -> None:
     ids = encode(text)
-    reader = TurnText(decode, stops, END)
+    reader = TurnDetokenizer(decode, stops, END)
     told = []
     for piece in pieces([*ids, *(END if ends else [])], cuts):
         told.append(reader.feed(piece))
@@ -50,7 +50,7 @@ def test_the_pieces_add_up_to_the_text_up_to_the_first_stop_text_that_is_complet
 @given(st.lists(st.integers(0, 255), max_size=12), CUTS)
 def test_bytes_that_are_no_text_are_what_the_decoder_makes_of_them(raw: list[int], cuts: list[int]) -> None:
     byte_ids = [encode(chr(b))[0] if b < 128 else encode("é😀")[b % 6] for b in raw]
-    reader = TurnText(decode)
+    reader = TurnDetokenizer(decode)
     told = "".join(reader.feed(piece) for piece in pieces(byte_ids, cuts))
     assert told + reader.finish() == decode(byte_ids)
 
@@ -65,5 +65,5 @@ def test_bytes_that_are_no_text_are_what_the_decoder_makes_of_them(raw: list[int
     ],
 )
 def test_text_is_told_as_soon_as_no_stop_text_can_have_begun_in_it(stops: list[str], told: list[str]) -> None:
-    reader = TurnText(decode, stops)
+    reader = TurnDetokenizer(decode, stops)
     assert [*(reader.feed(encode(letter)) for letter in "abcd"), reader.finish()] == told

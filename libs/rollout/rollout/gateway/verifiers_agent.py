@@ -7,7 +7,7 @@ which verifiers starts on this machine.
 
 Strategy
 1. verifiers sends each model call through a proxy of its own to the gateway, with the trace's id as X-Session-ID.
-2. The moment a trace is made, `Seat.join` opens that session: the gateway records its exact tokens.
+2. The moment a trace is made, `AgentSlot.join` opens that session: the gateway records its exact tokens.
 3. The trace's rewards, which verifiers computed, are the parts of the episode's score.
 """
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from rollout.extras import asked
+from rollout.extras import missing_extra_message
 
 try:
     import verifiers.v1 as vf
@@ -38,7 +38,7 @@ try:
     from verifiers.v1.runtimes import ProgramResult, SubprocessConfig
     from verifiers.v1.trace import TraceTask
 except ImportError as error:
-    raise ImportError(asked("environments of verifiers need it", "verifiers")) from error
+    raise ImportError(missing_extra_message("environments of verifiers need it", "verifiers")) from error
 
 from rollout.chat.chat import Chat
 from rollout.engine import RolloutEngine, Sampling
@@ -46,7 +46,7 @@ from rollout.environments.environment import Score
 from rollout.environments.sources import TaskRow
 from rollout.episodes.episode import Episode
 from rollout.errors import EpisodeFailed
-from rollout.gateway.agents import AgentTask, Seat
+from rollout.gateway.agents import AgentSlot, AgentTask
 
 _MAY_PASS = frozenset({"HarnessError", "ToolsetError", "SandboxError", "InterceptionError", "TunnelError"})
 """verifiers' names for trouble of programs, tool servers and connections, not of a task's own code."""
@@ -144,7 +144,7 @@ class _ThisPython:
 
 @dataclass(frozen=True)
 class VerifiersAgent:
-    """The tasks of a verifiers taskset, each played by the policy; called with a seat, it plays and scores one.
+    """The tasks of a verifiers taskset, each played by the policy; called with a slot, it plays and scores one.
 
     `harness()` makes the agent's program. With `environment` (an `Env`, whose taskset this is) its `run(task, agents)`
     directs the episode: every role is the policy's, and the score is the mean over the traces of trainable roles.
@@ -173,30 +173,30 @@ class VerifiersAgent:
         does."""
         return await AgentTask(self).run_group(engine, chat, sampling, size=size, **options)
 
-    async def __call__(self, seat: Seat) -> Score:
-        """Play the task of the seat's episode."""
-        task = self.tasks.get(seat.context.task_id)
+    async def __call__(self, slot: AgentSlot) -> Score:
+        """Play the task of the slot's episode."""
+        task = self.tasks.get(slot.context.task_id)
         if task is None:
-            raise ValueError(f"the taskset has no task {seat.context.task_id!r}: take the rows of rows()")
+            raise ValueError(f"the taskset has no task {slot.context.task_id!r}: take the rows of rows()")
         played: list[Any] = []
         async with AsyncExitStack() as stack:
             client = vf.EvalClientConfig(
-                base_url=seat.base_url, api_key_var=stack.enter_context(_key_in_environment(seat))
+                base_url=slot.base_url, api_key_var=stack.enter_context(_key_in_environment(slot))
             )
             shared = self.held[-1] if self.held else await stack.enter_async_context(self._shared_tools())
             if self.environment is None:
                 config = vf.AgentConfig(harness=HarnessConfig(id="null"), runtime=SubprocessConfig())
-                await _PolicyAgent(config, client, self.harness(), seat, "", played, shared).run(task)
+                await _PolicyAgent(config, client, self.harness(), slot, "", played, shared).run(task)
             else:
-                await self._direct(task, client, seat, played, shared)
+                await self._direct(task, client, slot, played, shared)
         return _score(played)
 
-    async def _direct(self, task: Any, client: Any, seat: Seat, played: list[Any], shared: dict[str, Any]) -> None:
+    async def _direct(self, task: Any, client: Any, slot: AgentSlot, played: list[Any], shared: dict[str, Any]) -> None:
         env = self.environment
 
         def make(name: str, spec: Any) -> _PolicyAgent:
             config = spec.model_copy(update={"harness": HarnessConfig(id="null"), "runtime": SubprocessConfig()})
-            return _PolicyAgent(config, client, self.harness(), seat, name, played, shared)
+            return _PolicyAgent(config, client, self.harness(), slot, name, played, shared)
 
         agents = vf.Agents(env.config, make)
         await env.setup(agents)
@@ -233,19 +233,19 @@ class _PolicyAgent(vf.Agent):
         config: Any,
         client: Any,
         harness: Any,
-        seat: Seat,
+        slot: AgentSlot,
         name: str,
         played: list[Any],
         shared: dict[str, Any],
     ) -> None:
-        super().__init__(resolve_agent(config, model=seat.model, client=client))
+        super().__init__(resolve_agent(config, model=slot.model, client=client))
         self.harness = harness
-        self._seat, self._name, self._played, self._shared = seat, name, played, shared
+        self._slot, self._name, self._played, self._shared = slot, name, played, shared
 
     def _minted(self, trace: Any) -> None:
         trace.agent.name = self._name
         trace.agent.trainable = self.trainable
-        self._seat.join(trace.id, self._name)
+        self._slot.join(trace.id, self._name)
 
     async def run(self, task: Any, *, tools: Any = None, **options: Any) -> Any:
         trace = await super().run(
@@ -294,15 +294,15 @@ _KEYS_LOCK = threading.Lock()
 
 
 @contextmanager
-def _key_in_environment(seat: Seat) -> Iterator[str]:
+def _key_in_environment(slot: AgentSlot) -> Iterator[str]:
     """The name of a variable that holds the gateway's token while an episode needs it: verifiers reads keys there.
 
     The programs that it starts inherit no variable with API_KEY in its name.
     """
-    name = f"ROLLOUT_GATEWAY_{urlsplit(seat.base_url).port}_API_KEY"
+    name = f"ROLLOUT_GATEWAY_{urlsplit(slot.base_url).port}_API_KEY"
     with _KEYS_LOCK:
         _KEYS[name] += 1
-        os.environ[name] = seat.gateway.token
+        os.environ[name] = slot.gateway.token
     try:
         yield name
     finally:

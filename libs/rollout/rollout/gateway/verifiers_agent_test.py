@@ -14,11 +14,11 @@ import verifiers.v1 as vf
 
 from rollout.chat.chat import Chat
 from rollout.engine import Sampling
+from rollout.environments.load_object import load_object
 from rollout.episodes.episode import Episode
 from rollout.gateway.agents import run_agents
 from rollout.gateway.server import TokenGateway
 from rollout.gateway.verifiers_agent import InProcessHarness, ProgramHarness, VerifiersAgent
-from rollout.environments.load_object import load_object
 from rollout.testing.chat import tiny_tokenizer
 from rollout.testing.scripted import ScriptedEngine
 from rollout.testing.verifiers_adding import Sums
@@ -96,7 +96,7 @@ def test_a_task_with_tools_is_played_and_scored_by_verifiers(harness: type[Any])
     engine, (episode,) = play(agent, calls_the_tool, row=1)
     assert (episode.error, episode.end, episode.reward) == (None, "done", 1.0)
     assert episode.score is not None
-    assert episode.score.parts == {"right": 1.0}
+    assert episode.score.reward_components == {"right": 1.0}
     assert episode.metrics["turns"] == 2
     (segment,) = episode.segments
     text = TOKENIZER.decode(segment.ids)
@@ -165,7 +165,7 @@ def test_a_multi_turn_environment_with_tools_and_two_roles(tmp_path: Path, monke
     engine, episodes = play(agent, says, size=2, serve=True)
     for episode in episodes:
         assert episode.score is not None
-        assert (episode.error, episode.reward, episode.score.parts) == (None, 2.0, {"guessed": 2.0})
+        assert (episode.error, episode.reward, episode.score.reward_components) == (None, 2.0, {"guessed": 2.0})
         assert [segment.agent for segment in episode.segments] == ["player", "critic"]
         assert TOKENIZER.decode(episode.segments[0].ids).count("higher") == 3
     check_tokens(engine, episodes)

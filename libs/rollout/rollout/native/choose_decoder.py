@@ -6,10 +6,10 @@ from torch import nn
 
 from rollout.config import DecoderChoice
 from rollout.native.decoders.decoder import Decoder
-from rollout.native.lean.lean_decoder import LeanDecoder
-from rollout.native.lean.families import refusal
 from rollout.native.decoders.module_decoder import ModuleDecoder
 from rollout.native.decoders.routers import Routers
+from rollout.native.lean.families import refusal
+from rollout.native.lean.lean_decoder import LeanDecoder
 
 
 def decoder_of(model: nn.Module, pad_token_id: int, choice: DecoderChoice, experts: bool = False) -> Decoder[Any]:

@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 
 from rollout.config import DecoderChoice
 from rollout.engine import Completion, Sampling
-from rollout.native.scheduler.batch import ContinuousBatch
+from rollout.native.decoders.module_decoder import ModuleDecoder
 from rollout.native.engine import NativeEngine
 from rollout.native.lean.lean_decoder import LeanDecoder
-from rollout.native.decoders.module_decoder import ModuleDecoder
-from rollout.native.scheduler.request import Request
-from rollout.testing.tiny_models import tiny_model
-from rollout.testing.weight_pieces import pieces_of
+from rollout.native.scheduler.batch import ContinuousBatch
+from rollout.native.scheduler.request import SequenceRequest
+from rollout.testing.model import tiny_model
+from rollout.testing.pieces import pieces_of
 
 VOCAB = 48
 OLD, NEW = tiny_model(VOCAB, layers=4), tiny_model(VOCAB, layers=4, seed=5)
@@ -45,11 +45,13 @@ class Talk:
     ) -> None:
         self.model = copy.deepcopy(OLD)
         self.batch = ContinuousBatch(decoder(self.model), max_rows, 1000, 0.75, 0, keep_tokens)
-        self.answers: dict[Request, Any] = {}
+        self.answers: dict[SequenceRequest, Any] = {}
 
-    def ask(self, prompt: Sequence[int], **how: Any) -> Request:
+    def ask(self, prompt: Sequence[int], **how: Any) -> SequenceRequest:
         sampling = Sampling(**({"greedy": True, "max_new_tokens": 6} | how))
-        request = Request(tuple(prompt), sampling, sampling.seed or 0, lambda a: self.answers.__setitem__(request, a))
+        request = SequenceRequest(
+            tuple(prompt), sampling, sampling.seed or 0, lambda a: self.answers.__setitem__(request, a)
+        )
         self.batch.add(request)
         return request
 
@@ -58,7 +60,7 @@ class Talk:
         for _ in range(count):
             self.batch.step()
 
-    def answer(self, request: Request) -> Any:
+    def answer(self, request: SequenceRequest) -> Any:
         while self.batch.has_work:
             self.step()
         return self.answers[request]

@@ -1,8 +1,8 @@
 """The native engine: continuous batching over a plain Hugging Face module in this process.
 
-The batch (`rollout.native.scheduler.batch`) belongs to whoever holds the lock, one decode step at a time: the decoding thread,
-which works while async requests are there, a caller of `generate_batch`, or an exchange of weights. Event loops never
-wait for the lock: they post what they want done between two steps.
+The batch (`rollout.native.scheduler.batch`) belongs to whoever holds the lock, one decode step at a time: the decoding
+thread, which works while async requests are there, a caller of `generate_batch`, or an exchange of weights. Event loops
+never wait for the lock: they post what they want done between two steps.
 """
 
 import asyncio
@@ -15,30 +15,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollout.extras import asked
+from rollout.extras import missing_extra_message
 
 try:
     import transformers  # noqa: F401  what the decoders below are made of
 except ImportError as error:
-    raise ImportError(asked("the native engine needs transformers", "native")) from error
+    raise ImportError(missing_extra_message("the native engine needs transformers", "native")) from error
 
 from rollout.capability import NATIVE, feature_of
 from rollout.config import KEEP_TOKENS, Admission, DecoderChoice, OnCommit
 from rollout.engine import Completion, Load, OnTokens, PauseMode, Sampling, StopReason, check_request
-from rollout.native.scheduler.result_delivery import Answers
-from rollout.native.scheduler.batch import ContinuousBatch
 from rollout.native.choose_decoder import decoder_of
 from rollout.native.decoders.media import SeenPrompt, seen_prompt
-from rollout.native.scheduler.request import Request
-from rollout.native.scheduler.gang_scheduling import Rounds
-from rollout.native.scheduler.decode_thread import StepThread
-from rollout.native.scheduler.fair_lock import FairLock
 from rollout.native.module_weights import named_tensors, stage
+from rollout.native.scheduler.batch import ContinuousBatch
+from rollout.native.scheduler.decode_thread import DecodeThread
+from rollout.native.scheduler.fair_lock import FairLock
+from rollout.native.scheduler.gang_scheduling import GangScheduler
+from rollout.native.scheduler.request import SequenceRequest
+from rollout.native.scheduler.result_delivery import ResultDelivery
 from rollout.open_requests import OpenRequests, check_pause, settle
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, Piece
 from rollout.sync.staging import WeightStaging
-from seqpack.capability import No, Yes
+from seqpack.capability import Supported, Unsupported
 
 
 class NativeEngine:
@@ -107,29 +107,29 @@ class NativeEngine:
         self._lock = FairLock()
         decoding = decoder_of(model, pad_token_id, decoder, routed_experts)
         self._batch = ContinuousBatch(decoding, max_batch, prefill_tokens, compact_below, version, keep_tokens)
-        self._thread = StepThread(self._turn, self._failed)
+        self._thread = DecodeThread(self._turn, self._failed)
         self._exchange = ThreadPoolExecutor(1, "rollout-weights")
-        self._asked: set[Request] = set()
+        self._asked: set[SequenceRequest] = set()
         self._open = OpenRequests(self._end)
         self._leader: asyncio.Task[Any] | None = None
         self._idle: list[asyncio.Future[None]] = []
-        self._answers = Answers()
-        self._rounds = Rounds(self._add) if admit == "rounds" else None
+        self._answers = ResultDelivery()
+        self._rounds = GangScheduler(self._add) if admit == "rounds" else None
 
     @property
     def version(self) -> int:
         """The number of the weights in use."""
         return self._weights.version
 
-    def supports(self, feature: str) -> Yes | No:
+    def supports(self, feature: str) -> Supported | Unsupported:
         """Return whether this engine has the feature; ValueError lists the features for an unknown name."""
         return feature_of(NATIVE, feature)
 
     def load(self) -> Load:
         """Return the requests that decode and those that wait, from any thread."""
-        asked = [r for r in tuple(self._asked) if not r.done]
-        running = sum(r.slot is not None for r in asked)
-        return Load(running, len(asked) - running)
+        requests = [r for r in tuple(self._asked) if not r.done]
+        running = sum(r.slot is not None for r in requests)
+        return Load(running, len(requests) - running)
 
     @property
     def decode_steps(self) -> int:
@@ -186,7 +186,7 @@ class NativeEngine:
                     self._end(request, "abort")
 
     def attended(self) -> contextlib.AbstractContextManager[None]:
-        """Around an episode, which asks time and again: in rounds, the next one waits for it (`Rounds.attended`)."""
+        """Around an episode, which asks time and again: in rounds, the next one waits for it (`GangScheduler`)."""
         return contextlib.nullcontext() if self._rounds is None else self._rounds.attended()
 
     async def cancel(self, request_id: str) -> bool:
@@ -232,7 +232,7 @@ class NativeEngine:
         """
         self._post(self._batch.forget)
 
-    def _add(self, requests: list[Request]) -> None:
+    def _add(self, requests: list[SequenceRequest]) -> None:
         """Have a round of requests begin in one step. A round of first turns alone begins with nothing kept: what
         another phase of a run left behind must not decide its bits.
         """
@@ -245,7 +245,7 @@ class NativeEngine:
 
         self._post(add)
 
-    def _end(self, request: Request, reason: StopReason) -> None:
+    def _end(self, request: SequenceRequest, reason: StopReason) -> None:
         """Answer a request with what it has before the next step."""
         if self._rounds is not None:
             self._rounds.hurry(request)
@@ -391,11 +391,11 @@ class NativeEngine:
 
     def _request(
         self, prompt: Sequence[int], sampling: Sampling, answer: Callable[[Completion | BaseException], None]
-    ) -> Request:
+    ) -> SequenceRequest:
         seed = 0 if sampling.greedy else sampling.seed
         if seed is None:
             seed = int(torch.randint(2**63 - 1, (), generator=self._generator))
-        return Request(prompt if isinstance(prompt, SeenPrompt) else tuple(prompt), sampling, seed, answer)
+        return SequenceRequest(prompt if isinstance(prompt, SeenPrompt) else tuple(prompt), sampling, seed, answer)
 
     def _check(self, prompt: Sequence[int], sampling: Sampling) -> None:
         check_request(prompt, sampling, self._batch.decoder.vocab_size, self._max_length)

@@ -8,8 +8,8 @@ import torch
 
 from rollout.engine import Completion, Sampling
 from rollout.native.engine import NativeEngine
-from rollout.testing.tiny_models import tiny_model
-from rollout.testing.weight_pieces import pieces_of
+from rollout.testing.model import tiny_model
+from rollout.testing.pieces import pieces_of
 
 pytestmark = [
     pytest.mark.gpu,

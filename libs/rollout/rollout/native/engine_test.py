@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from rollout.engine import Completion, RolloutEngine, Sampling
 from rollout.native.engine import NativeEngine
 from rollout.sync.pieces import BucketPiece
-from rollout.testing.tiny_models import tiny_model
-from rollout.testing.weight_pieces import pieces_of
+from rollout.testing.model import tiny_model
+from rollout.testing.pieces import pieces_of
 
 VOCAB = 48
 Pieces = list[BucketPiece]

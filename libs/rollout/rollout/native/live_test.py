@@ -16,8 +16,8 @@ from rollout.engine import Completion, Sampling
 from rollout.native.engine import NativeEngine
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import buckets
-from rollout.testing.tiny_models import tiny_dense_model, tiny_model
-from rollout.testing.weight_pieces import pieces_of
+from rollout.testing.model import tiny_dense_model, tiny_model
+from rollout.testing.pieces import pieces_of
 
 VOCAB = 48
 OLD, NEW = tiny_model(VOCAB, layers=2), tiny_model(VOCAB, layers=2, seed=5)

@@ -25,7 +25,7 @@ from rollout.sync.assembler import is_good
 from rollout.sync.manifest import Manifest, TensorSpec
 from rollout.sync.pieces import Piece
 from rollout.sync.staging import WeightStaging
-from seqpack.capability import No, Yes
+from seqpack.capability import Supported, Unsupported
 
 BORROWED = "this sampler computes with the trainer's own tensors, into which nothing is copied: use offer and commit"
 COPIES = ("two_phase_weights", "in_process_weights", "weights_under_way")
@@ -68,10 +68,10 @@ class SharingEngine(NativeEngine):
         super().__init__(model, version=version, **options)
         self._weights: BorrowedWeights = borrowed
 
-    def supports(self, feature: str) -> Yes | No:
+    def supports(self, feature: str) -> Supported | Unsupported:
         """See `NativeEngine`; weights are not copied here."""
         answer = feature_of(NATIVE, feature)
-        return No(BORROWED) if feature in COPIES else answer
+        return Unsupported(BORROWED) if feature in COPIES else answer
 
     async def offer(self, version: int, lent: Lent) -> None:
         """Look through new weights, and change nothing. ValueError as for the engine's own, or for a used number."""

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rollout.errors import NotFiniteError
 from rollout.engine import Completion, Sampling
+from rollout.errors import NotFiniteError
 from rollout.native.engine import NativeEngine
 from rollout.native.sharing import SharingEngine, StaleWeightsError
 from rollout.sync.manifest import Manifest
-from rollout.sync.transfer import NotAgreed, share_weights
-from rollout.testing.tiny_models import tiny_dense_model, tiny_mixture, tiny_model
-from rollout.testing.weight_pieces import pieces_of
+from rollout.sync.transfer import WeightVoteFailed, share_weights
+from rollout.testing.model import tiny_dense_model, tiny_mixture, tiny_model
+from rollout.testing.pieces import pieces_of
 
 PROMPTS = [[3, 4, 5], [6, 7], [3, 4, 5, 8, 9, 10], [3, 4, 5]]
 HOW = Sampling(max_new_tokens=8, seed=5)
@@ -62,8 +62,10 @@ def told(done: list[Completion]) -> list[tuple[Any, ...]]:
     return [(c.ids, c.log_probs, c.policy_versions) for c in done]
 
 
-def share(engine: SharingEngine, version: int, weights: Weights, agree: Callable[[bool], bool] | None = None) -> None:
-    asyncio.run(share_weights(engine, version, weights, agree=agree))
+def share(
+    engine: SharingEngine, version: int, weights: Weights, all_reduce_ok: Callable[[bool], bool] | None = None
+) -> None:
+    asyncio.run(share_weights(engine, version, weights, all_reduce_ok=all_reduce_ok))
 
 
 @pytest.mark.parametrize("make", [tiny_model, tiny_dense_model, tiny_mixture])
@@ -187,8 +189,8 @@ def test_where_another_process_can_not_none_goes_on(fails: str) -> None:
     engine = SharingEngine(empty(trainer.model), trainer.lend())
     trainer.step()
     votes = iter([fails != "offer", fails != "commit"])
-    with pytest.raises(NotAgreed, match="are of no version"):
-        share(engine, 1, trainer.lend(), agree=lambda mine: mine and next(votes))
+    with pytest.raises(WeightVoteFailed, match="are of no version"):
+        share(engine, 1, trainer.lend(), all_reduce_ok=lambda mine: mine and next(votes))
     assert engine.version == 0
     with pytest.raises(StaleWeightsError):
         engine.generate_batch(PROMPTS, HOW)

@@ -14,7 +14,7 @@ from rollout.config import Admission
 from rollout.engine import Completion, Load, Sampling
 from rollout.native.engine import NativeEngine
 from rollout.testing.forced import ForcedEngine
-from rollout.testing.tiny_models import tiny_model
+from rollout.testing.model import tiny_model
 from rollout.testing.scripted import ScriptedEngine
 
 VOCAB = 48

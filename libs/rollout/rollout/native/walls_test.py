@@ -7,7 +7,7 @@ import pytest
 
 from rollout.engine import Completion, Sampling, check_request
 from rollout.native.engine import NativeEngine
-from rollout.testing.tiny_models import tiny_model
+from rollout.testing.model import tiny_model
 
 LONG = Sampling(max_new_tokens=240)
 

@@ -26,7 +26,7 @@ class WireError(RuntimeError):
     """The server said something that cannot be an answer."""
 
 
-class Part(NamedTuple):
+class CompletionChunk(NamedTuple):
     """What one event of a stream brings; `reason` where it is the last."""
 
     ids: tuple[int, ...]
@@ -53,11 +53,11 @@ def request_body(model: str, prompt_ids: Sequence[int], sampling: Sampling) -> d
     return body if sampling.seed is None else body | {"seed": sampling.seed}
 
 
-async def parts(lines: AsyncIterator[str]) -> AsyncGenerator[Part]:
+async def parts(lines: AsyncIterator[str]) -> AsyncGenerator[CompletionChunk]:
     """Yield the parts of a stream of server-sent events, to the one that ends it.
 
     Raises:
-        ValueError, WireError: an event that is no part of an answer (`read_part`), or a stream without an end.
+        ValueError, WireError: an event that is no part of an answer (`read_chunk`), or a stream without an end.
     """
     async for line in lines:
         if not line.startswith("data:"):
@@ -65,7 +65,7 @@ async def parts(lines: AsyncIterator[str]) -> AsyncGenerator[Part]:
         data = line[5:].strip()
         if data == _DONE:
             break
-        part = read_part(_object(data))
+        part = read_chunk(_object(data))
         if part is not None:
             yield part
         if part is not None and part.reason is not None:
@@ -73,7 +73,7 @@ async def parts(lines: AsyncIterator[str]) -> AsyncGenerator[Part]:
     raise WireError("the server ended its stream before the answer was whole")
 
 
-def read_part(event: Mapping[str, Any]) -> Part | None:
+def read_chunk(event: Mapping[str, Any]) -> CompletionChunk | None:
     """Return the part that an event brings; None where it speaks of something else (usage).
 
     Raises:
@@ -100,10 +100,10 @@ def read_part(event: Mapping[str, Any]) -> Part | None:
     reason = choice.get("finish_reason")
     if reason not in (None, "stop", "length"):
         raise WireError(f"the server ended an answer for the reason {reason!r}, which nobody asked for")
-    return Part(tuple(map(int, ids)), tuple(map(float, log_probs)), reason)
+    return CompletionChunk(tuple(map(int, ids)), tuple(map(float, log_probs)), reason)
 
 
-def check_end(part: Part, last: int | None, sampling: Sampling) -> None:
+def check_end(part: CompletionChunk, last: int | None, sampling: Sampling) -> None:
     """WireError: the answer, whose last token is `last`, stopped where it was not asked to."""
     if part.reason == "stop" and last not in sampling.stop_token_ids:
         raise WireError(

@@ -13,24 +13,32 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
-from rollout.extras import asked
+from rollout.extras import missing_extra_message
 
 try:
     import httpx2
 except ImportError as error:
-    raise ImportError(asked("the openai engine needs httpx2", "openai")) from error
+    raise ImportError(missing_extra_message("the openai engine needs httpx2", "openai")) from error
 
 from rollout.capability import feature_of
 from rollout.config import RolloutConfig
 from rollout.engine import Completion, Load, OnTokens, PauseMode, Sampling, StopReason, check_request
+from rollout.open_requests import OpenRequests, check_pause
+from rollout.openai.completion_stream import (
+    CompletionChunk,
+    WireError,
+    check_end,
+    error_text,
+    parts,
+    read_chunk,
+    request_body,
+)
+from rollout.openai.gate import Gate
 from rollout.openai.settings.capability import NO_MEDIA, NO_WEIGHTS, OPENAI
 from rollout.openai.settings.config import OpenAIConfig
-from rollout.openai.gate import Gate
-from rollout.openai.completion_stream import Part, WireError, check_end, error_text, parts, read_part, request_body
-from rollout.open_requests import OpenRequests, check_pause
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, Piece
-from seqpack.capability import No, Yes
+from seqpack.capability import Supported, Unsupported
 
 _START_SECONDS = 30.0
 _PROBE = (1, 1)  # on a CPU, a prompt of one token ends vLLM where the model has delta nets
@@ -50,7 +58,7 @@ class _Request:
     """Whether the server was asked."""
     task: "asyncio.Task[None] | None" = None
 
-    def take(self, part: Part) -> None:
+    def take(self, part: CompletionChunk) -> None:
         """Append what an event brought; what `on_tokens` raises ends the request."""
         self.ids += part.ids
         self.log_probs += part.log_probs
@@ -86,7 +94,7 @@ class OpenAIEngine:
             raise ValueError(f"{self._own.base_url} does not tell how long a sequence may be: set max_length")
         self._max_length = min(n for n in (config.max_length, longest) if n is not None)
 
-    def supports(self, feature: str) -> Yes | No:
+    def supports(self, feature: str) -> Supported | Unsupported:
         """Return whether this engine has the feature; ValueError lists the features for an unknown name."""
         return feature_of(OPENAI, feature)
 
@@ -186,7 +194,7 @@ class OpenAIEngine:
         finally:
             self._gate.leave()
 
-    async def _stream(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> AsyncGenerator[Part]:
+    async def _stream(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> AsyncGenerator[CompletionChunk]:
         try:
             async with client.stream("POST", self._own.url("completions"), json=body) as response:
                 if response.status_code != 200:
@@ -265,7 +273,7 @@ def _tells_sampled(client: httpx2.Client, own: OpenAIConfig, model: str) -> bool
     """
     body = request_body(model, _PROBE, Sampling(max_new_tokens=2, top_k=1, seed=0)) | {"stream": False}
     try:
-        part = read_part(_asked(client, own, "completions", body))
+        part = read_chunk(_asked(client, own, "completions", body))
     except WireError as error:
         raise ValueError(f"{own.base_url} can't be sampled from: {error}") from error
     if part is None or not part.ids:

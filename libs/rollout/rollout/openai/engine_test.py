@@ -11,11 +11,11 @@ import pytest
 from rollout.config import RolloutConfig
 from rollout.engine import Completion, PauseMode, RolloutEngine, Sampling
 from rollout.native.engine import NativeEngine
-from rollout.openai.settings.config import OpenAIConfig
 from rollout.openai.engine import OpenAIEngine
+from rollout.openai.settings.config import OpenAIConfig
 from rollout.sync.manifest import Manifest
 from rollout.testing.completions import CompletionServer
-from rollout.testing.tiny_models import tiny_model
+from rollout.testing.model import tiny_model
 
 VOCAB = 48
 PROMPTS = [[3 + i] * (2 + i % 4) + [7, 9 + i] for i in range(8)]

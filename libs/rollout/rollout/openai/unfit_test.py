@@ -11,10 +11,10 @@ import pytest
 from rollout.config import RolloutConfig
 from rollout.engine import Completion, OnTokens, RolloutEngine, Sampling
 from rollout.native.engine import NativeEngine
-from rollout.openai.settings.config import OpenAIConfig
 from rollout.openai.engine import OpenAIEngine
+from rollout.openai.settings.config import OpenAIConfig
 from rollout.testing.completions import CompletionServer
-from rollout.testing.tiny_models import tiny_model
+from rollout.testing.model import tiny_model
 
 Change = Callable[[dict[str, Any]], dict[str, Any] | None]
 VOCAB = 48

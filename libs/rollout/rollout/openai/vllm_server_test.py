@@ -16,12 +16,12 @@ import pytest
 
 from rollout.config import RolloutConfig
 from rollout.engine import Completion, Sampling
-from rollout.openai.settings.config import OpenAIConfig
 from rollout.openai.engine import OpenAIEngine
+from rollout.openai.settings.config import OpenAIConfig
 from rollout.testing.chat import tiny_tokenizer
 from rollout.testing.served import ANSWER, PROMPTS, VOCAB, assert_agrees, sample, served
-from rollout.vllm.settings.config import VllmConfig
 from rollout.vllm.client.process import environment
+from rollout.vllm.settings.config import VllmConfig
 
 pytestmark = pytest.mark.skipif(
     "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"

@@ -121,7 +121,7 @@ def square(x): raise ValueError""",
 @pytest.mark.parametrize("name", HACKS)
 def test_a_program_cannot_talk_itself_into_passing(sandbox: Sandbox, name: str) -> None:
     score = code_answer(SQUARES, sandbox)(reply(HACKS[name]), ())
-    assert score.parts["tests_passed"] == 0.0
+    assert score.reward_components["tests_passed"] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from rollout.chat.messages import Reply
-from rollout.extras import asked
 from rollout.errors import EpisodeFailed
+from rollout.extras import missing_extra_message
 from rollout.rewards.boxed import boxed
 from rollout.tools.tool import ToolResult
 from rollout.tools.workers import waiting
@@ -45,7 +45,7 @@ class MathChecker:
         if not timeout > 0:
             raise ValueError(f"timeout must be more than 0 seconds, got {timeout}")
         if find_spec("math_verify") is None:
-            raise ValueError(asked("math rewards need math-verify", "math"))
+            raise ValueError(missing_extra_message("math rewards need math-verify", "math"))
         self.timeout = timeout
         self._free = threading.Semaphore(processes)
         self._idle: list[_Process] = []

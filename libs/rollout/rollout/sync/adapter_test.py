@@ -10,7 +10,7 @@ from rollout.sync.adapter import Adapter
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import buckets
 from rollout.sync.staging import WeightStaging
-from rollout.testing.weight_pieces import pieces_of
+from rollout.testing.pieces import pieces_of
 from rollout.vllm.weights.shared_weights import SharedWeights
 from rollout.workers.bucket_messages import manifest_from, manifest_message
 

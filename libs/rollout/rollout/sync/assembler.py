@@ -117,7 +117,7 @@ def _new_memory(name: str, target: Tensor) -> Tensor:
 
 def assemble(assembler: WeightAssembler, pieces: Iterable[Piece]) -> dict[str, Tensor]:
     """Return all tensors of a stream of pieces. The stream is read to its end before a ValueError about any piece is
-    raised: it may be a collective export, in which the other ranks wait for this one. """
+    raised: it may be a collective export, in which the other ranks wait for this one."""
     problem: ValueError | None = None
     for piece in pieces:
         if problem is None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rollout.sync.assembler import WeightAssembler, assemble
 from rollout.sync.pieces import BucketPiece, buckets, checksum
-from rollout.testing.weight_pieces import pieces_of
+from rollout.testing.pieces import pieces_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
 

@@ -18,8 +18,8 @@ from rollout.native.engine import NativeEngine
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, BucketPiece, buckets
 from rollout.sync.transfer import transfer_weights
-from rollout.testing.tiny_models import tiny_model
-from rollout.testing.weight_pieces import pieces_of
+from rollout.testing.model import tiny_model
+from rollout.testing.pieces import pieces_of
 
 WORLD = 3
 GREEDY = Sampling(greedy=True, max_new_tokens=6)
@@ -31,7 +31,7 @@ def small(seed: int) -> PreTrainedModel:
     return tiny_model(24, layers=2, seed=seed)
 
 
-def agree(ok: bool) -> bool:
+def all_reduce_ok(ok: bool) -> bool:
     votes = torch.tensor([int(ok)])
     dist.all_reduce(votes, op=dist.ReduceOp.MIN)
     return bool(votes.item())
@@ -79,7 +79,7 @@ def rank_main(rank: int, path: str, pipe: "Connection[Any, Any]", fault: str) ->
 
     def update(version: int, seed: int, fault: str = "") -> str | None:
         stream = buckets(exported(seed, fault), 4_000)
-        work = transfer_weights([engine], Manifest(version), stream, pause=None, agree=agree)
+        work = transfer_weights([engine], Manifest(version), stream, pause=None, all_reduce_ok=all_reduce_ok)
         try:
             asyncio.run(work)
         except ValueError as error:
@@ -95,7 +95,7 @@ def rank_main(rank: int, path: str, pipe: "Connection[Any, Any]", fault: str) ->
 
 def run(path: Path, fault: str) -> list[Any]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rollout.native.engine", "rollout.testing.tiny_models", "torch.distributed"])
+    context.set_forkserver_preload(["rollout.native.engine", "rollout.testing.model", "torch.distributed"])
     pipes = [context.Pipe() for _ in range(WORLD)]
     ranks = [
         context.Process(target=partial(rank_main, r, str(path), pipes[r][1], fault), daemon=True) for r in range(WORLD)

@@ -15,7 +15,7 @@ from rollout.sync.assembler import WeightAssembler
 from rollout.sync.manifest import Manifest, TensorSpec, manifest_of
 from rollout.sync.pieces import BucketPiece, bucket_of, buckets
 from rollout.sync.staging import WeightStaging
-from rollout.testing.weight_pieces import pieces_of
+from rollout.testing.pieces import pieces_of
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (3, 2), "b": (5,)}
 

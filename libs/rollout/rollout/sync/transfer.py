@@ -2,7 +2,7 @@
 
 1. `prepare(manifest)` on all; a refusal ends it here.
 2. Every bucket to all of them, while they go on sampling. A receiver has verified the whole when nothing lacks.
-3. The vote: all have everything (over processes too, where each runs its own receiver: `agree`).
+3. The vote: all have everything (over processes too, where each runs its own receiver: `all_reduce_ok`).
 4. `pause`, then `commit` on all, and a second vote. The old weights are kept until then.
 5. All committed: `resume` lets the old weights go. Anything else: `abort` brings them back, and `resume` follows.
 
@@ -69,7 +69,7 @@ class Borrower(Protocol):
         ...
 
 
-Agree = Callable[[bool], bool]
+AllReduceOk = Callable[[bool], bool]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class TransferTimes:
     """From when they held sampling until they went on; of a swap under way, from its begin."""
 
 
-class NotAgreed(ValueError):  # noqa: N818  what happened, in the words of a log
+class WeightVoteFailed(ValueError):  # noqa: N818  what happened, in the words of a log
     """This process could take the weights, and another one could not."""
 
 
@@ -93,14 +93,14 @@ async def transfer_weights(
     *,
     pause: Literal["finish", "abort"] | None = "finish",
     timeout: float = 600.0,
-    agree: Agree | None = None,
+    all_reduce_ok: AllReduceOk | None = None,
 ) -> TransferTimes:
     """Give the weights of `manifest` to all receivers, or to none; how long it took them.
 
     `pause` is how sampling is held while the receivers swap; None swaps under way, one receiver after the other.
-    `timeout` bounds each call to a receiver, in seconds. `agree(ok)` is collective and says whether all processes are
-    ok, where each process runs its own receivers (`all_reduce` with MIN). `buckets` are read to their end whatever
-    happens: they may be a collective export.
+    `timeout` bounds each call to a receiver, in seconds. `all_reduce_ok(ok)` is collective and says whether all
+    processes are ok, where each process runs its own receivers (`all_reduce` with MIN). `buckets` are read to their end
+    whatever happens: they may be a collective export.
 
     Raises:
         ValueError: a receiver refused the weights, here or on another process.
@@ -108,36 +108,38 @@ async def transfer_weights(
             which weights it has. In both cases every other receiver has its old weights and is sampling.
     """
     group = _Group(receivers, manifest.version, timeout)
-    taken = False
+    committed = False
     try:
-        await _together(_stage(group, manifest, buckets), agree)
-        await _together(_commit(group, pause), agree)
-        taken = True
+        await _together(_stage(group, manifest, buckets), all_reduce_ok)
+        await _together(_commit(group, pause), all_reduce_ok)
+        committed = True
     finally:
-        if not taken:
+        if not committed:
             await group.tell_living(lambda receiver: receiver.abort())
         await group.tell_living(lambda receiver: receiver.resume())
     return TransferTimes(group.staged_s, time.perf_counter() - group.held_since)
 
 
-async def share_weights(borrower: Borrower, version: int, lent: Any, *, agree: Agree | None = None) -> TransferTimes:
+async def share_weights(
+    borrower: Borrower, version: int, lent: Any, *, all_reduce_ok: AllReduceOk | None = None
+) -> TransferTimes:
     """Let a sampler that computes with the trainer's tensors go on with their present values, as `version`; how long
     it was held for that.
 
-    Nothing is copied. `lent` is what the trainer lends now (`rollout.native.sharing.Lent`); `agree` as in
+    Nothing is copied. `lent` is what the trainer lends now (`rollout.native.sharing.Lent`); `all_reduce_ok` as in
     `transfer_weights`: each process has a sampler beside its own trainer, and all of them go on or none does.
 
     Raises:
         ValueError: the weights can't be taken here or on another process. Values that the trainer has changed are of no
             version then, and the sampler refuses to sample until a hand-over succeeds.
     """
-    taken, begun = False, time.perf_counter()
+    committed, begun = False, time.perf_counter()
     try:
-        await _together(borrower.offer(version, lent), agree, SHARED)
-        await _together(borrower.commit(version), agree, SHARED)
-        taken = True
+        await _together(borrower.offer(version, lent), all_reduce_ok, SHARED)
+        await _together(borrower.commit(version), all_reduce_ok, SHARED)
+        committed = True
     finally:
-        if not taken:
+        if not committed:
             await borrower.abort()
         await borrower.resume()
     return TransferTimes(0.0, time.perf_counter() - begun)
@@ -214,14 +216,14 @@ COPIED = "the new weights are not taken, the old ones stay: another process coul
 SHARED = "the new weights, in the trainer's memory, are of no version: another process could not take its own"
 
 
-async def _together(work: Awaitable[None], agree: Agree | None, otherwise: str = COPIED) -> None:
+async def _together(work: Awaitable[None], all_reduce_ok: AllReduceOk | None, otherwise: str = COPIED) -> None:
     """Do this process's part; raise if it failed, here or on another process."""
     mine, everyone = False, True
     try:
         await work
         mine = True
     finally:
-        if agree is not None:
-            everyone = agree(mine)
+        if all_reduce_ok is not None:
+            everyone = all_reduce_ok(mine)
     if not everyone:
-        raise NotAgreed(otherwise)
+        raise WeightVoteFailed(otherwise)

@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rollout.errors import NotFiniteError
 from rollout.engine import RolloutEngine, Sampling
+from rollout.errors import NotFiniteError
 from rollout.native.engine import NativeEngine
 from rollout.sync.manifest import Manifest, manifest_of
 from rollout.sync.pieces import Bucket, buckets
 from rollout.sync.transfer import transfer_weights
-from rollout.testing.tiny_models import tiny_model
-from rollout.testing.weight_pieces import pieces_of
+from rollout.testing.model import tiny_model
+from rollout.testing.pieces import pieces_of
 from rollout.testing.workers import Fault, Worker
 
 VOCAB = 24

@@ -16,15 +16,15 @@ from rollout.engine import Sampling
 from rollout.native.engine import NativeEngine
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, Header, buckets
-from rollout.testing.tiny_models import tiny_model
-from rollout.testing.weight_pieces import pieces_of
+from rollout.testing.model import tiny_model
+from rollout.testing.pieces import pieces_of
+from rollout.workers.broadcast_receiver import MARK
+from rollout.workers.bucket_messages import bucket_message, manifest_message
 from rollout.workers.channel import Message
 from rollout.workers.collective import Backend, waited
 from rollout.workers.collective_pool import PoolBroadcast
-from rollout.workers.broadcast_receiver import MARK
 from rollout.workers.process import WorkerProcess
 from rollout.workers.serve import serve, weight_handlers
-from rollout.workers.bucket_messages import bucket_message, manifest_message
 
 PROMPT = [3, 5, 7]
 GREEDY = Sampling(greedy=True, max_new_tokens=8)

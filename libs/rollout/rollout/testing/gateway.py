@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 import openai
 
 from rollout.chat.chat import Chat
-from rollout.engine import Completion, Load, OnTokens, Sampling, StopReason
 from rollout.chat.segment import Segment
+from rollout.engine import Completion, Load, OnTokens, Sampling, StopReason
 from rollout.gateway.server import TokenGateway
 from rollout.testing.chat import tiny_tokenizer
-from seqpack.capability import No, Yes
+from seqpack.capability import Supported, Unsupported
 
 T = TypeVar("T")
 TOKENIZER = tiny_tokenizer()
@@ -66,9 +66,11 @@ class Script:
         self.paces: asyncio.Semaphore | None = None
         self.ended: set[str] = set()  # requests that were cancelled by name
 
-    def supports(self, feature: str) -> Yes | No:
+    def supports(self, feature: str) -> Supported | Unsupported:
         """Return whether it tells its tokens."""
-        return Yes("here") if feature == "streaming" and self.streams else No(f"a script has no {feature}")
+        return (
+            Supported("here") if feature == "streaming" and self.streams else Unsupported(f"a script has no {feature}")
+        )
 
     async def cancel(self, request_id: str) -> bool:
         """End a request before its next token."""

@@ -8,7 +8,7 @@ from typing import Any
 from rollout.engine import Completion, Load, OnTokens, PauseMode, Sampling
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, Piece
-from seqpack.capability import No, Yes
+from seqpack.capability import Supported, Unsupported
 
 
 async def stream(done: Completion, on_tokens: OnTokens | None) -> None:
@@ -38,9 +38,9 @@ class ScriptedEngine:
         """The number of the weights in use."""
         return self._version
 
-    def supports(self, feature: str) -> Yes | No:
+    def supports(self, feature: str) -> Supported | Unsupported:
         """Return nothing: it is no engine for runs."""
-        return No(f"a scripted engine has no {feature}")
+        return Unsupported(f"a scripted engine has no {feature}")
 
     def load(self) -> Load:
         """Return nothing runs between calls, and nobody waits."""

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from rollout.engine import Completion
 from rollout.native.decoders.media import followed, seen_inputs, seen_prompt
-from rollout.testing.tiny_models import SERVED, tiny_seeing_mixture, tiny_seeing_model
+from rollout.testing.model import SERVED, tiny_seeing_mixture, tiny_seeing_model
 
 IMAGE, START, END = 44, 46, 47
 NUMBERS = 3 * 2 * 2 * 2

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from rollout.config import RolloutConfig
 from rollout.engine import Completion, RolloutEngine, Sampling
 from rollout.sync.pieces import BucketPiece
-from rollout.testing.tiny_models import SERVED, tiny_model
+from rollout.testing.model import SERVED, tiny_model
 from rollout.vllm.settings.config import VllmConfig
 
 VOCAB = 300

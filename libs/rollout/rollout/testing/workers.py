@@ -53,7 +53,7 @@ class Worker:
 
     def __init__(self, make: Callable[[], RolloutEngine], fault: Fault | None = None) -> None:
         context = multiprocessing.get_context("forkserver")  # torch is imported once for all workers
-        context.set_forkserver_preload(["rollout.native.engine", "rollout.testing.tiny_models", "rollout.testing.workers"])
+        context.set_forkserver_preload(["rollout.native.engine", "rollout.testing.model", "rollout.testing.workers"])
         self._connection, theirs = context.Pipe()
         self.process: BaseProcess = context.Process(target=serve, args=(theirs, make, fault), daemon=True)
         self.process.start()

@@ -24,12 +24,12 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from rollout.extras import asked
+from rollout.extras import missing_extra_message
 
 try:
     from tokenizers import Tokenizer as Backend
 except ImportError as error:
-    raise ImportError(asked("chats need tokenizers", "native")) from error
+    raise ImportError(missing_extra_message("chats need tokenizers", "native")) from error
 
 Message = Mapping[str, Any]
 TRUSTED_ROLES = ("system", "developer")

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from rollout.engine import Sampling
 from rollout.chat.messages import Reply
+from rollout.engine import Sampling
 from rollout.environments.task import score_of
 from rollout.native.engine import NativeEngine
-from rollout.testing.tiny_models import tiny_model
+from rollout.testing.model import tiny_model
 from rollout.tools.tool import Tool, ToolCall, call_tools
 from rollout.tools.workers import REWARDS, TOOLS
 

@@ -17,7 +17,7 @@ from typing import Any
 _LATE = ("no answer within", "timed out", "timeouterror")
 
 
-class ToolTally:
+class ToolStats:
     """The counts of one conversation, or of a session's."""
 
     def __init__(self) -> None:

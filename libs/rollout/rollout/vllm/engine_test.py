@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from rollout.engine import Completion, PauseMode, Sampling
 from rollout.testing.served import ANSWER, MEAN, PROMPTS, VOCAB, assert_agrees, config, sample, served
 from rollout.vllm.engine import VllmEngine
-from seqpack.capability import No
+from seqpack.capability import Unsupported
 
 pytestmark = pytest.mark.skipif(
     "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"
@@ -231,6 +231,6 @@ def test_vllm_refuses_to_sleep_on_a_cpu(engine: VllmEngine, directory: Path) -> 
     with pytest.raises(ValueError, match=r"VllmConfig\(sleep=True\)"):
         asyncio.run(engine.sleep())
     refused = engine.supports("sleep")
-    assert isinstance(refused, No)
+    assert isinstance(refused, Unsupported)
     assert not refused
     assert "refuses it on a CPU" in refused.reason

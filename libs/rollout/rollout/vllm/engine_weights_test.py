@@ -23,7 +23,7 @@ from rollout.sync.manifest import Manifest, manifest_of
 from rollout.sync.pieces import Piece, buckets
 from rollout.sync.rate import copy_rate
 from rollout.sync.transfer import transfer_weights
-from rollout.testing.weight_pieces import pieces_of
+from rollout.testing.pieces import pieces_of
 from rollout.testing.served import (
     ANSWER,
     MEAN,
@@ -187,7 +187,7 @@ def test_a_file_that_is_damaged_is_refused_by_the_tensors_name(
     def damage(before: int | None) -> dict[str, Any]:
         message = usual(before)
         if before is not None:
-            restored._weights.places[1 - before].tensors[name].view(torch.uint8)[3, 1] ^= 1
+            restored._weights.regions[1 - before].tensors[name].view(torch.uint8)[3, 1] ^= 1
         return message
 
     monkeypatch.setattr(restored, "_load_message", damage)

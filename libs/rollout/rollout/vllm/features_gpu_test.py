@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from rollout.engine import Completion, PauseMode, Sampling
 from rollout.experts import ROUTED_EXPERTS
 from rollout.testing.gpu_served import ARGUMENTS, FAR, NEAR, REASON, SIZES
-from rollout.testing.tiny_models import SERVED, tiny_mixture
+from rollout.testing.model import SERVED, tiny_mixture
 from rollout.testing.seeing import Prompt, seeing_distances, served_seeing, shown
 from rollout.testing.served import PROMPTS, VERSIONS, changed, config, distances, pieces, sample, served
 from rollout.vllm.engine import VllmEngine

@@ -14,8 +14,8 @@ from rollout.engine import Completion, Sampling
 from rollout.testing.seeing import Prompt, seeing_distances, served_seeing, served_seeing_mixture, shown
 from rollout.testing.served import ANSWER, MEAN, MOST, VERSIONS, config, pieces
 from rollout.vllm import engine as engine_module
-from rollout.vllm.engine import VllmEngine
 from rollout.vllm.client.images import Shown, shown_in
+from rollout.vllm.engine import VllmEngine
 from rollout.vllm.weights.shared_weights import checkpoint_pieces
 
 pytestmark = pytest.mark.skipif(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollout.testing.listening import listening
-from rollout.testing.tiny_models import SERVED, tiny_mixture
+from rollout.testing.model import SERVED, tiny_mixture
 from rollout.testing.served import config
 from rollout.vllm.engine import VllmEngine
 

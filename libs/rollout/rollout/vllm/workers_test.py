@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout.engine import Completion, Sampling
-from rollout.testing.tiny_models import SERVED, tiny_mixture
+from rollout.testing.model import SERVED, tiny_mixture
 from rollout.testing.processes import abandoned, assert_ends, left_behind, living
 from rollout.testing.served import (
     ANSWER,

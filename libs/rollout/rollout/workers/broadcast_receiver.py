@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from rollout.sync.pieces import Bucket
-from rollout.workers.collective import Backend, BrokenGroup, Invitation, WeightGroup, join, waited
 from rollout.workers.bucket_messages import bucket_from
+from rollout.workers.collective import Backend, BrokenGroup, Invitation, WeightGroup, join, waited
 
 MARK = "broadcast"
 """The key of a call whose bucket is broadcast."""

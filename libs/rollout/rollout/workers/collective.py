@@ -3,7 +3,8 @@
 1. The sender holds a `Meeting`: a store that listens on one address and nowhere else. Its `Invitation` reaches the
    samplers by the calls that they answer anyway, and with it all of them `join`: the sender as rank 0.
 2. `WeightGroup.send` and `take` are the two ends of a broadcast, of plain bytes: gloo's through host memory, NCCL's
-   from device to device. What the bytes are, and their checksum, travels with the call (`rollout.workers.bucket_messages`).
+   from device to device. What the bytes are, and their checksum, travels with the call
+   (`rollout.workers.bucket_messages`).
 3. Whatever lasts longer than `seconds` ends as a `BrokenGroup`, and so does the death of one of them: a group has no
    second try, whoever owns it closes it and has its samplers replaced. `abort` ends what waits, from any thread.
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from rollout.testing.broadcasts import VISIBLE, Pool, bytes_of, changed, large, parts_of
 from rollout.testing.listening import listening
+from rollout.workers.bucket_messages import bucket_message
 from rollout.workers.collective import waited
 from rollout.workers.collective_pool import SLACK
 from rollout.workers.process import WorkerDied
-from rollout.workers.bucket_messages import bucket_message
 
 pytestmark = [
     pytest.mark.gpu2,

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from rollout.sync.pieces import Bucket
+from rollout.workers.broadcast_receiver import MARK, device_for
+from rollout.workers.bucket_messages import bucket_message, plain_bytes
 from rollout.workers.channel import Message
 from rollout.workers.collective import LOOPBACK, SECONDS, Backend, BrokenGroup, Meeting, WeightGroup, waited
-from rollout.workers.broadcast_receiver import MARK, device_for
 from rollout.workers.process import WorkerDied
-from rollout.workers.bucket_messages import bucket_message, plain_bytes
 
 SLACK = 5.0
 """Seconds beyond a group's own limit until whoever still waits is given up, and in which a death may get its name."""

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from rollout.native.engine import NativeEngine
 from rollout.testing.broadcasts import GREEDY, PROMPT, Pool, bytes_of, changed, large, parts_of
 from rollout.testing.listening import listening
+from rollout.workers.bucket_messages import plain_bytes
 from rollout.workers.collective import BrokenGroup, Invitation, Meeting, join, waited
 from rollout.workers.collective_pool import SLACK
 from rollout.workers.process import WorkerDied
-from rollout.workers.bucket_messages import plain_bytes
 
 SECONDS = 3.0
 VERSIONS = itertools.count(1)

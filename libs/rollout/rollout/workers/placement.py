@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
-class NoPlace(ValueError):  # noqa: N818  what happened, in the words of a log
+class NoCapacity(ValueError):  # noqa: N818  what happened, in the words of a log
     """A cluster can't hold the workers; the text has the numbers."""
 
 
@@ -50,20 +50,20 @@ def nodes_apart(demand: Demand, nodes: Mapping[str, Mapping[str, float]], own: s
 
     Raises:
         ValueError: they are more than the workers.
-        NoPlace: there are not so many, or they can't hold the workers.
+        NoCapacity: there are not so many, or they can't hold the workers.
     """
     if count > demand.workers:
         raise ValueError(f"{demand.workers} samplers can't fill {count} nodes: ask for as many nodes at most")
     others = sorted((name for name in nodes if name != own), key=lambda name: -room(demand, [nodes[name]]))
     if len(others) < count:
-        raise NoPlace(
+        raise NoCapacity(
             f"a pool of {count} nodes apart from training's: the cluster has {len(others)} besides this one; add nodes "
             "to the Ray cluster, or let both share the present ones"
         )
     chosen = others[:count]
     why = refusal(demand, [nodes[name] for name in chosen])
     if why is not None:
-        raise NoPlace(f"apart from training's node, {why}")
+        raise NoCapacity(f"apart from training's node, {why}")
     return tuple(chosen)
 
 

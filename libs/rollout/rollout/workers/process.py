@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket
+from rollout.workers.bucket_messages import SharedBuckets, manifest_message
 from rollout.workers.channel import Channel, Message
 from rollout.workers.serve import settle_answer, settle_error
-from rollout.workers.bucket_messages import SharedBuckets, manifest_message
 
 
 class WorkerDied(RuntimeError):  # noqa: N818  what happened, in the words of a log

@@ -14,17 +14,17 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rollout.errors import NotFiniteError
 from rollout.engine import Sampling
+from rollout.errors import NotFiniteError
 from rollout.native.engine import NativeEngine
 from rollout.sync.manifest import Manifest, TensorSpec, manifest_of
 from rollout.sync.pieces import Bucket, buckets
 from rollout.sync.transfer import transfer_weights
-from rollout.testing.tiny_models import tiny_model
-from rollout.testing.weight_pieces import pieces_of
+from rollout.testing.model import tiny_model
+from rollout.testing.pieces import pieces_of
+from rollout.workers.bucket_messages import SharedBuckets, TakenBuckets, manifest_from, manifest_message
 from rollout.workers.process import WorkerDied, WorkerProcess
 from rollout.workers.serve import serve, weight_handlers
-from rollout.workers.bucket_messages import SharedBuckets, TakenBuckets, manifest_from, manifest_message
 
 VOCAB, PROMPT = 24, [3, 5, 7]
 GREEDY = Sampling(greedy=True, max_new_tokens=8)

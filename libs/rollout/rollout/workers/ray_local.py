@@ -10,14 +10,14 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from rollout.extras import asked
+from rollout.extras import missing_extra_message
 
 try:
     import ray
     from ray._private import ray_constants
     from ray.cluster_utils import Cluster
 except ImportError as error:
-    raise ImportError(asked("a Ray cluster needs ray", "ray")) from error
+    raise ImportError(missing_extra_message("a Ray cluster needs ray", "ray")) from error
 
 LOOPBACK = "127.0.0.1"
 VISIBLE = "CUDA_VISIBLE_DEVICES"

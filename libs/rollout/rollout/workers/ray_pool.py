@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any, Literal, TypeVar, get_args
 
-from rollout.extras import asked
+from rollout.extras import missing_extra_message
 
 try:
     import ray
@@ -28,17 +28,17 @@ try:
     from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
-    raise ImportError(asked("samplers on a Ray cluster need ray", "ray")) from error
+    raise ImportError(missing_extra_message("samplers on a Ray cluster need ray", "ray")) from error
 
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket
+from rollout.workers.bucket_messages import bucket_message, manifest_message, plain_bytes
 from rollout.workers.channel import Message
 from rollout.workers.collective import SECONDS
 from rollout.workers.collective_pool import PoolBroadcast
-from rollout.workers.placement import Demand, NoPlace, nodes_apart, refusal
+from rollout.workers.placement import Demand, NoCapacity, nodes_apart, refusal
 from rollout.workers.process import WorkerDied
 from rollout.workers.serve import Handler, answered, settle_answer, settle_error
-from rollout.workers.bucket_messages import bucket_message, manifest_message, plain_bytes
 
 T = TypeVar("T")
 NODE_SECONDS = 60.0
@@ -162,8 +162,8 @@ class RayPool:
 
     async def ask_all(self, name: str, data: Any = None, **arguments: Any) -> list[Any]:
         """Ask every sampler and wait for all answers; what one raises is raised once all have answered."""
-        asked = [asyncio.wrap_future(self._ask(i, name, arguments, data)) for i in range(len(self._actors))]
-        found = await asyncio.gather(*asked, return_exceptions=True)
+        calls = [asyncio.wrap_future(self._ask(i, name, arguments, data)) for i in range(len(self._actors))]
+        found = await asyncio.gather(*calls, return_exceptions=True)
         for one in found:
             if isinstance(one, BaseException):
                 raise one
@@ -233,8 +233,8 @@ class RayPool:
                 return future
             self._busy[index] += 1
             self._waiting.add(future)
-        asked = self._actors[index].call.remote({**arguments, "call": name}, data)
-        asked.future().add_done_callback(lambda found: self._answered(index, future, found))
+        reference = self._actors[index].call.remote({**arguments, "call": name}, data)
+        reference.future().add_done_callback(lambda found: self._answered(index, future, found))
         return future
 
     def _answered(self, index: int, future: "Future[Message]", found: "Future[Message]") -> None:
@@ -314,7 +314,7 @@ def _living_nodes() -> dict[str, dict[str, float]]:
 
 
 def _placed(demand: Demand, strategy: Strategy, patience: float, apart: int | None) -> Any:
-    """Return a placement group that has its places. NoPlace: there are none, with the numbers."""
+    """Return a placement group that has its places. NoCapacity: there are none, with the numbers."""
     if not ray.is_initialized():
         raise ValueError("this process is in no Ray cluster: call ray.init first")
     while True:
@@ -325,7 +325,7 @@ def _placed(demand: Demand, strategy: Strategy, patience: float, apart: int | No
             chosen = frozenset(nodes_apart(demand, nodes, ray.get_runtime_context().get_node_id(), apart))
             where = [{"ray.io/node-id": f"in({','.join(sorted(chosen))})"}] * demand.workers
         elif (why := refusal(demand, list(nodes.values()))) is not None:
-            raise NoPlace(why)
+            raise NoCapacity(why)
         group = placement_group([demand.bundle] * demand.workers, strategy=strategy, bundle_label_selector=where)
         while not (placed := group.wait(LOOK_SECONDS)) and time.monotonic() < until and chosen <= set(_living_nodes()):
             pass
@@ -335,7 +335,7 @@ def _placed(demand: Demand, strategy: Strategy, patience: float, apart: int | No
         if chosen <= set(_living_nodes()):  # else one of them has gone meanwhile, and others are chosen
             break
     free = ", ".join(f"{ray.available_resources().get(name, 0.0):g} {name}" for name in demand.bundle)
-    raise NoPlace(
+    raise NoCapacity(
         f"{demand.workers} samplers of {demand.bundle} found no place in {patience:g} s under {strategy}: the "
         f"cluster has {free} left; end what holds the rest, or ask for fewer"
     )

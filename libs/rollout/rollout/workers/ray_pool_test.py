@@ -22,10 +22,10 @@ from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, buckets
 from rollout.sync.transfer import transfer_weights
 from rollout.testing.listening import listening
-from rollout.testing.tiny_models import tiny_model
-from rollout.testing.weight_pieces import pieces_of
+from rollout.testing.model import tiny_model
+from rollout.testing.pieces import pieces_of
 from rollout.workers import ray_pool
-from rollout.workers.placement import Demand, NoPlace
+from rollout.workers.placement import Demand, NoCapacity
 from rollout.workers.process import WorkerDied
 from rollout.workers.ray_local import LOOPBACK, SMALL_STORE, connect, on_loopback
 from rollout.workers.ray_pool import NodeLost, RayPool
@@ -273,7 +273,7 @@ def test_a_node_that_is_lost_before_its_places_are_taken_is_not_waited_for(clust
     assert holder.wait(30)
     later = threading.Timer(2, lambda: cluster.remove_node(node, allow_graceful=False))
     later.start()
-    with pytest.raises(NoPlace, match=r"1 samplers of 0.5 CPU and 1 near each find 0 places"):
+    with pytest.raises(NoCapacity, match=r"1 samplers of 0.5 CPU and 1 near each find 0 places"):
         pool_of(Demand(1, cpus=0.5, resources={"near": 1}), patience=120)
     later.join()
     remove_placement_group(holder)

@@ -9,12 +9,12 @@ from concurrent.futures import Future, InvalidStateError
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rollout.errors import NotFiniteError
 from rollout.engine import RolloutEngine
-from rollout.workers.channel import Channel, Message
-from rollout.workers.collective import BrokenGroup
+from rollout.errors import NotFiniteError
 from rollout.workers.broadcast_receiver import GroupBuckets
 from rollout.workers.bucket_messages import TakenBuckets, manifest_from
+from rollout.workers.channel import Channel, Message
+from rollout.workers.collective import BrokenGroup
 
 Handler = Callable[[dict[str, Any]], Awaitable[bytes | dict[str, Any] | None]]
 """Takes a call's arguments; answers with a payload, with JSON, or with nothing."""

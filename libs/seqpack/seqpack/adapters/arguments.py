@@ -1,4 +1,4 @@
-"""A packed row in the words of others: transformers' flash arguments, `seq_idx`, megatron-core's PackedSeqParams."""
+"""A packed row as arguments of other packages: flash arguments, `seq_idx`, megatron-core's PackedSeqParams."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ IGNORED = -100
 
 
 def flash_arguments(packed: PackedBatch) -> dict[str, Any]:
-    """Return transformers' arguments of a row: where sequences begin (i32[n+1]), and the longest, for q and k.
+    """Return transformers' flash arguments of a row, for q and k: boundaries i32[n+1], and the longest length.
 
     A trailing bucket pad is a sequence of its own, and alignment padding belongs to its sequence: all T tokens lie
     between two boundaries.
@@ -22,7 +22,7 @@ def flash_arguments(packed: PackedBatch) -> dict[str, Any]:
 
 
 def sequence_index(packed: PackedBatch) -> Tensor:
-    """i32[T]: the number of each token's sequence in its row, as causal_conv1d and mamba take it (`seq_idx`)."""
+    """Return `seq_idx` i32[T], as causal_conv1d and mamba take it: the index of each token's sequence in the row."""
     sizes = torch.tensor(packed.geometry.cu_seqlens, dtype=torch.int64).diff()
     numbers = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), sizes)
     return numbers.to(packed.cu_seqlens.device)

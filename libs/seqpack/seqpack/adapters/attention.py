@@ -28,7 +28,7 @@ class PackedAttention:
         self.context = context
 
     def get_interface(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the packed function, whatever name the config has."""
+        """Return the packed function, whichever implementation the config names."""
         del name, default
         return self.attend
 
@@ -49,9 +49,9 @@ class PackedAttention:
         ValueError names an argument that is not handled.
         """
         del attention_mask  # packed attention is causal inside each sequence
-        asked = sorted(name for name, given in unknown.items() if given is not None and name not in _INERT)
-        if asked:
-            raise ValueError(f"packed attention does not take {asked[0]} (from {type(module).__name__})")
+        unhandled = sorted(name for name, value in unknown.items() if value is not None and name not in _INERT)
+        if unhandled:
+            raise ValueError(f"packed attention does not take {unhandled[0]} (from {type(module).__name__})")
         if dropout:
             raise ValueError("packed attention has no dropout: call model.eval(), or set attention_dropout to 0")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling

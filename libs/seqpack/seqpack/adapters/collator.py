@@ -19,7 +19,7 @@ _KNOWN = frozenset(["input_ids", "labels", "attention_mask", "position_ids", *MA
 
 @dataclass(frozen=True)
 class PackedCollator:
-    """Lay samples out one after another in one row of T tokens, of which a model sees as many sequences.
+    """A collator that puts samples one after another in one row of T tokens, which a model sees as sequences.
 
     A sample is a mapping with `input_ids` (l tokens, no padding) and, where not all tokens are trained, `labels` (l,
     -100 where not) or masks (`loss_mask`, `assistant_masks`, `completion_mask`; all that are given must hold). Its
@@ -72,8 +72,8 @@ class PackedCollator:
 
     def _columns(self, index: int, sample: Sample) -> dict[str, Tensor]:
         if not isinstance(sample, Mapping) or sample.get("input_ids") is None:
-            found = ", ".join(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
-            raise ValueError(f"sample {index} has no input_ids, only {found}")
+            contents = ", ".join(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
+            raise ValueError(f"sample {index} has no input_ids, only {contents}")
         unknown = [key for key in sample if key not in _KNOWN and key not in self.ignore and key != "length"]
         if unknown:
             raise ValueError(
@@ -92,9 +92,9 @@ class PackedCollator:
         return columns
 
     def _labels(self, index: int, sample: Sample, ids: Tensor) -> Tensor:
-        """i64[l]: the tokens that are trained, -100 elsewhere and at the first."""
-        given = sample.get("labels")
-        labels = ids.clone() if given is None else _tensor(given, "labels", index).clone()
+        """Return labels i64[l]: trained tokens by their ids, -100 elsewhere and at the first token."""
+        own = sample.get("labels")
+        labels = ids.clone() if own is None else _tensor(own, "labels", index).clone()
         if labels.shape != ids.shape:
             raise ValueError(f"labels of sample {index} has shape {tuple(labels.shape)}, input_ids {tuple(ids.shape)}")
         for name in MASKS:
@@ -105,7 +105,7 @@ class PackedCollator:
 
 
 def _tensor(value: Any, key: str, index: int) -> Tensor:
-    """i64: a list, an array or a tensor of whole numbers."""
+    """Return a list, an array or a tensor of whole numbers as i64."""
     tensor = _read(value, key, index)
     if tensor.numel() and tensor.is_floating_point():
         raise ValueError(f"{key} of sample {index} must be whole numbers, got {tensor.dtype}")
@@ -113,7 +113,7 @@ def _tensor(value: Any, key: str, index: int) -> Tensor:
 
 
 def _flags(sample: Sample, key: str, index: int, ids: Tensor) -> Tensor:
-    """bool[l]: a mask of the sample."""
+    """Return a mask of the sample, bool[l]."""
     mask = _read(sample[key], key, index)
     if mask.shape != ids.shape:
         raise ValueError(f"{key} of sample {index} has shape {tuple(mask.shape)}, input_ids {tuple(ids.shape)}")

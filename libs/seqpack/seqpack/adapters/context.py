@@ -19,7 +19,7 @@ class PackedOps(Protocol):
     def causal_conv1d(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, context: "PackedContext", activation: Activation
     ) -> Tensor:
-        """Depthwise convolution: x [T, D], weight [D, K] -> [T, D]."""
+        """Return the depthwise convolution: x [T, D], weight [D, K] -> [T, D]."""
         ...
 
     def gated_delta_rule(
@@ -31,7 +31,7 @@ class PackedOps(Protocol):
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, context: "PackedContext", scale: float, window: int | None
     ) -> Tensor:
-        """Causal attention: q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]."""
+        """Return causal attention: q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]."""
         ...
 
 
@@ -56,7 +56,7 @@ class LocalOps:
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, context: "PackedContext", scale: float, window: int | None
     ) -> Tensor:
-        """Causal attention inside each sequence."""
+        """Return causal attention within each sequence."""
         return attention(
             q, k, v, context.cu_seqlens, scale=scale, window=window, max_seqlen=context.max_seqlen, backend=self.backend
         )
@@ -98,6 +98,6 @@ class PackedContext:
 
 
 def positions_of(values: Mapping[str, Tensor], default: Tensor) -> Tensor:
-    """Return the positions for the rotary embedding: the batch's own (one row an axis) where it has them."""
+    """Return the positions for rotary embeddings: the batch's own (a row an axis) if present, else `default`."""
     own = values.get("position_ids")
     return default if own is None else own.to(torch.int64)

@@ -13,13 +13,13 @@ PackedForward = Callable[[Any, Tensor, PackedContext], Tensor]
 
 
 def split_projections(layer: Any, x: Tensor, context: PackedContext) -> Tensor:
-    """Run Qwen3.5's layer: q, k, v in one projection, the gate and the two head scalars in their own. x [T, H]."""
+    """Run Qwen3.5's layer on x [T, H]: one projection for q, k, v; one each for the gate and the two head scalars."""
     mixed = layer.in_proj_qkv(x)
     return _mix(layer, mixed, layer.in_proj_z(x), layer.in_proj_b(x), layer.in_proj_a(x), context)
 
 
 def joint_projections(layer: Any, x: Tensor, context: PackedContext) -> Tensor:
-    """Run Qwen3-Next's layer: two projections whose outputs are interleaved by key head. x [T, H]."""
+    """Run Qwen3-Next's layer on x [T, H]: two projections whose outputs are interleaved by key head."""
     tokens = x.shape[0]
     joint, scalars = layer.in_proj_qkvz(x).unsqueeze(0), layer.in_proj_ba(x).unsqueeze(0)
     q, k, v, z, b, a = layer.fix_query_key_value_ordering(joint, scalars)
@@ -28,7 +28,7 @@ def joint_projections(layer: Any, x: Tensor, context: PackedContext) -> Tensor:
 
 
 def _mix(layer: Any, mixed: Tensor, z: Tensor, b: Tensor, a: Tensor, context: PackedContext) -> Tensor:
-    """Convolution, gated delta rule, gated norm and output projection: what both families share."""
+    """Run what both families share: convolution, gated delta rule, gated norm and output projection."""
     tokens = mixed.shape[0]
     conv = layer.conv1d
     mixed = context.ops.causal_conv1d(mixed, conv.weight.squeeze(1), conv.bias, context, layer.activation)

@@ -6,9 +6,9 @@
 Strategy
 1. A hook in front of the base model takes the flash arguments of a call (`cu_seq_lens_q`, ...), which say where
    sequences begin, and hands a `PackedContext` down to the layers in their place.
-2. Each layer that mixes tokens runs its packed form over that context (`seqpack.adapters.mixers`): attention, the causal
-   convolution and the gated delta rule of `seqpack.ops`. All others are token by token and stay the stock code, the
-   head and the loss too.
+2. Each layer that mixes tokens runs its packed form over that context (`seqpack.adapters.mixers`): attention, the
+   causal convolution and the gated delta rule of `seqpack.ops`. All others are token by token and stay the stock code,
+   the head and the loss too.
 3. A hook behind the base model checks that every such layer went through the context.
 
 A call without flash arguments (padded batches, generate) is the stock model's. Which models are taken is a table here;
@@ -30,7 +30,7 @@ from seqpack.batches.packed import PackedBatch
 
 _FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _ROPE_TYPES = frozenset(["default", "linear", "llama3", "yarn"])
-"""Those whose angles depend on a token's position alone; "dynamic" and "longrope" depend on the longest of a call."""
+"""Types whose angles depend on a token's position alone; "dynamic" and "longrope" depend on the longest of a call."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ MIXERS = {
 
 
 def adapt_for_packing(model: Any) -> Adaptation:
-    """Let this model instance take packed rows with flash arguments; the same Adaptation again if it does already.
+    """Change this model instance so that it takes packed rows with flash arguments; once adapted, a no-op.
 
     `model`: a transformers causal LM, before it is wrapped for parallel training. ValueError for a model type that no
     test has run (the table `MIXERS`), for a layer whose mixer is not known, and for angles that depend on the longest
@@ -92,7 +92,7 @@ def packed_forward(model: nn.Module, packed: PackedBatch) -> Tensor:
 
 
 class _Hooks:
-    """What translates the arguments of a call of the base model."""
+    """Hooks that translate the arguments of a call of the base model."""
 
     def __init__(self, adaptation: Adaptation) -> None:
         self.adaptation = adaptation
@@ -100,7 +100,7 @@ class _Hooks:
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Put a context in the place of the flash arguments."""
+        """Replace the flash arguments by a context."""
         del module
         if kwargs.get("cu_seq_lens_q") is None:
             return None
@@ -122,7 +122,7 @@ class _Hooks:
 
 
 def _check_row(args: tuple[Any, ...], kwargs: Mapping[str, Any], tokens: Tensor | None, bounds: Tensor) -> None:
-    """Raise ValueError for a call that is no packed row: what cannot be read without waiting for a device."""
+    """Raise ValueError for a call that is no packed row; nothing is read that waits for a device."""
     if args or tokens is None:
         raise ValueError("a packed row goes to the model by keyword: input_ids=..., cu_seq_lens_q=..., ...")
     if tokens.shape[0] != 1:
@@ -139,23 +139,23 @@ def _check_row(args: tuple[Any, ...], kwargs: Mapping[str, Any], tokens: Tensor 
 
 
 def _mixer(layer: nn.Module, known: Mixers) -> tuple[nn.Module, PackedForward | None]:
-    """Return the one module of a layer that mixes tokens."""
-    found: list[tuple[nn.Module, PackedForward | None]] = []
+    """Return the one module of a layer that mixes tokens, and its packed forward (None: attention)."""
+    mixers: list[tuple[nn.Module, PackedForward | None]] = []
     for module in layer.modules():
         kind = type(module).__name__
         if kind == known.attention:
-            found.append((module, None))
+            mixers.append((module, None))
         elif kind in known.delta_nets:
-            found.append((module, known.delta_nets[kind]))
-    if len(found) != 1:
+            mixers.append((module, known.delta_nets[kind]))
+    if len(mixers) != 1:
         wanted = " or ".join([known.attention, *known.delta_nets])
-        raise ValueError(f"a {type(layer).__name__} must hold exactly one {wanted}, this one holds {len(found)}")
-    return found[0]
+        raise ValueError(f"a {type(layer).__name__} must hold exactly one {wanted}, this one holds {len(mixers)}")
+    return mixers[0]
 
 
 def _check_rope(config: Any) -> None:
-    given = getattr(config, "rope_parameters", None) or {}
-    for rope in [given, *(part for part in given.values() if isinstance(part, dict))]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in [parameters, *(part for part in parameters.values() if isinstance(part, dict))]:
         kind = rope.get("rope_type", "default")
         if kind not in _ROPE_TYPES:
             raise ValueError(f"rope type {kind!r}: its angles depend on the longest sequence of a call, not handled")

@@ -1,4 +1,4 @@
-"""The whole of it for a map dataset: a DataLoader that yields packed rows."""
+"""A DataLoader of packed rows, from a map dataset."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,12 +10,12 @@ from seqpack.adapters.sampler import PackedBatchSampler
 
 
 class PackedDataLoader(DataLoader[Any]):
-    """A DataLoader whose epoch can be set: trainers ask for it, and a plain one does not tell its sampler."""
+    """A DataLoader with `set_epoch`, which trainers call; a plain one does not pass it to its batch sampler."""
 
     batch_sampler: PackedBatchSampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw the order of this epoch."""
+        """Set the epoch, by which the order is drawn."""
         self.batch_sampler.set_epoch(epoch)
 
 
@@ -33,12 +33,12 @@ def packed_dataloader(
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> PackedDataLoader:
-    """Make a loader of packed rows of at most `max_tokens` for this rank, the same number on every rank.
+    """Return a loader of packed rows of at most `max_tokens` for this rank, the same number on every rank.
 
     `dataset`: samples as `PackedCollator` takes them, by index. `lengths`: their tokens; without it every sample is
-    read once (a dataset with a `length` column can hand that). `collator`: PackedCollator() when None; its `align` and
-    `bucket` count in the plan. For a transformers Trainer, return it from an overridden `get_train_dataloader`, with
-    rank `args.process_index` of `args.world_size`: it is sharded already, so do not prepare it.
+    read once (pass a dataset's `length` column where it has one). `collator`: PackedCollator() when None; its `align`
+    and `bucket` count in the plan. For a transformers Trainer, return it from an overridden `get_train_dataloader`,
+    with rank `args.process_index` of `args.world_size`: it is sharded already, so do not prepare it.
     """
     rows = PackedCollator() if collator is None else collator
     if lengths is None:

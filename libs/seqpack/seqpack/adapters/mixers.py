@@ -37,7 +37,7 @@ class Adaptation:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """One line a change."""
+        """The changes, one line each."""
         return tuple(f"{name}: forward" for name in self.mixers)
 
     def undo(self) -> None:
@@ -52,26 +52,26 @@ class Adaptation:
 
 
 def adapt_mixers(model: nn.Module, mixers: Iterable[tuple[nn.Module, PackedForward | None]]) -> Adaptation:
-    """Give each mixer, a module of the model that mixes tokens, its packed form (None: attention).
+    """Replace the forward of each mixer (a module that mixes tokens) by its packed form (None: attention).
 
-    The same Adaptation again if the model is adapted already. ValueError where another adaptation replaced a layer's
+    Return the same Adaptation if the model is adapted already. ValueError where another adaptation replaced a layer's
     forward, or an attention layer does not look its attention function up in transformers' table.
     """
     if model in _ADAPTED:
         return _ADAPTED[model]
     names = {module: name for name, module in model.named_modules()}
-    found = [(names[module], module, packed) for module, packed in mixers]
-    if any("forward" in vars(module) for _, module, _ in found):
+    named = [(names[module], module, packed) for module, packed in mixers]
+    if any("forward" in vars(module) for _, module, _ in named):
         raise ValueError("another adaptation already replaced a layer's forward: undo that one first")
-    forwards = [packed_attention_forward(m) if packed is None else _delta_net(packed) for _, m, packed in found]
-    for (name, module, _), own in zip(found, forwards, strict=True):
+    forwards = [packed_attention_forward(m) if packed is None else _delta_net(packed) for _, m, packed in named]
+    for (name, module, _), own in zip(named, forwards, strict=True):
         module.forward = MethodType(_with_context(name, own, module.forward), module)
-    adaptation = _ADAPTED[model] = Adaptation(model, {name: module for name, module, _ in found})
+    adaptation = _ADAPTED[model] = Adaptation(model, {name: module for name, module, _ in named})
     return adaptation
 
 
 def check_mixed(context: PackedContext, adaptation: Adaptation) -> None:
-    """Raise RuntimeError unless every mixer went through the context: a layer that did not leaks."""
+    """Raise RuntimeError unless every mixer used the context: a layer that did not would leak."""
     if len(context.mixed) != len(adaptation.mixers):
         raise RuntimeError(
             f"{len(context.mixed)} of {len(adaptation.mixers)} layers mixed tokens through the packed context: "
@@ -80,8 +80,7 @@ def check_mixed(context: PackedContext, adaptation: Adaptation) -> None:
 
 
 def no_mask(like: Tensor) -> Tensor:
-    """Return a mask that transformers hands through as it is, so that it builds none of T x T; packed layers ignore
-    it."""
+    """Return a mask that transformers passes on instead of building one of T x T; packed layers ignore it."""
     return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=like.device)
 
 
@@ -106,9 +105,9 @@ def packed_output(
         raise ValueError("the model is not prepared for packed sequences: call adapt_for_packing(model) first")
     positions = position_ids.unsqueeze(-2)  # [1, T], or [axes, 1, T]
     context.mixed.clear()
-    given = {"input_ids": input_ids} if embeddings is None else {"inputs_embeds": embeddings}
+    inputs = {"input_ids": input_ids} if embeddings is None else {"inputs_embeds": embeddings}
     output = (model.base_model if decoder is None else decoder)(
-        **{name: tensor.unsqueeze(0) for name, tensor in given.items()},
+        **{name: tensor.unsqueeze(0) for name, tensor in inputs.items()},
         position_ids=positions,
         attention_mask=no_mask(input_ids),
         use_cache=False,

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 
 from seqpack.planning.checks import check_costs, check_lengths, check_positive_int
-from seqpack.planning.padding import check_aligned, frozen_bucket, usable_capacity
 from seqpack.planning.micro_batches import Cost, plan_micro_batches
+from seqpack.planning.padding import check_aligned, frozen_bucket, usable_capacity
 from seqpack.planning.plan_json import plan_hash
 
 Row = tuple[int, ...]
 
 
 class PackedBatchSampler:
-    """Yield lists of indices, each at most `max_tokens` long when packed: `DataLoader(batch_sampler=...)`.
+    """A batch sampler of lists of indices, each at most `max_tokens` long when packed: `DataLoader(batch_sampler=...)`.
 
     Strategy
     1. The order of an epoch is a permutation by (`seed`, `epoch`), or the dataset's own without `shuffle`.
@@ -70,7 +70,7 @@ class PackedBatchSampler:
 
     @cached_property
     def fingerprint(self) -> int:
-        """52 bits of all that the plan of an epoch depends on but the rank, for states and for ranks to compare."""
+        """The 52-bit hash of all that an epoch's plan depends on except the rank; states and ranks compare it."""
         costs = None if self.cost is None else [float(c) for c in self._costs(range(len(self.lengths)))]
         said = (self.lengths, self.max_tokens, self.world_size, self.shuffle, self.seed, self.drop_last, self.window)
         return plan_hash(repr((*said, costs, self.align, self.bucket)))
@@ -84,21 +84,21 @@ class PackedBatchSampler:
 
     @property
     def repeated(self) -> int:
-        """How many samples of this epoch are given more than once, over all ranks."""
-        given = [i for step in self.steps for row in step for i in row]
-        return len(given) - len(set(given))
+        """Number of samples that this epoch yields more than once, over all ranks."""
+        yielded = [i for step in self.steps for row in step for i in row]
+        return len(yielded) - len(set(yielded))
 
     @property
     def dropped(self) -> int:
-        """How many samples are left out of this epoch."""
+        """Number of samples that are left out of this epoch."""
         return len(self.lengths) - len({i for step in self.steps for row in step for i in row})
 
     def __len__(self) -> int:
-        """Return rows of this rank in this epoch."""
+        """Return the number of rows of this rank in this epoch."""
         return len(self.steps)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Give this rank's rows, from the place that a loaded state says."""
+        """Yield this rank's rows, from the place in a loaded state."""
         self._yielded, self._start = self._start, 0
         return self._rows(self._yielded)
 
@@ -109,19 +109,19 @@ class PackedBatchSampler:
             yield list(steps[number][self.rank])
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order comes next; the place of a loaded state holds for its own epoch alone."""
+        """Set the epoch that is iterated next; the place in a loaded state holds for its own epoch alone."""
         if epoch != self.epoch:
             self.epoch, self._start, self._yielded = epoch, 0, 0
 
     def state_dict(self, rows: int | None = None) -> dict[str, Any]:
-        """Return where this epoch stands: after `rows` of this rank's rows, or after those given so far."""
+        """Return the state of this epoch after `rows` of this rank's rows, or after those yielded so far."""
         done = self._yielded if rows is None else rows
         if not 0 <= done <= len(self):
             raise ValueError(f"rows must be in 0..{len(self)}, the rows of this epoch, got {done}")
         return {"epoch": self.epoch, "rows": done, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a state was taken, on any rank. ValueError for a state of other samples or settings."""
+        """Resume from a state, taken on any rank. Raise ValueError for one of other samples or settings."""
         for key in ("epoch", "rows", "fingerprint"):
             value = state.get(key)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -168,7 +168,7 @@ class PackedBatchSampler:
         return [float(self.cost[i]) for i in samples]
 
     def _filled(self, steps: list[tuple[Row, ...]]) -> list[tuple[Row, ...]]:
-        """Leave no rank without a row: repeat the epoch's first rows, or leave the step out."""
+        """Fill an incomplete last step with the epoch's first rows, or drop it, so that each rank has a row."""
         if self.drop_last:
             return [step for step in steps if all(step)]
         rows = [row for step in steps for row in step if row]

@@ -7,16 +7,16 @@ from typing import Any, Literal, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from seqpack.adapters.worker_events import WorkersNews
+from seqpack.adapters.worker_events import WorkerEvents
 from seqpack.planning.checks import check_positive_int
-from seqpack.planning.padding import aligned_length, frozen_bucket, usable_capacity
 from seqpack.planning.packing import pack
+from seqpack.planning.padding import aligned_length, frozen_bucket, usable_capacity
 
 Sample = Mapping[str, Any]
 
 
 class PackedStream(IterableDataset[list[Sample]]):
-    """Pack the samples of an iterable as they come; each item is the list of samples of one row.
+    """An iterable dataset that packs samples as they come; each item is the list of samples of one row.
 
         DataLoader(PackedStream(source, max_tokens), batch_size=None, collate_fn=PackedCollator())
 
@@ -69,23 +69,23 @@ class PackedStream(IterableDataset[list[Sample]]):
         self._loaded: dict[str, Any] | None = None
         self._packer: _Packer | None = None
         self._rows = self._phase = 0
-        self._news = WorkersNews()
+        self._news = WorkerEvents()
 
     @property
     def dropped(self) -> int:
-        """How many samples the last whole iteration left out at its end, over all ranks."""
+        """Number of samples that the last whole iteration left out at its end, over all ranks."""
         return self._news.dropped
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All that the rows depend on but the source, as plain data. With shard="rows" a state holds for any rank."""
+        """Settings that the rows depend on, as plain data. With shard="rows" a state holds for any rank."""
         bucket = list(self.bucket) if isinstance(self.bucket, tuple) else self.bucket
         said = {"max_tokens": self.max_tokens, "align": self.align, "bucket": bucket, "lookahead": self.lookahead}
         own = {"rank": self.rank} if self.shard == "samples" else {}
         return {**said, "world_size": self.world_size, "shard": self.shard, **own}
 
     def __iter__(self) -> Iterator[list[Sample]]:
-        """Give this rank's (and worker's) rows; after a loaded state, those that come after it."""
+        """Yield this rank's (and worker's) rows; after a loaded state, the rows that follow it."""
         worker = get_worker_info()
         index, count = (worker.id, worker.num_workers) if worker else (0, 1)
         state, self._loaded = self._news.state_for(worker, self._loaded), None
@@ -115,7 +115,7 @@ class PackedStream(IterableDataset[list[Sample]]):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the running iteration stands; a state that was loaded and not used yet as it is.
+        """Return the state of the running iteration, or a loaded state that was not used yet.
 
         ValueError where the workers of a DataLoader iterate and not this process, which does not know their place.
         """
@@ -130,7 +130,7 @@ class PackedStream(IterableDataset[list[Sample]]):
         return {**place, **self._packer.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration go on where the state was taken; `{"rows": n}` alone packs anew up to there."""
+        """Resume from the state in the next iteration; `{"rows": n}` alone packs anew up to row n."""
         rows = state.get("rows")
         if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
             raise ValueError(
@@ -142,7 +142,7 @@ class PackedStream(IterableDataset[list[Sample]]):
         self._news.forget()
 
     def _check_settings(self, given: Mapping[str, Any]) -> None:
-        """Raise ValueError for the state of a stream whose rows are others."""
+        """Raise ValueError where a state belongs to a stream with other rows."""
         for name, own in self.settings.items():
             if name not in given or given[name] != own:
                 raise ValueError(
@@ -176,7 +176,7 @@ class _Packer:
             self.samples = islice(iter(stream.source), self.taken, None)
 
     def state(self) -> dict[str, Any]:
-        """Return what resumes these rows: how much was read, what waits, and rows that are planned and not given."""
+        """Return a state to resume from: how much was read, waiting samples, and planned rows that were not yielded."""
         state = {"taken": self.taken, "waiting": list(self.waiting), "carried": self.carried}
         state["ended"] = self.ended
         state["ready"] = [list(row) for row in self.ready]
@@ -185,7 +185,7 @@ class _Packer:
         return state
 
     def __iter__(self) -> Iterator[list[Sample]]:
-        """Go on, not begin anew."""
+        """Return the iterator itself, which continues."""
         return self
 
     def __next__(self) -> list[Sample]:
@@ -198,7 +198,7 @@ class _Packer:
         return self.ready.popleft()
 
     def _read(self) -> None:
-        """Let samples wait until there are enough for a plan, or no more."""
+        """Read samples until enough of them wait for a plan, or the source ends."""
         wanted = self.stream.lookahead * self.stream.usable
         tokens = sum(map(self._size, self.waiting))
         while tokens < wanted and not self.ended:
@@ -208,8 +208,8 @@ class _Packer:
                 return
             self.taken += 1
             if not isinstance(sample, Mapping) or sample.get("input_ids") is None:
-                found = ", ".join(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
-                raise ValueError(f"sample {self.taken - 1} of the source has no input_ids, only {found}")
+                contents = ", ".join(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
+                raise ValueError(f"sample {self.taken - 1} of the source has no input_ids, only {contents}")
             if (self.taken - 1) % self.part.step != self.part.first:
                 continue
             size = self._size(sample)
@@ -222,16 +222,16 @@ class _Packer:
             tokens += size
 
     def _plan(self) -> None:
-        """Make rows of what waits; the emptiest of the new samples' waits on."""
+        """Plan rows of the waiting samples; the emptiest row of new samples alone keeps waiting."""
         sizes = [self._size(sample) for sample in self.waiting]
         rows = sorted(tuple(sorted(row)) for row in pack(sizes, self.stream.usable).bins) if sizes else []
         fresh = [row for row in rows if row[0] >= self.carried]
-        kept: tuple[int, ...] = ()
+        carried: tuple[int, ...] = ()
         if not self.ended and len(rows) > 1 and fresh:
-            kept = min(fresh, key=lambda row: (sum(sizes[i] for i in row), -row[0]))
-        self.ready.extend([self.waiting[i] for i in row] for row in rows if row != kept)
-        self.waiting = [self.waiting[i] for i in kept]
-        self.carried = len(kept)
+            carried = min(fresh, key=lambda row: (sum(sizes[i] for i in row), -row[0]))
+        self.ready.extend([self.waiting[i] for i in row] for row in rows if row != carried)
+        self.waiting = [self.waiting[i] for i in carried]
+        self.carried = len(carried)
 
     def _size(self, sample: Sample) -> int:
         return aligned_length(len(sample["input_ids"]), self.stream.align)

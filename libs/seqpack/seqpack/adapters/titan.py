@@ -37,7 +37,7 @@ class TitanRows(IterableDataset[tuple[dict[str, Tensor], Tensor]]):
         self.collator = PackedCollator(pad_token_id, stream.align, (stream.max_tokens,), ignore=ignore)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        """Give the rows of the stream."""
+        """Yield the rows of the stream."""
         for samples in self.stream:
             packed = self.collator.pack(samples)
             labels = torch.full((packed.num_tokens,), IGNORED, dtype=torch.int64)
@@ -45,9 +45,9 @@ class TitanRows(IterableDataset[tuple[dict[str, Tensor], Tensor]]):
             yield {"input": packed.values["input_ids"], "positions": packed.position_ids}, labels
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the stream stands."""
+        """Return the state of the stream."""
         return self.stream.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration go on where the state was taken."""
+        """Resume from the state in the next iteration."""
         self.stream.load_state_dict(state)

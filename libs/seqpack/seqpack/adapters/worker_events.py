@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 
-class WorkersNews:
+class WorkerEvents:
     """What the workers of a DataLoader let the process know that made the stream: two numbers in shared memory."""
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class WorkersNews:
 
     @property
     def dropped(self) -> int:
-        """What the last whole iteration left out."""
+        """Number of samples that the last whole iteration left out."""
         return int(self._numbers[1])
 
     @dropped.setter
@@ -29,13 +29,13 @@ class WorkersNews:
         self._numbers[1] = samples
 
     def forget(self) -> None:
-        """A state was loaded in this process: it holds for the iteration that begins next."""
+        """Forget the workers' events: a state was loaded in this process, for the next iteration."""
         if get_worker_info() is None:
             self._numbers[0] = -1
         self._mine = os.getpid()
 
     def state_for(self, worker: Any, loaded: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the loaded state, or nothing where it was for the workers of an iteration before this one."""
+        """Return the loaded state, or nothing where it was for an earlier iteration's workers."""
         last = int(self._numbers[0])
         iteration = worker.seed - worker.id if worker else -1  # a DataLoader draws a new seed each time
         self._numbers[0] = iteration

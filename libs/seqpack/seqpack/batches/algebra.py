@@ -51,7 +51,7 @@ def index_select(x: Selectable, indices: Sequence[int] | Tensor) -> Selectable:
 
 
 def split(x: Batch, sizes: int | Sequence[int]) -> list[Batch]:
-    """Cut into pieces of the given sizes (zero allowed), which add up to the batch.
+    """Cut a batch into pieces of the given sizes (zero allowed), which add up to its size.
 
     An int is the size of every piece but the last.
     """
@@ -148,7 +148,7 @@ def from_padded(
     ragged_dim: int = -1,
     keys: Sequence[str] | None = None,
 ) -> Batch:
-    """Cut row i to its first `lengths[i]` entries along `ragged_dim` (a dimension of one sample): undoes `to_padded`.
+    """Undo `to_padded`: cut row i to its first `lengths[i]` entries along `ragged_dim` (a dimension of one sample).
 
     Of a TensorDict the per-token keys of the schema are cut, or exactly `keys`, in nested TensorDicts as well. With the
     batch that was padded in the place of `lengths`, every key becomes what it is there: the exact inverse, also for
@@ -194,7 +194,7 @@ def _cut(x: Any, sizes: list[int], ragged_dim: int, keys: Sequence[str] | None, 
 
 
 def _like(x: Any, original: Any, tokens: list[int] | None) -> Any:
-    """Cut the keys of `x` that are jagged in `original` to what they are there."""
+    """Cut the keys of `x` that are jagged in `original` to their lengths there."""
     out: dict[str, Any] = {}
     for key, value in leaves(x):
         entry = original.get(key)
@@ -216,7 +216,7 @@ def _each(value: Any, size: int) -> list[Any]:
 
 
 def _concat_leaves(column: list[Any], sizes: list[int]) -> Any:
-    """Join what batches hold under one key; metadata that differs becomes one value a sample."""
+    """Join the values of batches under one key; metadata that differs becomes one value a sample."""
     if all(isinstance(value, Shared) for value in column) and all(_same(column[0], value) for value in column[1:]):
         return column[0]
     if any(isinstance(value, Shared | list) for value in column):
@@ -231,7 +231,7 @@ def _concat_leaves(column: list[Any], sizes: list[int]) -> Any:
 
 
 def _same(left: Shared, right: Shared) -> bool:
-    """Tell whether metadata is equal; of what does not compare to one truth value (arrays), whether it is the same."""
+    """Return whether metadata is equal; where == gives no single truth value (arrays), whether it is identical."""
     try:
         return left.value is right.value or (type(left.value) is type(right.value) and bool(left.value == right.value))
     except (ValueError, RuntimeError, TypeError):
@@ -254,9 +254,9 @@ def _kind(x: object) -> str:
 
 
 def _one(values: dict[str, Any], device: torch.device | None) -> Any:
-    """Build one sample: a TensorDict without batch dimensions, Python values kept as they are."""
+    """Build one sample: a TensorDict without batch dimensions, Python values unchanged."""
     from tensordict import NonTensorData, TensorDict, TensorDictBase
 
     tensors = (Tensor, TensorDictBase)
-    kept = {k: v if isinstance(v, tensors) else NonTensorData(v) for k, v in values.items()}
-    return TensorDict(kept, batch_size=[], device=device)
+    fields = {k: v if isinstance(v, tensors) else NonTensorData(v) for k, v in values.items()}
+    return TensorDict(fields, batch_size=[], device=device)

@@ -27,7 +27,7 @@ def make_batch(samples: Sequence[Mapping[str, Any]]) -> "TensorDict":
     Tensors (or lists of numbers, for keys of the schema) of one or more dimensions are per token along their last
     dimension and as long as `input_ids`; `routed_experts` is so along its first; media keys are jagged along theirs,
     with lengths of their own. Numbers and scalar tensors become one dense value a sample, everything else (text,
-    messages) stays as it is. Raises ValueError naming the sample and key that do not fit.
+    messages) stays as it is. Raise ValueError naming the sample and key that do not fit.
     """
     columns = columns_of(samples)
     batch = build(columns, len(samples))
@@ -61,7 +61,7 @@ def check_batch(batch: Batch) -> None:
 
 
 def view_batch(batch: Batch) -> BatchView:
-    """Check the batch as `check_batch` does and return it taken apart, so that nobody need do that twice.
+    """Check the batch as `check_batch` does, and return a view of its columns that need not be checked again.
 
     `batch`: a TensorDict; or, where tensordict is not installed, a sequence of samples as `make_batch` takes them or a
     dict of their columns (jagged tensors, dense ones, lists). A view is returned as it is: it was checked when it was
@@ -88,7 +88,7 @@ def view_batch(batch: Batch) -> BatchView:
 
 
 def _columns(batch: Any) -> tuple[Iterable[tuple[str, Any]], int | None]:
-    """Return (key, value) of the batch, and how many samples it says to have."""
+    """Return the (key, value) pairs of the batch, and its number of samples where it states one."""
     if is_tensordict(batch):
         return leaves(batch), size_of(batch)
     if isinstance(batch, dict):
@@ -126,8 +126,8 @@ def _check_entry(key: str, value: Any, sizes: list[int]) -> None:
             f"{key} must be jagged, one value a token; build it with seqpack.batches.batch.jagged, or use from_padded"
         )
     if key in SAMPLE_KEYS and (parts is not None or value.shape != (len(sizes),)):
-        found = "a jagged tensor" if parts is not None else tuple(value.shape)
-        raise ValueError(f"{key} must have shape ({len(sizes)},), got {found}")
+        kind = "a jagged tensor" if parts is not None else tuple(value.shape)
+        raise ValueError(f"{key} must have shape ({len(sizes)},), got {kind}")
     if parts is None:
         return
     if len(parts.lengths) != len(sizes):
@@ -196,7 +196,7 @@ def _ragged_column(key: str, values: list[Tensor]) -> Tensor:
 
 
 def _tensor(key: str, index: int, value: Any, dtype: torch.dtype) -> Tensor:
-    """Turn a value of a schema key into its type; floats never become integers silently."""
+    """Convert a value of a schema key to its dtype; floats never become integers silently."""
     if isinstance(value, Tensor) and value.dtype == dtype:
         return value
     try:

@@ -44,7 +44,7 @@ def check_version(version: str) -> None:
 
 
 def is_tensordict(x: object) -> bool:
-    """Tell whether `x` is a TensorDict (and not one of its non-tensor leaves)."""
+    """Return whether `x` is a TensorDict (and not one of its non-tensor leaves)."""
     if isinstance(x, Tensor | Sequence) or "tensordict" not in sys.modules:  # without the package there is none
         return False
     tensordict = require_tensordict()
@@ -67,7 +67,7 @@ def leaf(td: "TensorDictBase", key: str) -> Any:
 
 
 def leaves(td: "TensorDictBase") -> Iterable[tuple[str, Any]]:
-    """Iterate over (key, value) as `leaf` gives them."""
+    """Yield (key, value), values as `leaf` returns them."""
     return ((key, leaf(td, key)) for key in td.keys())  # noqa: SIM118 - a TensorDict iterates over its batch
 
 

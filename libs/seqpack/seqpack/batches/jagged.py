@@ -25,7 +25,7 @@ class Ragged(NamedTuple):
 
 
 def is_jagged(x: object) -> bool:
-    """Tell whether `x` is a NestedTensor of the jagged layout."""
+    """Return whether `x` is a NestedTensor of the jagged layout."""
     return isinstance(x, Tensor) and x.is_nested and x.layout == torch.jagged
 
 
@@ -71,7 +71,7 @@ def jagged_from_values(values: Tensor, lengths: Sequence[int], ragged_dim: int =
 
 
 def ragged(x: Tensor) -> Ragged:
-    """Take a jagged NestedTensor apart; tolerates holes (`narrow`) and a ragged dimension with the wrong label."""
+    """Return the parts of a jagged NestedTensor, which may have holes (`narrow`) or a wrong ragged dimension."""
     if not is_jagged(x):
         raise ValueError(f"expected a NestedTensor of layout torch.jagged, got {_describe(x)}")
     nested: Any = x  # the stubs of Tensor do not know the accessors of the jagged layout
@@ -101,7 +101,7 @@ def samples_of(x: Tensor) -> list[Tensor]:
 
 
 def flattened(parts: Ragged) -> Tensor:
-    """Return the samples one after another along the ragged dimension; the values themselves where they lie so."""
+    """Return the samples one after another along the ragged dimension, without a copy where they already lie so."""
     if _dense(parts):
         return parts.values
     pieces = [parts.values.narrow(parts.dim, s, n) for s, n in zip(parts.starts, parts.lengths, strict=True)]
@@ -151,7 +151,7 @@ def select(x: Tensor, indices: Sequence[int]) -> Tensor:
 
 
 def join(xs: Sequence[Tensor]) -> Tensor:
-    """Concatenate jagged NestedTensors along the batch, settling differing ragged dimensions.
+    """Concatenate jagged NestedTensors along the batch, also where their ragged dimensions differ.
 
     The dimension along which samples really differ wins; where none does, the common label, else the last dimension.
     """
@@ -223,13 +223,13 @@ def check_ragged_dim(dim: int, rank: int) -> int:
 
 
 def _dense(parts: Ragged) -> bool:
-    """Tell whether the samples lie in order without holes."""
+    """Return whether the samples lie in order without holes."""
     ends = [s + n for s, n in zip(parts.starts, parts.lengths, strict=True)]
     return parts.starts == [0, *ends][: len(ends)] and (ends[-1] if ends else 0) == parts.values.shape[parts.dim]
 
 
 def _layout(parts: Ragged) -> tuple[object, ...]:
-    """Return what must be equal for the values themselves to be concatenated."""
+    """Return the properties that must agree before values can be concatenated."""
     beside = tuple(size for d, size in enumerate(parts.values.shape) if d != parts.dim)
     return parts.dim, beside, parts.values.dtype, parts.values.device
 

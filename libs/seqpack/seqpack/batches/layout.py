@@ -16,7 +16,7 @@ def token_lengths(batch: Any) -> list[int] | None:
 
 
 def parts_of(key: str, value: Tensor, lengths: Sequence[int] | None) -> Ragged:
-    """Take the jagged tensor of a key apart: ragged along its tokens where it has one value for each of them."""
+    """Return the parts of a key's jagged tensor: ragged along its tokens where it has one value for each of them."""
     parts = ragged(value)
     if lengths is None or key in MEDIA_KEYS:
         return parts
@@ -24,6 +24,6 @@ def parts_of(key: str, value: Tensor, lengths: Sequence[int] | None) -> Ragged:
 
 
 def laid_out(key: str, value: Tensor, lengths: Sequence[int] | None) -> Tensor:
-    """Return the jagged tensor of a key with `parts_of` it as its own layout."""
+    """Return the jagged tensor of a key, laid out by `parts_of`."""
     label, parts = ragged(value).dim, parts_of(key, value, lengths)
     return value if parts.dim == label else jagged_from_values(flattened(parts), parts.lengths, parts.dim)

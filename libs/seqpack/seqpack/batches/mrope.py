@@ -30,7 +30,7 @@ def mrope_positions(
     attention_mask: Tensor | None = None,
     text_axis: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the positions i64[3, B, T] of a padded batch, and i64[B, 1]: what a next token's position is ahead of T.
+    """Return the positions i64[3, B, T] of a padded batch, and i64[B, 1]: the next token's position minus T.
 
     `mm_token_type_ids` i64[B, T] (0 text, 1 image, 2 video), grids i64[n, 3] of all rows one after another,
     `attention_mask` [B, T]: padding, on either side, has position 0. With `text_axis` a first axis is put before the
@@ -40,12 +40,12 @@ def mrope_positions(
     if mm_token_type_ids.dim() != 2:
         raise ValueError(f"mm_token_type_ids must be (B, T), got shape {tuple(mm_token_type_ids.shape)}")
     rows, width = mm_token_type_ids.shape
-    kept = torch.ones_like(mm_token_type_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    present = torch.ones_like(mm_token_type_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     pictures, frames = _grids("image_grid_thw", image_grid_thw), _frames(video_grid_thw)
     positions = torch.zeros((3, rows, width), dtype=torch.int64)
-    places = (kept.cumsum(1) - 1).masked_fill(~kept, 0).to("cpu", torch.int64)
+    places = (present.cumsum(1) - 1).masked_fill(~present, 0).to("cpu", torch.int64)
     deltas = []
-    types, mask = mm_token_type_ids.cpu(), kept.cpu()
+    types, mask = mm_token_type_ids.cpu(), present.cpu()
     for row in range(rows):
         one, pictures, frames = _sequence(types[row][mask[row]], pictures, frames, merge_size, f"row {row}")
         positions[:, row, mask[row]] = one

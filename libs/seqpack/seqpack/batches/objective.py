@@ -28,11 +28,11 @@ class Objective(Protocol):
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the engine has to compute entropies; otherwise it passes None."""
+        """The need for entropies: where False, the engine passes None."""
         ...
 
     def zero_gradient_rows(self, batch: "TensorDict | BatchView") -> Tensor:
-        """bool[B]: samples that add exactly nothing to loss and gradient, whatever the policy is."""
+        """Return bool[B]: samples that add exactly nothing to loss and gradient, whatever the policy is."""
         ...
 
     def __call__(
@@ -40,7 +40,7 @@ class Objective(Protocol):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return (share of the loss, metrics) of one packed micro-batch of T tokens.
 
-        `log_probs` and `entropy` are f32[T], right at trained tokens and 0 elsewhere; `totals` are those of the whole
-        global batch.
+        `log_probs` and `entropy` are f32[T], computed at trained tokens and 0 elsewhere; `totals` are those of the
+        whole global batch.
         """
         ...

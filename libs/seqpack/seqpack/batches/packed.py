@@ -55,7 +55,7 @@ class PackedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """T, padding included."""
+        """The tokens T of the row, padding included."""
         return self.geometry.total
 
     @property
@@ -178,7 +178,7 @@ def unpack_tokens(packed: PackedBatch, values: Tensor, token_dim: int = -1) -> T
 
 
 def unpack_sequences(packed: PackedBatch) -> "TensorDict":
-    """Return the batch of the row's samples, in the row's order, without any padding."""
+    """Return the batch of the row's samples, in the order of the row, without padding."""
     out: dict[str, Any] = {**packed.extras, **{key: Shared(value) for key, value in packed.metadata.items()}}
     for key, value in packed.values.items():
         if key in packed.token_dims:
@@ -206,12 +206,12 @@ def _tokens(parts: Ragged, rows: list[int], geometry: PackedGeometry, fill: floa
 
 
 def _places(geometry: PackedGeometry) -> Tensor:
-    """i64[sum of lengths]: where the true tokens lie in the row."""
+    """Return i64[sum of lengths]: the places of the true tokens in the row."""
     return _spans(geometry.cu_seqlens[: len(geometry.lengths)], geometry.lengths)
 
 
 def _spans(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """i64[sum of lengths]: starts[0], starts[0] + 1, ..., `lengths[0]` of them, then those from starts[1] on."""
+    """Return i64[sum of lengths]: `lengths[0]` integers from starts[0] on, then `lengths[1]` from starts[1] on, ..."""
     sizes = torch.tensor(lengths, dtype=torch.int64)
     ends = sizes.cumsum(0)
     shift = torch.tensor(starts, dtype=torch.int64) - (ends - sizes)

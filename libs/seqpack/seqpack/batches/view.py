@@ -32,7 +32,7 @@ class Totals:
 
     @property
     def answers(self) -> int:
-        """What a mean over answers divides by: the episodes, or where they are not known the sequences."""
+        """The number that a mean over answers divides by: episodes, or sequences where episodes are not known."""
         return self.sequences if self.episodes is None else self.episodes
 
     @staticmethod
@@ -79,7 +79,7 @@ class BatchView:
 
     @cached_property
     def trained(self) -> Tensor:
-        """bool[tokens]: the trained tokens of all samples, in order; a sequence's first token is none."""
+        """The trained tokens of all samples in order, bool[tokens]; a sequence's first token is never trained."""
         return _trained(self.parts("loss_mask"))
 
     def parts(self, key: str) -> Ragged:

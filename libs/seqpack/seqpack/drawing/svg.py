@@ -80,7 +80,7 @@ def shades(values: Sequence[float]) -> list[float]:
 
 
 def legend(scale: Sequence[float], *others: tuple[str, str], form: str = ",.0f") -> str:
-    """Return the key of the colours, and of others as (colour, words), as markup for a section's note."""
+    """Return the legend of the colours, and of other (colour, words) pairs, as markup for a section's note."""
     bounds = [f"≤ {bound:{form}}" for bound in scale] + [f"> {scale[-1]:{form}}"] if scale else []
     keys = list(zip(RAMP, bounds, strict=False))
     return "".join(

@@ -85,7 +85,7 @@ def _balance_page(plan: BalancePlan) -> str:
 def _bins_section(
     title: str, bins: Sequence[Sequence[int]], lengths: Sequence[int], capacity: int, order: str = "fullest first"
 ) -> str:
-    """Columns of sequences up to the capacity, in rows of at most 160 bins."""
+    """Return a drawing of the bins as columns of sequences up to the capacity, at most 160 bins a row."""
     loads = [sum(lengths[i] for i in items) for items in bins]
     chosen = list(range(len(bins)))
     if order == "fullest first":
@@ -116,7 +116,7 @@ def _column(
     x: float, step: float, height: float, number: int, items: Sequence[int], lengths: Sequence[int], load: int,
     capacity: int, scale: Sequence[float],
 ) -> list[str]:  # fmt: skip
-    """Return one bin: its room as the ground, its sequences from the bottom, the longest first."""
+    """Return one bin: the free room as background, the sequences from the bottom, the longest first."""
     width = step - min(3.0, step / 5)
     tip = f"bin {number}: {load:,} of {capacity:,} tokens ({load / capacity:.1%})"
     shapes = [rect(x, 0, width, height, ".room", tip)]
@@ -134,7 +134,7 @@ def _column(
 
 
 def _lockstep_section(plan: MicroBatchPlan) -> str:
-    """Return a row a rank along time, where all wait for the slowest after each micro-batch."""
+    """Return a drawing of a row a rank along time, where all wait for the slowest after each micro-batch."""
     loads, tokens = plan.loads, plan.tokens
     slowest = [max(step) for step in zip(*loads, strict=True)]
     total = sum(slowest) or 1.0
@@ -165,7 +165,7 @@ def _lockstep_section(plan: MicroBatchPlan) -> str:
 
 
 def _bars_section(title: str, note: str, values: Sequence[float], name: str, limit: float) -> str:
-    """Bars from zero with a dashed line."""
+    """Return a drawing of bars from zero, with a dashed line at `limit`."""
     height, top = 150.0, max([*values, limit, 1e-300]) * 1.05
     step = min(48.0, WIDTH / len(values))
     shapes = []

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from seqpack.ops.op_arguments import ConvCall
-from seqpack.ops.probe import Request, choose
+from seqpack.ops.probe import OpRequest, choose
 from seqpack.ops.scatter_gather import lengths_of, positions_of, row_blocks
 
 Activation = Literal["silu"] | None
@@ -48,13 +48,13 @@ def causal_conv1d(
     if initial_state is not None and initial_state.shape != (n, x.shape[1], kernel - 1):
         raise ValueError(f"initial_state must be {(n, x.shape[1], kernel - 1)}, got {tuple(initial_state.shape)}")
     sizes = {"kernel": kernel, "dim": x.shape[1], "state": initial_state is not None}
-    run = choose(Request.of("causal_conv1d", x, weight, bias, initial_state, cu_seqlens, **sizes), backend)
+    run = choose(OpRequest.of("causal_conv1d", x, weight, bias, initial_state, cu_seqlens, **sizes), backend)
     result: Tensor = run(ConvCall(x, weight, bias, cu_seqlens, activation, initial_state))
     return result
 
 
 def causal_conv1d_naive(call: ConvCall) -> Tensor:
-    """Compute it one token at a time: the oracle."""
+    """Compute `causal_conv1d` one token at a time, as the reference."""
     x, kernel, out, start = call.x, call.weight.shape[1], [], 0
     for index, length in enumerate(lengths_of(call.cu_seqlens, x.shape[0])):
         past = [x.new_zeros(x.shape[1])] * (kernel - 1)
@@ -71,7 +71,7 @@ def causal_conv1d_naive(call: ConvCall) -> Tensor:
 
 
 def causal_conv1d_torch(call: ConvCall) -> Tensor:
-    """Compute it with K multiply-adds over the packed row, each past token taken as zero across a boundary."""
+    """Compute `causal_conv1d` by K multiply-adds over the packed row; tokens across a boundary count as zero."""
     x, weight = call.x, call.weight
     compute = _compute_dtype(x, weight)
     lengths = torch.tensor(lengths_of(call.cu_seqlens, x.shape[0]), dtype=torch.int64, device=x.device)
@@ -86,7 +86,7 @@ def causal_conv1d_torch(call: ConvCall) -> Tensor:
 
 
 def _add_states(y: Tensor, w: Tensor, lengths: Tensor, state: Tensor) -> Tensor:
-    """Add to the first K - 1 tokens of each sequence what they see of its state [n, D, K - 1]."""
+    """Add the contribution of the state [n, D, K - 1] to the first K - 1 tokens of each sequence."""
     gap, starts = w.shape[0] - 1, lengths.cumsum(0) - lengths
     state = state.transpose(1, 2)
     for place in range(gap):
@@ -135,18 +135,18 @@ class _SlidingSum(torch.autograd.Function):
 
 
 def _zeroed(x: Tensor, rows: Tensor) -> Tensor:
-    """Return a copy with zeros in these rows (a mask), which are few; masked_fill takes as long as five copies."""
+    """Return a copy with zeros in a few rows (a mask); masked_fill takes as long as five copies."""
     return x.clone().index_fill_(0, rows.nonzero().squeeze(1), 0)
 
 
 def _shifted(rows: slice, by: int) -> tuple[slice, slice]:
-    """Return of these rows the ones that have a row `by` places earlier, and those rows."""
+    """Return the slice of rows that have a row `by` places earlier, and the slice of those earlier rows."""
     start = min(max(rows.start, by), rows.stop)
     return slice(start, rows.stop), slice(start - by, rows.stop - by)
 
 
 def causal_conv1d_state(x: Tensor, cu_seqlens: Tensor, kernel: int, initial_state: Tensor | None = None) -> Tensor:
-    """Return what `causal_conv1d_step` goes on from: each sequence's last K - 1 inputs [n, D, K - 1], oldest first.
+    """Return the state for `causal_conv1d_step`: each sequence's last K - 1 inputs [n, D, K - 1], oldest first.
 
     Sequences shorter than K - 1 are filled up from `initial_state`, or with zeros.
     """

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpack.ops.op_arguments import DeltaCall, DeltaStep
 from seqpack.ops.delta_rule_chunks import chunked
 from seqpack.ops.norms import unit_rows
-from seqpack.ops.probe import Request, choose
+from seqpack.ops.op_arguments import DeltaCall, DeltaStep
+from seqpack.ops.probe import OpRequest, choose
 from seqpack.ops.scatter_gather import lengths_of
 
 L2_EPS = 1e-6
@@ -68,7 +68,7 @@ def gated_delta_rule(
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be positive, got {chunk_size}")
     sizes = _sizes(k, v, chunk_size)
-    run = choose(Request.of("gated_delta_rule", q, k, v, g, beta, initial_state, cu_seqlens, **sizes), backend)
+    run = choose(OpRequest.of("gated_delta_rule", q, k, v, g, beta, initial_state, cu_seqlens, **sizes), backend)
     factor = k.shape[2] ** -0.5 if scale is None else scale
     result: tuple[Tensor, Tensor | None] = run(
         DeltaCall(q, k, v, g, beta, cu_seqlens, factor, l2norm_qk, initial_state, output_final_state, chunk_size)
@@ -109,7 +109,7 @@ def gated_delta_rule_step(
     expected = (v.shape[0], v.shape[1], k.shape[2], v.shape[2])
     if state.shape != expected:
         raise ValueError(f"state must be [n, Hv, Dk, Dv] = {expected}, got {tuple(state.shape)}")
-    request = Request.of("gated_delta_rule_step", q, k, v, g, beta, state, **_sizes(k, v, None))
+    request = OpRequest.of("gated_delta_rule_step", q, k, v, g, beta, state, **_sizes(k, v, None))
     if inplace and request.grad:
         raise ValueError("inplace=True keeps no state for a backward pass; call it under torch.no_grad()")
     factor = k.shape[2] ** -0.5 if scale is None else scale
@@ -120,9 +120,8 @@ def gated_delta_rule_step(
 
 
 def gated_delta_rule_step_torch(step: DeltaStep) -> tuple[Tensor, Tensor]:
-    """Advance one token in plain torch: S^T q and S^T k of the faded state by one product, then
-    o = scale (S^T q + (q . k) u) with the write u, so that the state is read once and written once.
-    """
+    """Advance n sequences by one token in plain torch: one product gives S^T q and S^T k of the faded state, then o =
+    scale (S^T q + (q . k) u) with the write u. So the state is read once and written once."""
     v, dtype = step.v, _compute_dtype(step.v)
     qk = torch.stack([step.q, step.k], dim=2).to(dtype)  # [n, Hk, 2, Dk]
     if step.l2norm_qk:
@@ -145,12 +144,12 @@ def gated_delta_rule_step_torch(step: DeltaStep) -> tuple[Tensor, Tensor]:
 
 
 def _without_autocast(kind: str) -> AbstractContextManager[Any]:
-    """Switch autocast off where it is on; entering its context costs more than a small product."""
+    """Return a context without autocast; a null context where it is off, as entering one takes time."""
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def gated_delta_rule_naive(call: DeltaCall) -> tuple[Tensor, Tensor | None]:
-    """Compute it one token and one sequence at a time: the oracle."""
+    """Compute `gated_delta_rule` one token and one sequence at a time, as the reference."""
     dtype, groups = _compute_dtype(call.v), call.v.shape[1] // call.k.shape[1]
     q, k, v, g, beta = (x.to(dtype) for x in (call.q, call.k, call.v, call.g, call.beta))
     outputs, finals, start = [], [], 0
@@ -177,7 +176,7 @@ def gated_delta_rule_naive(call: DeltaCall) -> tuple[Tensor, Tensor | None]:
 
 
 def gated_delta_rule_torch(call: DeltaCall) -> tuple[Tensor, Tensor | None]:
-    """Compute it chunkwise in plain torch, batched over all chunks of all sequences."""
+    """Compute `gated_delta_rule` chunkwise in plain torch, batched over all chunks of all sequences."""
     dtype, groups = _compute_dtype(call.v), call.v.shape[1] // call.k.shape[1]
     lengths = lengths_of(call.cu_seqlens, call.v.shape[0])
     q, k, v, g, beta = (x.to(dtype) for x in (call.q, call.k, call.v, call.g, call.beta))
@@ -204,7 +203,7 @@ def _l2norm(x: Tensor) -> Tensor:
 
 
 def _sizes(k: Tensor, v: Tensor, chunk_size: int | None) -> dict[str, int | bool]:
-    """Return name what kernels care about."""
+    """Return the sizes that kernels check, by name."""
     return {"key_dim": k.shape[2], "value_dim": v.shape[2], "chunk_size": chunk_size is not None}
 
 

@@ -59,7 +59,7 @@ class ChunkPlan:
 def choose_chunk_size(
     lengths: Sequence[int], heads: int, key_dim: int, value_dim: int, device_type: str = "cpu"
 ) -> int:
-    """Return the chunk size with the least work: padding and quadratic terms against the number of state updates."""
+    """Return the chunk size with the least work: padding and quadratic terms, against the number of state updates."""
     longest = max(lengths, default=1)
     step_cost = _STEP_COST.get(device_type, _STEP_COST_ELSEWHERE)
     options = {c for c in _CANDIDATES if c <= max(longest, _CANDIDATES[0])}
@@ -77,7 +77,7 @@ def choose_chunk_size(
 
 
 def plan_chunks(lengths: Sequence[int], size: int, device: torch.device) -> ChunkPlan:
-    """Give every token of the packed sequences its chunk and its place in the chunk.
+    """Plan the chunk of every token of the packed sequences, and its place in the chunk.
 
     Args:
         lengths: tokens of each sequence; 0 is allowed and takes no chunk.
@@ -112,7 +112,7 @@ def chunked(
     output_final_state: bool,
     chunk_size: int | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run the rule on q (scaled), k [T, H, Dk], v [T, H, Dv], g, beta [T, H], all of one dtype.
+    """Run the gated delta rule on q (scaled), k [T, H, Dk], v [T, H, Dv], g, beta [T, H], all of one dtype.
 
     Returns:
         (o [T, H, Dv], states after the sequences [n, H, Dk, Dv] or None).

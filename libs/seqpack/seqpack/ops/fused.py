@@ -17,7 +17,7 @@ from seqpack.ops.op_arguments import AttentionCall, ConvCall, DeltaCall, DeltaSt
 
 
 def causal_conv1d_package(call: ConvCall) -> Tensor:
-    """Run the causal-conv1d package, which keeps sequences apart by a sequence number per token."""
+    """Run the kernel of causal-conv1d, which keeps sequences apart by a sequence number per token."""
     from causal_conv1d import causal_conv1d_fn
 
     x, cu_seqlens = call.x, call.cu_seqlens
@@ -50,7 +50,7 @@ def causal_conv1d_fla(call: ConvCall) -> Tensor:
 
 
 def gated_delta_rule_fla(call: DeltaCall) -> tuple[Tensor, Tensor | None]:
-    """Run flash-linear-attention, chunked; with FlashQLA installed it takes those kernels (see below) by itself."""
+    """Run flash-linear-attention, chunked; where FlashQLA is installed, it uses its kernels (see below)."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     return _batch_of_one(chunk_gated_delta_rule, call)
@@ -68,7 +68,7 @@ def gated_delta_rule_flash_qla(call: DeltaCall) -> tuple[Tensor, Tensor | None]:
 
 
 def _batch_of_one(kernel: Callable[..., Any], call: DeltaCall) -> tuple[Tensor, Tensor | None]:
-    """Call a kernel that wants a batch dimension of one, a float32 decay, int64 boundaries and no empty sequence."""
+    """Call a kernel that takes a batch dimension of one, a float32 decay, int64 boundaries and no empty sequence."""
     state = call.initial_state
     boundaries, filled = _BOUNDARIES.of(call.cu_seqlens)
     if filled is not None and state is not None:
@@ -89,10 +89,10 @@ def _batch_of_one(kernel: Callable[..., Any], call: DeltaCall) -> tuple[Tensor, 
 
 
 def _with_empty(final: Tensor, filled: Tensor, call: DeltaCall) -> Tensor:
-    """Return final states of all sequences: those without tokens keep the state they began with."""
+    """Return the final states of all sequences; those without tokens keep their initial state."""
     n = call.cu_seqlens.numel() - 1
-    begun = final.new_zeros(n, *final.shape[1:]) if call.initial_state is None else call.initial_state.to(final.dtype)
-    return begun.index_copy(0, filled, final)
+    states = final.new_zeros(n, *final.shape[1:]) if call.initial_state is None else call.initial_state.to(final.dtype)
+    return states.index_copy(0, filled, final)
 
 
 class _Boundaries:
@@ -117,8 +117,8 @@ class _Boundaries:
             if bool(has_tokens.all()):
                 self._answer = boundaries, None
             else:
-                kept = torch.cat([has_tokens.new_ones(1), has_tokens])
-                self._answer = boundaries[kept], has_tokens.nonzero()[:, 0]
+                mask = torch.cat([has_tokens.new_ones(1), has_tokens])
+                self._answer = boundaries[mask], has_tokens.nonzero()[:, 0]
             self._asked, self._version = weakref.ref(cu_seqlens), version
         return self._answer
 
@@ -127,7 +127,7 @@ _BOUNDARIES = _Boundaries()
 
 
 def gated_delta_rule_step_fla(step: DeltaStep) -> tuple[Tensor, Tensor]:
-    """Advance one token with the recurrent kernel of flash-linear-attention (it has no backward)."""
+    """Advance by one token with the recurrent kernel of flash-linear-attention, which has no backward."""
     from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
 
     o, after = fused_recurrent_gated_delta_rule(

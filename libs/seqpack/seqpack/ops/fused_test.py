@@ -11,9 +11,9 @@ import torch
 from torch.nn.attention import varlen
 
 from seqpack.ops import fused
-from seqpack.ops.op_arguments import AttentionCall, ConvCall, DeltaCall, DeltaStep
 from seqpack.ops.conv import causal_conv1d_torch
 from seqpack.ops.delta_rule import gated_delta_rule_step_torch, gated_delta_rule_torch
+from seqpack.ops.op_arguments import AttentionCall, ConvCall, DeltaCall, DeltaStep
 from seqpack.ops.varlen_attention import attention_torch
 
 StandIn = Callable[..., None]

@@ -14,13 +14,13 @@ from seqpack.ops.scatter_gather import row_blocks
 
 
 def unit_rows(x: Tensor, eps: float, factor: float = 1.0) -> Tensor:
-    """x [..., D] / sqrt(sum of squares over D + eps) * factor."""
+    """Return x / sqrt(sum of squares over D + eps) * factor, for x [..., D]."""
     result: Tensor = _Norm.apply(x.reshape(-1, x.shape[-1]), None, eps, factor)
     return result.view(x.shape)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., D] / sqrt(mean of squares over D + eps) * weight [D]; Zhang and Sennrich, arXiv 1910.07467."""
+    """Return x / sqrt(mean of squares over D + eps) * weight, x [..., D], weight [D] (Zhang, Sennrich 1910.07467)."""
     size = x.shape[-1]
     result: Tensor = _Norm.apply(x.reshape(-1, size), weight, eps * size, size**0.5)
     return result.view(x.shape)

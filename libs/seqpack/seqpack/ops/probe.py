@@ -25,7 +25,7 @@ class Availability(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Request:
+class OpRequest:
     """What a call asks of a backend: operation, device, dtype, whether gradients flow, sizes kernels care about."""
 
     op: str
@@ -35,14 +35,14 @@ class Request:
     sizes: Mapping[str, int | bool]
 
     @classmethod
-    def of(cls, op: str, *tensors: Tensor | None, **sizes: int | bool) -> "Request":
+    def of(cls, op: str, *tensors: Tensor | None, **sizes: int | bool) -> "OpRequest":
         """Describe a call by its tensors (the first one sets device and dtype) and named sizes."""
-        given = [t for t in tensors if t is not None]
-        for other in given[1:]:
-            if other.device != given[0].device:
-                raise ValueError(f"{op}: operands are on {given[0].device} and {other.device}; move them to one device")
-        grad = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-        return cls(op, given[0].device, given[0].dtype, grad, sizes)
+        used = [t for t in tensors if t is not None]
+        for other in used[1:]:
+            if other.device != used[0].device:
+                raise ValueError(f"{op}: operands are on {used[0].device} and {other.device}; move them to one device")
+        grad = torch.is_grad_enabled() and any(t.requires_grad for t in used)
+        return cls(op, used[0].device, used[0].dtype, grad, sizes)
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class _Backend:
     """A named implementation: `refuse` gives the reason it cannot run a request, or None."""
 
     target: str
-    refuse: Callable[[Request], str | None]
+    refuse: Callable[[OpRequest], str | None]
     automatic: bool = True
 
     def load(self) -> Callable[..., Any]:
@@ -64,8 +64,8 @@ def _loaded(target: str) -> Callable[..., Any]:
     return result
 
 
-def _accept(_: Request) -> None:
-    """Run anywhere."""
+def _accept(_: OpRequest) -> None:
+    """Accept every request."""
 
 
 @cache
@@ -91,7 +91,7 @@ def has_nvcc() -> bool:
         return False
 
 
-def _needs_cuda_half(request: Request) -> str | None:
+def _needs_cuda_half(request: OpRequest) -> str | None:
     if request.device.type != "cuda":
         return f"needs a CUDA device, the tensors are on {request.device.type}"
     if request.dtype not in _HALF:
@@ -103,26 +103,26 @@ def _needs_package(package: str, distribution: str) -> str | None:
     return None if installed(package, distribution) is not None else f"the package {distribution} is not installed"
 
 
-def _refuse_fla(request: Request) -> str | None:
+def _refuse_fla(request: OpRequest) -> str | None:
     return _needs_package("fla", "flash-linear-attention") or _needs_cuda_half(request)
 
 
-def _refuse_fla_delta(request: Request) -> str | None:
+def _refuse_fla_delta(request: OpRequest) -> str | None:
     return _refuse_fla(request) or _own_chunks(request) or (_triton_trap(request) if request.grad else None)
 
 
-def _refuse_fla_step(request: Request) -> str | None:
+def _refuse_fla_step(request: OpRequest) -> str | None:
     return _refuse_fla(request) or ("its recurrent kernel has no backward" if request.grad else None)
 
 
-def _own_chunks(request: Request) -> str | None:
+def _own_chunks(request: OpRequest) -> str | None:
     if request.sizes.get("chunk_size", False):
         return "the kernel's chunk size is its own, leave chunk_size=None"
     return None
 
 
-def _triton_trap(request: Request) -> str | None:
-    """Say no where fla has no backward: Hopper with triton 3.4.0 to 3.7.0, unless tilelang or FlashQLA replace it."""
+def _triton_trap(request: OpRequest) -> str | None:
+    """Return why fla has no backward, or None: Hopper with triton 3.4.0 to 3.7.0, without tilelang and FlashQLA."""
     if torch.cuda.get_device_capability(request.device)[0] != 9:
         return None
     triton = installed("triton") or "0"
@@ -136,7 +136,7 @@ def _triton_trap(request: Request) -> str | None:
     return f"no backward on Hopper with triton {triton}: install tilelang (with nvcc) or flash-qla, or triton 3.7.1"
 
 
-def _refuse_flash_qla(request: Request) -> str | None:
+def _refuse_flash_qla(request: OpRequest) -> str | None:
     if os.environ.get("FLA_FLASH_QLA") == "0":
         return "FLA_FLASH_QLA=0 turns it off"
     reason = _needs_package("flash_qla", "flash-qla") or _needs_cuda_half(request) or _own_chunks(request)
@@ -149,7 +149,7 @@ def _refuse_flash_qla(request: Request) -> str | None:
     return None
 
 
-def _refuse_causal_conv1d(request: Request) -> str | None:
+def _refuse_causal_conv1d(request: OpRequest) -> str | None:
     reason = _needs_package("causal_conv1d", "causal-conv1d") or _needs_cuda_half(request)
     if reason:
         return reason
@@ -162,7 +162,7 @@ def _refuse_causal_conv1d(request: Request) -> str | None:
     return None
 
 
-def _refuse_varlen(request: Request) -> str | None:
+def _refuse_varlen(request: OpRequest) -> str | None:
     reason = _needs_cuda_half(request)
     if reason:
         return reason
@@ -201,7 +201,7 @@ _TABLE: dict[str, dict[str, _Backend]] = {
 }
 
 
-def choose(request: Request, backend: str = "auto") -> Callable[..., Any]:
+def choose(request: OpRequest, backend: str = "auto") -> Callable[..., Any]:
     """Return the implementation that runs the request.
 
     "auto" takes the first fused backend that can run it, else plain torch.
@@ -237,7 +237,7 @@ def backends(
     kind = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
     report: dict[str, dict[str, Availability]] = {}
     for op, table in _TABLE.items():
-        request = Request(op, place, kind, not op.endswith("_step"), {})
+        request = OpRequest(op, place, kind, not op.endswith("_step"), {})
         reasons = {name: entry.refuse(request) for name, entry in table.items()}
         report[op] = {
             name: Availability(reason is None, reason or ("only when asked for" if not table[name].automatic else ""))

@@ -7,7 +7,7 @@ import torch
 
 from seqpack.ops import probe
 from seqpack.ops.delta_rule import gated_delta_rule_step
-from seqpack.ops.probe import Request, backends, choose
+from seqpack.ops.probe import OpRequest, backends, choose
 
 CUDA = torch.device("cuda")
 
@@ -29,8 +29,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def request(
     op: str, dtype: torch.dtype = torch.bfloat16, grad: bool = True, device: torch.device = CUDA, **sizes: int | bool
-) -> Request:
-    return Request(op, device, dtype, grad, sizes)
+) -> OpRequest:
+    return OpRequest(op, device, dtype, grad, sizes)
 
 
 def names(op: str, **options: Any) -> list[str]:
@@ -121,7 +121,7 @@ def test_triton_that_cannot_go_backward_on_hopper_is_avoided(pretend: Callable[.
 
 def test_operands_on_two_devices_are_refused() -> None:
     with pytest.raises(ValueError, match="operands are on cpu and meta"):
-        Request.of("attention", torch.zeros(1), torch.zeros(1, device="meta"))
+        OpRequest.of("attention", torch.zeros(1), torch.zeros(1, device="meta"))
 
 
 def test_a_step_has_no_oracle_of_its_own() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def lengths_of(cu_seqlens: Tensor, total: int, name: str = "cu_seqlens") -> list[int]:
-    """Return the lengths behind cumulative boundaries, after checking them.
+    """Return the lengths of sequences from their cumulative boundaries, after checking them.
 
     Args:
         cu_seqlens: int32 or int64 [n + 1], starting at 0 and ending at `total`; sequences of length 0 are allowed.
@@ -79,7 +79,7 @@ class _Take(torch.autograd.Function):
 
 
 def put_rows(x: Tensor, rows: Tensor, columns: Tensor, num_rows: int, num_columns: int) -> Tensor:
-    """Lay packed tokens [T, H, ...] out as a zero-padded [num_rows, H, num_columns, ...].
+    """Scatter packed tokens [T, H, ...] into a zero-padded [num_rows, H, num_columns, ...].
 
     Args:
         x: packed tokens [T, H, ...].
@@ -93,14 +93,13 @@ def put_rows(x: Tensor, rows: Tensor, columns: Tensor, num_rows: int, num_column
 
 
 def take_rows(buffer: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Undo `put_rows`: read [T, H, ...] out of [num_rows, H, num_columns, ...]; rows and columns as there."""
+    """Undo `put_rows`: gather [T, H, ...] from [num_rows, H, num_columns, ...], by the same rows and columns."""
     result: Tensor = _Take.apply(buffer, rows, columns)
     return result
 
 
 def row_blocks(x: Tensor, numbers: int = 1 << 18) -> list[slice]:
-    """Return rows of x [N, D] to work on at once: on a CPU so few that memory freed by one block serves the next, else
-    all."""
+    """Return blocks of rows of x [N, D]: on a CPU so small that each reuses the memory of the one before, else one."""
     total, features = x.shape
     size = max(16, numbers // max(1, features)) if x.device.type == "cpu" else max(1, total)
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from seqpack.ops.op_arguments import AttentionCall
-from seqpack.ops.probe import Request, choose
+from seqpack.ops.probe import OpRequest, choose
 from seqpack.ops.scatter_gather import lengths_of, positions_of, put_rows, take_rows
 
 _BUCKET_FILL = 0.75  # sequences at least this long relative to a bucket's longest are padded into it
@@ -53,14 +53,14 @@ def attention(
     if window is not None and (window < 1 or not causal):
         raise ValueError(f"window must be at least 1 and needs causal=True, got window={window}, causal={causal}")
     q, k, v = _one_dtype(q, k, v)
-    run = choose(Request.of("attention", q, k, v, cu_seqlens, head_dim=q.shape[2]), backend)
+    run = choose(OpRequest.of("attention", q, k, v, cu_seqlens, head_dim=q.shape[2]), backend)
     factor = q.shape[2] ** -0.5 if scale is None else scale
     result: Tensor = run(AttentionCall(q, k, v, cu_seqlens, factor, causal, window, max_seqlen))
     return result
 
 
 def _one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast to autocast's dtype as torch's own attention does; without autocast, insist on one dtype."""
+    """Cast to autocast's dtype as torch's own attention does; without autocast, raise ValueError for unlike dtypes."""
     kind = q.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -71,7 +71,7 @@ def _one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def attention_naive(call: AttentionCall) -> Tensor:
-    """Compute softmax(scale q k^T) v for one query token at a time: the oracle."""
+    """Compute softmax(scale q k^T) v for one query token at a time, as the reference."""
     q, groups, outputs, start = call.q, call.q.shape[1] // call.k.shape[1], [], 0
     for length in lengths_of(call.cu_seqlens, q.shape[0]):
         for t in range(start, start + length):
@@ -85,7 +85,7 @@ def attention_naive(call: AttentionCall) -> Tensor:
 
 
 def attention_torch(call: AttentionCall) -> Tensor:
-    """Compute it with scaled_dot_product_attention over buckets of sequences of similar length."""
+    """Compute `attention` by scaled_dot_product_attention over buckets of sequences of similar length."""
     device = call.q.device
     lengths = lengths_of(call.cu_seqlens, call.q.shape[0])
     groups = buckets(lengths)
@@ -119,12 +119,12 @@ def buckets(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _pick(x: Tensor, tokens: Tensor) -> Tensor:
-    """Select distinct tokens of [T, H, D] (take_rows: its gradient is a copy)."""
+    """Select distinct tokens of [T, H, D] by `take_rows`, whose gradient is a copy."""
     return take_rows(x[None].transpose(1, 2), torch.zeros_like(tokens), tokens)
 
 
 def _bucket(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Attend for packed sequences padded to the longest of them; padding stands behind, where no token looks."""
+    """Attend for packed sequences, padded at their ends to the longest of them, where no token attends."""
     sizes, longest = torch.tensor(lengths, device=q.device), max(lengths)
     rows, columns = positions_of(sizes)
     place = torch.arange(longest, device=q.device)

@@ -43,7 +43,7 @@ class BalancePlan:
 
     @cached_property
     def hash(self) -> int:
-        """52 bits that ranks compare before they start."""
+        """The 52-bit hash that ranks compare before they start."""
         return plan_hash(self.to_json())
 
     def to_json(self) -> str:
@@ -57,7 +57,7 @@ class BalancePlan:
 
 
 def balance(costs: Sequence[float] | Array, num_parts: int, equal_size: bool = False) -> BalancePlan:
-    """Deal the costs into `num_parts` parts of nearly equal sums.
+    """Divide the costs into `num_parts` parts of nearly equal sums.
 
     With `equal_size` their counts differ by at most one. Deterministic. ValueError names the cost that is not finite.
     """
@@ -72,7 +72,7 @@ def balance(costs: Sequence[float] | Array, num_parts: int, equal_size: bool = F
 
 
 def _longest_first(descending: list[float], names: list[int], count: int) -> list[list[int]]:
-    """Give each cost to the lightest part so far."""
+    """Assign each cost to the lightest part so far."""
     parts: list[list[int]] = [[] for _ in range(count)]
     heap = [(0.0, part) for part in range(count)]
     for cost, name in zip(descending, names, strict=True):
@@ -83,7 +83,7 @@ def _longest_first(descending: list[float], names: list[int], count: int) -> lis
 
 
 def _longest_first_equal(descending: list[float], names: list[int], count: int) -> list[list[int]]:
-    """Give each cost to the lightest part that still has a place; `len % count` parts have one place more."""
+    """Assign each cost to the lightest part with a free place; `len % count` parts have one place more."""
     parts: list[list[int]] = [[] for _ in range(count)]
     heap = [(0.0, part) for part in range(count)]
     small, larger = divmod(len(names), count)
@@ -117,9 +117,9 @@ def exchange(parts: list[list[int]], costs: Floats, target: float, equal_size: b
             if pair is None:
                 continue
             give, take = pair
-            given = parts[heavy].pop(give)
+            moved = parts[heavy].pop(give)
             taken = None if take is None else parts[light].pop(take)
-            parts[light].append(given)
+            parts[light].append(moved)
             if taken is not None:
                 parts[heavy].append(taken)
             loads[heavy], loads[light] = total(costs, parts[heavy]), total(costs, parts[light])
@@ -135,7 +135,7 @@ def total(costs: Floats, part: list[int]) -> float:
 
 
 def best_exchange(heavy: Floats, light: Floats, difference: float, may_move: bool) -> tuple[int, int | None] | None:
-    """Return positions (in heavy, in light) to swap so that both come closest; None in light is a move, None no gain.
+    """Return the positions (in heavy, in light) whose swap brings both closest; (i, None) is a move; None is no gain.
 
     A swap changes the difference by twice what it moves over, so it should move half the difference, and less than
     all of it.

@@ -82,7 +82,7 @@ def cost_units(costs: Sequence[float]) -> Ints:
 
 
 def costliest_first(sizes: Sequence[int], costs: Sequence[int], slots: int, cap: int) -> list[list[int]] | None:
-    """Give each item, the costliest first, to the cheapest slot that has room; None when no slot has.
+    """Assign each item, the costliest first, to the cheapest slot that has room; return None when no slot has.
 
     Slots without room for the present item wait, ordered by their room, until an item comes that fits.
     """
@@ -126,7 +126,7 @@ class Slots:
 
     @classmethod
     def of(cls, parts: Sequence[Sequence[int]], sizes: Ints, costs: Ints, cap: int) -> "Slots":
-        """Lay the slots out."""
+        """Build the slots of these parts."""
         shown, fixed = [list(part) for part in parts], {}
         for slot, part in enumerate(shown):
             if len(part) > WIDEST:
@@ -192,11 +192,11 @@ def _choose(slots: Slots, heavy: Ints, partners: Ints) -> tuple[Ints, Ints]:
     pair, column = np.nonzero(partners >= 0)
     mine, light = heavy[pair], partners[pair, column]
     order = np.lexsort((slots.counts[mine], slots.counts[light]))  # like widths together, for little padding
-    found = np.empty((3, len(order)), dtype=np.int64)
+    best = np.empty((3, len(order)), dtype=np.int64)
     for start in range(0, len(order), AT_ONCE):
         chosen = order[start : start + AT_ONCE]
-        found[:, chosen] = _best_exchanges(slots, mine[chosen], light[chosen])
-    helping = np.flatnonzero(found[0] < slots.loads[mine])
+        best[:, chosen] = _best_exchanges(slots, mine[chosen], light[chosen])
+    helping = np.flatnonzero(best[0] < slots.loads[mine])
     busy: set[int] = set()
     exchanges = []
     for i, slot, partner in zip(helping.tolist(), mine[helping].tolist(), light[helping].tolist(), strict=True):
@@ -205,7 +205,7 @@ def _choose(slots: Slots, heavy: Ints, partners: Ints) -> tuple[Ints, Ints]:
             exchanges.append(i)
     hopeless = np.ones(len(heavy), dtype=bool)
     hopeless[pair[helping]] = False
-    return np.stack([mine[exchanges], light[exchanges], *found[1:, exchanges]]), heavy[hopeless]
+    return np.stack([mine[exchanges], light[exchanges], *best[1:, exchanges]]), heavy[hopeless]
 
 
 def _best_exchanges(slots: Slots, heavy: Ints, light: Ints) -> tuple[Ints, Ints, Ints]:

@@ -8,12 +8,12 @@ Floats = NDArray[np.float64]
 
 
 def volume_bound(lengths: Ints, capacity: int) -> int:
-    """Bins that the tokens alone need."""
+    """Return the number of bins that the tokens alone need."""
     return -(-int(lengths.sum()) // capacity)
 
 
 def threshold_bound(descending: Ints, capacity: int) -> int:
-    """Bound L2 of Martello and Toth (1990), the best over every threshold k <= capacity / 2.
+    """Return the bound L2 of Martello and Toth (1990), the best over every threshold k <= capacity / 2.
 
     Lengths above capacity - k get a bin of their own; those in (capacity / 2, capacity - k] one each, and what is
     left of these bins can take the lengths in [k, capacity / 2]; shorter ones are forgotten. `descending` is
@@ -34,7 +34,7 @@ def threshold_bound(descending: Ints, capacity: int) -> int:
 
 
 def rounding_bound(lengths: Ints, counts: Ints, capacity: int, k: int) -> int:
-    """Bound by the dual feasible function u^(k) of Fekete and Schepers (2001), for `counts[i]` lengths of `lengths[i]`.
+    """Return the bound of Fekete and Schepers' dual feasible function u^(k) (2001); `counts[i]` have `lengths[i]`.
 
     With x = length / capacity: u(x) = x where (k + 1) x is an integer, else floor((k + 1) x) / k. It holds lengths
     just above capacity / (k + 1), of which k fit in a bin.
@@ -46,7 +46,7 @@ def rounding_bound(lengths: Ints, counts: Ints, capacity: int, k: int) -> int:
 
 
 def slope_bound(lengths: Ints, counts: Ints, capacity: int, p: int, q: int) -> int:
-    """Bound by the dual feasible function of Burdett and Johnson (1977) with parameter z = p / q >= 1.
+    """Return the bound of Burdett and Johnson's dual feasible function (1977) with parameter z = p / q >= 1.
 
     f(x) = (floor(z x) + max(0, frac(z x) - frac(z)) / (1 - frac(z))) / floor(z), with x = length / capacity. For z
     between 2 and 3 it counts lengths around capacity / 3, where some bins hold two and some three, better than
@@ -61,7 +61,7 @@ def slope_bound(lengths: Ints, counts: Ints, capacity: int, p: int, q: int) -> i
 
 
 def best_slope_bound(lengths: Ints, counts: Ints, capacity: int) -> int:
-    """Return best of `slope_bound` over z in eighths up to 6, refined around the best of them down to 1/256."""
+    """Return the best of `slope_bound` over z in eighths up to 6, refined around the best of them down to 1/256."""
     step = 8
     best, p = max((slope_bound(lengths, counts, capacity, p, step), p) for p in range(step + 1, 6 * step) if p % step)
     while step < 256:
@@ -72,7 +72,7 @@ def best_slope_bound(lengths: Ints, counts: Ints, capacity: int) -> int:
 
 
 def bins_bound(descending: Ints, capacity: int, enough: int) -> int:
-    """Return best of the bounds; stops as soon as it reaches `enough`, the bins of a packing at hand."""
+    """Return the best of the bounds; stop as soon as one reaches `enough`, the number of bins of a known packing."""
     best = volume_bound(descending, capacity)
     if best < enough:
         best = max(best, threshold_bound(descending, capacity))
@@ -85,7 +85,7 @@ def bins_bound(descending: Ints, capacity: int, enough: int) -> int:
 
 
 def heaviest_part_bound(descending: Floats, parts: int, equal_size: bool) -> float:
-    """Cost that some part must reach.
+    """Return a cost that some part must reach.
 
     The mean; the largest cost; for each j, of the j * parts + 1 largest costs some part holds j + 1, at least the j
     + 1 smallest of them. With `equal_size` the part of the largest cost also holds the other n // parts - 1 or

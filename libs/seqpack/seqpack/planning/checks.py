@@ -12,7 +12,7 @@ class Array(Protocol):
     """A numpy array or a torch tensor of one dimension."""
 
     def tolist(self) -> Any:
-        """Return its values as plain numbers."""
+        """Return the values as plain numbers."""
 
 
 def check_positive_int(value: Any, name: str) -> int:

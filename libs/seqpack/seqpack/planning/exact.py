@@ -33,7 +33,7 @@ def least_maximum(costs: Sequence[float], num_parts: int, equal_size: bool = Fal
 
     @cache
     def best(left: int, parts: int, bigger: int) -> float:
-        """Return least maximum for the items `left` over `parts` parts, of which `bigger` must have small + 1 items."""
+        """Return the least maximum of items `left` over `parts` parts, of which `bigger` must have small + 1 items."""
         if parts == 0:
             return 0.0 if left == 0 else float("inf")
         least, items = float("inf"), left

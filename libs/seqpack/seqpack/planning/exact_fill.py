@@ -34,7 +34,7 @@ GOLDEN = 0.6180339887498949
 
 
 def fill_bins(descending: Ints, names: Ints, capacity: int) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Return bins of the items' names, and the positions in `descending` of the items that are in none of them.
+    """Return bins of item names, and the positions in `descending` of the items that are in no bin.
 
     `descending` holds the lengths, each at most `capacity`, longest first. Deterministic. Gives up, with everything
     that is left, once one length in thirty-two found no partners.
@@ -53,14 +53,14 @@ def fill_bins(descending: Ints, names: Ints, capacity: int) -> tuple[list[tuple[
     start = len(flat) - np.cumsum(used)  # and among those that are asked for
     positions = np.empty(len(flat), dtype=np.int64)
     positions[asking] = np.arange(len(flat)) + (first - start)[chosen[asking]]
-    given = tuple(names[positions].tolist())
+    in_bins = tuple(names[positions].tolist())
     ends = np.cumsum(sizes).tolist()
-    bins = [given[end - length : end] for end, length in zip(ends, sizes, strict=True)]
+    bins = [in_bins[end - length : end] for end, length in zip(ends, sizes, strict=True)]
     return bins, np.delete(np.arange(len(levels)), positions).tolist()
 
 
 def _fill_levels(pool: "_Levels", count: int, total: int) -> tuple[list[int], list[int]]:
-    """Return the levels of all bins one after another, and how many each bin has."""
+    """Return the levels of all bins one after another, and the number of levels of each bin."""
     size, patience, turn = pool.size, count // 32, 0
     flat: list[int] = []
     sizes: list[int] = []
@@ -137,7 +137,7 @@ class _Levels:
         return (self.bits & ((1 << most + 1) - 1)).bit_length() - 1 if most > 0 else 0
 
     def partner(self, levels: list[int], room: int) -> int:
-        """Take the longest that fits in the room, add it to `levels` and return the room left."""
+        """Take the longest level that fits in the room, add it to `levels` and return the room left."""
         level = self.longest(room)
         if level > 0:
             self.take(level)
@@ -146,7 +146,7 @@ class _Levels:
         return room
 
     def more(self, levels: list[int], wanted: int, room: int, short: bool, settled: bool) -> int:
-        """Take levels until there are `wanted`, from both ends in turn (settled) or from one; return the room left."""
+        """Take `wanted` levels in all, from both ends alternately (settled) or from one; return the room left."""
         while len(levels) < wanted and self.longest(self.size) > 0:
             short = short != settled
             others = wanted + 1 - len(levels)
@@ -159,7 +159,7 @@ class _Levels:
         return room
 
     def close(self, levels: list[int], room: int, share: float) -> int:
-        """Take two that fill the room but for the slack, add them to `levels` and return the room left.
+        """Take two levels that fill the room up to the slack, add them to `levels` and return the room left.
 
         `share` in [0, 1) chooses among the pairs, from the most alike to the most unlike.
         """

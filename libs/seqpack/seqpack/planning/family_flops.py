@@ -45,29 +45,29 @@ def layer_types(config: Any) -> Sequence[str]:
 
 
 def _dense(config: Any, index: int, kind: str) -> LayerFlops:
-    """Llama and those like it."""
+    """Read a layer of Llama and models like it."""
     del index
     return _attention(config, kind, mlp(config.hidden_size, config.intermediate_size))
 
 
 def _mixture(config: Any, index: int, kind: str) -> LayerFlops:
-    """Mixtral, Qwen3-MoE, gpt-oss: a router and chosen experts in every layer that is not named dense."""
+    """Read a layer of Mixtral, Qwen3-MoE or gpt-oss: router and experts in every layer that is not named dense."""
     return _attention(config, kind, _sparse(config, index))
 
 
 def _hybrid(config: Any, index: int, kind: str) -> LayerFlops:
-    """Qwen3.5 dense: gated attention and gated delta nets."""
+    """Read a layer of dense Qwen3.5: gated attention or a gated delta net."""
     del index
     return _gated_or_delta(config, kind, mlp(config.hidden_size, config.intermediate_size))
 
 
 def _hybrid_mixture(config: Any, index: int, kind: str) -> LayerFlops:
-    """Qwen3-Next and Qwen3.5-MoE: the same with experts, one of them shared and gated."""
+    """Read a layer of Qwen3-Next or Qwen3.5-MoE: as `_hybrid`, with experts, one of them shared and gated."""
     return _gated_or_delta(config, kind, _sparse(config, index))
 
 
 def _deepseek(config: Any, index: int, kind: str) -> LayerFlops:
-    """DeepSeek-V2 and V3: latent attention; the first layers dense, the others with shared experts."""
+    """Read a layer of DeepSeek-V2 or V3: latent attention; the first layers dense, the others with shared experts."""
     if kind != "full_attention":
         raise ValueError(f"{config.model_type} has latent attention alone, layer_types[{index}] is {kind!r}")
     feed_forward = mlp(config.hidden_size, config.intermediate_size)
@@ -122,7 +122,7 @@ def _gated_or_delta(config: Any, kind: str, feed_forward: float) -> LayerFlops:
 
 
 def _sparse(config: Any, index: int) -> float:
-    """FLOPs a token of a layer's experts, or of its MLP where the config makes the layer dense."""
+    """Return FLOPs a token of a layer's experts, or of its MLP where the config makes the layer dense."""
     dense = index in (getattr(config, "mlp_only_layers", None) or ())
     if dense or (index + 1) % (getattr(config, "decoder_sparse_step", None) or 1):
         return mlp(config.hidden_size, config.intermediate_size)

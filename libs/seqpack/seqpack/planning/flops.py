@@ -1,4 +1,4 @@
-"""Forward FLOPs of a model by layer: the one place in the house that counts them (a multiply and an add are two).
+"""Forward FLOPs of a model by layer: the one place that counts them (a multiply and an add are two).
 
 Backward is twice forward. `seqpack.model_flops` reads a Hugging Face config (`seqpack.planning.family_flops` knows the
 families); `full_attention`, `latent_attention` and `delta_net` with `mlp` and `experts` make layers from plain numbers,
@@ -87,11 +87,11 @@ class ModelFlops:
     @property
     def pairs(self) -> dict[int | None, float]:
         """FLOPs of a (query, key) pair by window (None: full attention), summed over the layers of that window."""
-        found: dict[int | None, float] = {}
+        flops: dict[int | None, float] = {}
         for layer in self.layers:
             if layer.kind != "linear_attention":
-                found[layer.window] = found.get(layer.window, 0.0) + layer.pair
-        return found
+                flops[layer.window] = flops.get(layer.window, 0.0) + layer.pair
+        return flops
 
     def of_kind(self, kind: LayerKind) -> tuple[LayerFlops, ...]:
         """Return the layers of a kind."""
@@ -99,12 +99,12 @@ class ModelFlops:
 
 
 def mlp(hidden: int, width: int, matrices: int = 3) -> float:
-    """FLOPs a token of an MLP; a gated one has three matrices, a plain one two."""
+    """Return FLOPs a token of an MLP; a gated one has three matrices, a plain one two."""
     return 2.0 * matrices * hidden * width
 
 
 def experts(hidden: int, width: int, total: int, active: int, shared: int = 0, shared_gate: bool = False) -> float:
-    """FLOPs a token of a mixture: a router over `total` experts, `active` of them, and one shared expert.
+    """Return FLOPs a token of a mixture: a router over `total` experts, `active` experts, and one shared expert.
 
     All are gated MLPs, of `width`, and of `shared` for the shared one. `shared_gate`: it has a gate of one number a
     token.
@@ -122,7 +122,7 @@ def full_attention(
     gated: bool = False,
     window: int | None = None,
 ) -> LayerFlops:
-    """Return an attention layer: projections of q, k, v and o, and `feed_forward` (`mlp` or `experts`).
+    """Return a layer of full attention: projections of q, k, v and o, and `feed_forward` (`mlp` or `experts`).
 
     `gated`: the query projection also makes an output gate. `window`: tokens that one sees, itself included.
     """

@@ -7,6 +7,7 @@ from typing import Literal
 
 from seqpack.planning.balancing_capped import balance_capped
 from seqpack.planning.checks import Array, check_costs, check_lengths, check_positive_int
+from seqpack.planning.packing import pack
 from seqpack.planning.padding import (
     Bucket,
     aligned_length,
@@ -15,7 +16,6 @@ from seqpack.planning.padding import (
     packed_geometry,
     usable_capacity,
 )
-from seqpack.planning.packing import pack
 from seqpack.planning.plan_json import from_json, plan_hash, to_json
 
 Cost = Callable[[int], float] | Sequence[float]
@@ -39,7 +39,7 @@ class MicroBatchPlan:
 
     @cached_property
     def hash(self) -> int:
-        """52 bits that ranks compare before they start."""
+        """The 52-bit hash that ranks compare before they start."""
         return plan_hash(self.to_json())
 
     @property
@@ -126,7 +126,7 @@ def _costs(cost: Cost | None, sizes: list[int]) -> list[float]:
 def _items(
     aligned: list[int], cap: int, groups: Sequence[int] | Array | None, long_groups: str
 ) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
-    """Return what must stay together, as tuples of indices, and the groups that could not."""
+    """Return tuples of indices that must stay together, and the groups that had to be split."""
     if long_groups not in ("split", "refuse"):
         raise ValueError(f"long_groups must be 'split' or 'refuse', got {long_groups!r}")
     if groups is None:
@@ -154,7 +154,7 @@ def _items(
 
 
 def _deal(batches: list[tuple[int, ...]], costs: list[float], ranks: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Give each rank one micro-batch of every level of cost: equals run at the same time, and totals even out."""
+    """Assign each rank one micro-batch of every cost level: equal ones run at the same time, and totals even out."""
     loads = {batch: sum(costs[i] for i in batch) for batch in batches}
     order = sorted(batches, key=lambda batch: (-loads[batch], batch))
     dealt: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpack.planning.padding import Bucket, packed_geometry, usable_capacity
 from seqpack.planning.micro_batches import MicroBatchPlan, plan_micro_batches
 from seqpack.planning.mixes import MIXES
 from seqpack.planning.packing import pack
+from seqpack.planning.padding import Bucket, packed_geometry, usable_capacity
 
 
 def quadratic(length: int) -> float:

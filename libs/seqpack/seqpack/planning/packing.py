@@ -9,6 +9,7 @@ import numpy as np
 
 from seqpack.planning.bounds import Ints, bins_bound
 from seqpack.planning.checks import Array, check_lengths, check_positive_int
+from seqpack.planning.exact_fill import fill_bins
 from seqpack.planning.padding import (
     Bucket,
     aligned_length,
@@ -18,7 +19,6 @@ from seqpack.planning.padding import (
     usable_capacity,
 )
 from seqpack.planning.plan_json import from_json, plan_hash, to_json
-from seqpack.planning.exact_fill import fill_bins
 
 Bins = Sequence[Sequence[int]]
 
@@ -59,7 +59,7 @@ class PackPlan:
 
     @cached_property
     def hash(self) -> int:
-        """52 bits that ranks compare before they start."""
+        """The 52-bit hash that ranks compare before they start."""
         return plan_hash(self.to_json())
 
     def to_json(self) -> str:
@@ -75,7 +75,7 @@ class PackPlan:
 def pack(
     lengths: Sequence[int] | Array, capacity: int, align: int = 1, bucket: int | Sequence[int] | None = None
 ) -> PackPlan:
-    """Put the lengths into few bins of `capacity`; deterministic.
+    """Pack the lengths into few bins of `capacity`; deterministic.
 
     No bin is over the capacity after padding: each sequence is rounded up to a multiple of `align`, the bin to `bucket`
     (a multiple, or the sizes to choose from), as `packed_geometry` and `pack_sequences` do. Raises ValueError naming
@@ -98,7 +98,7 @@ def pack(
 
 
 def _few_bins(descending: Ints, names: Ints, capacity: int) -> tuple[Bins, int]:
-    """Pack the way that suits the lengths, and the other way too when the gap is wide; return bins and bound."""
+    """Pack by the method that suits the lengths, and the other one too when the gap is wide; return bins and bound."""
     ways: list[Callable[[Ints, Ints, int], Bins]] = [best_fit, exact_fit]
     if len(descending) and descending[0] * 2 <= capacity:  # none alone, and hardly a short one to fill gaps with
         short = int(descending[np.searchsorted(-descending, -(capacity // 8), side="right") :].sum())
@@ -112,7 +112,7 @@ def _few_bins(descending: Ints, names: Ints, capacity: int) -> tuple[Bins, int]:
 
 
 def exact_fit(descending: Ints, names: Ints, capacity: int) -> Bins:
-    """Fill bins exactly as far as that goes, then place what is left by best fit."""
+    """Fill bins exactly as far as possible, then place the other items by best fit."""
     bins, left = fill_bins(descending, names, capacity)
     return [*bins, *best_fit(descending[left], names[left], capacity)]
 

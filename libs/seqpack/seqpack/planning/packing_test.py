@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import seqpack.planning.packing
 from seqpack.planning.exact import fewest_bins
-from seqpack.planning.padding import Bucket, packed_geometry, usable_capacity
 from seqpack.planning.mixes import MIXES
 from seqpack.planning.packing import CLOSE_ENOUGH, Bins, PackPlan, best_fit, exact_fit, pack
+from seqpack.planning.padding import Bucket, packed_geometry, usable_capacity
 
 CAPACITY = 120
 SHAPES = {

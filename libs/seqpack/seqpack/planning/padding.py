@@ -43,7 +43,7 @@ class PackedGeometry:
 def packed_geometry(
     lengths: Sequence[int], align: int = 1, bucket: int | Sequence[int] | None = None
 ) -> PackedGeometry:
-    """Lay sequences out one after another, each rounded up to a multiple of `align`, the row to a bucket.
+    """Return the layout of sequences one after another, each rounded up to a multiple of `align`, the row to a bucket.
 
     `bucket` is a multiple to round the row up to, or the sizes to choose from (the smallest that fits is taken).
     Buckets must be multiples of `align`. ValueError when the row is longer than the largest bucket.
@@ -76,7 +76,7 @@ def aligned_length(length: int, align: int) -> int:
 
 
 def usable_capacity(capacity: int, align: int = 1, bucket: int | Sequence[int] | None = None) -> int:
-    """Return how many aligned tokens fit in a row that is padded to a bucket and never longer than `capacity`.
+    """Return the number of aligned tokens that fit in a row padded to a bucket and never longer than `capacity`.
 
     Planning with this capacity and lengths rounded up to `align` makes the cap hold for what `packed_geometry` lays
     out. ValueError when `align` or the smallest bucket exceeds the capacity.
@@ -91,9 +91,9 @@ def usable_capacity(capacity: int, align: int = 1, bucket: int | Sequence[int] |
 
 
 def alignment(tp: int = 1, cp: int = 1, layout: Literal["zigzag", "contiguous"] = "zigzag") -> int:
-    """Return what each sequence's length must be a multiple of, for tensor (sequence) and context parallelism.
+    """Return the divisor of each sequence's padded length under tensor (sequence) and context parallelism.
 
-    Zigzag gives every rank two chunks of each sequence, so 2 * cp * tp once cp > 1; contiguous cp * tp.
+    Zigzag gives every rank two chunks of each sequence: 2 * cp * tp where cp > 1; contiguous: cp * tp.
     """
     tensor, context = check_positive_int(tp, "tp"), check_positive_int(cp, "cp")
     if layout not in ("zigzag", "contiguous"):

@@ -15,7 +15,7 @@ def to_json(plan: Any) -> str:
 
 
 def plan_hash(text: str) -> int:
-    """Return 52 bits of the text's SHA-256: exact in an int64 and in a float64, so any all-reduce can carry it."""
+    """Return 52 bits of the text's SHA-256, exact in int64 and float64, so that any all-reduce can carry them."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 12
 
 
@@ -26,8 +26,8 @@ def from_json(plan_type: type[Plan], text: str) -> Plan:
     except json.JSONDecodeError as error:
         raise ValueError(f"not a plan: {error}") from error
     if not isinstance(data, dict) or data.get("kind") != plan_type.__name__:
-        found = data.get("kind") if isinstance(data, dict) else type(data).__name__
-        raise ValueError(f"expected a plan of kind {plan_type.__name__!r}, got {found!r}")
+        kind = data.get("kind") if isinstance(data, dict) else type(data).__name__
+        raise ValueError(f"expected a plan of kind {plan_type.__name__!r}, got {kind!r}")
     try:
         return plan_type(**{key: _frozen(value) for key, value in data.items() if key != "kind"})
     except TypeError as error:

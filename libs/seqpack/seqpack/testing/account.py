@@ -50,17 +50,17 @@ class IsolationReport:
 
     @property
     def logits_equal(self) -> bool:
-        """Packed logits are those of the sequences alone."""
+        """The verdict on logits: packed ones equal those of the sequences alone."""
         return max(self.logits) <= self.logit_bound
 
     @property
     def grads_equal(self) -> bool:
-        """Packed gradients are those of the sequences alone."""
+        """The verdict on gradients: packed ones equal those of the sequences alone."""
         return self.worst_grad is None or self.worst_grad[1] <= self.grad_bound
 
     @property
     def isolated(self) -> bool:
-        """All of it holds."""
+        """The verdict: nothing that was measured tells packed from alone."""
         return self.logits_equal and self.grads_equal and not self.moved and not self.reached
 
     def _verdict(self) -> str:

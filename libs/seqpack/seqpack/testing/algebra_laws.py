@@ -54,7 +54,7 @@ class Case:
     device: str
 
     def travelled(self, x: Any) -> Any:
-        """Return `x` after the journey."""
+        """Return `x` after it was moved as the case says."""
         return JOURNEYS[self.journey](x, self.device)
 
     def nested(self, tensors: Samples | None = None) -> Tensor:
@@ -85,7 +85,7 @@ def assert_same(left: Samples, right: Samples, device: str = "cpu") -> None:
 
 @st.composite
 def cases(draw: st.DrawFn, device: str) -> Case:
-    """Cases over ranks, ragged dimensions, lengths (equal ones, 0, a batch of one), dtypes and journeys."""
+    """Draw a case: rank, ragged dimension, lengths (equal ones, 0, a batch of one), dtype and journey."""
     rank = draw(st.integers(1, 3))
     dim = draw(st.integers(0, rank - 1))
     beside = draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=rank, max_size=rank))
@@ -105,7 +105,7 @@ def cases(draw: st.DrawFn, device: str) -> Case:
 
 
 def index_select_takes_the_samples_asked_for(data: st.DataObject, device: str) -> None:
-    """By a list and by a tensor of indices, repeats included."""
+    """Assert it for a list and a tensor of indices, repeats included."""
     case = data.draw(cases(device))
     x = case.nested()
     rows = data.draw(st.lists(st.integers(0, len(case.tensors) - 1), max_size=6))
@@ -118,7 +118,7 @@ def index_select_takes_the_samples_asked_for(data: st.DataObject, device: str) -
 
 
 def chunk_then_concat_is_the_identity(data: st.DataObject, device: str) -> None:
-    """With sizes that differ by at most one, larger ones first, each piece travelling by itself."""
+    """Assert it, and that sizes differ by at most one, larger ones first; each piece travels by itself."""
     case, count = data.draw(cases(device)), data.draw(st.integers(1, 8))
     pieces = chunk(case.nested(), count)
     counts = [num_samples(piece) for piece in pieces]
@@ -133,7 +133,7 @@ def chunk_then_concat_is_the_identity(data: st.DataObject, device: str) -> None:
 
 
 def split_cuts_where_it_is_told(data: st.DataObject, device: str) -> None:
-    """By sizes, some of them zero, and by one size for all."""
+    """Assert it for a list of sizes, some of them zero, and for one size."""
     case = data.draw(cases(device))
     x, total = case.nested(), len(case.tensors)
     bounds = [0, *sorted(data.draw(st.lists(st.integers(0, total), max_size=4))), total]
@@ -147,7 +147,7 @@ def split_cuts_where_it_is_told(data: st.DataObject, device: str) -> None:
 
 
 def concat_joins_batches_of_any_lengths(data: st.DataObject, device: str) -> None:
-    """Two batches with the same sizes beside the ragged dimension and lengths of their own."""
+    """Assert it for two batches with lengths of their own and the same other sizes."""
     case, more = data.draw(cases(device)), data.draw(st.integers(1, 6))
     first = case.tensors[0]
     others = []
@@ -160,7 +160,7 @@ def concat_joins_batches_of_any_lengths(data: st.DataObject, device: str) -> Non
 
 
 def padded_and_back_is_the_identity(data: st.DataObject, device: str) -> None:
-    """The padding is where it should be and holds the value asked for."""
+    """Assert it, and that the padding is in its place and holds the requested value."""
     case, more = data.draw(cases(device)), data.draw(st.integers(0, 3))
     tensors, dim = case.tensors, case.dim
     lengths = [t.shape[dim] for t in tensors]
@@ -179,7 +179,7 @@ def padded_and_back_is_the_identity(data: st.DataObject, device: str) -> None:
 
 
 def whatever_dimension_torch_chose_is_settled(data: st.DataObject, device: str) -> None:
-    """Shards laid out by torch, which looks at whether lengths are equal, join to what they are as lists."""
+    """Assert that shards laid out by torch, which differs where lengths are equal, join as their lists do."""
     case, count = data.draw(cases(device)), data.draw(st.integers(1, 4))
     tensors = case.tensors
     shards = [tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]]
@@ -194,7 +194,7 @@ def whatever_dimension_torch_chose_is_settled(data: st.DataObject, device: str) 
 
 
 def gradients_equal_those_of_plain_tensors(data: st.DataObject, device: str) -> None:
-    """Through index, chunk, concat, pad, unpad, unbind and a move between devices, in float64."""
+    """Assert it through index, chunk, concat, pad, unpad, unbind and a move between devices, in float64."""
     lengths = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=5))
     dim = data.draw(st.integers(0, 1))
     rows = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=6))
@@ -215,7 +215,7 @@ def gradients_equal_those_of_plain_tensors(data: st.DataObject, device: str) -> 
 
 
 def dense_tensors_obey_the_same_laws(data: st.DataObject, device: str) -> None:
-    """Chunks as torch cuts them, and nothing to pad."""
+    """Assert that chunks are torch's, and that nothing is padded."""
     values = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=6))
     count = data.draw(st.integers(1, 4))
     x = torch.tensor(values, device=device)

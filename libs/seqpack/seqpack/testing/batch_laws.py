@@ -26,7 +26,7 @@ LENGTHS = [[3, 1, 4, 1, 5], [3, 3], [4], [1], [1, 1, 1], [2, 2, 3]]
 
 
 def batch_of(lengths: list[int], device: str = "cpu") -> tuple[TensorDict, Rows]:
-    """Return a TensorDict of everything a batch may hold, on the device, and the same as plain dicts on the CPU."""
+    """Return a TensorDict of everything that a batch may hold, on the device, and the same as dicts on the CPU."""
     rows: Rows = [
         {
             "input_ids": torch.arange(n) + 10 * i,

@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 
 def input_embedding(model: nn.Module) -> nn.Module | None:
-    """Return the input embedding: what the model says it is, else its first `nn.Embedding`, None where it has none."""
+    """Return the input embedding: the model's own statement, else its first `nn.Embedding`, else None."""
     find = getattr(model, "get_input_embeddings", None)
     return find() if find else next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
 
 
 @contextmanager
 def watched(embedding: nn.Module) -> Iterator[list[Tensor]]:
-    """Add a zero tensor that takes gradients to every output of the embedding, and yield them in the order of calls."""
+    """Add a zero tensor with gradient to every output of the embedding; yield these tensors in the order of calls."""
     leaves: list[Tensor] = []
 
     def add(_: nn.Module, __: object, output: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def watched(embedding: nn.Module) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def rounded_anew(embedding: nn.Module, seed: int) -> Iterator[None]:
-    """Move every number that leaves the embedding by one unit in its last place, up or down at random."""
+    """Change every number of the embedding's outputs by one unit in its last place, up or down at random."""
     generator = torch.Generator().manual_seed(seed)
 
     def move(_: nn.Module, __: object, output: Tensor) -> Tensor:
@@ -48,12 +48,12 @@ def rounded_anew(embedding: nn.Module, seed: int) -> Iterator[None]:
 def reach(losses: Sequence[Tensor], leaves: Sequence[Tensor], spans: Sequence[tuple[int, int]], total: int) -> Tensor:
     """Return [n, n] float64: the gradient norm of sequence i's loss at the embedded tokens of sequence j.
 
-    Where the row is embedded in one piece or in several in its order; all zero where it cannot be told (other sizes).
+    The row may be embedded in one piece or in several in its order; otherwise (other sizes) all is zero.
     """
     norms = torch.zeros(len(losses), len(spans), dtype=torch.float64)
     for index, loss in enumerate(losses):
-        found = torch.autograd.grad(loss, list(leaves), retain_graph=True, allow_unused=True)
-        grads = [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(found, leaves, strict=True)]
+        partial = torch.autograd.grad(loss, list(leaves), retain_graph=True, allow_unused=True)
+        grads = [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(partial, leaves, strict=True)]
         rows = torch.cat([grad.reshape(-1, grad.shape[-1]).double() for grad in grads])
         if len(rows) == total:
             for other, (start, length) in enumerate(spans):

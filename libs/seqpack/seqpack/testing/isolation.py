@@ -39,7 +39,7 @@ MOST = (0.5, 1.0)
 
 
 def position_reset_forward(model: nn.Module, packed: PackedBatch) -> Tensor:
-    """Run a Hugging Face model as its manual packs: one row, position ids that start again, no mask, no cache."""
+    """Run a Hugging Face model by its documented packing: one row, restarted position ids, no mask, no cache."""
     out = model(input_ids=packed.values["input_ids"][None], position_ids=packed.position_ids[None], use_cache=False)
     result: Tensor = out.logits
     return result
@@ -123,7 +123,7 @@ def assert_packing_isolated(
     tolerance: Tolerance | None = None,
     seed: int = 0,
 ) -> IsolationReport:
-    """Raise AssertionError with the account when packing leaks, else return it; all else as in `check_packing`."""
+    """Raise AssertionError with the report where packing leaks, else return it; arguments as for `check_packing`."""
     report = check_packing(
         model, packed_forward, alone_forward, lengths, vocab_size, align, bucket, grads, tolerance, seed
     )
@@ -187,7 +187,7 @@ class _Rows:
         return [p.detach() for p in parts], grads
 
     def check_repeats(self, ids: Sequence[Tensor], before: Sequence[Tensor], bound: float) -> None:
-        """Refuse (ValueError) a model that gives other logits when the row is run again."""
+        """Raise ValueError where running the row again gives other logits."""
         noise = max(relative_error(a, b) for a, b in zip(self.packed(ids, None)[0], before, strict=True))
         if noise > bound:
             raise ValueError(
@@ -211,20 +211,20 @@ class _Rows:
         """Return the gradient of the summed losses by parameter name; parameters that were not used are left out."""
         if not self.named:
             raise ValueError("no parameter requires a gradient; pass grads=False to compare logits alone")
-        found = torch.autograd.grad(torch.stack(losses).sum(), [p for _, p in self.named], allow_unused=True)
-        return {name: grad.double() for (name, _), grad in zip(self.named, found, strict=True) if grad is not None}
+        grads = torch.autograd.grad(torch.stack(losses).sum(), [p for _, p in self.named], allow_unused=True)
+        return {name: grad.double() for (name, _), grad in zip(self.named, grads, strict=True) if grad is not None}
 
     def rounded(
         self, ids: Sequence[Tensor], weights: Sequence[Tensor] | None, seed: int
     ) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
-        """Run alone with the embedded tokens rounded anew, some times; nothing where there is no embedding."""
-        embedding, found = input_embedding(self.model), []
+        """Run `alone` with the embedded tokens rounded anew, `ROUNDINGS` times; not at all without an embedding."""
+        embedding, runs = input_embedding(self.model), []
         if embedding is None:
             return []
         for number in range(ROUNDINGS):
             with rounded_anew(embedding, seed + number):
-                found.append(self.alone(ids, weights))
-        return found
+                runs.append(self.alone(ids, weights))
+        return runs
 
     def reached(
         self, ids: Sequence[Tensor], weights: Sequence[Tensor], bound: float
@@ -245,7 +245,7 @@ class _Rows:
     def moved(
         self, ids: Sequence[Tensor], others: Sequence[Tensor], before: Sequence[Tensor], bound: float
     ) -> tuple[tuple[int, int, float], ...]:
-        """Change one sequence at a time and list what else moves."""
+        """Change one sequence at a time, and list the others whose logits move."""
         pairs = []
         for changed in range(len(ids)):
             after, _ = self.packed([others[i] if i == changed else piece for i, piece in enumerate(ids)], None)
@@ -256,7 +256,7 @@ class _Rows:
         return tuple(sorted(pairs, key=lambda pair: -pair[2]))
 
     def origin(self, ids: Sequence[Tensor], bound: float) -> Origin | None:
-        """Return name the module that leaks first."""
+        """Return the module that leaks first."""
         row = self.row(ids)
         alone = [lambda piece=piece: self.run_alone(self.model, piece) for piece in ids]
         return find_origin(
@@ -265,13 +265,13 @@ class _Rows:
 
 
 def _loss(logits: Tensor, weights: Tensor) -> Tensor:
-    """Return a scalar that every token's whole distribution moves, in proportion to the token's weight."""
+    """Return a scalar that depends on every token's whole distribution, in proportion to the token's weight."""
     spread = torch.linspace(-1.0, 1.0, logits.shape[1], device=logits.device)
     return (logits.float().log_softmax(-1) @ spread * weights).sum() + (logits.float() @ spread * weights).sum()
 
 
 def _logit_bound(bound: float, alone: list[Tensor], noisy: list[list[Tensor]]) -> float:
-    """Return what logits may be off by, given those of other roundings."""
+    """Return the largest allowed error of logits, given those of other roundings."""
     noise = (relative_error(a, b) for others in noisy for a, b in zip(others, alone, strict=True))
     return max(bound, min(NOISE * max(noise, default=0.0), MOST[0]))
 

@@ -17,7 +17,7 @@ def mrope(*lengths: int, device: str = "cpu") -> list[Tensor]:
 
 
 def ragged_dimension_is_the_one_asked_for(device: str) -> None:
-    """Equal lengths, one sample, empty samples."""
+    """Assert it for equal lengths, one sample and empty samples."""
     for lengths in [(4, 2), (3, 3), (1,), (1, 1), (5,), (0, 2), (0,)]:
         samples = mrope(*lengths, device=device)
         x = jagged(samples)
@@ -31,7 +31,7 @@ def ragged_dimension_is_the_one_asked_for(device: str) -> None:
 
 
 def layout_survives_pickle_save_and_copies(device: str) -> None:
-    """The ragged dimension stays, whatever the lengths."""
+    """Assert that the ragged dimension stays, whatever the lengths."""
     for lengths in [(4, 2), (3, 3), (1,)]:
         x = jagged(mrope(*lengths, device=device))
         for copy in [x.detach(), *(travel(x, device) for travel in JOURNEYS.values())]:
@@ -40,7 +40,7 @@ def layout_survives_pickle_save_and_copies(device: str) -> None:
 
 
 def wrong_label_of_the_ragged_dimension_is_put_right(device: str) -> None:
-    """What planners do that relabel torch's private index after torch chose dimension 1 for equal lengths."""
+    """Assert that a private index relabelled to dimension 1, torch's choice for equal lengths, is corrected."""
     samples = [torch.arange(8).view(4, 2), torch.arange(8).view(4, 2) + 8]
     x: Any = torch.nested.as_nested_tensor([s.to(device) for s in samples], layout=torch.jagged)
     x._ragged_idx = 2
@@ -52,7 +52,7 @@ def wrong_label_of_the_ragged_dimension_is_put_right(device: str) -> None:
 
 
 def bounds_are_explicit_so_that_torch_pads_right_too(device: str) -> None:
-    """Without them torch pads (B, 3, j) to the width 3. Off the CPU torch is asked to pad floats alone."""
+    """Assert it: without them torch pads (B, 3, j) to the width 3. Off the CPU, only floats are padded by torch."""
     dtypes = (torch.float32, torch.int64) if device == "cpu" else (torch.float32,)
     for lengths, dtype in product(((4, 7, 2), (5, 5), (1,)), dtypes):
         x = jagged([s.to(dtype) for s in mrope(*lengths, device=device)])
@@ -61,7 +61,7 @@ def bounds_are_explicit_so_that_torch_pads_right_too(device: str) -> None:
 
 
 def holes_are_skipped(device: str) -> None:
-    """A third row keeps torch from taking the result for a gapless one (torch loses the lengths itself otherwise)."""
+    """Assert it with a third row, without which torch takes the result for a gapless one and loses the lengths."""
     rows = torch.arange(1, 7, device=device).view(3, 2)
     starts, sizes = torch.tensor([0, 1, 0], device=device), torch.tensor([2, 1, 1], device=device)
     x = torch.nested.narrow(rows, 1, starts, sizes, layout=torch.jagged)
@@ -73,7 +73,7 @@ def holes_are_skipped(device: str) -> None:
 
 
 def join_settles_layouts_that_torch_chose_by_equal_lengths(device: str) -> None:
-    """Such a shard is ragged along 0 of a sample, its neighbours along 1."""
+    """Assert it for a shard that is ragged along 0 of a sample, and neighbours that are along 1."""
     equal = torch.nested.as_nested_tensor(mrope(4, device=device), layout=torch.jagged)
     other = jagged(mrope(5, 6, device=device))
     x = join([equal, other])
@@ -85,14 +85,14 @@ def join_settles_layouts_that_torch_chose_by_equal_lengths(device: str) -> None:
 
 
 def join_without_any_difference_takes_the_last_dimension(device: str) -> None:
-    """Where labels disagree and no length tells."""
+    """Assert it where labels disagree and lengths do not decide."""
     equal = torch.nested.as_nested_tensor(mrope(4, device=device), layout=torch.jagged)
     assert ragged_dim(join([equal, jagged(mrope(4, device=device))])) == 1
     assert ragged_dim(join([jagged(mrope(4, device=device)), equal])) == 1
 
 
 def pad_and_unpad_carry_gradients(device: str) -> None:
-    """In float64, against the weights that the sum was taken with."""
+    """Assert it in float64, against the weights of the sum."""
     values = torch.randn(2, 6, dtype=torch.float64, device=device, requires_grad=True)
     x = jagged_from_values(values, [1, 3, 2])
     dense = pad(x, 7.0, length=4)
@@ -107,7 +107,7 @@ def pad_and_unpad_carry_gradients(device: str) -> None:
 
 
 def neighbours_are_a_view_and_others_a_copy(device: str) -> None:
-    """And nothing at all is an empty batch that pads to nothing."""
+    """Assert it, and that selecting nothing gives an empty batch that pads to nothing."""
     x = jagged(mrope(2, 3, 4, device=device))
     assert ragged(select(x, [1, 2])).values.data_ptr() == ragged(x).values[:, 2:].data_ptr()
     assert_same(samples_of(select(x, [2, 0, 2])), [mrope(2, 3, 4)[i] for i in (2, 0, 2)], device)

@@ -35,7 +35,7 @@ def find_origin(
     total: int,
     tolerance: float,
 ) -> Origin | None:
-    """Run the model packed and alone, and name the innermost module at which the two part first.
+    """Run the model packed and alone, and return the innermost module whose outputs first differ.
 
     Args:
         model: the model that the callables run.
@@ -63,7 +63,7 @@ def find_origin(
 
 
 def _record(model: nn.Module, run: Callable[[], object]) -> dict[tuple[str, int], _Call]:
-    """Run once and return every module call, innermost first, by (module name, how often it was called before)."""
+    """Run once and return every module call, innermost first, by (module name, number of its earlier calls)."""
     calls: dict[tuple[str, int], _Call] = {}
     counts: dict[str, int] = {}
 

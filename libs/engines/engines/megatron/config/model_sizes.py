@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from engines.capability import No, Yes
+from engines.capability import Supported, Unsupported
 from engines.config import EngineConfig
-from engines.extras import asked
+from engines.extras import missing_extra_message
 from engines.parallel.layout import ParallelLayout
 from engines.parallel.stages import StageSizes
 
@@ -18,7 +18,7 @@ MBRIDGED = ("qwen2", "llama")
 """Model types whose weights go by the tables of mbridge (`megatron.external_mappings.mbridge`): those that have run."""
 MBRIDGE = "0.15.1"
 EVEN = StageSizes()
-EVIDENCE = Yes("proofs/megatron_layouts_test.py::test_every_layout_gives_the_steps_of_one_process")
+EVIDENCE = Supported("proofs/megatron_layouts_test.py::test_every_layout_gives_the_steps_of_one_process")
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class ModelSizes:
 
     @staticmethod
     def of(config: Any, seeing: bool = False) -> "ModelSizes":
-        """Read a transformers config that `supported` said Yes to; `seeing`: of its vision-language model."""
+        """Read a transformers config that `supported` admits; `seeing`: of its vision-language model."""
         text = config.get_text_config()
         layers = int(text.num_hidden_layers)
         types = tuple(getattr(text, "layer_types", None) or ["full_attention"] * layers)
@@ -130,7 +130,7 @@ class ModelSizes:
         )
 
 
-def supported(config: Any, layout: ParallelLayout, stages: StageSizes = EVEN) -> Yes | No:
+def supported(config: Any, layout: ParallelLayout, stages: StageSizes = EVEN) -> Supported | Unsupported:
     """Return whether a model of this transformers config runs on this layout under Megatron."""
     reason = _family(config.get_text_config()) or _layout(ModelSizes.of(config), layout)
     if reason is None:
@@ -138,7 +138,7 @@ def supported(config: Any, layout: ParallelLayout, stages: StageSizes = EVEN) ->
             stages.split(len(ModelSizes.of(config).layer_types), layout.pp)
         except ValueError as error:
             reason = str(error)
-    return EVIDENCE if reason is None else No(reason)
+    return EVIDENCE if reason is None else Unsupported(reason)
 
 
 def stage_sizes(settings: EngineConfig) -> StageSizes:
@@ -150,8 +150,8 @@ def refuse_unsupported_model(settings: EngineConfig, config: Any, layout: Parall
     """ValueError with the reason where a model of this transformers config cannot be run like that."""
     answer = supported(config, layout, stage_sizes(settings))
     if settings.lora.rank and config.get_text_config().model_type in MBRIDGED:
-        answer = No("adapters beside weights that mbridge maps have not been run")
-    if isinstance(answer, No):
+        answer = Unsupported("adapters beside weights that mbridge maps have not been run")
+    if isinstance(answer, Unsupported):
         raise ValueError(f"backend='megatron' cannot run this: {answer.reason}; use backend='fsdp2', or change it")
 
 
@@ -160,7 +160,9 @@ def _family(text: Any) -> str | None:
     if text.model_type not in known:
         return f"{text.model_type!r} has no Megatron layer specification, only {', '.join(known)} have one"
     if text.model_type in MBRIDGED and (found := _installed("mbridge")) != MBRIDGE:
-        wanted = asked(f"weights of {text.model_type!r} go by the tables of mbridge {MBRIDGE}", "mbridge")
+        wanted = missing_extra_message(
+            f"weights of {text.model_type!r} go by the tables of mbridge {MBRIDGE}", "mbridge"
+        )
         return wanted if found is None else f"{wanted} (mbridge {found} has not been run)"
     for switch in ("attention_bias", "mlp_bias"):
         if getattr(text, switch, False):

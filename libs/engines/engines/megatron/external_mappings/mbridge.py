@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from engines.adapters.lora import is_adapter
 from engines.megatron.config.model_sizes import ModelSizes
-from engines.megatron.weights.bridge import Box, Held, Piece, Place, Shape
+from engines.megatron.weights.bridge import Box, BoxMapping, MappedParameter, Place, Shape
 
 FUSED = {
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
@@ -90,7 +90,7 @@ class MbridgeMap:
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if not is_adapter(name)}
         return MbridgeMap(sizes, shapes, config)
 
-    def held(self, stages: Sequence[nn.Module], place: Place, split: Any) -> tuple[Held, ...]:
+    def held(self, stages: Sequence[nn.Module], place: Place, split: Any) -> tuple[MappedParameter, ...]:
         """See `WeightMap`."""
         del split  # layers tell their numbers
         bridge = bridge_of(self.config, self.sizes, place.layout.tp)
@@ -117,7 +117,7 @@ class _Asked:
         self.bridge.hf_config = copy.deepcopy(bridge.hf_config)
         self.bridge.hf_config.hidden_size = 1  # of a matrix one column is sent
 
-    def held(self, chunk: int, name: str, everywhere: str, shape: Shape) -> Held:
+    def held(self, chunk: int, name: str, everywhere: str, shape: Shape) -> MappedParameter:
         """Return the parameter `name` of a stage, called `everywhere` in the whole model."""
         tensors = self.names(everywhere)
         wholes = [self.shapes[tensor] for tensor in tensors]
@@ -128,13 +128,13 @@ class _Asked:
         for first, size in _runs([row for row in rows if row], starts):
             which = bisect_right(starts, first) - 1
             source = Box((first - starts[which], *columns), (size, *shape[1:]))
-            pieces.append(Piece(tensors[which], source, Box((at, *(0 for _ in columns)), (size, *shape[1:]))))
+            pieces.append(BoxMapping(tensors[which], source, Box((at, *(0 for _ in columns)), (size, *shape[1:]))))
             at += size
         padding = shape[0] - at
         assert not any(rows[at:]), f"{everywhere}: padding stands before rows"
         whole = len(wholes) == 1 and wholes[0] == shape  # each tensor-parallel rank has a copy, or there is one
         speaks = not whole or self.place.at.tp == 0
-        return Held(chunk, name, shape, tuple(pieces), speaks, self.place.first_copy, padding=padding)
+        return MappedParameter(chunk, name, shape, tuple(pieces), speaks, self.place.first_copy, padding=padding)
 
     def _rows(self, name: str, wholes: Sequence[Shape], shape: Shape) -> list[int]:
         """Return for each row of the parameter, which of the tensors' it is, counted through from 1; 0: none."""

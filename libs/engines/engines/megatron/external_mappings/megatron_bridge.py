@@ -1,9 +1,10 @@
-"""`python -m engines.megatron.external_mappings.megatron_bridge WHEEL`: our names of parameters beside Megatron-Bridge 0.6.2's.
+"""`python -m engines.megatron.external_mappings.megatron_bridge WHEEL`: our names beside Megatron-Bridge 0.6.2's.
 
 Its mapping tables are read off the wheel's source (they are dictionaries and calls with names in them), so that nothing
 of it, nor Transformer Engine, has to be there. What differs is told by `FUSED`: Transformer Engine has a layer's norm
 inside the linear after it, our layer specification (`engines.megatron.model.layer_spec`) beside it, as megatron-core's
-own has. One value differs too, where no name does: it keeps the delta net's norm as its distance from one, we as it is on disk.
+own has. One value differs too, where no name does: it keeps the delta net's norm as its distance from one, we as it is
+on disk.
 `bridge_test` holds `PEER`, which is what this command found.
 """
 

@@ -9,7 +9,7 @@ from torch import nn
 from engines.families.registry import family_of
 from engines.megatron.config.model_sizes import MBRIDGED, ModelSizes
 from engines.megatron.external_mappings.mbridge import MbridgeMap
-from engines.megatron.weights.bridge import Held, Place, Shape, held_by, tensor_shapes
+from engines.megatron.weights.bridge import MappedParameter, Place, Shape, held_by, tensor_shapes
 from engines.parallel.stages import Split
 
 
@@ -24,7 +24,7 @@ class WeightMap(Protocol):
     def shapes(self) -> Mapping[str, Shape]:
         """Of every tensor of the transformers model that is trained, in the order of exports."""
 
-    def held(self, stages: Sequence[nn.Module], place: Place, split: Split) -> tuple[Held, ...]:
+    def held(self, stages: Sequence[nn.Module], place: Place, split: Split) -> tuple[MappedParameter, ...]:
         """Return all parameters of the rank at `place`, whose virtual stages these are."""
 
 
@@ -39,14 +39,14 @@ class OwnMap:
         """See `WeightMap`."""
         return tensor_shapes(self.sizes)
 
-    def held(self, stages: Sequence[nn.Module], place: Place, split: Split) -> tuple[Held, ...]:
+    def held(self, stages: Sequence[nn.Module], place: Place, split: Split) -> tuple[MappedParameter, ...]:
         """See `WeightMap`."""
         del stages  # a pure function of sizes and place
         return held_by(self.sizes, place.layout, place.layout.rank_of(place.at), split)
 
 
 def weight_map(model: Any) -> WeightMap:
-    """Return the map for a transformers model that `engines.megatron.config.model_sizes.supported` said Yes to."""
+    """Return the map for a transformers model that `engines.megatron.config.model_sizes.supported` admits."""
     if model.config.get_text_config().model_type in MBRIDGED:
         return MbridgeMap.of(model)
     return OwnMap(ModelSizes.of(model.config, family_of(model.config).sees(model)))

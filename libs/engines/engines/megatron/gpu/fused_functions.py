@@ -16,14 +16,14 @@ from engines.fast import pointwise
 from engines.fast.compiling import FEWEST_TOKENS, compiled, mark_tokens
 
 
-class Piece(NamedTuple):
+class FusedFunction(NamedTuple):
     """`forward(*operands)`, and `gradient(*operands, grad)` of the first of them, as many as it returns."""
 
     forward: Callable[..., Tensor]
     gradient: Callable[..., tuple[Tensor, ...]]
 
 
-def run(piece: Piece, backend: str | None, *operands: Any) -> Tensor:
+def run(piece: FusedFunction, backend: str | None, *operands: Any) -> Tensor:
     """Compute a piece; `backend` None runs it uncompiled. Operands with as many rows as the first have the tokens."""
     result: Tensor = _Call.apply(piece, backend, *operands)
     return result
@@ -31,7 +31,7 @@ def run(piece: Piece, backend: str | None, *operands: Any) -> Tensor:
 
 class _Call(Function):
     @staticmethod
-    def forward(ctx: Any, piece: Piece, backend: str | None, *operands: Any) -> Tensor:
+    def forward(ctx: Any, piece: FusedFunction, backend: str | None, *operands: Any) -> Tensor:
         ctx.save_for_backward(*(one for one in operands if isinstance(one, Tensor)))
         ctx.rest = tuple(one for one in operands if not isinstance(one, Tensor))  # they come last
         ctx.piece, ctx.backend = piece, backend
@@ -86,23 +86,23 @@ def _decay_gradient(a: Tensor, a_log: Tensor, dt_bias: Tensor, grad: Tensor) -> 
 
 
 def _gate(x: Tensor, gate: Tensor) -> Tensor:
-    return (pointwise.wide(x) * pointwise.wide(gate).sigmoid()).to(x.dtype)
+    return (pointwise.to_float32(x) * pointwise.to_float32(gate).sigmoid()).to(x.dtype)
 
 
 def _gate_gradient(x: Tensor, gate: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-    g, s = pointwise.wide(grad), pointwise.wide(gate).sigmoid()
-    return (g * s).to(x.dtype), (g * pointwise.wide(x) * s * (1.0 - s)).to(gate.dtype)
+    g, s = pointwise.to_float32(grad), pointwise.to_float32(gate).sigmoid()
+    return (g * s).to(x.dtype), (g * pointwise.to_float32(x) * s * (1.0 - s)).to(gate.dtype)
 
 
-NORM = Piece(pointwise.rms_norm, _norm_gradient)
+NORM = FusedFunction(pointwise.rms_norm, _norm_gradient)
 """(x [T, ..., D], weight [D], eps): its weight is kept as its distance from one."""
-GATED_NORM = Piece(pointwise.gated_norm, _gated_norm_gradient)
+GATED_NORM = FusedFunction(pointwise.gated_norm, _gated_norm_gradient)
 """(x [T, heads, D], gate [T, heads, D], weight [D], eps)."""
-SWIGLU = Piece(_swiglu, _swiglu_gradient)
+SWIGLU = FusedFunction(_swiglu, _swiglu_gradient)
 """(gate and up in one [T, ..., 2 * D])."""
-ROTATE = Piece(pointwise.rotate, _rotate_gradient)
+ROTATE = FusedFunction(pointwise.rotate, _rotate_gradient)
 """(x [T, heads, D], cos [T, R], sin [T, R]); angles have no gradient."""
-DECAY = Piece(pointwise.decay, _decay_gradient)
+DECAY = FusedFunction(pointwise.decay, _decay_gradient)
 """(a [T, heads], a_log [heads], dt_bias [heads]) -> float32."""
-GATE = Piece(_gate, _gate_gradient)
+GATE = FusedFunction(_gate, _gate_gradient)
 """(x, gate), of one shape: x * sigmoid(gate)."""

@@ -14,7 +14,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor, nn
 
-from engines.capability import No, Yes
+from engines.capability import Supported, Unsupported
 from engines.config import EngineConfig
 from engines.devices.adaptations import Adaptation, Applied, Patch, apply
 from engines.families.registry import family_of
@@ -24,22 +24,24 @@ from engines.megatron.model.delta_net import PackedDeltaNet
 from engines.megatron.model.norms import CentredNorm
 from engines.megatron.runtime.cuda_calls import VERSIONS
 
-PIECES = Yes("megatron/gpu/fused_layers_cuda_test.py::test_a_bfloat16_curve_is_that_of_plain_layers")
+PIECES = Supported("megatron/gpu/fused_layers_cuda_test.py::test_a_bfloat16_curve_is_that_of_plain_layers")
 
 
-def fused_pieces(config: EngineConfig, model_config: Any, device: torch.device, dtype: torch.dtype) -> Yes | No:
+def fused_pieces(
+    config: EngineConfig, model_config: Any, device: torch.device, dtype: torch.dtype
+) -> Supported | Unsupported:
     """Return whether a stage computes by fused pieces, and the reason where it does not."""
     if config.compile == "off":
-        return No("compile='off'")
+        return Unsupported("compile='off'")
     if device.type != "cuda":
-        return No("on a CPU the plain layers are as fast")
+        return Unsupported("on a CPU the plain layers are as fast")
     if dtype != torch.bfloat16:
-        return No("layers are fused in bfloat16 alone")
+        return Unsupported("layers are fused in bfloat16 alone")
     if family_of(model_config).name != "qwen3_5":
-        return No(f"only the pieces of Qwen3.5 (dense) are fused, not those of {family_of(model_config).name}")
+        return Unsupported(f"only the pieces of Qwen3.5 (dense) are fused, not those of {family_of(model_config).name}")
     if config.vision != "off" or config.lora.rank:
-        return No("adapters, and layers behind a vision tower, have not been run by fused pieces")
-    return PIECES if find_spec("triton") is not None else No("triton is not installed")
+        return Unsupported("adapters, and layers behind a vision tower, have not been run by fused pieces")
+    return PIECES if find_spec("triton") is not None else Unsupported("triton is not installed")
 
 
 def use_fused_pieces(stage: nn.Module, backend: str | None = "inductor") -> Applied:

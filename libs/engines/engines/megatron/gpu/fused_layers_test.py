@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from engines.capability import No
+from engines.capability import Unsupported
 from engines.config import EngineConfig
 from engines.megatron.gpu import fused_functions as pieces
 from engines.megatron.gpu.fused_layers import fused_pieces, use_fused_pieces
@@ -75,6 +75,6 @@ def test_layers_that_no_gpu_has_run_stay_plain() -> None:
         (asked, tiny_model("moe").config, cuda, torch.bfloat16, "Qwen3.5 \\(dense\\)"),
     ):
         answer = fused_pieces(config, model, device, dtype)
-        assert isinstance(answer, No)
+        assert isinstance(answer, Unsupported)
         assert says.replace("\\", "") in answer.reason
     assert not use_fused_pieces(nn.Linear(2, 2)).changed

@@ -22,7 +22,7 @@ from engines.families.registry import family_of
 from engines.loading import cast_parameters
 from engines.media.vision_inputs import VisionInputs
 from engines.media.vision_settings import VisionSettings
-from engines.megatron.weights.bridge import Box, Held, Piece, Place, Shape
+from engines.megatron.weights.bridge import Box, BoxMapping, MappedParameter, Place, Shape
 from engines.megatron.weights.parameters import HeldParameter
 from engines.weights.empty_model import allocate
 
@@ -72,10 +72,10 @@ class Tower:
             return None
         return Tower(model, place, dtype, device, trained)
 
-    def _held(self, name: str, shape: Shape) -> Held:
+    def _held(self, name: str, shape: Shape) -> MappedParameter:
         box = Box((0,) * len(shape), shape)
-        pieces = (Piece(TOWER + name, box, box),)
-        return Held(0, f"{STAGE_NAME}.{name}", shape, pieces, self.place.at.tp == 0, self.place.first_copy)
+        pieces = (BoxMapping(TOWER + name, box, box),)
+        return MappedParameter(0, f"{STAGE_NAME}.{name}", shape, pieces, self.place.at.tp == 0, self.place.first_copy)
 
     def features(self, seen: VisionInputs, tokens: int) -> Features | None:
         """Return what stands in this rank's part of a call of `tokens` tokens; None where that is text alone."""
@@ -89,7 +89,7 @@ class Tower:
         return Features(mine.slots, made[mine.features])
 
 
-def trained_in(stage: nn.Module, tower: Tower | None) -> tuple[Held, ...]:
+def trained_in(stage: nn.Module, tower: Tower | None) -> tuple[MappedParameter, ...]:
     """Make a trained tower a part of this first stage, and return the map of that part; nothing of another."""
     if tower is None or not tower.trained:
         return ()

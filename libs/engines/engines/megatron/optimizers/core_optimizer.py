@@ -3,8 +3,8 @@
 `get_megatron_optimizer` makes FP32Optimizer, Float16OptimizerWithFloat16Params (which computes in float32 beside
 bfloat16 layers) or DistributedOptimizer, one for dense parameters and one for experts. Each has an Adam inside:
 Transformer Engine's FusedAdam or apex's where one of them is installed, torch's AdamW where none is. Moments and
-masters are read and written where they are, so that a checkpoint is that of `megatron.optimizers.buffer_optimizer`, in any
-layout. Of its interface only what megatron-core 0.16 and 0.19 have alike is called; its clipping and norm are off.
+masters are read and written where they are, so that a checkpoint is that of `megatron.optimizers.buffer_optimizer`, in
+any layout. Of its interface only what megatron-core 0.16 and 0.19 have alike is called; its clipping and norm are off.
 """
 
 from collections.abc import Iterator, Sequence

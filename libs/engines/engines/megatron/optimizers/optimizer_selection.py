@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import optimizer as core
 
-from engines.capability import No, Yes, core_optimizer
+from engines.capability import Supported, Unsupported, core_optimizer
 from engines.config import EngineConfig
 from engines.execution.optimizer import name_of
 from engines.megatron.optimizers.buffer_optimizer import TorchUpdates, Updates
@@ -25,13 +25,13 @@ def choose(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> tu
     """
     answer = core_optimizer(config)
     alone = core.USING_PYTORCH_OPTIMIZER and not config.distributed_optimizer
-    if isinstance(answer, Yes) and dtype == torch.float64 and not alone:
-        answer = No("megatron-core's optimizers are of float32 and bfloat16")
-    if config.megatron_optimizer == "core" and isinstance(answer, No):
+    if isinstance(answer, Supported) and dtype == torch.float64 and not alone:
+        answer = Unsupported("megatron-core's optimizers are of float32 and bfloat16")
+    if config.megatron_optimizer == "core" and isinstance(answer, Unsupported):
         raise ValueError(f"megatron_optimizer='core' cannot be used: {answer.reason}; set it to 'auto' or 'torch'")
     if config.megatron_optimizer != "auto":
         return config.megatron_optimizer == "core", f"megatron_optimizer={config.megatron_optimizer!r}"
-    if isinstance(answer, No):
+    if isinstance(answer, Unsupported):
         return False, answer.reason
     if device.type == "cuda":
         return True, "megatron-core's runs what is asked for on this device"

@@ -34,7 +34,7 @@ from torch.nn import functional
 from engines.adapters.base_digest import digest_of, sum_of_bits
 from engines.adapters.lora import initial_values, is_adapter
 from engines.lora_config import LoraConfig
-from engines.megatron.weights.bridge import Box, Held, Piece, Place, Shape
+from engines.megatron.weights.bridge import Box, BoxMapping, MappedParameter, Place, Shape
 from engines.megatron.weights.parameters import HeldParameter, Part, boxes_of
 
 LINEARS = (
@@ -50,8 +50,8 @@ class AdaptedLinear:
     `columns`: for each of the n layers in it the elements of the output that its rows of B are for.
     """
 
-    a: Held
-    b: Held
+    a: MappedParameter
+    b: MappedParameter
     columns: tuple[tuple[range, ...], ...]
 
     @property
@@ -86,13 +86,15 @@ def _pair(weight: str) -> tuple[str, str]:
     return f"{layer}.lora_A", f"{layer}.lora_B"
 
 
-def adapted_linears(held: Sequence[Held], shapes: Mapping[str, Shape], place: Place) -> tuple[AdaptedLinear, ...]:
+def adapted_linears(
+    held: Sequence[MappedParameter], shapes: Mapping[str, Shape], place: Place
+) -> tuple[AdaptedLinear, ...]:
     """Map the adapters of a rank; `shapes` has those of the model (`with_adapters`)."""
     found = (_adapted(one, shapes, place) for one in held)
     return tuple(one for one in found if one is not None)
 
 
-def _adapted(one: Held, shapes: Mapping[str, Shape], place: Place) -> AdaptedLinear | None:
+def _adapted(one: MappedParameter, shapes: Mapping[str, Shape], place: Place) -> AdaptedLinear | None:
     weights = dict.fromkeys(piece.tensor for piece in one.pieces if _pair(piece.tensor)[0] in shapes)
     if not weights:
         return None
@@ -103,18 +105,20 @@ def _adapted(one: Held, shapes: Mapping[str, Shape], place: Place) -> AdaptedLin
         rank, mine = shapes[a][0], [piece for piece in one.pieces if piece.tensor == weight]
         source = mine[0].source
         a_size = (rank, source.size[1])
-        a_pieces.append(Piece(a, Box((0, source.start[1]), a_size), Box((number * rank, 0), a_size)))
+        a_pieces.append(BoxMapping(a, Box((0, source.start[1]), a_size), Box((number * rank, 0), a_size)))
         for piece in mine:
             b_size = (piece.source.size[0], rank)
-            b_pieces.append(Piece(b, Box((piece.source.start[0], 0), b_size), Box((rows, 0), b_size)))
+            b_pieces.append(BoxMapping(b, Box((piece.source.start[0], 0), b_size), Box((rows, 0), b_size)))
             rows += piece.source.size[0]
         starts = [(piece.place.start[0], piece.place.size[0]) for piece in mine]
         columns.append(tuple(range(start, start + size) for start, size in starts))
     speaks = place.at.tp == 0
     linear = one.name.removesuffix(".weight")
     a_shape, b_shape = (len(weights) * rank, one.shape[1]), (rows, rank)
-    held_a = Held(one.chunk, f"{linear}.lora_A", a_shape, tuple(a_pieces), cut or speaks, place.first_copy)
-    held_b = Held(one.chunk, f"{linear}.lora_B", b_shape, tuple(b_pieces), speaks or not cut, place.first_copy)
+    held_a = MappedParameter(one.chunk, f"{linear}.lora_A", a_shape, tuple(a_pieces), cut or speaks, place.first_copy)
+    held_b = MappedParameter(
+        one.chunk, f"{linear}.lora_B", b_shape, tuple(b_pieces), speaks or not cut, place.first_copy
+    )
     return AdaptedLinear(held_a, held_b, tuple(columns))
 
 

@@ -35,7 +35,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Piece:
+class BoxMapping:
     """`source` of the transformers tensor `tensor` is `place` of the parameter, with as many elements in one order."""
 
     tensor: str
@@ -44,7 +44,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Held:
+class MappedParameter:
     """One parameter of a rank: `chunk` is the virtual stage that has it.
 
     `speaks`: whether it counts among the ranks that split a layer, where others have copies of it. `first`: whether the
@@ -56,7 +56,7 @@ class Held:
     chunk: int
     name: str
     shape: Shape
-    pieces: tuple[Piece, ...]
+    pieces: tuple[BoxMapping, ...]
     speaks: bool
     first: bool
     expert: bool = False
@@ -101,7 +101,7 @@ class Place:
         return self.in_stage // self.layout.etp % self.layout.ep
 
 
-def held_by(sizes: ModelSizes, layout: ParallelLayout, rank: int, split: Split) -> tuple[Held, ...]:
+def held_by(sizes: ModelSizes, layout: ParallelLayout, rank: int, split: Split) -> tuple[MappedParameter, ...]:
     """Return all parameters of a rank; `split` says which layers each stage has (`StageSizes.split`)."""
     place = Place.of(layout, rank)
     stage, out = place.at.pp, []
@@ -192,20 +192,20 @@ class _Maker:
         self.tp, self.tp_rank = place.layout.tp, place.at.tp
         self.shapes = tensor_shapes(sizes)
 
-    def whole(self, name: str, tensor: str) -> Held:
+    def whole(self, name: str, tensor: str) -> MappedParameter:
         """Return a copy on every tensor-parallel rank."""
         box = Box((0,) * len(self.shapes[tensor]), self.shapes[tensor])
-        pieces = (Piece(tensor, box, box),)
-        return Held(self.chunk, name, self.shapes[tensor], pieces, self.tp_rank == 0, self.place.first_copy)
+        pieces = (BoxMapping(tensor, box, box),)
+        return MappedParameter(self.chunk, name, self.shapes[tensor], pieces, self.tp_rank == 0, self.place.first_copy)
 
-    def vocabulary(self, name: str, tensor: str) -> Held:
+    def vocabulary(self, name: str, tensor: str) -> MappedParameter:
         """Return a matrix with a row a token, as many on each rank: the last one's may be padded."""
         rows = self.sizes.vocab_rows(self.tp)
         start = self.tp_rank * rows
         held = self.joined(name, [(tensor, start, min(rows, self.sizes.vocab - start))])
         return replace(held, shape=(rows, self.sizes.hidden), padding=rows - held.shape[0])
 
-    def rows(self, name: str, parts: list[str | tuple[str, int, int]]) -> Held:
+    def rows(self, name: str, parts: list[str | tuple[str, int, int]]) -> MappedParameter:
         """Return parts cut along dimension 0, each on its own, then joined. A part is a tensor or (tensor, start,
         stop)."""
         runs = []
@@ -215,25 +215,27 @@ class _Maker:
             runs.append((tensor, start + self.tp_rank * size, size))
         return self.joined(name, runs)
 
-    def joined(self, name: str, runs: list[tuple[str, int, int]]) -> Held:
+    def joined(self, name: str, runs: list[tuple[str, int, int]]) -> MappedParameter:
         """Runs of rows (tensor, start, size), one below the other."""
         pieces, at = [], 0
         for tensor, start, size in runs:
             rest = self.shapes[tensor][1:]
             zeros = (0,) * len(rest)
-            pieces.append(Piece(tensor, Box((start, *zeros), (size, *rest)), Box((at, *zeros), (size, *rest))))
+            pieces.append(BoxMapping(tensor, Box((start, *zeros), (size, *rest)), Box((at, *zeros), (size, *rest))))
             at += size
         shape = (at, *self.shapes[runs[0][0]][1:])
-        return Held(self.chunk, name, shape, tuple(pieces), True, self.place.first_copy)
+        return MappedParameter(self.chunk, name, shape, tuple(pieces), True, self.place.first_copy)
 
-    def columns(self, name: str, tensor: str) -> Held:
+    def columns(self, name: str, tensor: str) -> MappedParameter:
         """Return a matrix cut along dimension 1."""
         rows, columns = self.shapes[tensor]
         size = columns // self.tp
         source, place = Box((0, self.tp_rank * size), (rows, size)), Box((0, 0), (rows, size))
-        return Held(self.chunk, name, (rows, size), (Piece(tensor, source, place),), True, self.place.first_copy)
+        return MappedParameter(
+            self.chunk, name, (rows, size), (BoxMapping(tensor, source, place),), True, self.place.first_copy
+        )
 
-    def layer(self, to: str, layer: str, kind: str) -> Iterator[Held]:
+    def layer(self, to: str, layer: str, kind: str) -> Iterator[MappedParameter]:
         """Yield the parameters of one decoder layer."""
         yield self.whole(f"{to}input_layernorm.weight", f"{layer}input_layernorm.weight")
         if kind == "linear_attention":
@@ -246,7 +248,7 @@ class _Maker:
         else:
             yield from self._experts(f"{to}mlp.", f"{layer}mlp.")
 
-    def _attention(self, to: str, layer: str) -> Iterator[Held]:
+    def _attention(self, to: str, layer: str) -> Iterator[MappedParameter]:
         """Yield by group of a key head: all its query heads, their gates, the key head, the value head."""
         sizes = self.sizes
         dim, each, gated = sizes.head_dim, sizes.heads // sizes.kv_heads, 2 if sizes.gated else 1
@@ -262,7 +264,7 @@ class _Maker:
         for x in "qk":
             yield self.whole(f"{to}{x}_layernorm.weight", f"{layer}{x}_norm.weight")
 
-    def _delta(self, to: str, layer: str) -> Iterator[Held]:
+    def _delta(self, to: str, layer: str) -> Iterator[MappedParameter]:
         """Queries, keys and values, the gate, and the two numbers of a head."""
         delta = self.sizes.delta
         assert delta is not None
@@ -278,11 +280,11 @@ class _Maker:
         yield self.whole(f"{to}out_norm.weight", f"{layer}norm.weight")
         yield self.columns(f"{to}out_proj.weight", f"{layer}out_proj.weight")
 
-    def _mlp(self, to: str, layer: str) -> Iterator[Held]:
+    def _mlp(self, to: str, layer: str) -> Iterator[MappedParameter]:
         yield self.rows(f"{to}linear_fc1.weight", [f"{layer}gate_proj.weight", f"{layer}up_proj.weight"])
         yield self.columns(f"{to}linear_fc2.weight", f"{layer}down_proj.weight")
 
-    def _experts(self, to: str, layer: str) -> Iterator[Held]:
+    def _experts(self, to: str, layer: str) -> Iterator[MappedParameter]:
         """Yield the router and the shared expert as others; each routed expert on the ranks that have it."""
         experts = self.sizes.experts
         assert experts is not None
@@ -295,7 +297,7 @@ class _Maker:
             yield from self._mlp(f"{to}shared_experts.", f"{layer}shared_expert.")
             yield self.whole(f"{to}shared_experts.gate_weight", f"{layer}shared_expert_gate.weight")
 
-    def _expert(self, to: str, layer: str, number: int) -> Iterator[Held]:
+    def _expert(self, to: str, layer: str, number: int) -> Iterator[MappedParameter]:
         """Yield one routed expert: rows of gate and up are cut each on its own, columns of down."""
         experts, hidden = self.sizes.experts, self.sizes.hidden
         assert experts is not None
@@ -304,13 +306,17 @@ class _Maker:
         start = self.place.etp_rank * size
         up, down = f"{layer}gate_up_proj", f"{layer}down_proj"
         halves = tuple(
-            Piece(
+            BoxMapping(
                 up,
                 Box((number, half * experts.intermediate + start, 0), (1, size, hidden)),
                 Box((half * size, 0), (size, hidden)),
             )
             for half in range(2)
         )
-        columns = Piece(down, Box((number, 0, start), (1, hidden, size)), Box((0, 0), (hidden, size)))
-        yield Held(self.chunk, f"{to}linear_fc1.weight", (2 * size, hidden), halves, True, first, expert=True)
-        yield Held(self.chunk, f"{to}linear_fc2.weight", (hidden, size), (columns,), True, first, expert=True)
+        columns = BoxMapping(down, Box((number, 0, start), (1, hidden, size)), Box((0, 0), (hidden, size)))
+        yield MappedParameter(
+            self.chunk, f"{to}linear_fc1.weight", (2 * size, hidden), halves, True, first, expert=True
+        )
+        yield MappedParameter(
+            self.chunk, f"{to}linear_fc2.weight", (hidden, size), (columns,), True, first, expert=True
+        )

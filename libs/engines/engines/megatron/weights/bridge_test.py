@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from engines.adapters.lora import add_adapters, is_adapter
-from engines.capability import No
+from engines.capability import Unsupported
 from engines.families.registry import family_of
 from engines.lora_config import LoraConfig
 from engines.megatron.config.model_sizes import ModelSizes, supported
@@ -219,5 +219,5 @@ def test_what_has_not_run_is_a_no_with_the_reason(
 ) -> None:
     answer = supported(tiny_config(kind, **changes), ParallelLayout(**layout))
     assert not answer
-    assert isinstance(answer, No)
+    assert isinstance(answer, Unsupported)
     assert reason in answer.reason

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from engines.megatron.weights.bridge import Box, Held, Shape
+from engines.megatron.weights.bridge import Box, MappedParameter, Shape
 
 
 @dataclass(frozen=True, eq=False)
 class HeldParameter:
     """A parameter and what it is made of."""
 
-    held: Held
+    held: MappedParameter
     parameter: nn.Parameter
 
 
@@ -49,7 +49,7 @@ class Part:
         return self.of(self.one.parameter.detach())
 
 
-def match(stages: Sequence[nn.Module], held: Sequence[Held]) -> tuple[HeldParameter, ...]:
+def match(stages: Sequence[nn.Module], held: Sequence[MappedParameter]) -> tuple[HeldParameter, ...]:
     """Pair the map of a rank with its modules; RuntimeError where they differ."""
     live = {(chunk, name): p for chunk, stage in enumerate(stages) for name, p in stage.named_parameters()}
     wanted = {(one.chunk, one.name): one.shape for one in held}

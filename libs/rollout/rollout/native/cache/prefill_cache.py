@@ -9,30 +9,30 @@ from torch import Tensor
 from rollout.native.decoders.decoder import Cache, Past
 
 
-class Known(NamedTuple, Generic[Cache]):
+class PrefilledPrompt(NamedTuple, Generic[Cache]):
     """A prompt that was read: its place in a prefill, and the logits [V] after it."""
 
     past: Past[Cache]
     logits: Tensor
 
 
-class Prefixes(Generic[Cache]):
+class PrefillCache(Generic[Cache]):
     """The newest prefills, `max_tokens` prompt tokens of them together and always the last one."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._known: dict[tuple[int, ...], Known[Cache]] = {}
+        self._known: dict[tuple[int, ...], PrefilledPrompt[Cache]] = {}
         self._ages: deque[tuple[int, list[tuple[int, ...]]]] = deque()
         self._tokens = 0
 
-    def get(self, prompt: tuple[int, ...]) -> Known[Cache] | None:
+    def get(self, prompt: tuple[int, ...]) -> PrefilledPrompt[Cache] | None:
         """Return what is known of a prompt."""
         return self._known.get(prompt)
 
     def add(self, prompts: Sequence[tuple[int, ...]], logits: Tensor, cache: Cache) -> None:
         """Keep a prefill of distinct prompts that are not known yet, and let the oldest go."""
         for pick, prompt in enumerate(prompts):
-            self._known[prompt] = Known(Past(cache, pick), logits[pick])
+            self._known[prompt] = PrefilledPrompt(Past(cache, pick), logits[pick])
         size = sum(map(len, prompts))
         self._ages.append((size, list(prompts)))
         self._tokens += size

@@ -2,11 +2,11 @@
 
 import torch
 
-from rollout.native.cache.prefill_cache import Prefixes
+from rollout.native.cache.prefill_cache import PrefillCache
 
 
 def test_the_oldest_go_and_as_many_stay_as_fit() -> None:
-    known: Prefixes[str] = Prefixes(max_tokens=10)
+    known: PrefillCache[str] = PrefillCache(max_tokens=10)
     prompts = [tuple([i] * 4) for i in range(8)]
     for i, prompt in enumerate(prompts):
         known.add([prompt], torch.zeros(1, 3), f"prefill {i}")

@@ -20,7 +20,7 @@ from typing import Generic, NamedTuple
 from rollout.native.decoders.decoder import Cache, Past
 
 
-class Found(NamedTuple, Generic[Cache]):
+class CachedPrefix(NamedTuple, Generic[Cache]):
     """A kept stream that a prompt begins with, and the number of its tokens."""
 
     past: Past[Cache]
@@ -36,7 +36,7 @@ class _Group(Generic[Cache]):
     size: int
 
 
-class KeptStreams(Generic[Cache]):
+class PrefixCache(Generic[Cache]):
     """Caches of finished streams, of a size of `max_tokens` together."""
 
     def __init__(self, max_tokens: int) -> None:
@@ -61,7 +61,7 @@ class KeptStreams(Generic[Cache]):
             self._groups.move_to_end(place[0])
         return place is not None
 
-    def longest(self, prompt: Sequence[int]) -> Found[Cache] | None:
+    def longest(self, prompt: Sequence[int]) -> CachedPrefix[Cache] | None:
         """Return the longest kept stream that is shorter than the prompt and that the prompt begins with."""
         query = stream_of(prompt[:-1]) if self._order else b""
         while query:
@@ -72,7 +72,7 @@ class KeptStreams(Generic[Cache]):
             if query.startswith(stream):
                 group, pick = self._places[stream]
                 self._groups.move_to_end(group)
-                return Found(Past(group.cache, pick), len(stream) // _WIDTH)
+                return CachedPrefix(Past(group.cache, pick), len(stream) // _WIDTH)
             query = query[: _common(query, stream)]
         return None
 

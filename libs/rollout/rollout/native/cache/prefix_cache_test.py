@@ -5,8 +5,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout.native.cache.prefix_cache import PrefixCache, stream_of
 from rollout.native.decoders.decoder import Past
-from rollout.native.cache.prefix_cache import KeptStreams, stream_of
 
 TOKENS = st.lists(st.sampled_from([0, 1, 2, 255, 256, 70000]), min_size=1, max_size=6)
 Group = tuple[list[list[int]], int, int]
@@ -14,7 +14,7 @@ Group = tuple[list[list[int]], int, int]
 
 @given(st.lists(TOKENS, max_size=12, unique_by=tuple), st.lists(TOKENS, min_size=1, max_size=6))
 def test_the_longest_kept_prefix_is_found(streams: list[list[int]], prompts: list[list[int]]) -> None:
-    kept: KeptStreams[str] = KeptStreams(1000)
+    kept: PrefixCache[str] = PrefixCache(1000)
     for i, stream in enumerate(streams):
         kept.add([stream_of(stream)], f"cache {i}", len(stream))
     for prompt in prompts:
@@ -63,7 +63,7 @@ class Model:
     )
 )
 def test_what_was_used_least_recently_goes_first(script: list[tuple[str, Any]]) -> None:
-    kept, model = KeptStreams[int](20), Model(20)
+    kept, model = PrefixCache[int](20), Model(20)
     for number, (what, value) in enumerate(script):
         if what == "ask":
             assert kept.longest(value) == model.longest(value)

@@ -48,12 +48,12 @@ class Decoder(Protocol, Generic[Cache]):
 
     def size(self, lengths: Sequence[int]) -> int:
         """Return the memory of a cache of rows of these lengths, in tokens: state of fixed size counts as the tokens
-        whose keys and values would take as much. """
+        whose keys and values would take as much."""
         ...
 
     def experts(self, pick: int, cache: Cache | None = None) -> RoutedExperts | None:
         """Return the experts that the tokens of row `pick` of a cache went to, or of those in slot `pick`; None where
-        they are not noted. """
+        they are not noted."""
         ...
 
     def place(self, cache: Cache, picks: Sequence[int], slots: Sequence[int]) -> None:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rollout.native.decoders.decoder import Decoder, Past
-from rollout.native.lean.lean_decoder import LeanDecoder
-from rollout.native.lean.families import refusal
 from rollout.native.decoders.module_decoder import ModuleDecoder
-from rollout.testing.tiny_models import tiny_dense_model, tiny_model
+from rollout.native.lean.families import refusal
+from rollout.native.lean.lean_decoder import LeanDecoder
+from rollout.testing.model import tiny_dense_model, tiny_model
 
 VOCAB = 48
 SIZES = {

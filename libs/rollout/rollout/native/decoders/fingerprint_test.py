@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout.native.decoders.fingerprint import fingerprint
-from rollout.testing.tiny_models import tiny_model
+from rollout.testing.model import tiny_model
 
 MODEL = tiny_model(16, layers=2)
 

@@ -85,7 +85,7 @@ def seen_prompt(model: Any, prompt_ids: Sequence[int], media: Mapping[str, Any])
 
 def checked_media(length: int, media: Mapping[str, Any], numbers: int, merge_size: int) -> Media:
     """Return what a prompt of so many tokens shows to a tower whose patches have `numbers` and are merged by
-    `merge_size` along each side. ValueError as for `seen_prompt`. """
+    `merge_size` along each side. ValueError as for `seen_prompt`."""
     unknown = sorted(set(media) - _KEYS)
     if unknown or TYPES not in media:
         raise ValueError(f"media are {', '.join(sorted(_KEYS))}, got {', '.join(sorted(media)) or 'nothing'}")

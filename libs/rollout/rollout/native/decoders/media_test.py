@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout.engine import Completion, Sampling
-from rollout.native.engine import NativeEngine
 from rollout.native.decoders.media import SeenPrompt, followed, seen_prompt
-from rollout.testing.tiny_models import tiny_model, tiny_seeing_model
-from rollout.testing.weight_pieces import pieces_of
+from rollout.native.engine import NativeEngine
+from rollout.testing.model import tiny_model, tiny_seeing_model
+from rollout.testing.pieces import pieces_of
 from rollout.testing.seeing import Prompt
 
 NUMBERS = 3 * 2 * 2 * 2

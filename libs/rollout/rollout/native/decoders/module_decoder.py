@@ -37,7 +37,8 @@ class ModuleDecoder:
         for layer in DynamicCache(config=self._config).layers:
             if type(layer) not in KINDS:
                 raise ValueError(
-                    f"rows of a {type(layer).__name__} cannot be joined: add it to native/decoders/module_rows.py, with a test"
+                    f"rows of a {type(layer).__name__} cannot be joined: add it to native/decoders/module_rows.py, "
+                    "with a test"
                 )
 
     def refresh(self, always: bool = False) -> bool:

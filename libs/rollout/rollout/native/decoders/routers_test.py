@@ -21,18 +21,18 @@ from transformers import (
 )
 
 from rollout.build import build_rollout
+from rollout.chat.segment import Stream
 from rollout.config import OnCommit, RolloutConfig
-from rollout.partial_rollout import ContinuedEngine
 from rollout.engine import Completion, Sampling
 from rollout.environments.environment import Score
 from rollout.episodes.batch import to_batch
 from rollout.episodes.codec import decode_episodes, encode_episodes
 from rollout.episodes.episode import Episode
-from rollout.chat.segment import Stream
 from rollout.experts import ROUTED_EXPERTS
 from rollout.native.engine import NativeEngine
-from rollout.testing.tiny_models import tiny_mixture, tiny_model
-from rollout.testing.weight_pieces import pieces_of
+from rollout.partial_rollout import ResumableEngine
+from rollout.testing.model import tiny_mixture, tiny_model
+from rollout.testing.pieces import pieces_of
 from seqpack.batches.jagged import samples_of
 
 SMALL = {
@@ -160,7 +160,7 @@ def test_after_a_swap_each_token_keeps_the_experts_that_made_it(on_commit: OnCom
 
 
 def test_an_interrupted_answer_tells_the_experts_of_both_parts() -> None:
-    engine = ContinuedEngine(NativeEngine(MIXTURE, routed_experts=True))
+    engine = ResumableEngine(NativeEngine(MIXTURE, routed_experts=True))
     prompt = [3, 4, 5, 6]
 
     async def play() -> Completion:

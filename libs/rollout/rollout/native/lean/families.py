@@ -13,8 +13,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
 from rollout.native.lean.dense import read_dense
-from rollout.native.lean.qwen3_5 import read_qwen3_5
 from rollout.native.lean.model_weights import ModelWeights
+from rollout.native.lean.qwen3_5 import read_qwen3_5
 
 
 @dataclass(frozen=True)

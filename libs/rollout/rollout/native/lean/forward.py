@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.linalg import vector_norm
 from torch.nn.functional import embedding, silu, softplus
 
-from rollout.native.lean.rotary import Rotation
 from rollout.native.lean.model_weights import AttentionWeights, DeltaWeights, ModelWeights, wide
+from rollout.native.lean.rotary import Rotation
 
 
 class Mixers(Protocol):

@@ -28,7 +28,7 @@ def attend_newest(q: Tensor, kv: Tensor, mask: Tensor | None, scale: float) -> T
 
 def _fused(q: Tensor, kv: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Return one product a row: each query is zero but for its own head's dimensions, so that what small heads cost, a
-    call for each, is paid once a row. """
+    call for each, is paid once a row."""
     n, _, _, kv_heads, dim = kv.shape
     keys, values = kv.flatten(3).unbind(2)  # [n, span, Hkv * D]
     own = torch.eye(kv_heads, dtype=q.dtype).mul_(scale)[:, None, :, None]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rollout.native.lean import product as product_module
-from rollout.native.lean.product import MIN_ROWS, READ_ONCE, WORTHWHILE, WORTHWHILE_PACKED, Matrix, product, worthwhile
 from rollout.native.lean.model_weights import Projection
+from rollout.native.lean.product import MIN_ROWS, READ_ONCE, WORTHWHILE, WORTHWHILE_PACKED, Matrix, product, worthwhile
 
 LARGE = (64, 128, WORTHWHILE // (64 * 128))
 

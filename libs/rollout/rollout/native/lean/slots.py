@@ -10,9 +10,9 @@ from math import prod
 import torch
 from torch import Tensor
 
+from rollout.native.lean.model_weights import ModelWeights
 from rollout.native.lean.newest import attend_newest
 from rollout.native.lean.prefill import PackedCache, spans
-from rollout.native.lean.model_weights import ModelWeights
 from seqpack.ops import causal_conv1d_step, gated_delta_rule_step
 
 MIN_LENGTH = 32

@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.errors import NotFiniteError
 from rollout.engine import StopReason
+from rollout.errors import NotFiniteError
+from rollout.native.cache.prefill_cache import PrefillCache, PrefilledPrompt
+from rollout.native.cache.prefix_cache import CachedPrefix, PrefixCache, stream_of
 from rollout.native.decoders.decoder import Decoder
-from rollout.native.cache.prefix_cache import Found, KeptStreams, stream_of
 from rollout.native.decoders.media import followed, shown
-from rollout.native.cache.prefill_cache import Known, Prefixes
-from rollout.native.scheduler.request import Request
+from rollout.native.scheduler.request import SequenceRequest
 from rollout.native.scheduler.sampling import SamplingRows, choose
 
 
@@ -61,17 +61,17 @@ class ContinuousBatch:
         self._prefill_tokens = prefill_tokens
         self._compact_below = compact_below
         self._device = decoder.device
-        self._waiting: deque[Request] = deque()
-        self._joining: list[Request] = []  # on their way from the queue to a slot
-        self._rows: list[Request | None] = []
+        self._waiting: deque[SequenceRequest] = deque()
+        self._joining: list[SequenceRequest] = []  # on their way from the queue to a slot
+        self._rows: list[SequenceRequest | None] = []
         self._columns: SamplingRows | None = None
-        self._prefixes: Prefixes[Any] = Prefixes(prefill_tokens)
-        self._kept: KeptStreams[Any] = KeptStreams(keep_tokens)
-        self._leaving: list[tuple[int, Request | None]] = []  # slots of rows that ended, and who is to be kept
+        self._prefixes: PrefillCache[Any] = PrefillCache(prefill_tokens)
+        self._kept: PrefixCache[Any] = PrefixCache(keep_tokens)
+        self._leaving: list[tuple[int, SequenceRequest | None]] = []  # slots of rows that ended, and who is to be kept
         self._epoch = 0
 
     @property
-    def running(self) -> list[Request]:
+    def running(self) -> list[SequenceRequest]:
         """The requests in slots."""
         return [r for r in self._rows if r is not None]
 
@@ -85,11 +85,11 @@ class ContinuousBatch:
         """Whether a step would do anything."""
         return bool(self._rows) or (bool(self._waiting) and not self.held)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: SequenceRequest) -> None:
         """Let a request wait for a slot."""
         self._waiting.append(request)
 
-    def end(self, request: Request, outcome: StopReason | BaseException) -> None:
+    def end(self, request: SequenceRequest, outcome: StopReason | BaseException) -> None:
         """Answer a request with what it has and free its slot; nothing where it is done."""
         if request.done:
             return
@@ -134,7 +134,7 @@ class ContinuousBatch:
             for row in rows:
                 row.epoch = self._epoch
 
-    def continues(self, request: Request) -> bool:
+    def continues(self, request: SequenceRequest) -> bool:
         """Return whether a request's prompt goes on from a kept stream."""
         return not shown(request.prompt) and self._kept.longest(request.prompt) is not None
 
@@ -182,7 +182,7 @@ class ContinuousBatch:
         self._seat(staying)
         self._joining = []
 
-    def _read(self, requests: Sequence[Request]) -> list[Known[Any]]:
+    def _read(self, requests: Sequence[SequenceRequest]) -> list[PrefilledPrompt[Any]]:
         """Return what is known of the requests' prompts, after prefilling those of which nothing is."""
         found = {p: self._prefixes.get(p) for p in dict.fromkeys(r.prompt for r in requests)}
         unread = sorted((p for p, known in found.items() if known is None), key=len)
@@ -197,7 +197,9 @@ class ContinuousBatch:
         assert all(k is not None for k in known)
         return [k for k in known if k is not None]
 
-    def _prefill(self, prompts: Sequence[tuple[int, ...]], kept: Sequence[Found[Any]] = ()) -> tuple[Tensor, Any]:
+    def _prefill(
+        self, prompts: Sequence[tuple[int, ...]], kept: Sequence[CachedPrefix[Any]] = ()
+    ) -> tuple[Tensor, Any]:
         """Read prompts, from the beginning or all of them from the end of a kept stream."""
         if not kept:
             self.prefilled_tokens += sum(map(len, prompts))
@@ -206,7 +208,7 @@ class ContinuousBatch:
         self.prefilled_tokens += sum(map(len, fed))
         return self.decoder.prefill(fed, [k.past for k in kept])
 
-    def _seat(self, staying: Sequence[tuple[Request, Known[Any]]]) -> None:
+    def _seat(self, staying: Sequence[tuple[SequenceRequest, PrefilledPrompt[Any]]]) -> None:
         """Give requests the lowest free slots and copy their caches there, a prefill at a time."""
         free = (i for i, row in enumerate([*self._rows, *[None] * len(staying)]) if row is None)
         by_cache: dict[int, tuple[Any, list[int], list[int]]] = {}
@@ -262,13 +264,13 @@ class ContinuousBatch:
             if request is not None:
                 self._take(request, token, log_prob)
 
-    def _uniforms(self, rows: Sequence[Request | None]) -> Tensor | None:
+    def _uniforms(self, rows: Sequence[SequenceRequest | None]) -> Tensor | None:
         if all(r is None or r.sampling.greedy for r in rows):
             return None
         drawn = [0.0 if r is None or r.sampling.greedy else next(r.uniforms) for r in rows]
         return torch.tensor(drawn, dtype=torch.float64, device=self._device)[:, None]
 
-    def _take(self, request: Request, token: int, log_prob: float) -> bool:
+    def _take(self, request: SequenceRequest, token: int, log_prob: float) -> bool:
         """Append a sampled token; whether the request goes on."""
         end: StopReason | ValueError | None
         if math.isfinite(log_prob):
@@ -283,7 +285,7 @@ class ContinuousBatch:
 
     # -- what is kept ----------------------------------------------------------------------------------------------
 
-    def _free(self, request: Request, keep: bool = True) -> None:
+    def _free(self, request: SequenceRequest, keep: bool = True) -> None:
         """Take a request out of its slot, whose state stays until `_park`."""
         if request.slot is not None:
             request.note(self.decoder.experts(request.slot))

@@ -12,13 +12,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hypothesis.strategies import DataObject
 from transformers import PreTrainedModel
 
-from rollout.errors import NotFiniteError
 from rollout.engine import Completion, Sampling, StopReason
-from rollout.native.scheduler.batch import ContinuousBatch
-from rollout.native.lean.lean_decoder import LeanDecoder
+from rollout.errors import NotFiniteError
 from rollout.native.decoders.module_decoder import ModuleDecoder
-from rollout.native.scheduler.request import Request
-from rollout.testing.tiny_models import tiny_dense_model, tiny_model
+from rollout.native.lean.lean_decoder import LeanDecoder
+from rollout.native.scheduler.batch import ContinuousBatch
+from rollout.native.scheduler.request import SequenceRequest
+from rollout.testing.model import tiny_dense_model, tiny_model
 
 VOCAB = 48
 
@@ -37,11 +37,13 @@ class Play:
     ) -> None:
         self.model = tiny_model(VOCAB, layers=2) if model is None else model
         self.batch = ContinuousBatch(decoder(self.model), max_rows, prefill_tokens, compact_below, 0, keep_tokens)
-        self.answers: dict[Request, list[Any]] = {}
+        self.answers: dict[SequenceRequest, list[Any]] = {}
 
-    def ask(self, prompt: Sequence[int], **sampling: Any) -> Request:
+    def ask(self, prompt: Sequence[int], **sampling: Any) -> SequenceRequest:
         settings_ = Sampling(**({"greedy": True} | sampling))
-        request = Request(tuple(prompt), settings_, settings_.seed or 0, lambda a: self.answers[request].append(a))
+        request = SequenceRequest(
+            tuple(prompt), settings_, settings_.seed or 0, lambda a: self.answers[request].append(a)
+        )
         self.answers[request] = []
         self.batch.add(request)
         return request
@@ -55,7 +57,7 @@ class Play:
         while self.batch.has_work:
             self.step()
 
-    def answer(self, request: Request) -> Any:
+    def answer(self, request: SequenceRequest) -> Any:
         (answer,) = self.answers[request]
         return answer
 
@@ -243,7 +245,7 @@ def alone(
     key = (models[0].config.model_type, model_index, prompt, sampling)
     if key not in ALONE:
         play = Play(copy.deepcopy(models[model_index]))
-        request = Request(prompt, sampling, sampling.seed or 0, lambda a: play.answers[request].append(a))
+        request = SequenceRequest(prompt, sampling, sampling.seed or 0, lambda a: play.answers[request].append(a))
         play.answers[request] = []
         play.batch.add(request)
         play.drain()
@@ -261,8 +263,8 @@ class Traffic(RuleBasedStateMachine):
         super().__init__()
         self.play = Play(copy.deepcopy(self.models[0]), max_rows=3, prefill_tokens=12, keep_tokens=200)
         self.batch = self.play.batch
-        self.begun: list[Request] = []
-        self.ended: set[Request] = set()
+        self.begun: list[SequenceRequest] = []
+        self.ended: set[SequenceRequest] = set()
 
     @rule(
         prompt=st.sampled_from(PROMPTS),
@@ -325,7 +327,7 @@ class Traffic(RuleBasedStateMachine):
         for request in self.begun:
             self.check(request, self.play.answer(request))
 
-    def check(self, request: Request, answer: Completion) -> None:
+    def check(self, request: SequenceRequest, answer: Completion) -> None:
         assert len(answer.ids) == len(answer.log_probs) == len(answer.policy_versions)
         assert (answer.stop_reason in ("abort", "deadline")) == (request in self.ended)
         versions = set(answer.policy_versions)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from rollout.errors import ForwardErrors
 
 
-class StepThread:
+class DecodeThread:
     """Calls `step()` again and again, in one thread, as long as it says that there is more; sleeps otherwise.
 
     `post` hands over something to do between two steps; `start` wakes the thread. Neither waits. An exception of a step

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from rollout.native.scheduler.decode_thread import StepThread
+from rollout.native.scheduler.decode_thread import DecodeThread
 
 
 class Work:
@@ -16,7 +16,7 @@ class Work:
         self.broken = False
         self.log: list[str] = []
         self.failed = threading.Event()
-        self.thread = StepThread(self.step, self.fail)
+        self.thread = DecodeThread(self.step, self.fail)
 
     def step(self) -> bool:
         self.thread.run_posted()

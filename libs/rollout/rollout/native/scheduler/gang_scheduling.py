@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rollout.native.decoders.media import shown
-from rollout.native.scheduler.request import Request
+from rollout.native.scheduler.request import SequenceRequest
 from rollout.open_requests import settle
 
 SETTLE_TURNS = 16
@@ -25,22 +25,22 @@ PATIENCE = 0.25
 """Seconds that a round waits at least for those who are yet to ask."""
 
 
-def _order(request: Request) -> tuple[int, bytes, tuple[int, ...], int]:
+def _order(request: SequenceRequest) -> tuple[int, bytes, tuple[int, ...], int]:
     return len(request.prompt), shown(request.prompt), request.prompt, request.seed
 
 
-class Rounds:
+class GangScheduler:
     """Hands requests over in rounds, each in an order of content.
 
     Used from one event loop at a time; with another loop it starts anew.
     """
 
-    def __init__(self, begin: Callable[[list[Request]], None]) -> None:
+    def __init__(self, begin: Callable[[list[SequenceRequest]], None]) -> None:
         self._begin = begin
         self._loop: asyncio.AbstractEventLoop | None = None
         self._start_anew()
 
-    def ask(self, request: Request, answer: "asyncio.Future[Any]") -> None:
+    def ask(self, request: SequenceRequest, answer: "asyncio.Future[Any]") -> None:
         """Let a request begin with the next round. Its part in the round ends when its answer is there."""
         self._here()
         self._asked.append(request)
@@ -60,14 +60,14 @@ class Rounds:
                 self._present -= 1
                 self._news.set()
 
-    def hurry(self, request: Request) -> None:
+    def hurry(self, request: SequenceRequest) -> None:
         """Let a request that still waits for its round begin now: somebody wants to end it."""
         if request in self._asked:
             self._asked.remove(request)
             self._begin([request])
 
     def _start_anew(self) -> None:
-        self._asked: list[Request] = []
+        self._asked: list[SequenceRequest] = []
         self._running: set[int] = set()
         self._opening: asyncio.Task[None] | None = None
         self._present = 0
@@ -80,7 +80,7 @@ class Rounds:
             self._loop = loop
             self._start_anew()
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: SequenceRequest) -> None:
         if id(request) in self._running:
             self._running.remove(id(request))
             self._took = asyncio.get_running_loop().time() - self._begun

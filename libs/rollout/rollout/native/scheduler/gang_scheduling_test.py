@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from rollout.chat.chat import Chat
-from rollout.engine import Sampling
 from rollout.chat.messages import Reply
-from rollout.environments.environment import End, EpisodeContext, Opening, Outcome, Score
+from rollout.engine import Sampling
+from rollout.environments.environment import End, EpisodeContext, Observation, Score, StepResult
 from rollout.episodes.playing import run_group
-from rollout.native.scheduler import gang_scheduling as rounds
 from rollout.native.engine import NativeEngine
-from rollout.native.scheduler.request import Request
+from rollout.native.scheduler import gang_scheduling
+from rollout.native.scheduler.request import SequenceRequest
 from rollout.testing.chat import tiny_tokenizer
-from rollout.testing.tiny_models import tiny_model
+from rollout.testing.model import tiny_model
 
 VOCAB = 24
 SAMPLING = Sampling(max_new_tokens=12, stop_token_ids=(1, 2, 3))
@@ -148,7 +148,7 @@ def begun_by(engine: NativeEngine) -> list[int]:
     assert engine._rounds is not None
     sizes, add = list[int](), engine._rounds._begin
 
-    def counted(requests: list[Request]) -> None:
+    def counted(requests: list[SequenceRequest]) -> None:
         sizes.append(len(requests))
         add(requests)
 
@@ -173,7 +173,7 @@ async def episode(
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is, a round waits for those who are yet to ask."""
-    monkeypatch.setattr(rounds, "PATIENCE", 60.0)
+    monkeypatch.setattr(gang_scheduling, "PATIENCE", 60.0)
 
 
 def test_slow_environments_split_no_round(patient: None) -> None:
@@ -227,14 +227,14 @@ def test_episodes_of_the_generator_are_waited_for(patient: None) -> None:
         def __init__(self) -> None:
             self.turn = 0
 
-        async def open(self, context: EpisodeContext) -> Opening:
+        async def open(self, context: EpisodeContext) -> Observation:
             self.index = context.index
-            return Opening([{"role": "user", "content": f"{context.index}"}])
+            return Observation([{"role": "user", "content": f"{context.index}"}])
 
-        async def step(self, reply: Reply) -> Outcome:
+        async def step(self, reply: Reply) -> StepResult:
             self.turn += 1
             await asyncio.sleep(0.08 * (self.index % 3))
-            return Outcome(({"role": "user", "content": "again"},), done=self.turn == 2)
+            return StepResult(({"role": "user", "content": "again"},), done=self.turn == 2)
 
         async def finish(self, end: End) -> Score:
             await asyncio.sleep(0.02 * self.index)  # who is scored asks no more

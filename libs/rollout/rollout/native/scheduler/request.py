@@ -20,7 +20,7 @@ def uniforms_of(seed: int) -> Iterator[float]:
 
 
 @dataclass(eq=False)
-class Request:
+class SequenceRequest:
     """A prompt being continued. `answer` is called once, with the completion or with the error that ended it."""
 
     prompt: tuple[int, ...]

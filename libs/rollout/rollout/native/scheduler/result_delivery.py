@@ -10,7 +10,7 @@ from rollout.engine import OnTokens
 from rollout.errors import ForwardErrors
 
 
-class Answers:
+class ResultDelivery:
     """Collects what futures are to be told; `send` wakes each loop once, however many of its futures are answered."""
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Answers:
 
     def stream(self, future: "asyncio.Future[Any]", on_tokens: OnTokens) -> Callable[[int, float], None]:
         """Return a function that takes a token and its log-prob for `on_tokens`, which hears of it in the loop of the
-        future whose answer it is part of. What `on_tokens` raises becomes the future's exception. """
+        future whose answer it is part of. What `on_tokens` raises becomes the future's exception."""
         fresh: deque[tuple[int, float]] = deque()
 
         def deliver() -> None:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from rollout.native.scheduler.result_delivery import Answers
+from rollout.native.scheduler.result_delivery import ResultDelivery
 
 
 def test_futures_of_a_loop_are_told_together() -> None:
     async def play() -> tuple[list[Any], list[int]]:
-        loop, answers, woken = asyncio.get_running_loop(), Answers(), list[int]()
+        loop, answers, woken = asyncio.get_running_loop(), ResultDelivery(), list[int]()
         call = loop.call_soon_threadsafe
         futures = [loop.create_future() for _ in range(5)]
         futures[3].cancel()
@@ -42,7 +42,7 @@ def test_futures_of_a_loop_are_told_together() -> None:
 
 
 def test_a_closed_loop_is_passed_over() -> None:
-    answers, told = Answers(), list[str]()
+    answers, told = ResultDelivery(), list[str]()
 
     async def later() -> str:
         future = asyncio.get_running_loop().create_future()
@@ -61,7 +61,7 @@ def test_a_closed_loop_is_passed_over() -> None:
 def test_an_answer_that_was_not_sent_is_not_told() -> None:
     async def play() -> None:
         future = asyncio.get_running_loop().create_future()
-        Answers().put(future, 1)
+        ResultDelivery().put(future, 1)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(future, 0.01)
 

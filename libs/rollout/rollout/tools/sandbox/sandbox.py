@@ -1,5 +1,5 @@
-"""Runs of Python that a model wrote, in a sandbox that the kernel holds: see `server` for who is in it and `house` for
-what can be seen from there.
+"""Runs of Python that a model wrote, in a sandbox that the kernel holds: see `server` for who is in it and `namespaces`
+for what can be seen from there.
 
 `Sandbox` starts its server at the first run, and again where it has died; it refuses to start, with the reason, where
 the kernel refuses (`SandboxRefused`): nothing is ever run with less.
@@ -195,7 +195,7 @@ class Sandbox:
         refused = []
         if self.backend != "bubblewrap":
             try:
-                return _House(self.packages)
+                return _Namespaces(self.packages)
             except SandboxRefusedError as error:
                 refused.append(f"namespaces: {error}")
         if self.backend != "namespaces":
@@ -304,7 +304,7 @@ def _python(code: str) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", before + code]
 
 
-class _House:
+class _Namespaces:
     """The server in namespaces of its own, at the other end of a socket."""
 
     def __init__(self, packages: Sequence[str]) -> None:

@@ -21,8 +21,7 @@ import socket
 import time
 from typing import Any, NoReturn
 
-from rollout.tools.sandbox import kernel, run, seccomp
-from rollout.tools.sandbox import namespaces as house
+from rollout.tools.sandbox import kernel, namespaces, run, seccomp
 
 REQUEST_BYTES = 16 << 20
 _LOOK_SECONDS = 0.002  # between two counts of files, where they are counted: a hundred or so are made meanwhile
@@ -39,7 +38,7 @@ def main(descriptor: int, packages: list[str]) -> NoReturn:
     channel = socket.socket(fileno=descriptor)
     try:
         run.import_beforehand()
-        paths = house.visible_paths(packages)
+        paths = namespaces.visible_paths(packages)
         process = _leave_namespaces(paths, channel)
     except OSError as error:
         channel.send(json.dumps({"refused": str(error)}).encode())
@@ -62,7 +61,7 @@ def _leave_namespaces(paths: list[str], channel: socket.socket) -> int:
     refused = os.read(left[0], 4096).decode()
     if refused:
         raise OSError(refused)
-    house.map_users(child)
+    namespaces.map_users(child)
     os.write(mapped[1], b".")
     return child
 
@@ -86,8 +85,8 @@ def _become_house(paths: list[str], channel: socket.socket, left: int, mapped: i
             os.waitpid(process, 0)
             os._exit(0)
         kernel.die_with_parent()
-        house.move_in(paths)
-        folder = house.work_folder(paths)
+        namespaces.move_in(paths)
+        folder = namespaces.work_folder(paths)
         _rehearse(folder)
         channel.send(b'{"ready": true}')
     except OSError as error:
@@ -102,8 +101,8 @@ def _rehearse(folder: str) -> None:
     if child == 0:
         with _exit_with_words(2):
             kernel.unshare(_ROOM)
-            house.move_into_room(folder, 1 << 20, 16)
-            kernel.drop_privileges(house.NOBODY)
+            namespaces.move_into_room(folder, 1 << 20, 16)
+            kernel.drop_privileges(namespaces.NOBODY)
             seccomp.install()
         os._exit(0)
     if os.waitpid(child, 0)[1]:
@@ -141,7 +140,7 @@ def _room(folder: str, request: int, output: int, report: int) -> NoReturn:
     kernel.unshare(_ROOM)
     if os.fork():
         os._exit(0)
-    house.move_into_room(folder, asked["limits"]["file_bytes"], asked["limits"]["files"])
+    namespaces.move_into_room(folder, asked["limits"]["file_bytes"], asked["limits"]["files"])
     watch(asked, output, report)
 
 
@@ -153,15 +152,15 @@ def one(*descriptors: str) -> NoReturn:
     run.import_beforehand()
     with _exit_with_words(1):
         if not descriptors:
-            kernel.drop_privileges(house.NOBODY)
+            kernel.drop_privileges(namespaces.NOBODY)
             seccomp.install()
             os._exit(0)
         request, output, report = map(int, descriptors)
         with open(request, "rb") as file:
             asked = json.loads(file.read(REQUEST_BYTES))
         limits = asked["limits"]
-        is_bounded = house.bound_files(limits["file_bytes"], limits["files"])
-        kernel.drop_privileges(house.NOBODY)
+        is_bounded = namespaces.bound_files(limits["file_bytes"], limits["files"])
+        kernel.drop_privileges(namespaces.NOBODY)
         watch(asked, output, report, None if is_bounded else limits["files"])
 
 
@@ -252,7 +251,7 @@ def confine(limits: dict[str, Any], given: str, output: int, result: int) -> Non
     os.dup2(output, 2)
     os.closerange(3, result)
     os.closerange(result + 1, 1 << 16)
-    kernel.drop_privileges(house.NOBODY)
+    kernel.drop_privileges(namespaces.NOBODY)
     for name, most in (
         (resource.RLIMIT_AS, limits["memory_bytes"]),
         (resource.RLIMIT_FSIZE, limits["file_bytes"]),

@@ -16,8 +16,8 @@ from rollout.engine import Completion, Sampling
 from rollout.testing.seeing import IMAGE, Prompt, forced_by_types, seeing_distances, served_seeing, shown
 from rollout.testing.served import ANSWER, MEAN, MOST, config, served
 from rollout.vllm import engine as engine_module
-from rollout.vllm.engine import VllmEngine
 from rollout.vllm.client.images import Shown, shown_in
+from rollout.vllm.engine import VllmEngine
 
 pytestmark = pytest.mark.skipif(
     "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"

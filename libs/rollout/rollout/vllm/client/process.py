@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.vllm.settings.arguments import Known
-from rollout.vllm.settings.config import VllmConfig
 from rollout.vllm.client.wire import Wire
+from rollout.vllm.settings.arguments import EngineArguments
+from rollout.vllm.settings.config import VllmConfig
 
 START = Path(__file__).parents[1] / "server" / "start.py"
 VARIABLE = "TESSERA_VLLM_PYTHON"
@@ -118,7 +118,7 @@ def find_python(config: VllmConfig) -> str:
     return found
 
 
-def known_arguments(config: VllmConfig) -> Known:
+def known_arguments(config: VllmConfig) -> EngineArguments:
     """Return what the vLLM of this configuration takes; some seconds, as an interpreter imports it.
 
     Raises:
@@ -138,7 +138,7 @@ def known_arguments(config: VllmConfig) -> Known:
         words = "\n".join(done.stderr.splitlines()[-_LAST_LINES:])
         raise ValueError(f"{python} can't import vLLM; its last words:\n{words}")
     version, names = json.loads(done.stdout.splitlines()[-1])
-    return Known(version, tuple(names))
+    return EngineArguments(version, tuple(names))
 
 
 def _is_installed(distribution: str) -> bool:

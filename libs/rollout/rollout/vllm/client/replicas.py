@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollout.vllm.settings.config import VllmConfig
 from rollout.vllm.client.process import VllmProcess
 from rollout.vllm.client.wire import TURN
+from rollout.vllm.settings.config import VllmConfig
 
 Message = dict[str, Any]
 CALL = "call"
@@ -40,7 +40,7 @@ class _Call:
     errors: dict[int, str] = field(default_factory=dict)
 
 
-class Copies:
+class Replicas:
     """`config.data_parallel` processes, each with `config.tensor_parallel` devices of its own, or with a share of one.
 
     Raises:

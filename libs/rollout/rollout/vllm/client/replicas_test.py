@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import rollout.vllm.client.replicas
-from rollout.vllm.settings.config import VllmConfig
-from rollout.vllm.client.replicas import Copies, Message, of_copy
 from rollout.vllm.client.process import own_devices
+from rollout.vllm.client.replicas import Message, Replicas, of_copy
 from rollout.vllm.client.wire import Wire
+from rollout.vllm.settings.config import VllmConfig
 
 
 class PlayedProcess:
@@ -41,7 +41,7 @@ class PlayedProcess:
         return self.far.receive(5)
 
 
-Played = tuple[Copies, list[PlayedProcess], list[tuple[int, str]], list[threading.Event]]
+Played = tuple[Replicas, list[PlayedProcess], list[tuple[int, str]], list[threading.Event]]
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
 def _played(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Iterator[Played]:
     monkeypatch.setattr(rollout.vllm.client.replicas, "VllmProcess", PlayedProcess)
     PlayedProcess.made = []
-    copies = Copies(VllmConfig(data_parallel=2, start_seconds=5, **settings), ())
+    copies = Replicas(VllmConfig(data_parallel=2, start_seconds=5, **settings), ())
     heard: list[Message] = []
     lost: list[tuple[int, str]] = []
     gone = [threading.Event(), threading.Event()]
@@ -216,7 +216,7 @@ def test_copies_on_a_device_start_one_after_another(monkeypatch: pytest.MonkeyPa
     """Those of other devices do so beside them."""
     monkeypatch.setattr(rollout.vllm.client.replicas, "VllmProcess", PlayedProcess)
     PlayedProcess.made = []
-    copies = Copies(VllmConfig(data_parallel=4, copies_per_device=2, start_seconds=5), ())
+    copies = Replicas(VllmConfig(data_parallel=4, copies_per_device=2, start_seconds=5), ())
     told: list[list[int]] = []
 
     def play() -> None:

@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.engine import Completion, OnTokens, Sampling, StopReason
-from rollout.experts import ROUTED_EXPERTS, RoutedExperts
 from rollout.errors import EpisodeFailed
+from rollout.experts import ROUTED_EXPERTS, RoutedExperts
 from rollout.open_requests import settle
 from rollout.vllm.client.images import Image, Shown
 
 Send = Callable[..., None]
 """(copy, message, bytes behind it)."""
-Told = Sequence[Any]
+TokenUpdate = Sequence[Any]
 """[number, ids, log-probs, why it ended or None, experts or None] of one request, as the server tells it."""
 
 
 @dataclass(eq=False)
-class Request:
+class VllmRequest:
     """A prompt being continued, on its event loop."""
 
     number: int
@@ -83,7 +83,7 @@ class Request:
             self.answer.set_exception(error)
 
 
-def ask_message(requests: Iterable[Request]) -> tuple[dict[str, Any], list[memoryview]]:
+def ask_message(requests: Iterable[VllmRequest]) -> tuple[dict[str, Any], list[memoryview]]:
     """Return what asks for them, and the patches of their images behind it; an image that several show goes once."""
     requests = list(requests)
     images: dict[str, Image] = {one.name: one for r in requests if r.shown is not None for one in r.shown.images}
@@ -94,7 +94,7 @@ def ask_message(requests: Iterable[Request]) -> tuple[dict[str, Any], list[memor
     return message, [one.patches.numpy().data.cast("B") for one in images.values()]
 
 
-class Requests:
+class VllmRequests:
     """All requests that are not answered. `send` puts a message, and bytes behind it, on the wire of a copy.
 
     Invariants: a request waits (nobody was asked), or is asked until the server says it ended or it is dropped; while
@@ -105,8 +105,8 @@ class Requests:
         self._send = send
         self._living = list(range(copies))
         self._lock = threading.Lock()
-        self._asked: dict[int, Request] = {}
-        self._waiting: dict[int, Request] = {}
+        self._asked: dict[int, VllmRequest] = {}
+        self._waiting: dict[int, VllmRequest] = {}
         self._held = False
         self._lost: RuntimeError | None = None
         self._quiet: list[asyncio.Future[None]] = []
@@ -116,7 +116,7 @@ class Requests:
         with self._lock:
             return len(self._asked), len(self._waiting)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: VllmRequest) -> None:
         """Ask, in a few turns of the loop, or once nothing is held any more.
 
         Raises:
@@ -142,10 +142,10 @@ class Requests:
             for copy, mine in self._dealt(begun.values()).items():
                 self._send(copy, *ask_message(mine))
 
-    def _dealt(self, begun: Iterable[Request]) -> dict[int, list[Request]]:
+    def _dealt(self, begun: Iterable[VllmRequest]) -> dict[int, list[VllmRequest]]:
         """Return who is asked of which copy, each of the one that has the fewest by then; who names a dead one hears of
         it."""
-        dealt: defaultdict[int, list[Request]] = defaultdict(list)
+        dealt: defaultdict[int, list[VllmRequest]] = defaultdict(list)
         counts = Counter(request.copy for request in self._asked.values())
         for request in begun:
             if request.copy is None:
@@ -158,7 +158,7 @@ class Requests:
                 _post(request.loop, self._close, request, EpisodeFailed(f"copy {request.copy} is gone", retryable=True))
         return dealt
 
-    def end(self, request: Request, reason: StopReason) -> None:
+    def end(self, request: VllmRequest, reason: StopReason) -> None:
         """Have a request answered with what it has."""
         request.ending = reason
         with self._lock:
@@ -168,7 +168,7 @@ class Requests:
         if waited is not None:
             request.finish(reason)
 
-    def drop(self, request: Request) -> None:
+    def drop(self, request: VllmRequest) -> None:
         """Forget a request that nobody waits for any more."""
         with self._lock:
             self._waiting.pop(request.number, None)
@@ -201,9 +201,9 @@ class Requests:
             self._held = False
         self._ask()
 
-    def told(self, step: Sequence[Told], version: int) -> None:
+    def told(self, step: Sequence[TokenUpdate], version: int) -> None:
         """What a step gave, from the thread that reads the wire."""
-        by_loop: defaultdict[asyncio.AbstractEventLoop, list[tuple[Request, Told]]] = defaultdict(list)
+        by_loop: defaultdict[asyncio.AbstractEventLoop, list[tuple[VllmRequest, TokenUpdate]]] = defaultdict(list)
         for told in step:
             request = self._asked.get(told[0])
             if request is not None:
@@ -234,7 +234,7 @@ class Requests:
         for request in lost:
             _post(request.loop, self._close, request, error)
 
-    def _take(self, mine: list[tuple[Request, Told]], version: int) -> None:
+    def _take(self, mine: list[tuple[VllmRequest, TokenUpdate]], version: int) -> None:
         for request, (_, ids, log_probs, reason, experts) in mine:
             if request.answer.done():
                 continue
@@ -248,7 +248,7 @@ class Requests:
                 request.experts = None if experts is None else RoutedExperts.read(experts)
                 self._close(request, request.ending if reason == "abort" else reason)
 
-    def _close(self, request: Request, outcome: StopReason | BaseException) -> None:
+    def _close(self, request: VllmRequest, outcome: StopReason | BaseException) -> None:
         with self._lock:
             self._asked.pop(request.number, None)
             self._waiting.pop(request.number, None)

@@ -11,7 +11,7 @@ import torch
 from rollout.engine import OnTokens, Sampling, StopReason
 from rollout.errors import EpisodeFailed
 from rollout.vllm.client.images import Image, Shown
-from rollout.vllm.client.requests import Request, Requests, ask_message
+from rollout.vllm.client.requests import VllmRequest, VllmRequests, ask_message
 
 
 class Played:
@@ -20,20 +20,20 @@ class Played:
     def __init__(self, copies: int = 1) -> None:
         self.sent: list[dict[str, Any]] = []
         self.to: list[int] = []
-        self.table = Requests(self.send, copies)
+        self.table = VllmRequests(self.send, copies)
 
     def send(self, copy: int, message: dict[str, Any], tail: Sequence[memoryview] = ()) -> None:
         self.to.append(copy)
         self.sent.append(message)
 
-    def ask(self, number: int, on_tokens: OnTokens | None = None, copy: int | None = None) -> Request:
+    def ask(self, number: int, on_tokens: OnTokens | None = None, copy: int | None = None) -> VllmRequest:
         loop = asyncio.get_running_loop()
         sampling = Sampling(max_new_tokens=9, top_k=3, top_p=0.5, temperature=0.7, stop_token_ids=(4,))
-        request = Request(number, (1, 2), sampling, 5, on_tokens, loop, loop.create_future(), copy=copy)
+        request = VllmRequest(number, (1, 2), sampling, 5, on_tokens, loop, loop.create_future(), copy=copy)
         self.table.add(request)
         return request
 
-    def show(self, *images: Image) -> Request:
+    def show(self, *images: Image) -> VllmRequest:
         """A request with images, the first at token 3, the others behind it."""
         request = self.ask(9)
         request.shown = Shown(images, tuple(range(3, 3 + len(images))), "digest")

@@ -91,7 +91,7 @@ def _refuse_other_dimensions(dim: int) -> None:
 
 
 @dataclass(frozen=True)
-class Turn:
+class LockstepTurn:
     """What all copies know after they have met."""
 
     busy: bool
@@ -102,15 +102,15 @@ class Turn:
     """The last message that some copy has received."""
 
 
-class Turns:
+class LockstepTurns:
     """The copies meet before each step, so that none makes one without the others. `group`: of gloo, of all copies."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def meet(self, busy: bool, seen: int) -> Turn:
+    def meet(self, busy: bool, seen: int) -> LockstepTurn:
         """Tell whether this copy has requests and which message it received last; wait for the others' words."""
         told = torch.tensor([int(busy), -seen, seen])
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
         some, agreed, latest = told.tolist()
-        return Turn(bool(some), -agreed, latest)
+        return LockstepTurn(bool(some), -agreed, latest)

@@ -16,16 +16,16 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from rollout.vllm.settings.arguments import Known, check_arguments
 from rollout.vllm.limits.cpu import refusal
+from rollout.vllm.limits.parallel_limits import spread_refusal
 from rollout.vllm.server import cpu_replicas as cpu_copies
 from rollout.vllm.server.ascend import installed
 from rollout.vllm.server.platforms import settle
-from rollout.vllm.server.routes import Told as ToldExperts
+from rollout.vllm.server.routes import RequestExperts
 from rollout.vllm.server.text_models import register_text_models
-from rollout.vllm.limits.parallel_limits import spread_refusal
+from rollout.vllm.settings.arguments import EngineArguments, check_arguments
 
-Told = tuple[int, list[int], list[float], str | None, list[Any] | None]
+TokenUpdate = tuple[int, list[int], list[float], str | None, list[Any] | None]
 """A request's number, the tokens of this step, their log-probs, why it ended, and at its end the experts of all its
 tokens where they are told."""
 
@@ -37,9 +37,10 @@ class Generator:
 
     Args:
         start: `model` (a directory), `config` (the text part of its config.json), `engine` (arguments of vLLM's),
-            `weights` (slots of a file of weights, see `rollout.vllm.weights.shared_weights`), `tied` (other names of some of them),
-            `experts` (whether it is told which experts tokens went to), `sight` (how the model sees, or None),
-            `together` (where experts are dealt to several copies: which this is, see `cpu_copies.variables`, or None).
+            `weights` (slots of a file of weights, see `rollout.vllm.weights.shared_weights`),
+            `tied` (other names of some of them), `experts` (whether it is told which experts tokens went to),
+            `sight` (how the model sees, or None),
+            `together` (where experts are dealt to several copies: which this is; see `cpu_replicas`), or None.
 
     Raises:
         ValueError: vLLM can't do what is asked; the text says why.
@@ -47,7 +48,7 @@ class Generator:
 
     def __init__(self, start: dict[str, Any]) -> None:
         arguments = start["engine"]
-        known = Known(vllm.__version__, tuple(field.name for field in fields(EngineArgs)))
+        known = EngineArguments(vllm.__version__, tuple(field.name for field in fields(EngineArgs)))
         check_arguments(arguments, known)
         together = start["together"]
         if why := _refusal(start["config"], arguments, together):
@@ -84,7 +85,7 @@ class Generator:
         self._names: dict[int, str] = {}
         if self._sight is not None:
             self._check_sight()
-        self._experts = ToldExperts() if start["experts"] else None
+        self._experts = RequestExperts() if start["experts"] else None
         if self._experts is not None:
             self._engine.collective_rpc("note_experts")
 
@@ -111,7 +112,7 @@ class Generator:
         """Whether a step has something to do."""
         return bool(self._engine.get_num_unfinished_requests())
 
-    def _join_copies(self) -> cpu_copies.Turns:
+    def _join_copies(self) -> cpu_copies.LockstepTurns:
         """Make a dummy step where the other copies make a real one, which waits for this one at each layer's experts.
         The engine is this object's own; nothing of vLLM's classes is changed."""
         self._own_experts = self._engine.collective_rpc("join_copies")
@@ -127,7 +128,7 @@ class Generator:
             return outputs, computed
 
         core.step_fn = step
-        return cpu_copies.Turns(self._engine.dp_group)
+        return cpu_copies.LockstepTurns(self._engine.dp_group)
 
     def _check_sight(self) -> None:
         for found in self._engine.collective_rpc("tell_sight"):
@@ -165,7 +166,7 @@ class Generator:
         )
         self._names[number] = self._engine.add_request(str(number), prompt, params)
 
-    def end(self, number: int) -> Told | None:
+    def end(self, number: int) -> TokenUpdate | None:
         """Drop a request, and what it is told; None where it is done."""
         name = self._names.pop(number, None)
         if name is None:
@@ -177,9 +178,9 @@ class Generator:
         found = None if self._experts is None else self._experts.take(name)
         return None if found is None else found.plain()
 
-    def step(self) -> list[Told]:
+    def step(self) -> list[TokenUpdate]:
         """Return one step of vLLM; what each request got."""
-        told: list[Told] = []
+        told: list[TokenUpdate] = []
         outputs = self._engine.step()
         if self._experts is not None:
             self._experts.note(self._engine.collective_rpc("take_experts")[0])

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rollout.vllm.server.cpu_replicas import LACKING, Turn, Turns, lend_exchanges, refusal, variables
+from rollout.vllm.server.cpu_replicas import LACKING, LockstepTurn, LockstepTurns, lend_exchanges, refusal, variables
 from rollout.vllm.server.ragged_collectives import gather_rows, sum_rows
 
 WORLD = 3
@@ -122,9 +122,9 @@ def lent_and_taken_back(rank: int, group: dist.ProcessGroup) -> None:
 
 
 def copies_meet(rank: int, group: dist.ProcessGroup) -> None:
-    turns = Turns(group)
-    assert turns.meet(busy=rank == 1, seen=5 + rank) == Turn(busy=True, agreed=5, latest=7)
-    assert turns.meet(busy=False, seen=9) == Turn(busy=False, agreed=9, latest=9)
+    turns = LockstepTurns(group)
+    assert turns.meet(busy=rank == 1, seen=5 + rank) == LockstepTurn(busy=True, agreed=5, latest=7)
+    assert turns.meet(busy=False, seen=9) == LockstepTurn(busy=False, agreed=9, latest=9)
 
 
 CHECKS = [

@@ -55,7 +55,7 @@ class NotedExperts:
         return [Rows(name, first, part) for name, first, part in zip(names, firsts, parts, strict=True)]
 
 
-class Told:
+class RequestExperts:
     """The experts of the requests that run, put together from their steps."""
 
     def __init__(self) -> None:

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rollout.vllm.client.wire import TAIL, TURN, Wire
 
 if TYPE_CHECKING:
-    from rollout.vllm.server.cpu_replicas import Turns  # torch
+    from rollout.vllm.server.cpu_replicas import LockstepTurns  # torch
 
 
 def serve(descriptor: int) -> None:
@@ -120,7 +120,7 @@ class _Server:
                 self._obey(self._inbox.get())
             self._step()
 
-    def _take_turns(self, turns: "Turns") -> NoReturn:
+    def _take_turns(self, turns: "LockstepTurns") -> NoReturn:
         """Serve for ever beside the other copies, which share the model's experts: all make each step at once, and obey
         what they were told, in the same order, between the same two steps. Each message has a number (`turn`), and
         each number goes to all, so that a copy that waits for the next one knows that the others hear of it too."""

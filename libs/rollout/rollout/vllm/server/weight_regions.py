@@ -7,8 +7,8 @@ from vllm.platforms import current_platform
 from rollout.vllm.weights import cuda_memory
 
 
-class Places:
-    """The places that were read, each opened once: to map a file anew costs a fault for each of its pages."""
+class WeightRegions:
+    """The regions that were read, each opened once: to map a file anew costs a fault for each of its pages."""
 
     def __init__(self) -> None:
         self._opened: dict[str, Tensor] = {}

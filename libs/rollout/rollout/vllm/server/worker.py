@@ -20,11 +20,11 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
-from rollout.vllm.server.weight_regions import Places
-from rollout.vllm.server.weight_digest import damaged, stale_experts, stale_heads
 from rollout.vllm.server.routes import NotedExperts
-from rollout.vllm.server.vision_probe import SeeingWorker
 from rollout.vllm.server.text_models import register_text_models
+from rollout.vllm.server.vision_probe import SeeingWorker
+from rollout.vllm.server.weight_digest import damaged, stale_experts, stale_heads
+from rollout.vllm.server.weight_regions import WeightRegions
 
 register_text_models()
 
@@ -37,13 +37,13 @@ class FileWeights(NotedExperts, SeeingWorker):
     """Mixed into vLLM's worker by its `worker_extension_cls`."""
 
     model_runner: Any
-    places: Places
+    places: WeightRegions
     take_back: Callable[[], None]
     """Undoes what is lent to vLLM where copies share experts."""
 
     def settle_in(self) -> None:
         """Once, after vLLM has started: what it leaves to be done, most of it where workers share a model on a CPU."""
-        self.places = Places()
+        self.regions = WeightRegions()
         if not current_platform.is_cpu():
             return
         from rollout.vllm.server.cpu_experts import map_experts  # of a vLLM for CPUs alone
@@ -87,7 +87,7 @@ class FileWeights(NotedExperts, SeeingWorker):
     def _load_file(self, path: str, slots: list[list[Any]], tied: dict[str, str], digests: dict[str, int]) -> None:
         """Do so. RuntimeError: the file is damaged, or vLLM left a parameter as it was."""
         end = max(start + prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape, start in slots)
-        file = self.places.read(path, end)
+        file = self.regions.read(path, end)
         named: dict[str, Tensor] = {}
         for name, kind, shape, start in slots:
             dtype = getattr(torch, kind)
@@ -105,7 +105,7 @@ class FileWeights(NotedExperts, SeeingWorker):
             _refuse(stale_experts(self._of_kind(RoutedExperts), named, get_tensor_model_parallel_rank()))
             pack_experts(self.model_runner.model)
         _refuse(stale_heads(self._of_kind(ParallelLMHead), named))
-        self.places.forget_copies()
+        self.regions.forget_copies()
 
     def _of_kind(self, kind: type) -> Iterator[tuple[str, Any]]:
         return (pair for pair in self.model_runner.model.named_modules() if isinstance(pair[1], kind))

@@ -41,14 +41,14 @@ OWNED = {
 """Engine arguments that are not passed through, and why or where they are set instead."""
 
 
-class Known(NamedTuple):
+class EngineArguments(NamedTuple):
     """A vLLM's version and the names of its engine arguments."""
 
     version: str
     names: tuple[str, ...]
 
 
-def check_arguments(arguments: Iterable[str], known: Known) -> None:
+def check_arguments(arguments: Iterable[str], known: EngineArguments) -> None:
     """ValueError names an argument that this vLLM lacks, and those like it."""
     for name in arguments:
         if name not in known.names:

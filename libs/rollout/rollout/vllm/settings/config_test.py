@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from rollout.config import RolloutConfig
+from rollout.vllm.client.process import environment, find_python
+from rollout.vllm.limits.cpu import chosen_dtype, prompt_refusal, refusal
 from rollout.vllm.settings.arguments import OWNED
 from rollout.vllm.settings.config import VllmConfig, accelerator_arguments, text_config
-from rollout.vllm.limits.cpu import chosen_dtype, prompt_refusal, refusal
-from rollout.vllm.client.process import environment, find_python
 
 BAD: dict[str, list[Any]] = {
     "python": ["", " "],

@@ -1,11 +1,11 @@
-"""Weights on their way to vLLM: two places that both processes see, one in use, the other for what comes.
+"""Weights on their way to vLLM: two regions that both processes see, one in use, the other for what comes.
 
-A place is a file in host memory, or memory of the accelerator that both compute on. Every tensor has a digest, which
+A region is a file in host memory, or memory of the accelerator that both compute on. Every tensor has a digest, which
 each worker of vLLM computes again of what it reads.
 
-1. `prepare` and `receive` write into the place that is not in use, with all checks of `rollout.sync`.
+1. `prepare` and `receive` write into the region that is not in use, with all checks of `rollout.sync`.
 2. `commit` turns the two around; vLLM then reads the other one.
-3. `abort` turns them back; the old weights are whole in their place until the next transfer begins.
+3. `abort` turns them back; the old weights are whole in their region until the next transfer begins.
 
 A file has no name (memfd), and a device's memory a handle: both go with the processes that hold them, however they end.
 """
@@ -21,17 +21,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rollout.extras import asked
+from rollout.extras import missing_extra_message
 
 try:
     from safetensors import safe_open
 except ImportError as error:
-    raise ImportError(asked("the vLLM engine reads safetensors files", "vllm")) from error
+    raise ImportError(missing_extra_message("the vLLM engine reads safetensors files", "vllm")) from error
 
 from rollout.sync.pieces import BucketPiece
 from rollout.sync.staging import WeightStaging
-from rollout.vllm.weights import cuda_memory
 from rollout.sync.tensor_digest import digest_of
+from rollout.vllm.weights import cuda_memory
 
 _ALIGN = 64
 
@@ -67,7 +67,7 @@ class Slot(NamedTuple):
         return [self.name, str(self.dtype).removeprefix("torch."), list(self.shape), self.start]
 
 
-class WeightPlace:
+class WeightRegion:
     """A tensor at each slot of a run of bytes, which other processes find by `path`.
 
     Args:
@@ -108,17 +108,17 @@ class WeightPlace:
             os.close(descriptor)
 
 
-def file_place(slots: Sequence[Slot]) -> WeightPlace:
+def file_region(slots: Sequence[Slot]) -> WeightRegion:
     """Return in a file in host memory, which is none of a file system's."""
     size = max(bytes_of(slots), 1)
     descriptor = os.memfd_create("tessera-weights")
     os.ftruncate(descriptor, size)
     whole = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
     pinned = _has_cuda() and cuda_memory.pin_if_allowed(whole)
-    return WeightPlace(slots, whole, f"/proc/self/fd/{descriptor}", (descriptor,), pinned)
+    return WeightRegion(slots, whole, f"/proc/self/fd/{descriptor}", (descriptor,), pinned)
 
 
-def device_place(slots: Sequence[Slot]) -> WeightPlace:
+def device_region(slots: Sequence[Slot]) -> WeightRegion:
     """Return in memory of the current CUDA device.
 
     Raises:
@@ -128,7 +128,7 @@ def device_place(slots: Sequence[Slot]) -> WeightPlace:
     if not _has_cuda():
         raise ValueError("weights_on_device needs a CUDA device that trainer and vLLM share: leave it out here")
     whole = cuda_memory.allocate(max(bytes_of(slots), 1))
-    return WeightPlace(slots, whole, cuda_memory.path_of(whole))
+    return WeightRegion(slots, whole, cuda_memory.path_of(whole))
 
 
 def bytes_of(slots: Iterable[Slot]) -> int:
@@ -137,13 +137,13 @@ def bytes_of(slots: Iterable[Slot]) -> int:
 
 
 class SharedWeights(WeightStaging):
-    """`WeightStaging` over the two places: what is staged lies in one, and a swap is a change of which is in use.
+    """`WeightStaging` over the two regions: what is staged lies in one, and a swap is a change of which is in use.
 
     Args:
         shapes: the tensors that a transfer brings, by their names on disk.
         aliases: further names of a tensor (a tied head).
-        version: the number of the weights that the first place is filled with.
-        on_device: the places are memory of the current CUDA device, not files.
+        version: the number of the weights that the first region is filled with.
+        on_device: the regions are memory of the current CUDA device, not files.
 
     Raises:
         ValueError: there is no such device.
@@ -154,10 +154,10 @@ class SharedWeights(WeightStaging):
         self, shapes: Mapping[str, Tensor], aliases: Mapping[str, str], version: int, on_device: bool = False
     ) -> None:
         self.slots = _slots(shapes)
-        new_place = device_place if on_device else file_place
-        self.places = (new_place(self.slots), new_place(self.slots))
+        new_region = device_region if on_device else file_region
+        self.regions = (new_region(self.slots), new_region(self.slots))
         self.in_use = 0
-        super().__init__(self.places[0].tensors, aliases, version=version, allocate=self._allocate)
+        super().__init__(self.regions[0].tensors, aliases, version=version, allocate=self._allocate)
 
     @property
     def nbytes(self) -> int:
@@ -166,44 +166,44 @@ class SharedWeights(WeightStaging):
 
     @property
     def device(self) -> torch.device:
-        """Where the places are."""
-        return next((tensor.device for tensor in self.places[0].tensors.values()), torch.device("cpu"))
+        """Where the regions are."""
+        return next((tensor.device for tensor in self.regions[0].tensors.values()), torch.device("cpu"))
 
-    def told(self, place: int) -> tuple[str, dict[str, int]]:
-        """Return the path of a place, as this process and its children see it, and the digests of its tensors."""
-        return self.places[place].path, self.places[place].digests
+    def told(self, region: int) -> tuple[str, dict[str, int]]:
+        """Return the path of a region, as this process and its children see it, and the digests of its tensors."""
+        return self.regions[region].path, self.regions[region].digests
 
     @property
     def inherited(self) -> list[int]:
-        """The descriptors that a process must be born with to find the places."""
-        return [descriptor for place in self.places for descriptor in place.inherited]
+        """The descriptors that a process must be born with to find the regions."""
+        return [descriptor for region in self.regions for descriptor in region.inherited]
 
     def close(self) -> None:
-        """Let both places go."""
-        for place in self.places:
-            place.close()
+        """Let both regions go."""
+        for region in self.regions:
+            region.close()
 
     def _allocate(self, name: str, target: Tensor) -> Tensor:
-        """Return where a tensor lies in the place that is not in use; memory of its own for another name of it."""
+        """Return where a tensor lies in the region that is not in use; memory of its own for another name of it."""
         if name in self._aliases:
             return torch.empty(target.numel(), dtype=target.dtype, device=target.device)
-        return self.places[1 - self.in_use].tensors[name].view(-1)
+        return self.regions[1 - self.in_use].tensors[name].view(-1)
 
     def _current(self) -> Mapping[str, Tensor]:
-        return self.places[self.in_use].tensors
+        return self.regions[self.in_use].tensors
 
     def _swap(self, values: dict[str, Tensor]) -> None:
-        spare = self.places[1 - self.in_use].tensors
+        spare = self.regions[1 - self.in_use].tensors
         for name in spare.keys() - values.keys():  # an adapter is not on them
             spare[name].copy_(self._current()[name])
         for name, value in values.items():
             if value.data_ptr() != spare[name].data_ptr():  # it came under its other name
                 spare[name].copy_(value)
-        self.places[1 - self.in_use].note_digests()
+        self.regions[1 - self.in_use].note_digests()
         self.in_use = 1 - self.in_use
 
     def _swap_back(self, values: dict[str, Tensor]) -> None:
-        del values  # the old weights lie in their place as they were
+        del values  # the old weights lie in their region as they were
         self.in_use = 1 - self.in_use
 
 

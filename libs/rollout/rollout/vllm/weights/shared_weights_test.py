@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from rollout.sync.manifest import Manifest
-from rollout.testing.weight_pieces import pieces_of
+from rollout.testing.pieces import pieces_of
 from rollout.vllm.weights.shared_weights import SharedWeights, checkpoint_pieces, checkpoint_shapes
 
 SHAPES: dict[str, tuple[int, ...]] = {"embed": (3, 2), "norm": (5,), "half": (7,)}
@@ -29,7 +29,7 @@ def weights() -> Iterator[SharedWeights]:
         shapes = {name: torch.empty(shape, dtype=DTYPES[name]) for name, shape in SHAPES.items()}
     made = SharedWeights(shapes, {"head": "embed"}, version=0)
     for name, value in values(0).items():
-        made.places[0].tensors[name].copy_(value)
+        made.regions[0].tensors[name].copy_(value)
     yield made
     made.close()
 
@@ -109,7 +109,7 @@ def test_whatever_the_order_of_calls_the_file_in_use_is_of_one_version(calls: li
         shapes = {name: torch.empty(shape, dtype=DTYPES[name]) for name, shape in SHAPES.items()}
     weights = SharedWeights(shapes, {"head": "embed"}, version=0)
     for name, value in values(0).items():
-        weights.places[0].tensors[name].copy_(value)
+        weights.regions[0].tensors[name].copy_(value)
     version = 0
     for call in calls:
         try:

@@ -1,0 +1,1 @@
+"""Tests of what the apps' settings, recipes and commands say together."""

@@ -1,0 +1,142 @@
+"""BUILD files as gazelle reads and writes them: calls of the macros of defs.bzl, laid out as buildifier does."""
+
+import ast
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PACKAGE_RULES = {"python_package", "package_test"}
+"""One target a folder."""
+FILE_RULES = {"module", "module_test"}
+"""One target a file."""
+TEST_RULES = {"module_test", "package_test"}
+MANAGED = PACKAGE_RULES | FILE_RULES | {"library", "app"}
+MACROS = MANAGED | {"requirement"}
+DEFS = "//build:defs.bzl"
+
+
+@dataclass
+class Rule:
+    """One call in a BUILD file: its function, the source of each keyword but `deps`, the deps to keep, its files."""
+
+    kind: str
+    name: str
+    attributes: dict[str, str] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+    deps: list[str] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+
+    @property
+    def hub(self) -> str:
+        """The hub its third-party packages come from."""
+        return str(ast.literal_eval(self.attributes.get("hub", '"pypi"')))
+
+    @property
+    def source(self) -> str:
+        """The one file that it spells out, `srcs` or a program's `main`; "" where its name says the file."""
+        if self.kind == "app":
+            return str(ast.literal_eval(self.attributes["main"]))
+        return str([*ast.literal_eval(self.attributes.get("srcs", "[]")), ""][0])
+
+
+@dataclass
+class Build:
+    """A BUILD file: its head (loads, package), the rules that are written anew, other statements as they stand."""
+
+    head: str
+    rules: list[Rule]
+    others: list[str]
+
+
+def order(dep: str) -> tuple[int, str]:
+    """Own package, other packages, third-party; each by name."""
+    return (2 if dep.startswith("requirement") else 1 if dep.startswith('"//') else 0, dep.strip('"').replace(":", "!"))
+
+
+def kept_entries(deps: str) -> list[str]:
+    """The entries of a list, as the source has it, whose last line is marked `# keep`; each on one line."""
+    lines = deps.splitlines()
+    listed = ast.parse(deps, mode="eval").body
+    entries = [node for node in listed.elts if node.end_lineno] if isinstance(listed, ast.List) else []
+    return [one_line(node) for node in entries if lines[(node.end_lineno or 0) - 1].rstrip().endswith("# keep")]
+
+
+def one_line(node: ast.expr) -> str:
+    """A label or a requirement() call as this file writes it inside."""
+    if isinstance(node, ast.Call):
+        words = [one_line(word) for word in node.args] + [f"{k.arg} = {one_line(k.value)}" for k in node.keywords]
+        return f"{ast.unparse(node.func)}({', '.join(words)})"
+    return f'"{ast.literal_eval(node)}"'
+
+
+def spread(entry: str, indent: int) -> str:
+    """An entry as buildifier writes it: a call with more than one argument has a line for each."""
+    call = re.fullmatch(r"(\w+)\((.+), (\w+ = .+)\)", entry)
+    if not call:
+        return entry
+    blanks = " " * indent
+    return f"{call[1]}(\n{blanks}    {call[2]},\n{blanks}    {call[3]},\n{blanks})"
+
+
+def segment(lines: list[str], node: ast.expr) -> str:
+    """The source of an expression in ASCII lines that keep their ends (as `ast.get_source_segment`, at once)."""
+    end = node.end_lineno or 0
+    text = "".join(lines[node.lineno - 1 : end])
+    return text[node.col_offset : len(text) - len(lines[end - 1]) + (node.end_col_offset or 0)]
+
+
+def parse_build(text: str) -> Build:
+    """Return what a BUILD file says."""
+    lines = text.splitlines(keepends=True)
+    build = Build("", [], [])
+    end = 0
+    for node in ast.parse(text).body:
+        above = "".join(lines[end : node.lineno - 1]).strip("\n")
+        source = "".join(lines[node.lineno - 1 : node.end_lineno])
+        end = node.end_lineno or 0
+        call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+        kind = call.func.id if call is not None and isinstance(call.func, ast.Name) else ""
+        if kind == "load":
+            build.head += source
+        elif kind == "package":
+            build.head += "\n" + (above + "\n" if above else "") + source
+        elif call is not None and kind in MANAGED:
+            attributes = {word.arg: segment(lines, word.value) for word in call.keywords if word.arg}
+            deps = attributes.pop("deps", "[]")
+            name = ast.literal_eval(attributes.pop("name"))
+            build.rules.append(Rule(kind, name, attributes, kept_entries(deps)))
+        else:
+            build.others.append((above + "\n" if above else "") + source)
+    return build
+
+
+def layout(rule: Rule) -> str:
+    """Write a rule as buildifier would."""
+    lines = [f'    name = "{rule.name}",\n']
+    first = ["size", "srcs"]
+    keys = sorted(rule.attributes, key=lambda key: (first.index(key) if key in first else len(first), key))
+    lines += [f"    {key} = {rule.attributes[key]},\n" for key in keys]
+    kept = [dep for dep in rule.kept if dep not in rule.deps]
+    entries = sorted({*rule.deps, *kept}, key=order)
+    texts = [spread(dep, 8) + (",  # keep" if dep in kept else ",") for dep in entries]
+    if len(texts) == 1 and not kept:
+        lines.append(f"    deps = [{spread(entries[0], 4)}],\n")
+    elif texts:
+        lines.append("    deps = [\n" + "".join(f"        {text}\n" for text in texts) + "    ],\n")
+    return f"{rule.kind}(\n{''.join(lines)})\n"
+
+
+def spelled(names: list[str]) -> str:
+    """Write a list of words as buildifier would: one on its line, more on a line each."""
+    if len(names) < 2:
+        return "[" + "".join(f'"{name}"' for name in names) + "]"
+    return "[\n" + "".join(f'        "{name}",\n' for name in names) + "    ]"
+
+
+def written(build: Build, rules: list[Rule]) -> str:
+    """Return the text of a BUILD file with these rules; it loads the macros of defs.bzl that it calls."""
+    body = "".join("\n" + layout(rule) for rule in rules) + "".join("\n" + text for text in build.others)
+    called = [name for name in sorted(MACROS) if re.search(rf"\b{name}\(", body)]
+    loaded = f'load("{DEFS}", ' + ", ".join(f'"{name}"' for name in called) + ")"
+    head = build.head if f'"{DEFS}"' in build.head else f'load("{DEFS}")\n{build.head}'
+    return re.sub(rf'load\("{DEFS}"[^)]*\)', loaded, head) + body

@@ -1,0 +1,119 @@
+"""What `--plan` can check of the machine that it runs on: packages, drivers, devices, ports. It starts nothing
+but an interpreter of vLLM's environment, which tells the version of a package.
+
+A plan may be made anywhere, so that nothing here is a problem of the plan: each line says what is there, or what is not
+and how it is mended, for whoever starts the run on this machine.
+"""
+
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.specifiers import SpecifierSet
+
+from engines.devices.detect import devices_of
+from engines.devices.hccl import HOST_PORTS, HcclSettings, port_range
+from engines.devices.npu_operators import VERSIONS
+from rollout.vllm.client.process import find_python
+from rollout.vllm.server.ascend import PACKAGE, refuse_other_versions
+from rollout.vllm.settings.config import VllmConfig
+from runplan.estimates.states import GIB
+from runplan.run_spec import RunSpec
+
+_INSTALLED = f"""
+from importlib.metadata import PackageNotFoundError, version
+try:
+    print(version({PACKAGE!r}))
+except PackageNotFoundError:
+    pass
+"""
+CANN = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")  # set by CANN's set_env.sh
+
+
+def seen_here(spec: RunSpec, environ: Mapping[str, str]) -> list[str]:
+    """Return lines on the accelerators that the run asks for; none where it asks for the CPU or leaves the choice
+    open."""
+    if spec.engine.device == "npu":
+        operators = spec.engine.npu_operators != "off"
+        lines = [_torch_npu(operators), _driver(), _cann(environ), *_devices(spec), *_ports(spec, environ)]
+        on_npus = (spec.cluster.rollout.engine, spec.cluster.rollout.device) == ("vllm", "auto")
+        return [*lines, *([_vllm_ascend()] if on_npus else [])]
+    return _devices(spec) if spec.engine.device == "cuda" else []
+
+
+def _torch_npu(operators: bool) -> str:
+    """Return the line on torch_npu; `operators`: whether layers are to compute by those of NPUs."""
+    torch = version("torch").partition("+")[0]
+    try:
+        installed = version("torch_npu")
+    except PackageNotFoundError:
+        return f"missing: torch_npu; install torch_npu=={torch}, the release of the torch that is here"
+    if installed.partition(".post")[0] != torch:
+        return f"missing: torch_npu {installed} is not for torch {torch}; install torch_npu=={torch}"
+    if operators and not SpecifierSet(VERSIONS).contains(installed.partition(".post")[0], prereleases=True):
+        return f"missing: torch_npu {VERSIONS} for its operators, {installed} is here; set --engine.npu-operators off"
+    return f"torch_npu {installed} beside torch {torch}"
+
+
+def _vllm_ascend() -> str:
+    """Return the line on vLLM's plugin, whose version an interpreter of vLLM's environment tells."""
+    try:
+        python = find_python(VllmConfig())
+        answer = subprocess.run([python, "-c", _INSTALLED], capture_output=True, text=True, timeout=60, check=False)
+        installed = answer.stdout.strip() or None
+        refuse_other_versions(installed)
+    except (ValueError, OSError, subprocess.TimeoutExpired) as error:
+        return f"missing: {error}"
+    return f"vllm-ascend {installed} in the environment of {python}"
+
+
+def _driver() -> str:
+    program = shutil.which("npu-smi")
+    return f"driver: {program}" if program else "missing: npu-smi; install driver and firmware of the cards"
+
+
+def _cann(environ: Mapping[str, str]) -> str:
+    folder = next((environ[name] for name in CANN if environ.get(name)), None)
+    return f"CANN: {folder}" if folder else f"missing: {CANN[0]} is not set; source set_env.sh of the CANN toolkit"
+
+
+def _devices(spec: RunSpec) -> list[str]:
+    kind = spec.engine.device
+    devices = devices_of(kind)
+    if reason := devices.missing():
+        return [f"missing: device {kind}; {reason}"]
+    count = devices.module.device_count()  # type: ignore[attr-defined]
+    lines = [f"{count} devices for {spec.processes} ranks a node"]
+    if count < spec.processes:
+        lines = [f"missing: {lines[0]}; set --processes {count}, or take more nodes (--cluster.pools.nodes)"]
+    planned, figures = spec.cluster.pools.device_memory_gib, devices.memory()
+    if planned is not None and figures is not None and figures.total < 0.95 * planned * GIB:
+        lines.append(f"missing: a device has {figures.total / GIB:.0f} GiB, the plan counts on {planned:g}")
+    return lines
+
+
+def _ports(spec: RunSpec, environ: Mapping[str, str]) -> list[str]:
+    """Return lines on HCCL's settings, and on the host's free ports: each rank takes one."""
+    try:
+        settings = HcclSettings.read(environ)
+        settings.check_room(spec.processes)
+    except ValueError as error:
+        return [f"missing: {error}"]
+    ports = port_range(HOST_PORTS, settings.host_ports)
+    taken = [port for port in ports if not _free(port)]
+    line = f"HCCL: {len(ports) - len(taken)} of {len(ports)} host ports are free ({settings.host_ports})"
+    if len(ports) - len(taken) < spec.processes:
+        line = f"missing: {line} for {spec.processes} ranks; set {HOST_PORTS} to a range that is"
+    return [line, f"HCCL: ranks wait {settings.connect_timeout} s for one another"]
+
+
+def _free(port: int) -> bool:
+    """Return whether a process could take the port; nothing listens on it here."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as tried:
+        try:
+            tried.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,24 @@
+"""What is changed of a run's settings is asked of whoever obeys it; whole runs are in apps/common/tests."""
+
+from engines import EngineConfig
+from runplan import PlainCluster, PlainRollout, RunSpec, make_plan, requirements
+
+ENGINE = EngineConfig(device="cpu", vision="frozen")
+
+
+def answers(engine: str) -> dict[str, bool]:
+    rollout = PlainRollout(engine=engine, tp=2, memory_share=0.5)
+    cluster = PlainCluster(rollout=rollout, changed=(("rollout.engine", engine), ("rollout.tp", 2)), apart="elsewhere")
+    spec = RunSpec("grpo", "any", ENGINE, cluster, processes=2, steps=1, rows=2, longest=8)
+    assert make_plan(spec).requirements == requirements(spec)
+    return {each.feature: bool(each.answer) for each in requirements(spec) if each.feature != "vision"}
+
+
+def test_a_sampler_of_somebody_elses_answers_for_its_own_settings() -> None:
+    assert answers("mine.py:Backend") == {
+        "--cluster.rollout.engine mine.py:Backend": True,
+        "--cluster.rollout.tp 2": True,
+        "images shown to the sampler": True,
+    }
+    assert answers("native")["--cluster.rollout.tp 2"] is False
+    assert answers("vllm")["--cluster.rollout.tp 2"] is True

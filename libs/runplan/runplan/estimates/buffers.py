@@ -1,0 +1,137 @@
+"""Memory beside a step's: weights on their way to a sampler or a disk, and what host memory keeps. From sizes alone.
+
+Each figure is of the code that it names, in bytes of tensors: nothing is fitted, and a test counts what is allocated.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from engines import EngineConfig
+from engines.fast.support import replicated_weights
+from engines.step import PIECE_BYTES
+from runplan.estimates.states import States
+from runplan.model.model_shape import ModelShape, count_parameters, tower_parameters
+from runplan.settings import ClusterSettings, RolloutSettings
+
+DISK = 2
+"""Bytes of a number in a checkpoint's files and for vLLM: bfloat16."""
+WIDE = 4
+"""Bytes of a float32."""
+FILE_BYTES = 4 * 2**30
+"""Of a file of `save_hf` (`engines.weights.saving`)."""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Bytes on a device and in host memory of one rank; `always`, or only while what it is for goes on."""
+
+    name: str
+    device: float = 0.0
+    host: float = 0.0
+    always: bool = False
+
+
+def largest_tensor(shape: ModelShape) -> int:
+    """Count the elements of a checkpoint's largest tensor as the module has it: an embedding, or a layer's experts."""
+    queries = shape.heads * shape.head_dim * (2 if shape.gated_attention else 1)
+    rows = (shape.vocab, 2 * shape.experts * shape.expert_intermediate, shape.intermediate, queries)
+    return max(rows) * shape.hidden
+
+
+def total_parameters(shape: ModelShape) -> int:
+    """Count the parameters of decoder and tower, as a checkpoint has them."""
+    return count_parameters(shape).total + tower_parameters(shape)
+
+
+def export_bytes(shape: ModelShape, engine: EngineConfig) -> float:
+    """Return the bytes of `export_weights`: a tensor whole on every rank, the one before it, and a copy for the disk.
+
+    Megatron puts tensors together in float32, FSDP2 in the masters' dtype. Two buckets come on top.
+    """
+    width = WIDE if engine.backend == "megatron" or engine.master_dtype == "float32" else 2
+    return largest_tensor(shape) * (2 * width + DISK) + 2 * PIECE_BYTES
+
+
+def shares_weights(engine: EngineConfig, cluster: ClusterSettings, ranks: int, shards: int) -> bool:
+    """Return whether the native sampler computes with the trainer's weights in place.
+
+    A run asks its engine itself (`engines.shared_parameters`). `shards`: ranks that share a copy of sharded weights.
+    """
+    if cluster.weights_apart(engine) is not None or engine.backend != "fsdp2" or engine.lora.rank:
+        return False
+    on_cpu = engine.device == "cpu"
+    alone = engine.weights == "auto" and ranks == 1 and not on_cpu
+    if (alone or engine.weights == "replicated") and replicated_weights(engine, torch.device("cpu")):
+        return True
+    dtype = ("float32" if on_cpu else "bfloat16") if engine.dtype == "auto" else engine.dtype
+    return shards == 1 and dtype == engine.master_dtype and (on_cpu or not engine.parameters_on_host)
+
+
+def train_buffers(
+    shape: ModelShape, engine: EngineConfig, states: States, layers: int, offload: bool, width: int, samples: bool
+) -> list[Buffer]:
+    """Return the buffers of a training rank with these states, of whose stage there are `layers`.
+
+    `samples`: a sampler is handed copies of the weights.
+    """
+    buffers = (
+        [Buffer("all states" if states.all_on_host else "optimizer states", host=states.host, always=True)]
+        if states.host
+        else []
+    )
+    if states.host and engine.backend == "megatron":
+        buffers.append(Buffer("gradients on their way to the optimizer", host=states.optimizer / 3))
+    if engine.activation_offload:
+        rows = engine.max_tokens_per_rank * shape.hidden * layers
+        buffers.append(Buffer("recomputed layers' inputs", host=width * rows))
+    if offload:
+        buffers.append(Buffer("offload", host=max(0.0, states.device - states.gradients)))
+    whole = export_bytes(shape, engine)
+    if samples:
+        buffers.append(Buffer("hand-over", whole, whole if engine.device == "cpu" else PIECE_BYTES))
+    masters = states.optimizer / 3 if engine.backend == "megatron" and width < WIDE else 0.0
+    weights = 0.0 if masters else states.weights
+    buffers.append(Buffer("checkpoint, copied to be written meanwhile", host=weights + states.optimizer))
+    buffers.append(Buffer("model directory", whole, min(FILE_BYTES, DISK * total_parameters(shape))))
+    return buffers
+
+
+def sampler_buffers(shape: ModelShape, layout: RolloutSettings, width: int) -> list[Buffer]:
+    """Return the buffers of the process that a sampler belongs to (vLLM: one of tp x dp devices; native: each)."""
+    if layout.engine == "vllm":
+        # rollout.vllm.weights.shared_weights: the set in use and the one that is staged, where workers read them.
+        two = 2.0 * DISK * total_parameters(shape)
+        if layout.weights_on_device:
+            return [Buffer("two sets of weights", device=two, always=True)]
+        return [Buffer("two sets of weights", host=two, always=True)]
+    if layout.engine == "native":
+        whole = float(width * total_parameters(shape))
+        return [
+            Buffer("weights", device=whole, always=True),
+            Buffer("staged weights", device=whole + width * largest_tensor(shape)),
+        ]
+    return []
+
+
+def vllm_weights(shape: ModelShape, layout: RolloutSettings) -> float:
+    """Return the bytes of a worker's weights: its part of each matrix, and of the experts."""
+    count = count_parameters(shape)
+    sharers = layout.tp if layout.ep == 1 else max(layout.tp, layout.ep)
+    dense = (count.embeddings + count.dense + tower_parameters(shape)) / layout.tp
+    return DISK * (dense + count.experts / sharers)
+
+
+def cache_bytes(shape: ModelShape, tp: int) -> int:
+    """Return a token's bytes on a worker, in layers of full attention: keys and values of its heads, one at least."""
+    return 2 * DISK * shape.full_attention_layers * max(1, shape.kv_heads // tp) * shape.head_dim
+
+
+def state_bytes(shape: ModelShape, tp: int) -> float:
+    """Return a request's bytes on a worker, in gated delta nets.
+
+    A float32 matrix a value head, and the convolution's inputs.
+    """
+    heads, dim = shape.linear_value_heads, shape.linear_head_dim
+    mixed = (2 * shape.linear_key_heads + heads) * dim
+    return shape.linear_layers * (WIDE * heads * dim * dim + DISK * mixed * (shape.linear_conv_width - 1)) / tp

@@ -1,0 +1,194 @@
+"""The most memory that a training step takes on a rank, from sizes alone, by what is alive at its fullest moments.
+
+1. `States`: weights, gradients and moments, which are there between steps too.
+2. Activations: what a layer keeps for its backward pass, by the kind of its mixer and its MLP; under recomputation one
+   row of hidden states a layer, and one layer's activations at a time.
+3. Moments of a step at which something else is there as well: the head's chunk of logits, a layer's gathered weights
+   and gradients (FSDP2), the outermost weights' gradients before they are shared out (FSDP2), the update.
+
+The peak is the largest of these moments, not their sum. Every figure counts elements that the code keeps; nothing is
+fitted. Not counted: libraries' workspaces (cuBLAS: some 32 MiB a process), what torch's allocator cannot use, what a
+compiler saves or fuses within a layer, and activations of a vision tower (its weights and their states are).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engines import EngineConfig
+from runplan.estimates.logits import WIDE, fsdp_head, megatron_head
+from runplan.estimates.states import StageParameters, fsdp_states, megatron_states, parameters_by_stage
+from runplan.layout.grid import Grid
+from runplan.model.model_shape import ModelShape, count_parameters, tower_parameters
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes on a rank: what stays between steps, and at each full moment of a step."""
+
+    states: float
+    moments: dict[str, float]
+    """By name: everything that is alive then, states among it."""
+
+    @property
+    def bytes(self) -> float:
+        """The largest."""
+        return max(self.moments.values())
+
+    @property
+    def when(self) -> str:
+        """Which moment that is."""
+        return max(self.moments, key=lambda name: self.moments[name])
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Of one micro-batch on one rank: all of them, and those whose log-probs train."""
+
+    all: int
+    trained: int
+
+
+def mixer_elements(shape: ModelShape, linear: bool, tp: int = 1) -> float:
+    """Count the elements a token that attention, or a gated delta net, keeps for its backward pass."""
+    if not linear:
+        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        before = queries * (2 if shape.gated_attention else 1) + 2 * keys
+        turned = 2 * (queries + keys)  # normed, and turned by rotary positions
+        out = queries * (2 if shape.gated_attention else 1)
+        return (before + turned + out) / tp
+    head, values = shape.linear_head_dim, shape.linear_value_heads * shape.linear_head_dim
+    mixed = 2 * shape.linear_key_heads * head + values
+    # Before and after the convolution; gate; q and k normed and for each value head; chunks of 64 with their state.
+    chunked = 2 * values + shape.linear_value_heads * (64 + head * head / 64)
+    return (2 * mixed + 3 * values + chunked + 4 * shape.linear_value_heads) / tp
+
+
+def mlp_elements(shape: ModelShape, tp: int = 1) -> float:
+    """Count the elements a token of an MLP or experts: gate, up, their product; rows of experts twice."""
+    if not shape.experts:
+        return 4 * shape.intermediate / tp
+    routed = shape.experts_per_token * (4 * shape.expert_intermediate + 2 * shape.hidden)
+    return routed + 4 * shape.shared_expert_intermediate / tp + 2 * shape.experts
+
+
+def layer_elements(shape: ModelShape, linear: bool, tp: int = 1) -> float:
+    """Count the elements a token that a layer keeps: two norms' inputs and outputs, and those of its two halves."""
+    return 4 * shape.hidden / tp + mixer_elements(shape, linear, tp) + mlp_elements(shape, tp)
+
+
+def activation_bytes(shape: ModelShape, layers: int, tokens: int, recompute: bool, width: int, tp: int = 1) -> float:
+    """Return the bytes of `layers` layers at the end of a forward pass, the one that is computed again among them."""
+    kinds = [False] * shape.full_attention_layers + [True] * shape.linear_layers
+    each = [layer_elements(shape, linear, tp) for linear in kinds]
+    if recompute:
+        return width * tokens * (layers * shape.hidden / tp + max(each))
+    return width * tokens * sum(each) * layers / shape.layers
+
+
+def fsdp_peak(shape: ModelShape, engine: EngineConfig, shards: float, tokens: Tokens, width: int) -> Peak:
+    """Return the peak of FSDP2 with sharded weights, of which a rank has one of `shards`.
+
+    `width`: bytes of what layers compute in.
+    """
+    count = count_parameters(shape)
+    master = WIDE if engine.master_dtype == "float32" else 2
+    largest = shape.vocab * shape.hidden * master / shards
+    coming = (2 * engine.optimizer_on_host + 2 * engine.parameters_on_host) * largest
+    parts = fsdp_states(shape, engine, shards)
+    gradients = 0.0 if parts.all_on_host else parts.gradients
+    states = parts.device - gradients
+    if parts.all_on_host:
+        shards = math.inf  # none of them stays on the device
+    root = count.embeddings + shape.hidden
+    gathered = width * root  # gathered from the first layer on, until the last gradient is there
+    activations = activation_bytes(shape, shape.layers, tokens.all, engine.gradient_checkpointing, width)
+    logits = fsdp_head(shape, engine, tokens.trained, width).bytes
+    backward = max(_backward(shape, engine, shards, tokens.all, width, master, left) for left in (1, 2, shape.layers))
+    return Peak(
+        states,
+        {
+            "head": states + gathered + activations + logits,
+            "layers": states + gathered + width * shape.vocab * shape.hidden + backward,
+            "outermost": states + gradients + gathered + (width + WIDE) * root,
+            "update": states + gradients + coming,  # what is on the host comes to the device, a parameter's at a time
+        },
+    )
+
+
+def _backward(
+    shape: ModelShape, engine: EngineConfig, shards: float, tokens: int, width: int, master: int, left: int
+) -> float:
+    """Return the bytes while the gradients of layer `left` (from the first, 1) are made, and while they are shared out.
+
+    Later layers have theirs. The layer before is gathered already, and the gradients of the layer after are still on
+    their way in float32.
+    """
+    count = count_parameters(shape)
+    layer = (count.dense + count.experts) / shape.layers
+    gathered = width * layer * (min(left, 2) if engine.reshard_after_forward else shape.layers)
+    there = master * layer * (shape.layers - left) / shards + gathered + width * layer
+    making = activation_bytes(shape, left, tokens, engine.gradient_checkpointing, width)
+    making += WIDE * layer * (left < shape.layers)
+    remain = activation_bytes(shape, left, tokens, engine.gradient_checkpointing, width)
+    remain -= activation_bytes(shape, 1, tokens, engine.gradient_checkpointing, width)
+    return there + max(making, remain + WIDE * layer * (1 + 1 / shards))
+
+
+def width_of(engine: EngineConfig) -> int:
+    """Return bytes of a number that layers compute in."""
+    return WIDE if engine.dtype == "float32" or engine.device == "cpu" else 2
+
+
+def peak_memory(shape: ModelShape, engine: EngineConfig, grid: Grid, layers: Sequence[int], shards: int) -> Peak:
+    """Return the peak of a run whose micro-batches are full, every token of which trains.
+
+    `layers`: of each pipeline stage. `shards`: ranks that share FSDP2's weights.
+    """
+    width = width_of(engine)
+    tokens = Tokens(engine.max_tokens_per_rank, engine.max_tokens_per_rank)
+    if engine.backend == "megatron":
+        return megatron_peak(shape, engine, grid, layers, tokens, width)
+    return fsdp_peak(shape, engine, shards, tokens, width)
+
+
+def megatron_peak(
+    shape: ModelShape, engine: EngineConfig, grid: Grid, layers: Sequence[int], tokens: Tokens, width: int
+) -> Peak:
+    """Return the peak of the fullest stage.
+
+    Every stage keeps as many micro-batches as stages come after it, and its own.
+    """
+    parameters = parameters_by_stage(shape, grid, layers)
+    peaks = [
+        _stage_peak(shape, engine, grid, layers, stage, parameters[stage], tokens, width)
+        for stage in range(len(layers))
+    ]
+    return max(peaks, key=lambda peak: peak.bytes)
+
+
+def _stage_peak(
+    shape: ModelShape,
+    engine: EngineConfig,
+    grid: Grid,
+    layers: Sequence[int],
+    stage: int,
+    parameters: StageParameters,
+    tokens: Tokens,
+    width: int,
+) -> Peak:
+    tower = tower_parameters(shape) if engine.vision != "off" and stage == 0 else 0
+    states = megatron_states(engine, grid, parameters, width, tower).device
+    flying = len(layers) - stage
+    recompute = engine.gradient_checkpointing
+    activations = activation_bytes(shape, layers[stage], tokens.all, recompute, width, grid.tp)
+    others = activation_bytes(shape, layers[stage], tokens.all, False, width, grid.tp)
+    if recompute:
+        others = width * tokens.all * layers[stage] * shape.hidden / grid.tp
+    activations += (flying - 1) * others
+    last = stage == len(layers) - 1
+    head = megatron_head(shape, engine, tokens.trained, width, grid.tp).bytes if last else 0.0
+    layer = (parameters.dense + parameters.experts) / max(1, layers[stage])
+    return Peak(
+        states, {"head": states + activations + head, "layers": states + activations + width * layer, "update": states}
+    )

@@ -1,0 +1,1 @@
+"""How ranks, batches and layers divide."""

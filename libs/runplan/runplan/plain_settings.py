@@ -1,0 +1,74 @@
+"""The settings of a run as plain dataclasses, for a program that has none of its own: one machine by default."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from engines import EngineConfig
+
+
+@dataclass(frozen=True)
+class PlainPools:
+    """`settings.PoolSettings`."""
+
+    nodes: int = 1
+    placement: Literal["colocated", "separate"] = "colocated"
+    rollout_nodes: int = 0
+    device_memory_gib: float | None = None
+
+
+@dataclass(frozen=True)
+class PlainRollout:
+    """`settings.RolloutSettings`."""
+
+    engine: str = "native"
+    tp: int = 1
+    dp: int = 1
+    ep: int = 1
+    copies_per_device: int = 1
+    memory_share: float = 0.0
+    max_model_tokens: int | None = None
+    ray_workers: int = 0
+    weight_transport: str = "auto"
+    admit: str | None = None
+    weights_on_device: bool = False
+    sleep: bool = False
+    device: Literal["auto", "cpu"] = "auto"
+
+    @property
+    def devices(self) -> int:
+        """Devices that one engine spans."""
+        return self.tp * self.dp // self.copies_per_device
+
+    @property
+    def experts_over_copies(self) -> bool:
+        """Whether each copy has a part of the experts."""
+        return self.ep > self.tp
+
+
+@dataclass(frozen=True)
+class PlainSchedule:
+    """`settings.ScheduleSettings`."""
+
+    mode: Literal["sync", "one_step_off", "fully_async"] = "sync"
+    stale_share: float = 0.0
+    parameter_sync_step: int = 1
+    required_batches: int = 1
+    interrupts: bool = False
+
+
+@dataclass(frozen=True)
+class PlainCluster:
+    """`settings.ClusterSettings`."""
+
+    pools: PlainPools = field(default_factory=PlainPools)
+    rollout: PlainRollout = field(default_factory=PlainRollout)
+    schedule: PlainSchedule = field(default_factory=PlainSchedule)
+    offload: bool = False
+    environment: tuple[str, ...] = ()
+    changed: tuple[tuple[str, Any], ...] = ()
+    apart: str | None = None
+    """Why a native sampler has weights of its own, where it has."""
+
+    def weights_apart(self, engine: EngineConfig) -> str | None:  # noqa: ARG002  as the protocol has it
+        """Return `apart`."""
+        return self.apart

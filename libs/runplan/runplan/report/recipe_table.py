@@ -1,0 +1,32 @@
+"""All recipes of an app in a table: what they train, where, and which can be run today, in full or shrunk."""
+
+from collections.abc import Iterable
+
+from runplan.report.plan import Plan, make_plan
+from runplan.run_spec import RunSpec
+
+HEAD = ("recipe", "model", "engine", "devices", "state", "with --shrink")
+
+
+def recipe_table(specs: Iterable[tuple[RunSpec, RunSpec]]) -> str:
+    """Return a Markdown table of recipes, each with what it is when it is shrunk, and a closing line that counts."""
+    rows = [(spec, make_plan(spec), make_plan(small)) for spec, small in specs]
+    ready, shrunk = sum(plan.ready for _, plan, _ in rows), sum(small.ready for _, _, small in rows)
+    cells = [HEAD, tuple("---" for _ in HEAD), *(_row(*row) for row in rows)]
+    lines = ["| " + " | ".join(row) + " |" for row in cells]
+    return "\n".join([*lines, "", f"{len(rows)} recipes, {ready} can be run today, {shrunk} shrunk"])
+
+
+def _row(spec: RunSpec, plan: Plan, small: Plan) -> tuple[str, ...]:
+    model = spec.origin.shape.name if spec.origin else "your own" if spec.needs_model else "made on the spot"
+    names = {"auto": "GPU or CPU", "cuda": "GPU"}
+    device = names.get(spec.engine.device, spec.engine.device.upper())
+    rollout = spec.rollout_ranks if spec.cluster.pools.placement == "separate" else 0
+    devices = f"{spec.ranks + rollout} {device}"
+    missing = len({requirement.answer for requirement in plan.missing})
+    state = "runs" if plan.ready else f"plan only: {missing} missing"
+    if plan.problems:
+        state = f"plan only: {len(plan.problems)} problems"
+    without = dict.fromkeys(requirement.feature.partition(" ")[0] for requirement in small.missing)
+    alone = "runs" if small.ready else f"refused: {', '.join([*without, *small.problems])}"
+    return (spec.recipe, model, spec.engine.backend, devices, state, alone)

@@ -1,0 +1,73 @@
+"""Lines on the time of a step: seconds where a device of its kind was measured, else the operations to divide."""
+
+from runplan.estimates.rates import PEAK, rate_of, unlike
+from runplan.estimates.step_time import StepWork, training_flops, training_seconds
+from runplan.layout.batches import BatchPlan, bubble_share
+from runplan.layout.grid import Grid
+from runplan.model.model_shape import ModelShape
+from runplan.run_spec import RunSpec
+
+PETA = 1e15
+EXAMPLE = 0.1
+"""PFLOPS, to show the division by."""
+
+
+def time_lines(spec: RunSpec, shape: ModelShape, grid: Grid, batches: BatchPlan) -> list[str]:
+    """Return lines on the time of a step; none for devices that are neither measured nor NPUs."""
+    step, device = step_of(spec, grid, batches), spec.engine.device
+    all_ranks = training_flops(shape, step) / PETA
+    counted = f"{_short(all_ranks)} PFLOP, {_short(all_ranks / step.ranks)} a rank"
+    if device in PEAK:
+        lines = _estimated(spec, shape, step, counted)
+    elif device == "npu":
+        lines = _left_to_divide(shape, step, counted)
+    else:
+        return []
+    tower = "a vision tower, " if spec.engine.vision != "off" else ""
+    sampled = "sampling, the hand-over of weights" if spec.app == "grpo" else "reading data"
+    return [*lines, f"not counted: {tower}communication, offloading, {sampled}"]
+
+
+def step_of(spec: RunSpec, grid: Grid, batches: BatchPlan) -> StepWork:
+    """Return what a step of the run computes, were all sequences at full length."""
+    again = spec.app == "grpo" and spec.mini_batches * spec.epochs > 1
+    return StepWork(
+        sequences=batches.sequences,
+        length=spec.longest,
+        ranks=spec.ranks,
+        epochs=spec.epochs,
+        forwards=again + spec.reference_policy,
+        recompute=spec.engine.gradient_checkpointing,
+        stages=grid.pp,
+        chunks=spec.engine.virtual_pipeline_parallel,
+        micro_batches=min(batches.micro_batches),
+    )
+
+
+def _estimated(spec: RunSpec, shape: ModelShape, step: StepWork, counted: str) -> list[str]:
+    peak, rate = PEAK[spec.engine.device], rate_of(shape, spec.engine, spec.ranks)
+    seconds = training_seconds(shape, step, peak * rate.share)
+    lines = [
+        f"{seconds:.0f} s of training's arithmetic a step, were all sequences at full length ({counted})",
+        f"at {rate.share:.0%} of {peak / 1e12:.0f} TFLOPS a device, {rate}",
+    ]
+    apart = unlike(shape, spec.engine)
+    return [*lines, f"no row was measured with {', '.join(apart)}"] if apart else lines
+
+
+def _left_to_divide(shape: ModelShape, step: StepWork, counted: str) -> list[str]:
+    """Return a step's operations on NPUs, which nobody measured, and what to do with a rate that somebody measured."""
+    each = training_flops(shape, step) / PETA / step.ranks
+    works = 1 - bubble_share(step.micro_batches, step.stages, step.chunks)
+    waiting = f" / {works:.2f}, as stages wait for one another" if step.stages > 1 else ""
+    seconds = training_seconds(shape, step, EXAMPLE * PETA)
+    return [
+        f"{counted}: training's arithmetic of a step, were all sequences at full length",
+        f"seconds = {_short(each)} / the PFLOPS that your devices reach{waiting}; no NPU was measured here",
+        f"if it were {EXAMPLE:g} PFLOPS: {seconds:.0f} s",
+    ]
+
+
+def _short(number: float) -> str:
+    """Return at least three digits."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

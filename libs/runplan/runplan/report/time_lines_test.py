@@ -1,0 +1,66 @@
+"""What a plan says of a step's time: seconds at a measured share, or operations to divide by somebody's own rate."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from engines import EngineConfig
+from runplan.estimates.rates import EXPERTS
+from runplan.estimates.step_time import StepWork, training_flops
+from runplan.layout.batches import plan_batches
+from runplan.model.model_shape import ModelShape
+from runplan.plain_settings import PlainCluster
+from runplan.report.time_lines import step_of, time_lines
+from runplan.run_spec import RunSpec
+
+SHAPE = ModelShape(
+    "hybrid", "qwen3_5_moe_text", "here", layers=12, hidden=2048, heads=8, kv_heads=2, head_dim=256, vocab=65_536,
+    experts=16, experts_per_token=2, expert_intermediate=1024, full_attention_interval=4, linear_key_heads=16,
+    linear_value_heads=32,
+)  # fmt: skip
+SPEC = RunSpec("sft", "any", EngineConfig(device="cuda"), PlainCluster(), 8, steps=10, rows=1024, longest=4096)
+
+
+def lines_of(spec: RunSpec) -> tuple[list[str], StepWork]:
+    batches = plan_batches(spec.rows, 1, spec.grid.dp, spec.longest, spec.engine.max_tokens_per_rank)
+    return time_lines(spec, SHAPE, spec.grid, batches), step_of(spec, spec.grid, batches)
+
+
+def test_seconds_are_operations_at_the_share_of_the_row_that_is_named() -> None:
+    lines, step = lines_of(SPEC)
+    each = training_flops(SHAPE, step) / 8
+    assert lines[0].startswith(f"{each / (EXPERTS.share * 989e12):.0f} s of training's arithmetic a step")
+    assert f"PFLOP, {each / 1e15:.3g} a rank)" in lines[0]
+    assert lines[1].startswith("at 20% of 989 TFLOPS a device, as a 1.0B hybrid with 16 experts")
+    assert len(lines) == 3, "nothing is unlike the row"
+    under, _ = lines_of(replace(SPEC, engine=EngineConfig(device="cuda", backend="megatron")))
+    assert under[2] == "no row was measured with experts under Megatron"
+
+
+def test_on_npus_a_step_is_counted_and_the_division_is_written_down() -> None:
+    lines, step = lines_of(replace(SPEC, engine=EngineConfig(device="npu")))
+    each = training_flops(SHAPE, step) / 8 / 1e15
+    assert lines[0].startswith(f"{each * 8:.3g} PFLOP, {each:.3g} a rank")
+    assert lines[1] == f"seconds = {each:.3g} / the PFLOPS that your devices reach; no NPU was measured here"
+    assert lines[2] == f"if it were 0.1 PFLOPS: {each / 0.1:.0f} s"
+    assert not any(" s of training" in line or "%" in line for line in lines), "no share of ours is an NPU's"
+
+
+def test_waiting_stages_are_part_of_the_division() -> None:
+    """4 stages and 256 micro-batches on 2 ranks of data each: 3 of 259 turns are waited for."""
+    piped = EngineConfig(device="npu", backend="megatron", pipeline_parallel=4, max_tokens_per_rank=8192)
+    lines, step = lines_of(replace(SPEC, engine=piped))
+    assert (step.stages, step.micro_batches) == (4, 256)
+    works = 256 / 259
+    assert f" / {works:.2f}, as stages wait for one another;" in lines[1]
+    each = training_flops(SHAPE, step) / 8 / 1e15
+    (seconds,) = re.findall(r": ([0-9.]+) s", lines[2])
+    assert float(seconds) == pytest.approx(each / 0.1 / works, abs=0.5)
+
+
+def test_a_cpu_has_no_lines_and_a_tower_is_not_counted() -> None:
+    assert lines_of(replace(SPEC, engine=EngineConfig(device="cpu")))[0] == []
+    seeing = replace(SPEC, engine=EngineConfig(device="cuda", vision="frozen"))
+    assert lines_of(seeing)[0][-1].startswith("not counted: a vision tower, ")
+    assert "tower" not in lines_of(SPEC)[0][-1]

@@ -1,0 +1,101 @@
+"""What a plan is made of: the settings of a run, whatever it trains."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engines import EngineConfig
+from engines.config import parse_context_parallel
+from engines.parallel.configured_layout import shards_of
+from runplan.layout.batches import BatchPlan, plan_batches
+from runplan.layout.grid import Grid, grid_problems, make_grid
+from runplan.model.origin import Origin
+from runplan.settings import ClusterSettings
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One run. A step takes `rows` prompts or conversations, `group` sequences of each, of at most `longest` tokens."""
+
+    app: Literal["grpo", "sft"]
+    recipe: str
+    engine: EngineConfig
+    cluster: ClusterSettings
+    processes: int
+    steps: int
+    rows: int
+    longest: int
+    group: int = 1
+    mini_batches: int = 1
+    epochs: int = 1
+    reference_policy: bool = False
+    needs_model: bool = True
+    origin: Origin | None = None
+    model_type: str | None = None
+    """Of the model that is named, where there is one to look at; the origin's counts before it."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that train."""
+        return self.processes * self.cluster.pools.nodes
+
+    @property
+    def rollout_ranks(self) -> int:
+        """Devices that sample: those that train, unless pools are separate, or one process samples beside all ranks."""
+        pools, rollout = self.cluster.pools, self.cluster.rollout
+        if pools.placement == "separate":
+            return self.processes * pools.rollout_nodes
+        one_process = self.cluster.schedule.mode == "fully_async" and not rollout.ray_workers
+        return min(self.ranks, rollout.devices) if one_process else self.ranks
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share a copy of the weights under FSDP2; ValueError where they do not divide those that train."""
+        return shards_of(self.engine, self.ranks)
+
+    @property
+    def context_parallel(self) -> int:
+        """Ranks that always share a sequence; 1 where they are chosen anew for each micro-batch."""
+        size = parse_context_parallel(self.engine.context_parallel)
+        return 1 if size == "dynamic" else size
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the ranks that share a sequence are chosen for each micro-batch."""
+        return parse_context_parallel(self.engine.context_parallel) == "dynamic"
+
+    @property
+    def grid(self) -> Grid:
+        """The training ranks by axis; ValueError where the sizes do not divide."""
+        shards_of(self.engine, self.ranks)
+        return make_grid(self.ranks, **self._sizes)
+
+    @property
+    def grid_problems(self) -> list[str]:
+        """All that keeps `grid` from being made, each with its fix."""
+        problems = grid_problems(self.ranks, **self._sizes)
+        try:
+            shards_of(self.engine, self.ranks)
+        except ValueError as error:
+            problems.append(str(error))
+        return problems
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """What the ranks that share a sequence hold of a micro-batch together."""
+        return (self.ranks if self.dynamic else self.context_parallel) * self.engine.max_tokens_per_rank
+
+    def batches(self, grid: Grid) -> BatchPlan:
+        """Split a step's sequences; ValueError where they do not fit."""
+        dp = 1 if self.dynamic else grid.dp
+        return plan_batches(self.rows * self.group, self.mini_batches, dp, self.longest, self.micro_batch_tokens)
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        engine = self.engine
+        return {
+            "tp": engine.tensor_parallel,
+            "cp": self.context_parallel,
+            "pp": engine.pipeline_parallel,
+            "ep": engine.expert_parallel,
+            "etp": engine.expert_tensor_parallel,
+        }

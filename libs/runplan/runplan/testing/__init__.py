@@ -1,0 +1,1 @@
+"""Configs and measured runs that tests hold the arithmetic to."""

@@ -1,0 +1,1 @@
+"""Fully asynchronous schedule: sampling and training wait for each other as little as the bounds allow."""

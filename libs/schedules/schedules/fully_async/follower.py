@@ -1,0 +1,171 @@
+"""Several ranks that train beside one sampling process: the first one decides, and the others obey.
+
+1. Rank 0 alone has the process, the ledger and the controller (`FullyAsyncSchedule`). Whatever all ranks do together,
+   it orders first: a broadcast of what is to be done, with all that it takes. The others (`AsyncFollower`) do what they
+   are told until a call of the run's loop is done, which is an order as well.
+2. So all ranks train on the recorded bytes of the same groups, and export the same weights as often, also where a
+   sampling process that died is replaced in mid-step.
+3. While rank 0 waits for episodes, or for the process to begin, it says so now and then: others wait for an order, and
+   a collective's timeout bounds neither.
+4. A rank that fails ends all (`engines.launch`): nobody waits for an order that does not come.
+"""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+from rollout import Episode
+from rollout.episodes.codec import decode_episodes
+from rollout.sync.transfer import WeightVoteFailed
+from schedules.protocols import Tasks, Trainer
+from schedules.reporting.live import EVERY
+from schedules.runtime.collectives import broadcast
+from schedules.runtime.interrupts import Runner
+from schedules.sampling.ledger_files import check_ledgers
+from schedules.sampling.remote_sampler import RemoteSampler
+from schedules.sampling.session import Evaluation, evaluation_of
+from schedules.sampling.settings import RunState
+from schedules.schedule import StepResult
+from schedules.weights.weight_checks import Media, compare_checks
+from schedules.weights.weight_sync import sync_weights
+
+SILENCE = 10.0
+"""Seconds that the other ranks hear nothing, at most, while rank 0 waits for episodes."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Order to wait: rank 0 waits for episodes."""
+
+
+@dataclass(frozen=True)
+class SendWeights:
+    """Order to give the sampling process the present weights under this number (`sync_weights`)."""
+
+    version: int
+    module_names: bool
+
+
+@dataclass(frozen=True)
+class CheckWeights:
+    """Order to compare what the samplers said with the present weights; the arguments of `compare_checks`."""
+
+    prompts: Sequence[Sequence[int]]
+    checks: Sequence[dict[str, Any]]
+    version: int
+    media: Sequence[Media] = ()
+
+    def run(self, trainer: Trainer) -> dict[str, float]:
+        """Return the metrics of `compare_checks`; collective."""
+        return compare_checks(trainer, self.prompts, self.checks, self.version, self.media)
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """Order to train step number `step`, from 1, on these groups, as the ledger has them, in order of the tasks."""
+
+    step: int
+    payloads: Sequence[bytes]
+
+    def episodes(self) -> list[Episode]:
+        """Return the episodes, numbered by their group's place in the step."""
+        return [
+            replace(episode, group=place)
+            for place, payload in enumerate(self.payloads)
+            for episode in decode_episodes(payload)
+        ]
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """End of what the run's loop asked for: the metrics of a step, or the bytes of held-out episodes."""
+
+    metrics: dict[str, float] | None = None
+    payload: bytes = b""
+
+
+Order = Wait | SendWeights | CheckWeights | TrainBatch | StepDone
+NOTHING: Order = Wait()
+"""What a rank that hears an order sends itself."""
+
+
+class Leader:
+    """Rank 0's side; of one rank, nothing is sent. For the thread that trains: an order is a collective."""
+
+    def __init__(self) -> None:
+        self._sent = time.monotonic()
+
+    def order(self, order: Order) -> None:
+        """Have the other ranks do it; this one does it next."""
+        broadcast(order)
+        self._sent = time.monotonic()
+
+    def waits(self) -> None:
+        """Tell the others, now and then, that episodes are still waited for."""
+        if time.monotonic() - self._sent > SILENCE:
+            self.order(Wait())
+
+    def wait_for(self, futures: "Sequence[Future[Any]]") -> None:
+        """Wait until all have ended, however long it takes."""
+        while wait(futures, EVERY).not_done:
+            self.waits()
+
+
+class AsyncFollower:
+    """Fully asynchronous schedule of any rank but the first."""
+
+    def __init__(self, tasks: Tasks, trainer: Trainer, run: RunState, runner: Runner) -> None:
+        self._tasks, self._trainer, self._runner = tasks, trainer, runner
+        self._trained: tuple[int, list[Episode], list[float]] = (run.done, [], [])
+        check_ledgers(run.run_dir, "fully_async", 1, run.done)
+
+    def __enter__(self) -> "AsyncFollower":
+        self._follow()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Do nothing: nothing runs here."""
+
+    def step(self, step: int) -> StepResult:
+        """Follow rank 0's step; its tasks are rank 0's to tell of."""
+        metrics = self._follow().metrics
+        trained, episodes, advantages = self._trained
+        assert metrics is not None
+        assert trained == step + 1, f"rank 0 trained step {trained}, and this rank is at {step + 1}"
+        return StepResult(episodes, advantages, metrics, ())
+
+    def evaluate(self) -> Evaluation:
+        """Return what rank 0's sampling process answered."""
+        return evaluation_of(self._tasks, decode_episodes(self._follow().payload), self._tasks.held_out())
+
+    def saving(self, step: int) -> None:
+        """Do nothing: rank 0 records where the tasks are."""
+
+    def saved(self, step: int) -> None:
+        """Do nothing: rank 0 has the ledger."""
+
+    def _follow(self) -> StepDone:
+        """Do what rank 0 says until it is done."""
+        while not isinstance(order := broadcast(NOTHING), StepDone):
+            if isinstance(order, SendWeights):
+                with suppress(WeightVoteFailed):  # rank 0's process did not take them: it says how it goes on
+                    sync_weights(
+                        self._trainer,
+                        RemoteSampler(0),
+                        order.version,
+                        self._runner,
+                        module_names=order.module_names,
+                    )
+            elif isinstance(order, CheckWeights):
+                order.run(self._trainer)
+            elif isinstance(order, TrainBatch):
+                episodes = order.episodes()
+                result = self._trainer.train(order.step - 1, episodes)
+                self._trained = (order.step, episodes, result.advantages)
+        return order

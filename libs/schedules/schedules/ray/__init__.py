@@ -1,0 +1,1 @@
+"""Samplers in actors of a Ray cluster."""

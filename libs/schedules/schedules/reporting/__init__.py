@@ -1,0 +1,1 @@
+"""Metrics, progress and timeline of a schedule."""

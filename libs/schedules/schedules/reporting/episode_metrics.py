@@ -1,0 +1,136 @@
+"""What a step's episodes were like, as numbers: what people look at first."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean, pstdev
+
+import torch
+
+from rollout import Episode
+
+TRUNCATED = frozenset({"limit", "length", "max_turns", "max_tokens", "deadline"})
+"""Ends that a limit brought about."""
+RATES = ("errors", "timeouts")
+
+
+def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Length, truncation, entropy, the spread and the parts of rewards, the rates of tools, by the names of `runlog`.
+
+    `entropy` is the mean of -log p over the sampled tokens: unbiased for the entropy a token of the policy that sampled
+    them, as answers are drawn from the whole vocabulary. Failed episodes count in `response/failed` alone.
+    """
+    played = [episode for episode in episodes if episode.score is not None]
+    found = {"response/failed": 1 - len(played) / len(episodes)}
+    if not played:
+        return found
+    lengths = [episode.sampled for episode in played]
+    found |= {
+        "response/length": fmean(lengths),
+        "response/length_max": float(max(lengths)),
+        "response/truncated": fmean(episode.end in TRUNCATED for episode in played),
+        "response/turns": fmean(episode.metrics.get("turns", 1) for episode in played),
+    }
+    surprise = [-p for e in played for s in e.segments for p, on in zip(s.log_probs, s.loss_mask, strict=True) if on]
+    if surprise:
+        found["entropy"] = math.fsum(surprise) / len(surprise)
+    found["reward/std"] = fmean(pstdev(rewards) for rewards in _by_group(played).values())
+    found |= _means(
+        "reward/part/", (episode.score.reward_components for episode in played if episode.score is not None)
+    )
+    return found | tool_metrics(played)
+
+
+def environment_metrics(
+    episodes: Sequence[Episode], environment_of: Callable[[str], str | None], prefix: str = "reward/environment/"
+) -> dict[str, float]:
+    """Return the mean reward of each environment under `prefix`, and its share of the episodes; nothing where a run has
+    one.
+
+    `environment_of`: a task's environment by its id, None where a run has one alone.
+    """
+    rewards: dict[str, list[float]] = {}
+    for episode in episodes:
+        name = environment_of(episode.task_id)
+        if episode.score is not None and name is not None:
+            rewards.setdefault(name, []).append(episode.reward)
+    total = sum(map(len, rewards.values()))
+    found = {f"{prefix}{name}": fmean(values) for name, values in sorted(rewards.items())}
+    return found | {f"{prefix}{name}/share": len(values) / total for name, values in sorted(rewards.items())}
+
+
+def tool_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Return for each tool its calls an episode, and the shares of them that failed and that took too long.
+
+    An episode's metrics count them, as `tool/NAME/calls`, `tool/NAME/errors`, `tool/NAME/timeouts`.
+    """
+    totals: dict[str, float] = {}
+    for episode in episodes:
+        for name, value in episode.metrics.items():
+            if name.startswith("tool/"):
+                totals[name] = totals.get(name, 0.0) + value
+    found: dict[str, float] = {}
+    for name, calls in sorted(totals.items()):
+        if name.endswith("/calls"):
+            tool = name.removesuffix("/calls")
+            found[name] = calls / len(episodes)
+            found |= {f"{tool}/{rate}": totals.get(f"{tool}/{rate}", 0.0) / calls for rate in RATES if calls}
+    return found
+
+
+def _by_group(episodes: Iterable[Episode]) -> dict[int, list[float]]:
+    groups: dict[int, list[float]] = {}
+    for episode in episodes:
+        groups.setdefault(episode.group, []).append(episode.reward)
+    return groups
+
+
+def _means(prefix: str, rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each name over the rows that have it."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            found.setdefault(name, []).append(value)
+    return {prefix + name: fmean(values) for name, values in sorted(found.items())}
+
+
+def age_metrics(episodes: Sequence[Episode], version: int) -> dict[str, float]:
+    """Return how old the trained tokens are by the weights that train them, number `version`."""
+    sampled = [
+        [v for v, on in zip(segment.policy_versions, segment.loss_mask, strict=True) if on]
+        for episode in episodes
+        for segment in episode.segments
+    ]
+    ages = [version - v for versions in sampled for v in versions]
+    return {
+        "schedule/token_staleness": sum(max(0, age) for age in ages) / max(1, len(ages)),
+        "schedule/stale_tokens": sum(age > 0 for age in ages) / max(1, len(ages)),
+        "schedule/interrupted_answers": sum(len(set(versions)) > 1 for versions in sampled) / max(1, len(sampled)),
+    }
+
+
+def rollout_metrics(episodes: Sequence[Episode], environment_of: Callable[[str], str | None]) -> dict[str, float]:
+    """Return what a step's episodes were like, and how many tokens they have."""
+    segments = [segment for episode in episodes for segment in episode.segments]
+    metrics = reward_metrics(episodes) | episode_metrics(episodes) | environment_metrics(episodes, environment_of)
+    return metrics | {
+        "rollout/tokens": float(sum(len(s.ids) for s in segments)),
+        "rollout/sampled_tokens": float(sum(s.sampled for s in segments)),
+        "rollout/policy_version": float(max(max(s.policy_versions) for s in segments)),
+        "rollout/failed_episodes": float(sum(episode.error is not None for episode in episodes)),
+        "rollout/retried_episodes": float(sum(episode.attempt > 0 for episode in episodes)),
+    }
+
+
+def reward_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Return the mean reward of the episodes that were scored; the shares of groups that solve their task, and that
+    teach."""
+    groups: dict[int, list[float]] = {}
+    for episode in episodes:
+        if episode.error is None:
+            groups.setdefault(episode.group, []).append(episode.reward)
+    low, high = (torch.tensor([choose(rewards) for rewards in groups.values()]) for choose in (min, max))
+    return {
+        "reward": torch.tensor([reward for rewards in groups.values() for reward in rewards]).mean().item(),
+        "reward/solved_groups": (low > 0).float().mean().item(),
+        "reward/mixed_groups": (low < high).float().mean().item(),
+    }

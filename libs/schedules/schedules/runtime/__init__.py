@@ -1,0 +1,1 @@
+"""Interrupts and collectives of a run's processes."""

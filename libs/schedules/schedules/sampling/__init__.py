@@ -1,0 +1,1 @@
+"""Rollout side of a schedule: sessions, sampling processes, ledgers."""

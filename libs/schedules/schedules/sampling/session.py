@@ -1,0 +1,183 @@
+"""Rollout side of one rank: its sampler, the chat format and the tasks, and how they make a step's episodes."""
+
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any, TypeVar
+
+from rollout import Chat, Episode, NativeEngine, RolloutEngine, Sampling, SharingEngine, TaskRow, failures, run_group
+from rollout.episodes.playing import together
+from schedules.protocols import ProcessEngine, SamplerSource, Tasks, Trainer, environment_of
+from schedules.reporting.episode_metrics import environment_metrics, episode_metrics
+from schedules.reporting.live import CountedFactory, Live, MeteredEngine
+from schedules.runtime.collectives import gather_lists, rank_and_world
+from schedules.runtime.interrupts import Runner
+from schedules.sampling.settings import RolloutSettings
+from schedules.weights.transfer_result import TransferResult
+from schedules.weights.weight_checks import Media, sample_checks
+from schedules.weights.weight_sync import sync_shared_weights, sync_weights
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Responses to held-out tasks: an episode a row."""
+
+    rows: Sequence[TaskRow]
+    episodes: Sequence[Episode]
+    environment_of: Callable[[str], str | None]
+
+    @property
+    def accuracy(self) -> float:
+        """Mean reward of the episodes that were scored."""
+        return fmean(episode.reward for episode in self.episodes if episode.score is not None)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The accuracy, how long responses are and how many a limit cut off, and each environment's mean reward."""
+        of_episodes = episode_metrics(self.episodes)
+        metrics = {"eval/accuracy": self.accuracy}
+        metrics |= {f"eval/{name}": of_episodes[f"response/{name}"] for name in ("length", "truncated", "failed")}
+        return metrics | environment_metrics(self.episodes, self.environment_of, "eval/reward/")
+
+
+def evaluation_of(tasks: Tasks, episodes: Sequence[Episode], rows: Sequence[TaskRow]) -> Evaluation:
+    """Return the evaluation that these episodes of held-out rows make.
+
+    Raises:
+        ValueError: none of them could be scored.
+    """
+    if all(episode.score is None for episode in episodes):
+        raise ValueError(f"none of {len(rows)} held-out prompts could be scored: {next(iter(failures(episodes)))}")
+    return Evaluation(rows, episodes, lambda task_id: environment_of(tasks, task_id))
+
+
+@dataclass
+class PendingCheck:
+    """Whether samplers got weights that no weight check has looked at since."""
+
+    pending: bool = False
+
+
+@dataclass(frozen=True)
+class RolloutSession:
+    """One rank's part of the rollout side. The ranks share the prompts among them and exchange what was sampled.
+
+    `source`: what made the sampler; None where the caller brought it.
+    """
+
+    settings: RolloutSettings
+    tasks: Tasks
+    chat: Chat
+    sampler: RolloutEngine
+    runner: Runner
+    source: SamplerSource | None = None
+    live: Live = field(default_factory=Live)
+    check: PendingCheck = field(default_factory=PendingCheck)
+
+    def sync(self, trainer: Trainer) -> TransferResult:
+        """Give the sampler the trainer's present weights under the next version number.
+
+        The samplers of all ranks take them, or none does. Nothing is copied where they compute with the trainer's own
+        tensors.
+        """
+        version = self.sampler.version + 1
+        if isinstance(self.sampler, SharingEngine):
+            return sync_shared_weights(trainer, self.sampler, version, self.runner)
+        self.check.pending = True
+        return sync_weights(trainer, self.sampler, version, self.runner, module_names=self.module_names)
+
+    @property
+    def module_names(self) -> bool:
+        """Whether the sampler takes weights under the names of the trained module."""
+        return isinstance(self.sampler, NativeEngine) if self.source is None else self.source.module_names
+
+    def sample(self, step: int) -> list[Episode]:
+        """Return a group of episodes for each of the step's prompts, on every rank, in order of the prompts."""
+        rows = self.tasks.tasks(step, self.settings.prompts_per_step)
+        return self.gather(self.run(lambda: self.rollout_local(rows)))
+
+    def run(self, make: Callable[[], Coroutine[Any, Any, T]], trained: bool = False) -> T:
+        """Return what the coroutine returns that `make` begins.
+
+        `trained`: the trainer was trained since `sync`; a sampler that has to be replaced meanwhile has newer weights.
+        """
+        del trained  # the sampler of this process lives as long as it does
+        return self.runner.run(make())
+
+    async def rollout_local(self, rows: Sequence[TaskRow]) -> list[Episode]:
+        """Return this rank's part of a step: a group of episodes for each of its prompts."""
+        mine = self._mine(len(rows))
+        settings = self.settings
+        groups = await self.rollout_groups([rows[i] for i in mine], mine, settings.sampling, settings.group_size)
+        return [episode for group in groups for episode in group]
+
+    def gather(self, episodes: list[Episode]) -> list[Episode]:
+        """Return the parts of all ranks together, in order of the prompts; every rank calls it."""
+        return sorted(gather_lists(episodes), key=lambda episode: episode.group)
+
+    def sample_checks(self, prompts: Sequence[Sequence[int]], media: Sequence[Media]) -> list[dict[str, Any]]:
+        """Return what each sampler outside this process says of its weights (`sample_checks`); of one inside nothing:
+        it needs no check."""
+        engine = self.sampler
+        if self.source is None or not isinstance(engine, ProcessEngine):
+            return []
+        dtype = self.source.dtype(engine)
+        return [self.runner.run(sample_checks(engine, self.chat, self.settings.sampling, dtype, prompts, media))]
+
+    def evaluate(self, count: int | None = None) -> Evaluation:
+        """Return greedy responses to the held-out tasks, or to the first `count` of them, on every rank.
+
+        Raises:
+            ValueError: none of them could be scored.
+        """
+        rows = self.tasks.held_out()[:count]
+        return evaluation_of(self.tasks, self.play(rows, greedy=True), rows)
+
+    def play(self, rows: Sequence[TaskRow], greedy: bool) -> list[Episode]:
+        """Return one episode a task, on every rank, in order of the tasks."""
+        sampling = self.settings.greedy if greedy else self.settings.sampling
+        mine = self._mine(len(rows))
+        groups = self.run(lambda: self.rollout_groups([rows[i] for i in mine], mine, sampling, 1))
+        return sorted(gather_lists([group[0] for group in groups]), key=lambda episode: episode.group)
+
+    def accuracy(self, count: int | None = None) -> float:
+        """Return the mean reward of greedy responses to the held-out prompts, or to the first `count` of them."""
+        return self.evaluate(count).accuracy
+
+    def environment_of(self, task_id: str) -> str | None:
+        """Return the environment that a task belongs to, where a run has several."""
+        return environment_of(self.tasks, task_id)
+
+    async def rollout_groups(
+        self, rows: Sequence[TaskRow], places: Sequence[int], sampling: Sampling, size: int
+    ) -> list[list[Episode]]:
+        """Return a group of `size` episodes of each row, under the numbers of `places`."""
+        limit = self.settings.max_episode_seconds
+        deadline = None if limit is None else time.monotonic() + limit
+        async with self.live.step(len(rows) * size):
+            engine: Any = MeteredEngine(self.sampler, self.live)
+            jobs = [
+                run_group(
+                    CountedFactory(self.tasks.environment(row), self.live),
+                    engine,
+                    self.chat,
+                    sampling,
+                    size=size,
+                    row=row,
+                    group=place,
+                    max_turns=self.settings.max_turns,
+                    max_tokens=self.settings.max_episode_tokens,
+                    deadline=deadline,
+                )
+                for row, place in zip(rows, places, strict=True)
+            ]
+            return await together(jobs)
+
+    def _mine(self, count: int) -> range:
+        """Return the numbers of the tasks, of `count`, that this rank samples: none where another has the sampler."""
+        rank, world = rank_and_world()
+        each = self.settings.ranks_per_sampler
+        return range(rank // each, count, world // each) if rank % each == 0 else range(0)

@@ -1,0 +1,44 @@
+"""Settings of a step's rollouts, and where a run stands."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollout import Sampling
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """Prompts of a step, and the limits of their episodes."""
+
+    prompts_per_step: int
+    group_size: int
+    sampling: Sampling
+    """How training's responses are sampled, with the run's seed."""
+    max_turns: int = 1
+    max_episode_tokens: int | None = None
+    """Tokens of an episode's streams, prompt and all turns together."""
+    max_episode_seconds: float | None = None
+    ranks_per_sampler: int = 1
+    """Training ranks that share one sampler: the first of each such set is dealt its tasks."""
+    offload: bool = False
+    """Whether the trainer leaves the device while responses are sampled."""
+    sleep: bool = False
+    """Whether the sampler gives its memory back while the trainer computes."""
+
+    @property
+    def greedy(self) -> Sampling:
+        """How an evaluation samples: the likeliest token, with the limits of the run."""
+        limits = self.sampling
+        return Sampling(greedy=True, max_new_tokens=limits.max_new_tokens, stop_token_ids=limits.stop_token_ids)
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Folder of a run, the steps that it makes, and those that its checkpoint holds."""
+
+    run_dir: Path
+    steps: int
+    done: int = 0
+    """Steps that the checkpoint holds which the run goes on from."""
+    keep_checkpoints: int = 2
+    """Checkpoints that are kept before the last one."""

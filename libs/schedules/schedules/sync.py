@@ -1,0 +1,83 @@
+"""Synchronous schedule: sample, then train, then sync the weights. Nothing is ever stale."""
+
+import time
+from types import TracebackType
+
+from schedules.protocols import Trainer
+from schedules.reporting.episode_metrics import rollout_metrics
+from schedules.reporting.timeline import Timeline
+from schedules.runtime.collectives import rank_and_world
+from schedules.sampling.ledger_files import check_ledgers
+from schedules.sampling.memory_turns import check_weights, run_pending_checks, sampling_memory
+from schedules.sampling.session import Evaluation, RolloutSession
+from schedules.sampling.settings import RunState
+from schedules.sampling.task_state import save_cursor
+from schedules.schedule import StepResult, restore_tasks
+
+
+class SyncSchedule:
+    """See the head of this file."""
+
+    def __init__(self, session: RolloutSession, trainer: Trainer, run: RunState) -> None:
+        self._session, self._trainer, self._run = session, trainer, run
+        check_ledgers(run.run_dir, "sync", 1, run.done)
+        restore_tasks(session.tasks, run)
+        self._timeline = Timeline(run.run_dir, run.done) if rank_and_world()[0] == 0 else None
+
+    def __enter__(self) -> "SyncSchedule":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Do nothing: nothing runs between steps."""
+
+    def step(self, step: int) -> StepResult:
+        """Do step number `step`, from 0; see `sync_step`."""
+        return sync_step(self._session, self._trainer, step, self._timeline)
+
+    def evaluate(self) -> Evaluation:
+        """Return responses to the held-out tasks; see `RolloutSession.evaluate`."""
+        begun = time.perf_counter()
+        with sampling_memory(self._session, self._trainer):
+            evaluation = self._session.evaluate()
+        if self._timeline is not None:
+            self._timeline.add("sampler", "evaluate", begun, time.perf_counter())
+        run_pending_checks(self._session, self._trainer, evaluation.episodes)
+        return evaluation
+
+    def saving(self, step: int) -> None:
+        """Write where the tasks are."""
+        if rank_and_world()[0] == 0:
+            save_cursor(self._run.run_dir, step, self._session.tasks.cursor(), self._run.keep_checkpoints)
+
+    def saved(self, step: int) -> None:
+        """Do nothing: nothing is kept."""
+
+
+def sync_step(session: RolloutSession, trainer: Trainer, step: int, timeline: Timeline | None = None) -> StepResult:
+    """Do step number `step`, from 0; then the sampler has the new weights. `timeline` is told who was busy when."""
+    begun = time.perf_counter()
+    with sampling_memory(session, trainer):
+        episodes = session.sample(step)  # each with the reward that its task gave
+    run_pending_checks(session, trainer, episodes)
+    sampled = time.perf_counter()
+    result = trainer.train(step, episodes)
+    trained = time.perf_counter()
+    transfer = session.sync(trainer)
+    ended = time.perf_counter()
+    if timeline is not None:
+        timeline.add("sampler", "sample", begun, sampled)
+        timeline.add("trainer", "train", sampled, trained)
+        timeline.add("weights", "sync", trained, ended)
+    metrics = result.metrics | transfer.metrics | check_weights(session, trainer, episodes)
+    metrics |= rollout_metrics(episodes, session.environment_of)
+    metrics |= {
+        "weights/version": float(session.sampler.version),
+        "time/rollout_s": sampled - begun,
+        "time/train_s": trained - sampled,
+        "time/export_and_update_weights_s": ended - trained,
+        "time/step_s": ended - begun,
+    }
+    metrics["tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/step_s"]
+    return StepResult(episodes, result.advantages, metrics)

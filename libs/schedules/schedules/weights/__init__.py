@@ -1,0 +1,1 @@
+"""Weight sync and weight checks."""

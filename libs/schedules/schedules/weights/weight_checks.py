@@ -1,0 +1,240 @@
+"""Weight checks: whether a sampler has the weights that it was given, by short responses to prompts of the step.
+
+1. Some of the step's prompts are sampled again right after a weight sync, `CHECK_TOKENS` tokens each.
+2. The trainer scores these tokens by its present weights.
+3. The mean distance of log-probs must lie within what arithmetic in the sampler's dtype explains (`BOUNDS`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from rollout import Chat, Completion, Episode, RolloutEngine, Sampling
+from rollout.chat.segment import Segment
+from rollout.episodes.batch import TYPES
+from rollout.episodes.media_codec import plain_media, read_media
+from rollout.episodes.playing import together
+from rollout.errors import EpisodeFailed
+from rollout.experts import ROUTED_EXPERTS, RoutedExperts
+from schedules.protocols import ReplicatedEngine, TimedEngine, Trainer
+from seqpack.batches.batch import make_batch
+
+Media = Mapping[str, Any] | None
+"""Media of a prompt, as `RolloutEngine.generate` takes them."""
+CHECK_PROMPTS = 8
+"""Prompts of the step that are sampled again after a weight sync."""
+CHECK_TOKENS = 4
+"""Tokens of a response to one of them, at most."""
+BOUNDS = {"bfloat16": 0.05, "float16": 0.02, "float32": 1e-3}
+"""Mean distance between the log-probs of a sampler that computes in this dtype and of the trainer. The largest is told,
+not bounded: where two answers are nearly equal, bfloat16 moves single tokens by 1 and more, in any implementation."""
+
+
+class WeightsNotTakenError(RuntimeError):
+    """Log-probs of a sampler that the trainer's weights do not explain."""
+
+
+def check_prompts_of(episodes: Sequence[Episode]) -> list[list[int]]:
+    """Return the first prompts of some of the groups."""
+    return [list(segment.ids[: segment.loss_mask.index(True)]) for segment in _first_segments(episodes)]
+
+
+def check_media_of(episodes: Sequence[Episode]) -> list[Media]:
+    """Return the media of those prompts; None for a prompt of text."""
+    return [segment.media or None for segment in _first_segments(episodes)]
+
+
+def encode_media(media: Sequence[Media]) -> list[dict[str, Any] | None]:
+    """Return the media as JSON holds them, on the way to another process; nothing where all prompts are text."""
+    return [None if one is None else plain_media(one) for one in media] if any(media) else []
+
+
+def decode_media(plain: Sequence[Mapping[str, Any] | None]) -> list[Media]:
+    """Return the media that `encode_media` wrote."""
+    return [None if one is None else read_media(one) for one in plain]
+
+
+def _first_segments(episodes: Sequence[Episode]) -> list[Segment]:
+    firsts = {episode.group: episode.segments[0] for episode in episodes if episode.segments}
+    return [segment for segment in firsts.values() if segment.sampled and _images_in_prompt(segment)][:CHECK_PROMPTS]
+
+
+def _images_in_prompt(segment: Segment) -> bool:
+    """Return whether all its images stand before the first token that was sampled."""
+    return segment.media is None or len(segment.media[TYPES]) <= segment.loss_mask.index(True)
+
+
+async def sample_checks(
+    engine: RolloutEngine,
+    chat: Chat,
+    sampling: Sampling,
+    dtype: str,
+    prompts: Sequence[Sequence[int]],
+    media: Sequence[Media] = (),
+) -> dict[str, Any]:
+    """Return what a sampler that computes in `dtype` says of its weights, as JSON: its responses to the prompts (of
+    each replica of the model that it has), its dtype, and what its last weight sync cost."""
+    completions = await check_completions(engine, chat, sampling, prompts, media)
+    return {
+        "answers": [encode_completion(one) for one in completions],
+        "dtype": dtype,
+        "metrics": transfer_metrics(engine),
+    }
+
+
+async def check_completions(
+    engine: RolloutEngine,
+    chat: Chat,
+    sampling: Sampling,
+    prompts: Sequence[Sequence[int]],
+    media: Sequence[Media] = (),
+) -> list[Completion]:
+    """Return a short response to each prompt, sampled as training's responses are; `media`: of each, none of text. Of
+    several replicas of the model all responses of the first, then those of the second, and so on."""
+    short = replace(
+        sampling,
+        max_new_tokens=min(CHECK_TOKENS, sampling.max_new_tokens),
+        stop_token_ids=(*sampling.stop_token_ids, *chat.stop_ids),
+        seed=0,
+    )
+    requests = list(zip(prompts, media or [None] * len(prompts), strict=True))
+    if not _has_replicas(engine):
+        return await together([engine.generate(prompt, short, shown) for prompt, shown in requests])
+    replicated: Any = engine
+
+    async def of_replica(number: int) -> list[Completion]:
+        generate = partial(replicated.generate, copy=number)
+        try:
+            return await together([generate(prompt, short, shown) for prompt, shown in requests])
+        except EpisodeFailed:
+            if number in replicated.copies:
+                raise
+            return []  # it died meanwhile, and answers nobody any more
+
+    return [one for completions in await together(map(of_replica, replicated.copies)) for one in completions]
+
+
+def _has_replicas(engine: RolloutEngine) -> bool:
+    return isinstance(engine, ReplicatedEngine) and len(engine.copies) + len(engine.lost_copies) > 1
+
+
+def compare_checks(
+    trainer: Trainer,
+    prompts: Sequence[Sequence[int]],
+    checks: Sequence[dict[str, Any]],
+    version: int,
+    media: Sequence[Media] = (),
+) -> dict[str, float]:
+    """Compare what each sampler, and each replica of its model, said (`sample_checks`) with the trainer's present
+    weights, which all have as `version`; collective.
+
+    The metrics are those of the sampler that is furthest off. Weights that are stale by one small step are within
+    bfloat16 of the new ones; those that stay so are soon found.
+
+    Raises:
+        WeightsNotTakenError: one is further off than arithmetic in its dtype explains, or answers by another version.
+    """
+    if not checks:
+        return {}
+    parts = [
+        {**one, "answers": one["answers"][first : first + len(prompts)]}
+        for one in checks
+        for first in range(0, len(one["answers"]), len(prompts))
+    ]
+    completions = [[decode_completion(answer) for answer in one["answers"]] for one in parts]
+    columns = media_columns(media or [None] * len(prompts))
+    rows = [_row(*request) for mine in completions for request in zip(prompts, mine, columns, strict=True)]
+    scores = trainer.log_probs(make_batch(rows))
+    metrics: list[dict[str, float]] = []
+    for number, (one, mine) in enumerate(zip(parts, completions, strict=True)):
+        span = slice(number * len(prompts), (number + 1) * len(prompts))
+        who = "the sampler" if len(parts) == 1 else f"sampler {number} of {len(parts)}"
+        distance = _distances(rows[span], scores[span])
+        metrics.append(_check(distance, mine, BOUNDS[one["dtype"]], one["dtype"], version, who) | one["metrics"])
+    return {name: max(row[name] for row in metrics) for name in metrics[0]}
+
+
+def _distances(rows: Sequence[dict[str, Any]], scores: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the distance of each sampled token's log-prob from the trainer's."""
+    return torch.cat(
+        [
+            (log_probs[row["loss_mask"]] - row["rollout_log_probs"][row["loss_mask"]]).abs()
+            for log_probs, row in zip(scores, rows, strict=True)
+        ]
+    )
+
+
+def _check(
+    distance: torch.Tensor, completions: Sequence[Completion], bound: float, dtype: str, version: int, who: str
+) -> dict[str, float]:
+    mean = distance.mean().item()
+    versions = {v for completion in completions for v in completion.policy_versions}
+    if not (mean <= bound and versions == {version}):
+        raise WeightsNotTakenError(
+            f"after version {version} was handed over, the log-probs of {who}, of version "
+            f"{', '.join(map(str, sorted(versions)))}, are {mean:.3g} from the trainer's on average ({bound} is what "
+            f"{dtype} explains): it does not sample from the trainer's weights"
+        )
+    return {"weights/probe/abs": mean, "weights/probe/abs/max": distance.max().item()}
+
+
+def encode_completion(completion: Completion) -> list[Any]:
+    """Return a completion as JSON holds it, with the experts that its tokens went to."""
+    experts = completion.extras.get(ROUTED_EXPERTS)
+    fields = [completion.ids, completion.log_probs, completion.stop_reason, completion.policy_versions]
+    return [*fields, None if experts is None else experts.plain()]
+
+
+def decode_completion(plain: Sequence[Any]) -> Completion:
+    """Return the completion that `encode_completion` wrote."""
+    ids, log_probs, stop_reason, versions, experts = plain
+    extras = {} if experts is None else {ROUTED_EXPERTS: RoutedExperts.read(experts)}
+    return Completion(tuple(ids), tuple(log_probs), stop_reason, tuple(versions), extras)
+
+
+def transfer_metrics(engine: RolloutEngine) -> dict[str, float]:
+    """Return what a sampler measured of its last weight sync; nothing where it measures none."""
+    transfer = engine.transfer if isinstance(engine, TimedEngine) else None
+    if transfer is None:
+        return {}
+    lost = engine.lost_copies if isinstance(engine, ReplicatedEngine) and _has_replicas(engine) else None
+    return ({} if lost is None else {"rollout/lost_copies": float(len(lost))}) | {
+        "weights/pause_ms": 1000 * transfer.paused_s,
+        "weights/staging_ms": 1000 * transfer.staged_s,
+        "weights/link_share": transfer.link_share,
+    }
+
+
+def media_columns(media: Sequence[Media]) -> list[dict[str, Any]]:
+    """Return each prompt's media as columns of a batch: all rows have the same keys, those of text with no entries."""
+    empty = {key: torch.as_tensor(value)[:0] for one in media for key, value in (one or {}).items()}
+    return [{key: torch.as_tensor((one or {}).get(key, none)) for key, none in empty.items()} for one in media]
+
+
+def _row(prompt: Sequence[int], completion: Completion, media: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of a batch as the trainer scores it."""
+    ids = torch.tensor([*prompt, *completion.ids], dtype=torch.int64)
+    mask = torch.arange(len(ids)) >= len(prompt)
+    log_probs = torch.zeros(len(ids))
+    log_probs[mask] = torch.tensor(completion.log_probs)
+    experts = completion.extras.get(ROUTED_EXPERTS)
+    replay = {} if experts is None else {ROUTED_EXPERTS: experts.resized(len(ids)).tensor()}
+    columns = dict(media)
+    if TYPES in columns:
+        types = columns[TYPES].to(torch.int64)
+        columns[TYPES] = torch.cat([types, types.new_zeros(len(ids) - len(types))])  # the rest is text
+    return (
+        replay
+        | columns
+        | {
+            "input_ids": ids,
+            "position_ids": torch.arange(len(ids)),
+            "loss_mask": mask,
+            "rollout_log_probs": log_probs,
+            "reward": 0.0,
+            "group": 0,
+        }
+    )
