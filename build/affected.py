@@ -1,4 +1,4 @@
-"""Says which tests a change reruns: `./bazelw run //build:affected` (what git sees as changed), or `-- FILE...`.
+"""Print which tests a change reruns: `./bazelw run //build:affected` (what git sees as changed), or `-- FILE...`.
 
 A test runs again where one of the files is among what it needs, directly or not, by the rules as Bazel reads them; no
 package is installed for it. `--base REV` compares with a revision instead of the last commit; `--list` prints the
@@ -25,7 +25,7 @@ FOR_ALL = frozenset(
         "MODULE.bazel",
         ".bazelrc",
         ".bazelignore",
-        ".bazelversion",
+        ".bazeliskrc",
         "bazelw",
         "build/install_hub.py",
     ]
@@ -33,7 +33,7 @@ FOR_ALL = frozenset(
 
 
 def output(command: list[str]) -> str:
-    """Run a command; what it prints. Ends with what it says where it fails."""
+    """Run a command and return its output; exit with that where it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stderr.strip()}")
@@ -41,7 +41,7 @@ def output(command: list[str]) -> str:
 
 
 def changed(base: str) -> list[tuple[str, bool]]:
-    """Files that differ from a revision, with those that git does not know yet; and whether each was deleted."""
+    """Return (file, whether it was deleted) of files that differ from a revision, untracked ones included."""
     fields = output(["git", "diff", "--name-status", "--no-renames", "-z", base]).split("\0")[:-1]
     new = output(["git", "ls-files", "--others", "--exclude-standard", "-z"]).split("\0")[:-1]
     known = [(name, status == "D") for status, name in zip(fields[::2], fields[1::2], strict=True)]
@@ -49,17 +49,17 @@ def changed(base: str) -> list[tuple[str, bool]]:
 
 
 def inside(root: Path, file: Path, deleted: Collection[str] = ()) -> str:
-    """The name of a file under the root. SystemExit: there is none, and "no test depends on it" would mislead."""
-    found = file.resolve()
-    if found.is_relative_to(root) and found.relative_to(root).as_posix() in deleted:
-        return found.relative_to(root).as_posix()
-    if not found.is_file() or not found.is_relative_to(root):
+    """Return the name of a file under the root. Exit where there is none: "no test depends on it" would mislead."""
+    path = file.resolve()
+    if path.is_relative_to(root) and path.relative_to(root).as_posix() in deleted:
+        return path.relative_to(root).as_posix()
+    if not path.is_file() or not path.is_relative_to(root):
         sys.exit(f"{file}: no such file under {root}")
-    return found.relative_to(root).as_posix()
+    return path.relative_to(root).as_posix()
 
 
 def label(file: str, packages: set[str]) -> str | None:
-    """The label of a source file: the nearest folder above it with a BUILD file is its package; None without one."""
+    """Return a source file's label, in the nearest folder above with a BUILD file; None where there is none."""
     for folder in [parent.as_posix() for parent in Path(file).parents]:
         folder = "" if folder == "." else folder
         if folder in packages:
@@ -68,7 +68,7 @@ def label(file: str, packages: set[str]) -> str | None:
 
 
 def build_packages(deleted: Collection[str]) -> set[str]:
-    """The folders with a BUILD file, now or before it was deleted."""
+    """Return the folders with a BUILD file, now or before it was deleted."""
     files = output(["git", "ls-files", "--cached", "--others", "--exclude-standard", "*BUILD.bazel"]).splitlines()
     files += [name for name in deleted if Path(name).name == "BUILD.bazel"]
     return {"" if (folder := Path(name).parent.as_posix()) == "." else folder for name in files}
@@ -90,7 +90,7 @@ class Graph:
                 self.needed_by[need.attrib["name"]].add(name)
 
     def affected(self, labels: list[str]) -> set[str]:
-        """The tests that need one of these labels, directly or not."""
+        """Return the tests that need one of these labels, directly or not."""
         seen, todo = set(labels), list(labels)
         while todo:
             new = self.needed_by.get(todo.pop(), set()) - seen
@@ -99,19 +99,19 @@ class Graph:
         return seen & self.tests
 
     def of_package(self, package: str) -> list[str]:
-        """The labels in a package that a rule has or needs."""
+        """Return the labels in a package that a rule has or needs."""
         return [name for name in self.rules | set(self.needed_by) if name.startswith(f"//{package}:")]
 
 
 def is_for_all(file: str) -> bool:
-    """Whether every target is made by it: rules, locks, what reads them, the workspace, Bazel's options and version."""
+    """Return whether a file affects all targets: rules, locks, their readers, workspace, Bazel's options, version."""
     path = Path(file)
     in_third_party = path.parts[0] == "third_party" and path.suffix != ".md"
     return path.suffix in (".bzl", ".bazelrc") or file in FOR_ALL or file.startswith("build/locks/") or in_third_party
 
 
 def rerun(graph: Graph, file: str, packages: set[str], deleted: bool = False) -> tuple[set[str], bool]:
-    """The tests that a changed file reruns, and whether these are all that there are because nothing narrower is known.
+    """Return the tests that a changed file reruns, and whether these are all tests because nothing narrower is known.
 
     `packages`: the folders with a BUILD file, those that are deleted included.
     """
@@ -119,8 +119,8 @@ def rerun(graph: Graph, file: str, packages: set[str], deleted: bool = False) ->
         return graph.tests, True
     if Path(file).name in ("BUILD", "BUILD.bazel"):
         folder = Path(file).parent.as_posix()
-        found = graph.affected(graph.of_package("" if folder == "." else folder))
-        return (found, False) if found else (graph.tests, True)
+        affected = graph.affected(graph.of_package("" if folder == "." else folder))
+        return (affected, False) if affected else (graph.tests, True)
     name = label(file, packages)
     if name is None:
         return set(), False
@@ -146,10 +146,10 @@ def main() -> None:
     packages = build_packages(deleted)
     tests: set[str] = set()
     for file in files:
-        found, for_all = rerun(graph, file, packages, file in deleted)
-        tests |= found
+        rerun_tests, for_all = rerun(graph, file, packages, file in deleted)
+        tests |= rerun_tests
         if args.each or not args.files or for_all:
-            print(f"{len(found):5d}  {file}{' (may rerun everything)' if for_all else ''}")
+            print(f"{len(rerun_tests):5d}  {file}{' (may rerun everything)' if for_all else ''}")
     if args.list:
         print("\n".join(sorted(tests)))
     named = ", ".join(files) if len(files) < 4 else f"{len(files)} files"

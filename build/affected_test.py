@@ -67,6 +67,7 @@ PACKAGES = {"", "libs/a", "libs/b", "build", "build/locks"}
         "WORKSPACE",
         "MODULE.bazel",
         ".bazelrc",
+        ".bazeliskrc",
         "build/bazel7.bazelrc",
         "bazelw",
     ],

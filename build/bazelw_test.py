@@ -22,7 +22,8 @@ class Machine:
         self.programs, self.tree = folder / "bin", folder / "tree"
         self.programs.mkdir()
         self.tree.mkdir()
-        shutil.copy(ROOT / "bazelw", self.tree / "bazelw")
+        for name in ("bazelw", ".bazeliskrc"):
+            shutil.copy(ROOT / name, self.tree / name)
         for name in TOOLS:
             (self.programs / name).symlink_to(str(shutil.which(name)))
 
@@ -103,6 +104,14 @@ def test_bazelisk_by_any_name_is_told_the_version(machine: Machine) -> None:
     machine.has_bazel("false", "bazelisk")
     assert machine.run("info").stdout.splitlines()[1].endswith("USE_BAZEL_VERSION=4.2.3")
     assert machine.run("info", USE_BAZEL_VERSION="7.4.1").stdout.splitlines()[1].endswith("USE_BAZEL_VERSION=7.4.1")
+
+
+def test_a_bare_bazelisk_takes_the_same_version(machine: Machine) -> None:
+    """It reads .bazeliskrc; a .bazelversion of this version would make Debian's bazel refuse to start."""
+    settings = dict(line.split("=") for line in (ROOT / ".bazeliskrc").read_text().splitlines() if line[0] != "#")
+    machine.has_bazel("false", "bazelisk")
+    assert machine.run("info").stdout.splitlines()[1].endswith(f"USE_BAZEL_VERSION={settings['USE_BAZEL_VERSION']}")
+    assert not (ROOT / ".bazelversion").exists()
 
 
 def test_without_a_package_manager_it_says_what_is_missing(machine: Machine) -> None:

@@ -24,10 +24,10 @@ CHECKS = ["-mode=check", "-lint=warn"]
 
 
 def binary_in(archive: bytes, integrity: str, processor: str) -> bytes:
-    """The binary for Linux on this processor; ValueError for an archive that is not the one meant."""
-    found = "sha512-" + base64.b64encode(hashlib.sha512(archive).digest()).decode()
-    if found != integrity:
-        raise ValueError(f"npm gave an archive with {found}, and build/buildifier.py lists {integrity}")
+    """Return the binary for Linux on this processor; ValueError for another archive than the pinned one."""
+    actual = "sha512-" + base64.b64encode(hashlib.sha512(archive).digest()).decode()
+    if actual != integrity:
+        raise ValueError(f"npm gave an archive with {actual}, and build/buildifier.py lists {integrity}")
     if processor not in PROCESSORS:
         raise ValueError(f"no buildifier for {processor}; there is one for {', '.join(PROCESSORS)}")
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
@@ -37,7 +37,7 @@ def binary_in(archive: bytes, integrity: str, processor: str) -> bytes:
 
 
 def fetch() -> bytes:
-    """The archive, by npm."""
+    """Fetch the archive by npm."""
     if shutil.which("npm") is None:
         sys.exit("buildifier comes by npm, which is not here. Fix (Debian): apt-get install npm")
     with tempfile.TemporaryDirectory() as folder:
@@ -48,7 +48,7 @@ def fetch() -> bytes:
 
 
 def installed() -> Path:
-    """The binary: on the PATH, in the cache, or fetched into it."""
+    """Return the binary: on the PATH, in the cache, or fetched into it."""
     here = shutil.which("buildifier")
     if here and VERSION in subprocess.run([here, "-version"], capture_output=True, check=False, text=True).stdout:
         return Path(here)
@@ -64,14 +64,14 @@ def installed() -> Path:
 
 
 def files() -> list[str]:
-    """The tracked files in Bazel's language; the stand-in for rules_python's native rules names them, as it must."""
+    """Return the tracked files in Bazel's language, without the stand-in for rules_python's native rules."""
     names = ["BUILD", "*.bazel", "*.bzl", "WORKSPACE", ":!third_party/rules_python"]
     listed = subprocess.run(["git", "ls-files", "-z", *names], capture_output=True, check=True, text=True).stdout
     return [name for name in listed.split("\0") if name]
 
 
 def main() -> None:
-    """`buildifier.py [OPTIONS]`, over the whole tree."""
+    """Run `buildifier.py [OPTIONS]` over the whole tree."""
     os.chdir(os.environ.get("BUILD_WORKSPACE_DIRECTORY", "."))
     binary = installed()
     os.execv(binary, ["buildifier", *(sys.argv[1:] or CHECKS), *files()])

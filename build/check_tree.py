@@ -30,13 +30,13 @@ LIBRARIES = ["seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout
 
 
 def tracked() -> list[str]:
-    """Paths of the tracked files that exist."""
+    """Return the paths of the tracked files that exist."""
     out = subprocess.run(["git", "ls-files", "-z"], capture_output=True, text=True, check=True).stdout
     return [name for name in out.split("\0") if name and Path(name).is_file()]
 
 
 def query(expression: str) -> set[str]:
-    """The labels that a bazel query finds, as paths where they are files."""
+    """Return the labels of a bazel query, as paths where they are files."""
     command = ["./bazelw", "query", "--keep_going", "--output=label", expression]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 3):
@@ -45,7 +45,7 @@ def query(expression: str) -> set[str]:
 
 
 def check_text(names: list[str]) -> list[str]:
-    """Complaints about the files' names and lines."""
+    """Return complaints about the files' names and lines."""
     complaints = [f"{name}: the name is not ASCII" for name in names if not name.isascii()]
     for name in names:
         if name == "build/check_tree.py":
@@ -62,7 +62,7 @@ def check_text(names: list[str]) -> list[str]:
 
 
 def check_targets(names: list[str]) -> list[str]:
-    """Complaints about Python files that Bazel does not know."""
+    """Return complaints about Python files that are in no Bazel target."""
     mine = [name for name in names if name.endswith(".py") and name.startswith(SOURCES)]
     in_rules = query("labels(srcs, //...) + labels(main, //...) + kind('source file', labels(data, //...))")
     in_tests = query("labels(srcs, kind(py_test, //...))")
@@ -71,22 +71,22 @@ def check_targets(names: list[str]) -> list[str]:
 
 
 def check_arrows() -> list[str]:
-    """Complaints about dependencies that no target of a library may have, its tests included."""
+    """Return complaints about forbidden dependencies of libraries' targets, tests included."""
     present = [name for name in LIBRARIES if Path("libs", name, "BUILD.bazel").exists()]
     pairs = [(a, b) for a, b in NEVER if a in present and b in present]
     pairs += [(a, b) for a in present for b in present if a != b and "runlog" in (a, b)]
     complaints = []
     for above, below in pairs:
-        found = query(f"deps(//libs/{above}/...) intersect //libs/{below}/...")
-        complaints += [f"a target of {above} depends on {label}" for label in sorted(found)]
+        labels = query(f"deps(//libs/{above}/...) intersect //libs/{below}/...")
+        complaints += [f"a target of {above} depends on {label}" for label in sorted(labels)]
     for name in present:
-        found = query(f"deps(//libs/{name}/...) intersect //apps/...")
-        complaints += [f"a target of {name} depends on {label}" for label in sorted(found)]
+        labels = query(f"deps(//libs/{name}/...) intersect //apps/...")
+        complaints += [f"a target of {name} depends on {label}" for label in sorted(labels)]
     return complaints
 
 
 def main() -> int:
-    """Print every complaint; 1 if there is one."""
+    """Print every complaint; return 1 if there is one."""
     os.chdir(os.environ["BUILD_WORKSPACE_DIRECTORY"])
     names = tracked()
     complaints = check_text(names) + check_targets(names) + check_arrows()

@@ -1,4 +1,4 @@
-"""Counts the test cases of Bazel runs: each skip and failure by name, then `N passed, M failed, K skipped`.
+"""Count the test cases of Bazel runs: each skip and failure by name, then `N passed, M failed, K skipped`.
 
 Reads the event files of the runs (--build_event_json_file) and the JUnit files that they name. A failed target without
 a failed case (it timed out, or could not be built) counts as one failure, so nothing that went wrong is left out.
@@ -16,11 +16,11 @@ from urllib.parse import unquote, urlparse
 
 
 def results(events: Path) -> dict[str, tuple[str, Path | None]]:
-    """(status, JUnit file) of each test target in an event file; the last attempt counts.
+    """Return (status, JUnit file) of each test target in an event file; the last attempt counts.
 
     ABORTED for one that an interrupted run did not end.
     """
-    found: dict[str, tuple[str, Path | None]] = {}
+    targets: dict[str, tuple[str, Path | None]] = {}
     for line in events.read_text().splitlines():
         event = json.loads(line)
         label = event["id"].get("testResult", {}).get("label")
@@ -28,15 +28,15 @@ def results(events: Path) -> dict[str, tuple[str, Path | None]]:
             result = event["testResult"]
             files = {output["name"]: output["uri"] for output in result.get("testActionOutput", [])}
             xml = Path(unquote(urlparse(files["test.xml"]).path)) if "test.xml" in files else None
-            found[label] = (result["status"], xml)
+            targets[label] = (result["status"], xml)
         summary = event["id"].get("testSummary", {}).get("label")
-        if summary and summary not in found:
-            found[summary] = (event.get("testSummary", {}).get("overallStatus", "ABORTED"), None)
-    return found
+        if summary and summary not in targets:
+            targets[summary] = (event.get("testSummary", {}).get("overallStatus", "ABORTED"), None)
+    return targets
 
 
 def count_cases(label: str, status: str, xml: Path | None) -> Counter[str]:
-    """Cases of one target by outcome."""
+    """Return the number of cases of one target by outcome."""
     counts: Counter[str] = Counter()
     cases = list(ET.parse(xml).iter("testcase")) if xml and xml.exists() else []
     for case in cases:
@@ -55,14 +55,14 @@ def count_cases(label: str, status: str, xml: Path | None) -> Counter[str]:
 
 
 def instructions(label: str, xml: Path | None) -> dict[tuple[str, str], int]:
-    """(target, processor instructions that torch had: pytest_main.Capability) -> cases; none without torch."""
+    """Return {(target, torch's processor instructions as in pytest_main.Capability): cases}; {} without torch."""
     suites = list(ET.parse(xml).iter("testsuite")) if xml and xml.exists() else []
     named = ((suite, suite.find("properties/property[@name='torch-instructions']")) for suite in suites)
     return {(label, prop.get("value", "")): len(suite.findall("testcase")) for suite, prop in named if prop is not None}
 
 
 def slowest(targets: dict[str, tuple[str, Path | None]], most: int) -> list[str]:
-    """Return lines of the seconds by target (the JUnit file's), by test file and by case (the cases')."""
+    """Return lines with the seconds by target (of the JUnit file), by test file and by case (of the cases)."""
     seconds = {"targets, imports and all": Counter[str](), "files": Counter[str](), "cases": Counter[str]()}
     by_target, by_file, by_case = seconds.values()
     for label, (_, xml) in targets.items():
@@ -73,14 +73,14 @@ def slowest(targets: dict[str, tuple[str, Path | None]], most: int) -> list[str]
                 by_file[file] += float(case.get("time", 0))
                 by_case[f"{file}: {case.get('name')}"] += float(case.get("time", 0))
     lines = []
-    for what, found in seconds.items():
-        lines.append(f"{found.total():.0f} s in {len(found)} {what}; the slowest:")
-        lines += [f"{value:8.1f}  {name}" for name, value in found.most_common(most)]
+    for what, times in seconds.items():
+        lines.append(f"{times.total():.0f} s in {len(times)} {what}; the slowest:")
+        lines += [f"{value:8.1f}  {name}" for name, value in times.most_common(most)]
     return lines
 
 
 def main(argv: list[str]) -> int:
-    """Prints the account; 1 if anything failed or nothing ran."""
+    """Print the account; return 1 if anything failed or nothing ran."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("events", nargs="*", help="files that --build_event_json_file wrote")
     parser.add_argument("--slowest", type=int, default=0, metavar="N", help="say where the time went")
@@ -88,10 +88,10 @@ def main(argv: list[str]) -> int:
     targets: dict[str, tuple[str, Path | None]] = {}
     computed: dict[tuple[str, str], int] = {}
     for name in arguments.events:
-        found = results(Path(name)) if Path(name).exists() else {}
-        for label, (_, xml) in found.items():
+        finished = results(Path(name)) if Path(name).exists() else {}
+        for label, (_, xml) in finished.items():
             computed |= instructions(label, xml)
-        targets |= found
+        targets |= finished
     if arguments.slowest:
         print("\n".join(slowest(targets, arguments.slowest)))
     for name in sorted({name for _, name in computed}):

@@ -1,4 +1,4 @@
-"""Builds the wheel or the sdist of a library from a list of files: the action of dist.bzl.
+"""Build the wheel or the sdist of a library from a list of files: the action of dist.bzl.
 
 hatchling builds, from copies and with one time for all files, so that the same files give the same bytes.
 """
@@ -25,7 +25,7 @@ def stage(files: list[Path], root: Path, folder: Path) -> None:
 
 
 def name_home(metadata: Path, home: str) -> None:
-    """Add the pages of the tree at `home` to a pyproject.toml, which become the Project-URL lines of what is built."""
+    """Add the pages of the tree at `home` to a pyproject.toml; they become Project-URL lines of wheel and sdist."""
     if not re.fullmatch(r"https://[^\s\"]*[^\s\"/]", home):
         raise SystemExit(f"HOME of build/version.bzl is {home!r}: write https://..., without a slash at the end")
     lines = [f'{label} = "{home}/{page}"' for label, page in PAGES.items()]
@@ -33,7 +33,7 @@ def name_home(metadata: Path, home: str) -> None:
 
 
 def build(kind: str, files: list[Path], root: Path, folder: Path, home: str = "") -> Path:
-    """Build a "wheel" or an "sdist" in a new folder. Returns its path, under the name that its metadata gives it."""
+    """Build a "wheel" or an "sdist" in a new folder and return its path, whose name its metadata sets."""
     stage([file.absolute() for file in files], root.absolute(), folder / "tree")
     if home:
         name_home(folder / "tree/pyproject.toml", home)
@@ -48,7 +48,7 @@ def build(kind: str, files: list[Path], root: Path, folder: Path, home: str = ""
 
 
 def main() -> None:
-    """Write --out; its name has to be the one that the metadata gives."""
+    """Write --out, whose name has to be that of the metadata."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--kind", required=True, choices=["wheel", "sdist"])
     parser.add_argument("--root", required=True, type=Path, help="the library's folder")

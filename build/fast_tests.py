@@ -1,4 +1,4 @@
-"""Runs the fast tests by plain pytest, on a machine without Bazel: `python3.12 build/fast_tests.py [libs/seqpack ...]`.
+"""Run the fast tests by plain pytest, on a machine without Bazel: `python3.12 build/fast_tests.py [libs/seqpack ...]`.
 
 Which files are tests, with which tags and environment, is read from the BUILD files of libraries and apps. Each file
 runs in a process of its own with a home of its own, and sees the whole tree and the machine's network. What this Python
@@ -59,9 +59,9 @@ class Test:
 
 
 def rules(folder: Path) -> list[Test]:
-    """The tests of a library's or an app's BUILD file."""
+    """Return the tests of a library's or an app's BUILD file."""
     package = str(folder.relative_to(ROOT))
-    found = []
+    tests = []
     for node in ast.parse((folder / "BUILD.bazel").read_text()).body:
         call = node.value if isinstance(node, ast.Expr) else None
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in TEST_RULES:
@@ -69,7 +69,13 @@ def rules(folder: Path) -> list[Test]:
             name, root = ast.literal_eval(words["name"]), source_root(package)
             if call.func.id == "module_test":
                 path = Path(package) / ast.literal_eval(words["srcs"])[0] if "srcs" in words else root / f"{name}.py"
-                found.append(_test(f"//{package}:{name}", path, words, _requirements(words.get("deps"))))
+                tests.append(_test(f"//{package}:{name}", path, words, _requirements(words.get("deps"))))
+                continue
+            if call.func.id == "module_tests":
+                for source in ast.literal_eval(words["srcs"]):
+                    path = Path(package) / source
+                    needs = _imported(ROOT / path, _requirements(words.get("deps")))
+                    tests.append(_test(f"//{package}:{target_of(path, root)}", path, words, needs))
                 continue
             place = root if name == f"{root.name}_test" else root / name.removesuffix("_test")
             left_out = ast.literal_eval(words["exclude"]) if "exclude" in words else []
@@ -77,19 +83,19 @@ def rules(folder: Path) -> list[Test]:
                 if file.name not in left_out:
                     label = f"//{package}:{target_of(place / file.name, root)}"
                     needs = _imported(file, _requirements(words.get("deps")))
-                    found.append(_test(label, place / file.name, words, needs))
-    return found
+                    tests.append(_test(label, place / file.name, words, needs))
+    return tests
 
 
 def _imported(file: Path, needs: dict[str, str]) -> dict[str, str]:
-    """Those of a folder's packages that one of its files imports."""
+    """Return those of a folder's packages that one of its files imports."""
     tops = {module.partition(".")[0] for module, _ in imports_of(file)}
     names = {normal(DISTRIBUTIONS.get(top, top)) for top in tops}
     return {name: hub for name, hub in needs.items() if name in names}
 
 
 def _test(label: str, path: Path, words: dict[str, ast.expr], needs: dict[str, str]) -> Test:
-    """The test of a file that a rule's keywords describe."""
+    """Return the test of a file, as a rule's keywords describe it."""
     known = {key: ast.literal_eval(words[key]) for key in ("tags", "size", "args", "hub") if key in words}
     other = [hub for hub in needs.values() if hub not in ("pypi", "pypi_extras")]
     special = f"of the hub {other[0]}" if other else ""
@@ -114,7 +120,7 @@ def _test(label: str, path: Path, words: dict[str, ast.expr], needs: dict[str, s
 
 
 def _requirements(deps: ast.expr | None) -> dict[str, str]:
-    """The packages that a rule declares itself, each with its hub."""
+    """Return the packages that a rule declares itself, each with its hub."""
     needs = {}
     for node in ast.walk(deps) if deps is not None else ():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "requirement":
@@ -125,19 +131,19 @@ def _requirements(deps: ast.expr | None) -> dict[str, str]:
 
 @cache
 def installed() -> dict[str, str]:
-    """Version of each distribution that this Python has."""
+    """Return the version of each distribution that this Python has."""
     return {normal(one.metadata["Name"]): one.version for one in importlib.metadata.distributions()}
 
 
 @cache
 def locked() -> frozenset[str]:
-    """What the locks of the main hub and its extras list."""
+    """Return the distributions in the locks of the main hub and its extras."""
     locks = ROOT / "build/locks"
     return frozenset(lock_entries(locks / f"{LOCKS['pypi']}.txt")) | frozenset(lock_entries(locks / "extras.txt"))
 
 
 def lacking(text: str) -> str:
-    """The locked package for want of which a test failed, by its report; "" where that is not the reason."""
+    """Return the locked package whose absence made a test fail, by its report; "" for another reason."""
     for module in MISSING.findall(text):
         top = module.split(".")[0]
         name = normal(DISTRIBUTIONS.get(top, top))
@@ -147,7 +153,7 @@ def lacking(text: str) -> str:
 
 
 def left_out(test: Test, tags: set[str], only: str = "") -> str:
-    """Why a test is not started; "" if it is. `only`: a tag that it must have; it may be one to be run by hand then."""
+    """Return why a test is not started, "" if it is. `only`: a tag that it must have; then it may be a manual test."""
     if only and only not in test.tags:
         return f"not tagged {only}"
     barred = [tag for tag in test.tags if tag in NEEDS and tag not in tags | ({only, "manual"} if only else set())]
@@ -158,7 +164,7 @@ def left_out(test: Test, tags: set[str], only: str = "") -> str:
 
 
 def run(test: Test, most: float | None = None, device: str = "") -> tuple[Counter[str], list[str]]:
-    """Run one file, for `most` seconds or those of its size: its cases by outcome, and what there is to say of them.
+    """Run one file, for `most` seconds or those of its size; return its cases by outcome, and remarks on them.
 
     It sees the CUDA `device` alone where one is named.
     """
@@ -193,7 +199,7 @@ def run(test: Test, most: float | None = None, device: str = "") -> tuple[Counte
 
 
 def account(test: Test, status: int, xml: Path, said: str) -> tuple[Counter[str], list[str]]:
-    """Cases of a file by outcome: a failure for want of a package is none, one without a failed case counts as one."""
+    """Return cases by outcome: a failure by a missing package is none, a failed file without failed cases is one."""
     counts: Counter[str] = Counter()
     words = []
     wanting = Counter[str]()
@@ -220,8 +226,7 @@ def account(test: Test, status: int, xml: Path, said: str) -> tuple[Counter[str]
 
 
 def run_all(tests: list[Test], places: Sequence[str], most: float | None = None) -> Counter[str]:
-    """Run these files, one at a time in each place, and say what is amiss; their cases by outcome, at Ctrl-C of those
-    that ran.
+    """Run these files, one at a time in each place, and print problems; return cases by outcome, after Ctrl-C so far.
 
     A place is a CUDA device, or "". The largest begin first, so that none of them is the only one left at the end.
     """
@@ -234,12 +239,12 @@ def run_all(tests: list[Test], places: Sequence[str], most: float | None = None)
 
     def timed(test: Test) -> tuple[Counter[str], list[str]]:
         place = free.get()
-        begun = time.monotonic()
+        start = time.monotonic()
         try:
             done, words = run(test, most, place)
         finally:
             free.put(place)
-        words.append(f"{time.monotonic() - begun:4.0f} s  {test.label}: {done['passed']} passed")
+        words.append(f"{time.monotonic() - start:4.0f} s  {test.label}: {done['passed']} passed")
         return done, words
 
     try:
@@ -257,7 +262,7 @@ def run_all(tests: list[Test], places: Sequence[str], most: float | None = None)
 
 
 def main() -> int:
-    """Run them and print the account."""
+    """Run the tests and print the account."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", help="libraries and apps, such as libs/seqpack; all by default")
     parser.add_argument("--tags", default="", help=f"run these too, with commas between them: {', '.join(NEEDS)}")
@@ -266,22 +271,22 @@ def main() -> int:
     at_once = parser.add_mutually_exclusive_group()
     at_once.add_argument("--jobs", type=int, help="files at a time; one a core by default")
     at_once.add_argument("--devices", default="", metavar="0,1", help="a file at a time on each of these CUDA devices")
-    given = parser.parse_args()
+    options = parser.parse_args()
     if "pytest" not in installed():
         parser.error(f"{sys.executable} has no pytest")
     every = sorted(path.parent for top in ("libs", "apps") for path in ROOT.glob(f"{top}/*/BUILD.bazel"))
-    folders = [Path(folder).absolute() for folder in given.folders] or every
+    folders = [Path(folder).absolute() for folder in options.folders] or every
     unknown = [str(folder) for folder in folders if folder not in every]
     if unknown:
         parser.error(f"no library or app: {', '.join(unknown)}")
     tests = [test for folder in folders for test in rules(folder)]
-    reasons = {test: left_out(test, set(given.tags.split(",")), given.only) for test in tests}
+    reasons = {test: left_out(test, set(options.tags.split(",")), options.only) for test in tests}
     started = [test for test in tests if not reasons[test]]
     about = [f"{name} {installed()[name]}" for name in ("torch", "transformers", "pytest") if name in installed()]
     print(f"Python {sys.version.split()[0]}; {', '.join(about)}; {len(started)} of {len(tests)} test files", flush=True)
-    jobs = given.jobs or len(os.sched_getaffinity(0))
-    places = given.devices.split(",") if given.devices else [""] * jobs
-    counts = run_all(started, places, given.seconds)
+    jobs = options.jobs or len(os.sched_getaffinity(0))
+    places = options.devices.split(",") if options.devices else [""] * jobs
+    counts = run_all(started, places, options.seconds)
     for why, number in sorted(Counter(filter(None, reasons.values())).items()):
         print(f"left out: {number} files {why}")
     for why, number in sorted(counts.items()):

@@ -99,6 +99,14 @@ def test_the_files_of_a_folder_run_one_by_one(tree):
     assert (status, lines[-1]) == (0, "2 passed, 0 failed, 0 skipped"), lines
 
 
+def test_files_of_one_rule_are_its_files_each(tree):
+    names = ", ".join(f'"alpha/rooms/{name}_test.py"' for name in ("near", "far", "own"))
+    deps = 'deps = [requirement("absent-package")], env = {"WORD": "yes"}'
+    status, lines = run(tree, f'module_tests(name = "some", srcs = [{names}], {deps})\n')
+    assert (status, lines[-1]) == (0, "2 passed, 0 failed, 0 skipped"), lines
+    assert "left out: 1 files without absent-package" in lines
+
+
 def test_those_of_one_tag_alone_each_within_its_seconds(tree):
     """Those that are run by hand too; the first takes too long and is ended, the second passes."""
     (tree / "libs/alpha/alpha/long_test.py").write_text("import time\n\n\ndef test_long():\n    time.sleep(300)\n")

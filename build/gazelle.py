@@ -1,10 +1,10 @@
-"""Writes the BUILD files from the imports of the Python files: `./bazelw run //build:gazelle` (or `-- --check`).
+"""Write the BUILD files from the imports of the Python files: `./bazelw run //build:gazelle` (or `-- --check`).
 
 Each folder of a library or an app is one target with its modules and one with its tests, both by glob: a new file needs
 no edit, a new import or folder another run. What the files import is their `deps`. A module directly in the top folder
-has a target of its own, and so has a file that a `module` or `module_test` of its name stands for in the BUILD file: its
-folder's targets are without it (a test with tags, a size or an environment of its own, a module whose packages are not
-for all that its folder's other modules are for).
+has a target of its own, and so has a file for which a `module` or `module_test` of its name stands in the BUILD file,
+or that `module_tests` names: its folder's targets are without it (a test with tags, a size or an environment of its
+own, a module whose packages are not for all who want its folder's other modules).
 
 Folders that import each other cannot be two targets: gazelle names them, with an import of each direction, and writes
 nothing. Kept as they stand: attributes but `deps` and `exclude` (size, tags, data, env, ...), a dependency marked
@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
-from gazelle_rules import FILE_RULES, PACKAGE_RULES, Build, Rule, order, parse_build, spelled, written
+from gazelle_rules import FILE_RULES, Build, Rule, order, parse_build, spelled, written
 from install_hub import lock_entries, normal
 
 # Imports whose distribution has another name.
@@ -37,18 +37,18 @@ LOCKS = {"pypi": "cpu"}
 
 @cache
 def locked(hub: str) -> frozenset[str]:
-    """The distributions that a hub's lock file lists."""
+    """Return the distributions in a hub's lock file."""
     name = LOCKS.get(hub, hub.removeprefix("pypi_"))
     return frozenset(lock_entries(Path("build/locks") / f"{name}.txt"))
 
 
 def is_type_checking(node: ast.AST) -> bool:
-    """Whether this is `if TYPE_CHECKING:`."""
+    """Return whether this is `if TYPE_CHECKING:`."""
     return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
 
 
 def imports(tree: ast.AST) -> set[tuple[str, str]]:
-    """(module, name) of each import that runs; the name is "" for `import module`."""
+    """Return (module, name) of each import that runs; the name is "" for `import module`."""
     found: set[tuple[str, str]] = set()
     for node in ast.iter_child_nodes(tree):
         if is_type_checking(node):
@@ -66,13 +66,13 @@ def imports(tree: ast.AST) -> set[tuple[str, str]]:
 
 @cache
 def imports_of(path: Path) -> frozenset[tuple[str, str]]:
-    """The imports of a file."""
+    """Return the imports of a file."""
     return frozenset(imports(ast.parse(path.read_text())))
 
 
 @cache
 def exports(path: Path) -> dict[str, str]:
-    """name -> module of a lazy `__init__.py`, its `_EXPORTS`."""
+    """Return the `_EXPORTS` of a lazy `__init__.py`: {name: module}."""
     text = path.read_text()
     for node in ast.parse(text).body if "_EXPORTS" in text else ():
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
@@ -83,31 +83,31 @@ def exports(path: Path) -> dict[str, str]:
 
 
 def is_bare(path: Path) -> bool:
-    """Whether this is an `__init__.py` of nothing but words, which every module of its package brings along."""
+    """Return whether this is an `__init__.py` without code, which every module of its package brings along."""
     if path.name != "__init__.py":
         return False
     return not exports(path) and not imports_of(path) and "__path__" not in path.read_text()
 
 
 def is_test(path: Path) -> bool:
-    """Whether pytest is to look into a file."""
+    """Return whether pytest runs a file."""
     return path.name.endswith("_test.py")
 
 
 def source_root(package: str) -> Path:
-    """The folder of a Bazel package's Python files."""
+    """Return the folder of a Bazel package's Python files."""
     return Path(package) if package.startswith("apps/") else Path(package) / Path(package).name
 
 
 def target_of(path: Path, root: Path) -> str:
-    """The name of a file's own target: its path, or its folder's for `__init__.py`."""
+    """Return the name of a file's own target: its path, or its folder's for `__init__.py`."""
     if path.name != "__init__.py":
         return str(path.relative_to(root).with_suffix(""))
     return str(path.parent.relative_to(root)) if path.parent != root else root.name
 
 
 def whole(package: str, target: str) -> str:
-    """The label of a target as other packages write it."""
+    """Return the label of a target as other packages write it."""
     return f"//{package}" if target == Path(package).name else f"//{package}:{target}"
 
 
@@ -133,7 +133,9 @@ class Tree:
             self.builds[package] = parse_build((Path(package) / "BUILD.bazel").read_text())
             self.rules[package] = assign(package, self.builds[package].rules)
             for rule in self.rules[package]:
-                self.labels |= {path: (package, rule.name) for path in rule.files if path not in self.labels}
+                for path in rule.files:
+                    name = target_of(path, source_root(package)) if rule.kind == "module_tests" else rule.name
+                    self.labels.setdefault(path, (package, name))
                 if rule.kind in ("module", "python_package"):
                     self.modules |= dict.fromkeys(rule.files, rule.name)
         for package in self.packages:
@@ -141,7 +143,7 @@ class Tree:
                 rule.deps = self.dependencies(package, rule)
 
     def resolve(self, module: str, name: str) -> str | None:
-        """The dotted name of the file that an import needs; None for what is not of the house."""
+        """Return the dotted name of the file that an import needs; None for one of other people's packages."""
         if f"{module}.{name}" in self.sources:
             return f"{module}.{name}"
         if module not in self.sources:
@@ -150,7 +152,7 @@ class Tree:
         return (self.resolve(lazy[name], name) or lazy[name]) if name in lazy else module
 
     def dependencies(self, package: str, rule: Rule) -> list[str]:
-        """Return labels and requirement() calls for the files of a rule; note which import asks for each label."""
+        """Return labels and requirement() calls for the files of a rule; record the import that needs each label."""
         own = whole(package, rule.name)
         found: set[str] = set()
         if rule.kind == "app" and self.modules.get(rule.files[0], rule.name) != rule.name:
@@ -178,28 +180,30 @@ class Tree:
         return sorted(found, key=order)
 
     def text(self, package: str) -> str:
-        """The text that a BUILD file should have."""
+        """Return the text that a BUILD file should have."""
         return written(self.builds[package], self.rules[package])
 
     def complaints(self) -> list[str]:
-        """What cannot be written down: two targets of one name, folders that need each other, packages for few."""
+        """Return what BUILD files cannot express: targets of one name, folders that need each other, packages for
+        few."""
         said = []
         for package, rules in self.rules.items():
-            names = [rule.name for rule in rules]
+            names = [rule.name for rule in rules if rule.kind != "module_tests"]
+            names += [self.labels[path][1] for rule in rules if rule.kind == "module_tests" for path in rule.files]
             twice = sorted({name for name in names if names.count(name) > 1})
             said += [f"//{package} has two targets named {name}: rename a file or a folder" for name in twice]
             for rule in (rule for rule in rules if rule.kind == "python_package"):
                 said += [
-                    f"{self.arrows[whole(package, rule.name), dep]}, of @pypi_extras, which all that need the folder "
-                    f'would need: give the file a target of its own, module(name = "{rule.name}/...")'
+                    f"{why}, of @pypi_extras, which all that need its folder would need: give it a target of its own, "
+                    f'module(name = "{rule.name}/{Path(why.split()[0]).stem}")'
                     for dep in rule.deps
-                    if "pypi_extras" in dep
+                    if "pypi_extras" in dep and (why := self.arrows[whole(package, rule.name), dep])
                 ]
         return said + [circle(path, self.arrows) for path in circles(self.arrows)]
 
 
 def wanted_by(path: Path, pages: Iterable[Path]) -> set[tuple[str, str]]:
-    """The imports of a file, of the modules that a lazy facade hands out, and of the pages whose code it runs."""
+    """Return the imports of a file, of the modules that a lazy facade exports, and of the pages whose code it runs."""
     wanted = set(imports_of(path))
     if path.name == "__init__.py":
         wanted |= {(module, "") for module in exports(path).values()}
@@ -210,7 +214,7 @@ def wanted_by(path: Path, pages: Iterable[Path]) -> set[tuple[str, str]]:
 
 
 def requirements(module: str, hub: str, for_test: bool) -> set[str]:
-    """The requirement() call for a module that is not of the house; none for what no lock has."""
+    """Return the requirement() call for a third-party module; none for one that no lock has."""
     distribution = normal(DISTRIBUTIONS.get(module.split(".")[0], module.split(".")[0]))
     if hub == "pypi" and distribution not in locked(hub) and distribution in locked("pypi_extras"):
         return {f'requirement("{distribution}", hub = "pypi_extras")'}
@@ -231,13 +235,16 @@ def assign(package: str, rules: list[Rule]) -> list[Rule]:
     programs = [rule for rule in rules if rule.kind == "app"]
     singles = [rule for rule in rules if rule.kind in FILE_RULES]
     for rule in [*singles, *programs]:
-        path = folder / rule.source if rule.source else root / f"{rule.name}.py"
-        rule.files = [path] if path.exists() and path.name != "__init__.py" else []
+        paths = [folder / source for source in rule.sources] or [root / f"{rule.name}.py"]
+        rule.files = [path for path in paths if path.exists() and path.name != "__init__.py"]
+        if rule.kind == "module_tests":
+            rule.attributes["srcs"] = spelled(sorted(str(path.relative_to(folder)) for path in rule.files))
     singles = [rule for rule in singles if rule.files]
     for rule in top:
         rule.files = [root / "__init__.py"]
     # A rule of the file's name stands for it; further ones may run it again (another hub, other attributes).
     own = {rule.files[0] for rule in [*singles, *programs] if rule.name == name_of(rule.files, root)}
+    own |= {path for rule in singles if rule.kind == "module_tests" for path in rule.files}
     for path in sorted(root.glob("*.py")):
         if path not in own and not is_test(path) and path.name != "__init__.py":
             singles.append(Rule("module", target_of(path, root), files=[path]))
@@ -262,7 +269,7 @@ def assign(package: str, rules: list[Rule]) -> list[Rule]:
 
 
 def name_of(files: list[Path], root: Path) -> str:
-    """The name that a file's own target has; "" for a file outside of the root (a benchmark)."""
+    """Return the name of a file's own target; "" for a file outside of the root (a benchmark)."""
     return target_of(files[0], root) if files and files[0].is_relative_to(root) else ""
 
 
@@ -294,7 +301,7 @@ def circles(arrows: Iterable[tuple[str, str]]) -> Iterator[list[str]]:
 
 
 def circle(path: list[str], arrows: dict[tuple[str, str], str]) -> str:
-    """Say which targets need each other, and for which imports."""
+    """Return a text: which targets need each other, and by which imports."""
     said = [arrows[pair] for pair in zip(path, [*path[1:], path[0]], strict=True)]
     return f"{' and '.join(path)} need each other: " + "; ".join(said)
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PACKAGE_RULES = {"python_package", "package_test"}
-"""One target a folder."""
-FILE_RULES = {"module", "module_test"}
-"""One target a file."""
-TEST_RULES = {"module_test", "package_test"}
+"""Rules with one target a folder."""
+FILE_RULES = {"module", "module_test", "module_tests"}
+"""Rules with one target a file."""
+TEST_RULES = {"module_test", "module_tests", "package_test"}
 MANAGED = PACKAGE_RULES | FILE_RULES | {"library", "app"}
 MACROS = MANAGED | {"requirement"}
 DEFS = "//build:defs.bzl"
@@ -28,15 +28,15 @@ class Rule:
 
     @property
     def hub(self) -> str:
-        """The hub its third-party packages come from."""
+        """The hub of its third-party packages."""
         return str(ast.literal_eval(self.attributes.get("hub", '"pypi"')))
 
     @property
-    def source(self) -> str:
-        """The one file that it spells out, `srcs` or a program's `main`; "" where its name says the file."""
+    def sources(self) -> list[str]:
+        """The files that it spells out, `srcs` or a program's `main`; none where its name says the file."""
         if self.kind == "app":
-            return str(ast.literal_eval(self.attributes["main"]))
-        return str([*ast.literal_eval(self.attributes.get("srcs", "[]")), ""][0])
+            return [ast.literal_eval(self.attributes["main"])]
+        return list(ast.literal_eval(self.attributes.get("srcs", "[]")))
 
 
 @dataclass
@@ -49,12 +49,12 @@ class Build:
 
 
 def order(dep: str) -> tuple[int, str]:
-    """Own package, other packages, third-party; each by name."""
+    """Return a sort key: own package, other packages, third-party; each by name."""
     return (2 if dep.startswith("requirement") else 1 if dep.startswith('"//') else 0, dep.strip('"').replace(":", "!"))
 
 
 def kept_entries(deps: str) -> list[str]:
-    """The entries of a list, as the source has it, whose last line is marked `# keep`; each on one line."""
+    """Return the entries of a list in the source whose last line is marked `# keep`; each on one line."""
     lines = deps.splitlines()
     listed = ast.parse(deps, mode="eval").body
     entries = [node for node in listed.elts if node.end_lineno] if isinstance(listed, ast.List) else []
@@ -62,7 +62,7 @@ def kept_entries(deps: str) -> list[str]:
 
 
 def one_line(node: ast.expr) -> str:
-    """A label or a requirement() call as this file writes it inside."""
+    """Return a label or a requirement() call in this file's own form, on one line."""
     if isinstance(node, ast.Call):
         words = [one_line(word) for word in node.args] + [f"{k.arg} = {one_line(k.value)}" for k in node.keywords]
         return f"{ast.unparse(node.func)}({', '.join(words)})"
@@ -70,7 +70,7 @@ def one_line(node: ast.expr) -> str:
 
 
 def spread(entry: str, indent: int) -> str:
-    """An entry as buildifier writes it: a call with more than one argument has a line for each."""
+    """Return an entry as buildifier writes it: a call with more than one argument has a line for each."""
     call = re.fullmatch(r"(\w+)\((.+), (\w+ = .+)\)", entry)
     if not call:
         return entry
@@ -79,14 +79,14 @@ def spread(entry: str, indent: int) -> str:
 
 
 def segment(lines: list[str], node: ast.expr) -> str:
-    """The source of an expression in ASCII lines that keep their ends (as `ast.get_source_segment`, at once)."""
+    """Return the source of an expression in ASCII lines with their ends, as `ast.get_source_segment`, but fast."""
     end = node.end_lineno or 0
     text = "".join(lines[node.lineno - 1 : end])
     return text[node.col_offset : len(text) - len(lines[end - 1]) + (node.end_col_offset or 0)]
 
 
 def parse_build(text: str) -> Build:
-    """Return what a BUILD file says."""
+    """Return the parsed BUILD file."""
     lines = text.splitlines(keepends=True)
     build = Build("", [], [])
     end = 0
@@ -111,7 +111,7 @@ def parse_build(text: str) -> Build:
 
 
 def layout(rule: Rule) -> str:
-    """Write a rule as buildifier would."""
+    """Return a rule as buildifier writes it."""
     lines = [f'    name = "{rule.name}",\n']
     first = ["size", "srcs"]
     keys = sorted(rule.attributes, key=lambda key: (first.index(key) if key in first else len(first), key))
@@ -127,7 +127,7 @@ def layout(rule: Rule) -> str:
 
 
 def spelled(names: list[str]) -> str:
-    """Write a list of words as buildifier would: one on its line, more on a line each."""
+    """Return a list of words as buildifier writes it: one on its line, more on a line each."""
     if len(names) < 2:
         return "[" + "".join(f'"{name}"' for name in names) + "]"
     return "[\n" + "".join(f'        "{name}",\n' for name in names) + "    ]"

@@ -1,9 +1,9 @@
-"""The BUILD files that gazelle writes: each target declares what its file imports, and what was said by hand stays."""
+"""The BUILD files that gazelle writes: a folder's targets declare what its files import, what is by hand stays."""
 
 from pathlib import Path
 
 import pytest
-from gazelle import Tree, exports, generate, imports_of
+from gazelle import Tree, exports, imports_of, main
 
 PEAK = """load("//build:defs.bzl", "library", "module", "module_test", "requirement")
 
@@ -34,6 +34,19 @@ module_test(
     ],
 )
 
+module(
+    name = "rooms/spoken",
+)
+
+package_test(
+    name = "rooms_test",
+    shard_count = 2,
+    exclude = ["gone_test.py"],
+    deps = [
+        requirement("numpy"),  # keep
+    ],
+)
+
 # By hand.
 filegroup(
     name = "hand",
@@ -53,40 +66,47 @@ FILES = {
     "libs/peak/BUILD.bazel": PEAK,
     "libs/peak/README.md": "```python\nimport numpy\n```\n",
     "libs/peak/peak/__init__.py": '_EXPORTS = {"climb": "peak.rooms.climb"}\n',
+    "libs/peak/peak/top.py": "import peak.rooms.rope\n",
+    "libs/peak/peak/top_test.py": "from peak.top import up\n",
     "libs/peak/peak/rooms/__init__.py": '"""Words."""\n',
     "libs/peak/peak/rooms/climb.py": "from base import add\nfrom typing import TYPE_CHECKING\n"
-    "if TYPE_CHECKING:\n    import numpy\nfrom peak.rooms import rope\n",
-    "libs/peak/peak/rooms/rope.py": "def f():\n    import torch\n    import openai\n    import not_locked\n",
+    "if TYPE_CHECKING:\n    import numpy\nfrom peak.rooms import rope\nfrom peak.rooms.deep import well\n",
+    "libs/peak/peak/rooms/rope.py": "def f():\n    import torch\n    import not_locked\n",
+    "libs/peak/peak/rooms/spoken.py": "import openai\nimport peak.rooms.rope\n",
     "libs/peak/peak/rooms/slow_test.py": "import pytest\nfrom peak import climb\nimport base\n",
+    "libs/peak/peak/rooms/rope_test.py": "import peak.rooms.rope\n",
+    "libs/peak/peak/rooms/deep/__init__.py": '"""Words."""\n',
+    "libs/peak/peak/rooms/deep/well.py": "import base.sums\n",
 }
 
-EXPECTED = """load("//build:defs.bzl", "library", "module", "module_test", "requirement")
+EXPECTED = """LOADS
 
 # Everybody.
 package(default_visibility = ["//visibility:public"])
 
 library(
     name = "peak",
-    deps = [":rooms/climb"],
+    deps = [":rooms"],
 )
 
-module(
-    name = "rooms/climb",
+package_test(
+    name = "peak_test",
+    deps = [":top"],
+)
+
+python_package(
+    name = "rooms",
+    exclude = ["spoken.py"],
     deps = [
-        ":rooms/rope",
+        ":rooms/deep",
         "//libs/base:sums",
-    ],
-)
-
-module(
-    name = "rooms/rope",
-    deps = [
-        requirement(
-            "openai",
-            hub = "pypi_extras",
-        ),
         requirement("torch"),
     ],
+)
+
+python_package(
+    name = "rooms/deep",
+    deps = ["//libs/base:sums"],
 )
 
 module_test(
@@ -95,7 +115,7 @@ module_test(
     data = ["README.md"],
     tags = ["slow"],
     deps = [
-        ":rooms/climb",
+        ":rooms",
         "//libs/base",
         "//libs/base:sums",  # keep
         requirement("jinja2"),  # keep
@@ -107,12 +127,40 @@ module_test(
     ],
 )
 
+module(
+    name = "rooms/spoken",
+    deps = [
+        ":rooms",
+        requirement(
+            "openai",
+            hub = "pypi_extras",
+        ),
+    ],
+)
+
+package_test(
+    name = "rooms_test",
+    exclude = ["slow_test.py"],
+    shard_count = 2,
+    deps = [
+        ":rooms",
+        requirement("numpy"),  # keep
+    ],
+)
+
+module(
+    name = "top",
+    deps = [":rooms"],
+)
+
 # By hand.
 filegroup(
     name = "hand",
     srcs = ["README.md"],
 )
 """
+MACROS = '"library", "module", "module_test", "package_test", "python_package", "requirement"'
+EXPECTED = EXPECTED.replace("LOADS", f'load("//build:defs.bzl", {MACROS})')
 
 
 @pytest.fixture
@@ -123,36 +171,122 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     monkeypatch.chdir(tmp_path)
-    exports.cache_clear()
-    imports_of.cache_clear()
+    monkeypatch.setattr("sys.argv", ["gazelle"])
+    monkeypatch.delenv("BUILD_WORKSPACE_DIRECTORY", raising=False)
     return tmp_path
 
 
-def test_a_file_declares_what_it_imports(house: Path) -> None:
+def forget() -> None:
+    """Drop what was read of files of the same names."""
+    exports.cache_clear()
+    imports_of.cache_clear()
+
+
+def tree() -> Tree:
+    """The tree as it is now."""
+    forget()
+    return Tree()
+
+
+def test_a_folder_declares_what_its_files_import(house: Path) -> None:
     """Through lazy facades to the file that is meant; imports for types and unlocked packages are no dependencies."""
-    assert generate(Tree(), "libs/peak") == EXPECTED
+    assert tree().text("libs/peak") == EXPECTED
+    assert tree().complaints() == []
 
 
 def test_written_files_stay_as_they_are(house: Path) -> None:
     """A second run changes nothing."""
     build = house / "libs/peak/BUILD.bazel"
-    build.write_text(generate(Tree(), "libs/peak"))
-    assert generate(Tree(), "libs/peak") == build.read_text()
+    build.write_text(tree().text("libs/peak"))
+    assert tree().text("libs/peak") == build.read_text()
 
 
-def test_a_new_file_is_a_new_target(house: Path) -> None:
-    """One edit adds a module."""
+def test_a_new_file_changes_no_build_file(house: Path) -> None:
+    """Neither a module nor a test, as long as they import nothing new."""
     (house / "libs/peak/peak/rooms/axe.py").write_text("import peak.rooms.rope\n")
-    assert 'module(\n    name = "rooms/axe",\n    deps = [":rooms/rope"],\n)' in generate(Tree(), "libs/peak")
+    (house / "libs/peak/peak/rooms/axe_test.py").write_text("import peak.rooms.axe\n")
+    assert tree().text("libs/peak") == EXPECTED
+    (house / "libs/peak/peak/top_two_test.py").write_text("import peak.top\n")
+    assert tree().text("libs/peak") == EXPECTED
 
 
-def test_a_registry_needs_every_file_of_its_folder(house: Path) -> None:
-    """A package that reads its `__path__` imports by name what a new file adds; its tests are not part of it."""
-    (house / "libs/peak/peak/rooms/__init__.py").write_text("import pkgutil\nLIST = pkgutil.iter_modules(__path__)\n")
-    exports.cache_clear()
-    imports_of.cache_clear()
-    text = generate(Tree(), "libs/peak")
-    assert (
-        'module(\n    name = "rooms",\n    srcs = ["peak/rooms/__init__.py"],\n    deps = [\n'
-        '        ":rooms/climb",\n        ":rooms/rope",\n    ],\n)' in text
+def test_a_registry_is_all_of_its_folder(house: Path) -> None:
+    """A package that reads its `__path__` has every module there is; whoever imports it needs the folder."""
+    (house / "libs/peak/peak/rooms/deep/__init__.py").write_text("LIST = pkgutil.iter_modules(__path__)\n")
+    (house / "libs/peak/peak/top.py").write_text("import peak.rooms.deep\n")
+    assert 'module(\n    name = "top",\n    deps = [":rooms/deep"],\n)' in tree().text("libs/peak")
+
+
+def test_an_app_is_imported_from_the_top_of_the_tree(house: Path) -> None:
+    """A program needs the target of its file."""
+    for name, text in {
+        "BUILD.bazel": 'load("//build:defs.bzl", "app")\n\napp(\n    name = "run",\n    main = "main.py",\n)\n',
+        "__init__.py": "",
+        "main.py": "from apps.one.tasks.sums import count\n",
+        "tasks/__init__.py": "",
+        "tasks/sums.py": "from base import add\n",
+        "tests/__init__.py": "",
+        "tests/all_test.py": "import apps.one.main\n",
+    }.items():
+        (house / "apps/one" / name).parent.mkdir(parents=True, exist_ok=True)
+        (house / "apps/one" / name).write_text(text)
+    assert tree().text("apps/one") == (
+        'load("//build:defs.bzl", "app", "module", "package_test", "python_package")\n\n'
+        'module(\n    name = "main",\n    deps = [":tasks"],\n)\n\n'
+        'python_package(\n    name = "tasks",\n    deps = ["//libs/base:sums"],\n)\n\n'
+        'package_test(\n    name = "tests_test",\n    deps = [":main"],\n)\n\n'
+        'app(\n    name = "run",\n    main = "main.py",\n    deps = [":main"],\n)\n'
     )
+
+
+def test_folders_that_need_each_other_are_named(house: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With an import of each direction, once; and nothing is written."""
+    (house / "libs/peak/peak/rooms/deep/well.py").write_text("from peak.rooms import rope\n")
+    forget()
+    assert main() == 1
+    assert capsys.readouterr().out == (
+        "//libs/peak:rooms/deep and //libs/peak:rooms need each other: "
+        "libs/peak/peak/rooms/deep/well.py imports peak.rooms.rope; "
+        "libs/peak/peak/rooms/climb.py imports peak.rooms.deep.well\n"
+    )
+    assert (house / "libs/peak/BUILD.bazel").read_text() == PEAK
+
+
+def test_a_longer_circle_is_named_from_arrow_to_arrow(house: Path) -> None:
+    (house / "libs/peak/peak/rooms/deep/well.py").write_text("import peak.top\n")
+    (complaint,) = tree().complaints()
+    assert complaint == (
+        "//libs/peak:rooms/deep and //libs/peak:top and //libs/peak:rooms need each other: "
+        "libs/peak/peak/rooms/deep/well.py imports peak.top; libs/peak/peak/top.py imports peak.rooms.rope; "
+        "libs/peak/peak/rooms/climb.py imports peak.rooms.deep.well"
+    )
+
+
+def test_what_few_need_is_no_burden_for_all(house: Path) -> None:
+    """A package of @pypi_extras asks for a target of its own."""
+    (house / "libs/peak/peak/rooms/rope.py").write_text("import openai\n")
+    (complaint,) = tree().complaints()
+    assert complaint.startswith("libs/peak/peak/rooms/rope.py imports openai, of @pypi_extras")
+    assert 'module(name = "rooms/rope")' in complaint
+
+
+def test_files_that_need_the_same_are_one_rule_with_a_target_each(house: Path) -> None:
+    """It drops a file that is gone, and its deps are what any of the others imports."""
+    build = house / "libs/peak/BUILD.bazel"
+    rule = 'module_tests(\n    name = "gpu_tests",\n    srcs = [{}],\n    tags = ["gpu"],\n)\n'
+    build.write_text(PEAK + rule.format('"peak/top_test.py", "peak/rooms/rope_test.py", "peak/gone_test.py"'))
+    assert rule.format('\n        "peak/rooms/rope_test.py",\n        "peak/top_test.py",\n    ').replace(
+        "\n)", '\n    deps = [\n        ":rooms",\n        ":top",\n    ],\n)'
+    ) in tree().text("libs/peak")
+    assert 'name = "peak_test"' not in tree().text("libs/peak")
+    assert '"rope_test.py",\n        "slow_test.py"' in tree().text("libs/peak") or "rooms_test" not in tree().text(
+        "libs/peak"
+    )
+
+
+def test_two_targets_of_one_name_are_refused(house: Path) -> None:
+    """A file's own target may have the name of another folder's tests."""
+    (house / "libs/peak/peak/rooms_test.py").write_text("import peak.top\n")
+    build = house / "libs/peak/BUILD.bazel"
+    build.write_text(PEAK + '\nmodule_test(\n    name = "rooms_test",\n    tags = ["gpu"],\n)\n')
+    assert tree().complaints() == ["//libs/peak has two targets named rooms_test: rename a file or a folder"]

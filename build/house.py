@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from docstrings import check_docstrings
 
 ROOM = 25
-"""Modules of a folder of a library, tests left out: past these it is two rooms."""
+"""Modules of a folder of a library or an app, tests left out: past these it is two rooms."""
 HARD = (
     "libs/chat_tools/chat_tools/rendering/masks.py",
     "libs/chat_tools/chat_tools/rendering/message_attribution.py",
@@ -47,7 +47,7 @@ OLD_WORDS = re.compile(
 
 
 def check_house(texts: Mapping[str, str]) -> list[str]:
-    """All complaints about tracked Python files, by path."""
+    """Return all complaints about tracked Python files, by path."""
     shipped = {path: text for path, text in texts.items() if not path.endswith("_test.py")}
     trees = {path: ast.parse(text) for path, text in shipped.items()}
     complaints = [*check_rooms(shipped), *check_names(trees), *check_heads(shipped), *check_words(shipped)]
@@ -61,19 +61,23 @@ def check_house(texts: Mapping[str, str]) -> list[str]:
 
 
 def check_rooms(texts: Mapping[str, str]) -> list[str]:
-    """Folders of libraries and apps are packages, and none of a library holds more than `ROOM` modules."""
+    """Return complaints about folders of libraries and apps that are no packages, or hold more than `ROOM` modules.
+
+    A folder `tests` may hold more.
+    """
     rooms: dict[str, int] = {}
     for path in map(PurePosixPath, texts):
-        if path.parts[0] == "libs" and len(path.parts) > 3 and path.parts[2] != "benchmarks":
-            rooms[str(path.parent)] = rooms.get(str(path.parent), 0) + (path.name != "__init__.py")
+        of_library = path.parts[0] == "libs" and len(path.parts) > 3 and path.parts[2] != "benchmarks"
+        if of_library or path.parts[0] == "apps":
+            counts = path.name != "__init__.py" and path.parent.name != "tests"
+            rooms[str(path.parent)] = rooms.get(str(path.parent), 0) + counts
     crowded = [f"{room}: {count} modules, more than {ROOM}" for room, count in rooms.items() if count > ROOM]
-    apps = {str(path.parent) for path in map(PurePosixPath, texts) if path.parts[0] == "apps"}
-    bare = [f"{room}: no __init__.py" for room in sorted({*rooms, *apps}) if f"{room}/__init__.py" not in texts]
+    bare = [f"{room}: no __init__.py" for room in sorted(rooms) if f"{room}/__init__.py" not in texts]
     return crowded + [one for one in bare if "/site" not in one]  # a stand-in's place on the path is no package
 
 
 def check_names(trees: Mapping[str, ast.Module]) -> list[str]:
-    """No module or sub-package has a name that its package hands out for something else: it would replace that."""
+    """Return complaints about modules and sub-packages with the name of another export of their package."""
     complaints = []
     for path, tree in trees.items():
         package = PurePosixPath(path).parent
@@ -93,7 +97,7 @@ def _exported(tree: ast.Module) -> set[str]:
 
 
 def check_heads(texts: Mapping[str, str]) -> list[str]:
-    """Each of the hard algorithms begins with numbered steps and with what tests hold."""
+    """Return complaints about hard algorithms whose docstrings lack numbered steps or the tests' invariants."""
     complaints = []
     for path in HARD:
         head = ast.get_docstring(ast.parse(texts[path])) or "" if path in texts else ""
@@ -105,18 +109,18 @@ def check_heads(texts: Mapping[str, str]) -> list[str]:
 
 
 def check_words(texts: Mapping[str, str]) -> list[str]:
-    """Words that were replaced do not come back."""
+    """Return complaints about words that were replaced."""
     return [
-        f"{path}:{number}: {found[0]!r} has a plainer name"
+        f"{path}:{number}: {word[0]!r} has a plainer name"
         for path, text in texts.items()
         if path.startswith(("libs/", "apps/"))
         for number, line in enumerate(text.splitlines(), 1)
-        if (found := OLD_WORDS.search(line))
+        if (word := OLD_WORDS.search(line))
     ]
 
 
 def check_imports(path: str, tree: ast.Module, lines: list[str]) -> list[str]:
-    """Imports stand at the top, but for lazy facades, packages of `OPTIONAL`, and those with a reason beside them.
+    """Return complaints about inner imports, except in lazy facades, of packages of `OPTIONAL`, or with a reason.
 
     A reason is a comment on the import, or on the line above it or its guard; or a handler of ImportError around it.
     """
@@ -135,22 +139,22 @@ def check_imports(path: str, tree: ast.Module, lines: list[str]) -> list[str]:
 
 
 def check_unpickled(path: str, tree: ast.Module) -> list[str]:
-    """What other processes send is never a program: nothing that unpickles is imported, nor called by another name
+    """Return complaints about imports and calls that unpickle: what other processes send is never a program
     (`torch.load`, `numpy.load(allow_pickle=...)`, `recv()` of a multiprocessing connection)."""
-    found: list[tuple[int, str]] = []
+    unsafe: list[tuple[int, str]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += [(node.lineno, one.name) for one in node.names if one.name.partition(".")[0] in UNPICKLERS]
+            unsafe += [(node.lineno, one.name) for one in node.names if one.name.partition(".")[0] in UNPICKLERS]
         elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in UNPICKLERS:
-            found.append((node.lineno, node.module or ""))
+            unsafe.append((node.lineno, node.module or ""))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             unsized = node.func.attr == "recv" and not node.args  # a socket's has a size
             allowed = any(word.arg == "allow_pickle" for word in node.keywords)
             if unsized or allowed or ast.unparse(node.func) == "torch.load":
-                found.append((node.lineno, ast.unparse(node.func)))
+                unsafe.append((node.lineno, ast.unparse(node.func)))
     return [
         f"{path}:{line}: {what} runs what another process sends: take JSON, bytes or safetensors"
-        for line, what in found
+        for line, what in unsafe
     ]
 
 
@@ -160,7 +164,7 @@ Import = ast.Import | ast.ImportFrom
 def _inner_imports(
     body: list[ast.stmt], guard: ast.If | None, handled: bool, inner: bool = False
 ) -> Iterator[tuple[Import, ast.If | None, bool]]:
-    """Imports inside functions or guards for types, each with its guard, and whether ImportError is handled there."""
+    """Yield imports inside functions or guards for types, with their guard, and whether ImportError is handled."""
     for node in body:
         if isinstance(node, ast.Import | ast.ImportFrom) and inner:
             yield node, guard, handled

@@ -30,6 +30,7 @@ PLANTED = [
     ({"libs/x/x/__init__.py": EXPORTS, "libs/x/x/plan/__init__.py": ""}, "plan is public, and a module"),
     ({"libs/x/x/__init__.py": EXPORTS, "libs/x/x/plan.py": ""}, "plan is public, and a module"),
     ({f"libs/x/x/m{i}.py": "" for i in range(ROOM + 1)}, f"libs/x/x: {ROOM + 1} modules, more than {ROOM}"),
+    ({f"apps/x/m{i}.py": "" for i in range(ROOM + 1)}, f"apps/x: {ROOM + 1} modules, more than {ROOM}"),
     ({"libs/x/x/room/a.py": ""}, "libs/x/x/room: no __init__.py"),
     ({"apps/x/benchmarks/a.py": ""}, "apps/x/benchmarks: no __init__.py"),
     ({HARD[0]: '"""Packs."""'}, f"{HARD[0]}: its head has no strategy in numbered steps"),
@@ -91,6 +92,13 @@ def test_a_planted_fault_is_named(files: dict[str, str], complaint: str) -> None
 )
 def test_what_is_meant_to_be_so_is_left_alone(text: str) -> None:
     assert check_house(CLEAN | {"libs/x/x/__init__.py": "", SOME: text}) == []
+
+
+def test_tests_may_be_many() -> None:
+    """Test files anywhere, and what they share in a folder of tests."""
+    many = {f"apps/x/m{i}_test.py": "" for i in range(ROOM + 1)}
+    many |= {f"apps/x/tests/m{i}.py": "" for i in range(ROOM + 1)}
+    assert check_house(CLEAN | {"apps/x/__init__.py": "", "apps/x/tests/__init__.py": ""} | many) == []
 
 
 def test_a_facade_names_what_it_hands_out_for_type_checkers() -> None:

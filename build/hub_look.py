@@ -1,4 +1,4 @@
-"""Which packages of a hub are other than installed: bazelw asks before Bazel builds, which reruns what needs them.
+"""Which packages of a hub differ from their installation: bazelw asks before Bazel builds and reruns their users.
 
 Each package's folder is one input to Bazel, which does not look into it. Beside the folder of one that was changed by
 hand lies `changed.txt`, an input too: a digest of all that the folder holds. Beside others lies none, so that what
@@ -26,21 +26,21 @@ from install_hub import SITE, compile_source
 INSTALLED = "installed.json"
 """The interpreter and each folder's digest, from the hub's installation."""
 SEEN = "seen"
-"""What FIND said at the last look; bazelw compares it with what it says now."""
+"""The output of FIND at the last look; bazelw compares it with the present one."""
 FIND = r"find ./*/site-packages ./wheels -printf '%p %i %s %C@\0'"
 STAMP = "changed.txt"
 TAG = str(sys.implementation.cache_tag)
 UNCHECKED = importlib.util.MAGIC_NUMBER + (1).to_bytes(4, "little")
-"""The head of byte code that is told from its source's hash, and is not checked."""
+"""The head of byte code that has its source's hash, and is not checked."""
 
 
 def folders(hub: Path) -> list[str]:
-    """The folders that are inputs to Bazel."""
+    """Return the folders that are inputs to Bazel."""
     return sorted(str(path.relative_to(hub)) for path in [*hub.glob(f"*/{SITE}"), *hub.glob("wheels")])
 
 
 def listing(hub: Path) -> bytes:
-    """Name, inode, size and time of the last change of any kind (which nobody can set) of all in these folders."""
+    """Return name, inode, size and time of the last change of any kind (which nobody can set) of all files."""
     done = subprocess.run(
         ["sh", "-c", FIND], cwd=hub, env={**os.environ, "LC_ALL": "C"}, capture_output=True, check=False
     )
@@ -50,13 +50,13 @@ def listing(hub: Path) -> bytes:
 
 
 def folder_of(entry: bytes) -> str:
-    """The folder of `folders` that an entry of the listing lies in."""
+    """Return the folder of `folders` in which an entry of the listing lies."""
     parts = os.fsdecode(entry.rsplit(b" ", 3)[0]).split("/")[1:]
     return "/".join(parts[:2]) if parts[1:2] == [SITE] else parts[0]
 
 
 def digest_of_file(path: str) -> str:
-    """A link's goal, or a file's bytes and whether it can be run; nothing of what went in the meantime."""
+    """Return the digest of a link's target, or of a file's bytes and mode; of nothing for one that has gone."""
     try:
         mode = os.lstat(path).st_mode
         if stat.S_ISLNK(mode):
@@ -70,7 +70,7 @@ def digest_of_file(path: str) -> str:
 
 
 def digest(hub: Path, folder: str) -> str:
-    """One digest of all names, bytes and links in a folder: the same wherever and whenever it was installed."""
+    """Return one digest of all names, bytes and links in a folder: the same wherever and whenever it was installed."""
     total = hashlib.sha256()
     for place, inner, files in os.walk(hub / folder):
         inner.sort()
@@ -82,7 +82,7 @@ def digest(hub: Path, folder: str) -> str:
 
 
 def fits(hub: Path, source: Path, cached: Path) -> bool:
-    """Whether byte code is that of this source, and of this place (one that was moved names the other)."""
+    """Return whether byte code is that of this source at this path (a moved one names another path)."""
     try:
         code = cached.read_bytes()
         name = str(source.relative_to(hub)).encode(errors="surrogatepass")
@@ -92,7 +92,7 @@ def fits(hub: Path, source: Path, cached: Path) -> bool:
 
 
 def compile_changed(hub: Path, folder: str) -> None:
-    """Compiles the sources whose byte code is another's."""
+    """Compile the sources whose byte code is not their own."""
     for source in (hub / folder).rglob("*.py"):
         cached = Path(importlib.util.cache_from_source(str(source)))
         if source.is_file() and not fits(hub, source, cached):
@@ -101,7 +101,7 @@ def compile_changed(hub: Path, folder: str) -> None:
 
 
 def remove_strays(hub: Path, folder: str) -> None:
-    """Removes byte code of sources that are gone, and what pytest or another Python left (they make it again)."""
+    """Remove byte code of sources that are gone, and files that pytest or another Python left."""
     for cached in (hub / folder).rglob("__pycache__/*.pyc"):
         source = cached.parents[1] / cached.name.replace(f".{TAG}.pyc", ".py")
         if source.suffix != ".py" or not source.is_file():
@@ -111,20 +111,20 @@ def remove_strays(hub: Path, folder: str) -> None:
 
 
 def digest_of_installed(hub: Path, folder: str) -> str:
-    """The digest of a folder that has just been installed."""
+    """Return the digest of a folder that has just been installed."""
     remove_strays(hub, folder)
     return digest(hub, folder)
 
 
 def write(path: Path, data: bytes) -> None:
-    """Puts a whole file there at once."""
+    """Write a whole file at once."""
     part = path.with_name(f"{path.name}.{os.getpid()}")
     part.write_bytes(data)
     part.replace(path)
 
 
 def stamp(hub: Path, folder: str, now: str, installed: str) -> None:
-    """Says beside a folder what it holds now, where that is not what was installed."""
+    """Write a stamp with the folder's digest beside it, where it differs from what was installed."""
     path = (hub / folder).parent / STAMP
     if not path.parent.is_dir():
         return  # Bazel misses its BUILD file
@@ -140,9 +140,9 @@ def stamp(hub: Path, folder: str, now: str, installed: str) -> None:
 
 
 def look(hub: Path, installed: dict[str, str]) -> bool:
-    """Stamps the folders that changed since the last look; whether there were any.
+    """Write stamps for the folders that changed since the last look; return whether there were any.
 
-    What is remembered was listed before anything was read: what changes meanwhile differs again at the next look.
+    The stored listing is from before anything was read: a change meanwhile differs again at the next look.
     """
     now, seen = listing(hub), hub / SEEN
     before = seen.read_bytes() if seen.exists() else b""
@@ -157,7 +157,7 @@ def look(hub: Path, installed: dict[str, str]) -> bool:
 
 
 def remember(hub: Path) -> None:
-    """Notes what a hub holds that has just been installed."""
+    """Record the listing and digests of a hub that has just been installed."""
     names = folders(hub)
     with ProcessPoolExecutor() as pool:
         digests = dict(zip(names, pool.map(partial(digest_of_installed, hub), names), strict=True))
@@ -166,7 +166,7 @@ def remember(hub: Path) -> None:
 
 
 def look_and_stamp(hub: Path) -> None:
-    """A whole look, by the Python that the hub was installed with and by one process at a time."""
+    """Look and stamp, by the Python with which the hub was installed and by one process at a time."""
     made = json.loads((hub / INSTALLED).read_text())
     if made["tag"] != TAG:
         os.execv(made["python"], [made["python"], "-BEs", __file__, str(hub)])
@@ -178,7 +178,7 @@ def look_and_stamp(hub: Path) -> None:
 
 
 def main() -> None:
-    """`hub_look.py HUB`, or `hub_look.py --installed HUB` at the end of its installation."""
+    """Run `hub_look.py HUB`, or `hub_look.py --installed HUB` at the end of its installation."""
     warnings.simplefilter("ignore")  # about other people's sources
     if sys.argv[1] == "--installed":
         remember(Path(sys.argv[2]))

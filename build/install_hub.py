@@ -1,4 +1,4 @@
-"""Installs the packages of a lock file for Bazel: a folder and a py_library for each.
+"""Install the packages of a lock file for Bazel: a folder and a py_library for each.
 
 Run by the repository rule in hub.bzl with the machine's own Python. pip downloads and installs, so its configuration,
 mirrors and caches hold; the split into one folder a package and the dependency lists, read from the wheels, are ours.
@@ -62,17 +62,17 @@ py_library(
 
 
 def normal(name: str) -> str:
-    """The one spelling of a distribution's name."""
+    """Return the normal spelling of a distribution's name."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def label_name(name: str) -> str:
-    """The folder and target of a distribution."""
+    """Return the name of a distribution's folder and target."""
     return normal(name).replace("-", "_")
 
 
 def pip_command(target: Path) -> list[str]:
-    """This interpreter's pip, or that of a virtual environment made for it."""
+    """Return this interpreter's pip, or that of a virtual environment made for it."""
     if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0:
         return [sys.executable, "-m", "pip"]
     made = subprocess.run([sys.executable, "-m", "venv", str(target / "pip")], check=False)
@@ -83,7 +83,7 @@ def pip_command(target: Path) -> list[str]:
 
 
 def run_pip(command: list[str], failure: str) -> None:
-    """Runs pip; ends with its last words and `failure` if it fails."""
+    """Run pip; exit with its last words and `failure` if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         words = [line for line in (done.stdout + done.stderr).splitlines() if "is ignored: it is neither" not in line]
@@ -91,7 +91,7 @@ def run_pip(command: list[str], failure: str) -> None:
 
 
 def download(pip: list[str], entries: dict[str, str], target: Path, folder: str = "wheels") -> None:
-    """The wheels of these lock entries, checked against their hashes."""
+    """Download the wheels of these lock entries, checked against their hashes."""
     lock = target / "wanted.txt"
     lock.write_text("".join(entries.values()))
     options = ["--no-deps", "--require-hashes", "--only-binary=:all:", "--disable-pip-version-check", "-q"]
@@ -100,9 +100,9 @@ def download(pip: list[str], entries: dict[str, str], target: Path, folder: str 
 
 
 def download_local_build(pip: list[str], entry: str, target: Path) -> None:
-    """A wheel of which this machine's pip may prefer a build of its own (torch +cpu), held to the same hashes.
+    """Download a wheel of which this machine's pip may prefer a local build (torch +cpu), by the same hashes.
 
-    pip in hash mode would never choose a local file over one whose hash the index tells in advance.
+    pip in hash mode would never choose a local file over one whose hash is in the index.
     """
     pinned = entry.split()[0]
     options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "-q"]
@@ -121,7 +121,7 @@ def download_local_build(pip: list[str], entry: str, target: Path) -> None:
 
 
 def lock_entries(lock: Path) -> dict[str, str]:
-    """The lines of a lock file by distribution: of one that differs by Python, a pin with its marker for each."""
+    """Return the lines of a lock file by distribution: where it differs by Python, a pin with its marker for each."""
     entries: dict[str, str] = {}
     name = ""
     for line in lock.read_text().splitlines():
@@ -135,9 +135,9 @@ def lock_entries(lock: Path) -> dict[str, str]:
 
 
 class Wheels:
-    """What the downloaded wheels say about themselves.
+    """The metadata of the downloaded wheels.
 
-    What another hub has (`base`) is not looked into; what nobody imports (`without`) is as if it was not asked for.
+    Packages of another hub (`base`) are not examined; those that nobody imports (`without`) are ignored.
     """
 
     def __init__(self, folder: Path, base: frozenset[str] = frozenset(), without: frozenset[str] = frozenset()) -> None:
@@ -160,22 +160,22 @@ class Wheels:
             sys.path.insert(0, str(path))
 
     def direct(self, name: str, extra: str) -> set[tuple[str, str]]:
-        """What (distribution, extra) needs on this machine, as such pairs."""
+        """Return the (distribution, extra) pairs that this pair needs on this machine."""
         if not self.requires[name]:
             return set()
         if "packaging" not in self.requires and "packaging" not in self.base:
             sys.exit("a lock file must hold the distribution `packaging`: its markers are read with it")
         from packaging.requirements import Requirement
 
-        found = set()
+        pairs = set()
         for text in self.requires[name]:
             need = Requirement(text)
             if need.marker is None or need.marker.evaluate({"extra": extra}):
-                found |= {(normal(need.name), e) for e in {"", *need.extras}}
-        return {(need, extra) for need, extra in found if need not in self.without}
+                pairs |= {(normal(need.name), e) for e in {"", *need.extras}}
+        return {(need, extra) for need, extra in pairs if need not in self.without}
 
     def closure(self, name: str) -> tuple[set[str], set[str]]:
-        """(what a distribution needs directly or not, what of it is not here)."""
+        """Return (all distributions that one needs, directly or not; the missing ones)."""
         seen, missing, todo = set(), set(), [(name, "")]
         while todo:
             item = todo.pop()
@@ -195,7 +195,7 @@ class Wheels:
 def complete(
     pip: list[str], target: Path, fallback: Path | None, base: frozenset[str], without: frozenset[str]
 ) -> Wheels:
-    """The wheels, with what their own metadata asks for beyond the lock taken from the fallback lock."""
+    """Return the wheels, with those that their metadata needs beyond the lock, from the fallback lock."""
     while True:
         wheels = Wheels(target / "wheels", base, without)
         missing = set().union(*(wheels.closure(name)[1] for name in wheels.requires))
@@ -212,10 +212,10 @@ def complete(
 
 
 def forget_place(info: Path) -> None:
-    """Takes out of an installed distribution what names the folders of this installation.
+    """Remove the folder names of this installation from an installed distribution.
 
-    pip notes where the wheel lay (direct_url.json), and writes its own interpreter into the scripts. RECORD lists the
-    one no more and the others without their old sums.
+    pip records the wheel's place (direct_url.json), and writes its own interpreter into the scripts. In RECORD the
+    former is removed, and the latter lose their old sums.
     """
     rows = []
     for row in (info / "RECORD").read_text().splitlines():
@@ -224,15 +224,15 @@ def forget_place(info: Path) -> None:
         if name == f"{info.name}/direct_url.json":
             path.unlink()
             continue
-        if path.parent.name == "bin" and path.is_file() and (found := SHEBANG.match(path.read_bytes())):
-            path.write_bytes(b"#!/usr/bin/env python3\n" + found.string[found.end() :])
+        if path.parent.name == "bin" and path.is_file() and (shebang := SHEBANG.match(path.read_bytes())):
+            path.write_bytes(b"#!/usr/bin/env python3\n" + shebang.string[shebang.end() :])
             row = f"{name},,"
         rows.append(row)
     (info / "RECORD").write_text("".join(f"{row}\n" for row in rows))
 
 
 def split(together: Path, target: Path) -> list[str]:
-    """Moves each distribution, by its RECORD, from the common folder into its own."""
+    """Move each distribution, by its RECORD, from the common folder into its own."""
     names = []
     for info in sorted(together.glob("*.dist-info")):
         forget_place(info)
@@ -250,7 +250,7 @@ def split(together: Path, target: Path) -> list[str]:
 
 
 def compile_source(target: Path, path: Path) -> None:
-    """Byte code that is never checked against its source; what is no Python of this version (templates) stays as it is.
+    """Compile to byte code that is never checked against its source, except what is no Python of this version.
 
     It names its source from the hub's folder on, so that the same wheels give the same bytes in any clone; when it is
     imported, Python puts the real path there.
@@ -260,7 +260,7 @@ def compile_source(target: Path, path: Path) -> None:
 
 
 def install(pip: list[str], target: Path) -> list[str]:
-    """Installs all wheels, splits them and compiles them (test sandboxes cannot write byte code)."""
+    """Install all wheels, split them and compile them (test sandboxes cannot write byte code)."""
     together = target / "together"
     wheels = sorted(str(path) for path in (target / "wheels").glob("*.whl"))
     options = ["--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check", "-q"]
@@ -274,12 +274,12 @@ def install(pip: list[str], target: Path) -> list[str]:
 
 
 def dependency(name: str, base_hub: str | None) -> str:
-    """The label of a distribution alone, or of one in the hub below with all it needs."""
+    """Return the label of a distribution alone, or of one in the hub below with all it needs."""
     return f"@{base_hub}//{label_name(name)}" if base_hub else f"//{label_name(name)}:alone"
 
 
 def main() -> None:
-    """Makes the repository in --target."""
+    """Make the repository in --target."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--hub", required=True)
     parser.add_argument("--lock", required=True, type=Path)

@@ -1,4 +1,4 @@
-"""Runs a hub's linter over the tree: `./bazelw run //build:ruff -- check`, `//build:mypy`, `//build:shellcheck`."""
+"""Run a hub's linter over the tree: `./bazelw run //build:ruff -- check`, `//build:mypy`, `//build:shellcheck`."""
 
 import os
 import re
@@ -10,7 +10,7 @@ LIBRARIES = ["seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout
 
 
 def ruff(args: list[str]) -> None:
-    """Replaces this process by ruff's binary."""
+    """Replace this process by ruff's binary."""
     import ruff as package
 
     binary = Path(package.__file__).parent.parent / "bin/ruff"
@@ -22,13 +22,13 @@ TESTS = ("libs/*_test.py", "libs/*/benchmarks/*.py", "apps/*_test.py", "apps/*/b
 
 
 def mypy(args: list[str]) -> int:
-    """Checks the libraries' and apps' own files strictly, then their tests and benchmarks; or what is named."""
+    """Check the libraries' and apps' own files strictly, then their tests and benchmarks; or the named files."""
     targets = args or [f"libs/{name}/{name}" for name in LIBRARIES if Path("libs", name, name).is_dir()] + ["apps"]
     return mypy_status(targets) or (0 if args else mypy_status(tracked(*TESTS)))
 
 
 def mypy_status(args: list[str]) -> int:
-    """Prints what mypy says of these files and returns its status."""
+    """Run mypy on these files, print its output and return its status."""
     from mypy import api
 
     out, err, status = api.run(["--config-file=pyproject.toml", *args])
@@ -38,25 +38,25 @@ def mypy_status(args: list[str]) -> int:
 
 
 def tracked(*patterns: str) -> list[str]:
-    """The tracked files that these patterns name and that are there."""
+    """Return the tracked files that match these patterns and exist."""
     command = ["git", "ls-files", "-z", *patterns]
     listed = subprocess.run(command, capture_output=True, check=True, text=True).stdout
     return [name for name in listed.split("\0") if name and Path(name).is_file()]
 
 
 def shell_scripts() -> list[str]:
-    """The tracked files that a shell runs."""
+    """Return the tracked files that a shell runs."""
     return [name for name in tracked() if re.match(rb"#!.*\b(ba|da)?sh\b", Path(name).read_bytes()[:80])]
 
 
 def shellcheck(args: list[str]) -> None:
-    """Replaces this process by shellcheck's binary, which its package keeps beside no module."""
+    """Replace this process by shellcheck's binary, which its package keeps beside no module."""
     binary = next(path for folder in sys.path if (path := Path(folder, "bin/shellcheck")).is_file())
     os.execv(binary, ["shellcheck", *(args or shell_scripts())])
 
 
 def main() -> None:
-    """`linter.py ruff|mypy|shellcheck ARGUMENTS`, from the top of the tree."""
+    """Run `linter.py ruff|mypy|shellcheck ARGUMENTS` from the top of the tree."""
     os.chdir(os.environ["BUILD_WORKSPACE_DIRECTORY"])
     tool, *args = sys.argv[1:]
     sys.exit({"ruff": ruff, "mypy": mypy, "shellcheck": shellcheck}[tool](args))

@@ -1,4 +1,4 @@
-"""Makes the lock files again: `./bazelw run //build:lock` (all) or `./bazelw run //build:lock -- tf517` (one).
+"""Make the lock files again: `./bazelw run //build:lock` (all) or `./bazelw run //build:lock -- tf517` (one).
 
 Each source of HUBS becomes one lock for all of PYTHONS, with the hashes of every file of each pinned version. What
 only some of these Pythons need, or need at another version, has a marker, which pip reads. Pins that still fit stay as
@@ -31,7 +31,8 @@ CUDA_ONLY = re.compile(r"(nvidia-.*|cuda-.*|triton)$")
 
 @dataclass(frozen=True)
 class Hub:
-    """One lock file: where its wishes stand, whether the CUDA libraries stay in, and whether only files are wanted."""
+    """One lock file: the file of its requirements, whether CUDA libraries stay in, and whether only files are
+    wanted."""
 
     source: str
     cuda: bool = False
@@ -93,7 +94,7 @@ HUBS = {
 
 
 def shortened(entry: str, where: tuple[str, ...]) -> str:
-    """A lock entry whose markers no longer say what the whole lock is for (`where`)."""
+    """Return a lock entry whose markers leave out the clauses that hold for the whole lock (`where`)."""
     lines = []
     for line in entry.splitlines():
         pinned, _, marker = line.removesuffix(" \\").partition(" ; ")
@@ -108,7 +109,7 @@ def shortened(entry: str, where: tuple[str, ...]) -> str:
 
 
 def project(hub: Hub) -> tuple[str, tuple[str, ...]]:
-    """(The resolver's settings for a hub, the clauses of the markers that say no more than they.)"""
+    """Return (the resolver's settings for a hub, the clauses of markers that these settings imply)."""
     before = f"python_full_version < '3.{int(hub.pythons[-1].split('.')[1]) + 1}'"
     machines = [hub.machine] if hub.machine else MACHINES
     there = " or ".join(f"platform_machine == '{machine}'" for machine in machines)
@@ -120,10 +121,10 @@ def project(hub: Hub) -> tuple[str, tuple[str, ...]]:
 
 
 def resolve(uv: Path, source: Path, hub: Hub, held: dict[str, str], before: str) -> dict[str, str]:
-    """Lock entries with all hashes beyond those `held`; no comment and no registry's name among them.
+    """Return lock entries with all hashes, except those `held`; without comments and registries' names.
 
-    What is held overrules what packages ask for: one may pin a build (torch==2.13.0+cpu) that no index lists. The lock
-    of `before` gives the versions that stay where they still fit.
+    Entries of `held` override what packages need: one may pin a build (torch==2.13.0+cpu) that no index lists. Versions
+    in the lock `before` stay where they still fit.
     """
     plain = ["--generate-hashes", "--no-header", "--no-annotate", "--no-emit-index-url"]
     alone = ["--no-deps"] if hub.data_only else []
@@ -151,7 +152,7 @@ def resolve(uv: Path, source: Path, hub: Hub, held: dict[str, str], before: str)
 
 
 def check_wheels(uv: Path, lock: Path, hub: Hub) -> None:
-    """End where a Python of the hub has no wheel of a locked package on a Linux of today."""
+    """Check that each Python of the hub has a wheel of each locked package on today's Linux; exit where it has none."""
     for version, machine in itertools.product(hub.pythons, [hub.machine] if hub.machine else MACHINES):
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
             entries = lock_entries(lock)
@@ -166,12 +167,12 @@ def check_wheels(uv: Path, lock: Path, hub: Hub) -> None:
 
 
 def hashes(entry: str) -> list[str]:
-    """The sha256 sums of a lock entry."""
+    """Return the sha256 sums of a lock entry."""
     return re.findall(r"sha256:([0-9a-f]{64})", entry)
 
 
 def preferred_build(pip: list[str], pinned: str) -> str:
-    """The sha256 of the wheel that this machine's pip chooses by itself."""
+    """Return the sha256 of the wheel that this machine's pip chooses by itself."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([*pip, "download", "-q", "--no-deps", "--only-binary=:all:", "-d", folder, pinned], check=True)
         (wheel,) = Path(folder).glob("*.whl")
@@ -179,15 +180,15 @@ def preferred_build(pip: list[str], pinned: str) -> str:
 
 
 def with_local_builds(entry: str, before: str, preferred: str) -> str:
-    """A lock entry that also lists the builds accepted before and the one preferred here."""
+    """Return a lock entry that also lists the builds accepted before and the one preferred here."""
     pinned = entry.split()[0]
-    kept = hashes(before) if before.split()[:1] == [pinned] else []
-    every = list(dict.fromkeys([*hashes(entry), *kept, preferred]))
+    accepted = hashes(before) if before.split()[:1] == [pinned] else []
+    every = list(dict.fromkeys([*hashes(entry), *accepted, preferred]))
     return pinned + "".join(f" \\\n    --hash=sha256:{digest}" for digest in every) + "\n"
 
 
 def write_lock(path: Path, hub: Hub, entries: dict[str, str], pip: list[str]) -> None:
-    """Writes one lock file."""
+    """Write one lock file."""
     if not hub.cuda:
         entries = {name: text for name, text in entries.items() if not CUDA_ONLY.match(name)}
     if not hub.cuda and "torch" in entries:
@@ -213,11 +214,11 @@ def main(words: list[str]) -> None:
         subprocess.run([*pip, "install", "-q", UV], check=True)
         for name in names or HUBS:
             hub, path = HUBS[name], build / "locks" / f"{name}.txt"
-            held = lock_entries(build / "locks" / f"{hub.over}.txt") if hub.over else {}
+            shared = lock_entries(build / "locks" / f"{hub.over}.txt") if hub.over else {}
             if hub.shared:
-                held = {package: held[package] for package in hub.shared}
+                shared = {package: shared[package] for package in hub.shared}
             before = path.read_text() if path.exists() and "--upgrade" not in words else ""
-            entries = resolve(uv, build / hub.source, hub, held, before)
+            entries = resolve(uv, build / hub.source, hub, shared, before)
             write_lock(path, hub, entries, pip)
             check_wheels(uv, path, hub)
 

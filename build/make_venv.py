@@ -1,4 +1,4 @@
-"""Makes `.venv`, an environment for editors and plain pytest: `./bazelw run //build:venv`.
+"""Make `.venv`, an environment for editors and plain pytest: `./bazelw run //build:venv`.
 
 It holds no copies: a .pth file names the folders of the hubs' packages and of the tree's libraries, so that it has the
 locked versions, and edits show at once. Commands of the packages (pytest, ruff, mypy, pre-commit, ...) get scripts in
@@ -24,26 +24,26 @@ if __name__ == "__main__":
 
 
 def packages(paths: list[str]) -> list[Path]:
-    """The hubs' folders among these, by their real places: those in a build's own tree go when it does."""
+    """Return the hubs' folders among these, by their real paths: those in a build's own tree vanish with it."""
     theirs = [path for path in map(Path, paths) if path.name == "site-packages" and path.is_dir()]
     return list(dict.fromkeys(path.resolve() for path in theirs if not path.is_relative_to(sys.prefix)))
 
 
 def scripts(site: Path) -> dict[str, tuple[str, str]]:
-    """name -> (module, object) of the console scripts that a package offers."""
-    found = {}
+    """Return {name: (module, object)} of the console scripts of a package."""
+    commands = {}
     for path in site.glob("*.dist-info/entry_points.txt"):
         parser = configparser.ConfigParser(delimiters=("=",), strict=False)
         parser.optionxform = str  # type: ignore[assignment,method-assign]  # names keep their case
         parser.read_string(path.read_text())
         for name, value in parser.items("console_scripts") if parser.has_section("console_scripts") else ():
             module, _, target = value.split("[")[0].strip().partition(":")
-            found[name] = (module, target)
-    return found
+            commands[name] = (module, target)
+    return commands
 
 
 def write_scripts(sites: list[Path], bin_folder: Path) -> None:
-    """The commands of the packages: those that are Python by their entry points, programs by links."""
+    """Write the commands of the packages: Python ones by their entry points, programs by links."""
     for site in sites:
         for name, (module, target) in scripts(site).items():
             first, _, rest = target.partition(".")
@@ -58,7 +58,7 @@ def write_scripts(sites: list[Path], bin_folder: Path) -> None:
 
 
 def write_program(path: Path, text: str) -> None:
-    """Write a file that can be run, over what was there."""
+    """Write an executable file, over an existing one."""
     path.unlink(missing_ok=True)
     path.write_text(text)
     path.chmod(path.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
@@ -74,7 +74,7 @@ def make(folder: Path, root: Path, sites: list[Path]) -> None:
 
 
 def main() -> None:
-    """Make `.venv` at the top of the tree, or the folder that is named."""
+    """Make `.venv` at the top of the tree, or the named folder."""
     root = Path(os.environ.get("BUILD_WORKSPACE_DIRECTORY", Path.cwd()))
     folder = root / (sys.argv[1] if len(sys.argv) > 1 else ".venv")
     sites = packages(sys.path)

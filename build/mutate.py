@@ -1,4 +1,4 @@
-"""Changes the code a little, many times, and says which changes no test notices: `./bazelw run //build:mutate -- PATH`.
+"""Change the code a little, many times, and print which changes no test notices: `./bazelw run //build:mutate -- PATH`.
 
     ./bazelw run //build:mutate -- libs/objectives                          a library, by the tests beside each file
     ./bazelw run //build:mutate -- apps/grpo/step.py --tests apps/grpo/step_test.py
@@ -49,7 +49,7 @@ SMALLEST_BATCH = 20  # a batch starts with the unchanged tests
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table and the survivors; 0 also where time ran out, 1 where the tests fail unchanged."""
+    """Measure, print the table and the survivors; return 1 where unchanged tests fail, else 0, even out of time."""
     options = parser().parse_args(arguments)
     top = Path(os.environ.get("BUILD_WORKSPACE_DIRECTORY", "."))
     wanted = changed_files(top, options.changed_since) if options.changed_since else options.paths
@@ -62,9 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = False
     for number, group in enumerate(groups):
         left = deadline - time.monotonic()
-        found = measure(top, group, left / (len(groups) - number), options)
-        failed |= found is None
-        mutants += found or []
+        measured = measure(top, group, left / (len(groups) - number), options)
+        failed |= measured is None
+        mutants += measured or []
     known = read_equivalents(top / EQUIVALENT)
     mutants = name_equivalents(mutants, known)
     report(mutants, options)
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("paths", nargs="*", metavar="PATH", help="files or folders below libs/NAME/NAME or apps")
     made.add_argument("--tests", nargs="*", default=[], metavar="TEST", help="further test files")
@@ -85,8 +85,8 @@ def parser() -> argparse.ArgumentParser:
     cold = "start each mutant without the caches that a run of the tests filled: slower, and sees what they hide"
     made.add_argument("--cold", action="store_true", help=cold)
     made.add_argument("--seed", type=int, default=0, help="of the sample, where time does not suffice for all")
-    kept = "verdicts of earlier runs, to go on from: what was killed stays so while its file is the same"
-    made.add_argument("--keep", type=Path, metavar="FILE", help=kept)
+    keep_help = "verdicts of earlier runs, to go on from: what was killed stays so while its file is the same"
+    made.add_argument("--keep", type=Path, metavar="FILE", help=keep_help)
     made.add_argument("--changed-since", metavar="REVISION", help="files that differ from this revision")
     made.add_argument("--record", type=Path, metavar="PAGE", help="put the rows into this page's table")
     made.add_argument("--no-survivors", action="store_true", help="print the table alone")
@@ -94,15 +94,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def changed_files(top: Path, revision: str) -> list[str]:
-    """Files with code to mutate that differ from the common ancestor of a revision and HEAD, by git."""
+    """Return files with code to mutate that differ from the common ancestor of a revision and HEAD, by git."""
     command = ["git", "-C", str(top), "diff", "--name-only", "--diff-filter=d", f"{revision}...HEAD"]
     names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     return [name for name in names if is_mutable(Path(name))]
 
 
 def measure(top: Path, group: Group, seconds: float, options: argparse.Namespace) -> list[Mutant] | None:
-    """The mutants of a group with their verdicts; None where the tests fail without any change."""
-    begun = time.monotonic()
+    """Return the mutants of a group with their verdicts; None where the tests fail without any change."""
+    start = time.monotonic()
     names = {str(file.relative_to(group.root)): str(file) for file in group.files}
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         place = Path(folder)
@@ -110,8 +110,8 @@ def measure(top: Path, group: Group, seconds: float, options: argparse.Namespace
         environment = environment_of(top, group)
         # A name that no mutant has: mutants are made, tests are timed, and nothing is run.
         status, output = mutmut(place, environment, ["run", "--max-children", str(options.jobs), NOTHING], seconds)
-        kept = Kept.of(options.keep, top, group)
-        kept.restore(place, names)
+        verdicts = Kept.of(options.keep, top, group)
+        verdicts.restore(place, names)
         mutants = read_mutants(place, names)
         costs = costs_of(place, mutants)
         if not costs:
@@ -125,35 +125,35 @@ def measure(top: Path, group: Group, seconds: float, options: argparse.Namespace
             return None
         waiting = {mutant.name for mutant in mutants if mutant.verdict == "waiting"}
         order = [name for name in shuffled(costs, options.seed) if name in waiting]
-        order.sort(key=lambda name: name not in kept.first)  # stable: the others stay in their random order
+        order.sort(key=lambda name: name not in verdicts.first)  # stable: the others stay in their random order
         # Even random batches; how long the first, chosen as if no test failed early, takes says how large the next is.
-        size, done = fitting(order, costs, 0.1 * (seconds - (time.monotonic() - begun))), 0
-        while order[done:] and (left := seconds - (time.monotonic() - begun)) > 0:
+        size, done = fitting(order, costs, 0.1 * (seconds - (time.monotonic() - start))), 0
+        while order[done:] and (left := seconds - (time.monotonic() - start)) > 0:
             batch = order[done : done + max(size, SMALLEST_BATCH)]
             started = time.monotonic()
             mutmut(place, environment, ["run", "--max-children", str(options.jobs), *batch], left)
             done += len(batch)
             rate = (time.monotonic() - started) / len(batch)
-            left = seconds - (time.monotonic() - begun)
+            left = seconds - (time.monotonic() - start)
             size = int(0.8 * left / rate)
-            kept.save(place, names)
+            verdicts.save(place, names)
             print(f"{group.package}: {done} of {len(order)} mutants, {rate:.2f} s each", flush=True)
             if size < SMALLEST_BATCH:
                 break
         if order and not done:
             print(f"{group.package}: out of time")
-        return still_surviving(read_mutants(place, names), kept.first)
+        return still_surviving(read_mutants(place, names), verdicts.first)
 
 
 def still_surviving(mutants: Iterable[Mutant], names: frozenset[str]) -> list[Mutant]:
-    """The mutants, those of these names that wait for a run as survivors."""
+    """Return the mutants; those of these names that wait for a run become survivors."""
     return [
         replace(one, verdict="survived") if one.verdict == "waiting" and one.name in names else one for one in mutants
     ]
 
 
 def environment_of(top: Path, group: Group) -> dict[str, str]:
-    """This process's environment, with the other libraries of the tree and all packages to import."""
+    """Return this process's environment, with the other libraries of the tree and all packages to import."""
     own = (top / group.root).resolve()
     libraries = [path for path in sorted((top / "libs").resolve().iterdir()) if path.is_dir() and path != own]
     taken = {own, top.resolve(), *libraries}
@@ -166,7 +166,7 @@ def environment_of(top: Path, group: Group) -> dict[str, str]:
 def mutmut(
     place: Path, environment: Mapping[str, str], arguments: Sequence[str], seconds: float
 ) -> tuple[int | None, str]:
-    """Run mutmut in the copy: (exit status, output); the status is None where the time was over."""
+    """Run mutmut in the copy and return (exit status, output); the status is None where the time was over."""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             [*MUTMUT, *arguments],
@@ -189,7 +189,7 @@ def mutmut(
 
 
 def costs_of(place: Path, mutants: Sequence[Mutant]) -> dict[str, float]:
-    """Seconds that the tests of each mutant take where none of them fails; empty where no test was timed."""
+    """Return the seconds of each mutant's tests where none of them fails; empty where no test was timed."""
     stats = place / "mutants" / "mutmut-stats.json"
     if not stats.exists():
         return {}
@@ -203,14 +203,14 @@ def costs_of(place: Path, mutants: Sequence[Mutant]) -> dict[str, float]:
 
 
 def shuffled(names: Iterable[str], seed: int) -> list[str]:
-    """The names in a random order, of which every beginning is an even sample; the same for the same seed."""
+    """Return the names in a random order, every prefix of which is an even sample; the same for the same seed."""
     order = sorted(names)
     random.Random(seed).shuffle(order)
     return order
 
 
 def fitting(order: Sequence[str], costs: Mapping[str, float], seconds: float) -> int:
-    """How many of the first mutants fit into the seconds where no test fails early."""
+    """Return the number of first mutants that fit into the seconds where no test fails early."""
     ends = itertools.accumulate(costs[name] for name in order)
     return sum(1 for _ in itertools.takewhile(lambda end: end <= seconds, ends))
 

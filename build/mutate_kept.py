@@ -32,13 +32,13 @@ class Kept:
 
     @classmethod
     def of(cls, page: Path | None, top: Path, group: Group) -> "Kept":
-        """Read what still holds of a page; an empty one where there is none."""
+        """Return the entries of a page that still hold; none without a page."""
         sources = {str(file): digest([top / file]) for file in group.files}
         tests = digest(top / test for test in group.tests)
-        found = json.loads(page.read_text(encoding="utf-8")) if page is not None and page.exists() else {}
+        entries = json.loads(page.read_text(encoding="utf-8")) if page is not None and page.exists() else {}
         codes, again = {}, {}
         for file, source in sources.items():
-            entry = found.get(file, {})
+            entry = entries.get(file, {})
             if entry.get("source") == source:
                 sure = KILLED | TIMEOUT if entry["tests"] != tests else None
                 codes[file] = {n: code for n, code in entry["codes"].items() if sure is None or code in sure}
@@ -51,7 +51,7 @@ class Kept:
         return frozenset().union(*self.again.values())
 
     def restore(self, place: Path, files: Mapping[str, str]) -> None:
-        """Put the codes into mutmut's files in `place`; `files`: path in the copy -> path in the tree."""
+        """Write the codes into mutmut's files in `place`; `files`: path in the copy -> path in the tree."""
         for copied, file in files.items():
             meta = _meta(place, copied)
             if not meta.exists():
@@ -62,18 +62,18 @@ class Kept:
             meta.write_text(json.dumps(data), encoding="utf-8")
 
     def save(self, place: Path, files: Mapping[str, str]) -> None:
-        """Write the codes that mutmut has now to the page, beside those of other files."""
+        """Write mutmut's present codes to the page, beside those of other files."""
         if self.page is None:
             return
-        found = json.loads(self.page.read_text(encoding="utf-8")) if self.page.exists() else {}
+        entries = json.loads(self.page.read_text(encoding="utf-8")) if self.page.exists() else {}
         for copied, file in files.items():
             meta = _meta(place, copied)
             if meta.exists():
                 codes = json.loads(meta.read_text(encoding="utf-8"))["exit_code_by_key"]
                 run = {name: code for name, code in codes.items() if code is not None}
                 again = sorted(self.again.get(file, frozenset()) - run.keys())
-                found[file] = {"source": self.sources[file], "tests": self.tests, "codes": run, "again": again}
-        self.page.write_text(json.dumps(found), encoding="utf-8")
+                entries[file] = {"source": self.sources[file], "tests": self.tests, "codes": run, "again": again}
+        self.page.write_text(json.dumps(entries), encoding="utf-8")
 
 
 def digest(paths: Iterable[Path]) -> str:

@@ -1,4 +1,4 @@
-"""What a run of mutmut found: verdicts by file, diffs of what survived, equivalent mutants, the table."""
+"""The results of mutmut: verdicts by file, diffs of what survived, equivalent mutants, the table."""
 
 import ast
 import difflib
@@ -55,7 +55,7 @@ class Row:
 
 
 def verdict_of(code: int | None) -> str:
-    """killed, timeout, survived, untested (no test runs the function) or waiting (not run)."""
+    """Return killed, timeout, survived, untested (no test runs the function) or waiting (not run)."""
     if code is None or code == 2:
         return "waiting"
     for verdict, codes in (("killed", KILLED), ("timeout", TIMEOUT), ("untested", UNTESTED)):
@@ -65,8 +65,8 @@ def verdict_of(code: int | None) -> str:
 
 
 def read_mutants(place: Path, files: Mapping[str, str]) -> list[Mutant]:
-    """The mutants of a finished or stopped run in `place`; `files`: path in the copy -> path in the tree."""
-    found = []
+    """Return the mutants of a finished or stopped run in `place`; `files`: path in the copy -> path in the tree."""
+    mutants = []
     for copied, file in files.items():
         meta = place / "mutants" / f"{copied}.meta"
         if not meta.exists():
@@ -78,18 +78,18 @@ def read_mutants(place: Path, files: Mapping[str, str]) -> list[Mutant]:
             original = functions.get(re.sub(r"__mutmut_\d+$", "__mutmut_orig", mangled), ())
             mutant = Mutant(file, name, verdict_of(code), diff_of(original, functions.get(mangled, ())))
             if not is_own_check(mutant.diff):
-                found.append(mutant)
-    return found
+                mutants.append(mutant)
+    return mutants
 
 
 def is_own_check(diff: Sequence[str]) -> bool:
-    """Whether a change is of nothing but `strict=` of a zip: a check of our own that, like an assert, never fails."""
+    """Return whether only `strict=` of a zip changes: a check of our own that, like an assert, never fails."""
     old, new = ([STRICT.sub("", line[1:]) for line in diff if line[0] == sign] for sign in "-+")
     return bool(old) and old == new
 
 
 def functions_of(source: str) -> dict[str, tuple[str, ...]]:
-    """The lines of every function by its name, without the one that names it."""
+    """Return the lines of every function by its name, without the one that names it."""
     lines = source.splitlines()
     return {
         node.name: tuple(
@@ -101,35 +101,35 @@ def functions_of(source: str) -> dict[str, tuple[str, ...]]:
 
 
 def diff_of(old: Sequence[str], new: Sequence[str]) -> tuple[str, ...]:
-    """The lines that differ: "-old", "+new", without blanks around the code."""
+    """Return the lines that differ: "-old", "+new", without blanks around the code."""
     lines = difflib.unified_diff(old, new, lineterm="", n=0)
     return tuple(line[0] + line[1:].strip() for line in lines if line[0] in "+-" and line[:3] not in ("+++", "---"))
 
 
 def library_of(file: str) -> str:
-    """Whose page of equivalent mutants a file of the tree belongs on: libs/NAME/... -> NAME, apps/... -> apps."""
+    """Return the name of the page of a file's equivalent mutants: libs/NAME/... -> NAME, apps/... -> apps."""
     first, second = Path(file).parts[:2]
     return second if first == "libs" else first
 
 
 def read_equivalents(folder: Path) -> list[Equivalent]:
-    """The equivalent mutants that the pages of a folder name, NAME.toml those of libs/NAME and apps.toml those of apps.
+    """Return the equivalent mutants of a folder's pages: NAME.toml for libs/NAME, apps.toml for apps.
 
-    ValueError for an entry without a reason, and for one that stands on another library's page.
+    ValueError for an entry without a reason, and for one on another library's page.
     """
-    found = []
+    equivalents = []
     for page in sorted(folder.glob("*.toml")):
         for entry in tomllib.loads(page.read_text(encoding="utf-8")).get("equivalent", []):
             if not entry.get("reason", "").strip() or set(entry) != {"file", "change", "reason"}:
                 raise ValueError(f"{page}: an entry has file, change and reason, got {entry}")
             if library_of(entry["file"]) != page.stem:
                 raise ValueError(f"{page}: {entry['file']} belongs on {library_of(entry['file'])}.toml")
-            found.append(Equivalent(entry["file"], tuple(entry["change"]), entry["reason"]))
-    return found
+            equivalents.append(Equivalent(entry["file"], tuple(entry["change"]), entry["reason"]))
+    return equivalents
 
 
 def name_equivalents(mutants: Iterable[Mutant], known: Iterable[Equivalent]) -> list[Mutant]:
-    """The mutants, survivors that are known to be equivalent with that verdict."""
+    """Return the mutants; survivors that are known to be equivalent get that verdict."""
     changes = {(entry.file, entry.change) for entry in known}
     return [
         Mutant(mutant.file, mutant.name, "equivalent", mutant.diff)
@@ -140,7 +140,7 @@ def name_equivalents(mutants: Iterable[Mutant], known: Iterable[Equivalent]) -> 
 
 
 def stale(mutants: Sequence[Mutant], known: Iterable[Equivalent]) -> list[Equivalent]:
-    """Entries of mutated files that name no mutant, or one that a test kills: they should go."""
+    """Return the entries of mutated files that name no mutant, or one that a test kills, and are to be removed."""
     verdicts = {(mutant.file, mutant.diff): mutant.verdict for mutant in mutants}
     files = {mutant.file for mutant in mutants}
     return [
@@ -151,7 +151,7 @@ def stale(mutants: Sequence[Mutant], known: Iterable[Equivalent]) -> list[Equiva
 
 
 def rows_of(mutants: Iterable[Mutant]) -> list[Row]:
-    """A row a file, in the order of their names."""
+    """Return a row a file, in the order of their names."""
     by_file: dict[str, list[str]] = {}
     for mutant in mutants:
         by_file.setdefault(mutant.file, []).append(mutant.verdict)
@@ -164,7 +164,7 @@ def rows_of(mutants: Iterable[Mutant]) -> list[Row]:
 
 
 def together(rows: Sequence[Row], name: str = "together") -> Row:
-    """The sum of rows."""
+    """Return the sum of rows."""
     fields = ("total", "measured", "killed", "timeout", "survived", "untested", "equivalent")
     return Row(name, *(sum(getattr(row, field) for row in rows) for field in fields))
 
@@ -174,19 +174,19 @@ RULE = "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |"
 
 
 def line_of(row: Row, date: str) -> str:
-    """A row of the Markdown table."""
+    """Return a row of the Markdown table."""
     score = "" if row.score is None else f"{100 * row.score:.1f} %"
     counts = (row.total, row.measured, row.killed, row.timeout, row.survived, row.untested, row.equivalent)
     return f"| {row.file} | {' | '.join(map(str, counts))} | {score} | {date} |"
 
 
 def table(rows: Sequence[Row], date: str) -> str:
-    """The Markdown table of these rows, and of all of them together."""
+    """Return the Markdown table of these rows, and of their sum."""
     return "\n".join([HEAD, RULE, *(line_of(row, date) for row in [*rows, together(rows, "**together**")])])
 
 
 def recorded(page: str, rows: Sequence[Row], date: str) -> str:
-    """The page with the table's lines of these files replaced or added, in the order of their names."""
+    """Return the page with the table's lines of these files replaced or added, in the order of their names."""
     lines = page.splitlines()
     if RULE not in lines:
         raise ValueError(f"the page has no table with the head {HEAD}")

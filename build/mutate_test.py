@@ -233,11 +233,14 @@ def test_diffs_are_those_of_the_functions():
 def test_what_wants_more_than_this_machine_is_no_test_of_a_mutant(tmp_path):
     rooms = tmp_path / "libs/toy/toy/rooms"
     rooms.mkdir(parents=True)
-    for name in ("near_test", "cuda_test", "own_test"):
+    for name in ("near_test", "cuda_test", "own_test", "slow_test", "slower_test"):
         (rooms / f"{name}.py").write_text("")
     rule = 'module_test(name = "rooms/{}", tags = {})\n'
     (tmp_path / "libs/toy/BUILD.bazel").write_text(
-        rule.format("cuda_test", '["gpu"]') + rule.format("own_test", '["exclusive"]') + 'module(name = "rooms/near")\n'
+        rule.format("cuda_test", '["gpu"]')
+        + rule.format("own_test", '["exclusive"]')
+        + 'module(name = "rooms/near")\nmodule_tests(name = "slow", tags = ["slow"], '
+        + 'srcs = ["toy/rooms/slow_test.py", "toy/rooms/slower_test.py"])\n'
     )
     found = mutate_tree.tests_beside(tmp_path, Path("libs/toy/toy/rooms/near.py"))
     assert [path.name for path in found] == ["near_test.py", "own_test.py"]

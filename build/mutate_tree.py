@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items):
 
 @dataclass(frozen=True)
 class Group:
-    """What is mutated of one library or of the apps; paths are those of the tree.
+    """The files of one library or of the apps that are mutated; paths are those of the tree.
 
     `root`: the folder that mutmut works in a copy of. `package`: the folder in it that holds the Python files.
     """
@@ -60,7 +60,7 @@ class Group:
 
 
 def is_mutable(path: Path) -> bool:
-    """Whether a file of the tree is code that users run: no test, facade, or helper of tests."""
+    """Return whether a file of the tree is code that users run: no test, facade, or helper of tests."""
     parts = path.parts
     return (
         path.suffix == ".py"
@@ -73,38 +73,39 @@ def is_mutable(path: Path) -> bool:
 
 
 def files_of(top: Path, wanted: Iterable[str]) -> list[Path]:
-    """The files, by their paths from `top`, that files and folders name; ValueError for what has none."""
-    found: dict[Path, None] = {}
+    """Return the paths from `top` of the files that files and folders name; ValueError for a name without any."""
+    unique: dict[Path, None] = {}
     for name in wanted:
         path = (top / name).resolve().relative_to(top.resolve())
         inside = sorted((top / path).rglob("*.py")) if (top / path).is_dir() else [top / path]
         files = [file.relative_to(top) for file in inside if file.is_file() and is_mutable(file.relative_to(top))]
         if not files:
             raise ValueError(f"{name} has no code to mutate: name files or folders below libs/NAME/NAME or apps")
-        found |= dict.fromkeys(files)
-    return list(found)
+        unique |= dict.fromkeys(files)
+    return list(unique)
 
 
 def tests_beside(top: Path, file: Path) -> list[Path]:
-    """The tests in a file's folder, from `top`: its own namesake and those of its neighbours, but for tagged ones."""
+    """Return the tests in a file's folder, from `top`: its own and those of its neighbours, but for tagged ones."""
     folder = (top / file).parent
     return sorted(path.relative_to(top) for path in {*folder.glob("*_test.py")} - tagged_tests(folder))
 
 
 def tagged_tests(folder: Path) -> set[Path]:
-    """Where tests lie that the BUILD file over `folder` says want more than a CPU, time or the main packages."""
+    """Return the tests that, by the BUILD file over `folder`, need more than a CPU, time or the main packages."""
     build = next((path / "BUILD.bazel" for path in (folder, *folder.parents) if (path / "BUILD.bazel").is_file()), None)
-    found: set[Path] = set()
+    tagged: set[Path] = set()
     for node in ast.walk(ast.parse(build.read_text(encoding="utf-8"))) if build else ():
         words = {word.arg: word.value for word in node.keywords} if isinstance(node, ast.Call) else {}
         if build and {"name", "tags"} <= words.keys() and TAGS & set(ast.literal_eval(words["tags"])):
             roots = (build.parent, build.parent / build.parent.name)  # an app's files; a library's
-            found |= {root / f"{ast.literal_eval(words['name'])}.py" for root in roots}
-    return found
+            tagged |= {root / f"{ast.literal_eval(words['name'])}.py" for root in roots}
+            tagged |= {build.parent / source for source in ast.literal_eval(words.get("srcs", ast.List([])))}
+    return tagged
 
 
 def groups_of(top: Path, files: Sequence[Path], tests: Sequence[Path], beside: bool = True) -> list[Group]:
-    """Files by library, each group with the tests beside its files and those of `tests`."""
+    """Return files by library, each group with the tests beside its files and those of `tests`."""
     by_root: dict[tuple[Path, str], list[Path]] = {}
     for file in files:
         key = (Path(), "apps") if file.parts[0] == "apps" else (Path(*file.parts[:2]), file.parts[2])
@@ -120,7 +121,7 @@ def groups_of(top: Path, files: Sequence[Path], tests: Sequence[Path], beside: b
 
 
 def copy_group(top: Path, group: Group, place: Path, cold: bool) -> list[str]:
-    """Copy the package and the tests that lie elsewhere to `place`, with settings; the tests by their paths there."""
+    """Copy the package and the tests elsewhere to `place`, with settings; return the tests by their paths there."""
     shutil.copytree(top / group.root / group.package, place / group.package, ignore=IGNORED)
     for page in [*(top / group.root).glob("*.md"), *(top / group.root).glob("BUILD.bazel")]:  # what some tests read
         shutil.copy(page, place)
@@ -144,7 +145,7 @@ def copy_group(top: Path, group: Group, place: Path, cold: bool) -> list[str]:
 
 
 def settings(package: str, files: Sequence[str], tests: Sequence[str], pages: Sequence[str], cold: bool) -> str:
-    """The pyproject.toml of the copy: mutmut's settings, and pytest's as in the tree."""
+    """Return the pyproject.toml of the copy: mutmut's settings, and pytest's as in the tree."""
     values: Mapping[str, object] = {
         "source_paths": [package],
         "only_mutate": list(files),
@@ -170,7 +171,7 @@ def settings(package: str, files: Sequence[str], tests: Sequence[str], pages: Se
 
 
 def without_texts(source: str) -> str:
-    """The source with a pragma on each line of an error's text: a changed message is no bug that a test should find.
+    """Return the source with a pragma on each line of an error's text: tests need not find a changed message.
 
     Marked are the lines of `raise` statements and of calls in `TEXT_CALLS`, but for their first line where more than
     the call stands on it. Lines that cannot take a comment (inside of a text of several lines) stay as they are.

@@ -1,4 +1,4 @@
-"""Runs pytest files in one process under Bazel: the main program of every package_test and module_test.
+"""Run pytest files in one process under Bazel: the main program of every package_test and module_test.
 
 Bazel's test protocol is honoured (JUnit file, --test_filter), the surroundings are made the same everywhere, and in CI
 a skip that build/allowed_skips.txt does not list is a failure. A file in which pytest finds nothing to run fails too.
@@ -21,7 +21,7 @@ KERNELS = "pypi_kernels"
 
 
 def prepare_environment() -> None:
-    """A home of its own, no hub access, one thread: before anything else is imported."""
+    """Set a home of its own, no hub access and one thread, before anything else is imported."""
     scratch = os.environ.get("TEST_TMPDIR")
     if scratch:
         os.environ["HOME"] = scratch
@@ -39,19 +39,19 @@ def prepare_environment() -> None:
 
 
 def leave_kernels_out() -> None:
-    """Nobody here or in processes below sees the kernels' hub: transformers would hand them tensors in host memory."""
+    """Remove the kernels' hub from this process and its children: transformers would pass it tensors in host memory."""
     sys.path[:] = without_kernels(sys.path)
     if "PYTHONPATH" in os.environ:
         os.environ["PYTHONPATH"] = os.pathsep.join(without_kernels(os.environ["PYTHONPATH"].split(os.pathsep)))
 
 
 def without_kernels(paths: Iterable[str]) -> list[str]:
-    """The paths that are not in the kernels' hub, by whatever prefix Bazel gives its name."""
+    """Return the paths that are not in the kernels' hub, whatever prefix Bazel gives its name."""
     return [path for path in paths if not any(part.endswith(KERNELS) for part in path.split("/"))]
 
 
 def short_name(folder: str) -> str:
-    """Another name of the folder, a link to it, where a socket's path (108 bytes) would not fit below its own."""
+    """Return the folder, or a short link to it where a socket's path (108 bytes) would not fit below its own name."""
     if len(folder) < 50:
         return folder
     link = os.path.join(tempfile.mkdtemp(prefix="t"), "t")
@@ -62,7 +62,7 @@ def short_name(folder: str) -> str:
 
 
 def load_hypothesis_profile() -> None:
-    """Property tests: the same examples in each run, and no deadline; where hypothesis is declared."""
+    """Load a profile for property tests, where hypothesis is declared: fixed examples and no deadline."""
     try:
         from hypothesis import HealthCheck, settings
     except ImportError:
@@ -73,14 +73,14 @@ def load_hypothesis_profile() -> None:
 
 
 def allowed_skips(path: Path) -> list[tuple[str, str]]:
-    """(glob of test ids, start of the reason) of each line."""
+    """Return (glob of test ids, start of the reason) of each line."""
     lines = (line.strip() for line in path.read_text().splitlines())
     pairs = (line.split(maxsplit=1) for line in lines if line and not line.startswith("#"))
     return [(pair[0], pair[1] if len(pair) > 1 else "") for pair in pairs]
 
 
 class SkipKeeper:
-    """Gathers the skips and prints each with its reason; an unlisted one fails in CI."""
+    """A pytest plug-in that prints each skip with its reason; an unlisted one fails in CI."""
 
     def __init__(self, allowed: list[tuple[str, str]], strict: bool) -> None:
         self.allowed = allowed
@@ -88,23 +88,23 @@ class SkipKeeper:
         self.skips: list[tuple[str, str]] = []
 
     def is_allowed(self, test: str, reason: str) -> bool:
-        """Whether a line of the list covers this skip."""
+        """Return whether a line of the list covers this skip."""
         return any(fnmatch.fnmatch(test, glob) and reason.startswith(start) for glob, start in self.allowed)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Called by pytest for each phase of each test."""
+        """Record the skip of a phase of a test."""
         if report.skipped and not hasattr(report, "wasxfail"):
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
             self.skips.append((report.nodeid, reason.removeprefix("Skipped: ")))
 
     def pytest_collectreport(self, report: Any) -> None:
-        """Called by pytest for each file: a whole file may skip."""
+        """Record the skip of a whole file."""
         if report.skipped:
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
             self.skips.append((report.nodeid, reason.removeprefix("Skipped: ")))
 
     def failures(self) -> list[str]:
-        """What CI refuses, in words."""
+        """Return the skips that CI refuses."""
         if not self.strict:
             return []
         unlisted = [(test, reason) for test, reason in self.skips if not self.is_allowed(test, reason)]
@@ -112,30 +112,30 @@ class SkipKeeper:
 
 
 class FoundIn:
-    """Notes the files in which pytest found a test, or could not look because of an error that it tells itself."""
+    """A pytest plug-in that finds files without a test, unless pytest could not look because of an error."""
 
     def __init__(self, files: list[str]) -> None:
         self.missing = {os.path.realpath(file): file for file in files}
 
     def pytest_itemcollected(self, item: Any) -> None:
-        """Called by pytest for each test, before any is left out by its name."""
+        """Record that the file of a test has one, before any test is left out by its name."""
         self.missing.pop(os.path.realpath(item.path), None)
 
     def pytest_collectreport(self, report: Any) -> None:
-        """Called by pytest for each file."""
+        """Forget all files after an error, which pytest reports itself."""
         if report.failed:
             self.missing.clear()
 
     def failures(self) -> list[str]:
-        """What is refused, in words."""
+        """Return a text for each file without a test."""
         return [f"no test was found in {file}" for file in self.missing.values()]
 
 
 class Capability:
-    """Says which processor instructions torch computed with, in the log and in the JUnit file (ATEN_CPU_CAPABILITY)."""
+    """A pytest plug-in that writes torch's processor instructions (ATEN_CPU_CAPABILITY) to the log and JUnit file."""
 
     def pytest_collection_finish(self, session: Any) -> None:
-        """Called by pytest when the tests are imported, and torch with those that compute."""
+        """Record the processor capability, once the tests are imported, and torch with those that compute."""
         torch = sys.modules.get("torch")
         if torch is None:
             return
@@ -149,7 +149,7 @@ class Capability:
 
 
 def main(argv: list[str]) -> int:
-    """Runs pytest on argv and returns the exit status for Bazel."""
+    """Run pytest on argv and return the exit status for Bazel."""
     prepare_environment()
     tags = [a.removeprefix("--tessera-tag=") for a in argv if a.startswith("--tessera-tag=")]
     if not set(tags) & set(DEVICES):
@@ -175,11 +175,11 @@ def main(argv: list[str]) -> int:
     if wanted:
         options += ["-k", wanted]
     keeper = SkipKeeper(allowed_skips(root / "build/allowed_skips.txt"), strict=bool(os.environ.get("CI")))
-    found = FoundIn([a for a in rest if a.endswith("_test.py")])
-    status = int(pytest.main([*options, *rest], plugins=[keeper, found, Capability()]))
+    missing = FoundIn([a for a in rest if a.endswith("_test.py")])
+    status = int(pytest.main([*options, *rest], plugins=[keeper, missing, Capability()]))
     for test, reason in keeper.skips:
         print(f"SKIPPED {test}: {reason}" + (f" [{', '.join(tags)}]" if tags else ""))
-    failures = keeper.failures() + found.failures()
+    failures = keeper.failures() + missing.failures()
     print("\n".join(failures), end="\n" if failures else "")
     return status or int(bool(failures))
 

@@ -38,3 +38,56 @@ def test_the_kernels_hub_is_for_tests_of_devices_alone(tmp_path: Path, tags: tup
     command = [sys.executable, pytest_main.__file__, str(file), "-s", *(f"--tessera-tag={tag}" for tag in tags)]
     done = subprocess.run(command, env=known, capture_output=True, text=True, check=False, timeout=100)
     assert f"seen: {seen} {seen} {seen}" in done.stdout, done.stdout + done.stderr
+
+
+def run(tmp_path: Path, *files: str, only: str = "") -> "subprocess.CompletedProcess[str]":
+    """The wrapper over files of the folder, with --test_filter or without."""
+    known = {key: value for key, value in os.environ.items() if not key.startswith(("TEST", "XML", "CI"))}
+    known |= {"PYTHONPATH": os.pathsep.join(sys.path), "TESTBRIDGE_TEST_ONLY": only}
+    command = [sys.executable, pytest_main.__file__, *(str(tmp_path / file) for file in files)]
+    return subprocess.run(command, env=known, capture_output=True, text=True, check=False, timeout=100)
+
+
+FILES = {
+    "pack_test.py": "def test_bounds(): pass\ndef test_other(): pass\n",
+    "bounds_test.py": "def test_one(): pass\ndef test_two(): pass\ndef test_three(): pass\n",
+    "unpack_test.py": "def test_four(): pass\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("only", "passed"),
+    [
+        ("", 6),
+        ("pack_test", 2),  # the file of this name alone
+        ("unpack_test.py", 1),
+        ("bounds", 4),  # a file and a case
+        ("bounds and not one", 3),
+        ("test_four", 1),
+        ("nothing", 0),
+    ],
+)
+def test_a_filter_takes_one_file_or_some_cases(
+    tmp_path_factory: pytest.TempPathFactory, only: str, passed: int
+) -> None:
+    tmp_path = tmp_path_factory.mktemp("f")  # the names of folders count too
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    done = run(tmp_path, *FILES, only=only)
+    assert (f"{passed} passed" in done.stdout) == (passed > 0), done.stdout + done.stderr
+    assert done.returncode == (0 if passed else 5)
+
+
+def test_a_file_without_a_test_is_a_failure(tmp_path: Path) -> None:
+    """Beside others, and whatever the filter; an error in another file is told alone."""
+    (tmp_path / "pack_test.py").write_text(FILES["pack_test.py"])
+    (tmp_path / "empty_test.py").write_text("def tset_typo(): pass\n")
+    for only in ("", "bounds"):
+        done = run(tmp_path, "pack_test.py", "empty_test.py", only=only)
+        assert done.returncode == 1
+        assert f"no test was found in {tmp_path / 'empty_test.py'}" in done.stdout
+    assert run(tmp_path, "pack_test.py", "empty_test.py", only="pack_test").returncode == 0
+    (tmp_path / "pack_test.py").write_text("import not_there\n")
+    done = run(tmp_path, "pack_test.py", "empty_test.py")
+    assert done.returncode == 2
+    assert "no test was found" not in done.stdout

@@ -15,29 +15,29 @@ OF_THE_APPS = "add-a-recipe.md"
 
 
 def without_code(text: str) -> str:
-    """The same lines, those of code empty."""
+    """Return the same lines, with those of code empty."""
     return CODE.sub(lambda block: "\n" * block[0].count("\n"), text)
 
 
 def targets(page: Path) -> dict[str, Path]:
-    """The links of a page to files, as written, and the path that each leads to; symbolic links are not followed."""
+    """Return the links of a page to files, as written, with their paths; symbolic links are not followed."""
     links = [one or other for one, other in LINK.findall(without_code(page.read_text()))]
     files = [link for link in links if not re.match(r"[a-z]+:|#", link)]
     return {link: Path(os.path.normpath(page.parent / link.partition("#")[0])) for link in files}
 
 
 def readmes(root: Path) -> list[Path]:
-    """The README of each library."""
+    """Return the README of each library."""
     return sorted(root.glob("libs/*/README.md"))
 
 
 def screen_lines(text: str) -> int:
-    """How many lines a page takes on a screen of WIDTH columns, where the rows of tables are wrapped."""
+    """Return the number of lines of a page on a screen of WIDTH columns, where the rows of tables are wrapped."""
     return sum(max(1, -(-len(line) // WIDTH)) if line.startswith("|") else 1 for line in text.splitlines())
 
 
 def check_screens(root: Path) -> list[str]:
-    """Complaints about READMEs of libraries that are too long or too wide."""
+    """Return complaints about READMEs of libraries that are too long or too wide."""
     complaints = []
     for path in readmes(root):
         name, lines = f"libs/{path.parent.name}/README.md", screen_lines(path.read_text())
@@ -50,7 +50,7 @@ def check_screens(root: Path) -> list[str]:
 
 
 def check_reached(root: Path) -> list[str]:
-    """Complaints about pages that nobody finds: a library's README has to name what one does with it."""
+    """Return complaints about pages without a link: a library's README has to name what one does with it."""
     by_library = {path for page in readmes(root) for path in targets(page).values()}
     front = [root / "README.md", root / "docs/architecture.md"]
     reached = by_library.union(*(targets(page).values() for page in front))
@@ -64,18 +64,18 @@ def check_reached(root: Path) -> list[str]:
 
 
 def check_installs(root: Path) -> list[str]:
-    """Complaints about pages that install our distributions from an index, none of which has them."""
+    """Return complaints about pages that install our distributions from an index, none of which has them."""
     pages = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("libs/*/*.md")]
     return [
-        f"{page.relative_to(root)}:{number}: {found[0]!r}: they are on no index yet, write ./libs/NAME"
+        f"{page.relative_to(root)}:{number}: {match[0]!r}: they are on no index yet, write ./libs/NAME"
         for page in sorted(pages)
         for number, line in enumerate(page.read_text().splitlines(), 1)
-        if (found := FROM_INDEX.search(line))
+        if (match := FROM_INDEX.search(line))
     ]
 
 
 def check_links(root: Path) -> list[str]:
-    """Complaints about links of READMEs and pages to files that are not there."""
+    """Return complaints about links of READMEs and pages to files that do not exist."""
     pages = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("libs/*/*.md"), *root.glob("build/*.md")]
     return [
         f"{page.relative_to(root)}: {link} leads nowhere"
@@ -86,7 +86,7 @@ def check_links(root: Path) -> list[str]:
 
 
 def check_numbers(front: str, sources: Mapping[str, str]) -> list[str]:
-    """Complaints about numbers of the front page that the tree (its Python files, by name) says otherwise."""
+    """Return complaints about numbers of the front page that differ from the tree's Python files, by name."""
     properties = sum(bool(PROPERTIES.search(text)) for name, text in sources.items() if name.endswith("_test.py"))
     longest = max(text.count("\n") for text in sources.values())
     rows = {

@@ -18,19 +18,19 @@ DISTRIBUTIONS = {
 
 
 def project(root: Path, library: str) -> dict[str, Any]:
-    """Its pyproject.toml."""
+    """Return the pyproject.toml of a library."""
     return tomllib.loads((root / "libs" / library / "pyproject.toml").read_text())
 
 
 def is_left_out(path: str, patterns: list[str]) -> bool:
-    """Whether a file is excluded: `*_test.py` anywhere, `/folder` and `/folder/file` from the library's folder on."""
+    """Return whether a file is excluded: `*_test.py` anywhere, `/folder` and `/folder/file` from the library on."""
     ends = tuple(pattern[1:] for pattern in patterns if pattern.startswith("*"))
     places = [pattern for pattern in patterns if pattern.startswith("/")]
     return path.endswith(ends) or any(f"/{path}/".startswith(f"{place}/") for place in places)
 
 
 def files(root: Path, library: str) -> tuple[set[str], set[str]]:
-    """The files of a library's package, by their paths below its folder: those that are shipped, and the others."""
+    """Return the files of a library's package, by paths below its folder: those that are shipped, and the others."""
     folder, patterns = root / "libs" / library, project(root, library)["tool"]["hatch"]["build"]["exclude"]
     every = {str(path.relative_to(folder)) for path in (folder / library).rglob("*") if path.is_file()}
     every = {path for path in every if "__pycache__" not in path}
@@ -39,12 +39,12 @@ def files(root: Path, library: str) -> tuple[set[str], set[str]]:
 
 
 def module_name(path: str) -> str:
-    """`seqpack/ops/conv.py` -> `seqpack.ops.conv`."""
+    """Return the module of a path: `seqpack/ops/conv.py` -> `seqpack.ops.conv`."""
     return path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
 
 def imported(node: ast.AST, deep: bool = True) -> Iterator[str]:
-    """The dotted names that running this code may import, inside of functions too if `deep`.
+    """Yield the dotted names that running this code may import, inside of functions too if `deep`.
 
     With a quote before them, words that may be modules' names.
     """
@@ -65,45 +65,45 @@ def imported(node: ast.AST, deep: bool = True) -> Iterator[str]:
 
 @cache
 def at_once(path: Path) -> frozenset[str]:
-    """What importing a module imports."""
+    """Return the modules that importing a module imports."""
     return frozenset(name for name in imported(ast.parse(path.read_text()), deep=False) if not name.startswith("'"))
 
 
 @cache
 def imports(path: Path) -> frozenset[str]:
-    """What a module imports by a statement or by `import_module("...")`, when it is imported or later."""
+    """Return the imports of a module by statements or `import_module("...")`, when it is imported or later."""
     tree = ast.parse(path.read_text())
-    found = {name for name in imported(tree) if not name.startswith("'")}
+    names = {name for name in imported(tree) if not name.startswith("'")}
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args]
     named = [call.args[0] for call in calls if ast.unparse(call.func).split(".")[-1] == "import_module"]
-    return frozenset(found) | {
+    return frozenset(names) | {
         node.value for node in named if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
 
 
 @cache
 def mentions(path: Path) -> frozenset[str]:
-    """What a module imports, and each string in it that could be a module's name (`_EXPORTS`, tables of commands)."""
+    """Return the imports of a module, and each string in it that could be a module's name (`_EXPORTS`, commands)."""
     return frozenset(name.removeprefix("'") for name in imported(ast.parse(path.read_text())))
 
 
 def distribution(module: str) -> str:
-    """The distribution that a module comes from."""
+    """Return the distribution of a module."""
     top = module.partition(".")[0]
     return DISTRIBUTIONS.get(top, top)
 
 
 def asked_for(root: Path, library: str, extra: str | None = None) -> set[str]:
-    """The distributions that a library asks for, with those of an extra; `tessera-x[y]` brings x's own of y."""
+    """Return the distributions that a library requires, with those of an extra; `tessera-x[y]` adds those of x's y."""
     about = project(root, library)["project"]
     own = f"tessera-{library.replace('_', '-')}"
-    found: set[str] = set()
+    names: set[str] = set()
     for need in [*about["dependencies"], *(about["optional-dependencies"][extra] if extra else ())]:
         match = re.match(r"([\w.-]+)(?:\[([\w,]+)\])?", need)
         assert match is not None, need
         if match[1] == own:
             for name in match[2].split(","):
-                found |= asked_for(root, library, name)
+                names |= asked_for(root, library, name)
         else:
-            found.add(match[1].removeprefix("tessera-").replace("-", "_") if "tessera" in match[1] else match[1])
-    return found
+            names.add(match[1].removeprefix("tessera-").replace("-", "_") if "tessera" in match[1] else match[1])
+    return names

@@ -63,6 +63,7 @@ ELSEWHERE = {
     "chat_tools": {
         "__main__.py": {"transformers"},
         "serving/vllm_plugin.py": {"vllm"},
+        "conformance/*": {"transformers", "tokenizers", "trl"},
         "testing/*": {"transformers", "tokenizers", "trl"},
     },
     "engines": {

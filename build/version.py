@@ -19,17 +19,17 @@ PLACES = {
 
 
 def facades(root: Path) -> list[Path]:
-    """The `__init__.py` of each library."""
+    """Return the `__init__.py` of each library."""
     return [path for path in sorted(root.glob("libs/*/*/__init__.py")) if path.parent.name == path.parent.parent.name]
 
 
 def files(root: Path, pattern: str) -> list[Path]:
-    """The files of one of PLACES."""
+    """Return the files of one of PLACES."""
     return facades(root) if pattern.endswith("__init__.py") else sorted(root.glob(pattern))
 
 
 def found(root: Path) -> dict[str, list[str]]:
-    """The versions that each file names; of the change log, the newest."""
+    """Return the versions that each file names; of the change log, the newest."""
     versions = {}
     for pattern, place in PLACES.items():
         for path in files(root, pattern):
@@ -39,7 +39,7 @@ def found(root: Path) -> dict[str, list[str]]:
 
 
 def complaints(root: Path) -> list[str]:
-    """What does not agree with version.bzl."""
+    """Return complaints about versions that differ from version.bzl."""
     versions = found(root)
     (version,) = versions["build/version.bzl"]
     wrong = [f"{name}: {', '.join(named)}, not {version}" for name, named in versions.items() if set(named) - {version}]
@@ -48,7 +48,7 @@ def complaints(root: Path) -> list[str]:
 
 
 def write(root: Path, version: str) -> None:
-    """Write a version everywhere but in the change log, which wants words. ValueError where it is none."""
+    """Write a version everywhere but in the change log, which needs a text. ValueError for another form."""
     if not RELEASE.fullmatch(version):
         raise ValueError(f"{version!r} is no version: write X.Y.Z, or X.Y.Zrc1 (a, b, rc) before a release")
     for pattern, place in PLACES.items():
@@ -58,7 +58,7 @@ def write(root: Path, version: str) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Compare, or write and compare."""
+    """Compare the versions, or write and compare them."""
     root = Path(os.environ.get("BUILD_WORKSPACE_DIRECTORY", "."))
     if arguments:
         write(root, arguments[0])

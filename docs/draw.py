@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/architecture.md: `./bazelw run //docs:draw`.
+"""Draw the pictures of docs/architecture.md: `./bazelw run //docs:draw`.
 
 A picture is boxes and arrows in a coordinate system of its own; the texts are the names of the code.
 """
@@ -25,7 +25,7 @@ class Box:
 
     @property
     def height(self) -> int:
-        """Of the rectangle, by its lines."""
+        """The height of the rectangle, by its lines."""
         return 34 + 17 * len(self.lines)
 
     def svg(self) -> str:
@@ -76,7 +76,7 @@ def picture(boxes: list[Box], arrows: list[Arrow], width: int, height: int) -> s
 
 
 def house() -> str:
-    """Return the libraries, the apps, and which may import which."""
+    """Return the drawing of the libraries, the apps, and which may import which."""
     boxes = [
         Box(
             "apps: grpo, sft",
@@ -118,7 +118,7 @@ def house() -> str:
 
 
 def step() -> str:
-    """Return what flows through one GRPO step, and who makes it."""
+    """Return the drawing of the data of one GRPO step, and of their makers."""
     boxes = [
         Box("tasks", 20, 40, 150, ("prompt, reference", "stable ids"), "app"),
         Box("rollout.run_group", 230, 40, 210, ("group_size episodes:", "ids, mask, log-probs,", "versions, reward")),

@@ -1,4 +1,4 @@
-"""Draws docs/plan.svg, the plan of one batch over eight ranks, as dyncp makes it: `./bazelw run //docs:draw_plan`.
+"""Draw docs/plan.svg, the plan of one batch over eight ranks, as dyncp makes it: `./bazelw run //docs:draw_plan`.
 
 A row is a rank, a column a step; a box is a group of ranks, and its filled part the tokens that each of them holds.
 """
@@ -22,16 +22,16 @@ def text(x: float, y: float, words: str, size: float = 12.5, more: str = "") -> 
 
 
 def group(step: int, number: int, ranks: tuple[int, ...], lengths: list[int]) -> list[str]:
-    """Return a group's box, the tokens that its ranks hold, and its sequences."""
+    """Return a group's box, with its ranks' tokens and its sequences."""
     x, y = LEFT + step * (WIDTH + GAP), TOP + ranks[0] * ROW
     height = len(ranks) * ROW - 4
-    held = sum(lengths) / len(ranks)
+    mean = sum(lengths) / len(ranks)
     words = " + ".join(f"{length:,}" for length in lengths) or "nothing"
     words += f" tokens, {len(ranks)} ranks" if len(ranks) > 1 else ""
     place = f"<rect x='{x}' y='{y}' height='{height}' rx='4' stroke='#777'"
     return [
         f"{place} width='{WIDTH}' fill='#f4f4f4'/>",
-        f"{place} width='{WIDTH * held / CAP:.0f}' fill='{COLOURS[number % len(COLOURS)]}'/>",
+        f"{place} width='{WIDTH * mean / CAP:.0f}' fill='{COLOURS[number % len(COLOURS)]}'/>",
         text(x + 8, y + height / 2 + 4, words),
     ]
 
@@ -51,8 +51,8 @@ def picture(made: DynamicPlan) -> str:
     ]
     for number, step in enumerate(made.steps):
         out.append(text(LEFT + number * (WIDTH + GAP), TOP - 10, f"step {number}", 12.5, "fill='#333'"))
-        for index, found in enumerate(step.groups):
-            out += group(number, index, found.ranks, [LENGTHS[i] for i in found.sample_ids])
+        for index, ranks_group in enumerate(step.groups):
+            out += group(number, index, ranks_group.ranks, [LENGTHS[i] for i in ranks_group.sample_ids])
     return "\n".join([*out, "</svg>"]) + "\n"
 
 

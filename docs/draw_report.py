@@ -1,4 +1,4 @@
-"""Draws docs/report.png, the report of a run of the quickstart: `./bazelw run //docs:draw_report`, some two minutes.
+"""Draw docs/report.png, the report of a run of the quickstart: `./bazelw run //docs:draw_report`, some two minutes.
 
 Trains the quickstart with seed 0 in a temporary folder and has Chromium draw the top of the page that it leaves.
 `-- FOLDER` draws the report of a run that is there instead.

@@ -22,7 +22,7 @@ from schedules.config import ScheduleConfig
         (lambda: Pools(placement="separate"), "rollout_nodes above 0"),
         (lambda: Pools(rollout_nodes=2), "colocated"),
         (lambda: Pools(device_memory_gib=float("nan")), "device_memory_gib"),
-        (lambda: RolloutLayout(engine="sglang"), "one of 'native', 'vllm'"),  # type: ignore[arg-type]
+        (lambda: RolloutLayout(engine="sglang"), "one of 'native', 'vllm'"),
         (lambda: RolloutLayout(memory_share=1.0), "memory_share"),
         (lambda: RolloutLayout(tp=2, ep=4), "set it to 2"),
         (lambda: RolloutLayout("vllm", dp=3, copies_per_device=2), "--cluster.rollout.dp a multiple of 2"),

@@ -20,20 +20,17 @@ from apps.grpo.tasks.prompt_tasks import Conversation, Tasks
 from apps.grpo.warm_start import warm_model, warm_start
 from engines import TrainEngine, build_engine
 from rollout import RolloutEngine
-from schedules.fully_async.follower import AsyncFollower
-from schedules.fully_async.fully_async import FullyAsyncSchedule
-from schedules.one_step_off import OneStepOffSchedule
 from schedules.ray.cluster import StartPool
 from schedules.ray.follower import RayFollower, RayFollowerSession
 from schedules.ray.samplers import RaySamplers, RaySession
+from schedules.registry import ScheduleParts, build_schedule
 from schedules.runtime.collectives import rank_and_world
 from schedules.runtime.interrupts import Runner
 from schedules.sampling.remote_sampler import RemoteSampler
-from schedules.sampling.sampler_process import StartProcess
+from schedules.sampling.sampler_process import StartProcess, StartSampling
 from schedules.sampling.session import RolloutSession
 from schedules.sampling.settings import RunState
 from schedules.schedule import Schedule
-from schedules.sync import SyncSchedule
 
 Demonstrations = Callable[[GrpoConfig, int], list[Conversation]]
 Sampler = RolloutEngine | RaySamplers | RemoteSampler
@@ -165,18 +162,17 @@ class RunComponents:
     def schedule(self, log: Reporter) -> Schedule:
         """Return who waits for whom, as the configuration says."""
         start, config = self.start, self.start.config
-        run = RunState(start.run_dir, config.steps, start.done, config.keep_checkpoints)
-        rank, world = rank_and_world()
-        if self.session is None and rank:
-            return AsyncFollower(start.tasks, self.trainer, run, start.runner)
+        begin: StartSampling | None = None
         if self.session is None:
+            world = rank_and_world()[1]
             settings, ray = rollout_settings(config, world), ray_settings(config, world)
-            begin: Any = StartProcess(start.source, start.tasks, settings)
+            begin = StartProcess(start.source, start.tasks, settings)
             if ray is not None:
                 begin = StartPool(ray, start.source, start.tasks, settings)
-            return FullyAsyncSchedule(
-                config.cluster.schedule, start.tasks, self.trainer, begin, run, start.runner, log.live
-            )
-        self.session.live.show = log.live
-        kind = SyncSchedule if config.cluster.schedule.mode == "sync" else OneStepOffSchedule
-        return kind(self.session, self.trainer, run)
+        else:
+            self.session.live.show = log.live
+        run = RunState(start.run_dir, config.steps, start.done, config.keep_checkpoints)
+        parts = ScheduleParts(
+            config.cluster.schedule, start.tasks, self.trainer, run, start.runner, self.session, begin, log.live
+        )
+        return build_schedule(parts)

@@ -11,6 +11,8 @@ import pytest
 import apps.grpo.build as parts
 from apps.grpo.build import RunBuilder
 from apps.grpo.config import GrpoConfig, WarmStart
+from apps.grpo.sampling.native import NativeBackend
+from apps.grpo.sampling.source import RunSampler
 from apps.grpo.testing.recipe import RECIPE, BabbleTasks
 from apps.grpo.testing.schedules import ASYNC, SYNC, small
 from apps.grpo.train import train
@@ -56,12 +58,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
         found.append(Made("sampler", arguments[3:]))
         return RemoteSampler(arguments[3])
 
-    def sync(self: Any, engine: Any) -> None:
-        found.append(Made("sync", engine))
+    def sync(self: Any, trainer: Any) -> None:
+        found.append(Made("sync", trainer.engine))
 
     monkeypatch.setattr(parts, "build_engine", engine)
-    monkeypatch.setattr(parts, "native_engine", sampler)
-    monkeypatch.setattr(parts, "chat_of", lambda *arguments: None)
+    monkeypatch.setattr(NativeBackend, "build_sharing", sampler)
+    monkeypatch.setattr(RunSampler, "chat", lambda self: None)
     monkeypatch.setattr(RolloutSession, "sync", sync)
     monkeypatch.setattr(RayFollowerSession, "sync", sync)
     return found
@@ -74,9 +76,9 @@ def start() -> Iterator[RunBuilder]:
         yield RunBuilder(small(Path("run"), SYNC), tasks, tokenizer, MODEL, Path("run"), 0, None, None, runner)
 
 
-def parts_of(start: RunBuilder) -> parts.Parts:
+def parts_of(start: RunBuilder) -> parts.RunComponents:
     with ExitStack() as stack:
-        return start.parts(stack)
+        return start.components(stack)
 
 
 def cluster(config: GrpoConfig, **changes: Any) -> GrpoConfig:
@@ -87,11 +89,11 @@ def cluster(config: GrpoConfig, **changes: Any) -> GrpoConfig:
 def test_a_sampler_takes_its_device_first_but_where_it_computes_with_the_engines_weights(
     made: list[Made], start: RunBuilder, monkeypatch: pytest.MonkeyPatch, apart: str | None
 ) -> None:
-    monkeypatch.setattr(parts, "kept_apart", lambda *arguments: apart)
+    monkeypatch.setattr(NativeBackend, "weights_apart", lambda *arguments: apart)
     found = parts_of(replace(start, done=3))
     assert [one.what for one in made] == (["engine", "sampler"] if apart is None else ["sampler", "engine"])
     sampled = made[apart is None]
-    assert sampled.how == (2, found.engine if apart is None else None)
+    assert sampled.how == (2, found.trainer.engine if apart is None else None)
 
 
 def test_whoever_has_other_weights_than_those_trained_gets_them_before_the_first_step(
@@ -102,13 +104,13 @@ def test_whoever_has_other_weights_than_those_trained_gets_them_before_the_first
     assert "sync" not in [one.what for one in made]
     made.clear()
     found = parts_of(replace(start, checkpoint=CHECKPOINT))
-    assert made[-1] == Made("sync", found.engine)
+    assert made[-1] == Made("sync", found.trainer.engine)
     assert Made("load", str(CHECKPOINT)) in made
     made.clear()
     given = ScriptedEngine(lambda prompt, turn: [0])
     found = parts_of(replace(start, given=given))
     assert found.sampler is given
-    assert made[-1] == Made("sync", found.engine)
+    assert made[-1] == Made("sync", found.trainer.engine)
 
 
 def test_the_frozen_model_is_the_one_that_the_run_starts_from(made: list[Made], start: RunBuilder) -> None:
@@ -119,7 +121,7 @@ def test_the_frozen_model_is_the_one_that_the_run_starts_from(made: list[Made], 
         Made("reference", str(MODEL)),
         Made("load", str(CHECKPOINT)),
     ]
-    assert found.engine.reference is not None
+    assert found.trainer.engine.reference is not None
 
 
 def test_where_the_schedules_processes_sample_there_is_neither_sampler_nor_session(

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from apps.common.cluster import Cluster
-from apps.grpo import step as module
 from apps.grpo.config import GrpoConfig
-from apps.grpo.step import advantages_of, episode_advantages, train_on
+from apps.grpo.sampling.source import rollout_settings
+from apps.grpo.step import GrpoTrainer, advantages_of, episode_advantages, train_on
 from apps.grpo.testing.recipe import RECIPE
 from objectives import GRPO
 from objectives.advantages import estimate
@@ -22,10 +22,12 @@ from objectives.off_policy import Correction
 from rollout import Episode, Score, Segment, to_batch
 from rollout.sync.rate import copy_rate
 from rollout.sync.transfer import TransferTimes
+from schedules import sync as module
 from schedules.config import ScheduleConfig
 from schedules.reporting.episode_metrics import episode_metrics, reward_metrics
 from schedules.sampling.memory_turns import run_pending_checks
 from schedules.sampling.session import PendingCheck
+from schedules.sampling.settings import RolloutSettings
 from schedules.sync import sync_step
 from schedules.weights.transfer_result import TransferResult
 from seqpack import index_select
@@ -243,8 +245,8 @@ class Session:
     events: list[object]
     sampled: list[Episode] = field(default_factory=episodes)
     sampler: Sampler = field(default_factory=Sampler)
-    config: object = CONFIG
-    proof: PendingCheck = field(default_factory=PendingCheck)
+    settings: RolloutSettings = field(default_factory=lambda: rollout_settings(CONFIG))
+    check: PendingCheck = field(default_factory=PendingCheck)
 
     def sample(self, step: int) -> Any:
         self.events.append(("sample", step))
@@ -253,12 +255,12 @@ class Session:
     def environment_of(self, task_id: str) -> None:
         return None
 
-    def sync(self, engine: Any) -> TransferResult:
-        self.events.append(("sync", len(engine.trained)))
+    def sync(self, trainer: Any) -> TransferResult:
+        self.events.append(("sync", len(trainer.engine.trained)))
         self.sampler.version += 1
         return TransferResult(4096, TransferTimes(0.5, 0.25))
 
-    def probed(self, prompts: Sequence[Any], media: Sequence[Any]) -> list[Any]:
+    def sample_checks(self, prompts: Sequence[Any], media: Sequence[Any]) -> list[Any]:
         assert media == [None] * len(prompts)
         self.events.append(("probed", self.sampler.version, len(prompts)))
         return []
@@ -272,7 +274,8 @@ def test_a_step_samples_trains_and_hands_over(monkeypatch: pytest.MonkeyPatch) -
     session: Any = Session(events)
     config = replace(CONFIG, control="shuffled-advantages")
     spans: list[Any] = []
-    result = sync_step(config, session, engine, 7, SimpleNamespace(add=lambda *span: spans.append(span)))  # type: ignore[arg-type]
+    timeline: Any = SimpleNamespace(add=lambda *span: spans.append(span))
+    result = sync_step(session, GrpoTrainer(config, engine), 7, timeline)
     assert spans == [
         ("sampler", "sample", 100.0, 103.0),
         ("trainer", "train", 103.0, 110.0),
@@ -313,19 +316,19 @@ def test_a_step_samples_trains_and_hands_over(monkeypatch: pytest.MonkeyPatch) -
 def test_weights_of_a_resume_or_a_replaced_sampler_are_proven_before_they_are_trained_away() -> None:
     """By the prompts of the step, once; what nothing has proven is not forgotten where nothing was sampled."""
     events: list[object] = []
-    session: Any = Session(events, proof=PendingCheck(owed=True))
-    sync_step(CONFIG, session, recorder(), 7)
+    session: Any = Session(events, check=PendingCheck(pending=True))
+    sync_step(session, GrpoTrainer(CONFIG, recorder()), 7)
     assert events == [("sample", 7), ("probed", 5, 2), ("sync", 1), ("probed", 6, 2)]
-    assert not session.proof.owed
-    session.proof.owed = True
-    run_pending_checks(session, recorder(), [])
-    assert session.proof.owed
+    assert not session.check.pending
+    session.check.pending = True
+    run_pending_checks(session, GrpoTrainer(CONFIG, recorder()), [])
+    assert session.check.pending
 
 
 def test_failed_and_retried_episodes_are_counted() -> None:
     one, two, *rest = episodes()
     sampled = [replace(one, attempt=1), replace(two, attempt=2), episode(None, 0), *rest[1:]]
     session: Any = Session([], sampled)
-    result = sync_step(CONFIG, session, recorder(), 0)
+    result = sync_step(session, GrpoTrainer(CONFIG, recorder()), 0)
     assert result.metrics["rollout/retried_episodes"] == 2.0
     assert result.metrics["rollout/failed_episodes"] == 1.0

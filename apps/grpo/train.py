@@ -35,7 +35,7 @@ from schedules.ray.cluster import in_cluster
 from schedules.runtime.collectives import broadcast_result, rank_and_world
 from schedules.runtime.interrupts import Runner
 from schedules.sampling.session import Evaluation
-from schedules.schedule import Schedule, StepResult
+from schedules.schedule import Schedule, TrainStepResult
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _log_episodes(
     tasks: Tasks,
     log: Reporter,
     step: int,
-    result: StepResult | None,
+    result: TrainStepResult | None,
     evaluation: Evaluation | None,
     decode: Decode,
 ) -> None:

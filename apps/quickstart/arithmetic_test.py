@@ -25,8 +25,8 @@ def test_the_same_seed_gives_the_same_problems() -> None:
 
 
 def test_distinct_never_repeats_and_refuses_what_it_cannot_find() -> None:
-    found = distinct(problems(random.Random(0), 2, held_out=True), 300)
-    assert len({p.question for p in found}) == 300
+    drawn = distinct(problems(random.Random(0), 2, held_out=True), 300)
+    assert len({p.question for p in drawn}) == 300
     with pytest.raises(ValueError, match="digits"):
         distinct(problems(random.Random(0), 1, held_out=True), 101)
 

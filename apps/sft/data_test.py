@@ -73,8 +73,8 @@ def test_a_turn_ends_with_the_token_that_stops_the_model(tmp_path: Path) -> None
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [stop]}))
     stops = stop_tokens_of(tmp_path, tokenizer)
     for stop_tokens, ends in ((None, "yes<|im_end|>"), (stops, "yes<|im_end|></tool_response>")):
-        found = load_conversations(DataConfig(), rows, tokenizer, stop_tokens)
-        assert {trained_text(sample) for sample in (*found.train, *found.held_out)} == {ends}
+        conversations = load_conversations(DataConfig(), rows, tokenizer, stop_tokens)
+        assert {trained_text(sample) for sample in (*conversations.train, *conversations.held_out)} == {ends}
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 100000}')
     with pytest.raises(ValueError, match=r"generation_config\.json, eos_token_id"):
         stop_tokens_of(tmp_path, tokenizer)
@@ -84,10 +84,10 @@ def test_rows_are_split_and_what_is_left_out_is_counted(tmp_path: Path) -> None:
     rows = [{"messages": chat(f"question {i}", "yes")} for i in range(100)]
     rows += [{"messages": chat("long", "x" * 500)}, {"messages": [{"role": "user", "content": "and?"}]}]
     path = write(tmp_path / "a.jsonl", rows)
-    found = load_conversations(DataConfig(eval_share=0.2, max_tokens=100), path, TOKENIZER)
-    assert len(found.train) + len(found.held_out) == 100
-    assert 5 < len(found.held_out) < 40
-    assert sum(found.skipped.counts.values()) == 2
+    conversations = load_conversations(DataConfig(eval_share=0.2, max_tokens=100), path, TOKENIZER)
+    assert len(conversations.train) + len(conversations.held_out) == 100
+    assert 5 < len(conversations.held_out) < 40
+    assert sum(conversations.skipped.counts.values()) == 2
 
 
 def test_the_split_does_not_depend_on_the_order_of_the_rows(tmp_path: Path) -> None:
@@ -102,8 +102,8 @@ def test_the_split_does_not_depend_on_the_order_of_the_rows(tmp_path: Path) -> N
 def test_arguments_may_be_json_text(tmp_path: Path) -> None:
     message = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     rows = [{"messages": [{"role": "user", "content": str(i)}, message]} for i in range(40)]
-    found = load_conversations(DataConfig(eval_share=0.3), write(tmp_path / "a.jsonl", rows), TOKENIZER)
-    assert "<parameter=expression>\n1+2\n</parameter>" in trained_text(found.train[0])
+    conversations = load_conversations(DataConfig(eval_share=0.3), write(tmp_path / "a.jsonl", rows), TOKENIZER)
+    assert "<parameter=expression>\n1+2\n</parameter>" in trained_text(conversations.train[0])
 
 
 def yes_or_no(number: int, answer: str) -> dict[str, Any]:
@@ -120,20 +120,20 @@ def texts(samples: Iterable[Sample]) -> list[str]:
 
 def test_rows_that_begin_and_end_alike_are_not_one(tmp_path: Path) -> None:
     """400 rows, one system prompt, two answers: 20 are held out, of both answers, and none is lost."""
-    found = load_conversations(DataConfig(), write(tmp_path / "a.jsonl", YES_NO), TOKENIZER)
-    assert (len(found.train), len(found.held_out), found.skipped.counts) == (380, 20, {})
-    for side in (found.train, found.held_out):
+    conversations = load_conversations(DataConfig(), write(tmp_path / "a.jsonl", YES_NO), TOKENIZER)
+    assert (len(conversations.train), len(conversations.held_out), conversations.skipped.counts) == (380, 20, {})
+    for side in (conversations.train, conversations.held_out):
         assert {trained_text(sample) for sample in side} == {"yes<|im_end|>", "no<|im_end|>"}
 
 
 def test_a_held_out_file_removes_the_identical_rows_alone_and_says_so(tmp_path: Path) -> None:
     held_out = write(tmp_path / "eval.jsonl", [*YES_NO[:3], yes_or_no(1000, "no")])
     config = DataConfig(data=(str(tmp_path / "a.jsonl"),), eval_data=held_out)
-    found = load_conversations(config, write(tmp_path / "a.jsonl", YES_NO), TOKENIZER)
-    assert (len(found.train), len(found.held_out)) == (397, 4)
-    assert list(found.skipped.counts.values()) == [3]
-    assert "left out 3 rows: also in" in found.skipped.lines()[0]
-    assert "a.jsonl, row 1" in found.skipped.lines()[0]
+    conversations = load_conversations(config, write(tmp_path / "a.jsonl", YES_NO), TOKENIZER)
+    assert (len(conversations.train), len(conversations.held_out)) == (397, 4)
+    assert list(conversations.skipped.counts.values()) == [3]
+    assert "left out 3 rows: also in" in conversations.skipped.lines()[0]
+    assert "a.jsonl, row 1" in conversations.skipped.lines()[0]
 
 
 LONG = {"messages": chat("long", "x" * 300)}
@@ -153,17 +153,17 @@ def test_counts_add_up_and_no_conversation_is_on_both_sides(
         )
     usable = {json.dumps(row) for row in rows if row not in (LONG, UNASKED)}
     path = write(tmp_path / "a.jsonl", rows)
-    held = {json.dumps(row) for row in held_out or [] if row not in (LONG, UNASKED)}
-    enough = len(usable) >= 2 if held_out is None else held and usable - held
+    held_out_rows = {json.dumps(row) for row in held_out or [] if row not in (LONG, UNASKED)}
+    enough = len(usable) >= 2 if held_out is None else held_out_rows and usable - held_out_rows
     if not enough:
         with pytest.raises(ValueError, match="too few"):
             load_conversations(config, path, TOKENIZER)
         return
-    found = load_conversations(config, path, TOKENIZER)
-    assert len(found.train) + len(found.held_out) + sum(found.skipped.counts.values()) == len(rows) + len(
-        held_out or []
-    )
-    assert not set(texts(found.train)) & set(texts(found.held_out))
+    conversations = load_conversations(config, path, TOKENIZER)
+    assert len(conversations.train) + len(conversations.held_out) + sum(conversations.skipped.counts.values()) == len(
+        rows
+    ) + len(held_out or [])
+    assert not set(texts(conversations.train)) & set(texts(conversations.held_out))
 
 
 @given(st.permutations(["role", "content", "name"]))
@@ -193,12 +193,12 @@ def test_a_row_with_a_problem_is_dropped_and_counted(tmp_path: Path) -> None:
     rows = [{"messages": chat(f"question {i}", "yes")} for i in range(20)]
     call = {"role": "assistant", "content": "let me see", "tool_calls": [CALL]}
     rows += [{"messages": [{"role": "user", "content": f"is {i} odd?"}, call]} for i in range(5)]
-    found = load_conversations(DataConfig(eval_share=0.2), write(tmp_path / "a.jsonl", rows), tokenizer)
-    assert len(found.train) + len(found.held_out) == 20
-    (reason,) = found.skipped.counts
+    conversations = load_conversations(DataConfig(eval_share=0.2), write(tmp_path / "a.jsonl", rows), tokenizer)
+    assert len(conversations.train) + len(conversations.held_out) == 20
+    (reason,) = conversations.skipped.counts
     assert "can't be proven" in reason
-    assert found.skipped.counts[reason] == 5
-    assert "row 21" in found.skipped.lines()[0]
+    assert conversations.skipped.counts[reason] == 5
+    assert "row 21" in conversations.skipped.lines()[0]
 
 
 @pytest.mark.parametrize(
@@ -249,9 +249,9 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, row: dict[str, Any],
 def test_demonstrations_are_a_file_like_any_other(tmp_path: Path) -> None:
     config = DataConfig(task="calculator", demonstrations=64)
     path = write_demonstrations(config, 0, tmp_path / "demonstrations.jsonl")
-    found = load_conversations(config, path, TOKENIZER)
-    assert len(found.train) + len(found.held_out) == 64
-    assert not found.skipped.counts
+    conversations = load_conversations(config, path, TOKENIZER)
+    assert len(conversations.train) + len(conversations.held_out) == 64
+    assert not conversations.skipped.counts
 
 
 def test_a_parquet_file_reads_like_json_lines(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; --threads sets what a rank uses
 
+import tyro
 from transformers import PreTrainedTokenizerBase
 
 from apps.common.cli import command_line as cli
@@ -42,7 +43,6 @@ from engines.weights.hub import model_directory
 from runlog import check_tracker
 from runplan.run_spec import RunSpec
 from schedules.config import Mode
-from schedules.runtime.collectives import broadcast_result, rank_and_world
 from schedules.runtime.collectives import broadcast_result, rank_and_world
 
 RUNS = Path("runs/sft")

@@ -28,33 +28,33 @@ class Builds:
         self.words = [command, "--noshow_progress", f"--disk_cache={folder / 'cache'}", target]
 
     def call(self, *words: str) -> "subprocess.CompletedProcess[str]":
-        """What ./bazelw says."""
+        """Run ./bazelw and return its result."""
         command = ["./bazelw", f"--output_base={self.base}", "--max_idle_secs=120", *words]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
     def build(self) -> tuple[int, int]:
-        """(actions that ran, those whose result the cache had); ends with Bazel's words where it fails."""
+        """Build and return (actions that ran, actions in the cache); exit with Bazel's output where it fails."""
         done = self.call(*self.words)
         if done.returncode:
             sys.exit(f"{' '.join(done.args)}\n{done.stdout}\n{done.stderr}")
         line = re.findall(r"\d+ process(?:es)?: ([^\n]*)", done.stdout + done.stderr)[-1]
         counts = {kind.strip(): int(count) for count, kind in KINDS.findall(line)}
-        found = sum(count for kind, count in counts.items() if kind.endswith("cache hit"))
-        return sum(counts.values()) - found - counts.get("internal", 0), found
+        cached = sum(count for kind, count in counts.items() if kind.endswith("cache hit"))
+        return sum(counts.values()) - cached - counts.get("internal", 0), cached
 
     def fails(self) -> bool:
-        """Whether it fails now, by the module that cannot be imported."""
+        """Return whether the build fails, by the module that cannot be imported."""
         done = self.call(*self.words)
         return done.returncode != 0 and BROKEN in done.stdout + done.stderr
 
     def module(self, label: str) -> Path:
-        """The first module of a package: that of its name."""
+        """Return the first module of a package: that of its name."""
         hub, name = label.removeprefix("@").split("//")
         return self.base / "external" / hub / name / "site-packages" / name / "__init__.py"
 
 
 def steps(builds: Builds, needed: str, other: str) -> dict[str, bool]:
-    """Each step with its actions, and whether they are what is promised."""
+    """Run the steps; return whether the actions of each are the expected ones."""
     first, again = builds.build(), builds.build()
     module, unneeded = builds.module(needed), builds.module(other)
     before, new = module.read_bytes(), module.with_name("a_new_file.py")
@@ -87,7 +87,7 @@ def steps(builds: Builds, needed: str, other: str) -> dict[str, bool]:
 
 
 def main() -> None:
-    """Print each step; 1 where one differs from what is promised."""
+    """Print each step; exit with 1 where one differs from what is expected."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", nargs="?", default="//libs/runlog:wheel")
     parser.add_argument("needed", nargs="?", default="@pypi_tools//hatchling", help="a package that the target needs")
@@ -98,12 +98,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         builds = Builds(Path(folder), "test" if args.test else "build", args.target)
         try:
-            kept = steps(builds, args.needed, args.other)
+            verdicts = steps(builds, args.needed, args.other)
         finally:
             builds.call("shutdown")
             subprocess.run(["chmod", "-R", "u+w", folder], check=True)  # Bazel's folders are read-only
-    print("\n".join(f"{step}{'' if right else '  <- wrong'}" for step, right in kept.items()))
-    sys.exit(int(not all(kept.values())))
+    print("\n".join(f"{step}{'' if right else '  <- wrong'}" for step, right in verdicts.items()))
+    sys.exit(int(not all(verdicts.values())))
 
 
 if __name__ == "__main__":

@@ -22,12 +22,12 @@ KINDS = re.compile(r"(\d+) ([a-z][\w -]*)")
 
 
 def processes(said: str) -> str:
-    """Bazel's closing line about where actions ran: `7 processes: 3 remote cache hit, 4 internal`."""
+    """Return Bazel's closing line about where actions ran: `7 processes: 3 remote cache hit, 4 internal`."""
     return re.findall(r"(\d+ process(?:es)?: [^\n]*)", said)[-1]
 
 
 def run(clone: Path, base: Path, cache: Path, options: list[str], targets: list[str], elsewhere: bool = False) -> str:
-    """Build and test in one clone; the closing line. Ends with Bazel's words where it fails.
+    """Build and test in one clone; return the closing line. Exit with Bazel's output where it fails.
 
     `elsewhere` is another user's machine: files are made for their owner alone, and it is another hour.
     """
@@ -44,21 +44,21 @@ def run(clone: Path, base: Path, cache: Path, options: list[str], targets: list[
 
 
 def found_and_ran(line: str) -> tuple[int, int]:
-    """(actions found in a cache, actions that ran) of a closing line; what is internal to Bazel is neither."""
+    """Return (actions found in a cache, actions that ran) of a closing line; those internal to Bazel are neither."""
     counts = {kind.strip(): int(count) for count, kind in KINDS.findall(line.partition(":")[2])}
-    found = sum(count for kind, count in counts.items() if kind.endswith("cache hit"))
-    return found, sum(counts.values()) - found - counts.get("internal", 0)
+    cached = sum(count for kind, count in counts.items() if kind.endswith("cache hit"))
+    return cached, sum(counts.values()) - cached - counts.get("internal", 0)
 
 
 def digests(clone: Path) -> dict[str, str]:
-    """sha256 of each wheel and sdist that a clone has built, by its place."""
+    """Return the sha256 of each wheel and sdist that a clone has built, by its path."""
     built = clone / "bazel-links/bin"
     files = sorted(path for end in ("whl", "tar.gz") for path in built.glob(f"libs/*/*.{end}"))
     return {str(path.relative_to(built)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def compared(first: dict[str, str], second: dict[str, str]) -> bool:
-    """Print the sums of both clones; whether there are any and each file has one sum."""
+    """Print the sums of both clones; return whether there are any and each file has one sum."""
     for name in sorted({**first, **second}):
         same = first.get(name) == second.get(name)
         print(f"{first.get(name)} {name}" + ("" if same else f", and in the second clone {second.get(name)}"))
@@ -68,7 +68,7 @@ def compared(first: dict[str, str], second: dict[str, str]) -> bool:
 
 
 def main() -> None:
-    """Print both closing lines; 1 where an action ran in the second clone, or, apart, a file differs."""
+    """Print both closing lines; exit with 1 where an action ran in the second clone or, apart, a file differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("targets", nargs="*", default=["//libs:wheels"])
     parser.add_argument("--bazel", action="append", default=[], metavar="OPTION")
@@ -88,9 +88,9 @@ def main() -> None:
         subprocess.run(["chmod", "-R", "u+w", folder], check=True)  # Bazel's folders are read-only
     if args.apart:
         sys.exit(int(not compared(*made)))
-    found, ran = found_and_ran(lines[1])
-    print(f"{found} actions of the second clone were found, {ran} ran")
-    sys.exit(int(ran > 0 or found == 0))
+    cached, ran = found_and_ran(lines[1])
+    print(f"{cached} actions of the second clone were found, {ran} ran")
+    sys.exit(int(ran > 0 or cached == 0))
 
 
 if __name__ == "__main__":

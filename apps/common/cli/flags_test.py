@@ -39,9 +39,9 @@ def parse(*argv: str, default: Outer = Outer()) -> Outer:
 
 
 def test_values_come_back_in_the_classes_of_the_library() -> None:
-    found = parse("--inner.rate", "2", default=Outer(steps=5))
-    assert found == Outer(5, Inner(rate=2.0))
-    assert type(found.inner) is Inner
+    parsed = parse("--inner.rate", "2", default=Outer(steps=5))
+    assert parsed == Outer(5, Inner(rate=2.0))
+    assert type(parsed.inner) is Inner
 
 
 def test_an_owned_field_has_no_flag_and_keeps_its_default(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,10 +30,10 @@ def recipe(name: str) -> str:
 
 
 def test_every_file_is_a_recipe_named_like_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = load_recipes(
+    loaded = load_recipes(
         package(tmp_path, monkeypatch, "some", one=recipe("one"), two_words=recipe("two-words"), one_test="1/0"), Kind
     )
-    assert sorted(found) == ["one", "two-words"]
+    assert sorted(loaded) == ["one", "two-words"]
 
 
 def test_a_file_without_recipe_or_with_another_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

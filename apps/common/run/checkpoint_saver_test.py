@@ -128,7 +128,7 @@ def test_a_full_disk_is_told_beside_what_ended_the_run_or_ends_it(
     run = Run(tmp_path)
     with pytest.raises(OSError, match="No space"):
         run.broken(None)
-    with pytest.raises(ValueError, match="other") as found:
+    with pytest.raises(ValueError, match="other") as caught:
         run.broken(ValueError("other"))
-    assert "No space" in found.value.__notes__[0]
+    assert "No space" in caught.value.__notes__[0]
     assert [kind for kind, *_ in run.told] == ["saving", "saving"]

@@ -17,6 +17,6 @@ def test_a_loss_far_above_guessing_ends_the_run(nats: float, ends: bool) -> None
 
 def test_what_the_sampler_tells_of_the_policy_is_a_divergence_and_nothing_else_is() -> None:
     for error, kind in ((NotFiniteError("NaN"), DivergenceError), (ValueError("weights are not finite"), ValueError)):
-        with pytest.raises(kind, match=str(error)) as told, name_sampler_errors(3):
+        with pytest.raises(kind, match=str(error)) as caught, name_sampler_errors(3):
             raise error
-        assert told.type is kind
+        assert caught.type is kind

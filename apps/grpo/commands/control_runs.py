@@ -73,7 +73,7 @@ def _runs(base: GrpoConfig, config: ControlRunsConfig, run_dir: Path) -> dict[st
 
 def main(argv: Sequence[str]) -> None:
     """Run the command line."""
-    config = tyro.cli(ControlRunsConfig, args=list(argv), prog="study")
+    config = tyro.cli(ControlRunsConfig, args=list(argv), prog="control_runs")
     run_command(lambda: run_controls(config))
 
 

@@ -83,8 +83,8 @@ def mathematics(tmp_path: Path) -> Path:
 
 
 def problems(path: Path) -> list[str]:
-    found: list[str] = pq.read_table(path)["problem"].to_pylist()
-    return found
+    texts: list[str] = pq.read_table(path)["problem"].to_pylist()
+    return texts
 
 
 def test_configurations_are_laid_together_or_kept_apart(mathematics: Path, tmp_path: Path) -> None:
@@ -109,8 +109,8 @@ def test_the_preset_math_lays_all_its_configurations_together(
 
 
 def test_every_source_subset_and_revision_has_files_of_its_own(tmp_path: Path) -> None:
-    asked = [("a/b", None, None), ("a-b", None, None), ("c/b", None, None), ("b", "x", None), ("b", None, "x")]
-    keys = [prepare_data._key(*words) for words in asked]
+    sources = [("a/b", None, None), ("a-b", None, None), ("c/b", None, None), ("b", "x", None), ("b", None, "x")]
+    keys = [prepare_data._key(*words) for words in sources]
     assert len(set(keys)) == len(keys)
     assert all(key.isascii() and "/" not in key and not key.startswith(".") for key in keys)
 

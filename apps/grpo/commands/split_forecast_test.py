@@ -48,7 +48,7 @@ def written(run_dir: Path, schedule: ScheduleConfig, slower: float = 1.0) -> Grp
     for step in range(1, STEPS + 1):
         factor = slower if step > STEPS // 2 else 1.0
         train, sample, sync = factor * TRAIN, factor * SAMPLE, factor * SYNC
-        begun = now
+        started = now
         if overlapped:
             spans += [("trainer", "train", now, now + train), ("sampler", "sample", now, now + sample)]
             now += max(train, sample)
@@ -58,7 +58,7 @@ def written(run_dir: Path, schedule: ScheduleConfig, slower: float = 1.0) -> Grp
             times = {"time/rollout_s": sample}
         spans.append(("weights", "sync", now, now + sync))
         now += sync
-        times |= {"time/train_s": train, "time/export_and_update_weights_s": sync, "time/step_s": now - begun}
+        times |= {"time/train_s": train, "time/export_and_update_weights_s": sync, "time/step_s": now - started}
         metrics.append({"step": step, "response/length_max": LENGTH, "rollout/sampled_tokens": 16 * LENGTH, **times})
         episodes += [{"step": step, "mask": [0, 0] + [1] * LENGTH}] * 4
     named = [dict(zip(("lane", "kind", "begin", "end"), span, strict=True)) for span in spans]
@@ -146,8 +146,8 @@ def test_the_fastest_split_is_drawn_as_a_report_draws_a_run(
     )
     places = [{name: float(bar.attrib[name]) for name in ("x", "y", "width")} for bar in bars]
     scale = WIDTH - LABEL
-    found = sorted((p["y"] // LANE, (p["x"] - LABEL) / scale, p["width"] / scale) for p in places)
-    for bar, span in zip(found, expected, strict=True):
+    actual = sorted((p["y"] // LANE, (p["x"] - LABEL) / scale, p["width"] / scale) for p in places)
+    for bar, span in zip(actual, expected, strict=True):
         assert bar == pytest.approx(span, abs=1e-3)
 
 

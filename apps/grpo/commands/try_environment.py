@@ -73,7 +73,9 @@ def try_episodes(
         check_prompts(config, tasks, tokenizer, model)
         sampler = engine or NativeBackend().build(config, model, 0)
         with Runner() as runner:
-            session = RolloutSession(rollout_settings(config), tasks, chat_of(config, tokenizer, model), sampler, runner)
+            session = RolloutSession(
+                rollout_settings(config), tasks, chat_of(config, tokenizer, model), sampler, runner
+            )
             rows = tasks.tasks(0, count)
             episodes = session.play(rows, greedy)
         for row, episode in zip(rows, episodes, strict=True):

@@ -59,8 +59,8 @@ def test_a_model_that_sees_images_is_tried() -> None:
 
 def test_tokens_are_coloured_by_what_is_trained() -> None:
     _, text = shown(["--environment", f"{EXAMPLES}:Digits"], terminal=True)
-    given, trained = "\x1b[2m", "\x1b[1;32m"
-    assert text.index(given) < text.index("say") < text.index(trained)
+    dim, trained = "\x1b[2m", "\x1b[1;32m"
+    assert text.index(dim) < text.index("say") < text.index(trained)
 
 
 def test_a_failed_episode_is_shown_with_its_error_and_ends_the_program_with_status_1(

@@ -26,10 +26,10 @@ def show(step: int = 1, seed: int = 0) -> EpisodeSamples:
 
 def test_a_group_is_shown_whole_with_what_was_expected() -> None:
     episodes = step()
-    kept = show().groups(episodes, [float(i) for i in range(40)], ROWS, 2)
-    assert len(kept) == 8
-    assert len({e["group"] for e in kept}) == 2
-    for e in kept:
+    shown_rows = show().groups(episodes, [float(i) for i in range(40)], ROWS, 2)
+    assert len(shown_rows) == 8
+    assert len({e["group"] for e in shown_rows}) == 2
+    for e in shown_rows:
         assert e["expected"] == str(e["group"])
         assert e["advantage"] // 4 == e["group"]
 
@@ -48,22 +48,22 @@ def test_held_out_failures_are_shown_and_solved_ones_are_not() -> None:
     episodes = [
         episode(r, i, segments=[segment(-1.0)] if r is not None else []) for i, r in enumerate([1, 0, None, 0.5])
     ]
-    kept = show().failures(episodes, ROWS, 5)
-    assert [(e["group"], e["reward"]) for e in kept] == [(1, 0.0), (2, None), (3, 0.5)]
-    assert {e["split"] for e in kept} == {"held-out"}
-    assert kept[1]["error"] == "boom"
+    shown_rows = show().failures(episodes, ROWS, 5)
+    assert [(e["group"], e["reward"]) for e in shown_rows] == [(1, 0.0), (2, None), (3, 0.5)]
+    assert {e["split"] for e in shown_rows} == {"held-out"}
+    assert shown_rows[1]["error"] == "boom"
     assert len(show().failures(episodes, ROWS, 1)) == 1
     worthless = [episode(-1.0, i, segments=[segment(-1.0)]) for i in range(3)]
     assert [len(show().failures(some, ROWS, 5)) for some in (worthless, episodes[:1], episodes[3:])] == [3, 0, 0]
 
 
 def test_an_episode_of_several_streams_is_told_in_full() -> None:
-    told = episode_record(
+    record = episode_record(
         episode(1.0, segments=[segment(-1.0), segment(-2.0, -3.0)], parts={"right": 1.0}), ROWS[2], str
     )
-    assert told["log_probs"] == [0.0, -1.0, 0.0, -2.0, -3.0]
-    assert len(told["tokens"]) == len(told["mask"]) == len(told["versions"]) == 5
-    assert told["parts"] == {"right": 1.0}
+    assert record["log_probs"] == [0.0, -1.0, 0.0, -2.0, -3.0]
+    assert len(record["tokens"]) == len(record["mask"]) == len(record["versions"]) == 5
+    assert record["parts"] == {"right": 1.0}
 
 
 def test_where_the_expected_answer_stands() -> None:

@@ -10,12 +10,11 @@ import pytest
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from apps.common.cluster import Admit, Cluster, RolloutLayout
-from apps.common.data.tokenizer import load_tokenizer
 from apps.common.testing.weight_delta import assert_trained
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
 from apps.grpo.registry import recipes
-from apps.grpo.sampling.native import admission, native_engine
+from apps.grpo.sampling.native import NativeBackend, admission
 from apps.grpo.testing.recipe import RECIPE
 from apps.quickstart.model import ensure_tiny_model
 from apps.quickstart.vision import ensure_seeing_model
@@ -40,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("admit", "first"), [(None, "long"), ("rounds", "long"), ("any_step", "short")])
 def test_a_short_request_beside_a_long_one(model: Path, admit: Admit | None, first: str) -> None:
     """It is asked when the long one has its first token, and in rounds begins when that has its last."""
-    engine = native_engine(asking(admit), model, load_tokenizer(model), 0)
+    engine = NativeBackend().build(asking(admit), model, 0)
     ended = []
 
     async def play() -> None:
@@ -82,7 +81,7 @@ def test_kernels_that_transformers_picked_are_left_alone_in_host_memory(
     ensure_seeing_model(tmp_path / "model", 0)
 
     def sampled() -> Completion:
-        engine = native_engine(config, tmp_path / "model", load_tokenizer(tmp_path / "model"), 0)
+        engine = NativeBackend().build(config, tmp_path / "model", 0)
         return asyncio.run(engine.generate([5, 6, 7, 8], Sampling(max_new_tokens=6, seed=0)))
 
     plain = sampled()

@@ -32,6 +32,7 @@ class VllmBackend(SamplerBackend):
 
     def dtype(self, config: GrpoConfig, model: Path, engine: RolloutEngine) -> str:
         """Return what vLLM says that it computes in."""
+        del config, model
         assert isinstance(engine, VllmEngine)
         return str(engine.facts["dtype"])
 

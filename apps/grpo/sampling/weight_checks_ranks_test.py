@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from apps.grpo.config import GrpoConfig
+from apps.grpo.sampling.source import rollout_settings
+from apps.grpo.step import GrpoTrainer
 from engines import EngineConfig, build_engine
 from engines.launch import launch
 from engines.tiny import tiny_model
@@ -40,11 +42,14 @@ def prove_on_a_rank(scales: tuple[float, ...]) -> list[Any]:
     answers = told(module, Sampling(max_new_tokens=6 - 3 * rank, seed=rank))
     sampler = SimpleNamespace(version=3)
     session: Any = SimpleNamespace(
-        config=GrpoConfig(), sampler=sampler, probed=lambda prompts, media: [answers], proof=PendingCheck()
+        settings=rollout_settings(GrpoConfig()),
+        sampler=sampler,
+        sample_checks=lambda prompts, media: [answers],
+        check=PendingCheck(),
     )
     episodes: Any = [SimpleNamespace(group=i, segments=[segment_of(prompt)]) for i, prompt in enumerate(PROMPTS)]
     try:
-        return gather_lists([check_weights(session, engine, episodes)["weights/probe/abs"]])
+        return gather_lists([check_weights(session, GrpoTrainer(GrpoConfig(), engine), episodes)["weights/probe/abs"]])
     except WeightsNotTakenError as error:
         return gather_lists([str(error)])
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from apps.grpo.step import GrpoTrainer
+from apps.grpo.testing.recipe import RECIPE
 from engines import EngineConfig, build_engine
 from engines.tiny import tiny_model
 from rollout import Completion, NativeEngine, Sampling
@@ -45,27 +47,28 @@ def test_the_trainers_own_weights_pass_and_others_do_not(kind: str) -> None:
     replay = kind == "moe"
     config = EngineConfig(device="cpu", routing_replay=replay, max_tokens_per_rank=64)
     engine: Any = build_engine(config, tiny_model(kind, scale=2.0))
+    trainer = GrpoTrainer(RECIPE.config, engine)
     answers = answers_of(tiny_model(kind, scale=2.0), replay)
     assert all((ROUTED_EXPERTS in answer.extras) == replay for answer in answers)
     sent = [decode_completion(json.loads(json.dumps(encode_completion(answer)))) for answer in answers]
     assert sent == answers
     good = told(sent, {"weights/pause_ms": 1.0})
-    assert compare_checks(engine, PROMPTS, [good], 3)["weights/probe/abs"] < 1e-5
-    assert compare_checks(engine, PROMPTS, [good, told(sent, {"weights/pause_ms": 2.0})], 3)["weights/pause_ms"] == 2
-    assert compare_checks(engine, PROMPTS, [], 3) == {}
+    assert compare_checks(trainer, PROMPTS, [good], 3)["weights/probe/abs"] < 1e-5
+    assert compare_checks(trainer, PROMPTS, [good, told(sent, {"weights/pause_ms": 2.0})], 3)["weights/pause_ms"] == 2
+    assert compare_checks(trainer, PROMPTS, [], 3) == {}
     with pytest.raises(WeightsNotTakenError, match="of version 3"):
-        compare_checks(engine, PROMPTS, [good], 4)
+        compare_checks(trainer, PROMPTS, [good], 4)
     newer = tiny_model(kind, scale=2.0)
     for module in (engine.executor.model, newer):
         move(module)
     with pytest.raises(WeightsNotTakenError, match="from the trainer's on average"):
-        compare_checks(engine, PROMPTS, [good], 3)
+        compare_checks(trainer, PROMPTS, [good], 3)
     fresh = [encode_completion(answer) for answer in answers_of(newer, replay)]
     now = {"answers": fresh, "dtype": "float32", "metrics": {"weights/pause_ms": 1.0}}
-    assert compare_checks(engine, PROMPTS, [now, now], 3)["weights/probe/abs"] < 1e-5
+    assert compare_checks(trainer, PROMPTS, [now, now], 3)["weights/probe/abs"] < 1e-5
     with pytest.raises(WeightsNotTakenError, match="log-probs of sampler 1 of 3"):
-        compare_checks(engine, PROMPTS, [now, good, now], 3)
+        compare_checks(trainer, PROMPTS, [now, good, now], 3)
     copies = {**now, "answers": [*fresh, *good["answers"]]}  # of one sampler, whose second copy of the model is stale
     with pytest.raises(WeightsNotTakenError, match="log-probs of sampler 2 of 3"):
-        compare_checks(engine, PROMPTS, [now, copies], 3)
-    assert compare_checks(engine, PROMPTS, [{**now, "answers": [*fresh, *fresh]}], 3)["weights/probe/abs"] < 1e-5
+        compare_checks(trainer, PROMPTS, [now, copies], 3)
+    assert compare_checks(trainer, PROMPTS, [{**now, "answers": [*fresh, *fresh]}], 3)["weights/probe/abs"] < 1e-5

@@ -255,11 +255,11 @@ def test_settings_that_shrinking_has_no_place_for_are_refused(
 def test_pictures_are_drawn_in_the_recipes_columns(tmp_path: Path) -> None:
     """Laid out as geo3k, of several sizes; the model's directory says how it cuts them."""
     small, recipe, _ = shrunk(RECIPES["qwen3-5-27b-fsdp2"].config, MANY)
-    given = supplied(small, recipe, tmp_path / "run")
-    assert given.data.data is not None
-    rows = [json.loads(line) for line in given.data.data.read_text().splitlines()]
-    assert given.model is not None
-    reader = ImageReader.of(given.model)
+    supplied_config = supplied(small, recipe, tmp_path / "run")
+    assert supplied_config.data.data is not None
+    rows = [json.loads(line) for line in supplied_config.data.data.read_text().splitlines()]
+    assert supplied_config.model is not None
+    reader = ImageReader.of(supplied_config.model)
     grids = [reader(row["images"])[1].tolist() for row in rows]
     assert {len(images) for images in grids} == {1}
     assert len({tuple(images[0]) for images in grids}) == 3
@@ -278,11 +278,11 @@ def test_a_script_with_images_runs_from_end_to_end_with_the_native_sampler(
     own = replace(config.own, reward=f"{tmp_path}/own.py:parity")  # a random model is right about nothing
     run_dir = tmp_path / "run"
     assert run_shrunk(replace(config, cluster=cluster, own=own, steps=2, run_dir=run_dir), ProcessLimit(2)).steps == 2
-    told = capsys.readouterr().out
-    assert "flag   --cluster.rollout.engine  vllm -> native" in told
-    assert "images-column" not in told
-    assert "--engine.vision" not in told
-    assert "offload" not in told
+    output = capsys.readouterr().out
+    assert "flag   --cluster.rollout.engine  vllm -> native" in output
+    assert "images-column" not in output
+    assert "--engine.vision" not in output
+    assert "offload" not in output
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert all(row["log_prob_difference_max"] < SMALL_GAP for row in rows[1:])
     before, after = (load_tensors(run_dir / at) for at in ("model", "export"))

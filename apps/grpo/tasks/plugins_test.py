@@ -24,7 +24,7 @@ from rollout import EpisodeContext, Reply, Score, TaskRow
 from rollout.environments.environment import End
 
 EXAMPLES = "apps.grpo.testing.plugins"
-FILE = str(Path(__file__).parents[1] / "testing" / "plugin_examples.py")
+FILE = str(Path(__file__).parents[1] / "testing" / "plugins.py")
 
 
 @pytest.mark.parametrize("place", [EXAMPLES, FILE])
@@ -55,8 +55,8 @@ def test_a_system_prompt_leaves_the_rest_of_a_factory_as_it_is() -> None:
 
 def test_a_reward_is_given_what_it_asks_for_and_can_be_sent_to_another_process() -> None:
     reward = pickle.loads(pickle.dumps(load_reward(f"{EXAMPLES}:by_everything")))
-    found = asyncio.run(reward(Reply("four", ""), "x", {"a": 1, "b": 2}, ()))
-    assert found == Score(4.0, {"row": 2.0, "results": 0.0})
+    actual = asyncio.run(reward(Reply("four", ""), "x", {"a": 1, "b": 2}, ()))
+    assert actual == Score(4.0, {"row": 2.0, "results": 0.0})
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_a_reward_that_names_end_scores_cut_off_answers_and_others_are_not_asked
     name: str, end: End, earned: float
 ) -> None:
     reward = pickle.loads(pickle.dumps(load_reward(f"{EXAMPLES}:{name}")))
-    asked = [Prompt(({"role": "user", "content": "9+9"},), "18", 1)]
-    tasks = pickle.loads(pickle.dumps(PromptTasks(asked, asked, reward, held_out_name="eval")))
+    prompts = [Prompt(({"role": "user", "content": "9+9"},), "18", 1)]
+    tasks = pickle.loads(pickle.dumps(PromptTasks(prompts, prompts, reward, held_out_name="eval")))
 
     async def play() -> Score:
         environment = tasks.environment(tasks.held_out()[0])()
@@ -147,12 +147,12 @@ def test_several_environments_share_a_file_by_a_column(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"Digits": 60, "Letters": 20})
     tasks = make_environment_tasks(settings("Digits", "Letters", tasks=path))
     assert names_of(tasks.held_out()) == {"Digits": 3, "Letters": 1}
-    asked = [tasks.tasks(step, 8) for step in range(4)]
-    assert [names_of(rows) for rows in asked] == [{"Digits": 6, "Letters": 2}] * 4
-    for row in [*tasks.held_out(), *(row for rows in asked for row in rows)]:
+    steps = [tasks.tasks(step, 8) for step in range(4)]
+    assert [names_of(rows) for rows in steps] == [{"Digits": 6, "Letters": 2}] * 4
+    for row in [*tasks.held_out(), *(row for rows in steps for row in rows)]:
         assert tasks.environment(row).__name__ == row.data["environment"] == tasks.environment_of(row)
     held_out = {json.dumps(row.data) for row in tasks.held_out()}
-    assert not held_out & {json.dumps(row.data) for rows in asked for row in rows}
+    assert not held_out & {json.dumps(row.data) for rows in steps for row in rows}
     by_words = settings("Digits", "Letters", tasks=path, environment_shares=("Digits=1", "Letters=3"))
     assert names_of(make_environment_tasks(by_words).tasks(0, 8)) == {"Digits": 2, "Letters": 6}
 

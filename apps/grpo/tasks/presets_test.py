@@ -34,20 +34,20 @@ def tasks(
 
 @pytest.mark.parametrize("preset", ROWS)
 def test_a_preset_knows_columns_prompt_and_reward(preset: PresetName, tmp_path: Path) -> None:
-    found = tasks(tmp_path, preset, [ROWS[preset](i) for i in range(1, 40)])
-    for row in found.tasks(0, 10):
-        system, user = found.environment(row).messages
+    prompt_tasks = tasks(tmp_path, preset, [ROWS[preset](i) for i in range(1, 40)])
+    for row in prompt_tasks.tasks(0, 10):
+        system, user = prompt_tasks.environment(row).messages
         number = int(user["content"].split()[0])
         assert system == {"role": "system", "content": BOXED}
         reference = row.data["prompt"].reference
         for said, earned in ((f"\\boxed{{{2 * number}}}", 1.0), (f"\\boxed{{{2 * number + 1}}}", 0.0), ("?", 0.0)):
-            assert found.reward(Reply(said, said), reference, {}, ()) == earned
+            assert prompt_tasks.reward(Reply(said, said), reference, {}, ()) == earned
 
 
 def test_what_is_said_goes_before_the_preset(tmp_path: Path) -> None:
     rows = [{"ask": f"{i}?", "solution": "1"} for i in range(40)]
-    found = tasks(tmp_path, "math", rows, system_prompt="Be brief.", prompt_column="ask")
-    assert found.environment(found.held_out()[0]).messages[0]["content"] == "Be brief."
+    prompt_tasks = tasks(tmp_path, "math", rows, system_prompt="Be brief.", prompt_column="ask")
+    assert prompt_tasks.environment(prompt_tasks.held_out()[0]).messages[0]["content"] == "Be brief."
 
 
 def test_rows_with_images_are_refused(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ TOKENIZER = build_tokenizer()
 
 
 def question(row: TaskRow) -> str:
-    asked: str = row.data["prompt"].messages[0]["content"]
-    return asked
+    text: str = row.data["prompt"].messages[0]["content"]
+    return text
 
 
 def make(config: DataConfig) -> PromptTasks:

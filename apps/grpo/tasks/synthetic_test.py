@@ -18,8 +18,8 @@ from rollout.tools.tool import ToolCall
 
 
 def question(row: TaskRow) -> str:
-    asked: str = row.data["problem"].question
-    return asked
+    text: str = row.data["problem"].question
+    return text
 
 
 def tasks(seed: int = 0, **data: Any) -> SumTasks:
@@ -28,17 +28,17 @@ def tasks(seed: int = 0, **data: Any) -> SumTasks:
 
 def test_tasks_follow_from_seed_and_step_alone() -> None:
     first, again, other = (tasks(seed, eval_prompts=32) for seed in (0, 0, 1))
-    asked = [question(task) for task in first.tasks(3, 8)]
-    assert asked == [question(task) for task in again.tasks(3, 8)]
-    assert asked != [question(task) for task in first.tasks(4, 8)]
-    assert asked != [question(task) for task in other.tasks(3, 8)]
+    questions = [question(task) for task in first.tasks(3, 8)]
+    assert questions == [question(task) for task in again.tasks(3, 8)]
+    assert questions != [question(task) for task in first.tasks(4, 8)]
+    assert questions != [question(task) for task in other.tasks(3, 8)]
     assert [question(t) for t in first.held_out()] == [question(t) for t in other.held_out()]
 
 
 def test_what_is_held_out_is_never_trained_on() -> None:
-    found = tasks(eval_prompts=256)
-    held_out = {question(task) for task in found.held_out()}
-    trained = {question(task) for step in range(100) for task in found.tasks(step, 64)}
+    prompt_tasks = tasks(eval_prompts=256)
+    held_out = {question(task) for task in prompt_tasks.held_out()}
+    trained = {question(task) for step in range(100) for task in prompt_tasks.tasks(step, 64)}
     assert len(held_out) == 256
     assert not held_out & trained
 

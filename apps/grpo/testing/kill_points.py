@@ -28,8 +28,8 @@ DRIVER = {
     "a group after it is recorded": KillPoint(f"{_LEDGER}.finished", "after", 10),
     "a step before it is recorded": KillPoint(f"{_LEDGER}.train", "before", 3),
     "a step after it is recorded": KillPoint(f"{_LEDGER}.train", "after", 3),
-    "a step before it is trained": KillPoint("schedules.fully_async.fully_async:train_on", "before", 3),
-    "a step after it is trained": KillPoint("schedules.fully_async.fully_async:train_on", "after", 3),
+    "a step before it is trained": KillPoint("apps.grpo.step:train_on", "before", 3),
+    "a step after it is trained": KillPoint("apps.grpo.step:train_on", "after", 3),
     "a checkpoint before the place of its tasks is": KillPoint(
         "schedules.fully_async.fully_async:save_cursor", "before"
     ),
@@ -40,14 +40,14 @@ DRIVER = {
     "amid a transfer of weights": KillPoint(f"{_SENDER}.receive", "before", 2),
     "weights between prepare and commit": KillPoint(f"{_SENDER}.commit", "before", 2),
     "weights after the commit": KillPoint(f"{_SENDER}.commit", "after", 2),
-    "weights before it knows of the proof": KillPoint(f"{_FOLLOWING}:hold_samplers", "before", 2),
+    "weights before it knows of the proof": KillPoint(f"{_FOLLOWING}:compare_checks", "before", 2),
 }
 """Of a fully asynchronous run with a process that samples."""
 
 WORKER = {
     "while it begins": KillPoint(f"{_GENERATOR}:_ending_with"),
     "amid the held-out answers": KillPoint(f"{_GENERATOR}:encode_episodes"),
-    "a group before it is sampled": KillPoint("schedules.sampling.session:Session.playing", "before", 6),
+    "a group before it is sampled": KillPoint("schedules.sampling.session:RolloutSession.rollout_groups", "before", 6),
     "amid generation": KillPoint("rollout.native.scheduler.batch:ContinuousBatch.step", "before", 24),
     "a group before it is written down": KillPoint(f"{_GENERATOR}:encode_episodes", "before", 6),
     "a group before it is sent": KillPoint("rollout.workers.channel:Channel.send", "before", 8),
@@ -59,8 +59,8 @@ WORKER = {
     "weights after the commit": KillPoint(f"{_RECEIVER}.commit", "after"),
     "weights before the old ones are let go": KillPoint(f"{_RECEIVER}.resume", "before"),
     "weights after the old ones are let go": KillPoint(f"{_RECEIVER}.resume", "after"),
-    "weights before they are proven": KillPoint(f"{_GENERATOR}:probe", "before"),
-    "weights after they are proven": KillPoint(f"{_GENERATOR}:probe", "after"),
+    "weights before they are proven": KillPoint(f"{_GENERATOR}:sample_checks", "before"),
+    "weights after they are proven": KillPoint(f"{_GENERATOR}:sample_checks", "after"),
 }
 """Of the process that samples for a fully asynchronous run, by the native engine."""
 
@@ -68,12 +68,12 @@ ACTOR = {name: point for name, point in WORKER.items() if "Channel" not in point
 """Of one of Ray's actors, in any schedule: it answers by Ray's own way."""
 
 RANK = {
-    "a step before it is trained": KillPoint(f"{_FOLLOWING}:train_on", "before", 3),
-    "a step after it is trained": KillPoint(f"{_FOLLOWING}:train_on", "after", 3),
-    "weights before they are exported": KillPoint(f"{_FOLLOWING}:hand_over", "before", 2),
-    "weights after they are exported": KillPoint(f"{_FOLLOWING}:hand_over", "after", 2),
-    "weights before they are proven": KillPoint(f"{_FOLLOWING}:hold_samplers", "before", 2),
-    "weights after they are proven": KillPoint(f"{_FOLLOWING}:hold_samplers", "after", 2),
+    "a step before it is trained": KillPoint("apps.grpo.step:train_on", "before", 3),
+    "a step after it is trained": KillPoint("apps.grpo.step:train_on", "after", 3),
+    "weights before they are exported": KillPoint(f"{_FOLLOWING}:sync_weights", "before", 2),
+    "weights after they are exported": KillPoint(f"{_FOLLOWING}:sync_weights", "after", 2),
+    "weights before they are proven": KillPoint(f"{_FOLLOWING}:compare_checks", "before", 2),
+    "weights after they are proven": KillPoint(f"{_FOLLOWING}:compare_checks", "after", 2),
     "a checkpoint before it begins": KillPoint("apps.common.run.checkpoint_saver:CheckpointSaver.begin", "before"),
     "a checkpoint amid its writing": KillPoint(_CHECKPOINT, "before"),
     "a checkpoint after its part is written": KillPoint(_CHECKPOINT, "after"),
@@ -86,10 +86,10 @@ RANK_AHEAD = {
     "answers before they are recorded": KillPoint(f"{_LEDGER}.finished", "before", 3),
     "answers after they are recorded": KillPoint(f"{_LEDGER}.finished", "after", 3),
     "a step before it is recorded": KillPoint(f"{_LEDGER}.train", "before", 3),
-    "a step before it is trained": KillPoint("schedules.one_step_off:train_on", "before", 3),
-    "a step after it is trained": KillPoint("schedules.one_step_off:train_on", "after", 3),
-    "weights before they are handed over": KillPoint("schedules.sampling.session:hand_over", "before", 3),
-    "weights after they are handed over": KillPoint("schedules.sampling.session:hand_over", "after", 3),
+    "a step before it is trained": KillPoint("apps.grpo.step:train_on", "before", 3),
+    "a step after it is trained": KillPoint("apps.grpo.step:train_on", "after", 3),
+    "weights before they are handed over": KillPoint("schedules.sampling.session:sync_weights", "before", 3),
+    "weights after they are handed over": KillPoint("schedules.sampling.session:sync_weights", "after", 3),
     "a checkpoint amid its writing": KillPoint(_CHECKPOINT, "before"),
     "a checkpoint after its part is written": KillPoint(_CHECKPOINT, "after"),
     "a checkpoint before it is recorded": KillPoint(f"{_LEDGER}.saved", "before"),
@@ -101,8 +101,8 @@ RANK_IN_TURN = {
     "amid generation": KillPoint("rollout.native.scheduler.batch:ContinuousBatch.step", "before", 40),
     "a step before it is trained": KillPoint("apps.grpo.step:train_on", "before", 3),
     "a step after it is trained": KillPoint("apps.grpo.step:train_on", "after", 3),
-    "weights before they are handed over": KillPoint("schedules.sampling.session:Session.sync", "before", 3),
-    "weights after they are handed over": KillPoint("schedules.sampling.session:Session.sync", "after", 3),
+    "weights before they are handed over": KillPoint("schedules.sampling.session:RolloutSession.sync", "before", 3),
+    "weights after they are handed over": KillPoint("schedules.sampling.session:RolloutSession.sync", "after", 3),
 } | {name: point for name, point in RANK_AHEAD.items() if point.function == _CHECKPOINT}
 """The same in turn."""
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
 
 from apps.common.run import export
 from apps.grpo import train
@@ -110,15 +109,15 @@ def _log_of(run_dir: Path, rank: int) -> Path:
 
 def _tell_batches(run_dir: Path) -> None:
     """Make each rank record the batch that it is about to train."""
-    real, log = TrainBatch.batch, _log_of(run_dir, dist.get_rank())
+    real, log = TrainBatch.episodes, _log_of(run_dir, dist.get_rank())
 
-    def batch(self: TrainBatch, config: GrpoConfig) -> tuple[list[Episode], TensorDict]:
-        episodes, tensors = real(self, config)
+    def episodes_of(self: TrainBatch) -> list[Episode]:
+        episodes = real(self)
         segments = [segment for episode in episodes for segment in episode.segments]
         oldest = min(min(v for v in segment.policy_versions if v >= 0) for segment in segments)
         with log.open("a") as file:
             tasks = [episode.task_id for episode in episodes]
             file.write(json.dumps({"step": self.step, "tasks": tasks, "oldest": oldest}) + "\n")
-        return episodes, tensors
+        return episodes
 
-    TrainBatch.batch = batch  # type: ignore[method-assign]
+    TrainBatch.episodes = episodes_of  # type: ignore[method-assign]

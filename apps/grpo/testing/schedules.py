@@ -29,7 +29,7 @@ from schedules.config import ScheduleConfig
 from schedules.fully_async import fully_async as schedule_async
 from schedules.fully_async.fully_async import FullyAsyncSchedule
 from schedules.one_step_off import OneStepOffSchedule
-from schedules.schedule import StepResult
+from schedules.schedule import TrainStepResult
 from schedules.sync import SyncSchedule
 
 Prepare = Callable[[], object]
@@ -122,7 +122,7 @@ def watched(run_dir: Path) -> None:
     """Record every trained step of this process in a file of its own, synced to disk."""
     ahead = FullyAsyncSchedule._train
 
-    def told_ahead(self: FullyAsyncSchedule, decision: Train, begun: float) -> StepResult:
+    def told_ahead(self: FullyAsyncSchedule, decision: Train, begun: float) -> TrainStepResult:
         return _told(run_dir, decision.step, ahead(self, decision, begun))
 
     schedule_async.FullyAsyncSchedule._train = told_ahead  # type: ignore[method-assign]
@@ -142,11 +142,11 @@ def unwatched() -> Iterator[None]:
             kind.step = step  # type: ignore[method-assign]
 
 
-def _telling(run_dir: Path, step: Callable[[Any, int], StepResult]) -> Callable[[Any, int], StepResult]:
+def _telling(run_dir: Path, step: Callable[[Any, int], TrainStepResult]) -> Callable[[Any, int], TrainStepResult]:
     return lambda schedule, number: _told(run_dir, number + 1, step(schedule, number))
 
 
-def _told(run_dir: Path, step: int, result: StepResult) -> StepResult:
+def _told(run_dir: Path, step: int, result: TrainStepResult) -> TrainStepResult:
     note(run_dir, {"step": step, "tasks": sorted({episode.task_id for episode in result.episodes})})
     return result
 

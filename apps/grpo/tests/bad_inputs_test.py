@@ -210,8 +210,8 @@ def edit(directory: Path, **changes: Any) -> None:
 
 def tensors(directory: Path, changes: dict[str, torch.Tensor | None]) -> None:
     path = directory / "model.safetensors"
-    kept = {name: value for name, value in (load_file(path) | changes).items() if value is not None}
-    save_file(kept, path, metadata={"format": "pt"})
+    merged = {name: value for name, value in (load_file(path) | changes).items() if value is not None}
+    save_file(merged, path, metadata={"format": "pt"})
 
 
 def grow(directory: Path) -> None:

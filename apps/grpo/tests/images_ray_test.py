@@ -48,13 +48,13 @@ def media_of(media: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def test_a_run_on_pictures_is_the_same_with_ray_as_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Episode for episode with the tokens, grids and patches of each, and the weights bit for bit."""
-    sampled, plain = [], RolloutSession.gathered
+    sampled, plain = [], RolloutSession.gather
 
-    def gathered(self: RolloutSession, episodes: list[Episode]) -> list[Episode]:
+    def gather(self: RolloutSession, episodes: list[Episode]) -> list[Episode]:
         sampled.append(plain(self, episodes))
         return sampled[-1]
 
-    monkeypatch.setattr(RolloutSession, "gathered", gathered)
+    monkeypatch.setattr(RolloutSession, "gather", gather)
     run(pictured(tmp_path / "plain", engine="native"), NATIVE)
     expected, sampled[:] = streams(sampled), []
     run(pictured(tmp_path / "ray", engine="native", ray_workers=2), NATIVE)

@@ -92,9 +92,9 @@ def test_pictures_are_sampled_ahead(tmp_path: Path, mode: Mode) -> None:
     """From the ledger and from another process: the first step's are on policy, and the trainer sees the same."""
     cluster = replace(RECIPE.cluster, schedule=ScheduleConfig(mode))
     run(small(tmp_path / "run", cluster=cluster, warm_start=WarmStart(steps=0)))
-    found = rows(tmp_path / "run")
-    assert [row["step"] for row in found] == [0, 1, 2]
-    assert found[1]["log_prob_difference_max"] < SMALL_GAP
+    metrics = rows(tmp_path / "run")
+    assert [row["step"] for row in metrics] == [0, 1, 2]
+    assert metrics[1]["log_prob_difference_max"] < SMALL_GAP
 
 
 def test_a_run_samples_and_trains_on_the_same_pictures(finished: Path) -> None:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from apps.common.testing.weight_delta import assert_trained
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
+from apps.grpo.step import GrpoTrainer
 from apps.grpo.testing.recipe import RECIPE
 from apps.quickstart.model import save_tiny_model
 from engines import EngineConfig, LoraConfig, build_engine
@@ -75,6 +76,8 @@ def test_the_sampler_is_handed_the_adapter_alone(tmp_path: Path) -> None:
     lora = LoraConfig(rank=4, alpha=8.0)
     engine = build_engine(EngineConfig(model=str(path), device="cpu", lr=3e-2, max_tokens_per_rank=64, lora=lora))
 
+    trainer = GrpoTrainer(RECIPE.config, engine)
+
     def sampler() -> NativeEngine:
         return NativeEngine(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
 
@@ -85,7 +88,7 @@ def test_the_sampler_is_handed_the_adapter_alone(tmp_path: Path) -> None:
         for version in (1, 2):
             for seed in range(2):
                 engine.train_batch(tiny_batch([20, 9, 14], seed=seed, vocab=60), SFT())
-            size = sync_weights(engine, alone, version, runner, live=True).nbytes
+            size = sync_weights(trainer, alone, version, runner, module_names=True).nbytes
             adapters = [p for n, p in inside(engine).model.named_parameters() if is_adapter(n)]
             assert size == sum(p.numel() * p.element_size() for p in adapters)
             whole = list(engine.export_weights(live=True))

@@ -33,11 +33,11 @@ def test_a_script_runs_from_end_to_end_with_a_frozen_tower(
     for entry in cluster.environment:
         monkeypatch.setenv(*entry.split("=", 1))
     run_dir = tmp_path / "run"
-    asked = replace(config, cluster=cluster, own=own, steps=STEPS, run_dir=run_dir)
-    assert run_shrunk(asked, ProcessLimit(8)).steps == STEPS
-    told = capsys.readouterr().out
-    assert "--engine.vision" not in told
-    assert "--engine.router" not in told
+    settings = replace(config, cluster=cluster, own=own, steps=STEPS, run_dir=run_dir)
+    assert run_shrunk(settings, ProcessLimit(8)).steps == STEPS
+    output = capsys.readouterr().out
+    assert "--engine.vision" not in output
+    assert "--engine.router" not in output
     used = json.loads((run_dir / "config.json").read_text())["engine"]
     assert [used[size] for size in LAYOUTS[name]] == [2] * len(LAYOUTS[name])
     assert (used["backend"], used["vision"]) == ("megatron", "frozen")

@@ -36,10 +36,10 @@ def test_four_processes_come_to_the_same_model(tmp_path: Path) -> None:
     short = replace(
         RECIPE.config, steps=2, eval_every=2, save_every=2, data=data, engine=engine, run_dir=tmp_path / "fsdp2"
     )
-    asked = configure(["--recipe", "quickstart", *FLAGS.split()])
+    settings = configure(["--recipe", "quickstart", *FLAGS.split()])
     run(short, RECIPE)
-    engine = replace(engine, **{name: getattr(asked.engine, name) for name in LAYOUT})
-    run(replace(short, engine=engine, processes=asked.processes, run_dir=tmp_path / "megatron"), RECIPE)
+    engine = replace(engine, **{name: getattr(settings.engine, name) for name in LAYOUT})
+    run(replace(short, engine=engine, processes=settings.processes, run_dir=tmp_path / "megatron"), RECIPE)
     for name in ("fsdp2", "megatron"):
         assert_trained(tmp_path / name, start=tmp_path / "fsdp2" / "model")
     want, got = rows(tmp_path / "fsdp2"), rows(tmp_path / "megatron")

@@ -46,7 +46,7 @@ def measured(cases: list[MemoryCase]) -> list[Compared]:
 def test_planned_memory_is_within_a_tenth_of_what_is_counted(ranks: int) -> None:
     """Layers as they are, not compiled; recomputed, so that what a kernel keeps inside weighs little."""
     with stand_in_on_path():
-        found = launch_forked(measured, (MEASURED[ranks],), ranks, device="npu")
-    print(*found, sep="\n")
-    assert [one.case for one in found if abs(one.error) > BOUND] == []
-    assert [one.case for one in found if one.planned.states != pytest.approx(one.states, rel=0.01)] == []
+        counted = launch_forked(measured, (MEASURED[ranks],), ranks, device="npu")
+    print(*counted, sep="\n")
+    assert [one.case for one in counted if abs(one.error) > BOUND] == []
+    assert [one.case for one in counted if one.planned.states != pytest.approx(one.states, rel=0.01)] == []

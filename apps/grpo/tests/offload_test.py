@@ -12,10 +12,10 @@ import apps.grpo.build as parts
 from apps.common.cluster import Cluster
 from apps.common.testing.weight_delta import assert_trained
 from apps.grpo.main import run
+from apps.grpo.step import GrpoTrainer
 from apps.grpo.testing.recipe import RECIPE
 from engines import TrainEngine, build_engine
 from objectives import GRPO
-from schedules.sampling.memory_turns import offloaded_during_sampling
 from schedules.sampling.session import RolloutSession
 
 
@@ -29,14 +29,14 @@ def test_training_is_on_the_host_while_answers_are_sampled(tmp_path: Path, monke
         made.append(engine)
         return engine
 
-    plays = RolloutSession.playing
+    plays = RolloutSession.rollout_groups
 
-    async def playing(self: RolloutSession, *args: Any) -> Any:
+    async def rollout_groups(self: RolloutSession, *args: Any) -> Any:
         seen.append([one._offloaded for one in made])
         return await plays(self, *args)
 
     monkeypatch.setattr(parts, "build_engine", built)
-    monkeypatch.setattr(RolloutSession, "playing", playing)
+    monkeypatch.setattr(RolloutSession, "rollout_groups", rollout_groups)
     config = replace(RECIPE.config, objective=GRPO(kl_coef=0.1), steps=2, eval_every=1, save_every=1)
     for name, offload in (("plain", False), ("moved", True)):
         made.clear()
@@ -50,7 +50,7 @@ def test_training_is_on_the_host_while_answers_are_sampled(tmp_path: Path, monke
 
 
 class Held:
-    """What `resting` asks of an engine."""
+    """What `offloaded` asks of an engine."""
 
     reference = None
 
@@ -69,14 +69,13 @@ class Held:
 
 def test_it_comes_back_where_sampling_or_moving_fails() -> None:
     engine: Any = Held()
+    trainer = GrpoTrainer(RECIPE.config, engine)
     other = Held(fails=True)
-    with pytest.raises(RuntimeError, match="no answers"), offloaded_during_sampling(engine, True):
+    with pytest.raises(RuntimeError, match="no answers"), trainer.offloaded():
         raise RuntimeError("no answers")
     assert engine.calls == ["offload", "onload"]
     engine.reference = other
-    with pytest.raises(MemoryError, match="the host is full"), offloaded_during_sampling(engine, True):
+    with pytest.raises(MemoryError, match="the host is full"), trainer.offloaded():
         pytest.fail("nothing is sampled")
     assert engine.calls == ["offload", "onload"] * 2
     assert other.calls == ["offload", "onload"]
-    with offloaded_during_sampling(engine, False):
-        assert len(engine.calls) == 4

@@ -132,9 +132,9 @@ def test_a_resumed_run_ends_with_the_same_bits(finished: Finished, tmp_path: Pat
     run(replace(half, steps=2), RECIPE)
     stopped = weights(tmp_path / "half" / "export")
     result = run(replace(half, resume=True), RECIPE)
-    expected, found = weights(run_dir / "export"), weights(tmp_path / "half" / "export")
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-    assert largest_move(stopped, found) > SMALL_MOVE / 4
+    expected, actual = weights(run_dir / "export"), weights(tmp_path / "half" / "export")
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+    assert largest_move(stopped, actual) > SMALL_MOVE / 4
     whole, resumed = rows(run_dir), rows(tmp_path / "half")
     assert [row["step"] for row in resumed] == [0, 1, 2, 3, 4]
     assert all(same_row(left, right) for left, right in zip(whole, resumed, strict=True))
@@ -277,8 +277,8 @@ def test_two_environments_of_ones_own_in_one_run_that_is_resumed(tmp_path: Path)
     run(whole)
     run(replace(whole, run_dir=tmp_path / "half", steps=2))
     run(replace(whole, run_dir=tmp_path / "half", resume=True))
-    expected, found = weights(tmp_path / "whole" / "export"), weights(tmp_path / "half" / "export")
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, actual = weights(tmp_path / "whole" / "export"), weights(tmp_path / "half" / "export")
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
     assert_trained(tmp_path / "whole")
     logged = rows(tmp_path / "whole")
     for row in logged[1:]:
@@ -287,9 +287,9 @@ def test_two_environments_of_ones_own_in_one_run_that_is_resumed(tmp_path: Path)
         assert row["reward/part/cut"] == row["response/truncated"]
         assert row["entropy"] > 1
     assert {"eval/reward/Digits", "eval/reward/Letters", "eval/accuracy"} <= set(logged[0]) & set(logged[4])
-    kept = [json.loads(line) for line in (tmp_path / "whole" / "episodes.jsonl").read_text().splitlines()]
+    episodes_kept = [json.loads(line) for line in (tmp_path / "whole" / "episodes.jsonl").read_text().splitlines()]
     for step in (1, 2, 3, 4):
-        group = [e for e in kept if (e["step"], e["split"]) == (step, "training")]
+        group = [e for e in episodes_kept if (e["step"], e["split"]) == (step, "training")]
         assert len(group) == 4
         assert len({(e["group"], e["environment"], e["expected"]) for e in group}) == 1
         assert "Speak!" in "".join(group[0]["tokens"])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import apps.grpo.step as step
 from apps.common.testing.process_kills import kill_at_call, run_in_child
 from apps.grpo.main import run
 from apps.grpo.testing.recipe import RECIPE
@@ -29,7 +30,6 @@ from rollout import RolloutLedger
 from rollout.workers.channel import Message
 from rollout.workers.process import WorkerProcess
 from runlog.timeline import read_timeline
-from schedules import one_step_off as schedule_one_step
 from schedules.config import ScheduleConfig
 from schedules.fully_async.fully_async import FullyAsyncSchedule
 
@@ -43,9 +43,7 @@ def one_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_one_step_off_resumed_ends_with_the_same_bits(one_step: Path, tmp_path: Path) -> None:
     """Also after a kill amid a step, with answers in the ledger that no checkpoint goes with."""
-    child = run_in_child(
-        go, tmp_path / "run", ONE, prepare=lambda: kill_at_call(schedule_one_step, "train_on", 4, "before")
-    )
+    child = run_in_child(go, tmp_path / "run", ONE, prepare=lambda: kill_at_call(step, "train_on", 4, "before"))
     assert child == -signal.SIGKILL
     assert run_in_child(go, tmp_path / "run", ONE) == 0
     assert same_weights(one_step, tmp_path / "run")

@@ -11,6 +11,7 @@ from typing import Never
 
 import pytest
 
+import apps.grpo.step as step
 from apps.common.run.checkpoints import last_checkpoint
 from apps.common.testing.process_kills import (
     hang_at_call,
@@ -27,7 +28,6 @@ from engines.storage import checkpoint
 from rollout import RolloutLedger
 from rollout.sync.pieces import Bucket
 from rollout.workers.process import WorkerProcess
-from schedules.fully_async import fully_async as schedule_async
 
 
 def test_a_full_disk_stops_the_run_with_the_reason_and_it_goes_on_later(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_sync_failure_half_way(tmp_path: Path) -> None:
 def overtake() -> None:
     """The first checkpoint never gets its manifest; the driver is killed when the step after it is trained."""
     hang_at_call(checkpoint, "write_manifest")
-    kill_at_call(schedule_async, "train_on", 2, "after")
+    kill_at_call(step, "train_on", 2, "after")
     kill_at_call(RolloutLedger, "saved", 1, "before")  # it would come too soon
 
 
@@ -105,7 +105,7 @@ def test_a_checkpoint_that_was_being_written_at_the_kill_has_marked_nothing(tmp_
 
 KILLS = (
     functools.partial(kill_at_call, RolloutLedger, "finished", 7, "before"),
-    functools.partial(kill_at_call, schedule_async, "train_on", 2, "after"),
+    functools.partial(kill_at_call, step, "train_on", 2, "after"),
 )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import apps.grpo.step as step
 from apps.common.testing.process_kills import kill_at_call
 from apps.grpo.testing.ranks import go_on_ranks, on_ranks, sound, trained_by
 from apps.grpo.testing.recipe import RECIPE
@@ -64,7 +65,7 @@ def kill_before_a_group_is_recorded() -> None:
 
 
 def kill_before_a_step() -> None:
-    kill_at_call(schedule_async_ranks, "train_on", 3, "before")
+    kill_at_call(step, "train_on", 3, "before")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -100,7 +101,7 @@ def test_a_sampling_process_that_dies_is_replaced_with_the_weights_of_both(tmp_p
 
 
 def break_the_second_step() -> None:
-    real, calls = schedule_async_ranks.train_on, 0  # type: ignore[attr-defined]
+    real, calls = step.train_on, 0
 
     def train_on(*arguments: Any) -> Any:
         nonlocal calls
@@ -109,7 +110,7 @@ def break_the_second_step() -> None:
             raise OSError("the second step broke")
         return real(*arguments)
 
-    schedule_async_ranks.train_on = train_on  # type: ignore[assignment, attr-defined]
+    step.train_on = train_on  # type: ignore[assignment]
 
 
 def tell_the_sampler() -> None:

@@ -42,13 +42,13 @@ def cluster() -> Iterator[None]:
 @pytest.fixture
 def sampled(monkeypatch: pytest.MonkeyPatch) -> list[list[Episode]]:
     """The episodes that a run trains on, as they come to the trainer."""
-    found, plain = [], RolloutSession.gathered
+    found, plain = [], RolloutSession.gather
 
-    def gathered(self: RolloutSession, episodes: list[Episode]) -> list[Episode]:
+    def gather(self: RolloutSession, episodes: list[Episode]) -> list[Episode]:
         found.append(plain(self, episodes))
         return found[-1]
 
-    monkeypatch.setattr(RolloutSession, "gathered", gathered)
+    monkeypatch.setattr(RolloutSession, "gather", gather)
     return found
 
 

@@ -14,7 +14,7 @@ from rollout.control.staleness import Train
 from rollout.sync.pieces import Bucket
 from rollout.workers.process import WorkerProcess
 from schedules.fully_async.fully_async import FullyAsyncSchedule
-from schedules.schedule import StepResult
+from schedules.schedule import TrainStepResult
 
 NOT_TAKEN = "it does not sample from the trainer's weights"
 
@@ -79,7 +79,7 @@ def replace_amid_a_window() -> None:
     """The sampling process is killed when the third step is trained, and found dead before the fourth."""
     real = FullyAsyncSchedule._train
 
-    def train(self: FullyAsyncSchedule, decision: Train, begun: float) -> StepResult:
+    def train(self: FullyAsyncSchedule, decision: Train, begun: float) -> TrainStepResult:
         found = real(self, decision, begun)
         if decision.step == 3:
             worker = self._process.worker

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+import apps.grpo.step as step
 from apps.common.testing.process_kills import kill_at_call, run_in_child
 from apps.grpo.testing.schedules import ASYNC, assert_nothing_lost, go, rows, small
 from schedules.config import ScheduleConfig
-from schedules.fully_async import fully_async as schedule_async
 from schedules.fully_async.async_state import staleness_settings
 
 WINDOW = replace(ASYNC, parameter_sync_step=2)
@@ -27,7 +27,7 @@ def assert_within_the_bound(run_dir: Path, schedule: ScheduleConfig, **changes: 
     """No task lost or trained twice, none of a group too old, and no token newer than what was handed over before."""
     config = small(run_dir, schedule, **changes)
     assert_nothing_lost(run_dir, config)
-    settings = staleness_settings(config)
+    settings = staleness_settings(schedule, config.prompts, config.steps)
     for row in rows(run_dir)[1:]:
         assert row["schedule/staleness"] <= settings.bound
         assert row["rollout/policy_version"] <= (row["step"] - 1) // settings.parameter_sync_step
@@ -36,7 +36,7 @@ def assert_within_the_bound(run_dir: Path, schedule: ScheduleConfig, **changes: 
 def test_a_run_killed_inside_a_window_goes_on(tmp_path: Path) -> None:
     """Its third step is recorded, and repeated; the weights that follow it are the window's, after the fourth."""
     run_dir = tmp_path / "run"
-    kill = lambda: kill_at_call(schedule_async, "train_on", 3, "after")  # noqa: E731
+    kill = lambda: kill_at_call(step, "train_on", 3, "after")  # noqa: E731
     assert run_in_child(go, run_dir, WINDOW, prepare=kill, save_every=2, eval_every=4) == -signal.SIGKILL
     assert run_in_child(go, run_dir, WINDOW, save_every=2, eval_every=4) == 0
     assert_within_the_bound(run_dir, WINDOW, save_every=2, eval_every=4)
@@ -61,7 +61,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_other_settings_killed_and_gone_on_with(schedule: ScheduleConfig, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    kill = lambda: kill_at_call(schedule_async, "train_on", 3, "after")  # noqa: E731
+    kill = lambda: kill_at_call(step, "train_on", 3, "after")  # noqa: E731
     assert run_in_child(go, run_dir, schedule, prepare=kill, save_every=2, eval_every=4) == -signal.SIGKILL
     assert run_in_child(go, run_dir, schedule, save_every=2, eval_every=4) == 0
     assert_within_the_bound(run_dir, schedule, save_every=2, eval_every=4)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import apps.grpo.step as step
 from apps.common.cli import command_line as cli
 from apps.common.cluster import Cluster
 from apps.common.run.reporter import Reporter
@@ -23,11 +24,10 @@ from rollout.sync.pieces import Bucket
 from rollout.workers.process import WorkerProcess
 from runlog.timeline import bubble_shares, read_timeline
 from schedules.config import ScheduleConfig
-from schedules.fully_async import fully_async as schedule_async
 from schedules.fully_async.fully_async import FullyAsyncSchedule
 from schedules.reporting import live as looks
 from schedules.reporting.timeline import SamplerLane
-from schedules.schedule import StepResult
+from schedules.schedule import TrainStepResult
 from schedules.weights.weight_checks import WeightsNotTakenError
 
 
@@ -99,10 +99,10 @@ def test_fully_async_shows_what_is_in_flight_and_waits(tmp_path: Path, monkeypat
 
     def looked_at(self: FullyAsyncSchedule, *arguments: Any) -> Any:
         self._show = lambda values: shown.append(dict(values))
-        self._tell_live()
+        self._show_live()
         for future in self._load._asked:
             future.result(60)
-        self._tell_live()
+        self._show_live()
         return train(self, *arguments)
 
     monkeypatch.setattr(FullyAsyncSchedule, "_train", looked_at)
@@ -121,7 +121,7 @@ def test_fully_async_samples_ahead_as_it_comes(
     cut: list[tuple[float, float]] = []
     train, held = FullyAsyncSchedule._train, SamplerLane.held
 
-    def looked_at(self: FullyAsyncSchedule, decision: Train, since: float) -> StepResult:
+    def looked_at(self: FullyAsyncSchedule, decision: Train, since: float) -> TrainStepResult:
         begun.append(self._controller.state.next)
         return train(self, decision, since)
 
@@ -146,7 +146,7 @@ def test_fully_async_samples_ahead_as_it_comes(
 def test_what_is_in_flight_is_shown_while_training_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first step's training waits until three looks have been told amid it, the sampling process's answer too."""
     told: list[Mapping[str, Any]] = []
-    train, enough = schedule_async.train_on, threading.Event()  # type: ignore[attr-defined]
+    train, enough = step.train_on, threading.Event()
     tell = Reporter.live
 
     def watch(self: Reporter, values: Mapping[str, Any]) -> None:
@@ -161,7 +161,7 @@ def test_what_is_in_flight_is_shown_while_training_is_held(tmp_path: Path, monke
         return train(*arguments)
 
     monkeypatch.setattr(Reporter, "live", watch)
-    monkeypatch.setattr(schedule_async, "train_on", hold)
+    monkeypatch.setattr(step, "train_on", hold)
     run(small(tmp_path / "run", ASYNC, steps=1, eval_every=1), RECIPE)
     assert {"queue", "sampling", "staleness", "episodes", "requests"} == set(told[-1])
     assert not [thread for thread in threading.enumerate() if thread.name == "live"]
@@ -206,7 +206,7 @@ def test_hung_environment_and_tool_timeout(tmp_path: Path, monkeypatch: pytest.M
     config = replace(config, data=replace(config.data, eval_prompts=2), save_every=3, eval_every=3)
     trained, plain = [], FullyAsyncSchedule._train
 
-    def train(self: FullyAsyncSchedule, decision: Train, begun: float) -> StepResult:
+    def train(self: FullyAsyncSchedule, decision: Train, begun: float) -> TrainStepResult:
         result = plain(self, decision, begun)
         trained.extend(result.episodes)
         return result

@@ -58,9 +58,9 @@ def test_the_parameters_are_those_that_the_name_promises(name: str) -> None:
     assert origin is not None
     assert origin.shape is not None
     shape = origin.shape
-    found = re.fullmatch(r"Qwen3(?:\.5)?-(\d+)B(?:-A(\d+)B)?", shape.name)
-    assert found is not None
-    total, active = found.groups()
+    match = re.fullmatch(r"Qwen3(?:\.5)?-(\d+)B(?:-A(\d+)B)?", shape.name)
+    assert match is not None
+    total, active = match.groups()
     count = count_parameters(shape)
     assert count.total == pytest.approx(float(total) * 1e9, rel=0.015)
     # What is called active leaves out the embedding for the smallest of them.

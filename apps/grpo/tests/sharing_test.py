@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 import apps.grpo.build as parts
-import apps.grpo.sampling.native as samplers
 from apps.common.cluster import Cluster
 from apps.common.run.reporter import Reporter
 from apps.grpo.config import GrpoConfig, WarmStart
 from apps.grpo.main import run
+from apps.grpo.sampling.native import NativeBackend
 from apps.grpo.testing.recipe import RECIPE
 from engines import LoraConfig, NonFiniteError, TrainEngine, build_engine
 from engines.weights.row_shards import own_part
@@ -40,9 +40,9 @@ class Seen(NamedTuple):
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     found = Seen([], [], [], [])
-    plays, notes, makes = RolloutSession.playing, Reporter.note, samplers.native_engine
+    plays, notes, makes = RolloutSession.rollout_groups, Reporter.note, NativeBackend.build_sharing
 
-    async def playing(self: RolloutSession, *args: Any) -> list[list[Episode]]:
+    async def rollout_groups(self: RolloutSession, *args: Any) -> list[list[Episode]]:
         groups = await plays(self, *args)
         told = [
             (segment.ids, segment.log_probs, segment.policy_versions, segment.loss_mask)
@@ -66,16 +66,15 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         found.samplers.append(makes(*args))
         return found.samplers[-1]
 
-    monkeypatch.setattr(RolloutSession, "playing", playing)
+    monkeypatch.setattr(RolloutSession, "rollout_groups", rollout_groups)
     monkeypatch.setattr(Reporter, "note", note)
     monkeypatch.setattr(parts, "build_engine", built)
-    monkeypatch.setattr(parts, "native_engine", made)
+    monkeypatch.setattr(NativeBackend, "build_sharing", made)
     return found
 
 
 def copying(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (parts, samplers):
-        monkeypatch.setattr(module, "kept_apart", lambda engine, cluster: "asked for")
+    monkeypatch.setattr(NativeBackend, "weights_apart", lambda self, config: "asked for")
 
 
 def played(config: GrpoConfig, run_dir: Path, seen: Seen) -> tuple[list[list[Any]], dict[str, torch.Tensor]]:
@@ -175,10 +174,10 @@ def test_weights_that_are_not_finite_end_the_run_before_an_answer(
 ) -> None:
     sync = RolloutSession.sync
 
-    def broken(self: RolloutSession, engine: Any) -> TransferResult:
+    def broken(self: RolloutSession, trainer: Any) -> TransferResult:
         with torch.no_grad():
-            own_part(engine.executor.model.model.norm.weight).part[0] = torch.inf
-        return sync(self, engine)
+            own_part(trainer.engine.executor.model.model.norm.weight).part[0] = torch.inf
+        return sync(self, trainer)
 
     monkeypatch.setattr(RolloutSession, "sync", broken)
     with pytest.raises(NonFiniteError, match=r"model\.norm\.weight has values that are not finite"):

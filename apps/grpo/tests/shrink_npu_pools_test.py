@@ -21,16 +21,16 @@ NAME = "qwen3-235b-a22b-async-npu"
 def test_the_recipe_runs_as_it_stands(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Fully asynchronous: twelve ranks of TP2, PP3, EP2, expert TP2; two samplers in Ray, each two copies in vLLM of
     two workers, which share the experts. No flag leaves anything out."""
-    told, rows = run_whole(["--recipe", NAME, "--shrink", "--run-dir", str(tmp_path / "run")], tmp_path, capfd)
-    assert {line.split()[1] for line in told.splitlines() if line.startswith("flag")} == {"--reward", "--steps"}
+    output, rows = run_whole(["--recipe", NAME, "--shrink", "--run-dir", str(tmp_path / "run")], tmp_path, capfd)
+    assert {line.split()[1] for line in output.splitlines() if line.startswith("flag")} == {"--reward", "--steps"}
     for change in ("processes  16 -> 12", "cluster.pools.rollout-nodes  8 -> 1", "cluster.rollout.ep  64 -> 4"):
-        assert f"--{change}" in told
-    assert "--cluster.rollout.ray-workers" not in told
-    assert "Ray: 1 + 1 nodes, all of this machine, at 127.0.0.1:" in told
+        assert f"--{change}" in output
+    assert "--cluster.rollout.ray-workers" not in output
+    assert "Ray: 1 + 1 nodes, all of this machine, at 127.0.0.1:" in output
     assert "RAY_ADDRESS" not in os.environ
     assert [row["weights/version"] for row in rows] == [1, 2]
     assert max(proofs(rows)) < 0.05
-    check(NAME, "bfloat16", told, rows, tmp_path / "run")
+    check(NAME, "bfloat16", output, rows, tmp_path / "run")
 
 
 def test_samplers_in_ray_that_would_sample_on_an_npu_are_refused(

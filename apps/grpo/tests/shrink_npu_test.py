@@ -26,5 +26,5 @@ def test_a_recipe_runs_through_device_npu(
         monkeypatch.setenv(*entry.split("="))
     ranks, flags = CASES[name]
     argv = ["--recipe", name, f"--shrink={ranks}", "--run-dir", str(tmp_path / "run"), *NATIVE, *flags]
-    told, rows = run_whole(argv, tmp_path, capfd)
-    check(name, "float32" if "float32" in flags else "bfloat16", told, rows, tmp_path / "run")
+    output, rows = run_whole(argv, tmp_path, capfd)
+    check(name, "float32" if "float32" in flags else "bfloat16", output, rows, tmp_path / "run")

@@ -31,13 +31,13 @@ def test_a_recipe_runs_through_device_npu_with_its_own_sampler(
     """Two ranks of FSDP2 that train a tower, without and with experts; two of vLLM's workers that see by it."""
     for entry in recipes()[name].config.cluster.environment:  # as the command starts itself again with them
         monkeypatch.setenv(*entry.split("="))
-    told, rows = run_whole(["--recipe", name, "--shrink=2", "--run-dir", str(tmp_path / "run")], tmp_path, capfd)
-    assert {line.split()[1] for line in told.splitlines() if line.startswith("flag")} == {"--reward", "--steps"}
-    assert "device --cluster.rollout.device  auto -> cpu" in told
+    output, rows = run_whole(["--recipe", name, "--shrink=2", "--run-dir", str(tmp_path / "run")], tmp_path, capfd)
+    assert {line.split()[1] for line in output.splitlines() if line.startswith("flag")} == {"--reward", "--steps"}
+    assert "device --cluster.rollout.device  auto -> cpu" in output
     assert [row["weights/version"] for row in rows] == [1, 2]
     assert [row["rollout/failed_episodes"] for row in rows] == [0, 0]
     assert max(row["weights/probe/abs"] for row in rows) < 0.05
-    check(name, "bfloat16", told, rows, tmp_path / "run")
+    check(name, "bfloat16", output, rows, tmp_path / "run")
 
 
 def test_both_sides_of_the_asynchronous_recipe_run_beside_each_other(
@@ -45,11 +45,11 @@ def test_both_sides_of_the_asynchronous_recipe_run_beside_each_other(
 ) -> None:
     """One Megatron rank on device npu; two copies in vLLM of two workers each; experts are dealt to all four."""
     argv = ["--recipe", ASYNC, "--shrink=1", "--run-dir", str(tmp_path / "run"), *ON_ONE_MACHINE, *ONE_RANK]
-    told, rows = run_whole(argv, tmp_path, capfd)
+    output, rows = run_whole(argv, tmp_path, capfd)
     for change in ("tp  8 -> 2", "dp  8 -> 2", "ep  64 -> 4", "device  auto -> cpu"):
-        assert f"--cluster.rollout.{change}" in told
+        assert f"--cluster.rollout.{change}" in output
     assert max(proofs(rows)) < 0.05
-    check(ASYNC, "bfloat16", told, rows, tmp_path / "run")
+    check(ASYNC, "bfloat16", output, rows, tmp_path / "run")
     episodes = [json.loads(line) for line in (tmp_path / "run" / "episodes.jsonl").read_text().splitlines()]
     groups: dict[Any, list[Any]] = {}
     for episode in episodes:

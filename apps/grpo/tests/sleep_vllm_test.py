@@ -20,7 +20,7 @@ from apps.common.cluster import RolloutLayout
 from apps.common.testing.weight_delta import assert_trained
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
-from apps.grpo.sampling.vllm import rollout_config
+from apps.grpo.sampling.vllm import VllmBackend, rollout_config
 from apps.grpo.testing.schedules import rows, served
 from engines import TrainEngine, build_engine
 from engines.step import Engine
@@ -61,7 +61,7 @@ def test_either_has_the_device_alone_and_each_steps_weights_arrive_asleep(
         made.append(engine)
         return engine
 
-    def started(config: GrpoConfig, model: Path, version: int) -> VllmEngine:
+    def started(self: VllmBackend, config: GrpoConfig, model: Path, version: int) -> VllmEngine:
         layout = replace(config.cluster.rollout, sleep=False)
         awake = replace(config, cluster=replace(config.cluster, rollout=layout))
         sampler = Drowsy(model, rollout_config(awake), version)
@@ -79,7 +79,7 @@ def test_either_has_the_device_alone_and_each_steps_weights_arrive_asleep(
 
     monkeypatch.setattr(command, "check_machine", lambda config: None)  # it refuses this setting on a CPU
     monkeypatch.setattr(parts, "build_engine", built)
-    monkeypatch.setattr(parts, "vllm_engine", started)
+    monkeypatch.setattr(VllmBackend, "build", started)
     watched(VllmEngine, "generate")
     watched(RolloutSession, "sync")
     watched(Engine, "train_batch")

@@ -12,11 +12,10 @@ import pytest
 
 from apps.common.cluster import RolloutLayout
 from apps.grpo.main import run
-from apps.grpo.sampling import vllm as samplers
 from apps.grpo.testing.schedules import SHARED, proofs, rows, served
 from rollout import Completion, VllmEngine
 from schedules.config import Mode, ScheduleConfig
-from schedules.sampling.session import RolloutSession
+from schedules.weights import weight_checks
 from schedules.weights.weight_checks import WeightsNotTakenError
 
 pytestmark = pytest.mark.skipif(
@@ -75,19 +74,16 @@ def test_a_run_goes_on_without_a_copy_that_is_killed_while_it_samples(
 
 def test_a_copy_that_keeps_older_weights_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answers alone are those of other weights."""
-    usual = samplers.answered
+    usual = weight_checks.check_completions
 
-    async def answered(
-        session: RolloutSession,
-        prompts: Sequence[Sequence[int]],
-        media: Sequence[Any] = (),
-        vllm: VllmEngine | None = None,
+    async def check_completions(
+        engine: Any, chat: Any, sampling: Any, prompts: Sequence[Sequence[int]], media: Sequence[Any] = ()
     ) -> list[Completion]:
-        answers = await usual(session, prompts, media, vllm)
+        answers = await usual(engine, chat, sampling, prompts, media)
         assert len(answers) == 2 * len(prompts)
         stale = [replace(one, log_probs=tuple(p - 1 for p in one.log_probs)) for one in answers]
         return [*answers[: len(prompts)], *stale[len(prompts) :]]
 
-    monkeypatch.setattr(samplers, "answered", answered)
+    monkeypatch.setattr(weight_checks, "check_completions", check_completions)
     with pytest.raises(WeightsNotTakenError, match="log-probs of sampler 1 of 2"):
         run(served(tmp_path, COPIES, ScheduleConfig("sync")), SHARED)

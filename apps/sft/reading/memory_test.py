@@ -50,9 +50,9 @@ def made(path: Path) -> Path:
 
 def most_mib() -> int:
     """The most memory that this process ever had."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) // 1024
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) // 1024
 
 
 def growth(path: Path, model: Path, processes: int) -> tuple[int, Path]:

@@ -62,9 +62,9 @@ def test_every_row_is_used_or_has_its_reason(tmp_path: Path, rows: Rows, longest
     assert samples.lengths.tolist() == [len(sample["input_ids"]) for sample in samples]
     for row, sample in zip(usable.rows, samples, strict=True):
         whole = [i for i, _ in rows[row - 1] or []]
-        kept = sample["input_ids"].tolist()
-        assert 0 < len(kept) == min(len(whole), longest)
-        assert kept == (whole[-len(kept) :] if truncation == "left" else whole[: len(kept)])
+        ids = sample["input_ids"].tolist()
+        assert 0 < len(ids) == min(len(whole), longest)
+        assert ids == (whole[-len(ids) :] if truncation == "left" else whole[: len(ids)])
         assert sample["loss_mask"].any()
         assert not sample["loss_mask"][0]
     assert usable.cut == (0 if truncation == "skip" else sum(len(rows[r - 1] or []) > longest for r in usable.rows))

@@ -53,8 +53,8 @@ def test_processes_share_a_file_and_change_nothing(file: Path, tmp_path: Path, m
     assert entries(alone) == entries(shared)
     assert shared.rows.tolist() == list(range(1, 701))
     monkeypatch.setattr(tokenised, "Encoder", Telling)
-    found = tokenise(file, Columns(), TOKENIZER, None, tmp_path / "three", processes=2)
-    workers = {found.tokens(i)[0][0] for i in range(700)}
+    store = tokenise(file, Columns(), TOKENIZER, None, tmp_path / "three", processes=2)
+    workers = {store.tokens(i)[0][0] for i in range(700)}
     assert os.getpid() not in workers
     assert 1 <= len(workers) <= 2
 
@@ -159,10 +159,10 @@ SPECIAL = [("", ""), ("", END), ("<|im_start|>", END), (END, ""), (END, END)]
 @pytest.mark.parametrize(("before", "after"), SPECIAL)
 def test_an_end_of_sequence_is_not_written_twice(before: str, after: str) -> None:
     tokenizer = around(before, after)
-    found = [encode_text(tokenizer, "1+1=", text) for text in ("2" + END, "2")]
-    assert list(found[0].ids) == list(found[1].ids)
-    assert tokenizer.decode(found[0].ids) == before + "1+1=2" + END
-    assert trained(found[0]) == "2" + END
+    encoded = [encode_text(tokenizer, "1+1=", text) for text in ("2" + END, "2")]
+    assert list(encoded[0].ids) == list(encoded[1].ids)
+    assert tokenizer.decode(encoded[0].ids) == before + "1+1=2" + END
+    assert trained(encoded[0]) == "2" + END
 
 
 @pytest.mark.parametrize(("before", "after"), SPECIAL)

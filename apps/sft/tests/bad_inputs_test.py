@@ -160,9 +160,9 @@ def test_a_bad_file(
     if content is not None:
         (tmp_path / name).write_bytes(content)
     argv = ["--model", str(model), "--data", str(tmp_path / name), "--engine.device", "cpu"]
-    found = refusal(argv, tmp_path, capsys)
-    assert words in found
-    assert name in found or words.startswith("lower")
+    message = refusal(argv, tmp_path, capsys)
+    assert words in message
+    assert name in message or words.startswith("lower")
 
 
 def test_a_parquet_row_is_named(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

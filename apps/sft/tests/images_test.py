@@ -46,8 +46,8 @@ def picture(number: int, problem: PictureProblem) -> str:
 
 def conversation(problem: PictureProblem, first: Sequence[Any]) -> list[dict[str, Any]]:
     """A user's turn that begins with `first`, and its answer."""
-    asked = {"role": "user", "content": [*first, {"type": "text", "text": problem.question}]}
-    return [asked, {"role": "assistant", "content": problem.solution}]
+    turn = {"role": "user", "content": [*first, {"type": "text", "text": problem.question}]}
+    return [turn, {"role": "assistant", "content": problem.solution}]
 
 
 def in_parts(count: int = 40) -> list[dict[str, Any]]:
@@ -98,10 +98,10 @@ def config(model: Path, data: Path, run_dir: Path, *more: str) -> SftConfig:
 
 
 def load(model: Path, path: Path, *more: str) -> Conversations:
-    asked = config(model, path, path.parent / "unused", "--engine.vision", "frozen", *more)
-    pictures, column = pictures_of(asked.engine, model), asked.cluster.media.images_column
+    settings = config(model, path, path.parent / "unused", "--engine.vision", "frozen", *more)
+    pictures, column = pictures_of(settings.engine, model), settings.cluster.media.images_column
     cache = path.parent / "tokens"
-    return load_conversations(asked.data, [Source(path)], load_tokenizer(model), None, cache, pictures, column)
+    return load_conversations(settings.data, [Source(path)], load_tokenizer(model), None, cache, pictures, column)
 
 
 def assert_same(found: Sequence[Sample], wanted: Sequence[Sample]) -> None:
@@ -174,9 +174,9 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
 def test_a_runs_losses_are_those_of_stock_transformers_one_at_a_time(model: Path, tmp_path: Path, vision: str) -> None:
     """Packed, before training and of what is exported; the tower is trained, or stays bit for bit."""
     data, held_out = in_parts(36), in_parts(48)[36:]
-    given = ("--eval-data", str(write(tmp_path / "held-out.jsonl", held_out)), "--engine.vision", vision)
-    asked = config(model, write(tmp_path / "data.jsonl", data), tmp_path / "run", *given, "--eval-share", "0.05")
-    result = run(asked)
+    options = ("--eval-data", str(write(tmp_path / "held-out.jsonl", held_out)), "--engine.vision", vision)
+    settings = config(model, write(tmp_path / "data.jsonl", data), tmp_path / "run", *options, "--eval-share", "0.05")
+    result = run(settings)
     assert result.loss_before == pytest.approx(stock_loss(model, held_out), rel=1e-5)
     assert result.loss_after == pytest.approx(stock_loss(tmp_path / "run/export", held_out), rel=1e-5)
     assert result.loss_after < 0.9 * result.loss_before
@@ -219,8 +219,8 @@ def test_images_need_a_model_that_sees_and_a_column_that_is_there(model: Path, t
     path = write(tmp_path / "a.jsonl", in_a_column("marked", column="drawing"))
     with pytest.raises(ValueError, match=r"row 1: no column 'picture'; it has messages, drawing"):
         load(model, path, "--cluster.media.images-column", "picture")
-    found = load(model, path, "--cluster.media.images-column", "drawing")
-    assert sum(len(sample["image_grid_thw"]) for sample in (*found.train, *found.held_out)) == 32
+    conversations = load(model, path, "--cluster.media.images-column", "drawing")
+    assert sum(len(sample["image_grid_thw"]) for sample in (*conversations.train, *conversations.held_out)) == 32
     with pytest.raises(ValueError, match=r"the model is trained on text: set --engine\.vision"):
         run(config(model, path, tmp_path / "run", "--cluster.media.images-column", "drawing"))
     with pytest.raises(ValueError, match=r"row 2: column 'images' holds media.* set --engine\.vision to frozen"):
@@ -250,16 +250,16 @@ def test_another_picture_of_as_many_bytes_in_the_same_file_is_noticed(model: Pat
     drawn.resize((32, 128)).save(file)
     first, size = load(model, path), file.stat().st_size
     (store,) = tmp_path.rglob("*.arrow")
-    kept = store.stat().st_mtime_ns
+    modified = store.stat().st_mtime_ns
     assert_same(load(model, path).train, first.train)
-    assert store.stat().st_mtime_ns == kept  # read, not written
+    assert store.stat().st_mtime_ns == modified  # read, not written
     drawn.resize((64, 64)).save(file)
     assert file.stat().st_size == size
-    found = load(model, path)
-    assert store.stat().st_mtime_ns > kept
+    conversations = load(model, path)
+    assert store.stat().st_mtime_ns > modified
     store.unlink()
     anew = load(model, path)
-    for got, want in ((found.train, anew.train), (found.held_out, anew.held_out)):
+    for got, want in ((conversations.train, anew.train), (conversations.held_out, anew.held_out)):
         assert_same(got, want)
 
 
@@ -267,10 +267,10 @@ def test_rows_with_images_are_left_out_where_they_are_too_long_and_others_cut(mo
     path = write(tmp_path / "a.jsonl", in_parts())
     longest = max(len(sample["input_ids"]) for sample in load(model, path).train)
     assert longest > 30
-    found = load(model, path, "--truncation", "left", "--max-tokens", "24")
-    reasons = list(found.skipped.counts)
+    conversations = load(model, path, "--truncation", "left", "--max-tokens", "24")
+    reasons = list(conversations.skipped.counts)
     assert any("with images, which are not cut" in reason for reason in reasons)
-    assert all(len(sample["input_ids"]) <= 24 for sample in found.train)
+    assert all(len(sample["input_ids"]) <= 24 for sample in conversations.train)
 
 
 def test_pictures_stand_in_the_order_of_their_places() -> None:
@@ -280,9 +280,9 @@ def test_pictures_stand_in_the_order_of_their_places() -> None:
     bare = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]}] * 2
     assert pictures(with_row_images(bare, ["a", "b", "c", "d"], "images")) == ["a", "b", "c", "d"]
     marked = [{"role": "user", "content": "<image>x<image>"}, {"role": "user", "content": "y<image>z"}]
-    found = with_row_images(marked, ["a", "b", "c"], "images")
-    assert pictures(found) == ["a", "b", "c"]
-    assert [part.get("text", part.get("image")) for part in found[1]["content"]] == ["y", "c", "z"]
+    actual = with_row_images(marked, ["a", "b", "c"], "images")
+    assert pictures(actual) == ["a", "b", "c"]
+    assert [part.get("text", part.get("image")) for part in actual[1]["content"]] == ["y", "c", "z"]
     for rows, given, words in (
         (bare, ["a"], "has 1 images for 4 places"),
         ([{"role": "assistant", "content": "<image>"}], ["a"], "no turn of a user that could show them"),

@@ -88,8 +88,8 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_end(run_dir: Path, whole_dir: Path) -> None:
-    expected, found = weights(whole_dir), weights(run_dir)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, actual = weights(whole_dir), weights(run_dir)
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert (run_dir / "report.html").is_file()

@@ -70,9 +70,9 @@ def test_the_best_of_steps_that_are_done_anew_is_not_exported(tmp_path: Path, mo
     killed_after(5, config(tmp_path / "run"), monkeypatch)
     assert best_checkpoint_path(tmp_path / "run").is_dir()
     again = config(tmp_path / "run", HARSH, resume=True)
-    found = run(again)
-    assert found.exported == 3  # that checkpoint was there, and later steps were worse
-    assert_exports_what_it_says(again, found)
+    result = run(again)
+    assert result.exported == 3  # that checkpoint was there, and later steps were worse
+    assert_exports_what_it_says(again, result)
 
 
 def test_nor_later_by_a_run_that_kept_none_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,9 +88,9 @@ def test_without_metrics_the_best_is_still_known(tmp_path: Path) -> None:
     half = config(tmp_path / "half", 0.1, save_every=1, steps=whole.exported + 1)
     run(half)
     (tmp_path / "half" / "metrics.jsonl").unlink()
-    found = run(replace(half, steps=6, resume=True))
-    assert (found.exported, found.loss_after) == (whole.exported, whole.loss_after)
-    assert found.loss_before == whole.loss_before
+    result = run(replace(half, steps=6, resume=True))
+    assert (result.exported, result.loss_after) == (whole.exported, whole.loss_after)
+    assert result.loss_before == whole.loss_before
     left, right = weights(tmp_path / "whole"), weights(tmp_path / "half")
     assert all(torch.equal(left[name], right[name]) for name in left)
 
@@ -100,9 +100,9 @@ def test_best_may_be_asked_for_of_a_run_that_kept_none(tmp_path: Path, steps: in
     """Of its first part the step of the checkpoint alone can be the best, also where nothing is left to do."""
     run(config(tmp_path / "run", HARSH, export="last", steps=4))
     again = config(tmp_path / "run", HARSH, resume=True, steps=steps)
-    found = run(again)
-    assert found.exported >= 4
-    assert_exports_what_it_says(again, found)
+    result = run(again)
+    assert result.exported >= 4
+    assert_exports_what_it_says(again, result)
 
 
 def test_a_best_that_was_changed_is_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

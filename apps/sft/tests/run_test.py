@@ -89,17 +89,17 @@ def test_a_resumed_run_ends_with_the_same_bits(finished: Finished, tmp_path: Pat
     half = small(tmp_path, steps=3)
     run(half)
     run(replace(half, steps=6, resume=True))
-    expected, found = weights(run_dir), weights(tmp_path)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, actual = weights(run_dir), weights(tmp_path)
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
     assert_trained(tmp_path)
 
 
 def test_two_ranks_come_to_the_same_model(finished: Finished, tmp_path: Path) -> None:
     _, run_dir = finished
     run(small(tmp_path, processes=2))
-    expected, found = weights(run_dir), weights(tmp_path)
+    expected, actual = weights(run_dir), weights(tmp_path)
     for name in expected:
-        torch.testing.assert_close(found[name], expected[name], atol=2e-4, rtol=0)
+        torch.testing.assert_close(actual[name], expected[name], atol=2e-4, rtol=0)
 
 
 def test_a_users_own_file_is_used(tmp_path: Path) -> None:
@@ -169,8 +169,8 @@ def test_the_held_out_loss_is_of_every_row_also_of_a_last_few(finished: Finished
     nats = []
     for sample in held_out:
         log_probs = model(sample["input_ids"][None]).logits[0, :-1].log_softmax(-1)
-        found = log_probs.gather(1, sample["input_ids"][1:, None])[:, 0]
-        nats.append(-found[sample["loss_mask"][1:]])
+        actual = log_probs.gather(1, sample["input_ids"][1:, None])[:, 0]
+        nats.append(-actual[sample["loss_mask"][1:]])
     expected = torch.cat(nats).double().mean().item()
     for rows in (256, 5, len(held_out) - 1):
         assert held_out_loss(engine, held_out, rows) == pytest.approx(expected, abs=1e-5)
@@ -186,8 +186,8 @@ def test_the_best_weights_are_exported(tmp_path: Path) -> None:
     assert (result.exported, result.loss_after) == (1 + losses.index(best), best)
     once = run(small(tmp_path / "once", engine=engine, eval_every=1, steps=result.exported))
     assert once.loss_after == best
-    expected, found = weights(tmp_path / "once"), weights(tmp_path / "run")
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, actual = weights(tmp_path / "once"), weights(tmp_path / "run")
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
     assert_trained(tmp_path / "run")
 
 
@@ -197,8 +197,8 @@ def test_a_resumed_run_knows_the_best_of_its_first_part(tmp_path: Path) -> None:
     whole = run(small(tmp_path / "whole", **settings))
     half = small(tmp_path / "half", **settings, steps=whole.exported + 1)
     run(half)
-    found = run(replace(half, steps=6, resume=True))
-    assert found.exported == whole.exported < 6
+    result = run(replace(half, steps=6, resume=True))
+    assert result.exported == whole.exported < 6
     left, right = weights(tmp_path / "whole"), weights(tmp_path / "half")
     assert all(torch.equal(left[name], right[name]) for name in left)
 
@@ -208,13 +208,13 @@ def test_a_mixture_is_drawn_by_weight(tmp_path: Path) -> None:
         rows = [{"prompt": f"{name}{i}?", "completion": answer} for i in range(30)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = DataConfig(data=(f"{tmp_path}/a.jsonl:3", f"{tmp_path}/b.jsonl:1"), eval_share=0.4)
-    found = load_conversations(
+    conversations = load_conversations(
         data, data.sources, AutoTokenizer.from_pretrained(save_tiny_model(tmp_path / "m", 0)), None, tmp_path / "t"
     )
-    plan = plan_steps(SftConfig(epochs=1, batch_size=len(found.train), data=data), found)
-    drawn = [i < found.sizes[0] for i in plan.rows(0)]
+    plan = plan_steps(SftConfig(epochs=1, batch_size=len(conversations.train), data=data), conversations)
+    drawn = [i < conversations.sizes[0] for i in plan.rows(0)]
     assert (sum(drawn), len(drawn)) == (27, 36)
-    assert len(found.held_out) == 24
+    assert len(conversations.held_out) == 24
 
 
 def test_packing_ahead_changes_nothing(finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,16 +223,16 @@ def test_packing_ahead_changes_nothing(finished: Finished, tmp_path: Path, monke
     monkeypatch.setattr(Engine, "prefetch", lambda self, batch, objective: asked.append(batch))
     run(small(tmp_path / "run"))
     assert len(asked) == 5
-    expected, found = weights(run_dir), weights(tmp_path / "run")
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, actual = weights(run_dir), weights(tmp_path / "run")
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
 def test_adapters_alone_are_trained_and_leave_merged_and_as_they_are(tmp_path: Path) -> None:
     engine = replace(quickstart.RECIPE.config.engine, lora=LoraConfig(rank=4), lr=3e-2, warmup_steps=0)
     result = run(small(tmp_path / "whole", engine=engine, save_every=3))
     assert result.loss_after < 0.9 * result.loss_before
-    found = weights(tmp_path / "whole")
-    assert "model.layers.1.self_attn.q_proj.weight" in found
+    actual = weights(tmp_path / "whole")
+    assert "model.layers.1.self_attn.q_proj.weight" in actual
     assert_trained(tmp_path / "whole", only="_proj")
     assert {path.name for path in (tmp_path / "whole" / "adapter").iterdir()} == {
         "adapter_config.json",
@@ -242,4 +242,4 @@ def test_adapters_alone_are_trained_and_leave_merged_and_as_they_are(tmp_path: P
     run(half)
     run(replace(half, steps=6, resume=True))
     again = weights(tmp_path / "half")
-    assert all(torch.equal(found[name], again[name]) for name in found)
+    assert all(torch.equal(actual[name], again[name]) for name in actual)

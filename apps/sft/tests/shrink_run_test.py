@@ -26,7 +26,7 @@ def chosen(run_dir: Path) -> str:
     must have moved.
     """
     before, after = load_tensors(run_dir / "model"), load_tensors(run_dir / "export")
-    experts = {found[0]: found[1] for name in before if (found := EXPERT.match(name))}
+    experts = {match[0]: match[1] for name in before if (match := EXPERT.match(name))}
     moved = {name for name, value in before.items() if not value.equal(after[name])}
     still = {one: layer for one, layer in experts.items() if not any(name.startswith(one) for name in moved)}
     for layer in still.values():

@@ -114,11 +114,16 @@ def texts(data: DataConfig, folder: Path) -> tuple[Any, ...]:
     tokenizer = build_tokenizer()
     sources = data.sources or [Source(write_demonstrations(data, 0, Path("demonstrations.jsonl")))]
     cache = data.cache_dir or folder / "tokens"
-    found = load_conversations(data, sources, tokenizer, None, cache)
-    order = Mixture(found.sizes, found.weights, 0).at(0, 40)
-    trained = [tokenizer.decode(found.train[i]["input_ids"][found.train[i]["loss_mask"]]) for i in order]
-    sides = [[tokenizer.decode(sample["input_ids"]) for sample in side] for side in (found.train, found.held_out)]
-    return sides, trained, found.skipped.counts, found.skipped.cut
+    conversations = load_conversations(data, sources, tokenizer, None, cache)
+    order = Mixture(conversations.sizes, conversations.weights, 0).at(0, 40)
+    trained = [
+        tokenizer.decode(conversations.train[i]["input_ids"][conversations.train[i]["loss_mask"]]) for i in order
+    ]
+    sides = [
+        [tokenizer.decode(sample["input_ids"]) for sample in side]
+        for side in (conversations.train, conversations.held_out)
+    ]
+    return sides, trained, conversations.skipped.counts, conversations.skipped.cut
 
 
 DATA_CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {

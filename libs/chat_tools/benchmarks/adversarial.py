@@ -24,13 +24,13 @@ ARGUMENTS = {"text": "x", "count": 2, "items": [1, "a"], "options": {"mode": "a"
 
 
 def turns(name: str) -> list[str]:
-    """Turns whose beginnings and ends the units stand between; single quotes where JSON may be a literal too."""
+    """Return turns between whose beginnings and ends units are put; with single quotes where a literal is allowed."""
     texts = [write_turn(name, [("f", ARGUMENTS), ("g", {})], "hi", "hm"), write_turn(name, [("f", ARGUMENTS)])]
     return [*texts, *(text.replace('"', "'") for text in texts if '"' in text)]
 
 
 class Search:
-    """Random units first, then changes of the worst."""
+    """A search: random units first, then changes of the worst ones."""
 
     def __init__(self, name: str, seed: int) -> None:
         self.name, self.random = name, random.Random(seed)
@@ -64,7 +64,7 @@ class Search:
         return text._replace(unit=text.unit[:at] + self.random.choice(self.parts) + text.unit[at:])
 
     def try_one(self, text: Repeated, size: int) -> None:
-        """Measure a text, if it is new; keep what it costs a character."""
+        """Measure a text, if it is new, and record its cost a character."""
         if text not in self.found and len(text.unit) < 60:
             whole = text.of(size)
             seconds = min(cost(self.name, whole, text.typed) for _ in range(2))
@@ -86,7 +86,7 @@ class Search:
 
 
 def cost(name: str, text: str, typed: bool, piece: int = 0) -> float:
-    """Processor time of one parse, whole or fed in pieces."""
+    """Return the processor time of one parse, whole or fed in pieces."""
     tools = TOOLS if typed else None
     start = time.process_time()
     if piece:

@@ -77,7 +77,7 @@ TOOL = {
 
 
 class Tokenizer:
-    """What the other parsers ask of a tokenizer, with the text itself as the only thing decoded."""
+    """The parts of a tokenizer that other parsers use; decoding returns the text itself."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -186,7 +186,7 @@ class Vllm:
 
 
 def _described(tool: dict[str, Any]) -> dict[str, Any]:
-    """Fill in what the others' schemas demand; a union, which verl's cannot say, is text there."""
+    """Return the tool with the fields that other schemas require; a union, which verl's does not know, is text."""
     function = tool["function"]
     properties = {k: {"type": "string", **v} for k, v in function["parameters"]["properties"].items()}
     parameters = {"required": [], **function["parameters"], "properties": properties}
@@ -194,7 +194,7 @@ def _described(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def well_formed(count: int, seed: int = 0) -> list[Turn]:
-    """Calls with arguments of every type, code and markup among them."""
+    """Return turns of calls with arguments of every type, code and markup among them."""
     rng = random.Random(seed)
     words = ["the", "sum", "of", "x < y", "<b>bold</b>", "def f(a):\n    return a", "null", "{", '"quoted"', "é", "3"]
     turns = []
@@ -216,20 +216,20 @@ def well_formed(count: int, seed: int = 0) -> list[Turn]:
 
 
 def outcome(parser: Parser, name: str, text: str, tools: Sequence[dict[str, Any]], wanted: list[Any]) -> str:
-    """Say what a parser makes of a text: right, other calls, invalid JSON, an exception."""
+    """Return the outcome of a parser on a text: right, other calls, invalid JSON, an exception."""
     try:
         calls, _ = parser.run(name, text, tools)
     except RAISED as error:  # it is this that is measured
         return f"exception ({type(error).__name__})"
     try:
-        found = [[n, json.loads(a, parse_constant=_invalid)] for n, a in calls]
+        parsed = [[n, json.loads(a, parse_constant=_invalid)] for n, a in calls]
     except ValueError:
         return "invalid JSON"
-    if found == wanted:
+    if parsed == wanted:
         return "as expected"
-    if len(found) == len(wanted):
+    if len(parsed) == len(wanted):
         return "other arguments"
-    return "a call lost" if len(found) < len(wanted) else "a call too many"
+    return "a call lost" if len(parsed) < len(wanted) else "a call too many"
 
 
 def _invalid(name: str) -> Never:
@@ -239,7 +239,7 @@ def _invalid(name: str) -> Never:
 def speed(
     parsers: list[Parser], name: str, texts: list[str], tools: Sequence[dict[str, Any]], rounds: int
 ) -> dict[str, float]:
-    """Characters a second (of processor time) of each parser, in turns, the median of the rounds."""
+    """Return characters a second (of processor time) of each parser, in turns, as the median of the rounds."""
     size = sum(map(len, texts))
     seconds: dict[str, list[float]] = {parser.name: [] for parser in parsers}
     for _ in range(rounds):
@@ -291,13 +291,13 @@ def report_corpus(parsers: list[Parser], verbose: bool) -> None:
     print(f"\n{len(cases)} malformed turns (malformed.jsonl)")
     for parser in parsers:
         able = {name for name in FORMATS if parser.supports(name)}
-        found = [
+        pairs = [
             (c, outcome(parser, c["format"], c["text"], CORPUS_TOOLS, c["calls"])) for c in cases if c["format"] in able
         ]
-        counts = Counter(result for _, result in found)
-        print(f"{parser.name:<12}{len(found)} cases: " + ", ".join(f"{n} {what}" for what, n in counts.most_common()))
+        counts = Counter(result for _, result in pairs)
+        print(f"{parser.name:<12}{len(pairs)} cases: " + ", ".join(f"{n} {what}" for what, n in counts.most_common()))
         if verbose:
-            for case, result in found:
+            for case, result in pairs:
                 if result != "as expected":
                     print(f"    {case['format']}: {case['case']}: {result}")
 

@@ -44,18 +44,18 @@ def conversation(turns: int) -> list[dict[str, Any]]:
 
 
 def seconds(*calls: Callable[[], Any]) -> list[float]:
-    """Return the least processor seconds of each call over several rounds, in which all take turns."""
+    """Return the least processor seconds of each call over several rounds of all calls."""
     best = [float("inf")] * len(calls)
     for _ in range(ROUNDS):
         for number, call in enumerate(calls):
-            begun = time.process_time()
+            start = time.process_time()
             call()
-            best[number] = min(best[number], time.process_time() - begun)
+            best[number] = min(best[number], time.process_time() - start)
     return best
 
 
 def as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the same with the arguments of calls as JSON text."""
+    """Return the messages with the arguments of calls as JSON text."""
 
     def call_as_text(call: dict[str, Any]) -> dict[str, Any]:
         function = call["function"]
@@ -65,14 +65,14 @@ def as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the same with contents as lists of parts."""
+    """Return the messages with contents as lists of parts."""
     return [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
 
 
 def without_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the questions and answers alone; of two questions in a row the second."""
-    kept = [m for m in messages if m["role"] != "tool" and "tool_calls" not in m]
-    return [m for m, after in zip(kept, [*kept[1:], None], strict=True) if not after or m["role"] != after["role"]]
+    """Return the questions and answers alone; of two consecutive questions, the second."""
+    texts = [m for m in messages if m["role"] != "tool" and "tool_calls" not in m]
+    return [m for m, after in zip(texts, [*texts[1:], None], strict=True) if not after or m["role"] != after["role"]]
 
 
 FORMS: dict[str, Callable[[list[dict[str, Any]]], list[dict[str, Any]]]] = {
@@ -96,7 +96,7 @@ def taken(tokenizer: Any) -> str:
 
 
 def main(words: list[str]) -> int:
-    """Print the table; 1 where one of the ratios that it holds at the most turns is above MOST."""
+    """Print the table; return 1 where a ratio at the largest number of turns is above MOST."""
     every = "--every" in words
     qwen3 = [name for name in template_names() if name.startswith("qwen3")][:3]
     ratios: dict[str, float] = {}

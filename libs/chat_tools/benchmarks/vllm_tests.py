@@ -102,13 +102,13 @@ class Words:
 
 
 def without_downloads() -> None:
-    """Put the tokenizer of words in the place of all."""
+    """Replace all tokenizers by the tokenizer of words."""
     transformers.AutoTokenizer.from_pretrained = staticmethod(lambda *_, **__: Words())
     vllm.tokenizers.get_tokenizer = lambda *_, **__: Words()
 
 
 def format_of(name: str) -> str | None:
-    """Return the format that a parser's registered name stands for."""
+    """Return the format of a parser's registered name, or None."""
     known = SAME.get(name, ALIASES.get(name, name))
     return known if known in FORMATS else None
 
@@ -117,7 +117,7 @@ ASKED: Counter[str] = Counter()  # how often a format was asked for something
 
 
 def counted(kind: type[FormatToolParser]) -> type[FormatToolParser]:
-    """Count what is asked of a parser."""
+    """Return the parser class with its calls counted."""
 
     def over(method: Any) -> Any:
         @wraps(method)
@@ -132,7 +132,7 @@ def counted(kind: type[FormatToolParser]) -> type[FormatToolParser]:
 
 
 def replace_parsers() -> dict[str, str]:
-    """Put ours in the place of every registered class that there is a format for; the formats by class name."""
+    """Replace every registered class that has a format by ours; return the formats by class name."""
     names = [*ToolParserManager.lazy_parsers, *ToolParserManager.tool_parsers]
     replaced: dict[str, str] = {}
     ours: dict[type[ToolParser], type[FormatToolParser]] = {}
@@ -153,7 +153,7 @@ def replace_parsers() -> dict[str, str]:
 
 
 class Verdicts:
-    """What became of each test, and which format it asked."""
+    """The outcome of each test, and the format that it used."""
 
     def __init__(self) -> None:
         self.found: dict[str, dict[str, Any]] = {}
@@ -193,20 +193,20 @@ def both(archive: Path, words: str) -> dict[bool, dict[str, dict[str, Any]]]:
             root = first.name.split("/")[0]
             members = [m for m in tar if m.name.removeprefix(f"{root}/").startswith(FOLDERS)]
             tar.extractall(name, members, filter="data")
-        found = {}
+        results = {}
         for own in (False, True):
             out = Path(name) / f"{own}.json"
             command = [sys.executable, __file__, str(Path(name) / root), "--into", str(out), "-k", words]
             subprocess.run([*command, *(["--own"] if own else [])], check=True, stdout=subprocess.DEVNULL)
-            found[own] = json.loads(out.read_text())
-    return found
+            results[own] = json.loads(out.read_text())
+    return results
 
 
-def tell(found: dict[bool, dict[str, dict[str, Any]]], show: bool) -> None:
-    """Print how many tests agree, by format."""
+def print_agreement(results: dict[bool, dict[str, dict[str, Any]]], show: bool) -> None:
+    """Print the number of tests that agree, by format."""
     agreed: dict[str, Counter[bool]] = defaultdict(Counter)
-    for test, ours in found[False].items():
-        if not ours["formats"] or found[True].get(test, {}).get("outcome") != "passed":
+    for test, ours in results[False].items():
+        if not ours["formats"] or results[True].get(test, {}).get("outcome") != "passed":
             continue
         agrees = ours["outcome"] in ("passed", "xfailed")
         agreed["+".join(ours["formats"])][agrees] += 1
@@ -226,11 +226,11 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="print each disagreement")
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--own", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.into is not None:
-        given.into.write_text(json.dumps(run_tests(given.source, given.own, given.k)))
+    options = parser.parse_args()
+    if options.into is not None:
+        options.into.write_text(json.dumps(run_tests(options.source, options.own, options.k)))
     else:
-        tell(both(given.source, given.k), given.show)
+        print_agreement(both(options.source, options.k), options.show)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command line: audit a chat template, look at rendered conversations, take a model's output apart."""
+"""The command line: audit a chat template, view rendered conversations, parse a model's output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def load_tokenizer(directory: str) -> Any:
 
 
 def audit(options: argparse.Namespace) -> int:
-    """Audit a template; 0 if the mask is safe, 1 if not."""
+    """Audit a template; return 0 if the mask is safe, 1 if not."""
     tokenizer = load_tokenizer(options.directory)
     stops = read_stop_tokens(options.directory, tokenizer) or None
     report = audit_template(tokenizer, stop_tokens=stops, **_template_options(options.option))
@@ -60,7 +60,7 @@ def view(options: argparse.Namespace) -> int:
 
 
 def show_formats(options: argparse.Namespace) -> int:
-    """Print a page of each format, or of those named: its aliases, how calls stand in a turn, an example."""
+    """Print a page of each format, or of the named ones: aliases, the place of calls in a turn, an example."""
     for name in options.names or formats():
         fmt = find_format(name)
         print(f"## {fmt.name}\n")
@@ -75,7 +75,7 @@ def show_formats(options: argparse.Namespace) -> int:
 
 
 def conformance(options: argparse.Namespace) -> int:
-    """Print one line for each real chat template; 0 if all conform."""
+    """Print one line for each real chat template; return 0 if all conform."""
     try:
         from chat_tools.conformance.check_templates import HEAD, check_template, summary
         from chat_tools.conformance.real_templates import template_names
@@ -97,7 +97,7 @@ def conformance(options: argparse.Namespace) -> int:
 
 
 def parse_command(options: argparse.Namespace) -> int:
-    """Take a model's output (a file or standard input) apart and print it as JSON."""
+    """Parse a model's output (a file or standard input) and print it as JSON."""
     raw = Path(options.file).read_bytes() if options.file else sys.stdin.buffer.read()
     message = parse(raw, options.format)
     data = asdict(message)

@@ -1,4 +1,4 @@
-"""Files of conversations (jsonl, parquet) to tokens and masks, in parallel; what was skipped is counted, and why."""
+"""Files of conversations (jsonl, parquet) to tokens and masks, in parallel; skipped rows are counted by reason."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BYTES_A_WORKER = 700 << 20  # of memory: an interpreter with a tokenizer of a qu
 
 @dataclass(frozen=True, slots=True)
 class DatasetOptions:
-    """How rows become tokens.
+    """Options of tokenisation.
 
     `messages` and `tools` name the columns; either may hold lists or JSON text. Rows longer than `max_length` tokens
     are skipped, and rows without a trained token. With `strict` a row with `Rendered.problems` is skipped and counted
@@ -56,7 +56,7 @@ class Example:
 
 @dataclass(slots=True)
 class DatasetReport:
-    """What became of the rows. `skipped` counts by reason; `examples` names a first row of each reason."""
+    """The outcome of the rows. `skipped` counts by reason; `examples` names a first row of each reason."""
 
     rows: int = 0
     kept: int = 0
@@ -83,9 +83,9 @@ Progress = Callable[[int, int | None], None]
 
 
 def sensible_workers(requested: int | None = None, rows: int | None = None) -> int:
-    """Choose how many processes tokenise: no more than the processors, the memory and the rows are good for.
+    """Return the number of processes that tokenise: no more than processors, memory and rows allow.
 
-    A request for more than the machine has is cut down to it. `rows` None: unknown.
+    A larger request is reduced to that. `rows` None: unknown.
     """
     if requested is not None and requested < 1:
         raise ValueError(f"workers must be at least 1, not {requested}; None chooses for the machine")
@@ -100,11 +100,11 @@ def sensible_workers(requested: int | None = None, rows: int | None = None) -> i
 
 
 def _free_memory() -> int:
-    """Return the bytes that can be had without swapping; the page cache gives back what it holds."""
+    """Return the bytes that are available without swapping, the page cache included."""
     meminfo = Path("/proc/meminfo")
-    found = re.search(r"^MemAvailable: +(\d+) kB", meminfo.read_text(), re.MULTILINE) if meminfo.is_file() else None
-    if found is not None:
-        return 1024 * int(found[1])
+    available = re.search(r"^MemAvailable: +(\d+) kB", meminfo.read_text(), re.MULTILINE) if meminfo.is_file() else None
+    if available is not None:
+        return 1024 * int(available[1])
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # not known on this system
@@ -112,7 +112,7 @@ def _free_memory() -> int:
 
 
 def read_rows(paths: Sequence[str | Path]) -> Iterator[tuple[str, Any]]:
-    """Read (place, row) from jsonl and parquet files; a line that is no JSON comes as the error itself."""
+    """Yield (place, row) from jsonl and parquet files; for a line that is no JSON, the error in place of the row."""
     for path in map(Path, paths):
         if path.suffix == ".parquet":
             yield from _read_parquet(path)
@@ -153,7 +153,7 @@ def _without_null(value: Any) -> Any:
 
 
 def tokenize_row(row: Any, tokenizer: Any, options: DatasetOptions) -> tuple[list[int], list[bool]] | str:
-    """Return ids and mask of one row, or why it is skipped."""
+    """Return the ids and mask of one row, or the reason why it is skipped."""
     if isinstance(row, ValueError):
         return "not valid JSON"
     if not isinstance(row, dict):
@@ -207,10 +207,10 @@ def tokenize_dataset(
     progress: Progress | None = None,
     report: DatasetReport | None = None,
 ) -> Iterator[Example]:
-    """Tokenise the conversations of jsonl and parquet files, in order, a few tasks ahead of the reader.
+    """Tokenise the conversations of jsonl and parquet files, in order, a few tasks ahead of the consumer.
 
-    `report` is filled as rows come; `progress` is called with (rows done, `total`); `progress_bar(...)` gives one.
-    `workers` None chooses for the machine; a request for more than it can bear is cut down, as the report says.
+    `report` is filled as rows come; `progress` is called with (rows done, `total`); `progress_bar(...)` makes one.
+    `workers` None chooses for the machine; a request for more than it has is reduced, and the report says so.
     """
     options = options or DatasetOptions()
     report = DatasetReport() if report is None else report
@@ -285,7 +285,7 @@ def _plain_progress(title: str) -> Progress:
 
 
 def write_parquet(examples: Iterable[Example], path: str | Path, rows_a_group: int = 1000) -> int:
-    """Write examples to a parquet file with columns row, input_ids, loss_mask; return how many."""
+    """Write examples to a parquet file with columns row, input_ids, loss_mask; return their number."""
     try:
         import pyarrow as pa
         from pyarrow import parquet

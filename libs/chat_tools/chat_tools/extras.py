@@ -2,5 +2,5 @@
 
 
 def missing_extra_message(need: str, extra: str) -> str:
-    """Return the text of an error: what is needed and the extra that brings it, also from a checkout of the tree."""
+    """Return an error's text: what is missing, and how to install its extra, also from a checkout of the tree."""
     return f"{need}: pip install 'tessera-chat-tools[{extra}]' (of a checkout './libs/chat_tools[{extra}]')"

@@ -43,7 +43,7 @@ SIDES = ("ours", "core")
 
 
 def ours(run: Run) -> None:
-    """Our backend."""
+    """Measure our backend."""
     batch, objective = batch_of(run), SFT()
     before, net = in_use(run), step_gpu.model()
     # With no room at all the planner finds no even split over ranks in one go, and takes two micro-batches.
@@ -78,7 +78,7 @@ def ours(run: Run) -> None:
 
 
 def compare(folder: Path) -> None:
-    """Set the losses and gradients of both sides before the first update side by side."""
+    """Print the losses and gradients of both sides before the first update, side by side."""
     one, other = (torch.load(folder / f"{side}.pt") for side in SIDES)
     rows, squares, total = [], 0.0, 0.0
     for name, value in other["gradients"].items():
@@ -97,13 +97,13 @@ def compare(folder: Path) -> None:
 
 
 def side(name: str, run: Run) -> None:
-    """One side, on each of its ranks."""
+    """Run one side on each of its ranks."""
     step_gpu.SHAPE.update(run.shape)  # here, as a spawned rank has the module anew
     {"ours": ours, "core": core}[name](run)
 
 
 def installed(package: str) -> str | None:
-    """Return the version of a package, None where it is not there."""
+    """Return the version of a package; None where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -111,7 +111,7 @@ def installed(package: str) -> str | None:
 
 
 def parsed() -> argparse.Namespace:
-    """Return the command's options; it ends where they do not go together."""
+    """Return the command's options; exit where they cannot be combined."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--side", choices=SIDES)
@@ -129,7 +129,7 @@ def parsed() -> argparse.Namespace:
 
 
 def run_of(given: argparse.Namespace, folder: Path) -> Run:
-    """Return what both sides are given."""
+    """Return the settings that both sides share."""
     shape: dict[str, Any] = {}
     if given.device == "cpu":
         shape = TINY
@@ -141,7 +141,7 @@ def run_of(given: argparse.Namespace, folder: Path) -> Run:
 
 
 def main() -> int:
-    """Run one side, or both as processes and set them side by side: 1 where one failed."""
+    """Run one side, or both as processes and compare them; return 1 where one failed."""
     given = parsed()
     with tempfile.TemporaryDirectory(prefix="versus_") as temporary:
         folder = Path(given.folder or temporary)

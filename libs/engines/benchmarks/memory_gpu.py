@@ -65,7 +65,7 @@ class Gauge:
         return round((self._held() - self.before) / 2**30, 2)
 
     def of(self, call: Callable[[], Any], times: int = STEPS) -> tuple[float, float]:
-        """Return (median milliseconds, peak in GiB) of so many calls after two others."""
+        """Return (median milliseconds, peak in GiB) of `times` calls, after two warm-up calls."""
         for _ in range(2):
             call()
         found = []
@@ -83,7 +83,7 @@ class Gauge:
 
 
 def config_of(device: str, changes: dict[str, Any]) -> Any:
-    """Return of the model that is trained; a tiny one on a CPU."""
+    """Return the config of the model that is trained; a tiny one on a CPU."""
     from transformers import Qwen3_5TextConfig
 
     if device == "cpu":
@@ -97,7 +97,7 @@ def rows_of(device: str, tokens: int) -> Any:
 
 
 def ours(what: str, device: Any, tokens: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
-    """Steps, a scoring pass, then everything to the host and back."""
+    """Measure steps and a scoring pass, then a move of everything to the host and back."""
     from transformers import Qwen3_5ForCausalLM
 
     gauge, batch, objective = Gauge(device), rows_of(device, tokens), SFT()
@@ -123,7 +123,7 @@ def ours(what: str, device: Any, tokens: int, changes: dict[str, Any], options: 
 
 
 def rest(what: str, engine: Any, gauge: Gauge) -> None:
-    """Say what `offload` leaves on the device, and how long the second way there and back took."""
+    """Print what `offload` leaves on the device, and the seconds of a second `offload` and `onload`."""
     engine.offload()
     engine.onload()
     began = time.perf_counter()
@@ -141,7 +141,7 @@ def rest(what: str, engine: Any, gauge: Gauge) -> None:
 
 
 def stock(what: str, device: str, tokens: int, changes: dict[str, Any]) -> None:
-    """Log-probs and entropy as they are usually written: from all logits, in float32, of stock transformers' model."""
+    """Measure stock transformers, which computes log-probs and entropy in float32 from all logits."""
     from transformers import Qwen3_5ForCausalLM
 
     gauge = Gauge(device)

@@ -18,7 +18,7 @@ from objectives import SFT
 
 
 def measure(engine: TrainEngine, wait: bool | None, steps: int, every: int) -> tuple[list[float], list[float], float]:
-    """Return seconds of each call of save, of each step, and of the loop; None saves nothing."""
+    """Return the seconds of each call of save, of each step, and of the whole loop; `wait` None saves nothing."""
     batch, saves, times = tiny_batch([60, 61, 62, 63] * 4), [], []
     with tempfile.TemporaryDirectory() as folder:
         begun = time.perf_counter()

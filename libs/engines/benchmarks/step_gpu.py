@@ -58,7 +58,7 @@ def model(**changes: Any) -> Any:
 
 
 def lengths_of(total: int, longest: int, seed: int = 0) -> list[int]:
-    """Lognormal lengths that add up to exactly `total`."""
+    """Draw lognormal lengths that add up to exactly `total`."""
     rng = torch.Generator().manual_seed(seed)
     out: list[int] = []
     while sum(out) < total:
@@ -100,7 +100,7 @@ def isolation() -> None:
 
 
 def steps(name: str, tokens: int, cap: int, objective: Objective, count: int = 6, **options: Any) -> None:
-    """Times the last `count` of count + 2 steps."""
+    """Time the last `count` of count + 2 steps."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     engine: Any = build_engine(EngineConfig(device="cuda", lr=1e-5, max_tokens_per_rank=cap, **options), model())

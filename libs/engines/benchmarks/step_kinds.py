@@ -125,7 +125,7 @@ def clear(device: str) -> int:
 
 
 def ours(what: str, kind: str, device: Literal["cuda", "cpu"], **options: Any) -> None:
-    """A step of our engine, with the next batch packed meanwhile."""
+    """Measure a step of our engine, which packs the next batch meanwhile."""
     before, batch, objective = clear(device), rows_of(kind, device), SFT()
     tokens = sum(len(ids) for ids in batch["input_ids"].unbind())
     room = tokens // world() + (256 if world() > 1 else 0)  # rows of several ranks are not cut to fit
@@ -152,7 +152,7 @@ def ours(what: str, kind: str, device: Literal["cuda", "cpu"], **options: Any) -
 
 
 def attention() -> str:
-    """Torch's attention over sequences of several lengths."""
+    """Register torch's attention over sequences of several lengths, and return its name."""
     from torch.nn.attention.varlen import varlen_attn
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -179,7 +179,7 @@ def attention() -> str:
 
 
 def stock(what: str, kind: str, device: str, adapters: bool = False) -> None:
-    """Stock transformers under FSDP2, packed on a GPU; on a CPU, where it can't be packed, a single row."""
+    """Measure stock transformers under FSDP2: packed on a GPU, a single row on a CPU, where it can't be packed."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     before, cuda = clear(device), device == "cuda"
@@ -218,7 +218,7 @@ def stock(what: str, kind: str, device: str, adapters: bool = False) -> None:
 
 
 def inputs_of(lengths: list[int], device: str) -> dict[str, Any]:
-    """Return what keeps packed sequences apart in transformers: positions, sequence numbers, boundaries."""
+    """Return the inputs that keep packed sequences apart in transformers: positions, sequence numbers, boundaries."""
     edges = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
     number = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
     return {

@@ -41,7 +41,7 @@ def say(**facts: Any) -> None:
 
 
 def back_to_back(step: Callable[[], Any]) -> float:
-    """Milliseconds of a step, of `STEPS` that nobody waits between."""
+    """Return the milliseconds of a step, over `STEPS` steps with no wait between them."""
     dist.barrier()
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -104,7 +104,7 @@ def our_engine(tokens: int, **options: Any) -> Any:
 
 
 def ours(what: str, tokens: int, prefetch: bool = True, **options: Any) -> None:
-    """A step of our engine; every rank has `tokens` tokens, and the next batch is packed meanwhile."""
+    """Measure a step of our engine on `tokens` tokens of each rank; the next batch is packed meanwhile."""
     room = tokens if dist.get_world_size() == 1 else tokens + 256  # rows of two ranks are not cut to fit
     engine = our_engine(room, **options)
     batches = [batch_of(lengths_of(tokens, 8192) * dist.get_world_size()) for _ in range(2)]
@@ -125,7 +125,7 @@ def ours(what: str, tokens: int, prefetch: bool = True, **options: Any) -> None:
 
 
 def profile(step: Callable[[], Any], top: int = 40) -> None:
-    """Print where a step's time goes on the device."""
+    """Print where the time of a step goes on the device."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
@@ -137,7 +137,7 @@ def profile(step: Callable[[], Any], top: int = 40) -> None:
 
 
 def host(top: int = 30) -> None:
-    """Say what the host does in a step: milliseconds to enqueue each part, and the functions that take the most."""
+    """Print what the host does in a step: milliseconds to enqueue each part, and the functions that take the most."""
     import cProfile
     import pstats
 
@@ -175,7 +175,7 @@ def host(top: int = 30) -> None:
 
 
 def gradients(tokens: int = 8192, **options: Any) -> tuple[float, dict[str, torch.Tensor]]:
-    """Return (loss, gradients in float32 on the host) of a step that is not made."""
+    """Return (loss, float32 gradients on the host) of a step without its update."""
     engine = our_engine(tokens, **options)
     batch = batch_of(lengths_of(tokens, 8192))
     work = engine._agree_on(batch, SFT())
@@ -187,7 +187,7 @@ def gradients(tokens: int = 8192, **options: Any) -> tuple[float, dict[str, torc
 
 
 def correctness() -> None:
-    """Gradient errors of the plain and the fast path against float32 and plain torch operations."""
+    """Print gradient errors of the plain and the fast path against float32 and plain torch operations."""
     exact_loss, exact = gradients(dtype="float32", compile="off", weights="sharded")
 
     def error(found: dict[str, torch.Tensor]) -> float:
@@ -206,7 +206,7 @@ def correctness() -> None:
 
 
 def stock(what: str, tokens: int, checkpointing: bool = False) -> None:
-    """Stock transformers under FSDP2, with torch's variable-length attention and packed sequences kept apart."""
+    """Measure stock transformers under FSDP2, with torch's variable-length attention, packed sequences kept apart."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn.attention.varlen import varlen_attn
     from transformers import AttentionInterface, AttentionMaskInterface, Qwen3_5ForCausalLM, Qwen3_5TextConfig

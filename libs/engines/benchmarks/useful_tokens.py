@@ -43,8 +43,8 @@ OUT: list[dict[str, Any]] = []
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes of a run on one kind of device. `widths`: of padded rows, none for those of their longest; `shape`: what
-    differs from the model of `step_gpu.py`."""
+    """The sizes of a run on one kind of device. `widths`: of padded rows, none for the longest row's; `shape`: changes
+    to the model of `step_gpu.py`."""
 
     device: Literal["cuda", "cpu"]
     sequences: int
@@ -94,7 +94,7 @@ def model(setting: Setting) -> Any:
 
 
 def sequences(setting: Setting) -> Any:
-    """Return the batch of every case."""
+    """Return the batch that every case trains on."""
     batch = batch_of(setting.lengths())
     batch["input_ids"] = torch.nested.nested_tensor(
         [ids % setting.shape.get("vocab_size", SHAPE["vocab_size"]) for ids in batch["input_ids"].unbind()],
@@ -104,7 +104,7 @@ def sequences(setting: Setting) -> Any:
 
 
 def measure(what: str, setting: Setting, step: Callable[[], tuple[float, dict[str, Any]]]) -> dict[str, Any]:
-    """Time `step`, which returns its loss and more to say: the first call, one more, and the median of the rest."""
+    """Time `step`, which returns its loss and more to print: the first call, one more, and the median of the rest."""
     wait: Callable[[], None] = torch.cuda.synchronize if setting.device == "cuda" else lambda: None
     began = time.perf_counter()
     loss, facts = step()
@@ -218,7 +218,7 @@ CASES: dict[str, Callable[[Setting], dict[str, Any]]] = {
 
 
 def ratios_of(found: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Return how many times the useful tokens/s of padded rows packed ones make."""
+    """Return the useful tokens/s of packed rows as a multiple of those of each kind of padded rows."""
     ratios = {}
     for ours in [case for case in ("packed", "plain") if case in found]:
         for theirs in [case for case in ("padded", "sorted") if case in found]:

@@ -19,7 +19,7 @@ from engines.parallel.layout import ParallelLayout
 
 
 def core(run: Run) -> None:
-    """Keep the gradients of its first step, and time its steps. RuntimeError where its optimizer skips one."""
+    """Save the gradients of the first step, and time steps. RuntimeError where the optimizer skips one."""
     if run.device != "cuda":
         raise SystemExit("megatron-core's own layers need CUDA: --side ours runs on a CPU")
     name_kernels()
@@ -31,7 +31,7 @@ def core(run: Run) -> None:
 
 
 def trained(run: Run, dtype: torch.dtype) -> None:
-    """The same, where everything is set up."""
+    """Run `core` once the process groups are set up."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import get_megatron_optimizer
@@ -92,7 +92,7 @@ def name_kernels() -> None:
 
 
 def core_model(run: Run, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-    """GPTModel in megatron-core's own hybrid specification, with the seed's weights; its parameters by our names."""
+    """Make GPTModel by megatron-core's hybrid specification, with the seed's weights; and its parameters by our names."""
     from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
         get_transformer_block_with_experimental_attention_variant_spec as hybrid_spec,
     )
@@ -115,7 +115,7 @@ def core_model(run: Run, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
 
 
 def optimizer_config(dtype: torch.dtype) -> Any:
-    """Return the settings of our side's AdamW."""
+    """Return megatron-core's settings for the AdamW of our side."""
     from megatron.core.optimizer import OptimizerConfig
 
     defaults = EngineConfig()
@@ -134,7 +134,7 @@ def optimizer_config(dtype: torch.dtype) -> Any:
 
 
 def core_config(text: Any, dtype: torch.dtype, tensor_parallel: int = 1) -> Any:
-    """megatron-core's TransformerConfig of the hybrid, with the fusions that its training scripts turn on.
+    """Return megatron-core's TransformerConfig of the hybrid, with the fusions that its training scripts turn on.
 
     Sequence parallel goes with tensor parallel, as it does in our backend.
     """
@@ -181,8 +181,8 @@ def core_config(text: Any, dtype: torch.dtype, tensor_parallel: int = 1) -> Any:
 
 
 def forward_of(run: Run) -> tuple[Callable[..., Any], int]:
-    """Return the step's forward function over this copy's packed tokens of `ours`, and how many of all copies are
-    trained."""
+    """Return the step's forward function over this copy's packed tokens, and the number of trained tokens of all
+    copies."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     sizes = lengths(run)
@@ -220,8 +220,8 @@ def forward_of(run: Run) -> tuple[Callable[..., Any], int]:
 
 @torch.no_grad()
 def fill(made: torch.nn.Module, net: Any, layout: ParallelLayout, rank: int) -> dict[str, torch.nn.Parameter]:
-    """Give `made` a rank's part of a transformers model's weights: its parameters by our names. RuntimeError where
-    names differ.
+    """Give `made` a rank's part of a transformers model's weights, and return its parameters by our names. RuntimeError
+    where names differ.
 
     Transformer Engine has a norm inside the linear after it; and its gated delta net's norm, as all others, is kept as
     the distance from one.
@@ -248,7 +248,7 @@ def fill(made: torch.nn.Module, net: Any, layout: ParallelLayout, rank: int) -> 
 
 
 def fused(name: str) -> list[str]:
-    """Return where Transformer Engine's specification may have a norm."""
+    """Return the names under which Transformer Engine's specification may have a norm."""
     parts = name.split(".")
     if parts[:2] != ["decoder", "layers"]:
         return []

@@ -34,10 +34,9 @@ LR, CLIP, EPS = 1e-5, 1.0, 1e-8
 
 @dataclass(frozen=True)
 class Run:
-    """What both sides are given: `tokens` a step of each copy of the model, `steps` that are timed, the folder for
-    gradients, how many ranks there are and how many of them share each matrix; `shape`: what is changed of the model;
-    `optimizer`: what updates our side (`megatron_optimizer`).
-    """
+    """The settings that both sides share: `tokens` a step of each copy of the model, `steps` to time, the folder for
+    gradients, `ranks`, and how many of them share each matrix; `shape`: changes to the model; `optimizer`: what updates
+    our side (`megatron_optimizer`)."""
 
     device: Literal["cuda", "cpu"]
     tokens: int
@@ -50,29 +49,29 @@ class Run:
 
     @property
     def layout(self) -> ParallelLayout:
-        """How the ranks are arranged: those that share no matrix split the batch."""
+        """The layout of the ranks: those that share no matrix split the batch."""
         return ParallelLayout.of_world(self.ranks, tp=self.tensor_parallel)
 
     @property
     def copies(self) -> int:
-        """Of the model, each with tokens of its own."""
+        """The number of copies of the model, each with tokens of its own."""
         return self.layout.dp
 
 
 def say(**facts: Any) -> None:
-    """Print a row; of several ranks the first does."""
+    """Print a row on the first rank."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(json.dumps(facts), flush=True)
 
 
 def lengths(run: Run) -> list[int]:
-    """Return the lengths of one copy's packed sequences: the same for each, so that any plan gives all as much to
-    do."""
+    """Return the lengths of one copy's packed sequences, the same for each copy, so that any plan gives all the same
+    work."""
     return step_gpu.lengths_of(run.tokens, run.tokens)
 
 
 def batch_of(run: Run) -> Any:
-    """Return the sequences of all copies, one copy's after another's."""
+    """Return the sequences of all copies, one copy after another."""
     return step_gpu.batch_of(lengths(run) * run.copies)
 
 
@@ -118,13 +117,13 @@ def measure(run: Run, side: str, step: Callable[[], dict[str, float]], before: i
 
 
 def in_use(run: Run) -> int:
-    """Return bytes of the device that are in use."""
+    """Return the bytes of the device that are in use."""
     gc.collect()
     return torch.cuda.memory_allocated() if run.device == "cuda" else 0
 
 
 def keep(run: Run, side: str, loss: float, gradients: dict[str, Tensor]) -> None:
-    """Save what the first step has before its update: the mean loss and gradients by our names of parameters.
+    """Save the mean loss and the gradients of the first step before its update, by our names of parameters.
 
     Of several ranks the first does: gradients are added up over copies by then, and of a matrix it has its part.
     """

@@ -18,7 +18,7 @@ COMMANDS = {
 
 
 def main() -> int:
-    """Run a command of the library; its exit status."""
+    """Run a command of the library; return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m engines", description=__doc__)
     parser.add_argument("command", choices=[*COMMANDS])
     status: int = import_module(COMMANDS[parser.parse_args().command]).main()

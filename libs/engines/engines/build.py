@@ -55,7 +55,7 @@ def executor_of(
     disk: DiskWeights | None = None,
     names: DiskNames = OWN_NAMES,
 ) -> FSDP2Executor:
-    """Return the executor for this device: weights sharded or replicated, layers compiled or as they are.
+    """Return the executor for this device: weights sharded or replicated, layers compiled or not.
 
     `disk`: where the values of an empty module are; `names`: of its parameters there.
     """

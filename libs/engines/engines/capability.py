@@ -181,7 +181,7 @@ def features_of(config: EngineConfig) -> list[str]:
 
 
 def refuse_unsupported(config: EngineConfig) -> None:
-    """ValueError with the reason for the first thing this configuration asks for that is not there."""
+    """Raise ValueError with the reason for the first unsupported feature that this configuration asks for."""
     asked = features_of(config)
     for feature in asked:
         answer = supports(config, feature)
@@ -210,7 +210,7 @@ def refuse_unsupported(config: EngineConfig) -> None:
 
 
 def _refuse_beside_the_host(config: EngineConfig) -> None:
-    """ValueError for what has not been run with parameters on the host."""
+    """Raise ValueError for options that have not been run with parameters on the host."""
     beside = {
         "lora": config.lora.rank > 0,
         "expert_parallel": config.expert_parallel > 1,
@@ -222,7 +222,7 @@ def _refuse_beside_the_host(config: EngineConfig) -> None:
 
 
 def _refuse_beside_experts(config: EngineConfig) -> None:
-    """ValueError for what has not been run with expert parallelism under FSDP2."""
+    """Raise ValueError for options that have not been run with expert parallelism under FSDP2."""
     beside = {
         "lora": config.lora.rank > 0,
         "weights='replicated'": config.weights == "replicated",

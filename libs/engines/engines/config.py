@@ -135,14 +135,14 @@ class EngineConfig:
             raise ValueError("; ".join(found))
 
     def problems(self) -> Iterator[str]:
-        """Yield texts of all that is wrong, most of which begin with a field's name."""
+        """Yield the text of each problem; most begin with a field's name."""
         yield from self.out_of_range()
         if not self._unreadable():
             yield from self._beside_each_other()
             yield from self._of_schedule()
 
     def out_of_range(self) -> Iterator[str]:
-        """Fields that can't have their value, whatever the others have."""
+        """Yield the problems of single fields, whatever the others are."""
         wrong = self._unreadable()
         yield from wrong.values()
         for names, holds, text in _RANGES:
@@ -152,7 +152,7 @@ class EngineConfig:
                     yield f"{name} {text.format(value)}"
 
     def _unreadable(self) -> dict[str, str]:
-        """Return what is wrong by name of fields that are not of their type, or not of their shape."""
+        """Return the problems of fields that have the wrong type or shape, by name."""
         found: dict[str, str] = {}
         for entry in fields(self):
             try:
@@ -164,7 +164,7 @@ class EngineConfig:
         return found
 
     def _beside_each_other(self) -> Iterator[str]:
-        """Fields that can't have their values together."""
+        """Yield the problems of fields whose values exclude each other."""
         if self.pipeline_parallel == 1 and (self.first_stage_layers or self.last_stage_layers):
             yield "first_stage_layers and last_stage_layers have no effect with one stage: raise pipeline_parallel"
         if self.moments_dtype == "bfloat16" and self.betas[1] > LARGEST_BETA:
@@ -188,7 +188,7 @@ class EngineConfig:
             yield "learning_rates are scheduled as multiples of lr, which is 0: set lr above 0"
 
     def _of_schedule(self) -> Iterator[str]:
-        """Yield what the schedule of the learning rate can't be."""
+        """Yield the problems of the learning rate schedule."""
         if self.total_steps is not None and self.total_steps < 1:
             yield f"total_steps must be at least 1, got {self.total_steps}"
         if self.lr_schedule == "constant":
@@ -205,7 +205,7 @@ LARGEST_BETA = 0.99
 
 
 def parse_context_parallel(value: str) -> int | Literal["dynamic"]:
-    """1 for "off", N for "static:N", or "dynamic"; ValueError for anything else."""
+    """Return 1 for "off", N for "static:N", or "dynamic"; ValueError for anything else."""
     if value == "off":
         return 1
     if value == "dynamic":
@@ -217,8 +217,8 @@ def parse_context_parallel(value: str) -> int | Literal["dynamic"]:
 
 
 def parse_options(words: tuple[str, ...]) -> dict[str, Any]:
-    """Return values by name, each read as JSON where it is that; ValueError for what is not NAME=VALUE, or comes
-    twice."""
+    """Return options by name from words NAME=VALUE, each value read as JSON where it is JSON; ValueError for another
+    word, or a name that comes twice."""
     found: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
@@ -232,7 +232,7 @@ def parse_options(words: tuple[str, ...]) -> dict[str, Any]:
 
 
 def parse_learning_rates(words: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
-    """Regular expressions with their rates, in order; ValueError for what is not PATTERN=LR, or comes twice."""
+    """Return regular expressions with their rates, in order; ValueError for what is not PATTERN=LR, or comes twice."""
     found: dict[str, float] = {}
     for word in words:
         pattern, equals, text = word.rpartition("=")
@@ -249,7 +249,7 @@ def parse_learning_rates(words: tuple[str, ...]) -> tuple[tuple[str, float], ...
 
 
 def _check_type(name: str, value: Any, wanted: Any) -> None:
-    """ValueError unless the value is of the field's type: one of its choices, a finite number, ..."""
+    """Raise ValueError unless the value is of the field's type: one of its choices, a finite number, ..."""
     if get_origin(wanted) is Literal:
         if value not in get_args(wanted):
             raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(wanted)))}, got {value!r}")

@@ -40,7 +40,7 @@ def launch(
     threads: int | None = None,
     timeout_seconds: float | None = None,
 ) -> Any:
-    """Run fn(*args) on `world_size` ranks with an initialised process group; what rank 0 returned.
+    """Run fn(*args) on `world_size` ranks with an initialised process group, and return what rank 0 returned.
 
     One rank runs in this process. More are spawned on this machine and talk over loopback; `fn`, `args` and the result
     must then be picklable, and `fn` importable. Under torchrun this process joins as the rank it is, and `world_size`
@@ -71,7 +71,7 @@ def under_torchrun() -> bool:
 
 
 def ensure_group(device: str = "auto", timeout_seconds: float | None = None) -> bool:
-    """Initialise the process group where there is none: torchrun's, or a group of one. True where it did."""
+    """Initialise the process group where there is none: torchrun's, or a group of one. Return whether it did."""
     if dist.is_initialized():
         return False
     if under_torchrun():
@@ -134,7 +134,7 @@ def _spawn(
 
 
 def _await(processes: Sequence[Any], pipes: Sequence[Connection]) -> Any:
-    """Rank 0's result once all have answered; RankError for the first that fails or dies silently."""
+    """Return rank 0's result once all have answered. RankError for the first that fails or dies silently."""
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
     result = None
     while open_pipes:
@@ -155,8 +155,7 @@ def _await(processes: Sequence[Any], pipes: Sequence[Connection]) -> Any:
 
 
 def _end(code: int | None) -> str:
-    """Return how a process ended that sent nothing, of multiprocessing's exit code: negative where a signal ended
-    it."""
+    """Return how a process that sent nothing ended, from its exit code: negative where a signal ended it."""
     died, number = f"died with exit code {code}", -(code or 0)
     name = next((f" ({known.name})" for known in signal.Signals if known == number), "")
     if number in _FAULTS:
@@ -167,7 +166,7 @@ def _end(code: int | None) -> str:
 def _first_error(
     rank: int, error: tuple[float, str], pipes: Mapping[Connection, int], processes: Sequence[Any]
 ) -> RankError:
-    """Return the cause among what arrives together: a rank that died without a word, else the earliest error."""
+    """Return the cause among errors that arrive together: a rank that died silently, else the earliest error."""
     errors = [(*error, rank)]
     for pipe, other in pipes.items():
         if other != rank and pipe.poll(_GRACE_SECONDS):
@@ -226,7 +225,7 @@ def _rank_main(
 
 
 def _end_with_parent(pipe: Connection) -> None:
-    """A thread that ends this process when the parent's end of the pipe closes, however the parent ended."""
+    """Start a thread that ends this process when the parent's end of the pipe closes, however the parent ended."""
 
     def watch() -> None:
         try:
@@ -250,7 +249,7 @@ def _set_device(device: str, rank: int, ranks_here: int) -> None:
 
 @contextmanager
 def _loopback(device: str) -> Iterator[None]:
-    """Collectives bind to the loopback interface while a group is made; the environment is as before afterwards."""
+    """Bind collectives to the loopback interface while a group is made inside the block; then restore the environment."""
     names = devices_of(device).interfaces
     before = {name: os.environ.get(name) for name in names}
     os.environ.update({name: os.environ.get(name, "lo") for name in names})

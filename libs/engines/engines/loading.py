@@ -24,7 +24,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
-    """Return the device of this rank; ValueError where it is not there, or lacks a dtype that is asked of it."""
+    """Return the device of this rank; ValueError where there is none, or it lacks a dtype that is asked for."""
     devices = devices_of(config.device)
     if reason := devices.missing():
         raise ValueError(f"device={devices.kind!r} but {reason}: use device='cpu' or 'auto'")
@@ -41,13 +41,13 @@ def resolve_device(config: EngineConfig) -> torch.device:
 
 
 def device_of(config: EngineConfig, module: nn.Module) -> torch.device:
-    """Return where a module is, or is to be as long as it is empty."""
+    """Return the device that a module is on, or will be on while it is empty."""
     device = next(module.parameters()).device
     return resolve_device(config) if device.type == "meta" else device
 
 
 def compute_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """Return what the model computes in."""
+    """Return the dtype that the model computes in."""
     if config.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return DTYPES[config.dtype]
@@ -55,7 +55,7 @@ def compute_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A causal LM in the master dtype, and what its exports are to hold."""
+    """A causal LM in the master dtype, and what its exports hold."""
 
     module: Any
     weights: ModelWeights
@@ -68,7 +68,7 @@ def load_model(
 ) -> Any:
     """Load the module alone (see `load`) with parameters in the master dtype or in `dtype`, on the CPU or `device`.
 
-    What is on disk goes there a tensor at a time; buffers keep their dtype (rotary frequencies must stay float32).
+    It is read there one tensor at a time; buffers keep their dtype (rotary frequencies must stay float32).
     """
     return _whole(open_model(config, model), dtype, device).module
 
@@ -132,7 +132,7 @@ def cast_parameters(model: Any, dtype: torch.dtype) -> Any:
 
 
 def _check_replay(config: EngineConfig, family: Family, model: PretrainedConfig) -> None:
-    """Refuse what a sampler can't tell of the model either, so that a run ends before it samples."""
+    """Raise ValueError for replayed experts on a model without experts, before anything is sampled."""
     if config.routing_replay and not family.router:
         raise ValueError(
             f"routing_replay is for models with experts, {model.get_text_config().model_type} has none: leave it off"
@@ -155,7 +155,7 @@ def _from_directory(config: EngineConfig, directory: Path, dtype: torch.dtype, s
 
 
 def _whole(opened: LoadedModel, dtype: torch.dtype | None = None, device: torch.device | None = None) -> LoadedModel:
-    """Read what is still on disk."""
+    """Read the values that are still on disk."""
     module = opened.module if dtype is None else cast_parameters(opened.module, dtype)
     if opened.disk is not None:
         allocate(module, device or torch.device("cpu"))

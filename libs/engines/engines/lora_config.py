@@ -26,7 +26,7 @@ class LoraConfig:
             raise ValueError("; ".join(f"lora {text}" for text in found))
 
     def problems(self) -> Iterator[str]:
-        """Yield texts of all that is wrong, each beginning with a field's name."""
+        """Yield the text of each problem, beginning with a field's name."""
         wrong = {name: text for name, holds, text in self._wanted() if not holds}
         for name, text in wrong.items():
             yield f"{name} must be {text}, got {getattr(self, name)!r}"
@@ -35,7 +35,7 @@ class LoraConfig:
                 yield f"{name} has no effect without an adapter: set lora rank, such as 16"
 
     def _wanted(self) -> Iterator[tuple[str, bool, str]]:
-        """Yield (field, whether it has what it must, what it must have)."""
+        """Yield (field, whether its value is valid, what it must be)."""
         rank, alpha, targets = self.rank, self.alpha, self.targets
         whole = isinstance(rank, int) and not isinstance(rank, bool)
         yield "rank", whole and rank >= 0, "a whole number, at least 0"
@@ -47,5 +47,5 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """What an adapter's output is multiplied by."""
+        """The factor of an adapter's output."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)

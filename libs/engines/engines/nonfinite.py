@@ -1,4 +1,4 @@
-"""What happens when numbers are no longer finite: a run ends with an error that says where."""
+"""Guards against numbers that are not finite: a run ends with an error that says where they are."""
 
 import logging
 import math
@@ -23,7 +23,7 @@ class NonFiniteError(RuntimeError):
 
 
 class FiniteGuard:
-    """Counts the steps that made no update, and ends a run that `EngineConfig.on_nonfinite` does not let go on."""
+    """Number of steps that made no update; it ends a run where `EngineConfig.on_nonfinite` says so."""
 
     def __init__(self, config: EngineConfig, skipped: int = 0) -> None:
         self.config = config
@@ -31,7 +31,7 @@ class FiniteGuard:
         self.in_a_row = 0
 
     def check(self, step: int, loss: float, norm: float) -> None:
-        """Raise `NonFiniteError` where step number `step` (from 1) must be the last; the same on every rank."""
+        """Raise `NonFiniteError` where step number `step` (from 1) must be the last; on all ranks alike."""
         if math.isfinite(loss) and math.isfinite(norm):
             self.in_a_row = 0
             return
@@ -49,7 +49,7 @@ class FiniteGuard:
     def check_export(self) -> None:
         """Raise `NonFiniteError` where the last step ended the run: the weights before it may be those that failed.
 
-        A run that goes on without such steps, exports after them too, and says how many there were.
+        A run that continues without such steps exports after them too, and reports how many there were.
         """
         if not self.in_a_row:
             return
@@ -67,7 +67,7 @@ class FiniteGuard:
 
 
 def finite_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Hand tensors on; `NonFiniteError` naming the first that is not finite: an extreme is NaN where an element is."""
+    """Yield the tensors. `NonFiniteError` names the first that is not finite: an extreme is NaN where an element is."""
     for name, tensor in tensors:
         if tensor.is_floating_point() and tensor.numel() and not bool(torch.stack(tensor.aminmax()).isfinite().all()):
             raise NonFiniteError(f"{name} has values that are not finite: training diverged, nothing was exported")

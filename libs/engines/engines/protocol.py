@@ -1,4 +1,4 @@
-"""What an engine does for those who use it."""
+"""The interface of an engine for its users."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -70,8 +70,7 @@ class TrainEngine(Protocol):
         ...
 
     def saves_done(self) -> bool:
-        """Return whether what `save` began is whole on disk. Not collective, and raises nothing: see
-        `wait_for_saves`."""
+        """Return whether what `save` began is whole on disk. Local; it raises nothing: see `wait_for_saves`."""
         ...
 
     def wait_for_saves(self) -> None:
@@ -91,11 +90,11 @@ class TrainEngine(Protocol):
         ...
 
     def onload(self) -> None:
-        """Move them back."""
+        """Move weights and optimizer back to the device."""
         ...
 
     def supports(self, feature: str) -> Supported | Unsupported:
-        """Tell whether this engine has the feature."""
+        """Return whether this engine has the feature, with its test or the reason."""
         ...
 
     def state_summary(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The policy that training leaves as it was, to which a KL penalty holds the one that is trained.
+"""The reference model, which training leaves as it is, and to which a KL penalty holds the policy.
 
 It is a frozen engine beside the trained one, or the base under an adapter, which costs no second model.
 """
@@ -12,7 +12,7 @@ from engines.protocol import TrainEngine
 
 @contextmanager
 def base_policy(engine: Any) -> Iterator[TrainEngine]:
-    """While it is open, what it yields scores by the reference policy: `engine.reference`, or `engine` by its base.
+    """Yield an engine that scores by the reference model inside the block: `engine.reference`, or `engine` by its base.
 
     ValueError where the engine has neither.
     """

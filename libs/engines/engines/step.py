@@ -155,7 +155,7 @@ class Engine:
         return work, micro_batches
 
     def _ready(self, batch: Batch, objective: Objective) -> tuple["_Work", MicroBatches]:
-        """Return a step that the ranks agree on and its micro-batches, made ahead of time or now. Collective."""
+        """Return a step that the ranks agree on and its micro-batches, prepared before or now. Collective."""
         found: tuple[_Work, MicroBatches] | None = self._ahead.take(batch, objective)
         if found is None:
             work = self._agree_on(batch, objective)
@@ -168,7 +168,7 @@ class Engine:
         return self.planner.plan(lengths)
 
     def _agree_on(self, batch: Batch, objective: Objective) -> _Work:
-        """Check the batch, leave out rows without a gradient and plan. Collective."""
+        """Check the batch, leave out rows without a gradient, and plan. Collective."""
         if isinstance(batch, LocalBatch):
             return self._agree_on_parts(batch, objective)
         work = self._work(view_batch(batch), objective)
@@ -187,7 +187,7 @@ class Engine:
         return _Work(local, plan, stats, kept)
 
     def _agree_on_parts(self, batch: LocalBatch, objective: Objective) -> _Work:
-        """Return the same where ranks hold parts: the plan is of all lengths, and rows are left out where they are."""
+        """Check and plan where ranks hold parts: the plan is of all lengths, then loses rows without a gradient."""
         batch = self._checked(batch, ("loss_mask", *objective.required_keys))
         plan = self.planner.plan(batch.lengths)
         self._check_agreement("parts", plan.hash, batch.lengths)
@@ -198,7 +198,7 @@ class Engine:
         return _Work(batch, plan.without(stats.zero_gradient), stats, kept)
 
     def _checked(self, batch: LocalBatch, keys: Sequence[str]) -> LocalBatch:
-        """Return a batch that has these keys, and media only where the model sees them, with their positions."""
+        """Return the batch with these keys checked, media only where the model sees them, and their positions."""
         batch.require(keys, sees=self.vision is not None)
         if self.config.routing_replay:
             check_routed_experts(batch.view, *self._routed)
@@ -220,7 +220,7 @@ class Engine:
         return MicroBatches(batch, parts, self.planner.group, self.device, keys)
 
     def _take_update(self, loss: float, update: SupportsFloat) -> float:
-        """Return the gradient's norm; where it or the loss is not finite the executor has made no update."""
+        """Return the gradient norm; the executor made no update where it or the loss is not finite."""
         norm = float(update) if math.isfinite(loss) else math.nan
         self.guard.check(self.step + 1, loss, norm)
         if math.isfinite(norm):
@@ -294,8 +294,7 @@ class Engine:
         self._writer.save(Path(directory), self.executor.state(), facts, wait, [Path(path) for path in also])
 
     def saves_done(self) -> bool:
-        """Return whether what `save` began is whole on disk. Not collective; what went wrong is `wait_for_saves`' to
-        raise."""
+        """Return whether what `save` began is whole on disk. Local; `wait_for_saves` raises its errors."""
         return self._writer.done
 
     def wait_for_saves(self) -> None:
@@ -344,7 +343,7 @@ class Engine:
         self._offloaded = True
 
     def onload(self) -> None:
-        """Move them back to the device."""
+        """Move weights and optimizer states back to the device."""
         self.executor.move(self.device)
         self._offloaded = False
 
@@ -378,7 +377,7 @@ def _whole(view: BatchView) -> LocalBatch:
 
 
 def _tokens_of(micro_batch: MicroBatch, starts: Tensor) -> Tensor:
-    """i64[T]: where the tokens of a micro-batch lie among those of the whole batch."""
+    """Return i64[T], the places of a micro-batch's tokens among those of the whole batch."""
     packed = micro_batch.packed
     cu_seqlens = packed.cu_seqlens.to(torch.int64)
     rows = torch.tensor(micro_batch.rows, device=starts.device)
@@ -387,7 +386,7 @@ def _tokens_of(micro_batch: MicroBatch, starts: Tensor) -> Tensor:
 
 
 def _scored_batch(flat: Tensor, batch: LocalBatch, starts: Tensor, entropy: bool) -> TensorDict:
-    """Return the rows that are held, of flat scores f32[k, tokens of the whole batch]."""
+    """Return the rows that are held, from flat scores f32[k, tokens of the whole batch]."""
     lengths = batch.view.lengths
     if batch.rows != tuple(range(len(batch.lengths))):
         rows, sizes = torch.tensor(batch.rows, device=flat.device), torch.tensor(lengths, device=flat.device)

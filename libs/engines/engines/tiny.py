@@ -103,8 +103,7 @@ def tiny_config(kind: str = "dense", **changes: Any) -> Any:
 
 
 def tiny_model(kind: str = "dense", seed: int = 0, scale: float = 4.0, **changes: Any) -> nn.Module:
-    """Return a random model whose weights are `scale` times as large as usual, so that a leak would show in its
-    logits."""
+    """Return a random model whose weights are `scale` times the usual, so that a leak would show in its logits."""
     torch.manual_seed(seed)
     auto = AutoModelForImageTextToText if kind.startswith("vision") else AutoModelForCausalLM
     model: nn.Module = auto.from_config(tiny_config(kind, **changes))
@@ -116,8 +115,7 @@ def tiny_model(kind: str = "dense", seed: int = 0, scale: float = 4.0, **changes
 
 
 def tiny_batch(lengths: list[int], seed: int = 0, vocab: int = 48) -> TensorDict:
-    """Return random sequences of these lengths with every key the objectives read; the first third of each is its
-    prompt."""
+    """Return random sequences of these lengths with every key of the objectives; a third of each is its prompt."""
     rng = torch.Generator().manual_seed(seed)
     samples = []
     for index, length in enumerate(lengths):

@@ -1,9 +1,8 @@
-"""The weights as they lie in this process, for a sampler beside the trainer that computes with these very tensors.
+"""The weights in this process's memory, for a sampler beside the trainer that computes with these very tensors.
 
-It is exact where a rank holds every tensor whole, in the dtype that is computed in: shards of one rank in that dtype,
-or replicated weights. Elsewhere there is nothing to lend, and a sampler is handed copies (`Engine.export_weights`).
-Every update writes into the tensors: who borrowed them has the new weights the moment that a step is made, with no way
-back to the old ones.
+It is exact where a rank holds every tensor whole, in the compute dtype: shards of one rank in that dtype, or replicated
+weights. Elsewhere nothing can be shared, and a sampler gets copies (`Engine.export_weights`). Every update writes into
+the tensors: who shares them has the new weights as soon as a step is made, and cannot get the old ones back.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,7 +21,7 @@ from engines.weights.row_shards import sharding_axes
 class SharedParameters(NamedTuple):
     """`tensors`: views of parameters (tied ones once) and persistent buffers, whole, by the names of the live module.
 
-    `updates()`: a number that is another one once the engine has changed their values (by a step, or by loading a
+    `updates()`: a number that changes whenever the engine has changed their values (by a step, or by loading a
     checkpoint of another step).
     """
 
@@ -55,7 +54,7 @@ def shared_parameters(engine: Any) -> SharedParameters | Unsupported:
 
 
 def _reasons(held: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device) -> Iterator[str]:
-    """Yield why tensors of a rank can't stand for those that a sampler of this dtype, on this device, would have."""
+    """Yield why a sampler of this dtype, on this device, cannot compute with a rank's tensors."""
     wanted = _named(dtype)
     for name, tensor in held:
         if isinstance(tensor, DTensor):
@@ -73,7 +72,7 @@ def _reasons(held: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: tor
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor, in place, without a gradient."""
+    """Return this rank's part of a tensor, in place, without a gradient."""
     with torch.no_grad():
         return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 

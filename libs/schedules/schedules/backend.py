@@ -39,9 +39,11 @@ class SamplerBackend(ABC):
 
     def check_machine(self, config: Any) -> None:
         """Raise ValueError, with the setting to change, where this machine lacks what the backend needs."""
+        del config
 
     def check_model(self, config: Any, directory: Path, model: Any) -> None:
         """Raise ValueError where it cannot sample from a model; `model`: its transformers configuration."""
+        del config, directory, model
 
     def devices(self, layout: Any) -> int:
         """Return how many devices one engine spans."""

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Mode = Literal["sync", "one_step_off", "fully_async"]
+MODES: list[str] = [*get_args(Mode)]
+"""Names that `register_schedule` adds to."""
 STALENESS_THRESHOLD = 0.5
 """Share of a window that a fully asynchronous run samples ahead unless told otherwise."""
 
@@ -13,7 +15,7 @@ STALENESS_THRESHOLD = 0.5
 class ScheduleConfig:
     """Who waits for whom between sampling and training."""
 
-    mode: Mode = "sync"
+    mode: str = "sync"
     """Sampling then training; training on the batch before; or a queue between the two."""
     staleness_threshold: float | None = None
     """Share of a step's samples that may come from older weights (fully_async); without it 0.5. 0 samples nothing
@@ -33,8 +35,8 @@ class ScheduleConfig:
     def problems(self) -> Iterator[str]:
         """Yield texts of all that is wrong, each beginning with a field's name."""
         problems = []
-        if self.mode not in get_args(Mode):
-            problems.append(f"mode must be one of {', '.join(map(repr, get_args(Mode)))}, got {self.mode!r}")
+        if self.mode not in MODES:
+            problems.append(f"mode must be one of {', '.join(map(repr, MODES))}, got {self.mode!r}")
         for name in ("parameter_sync_step", "required_batches"):
             if getattr(self, name) < 1:
                 problems += [f"{name} must be at least 1, got {getattr(self, name)}"]

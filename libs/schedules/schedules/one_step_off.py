@@ -25,7 +25,7 @@ from schedules.sampling.memory_turns import check_weights, run_pending_checks
 from schedules.sampling.session import Evaluation, RolloutSession
 from schedules.sampling.settings import RunState
 from schedules.sampling.task_state import save_cursor
-from schedules.schedule import StepResult, restore_tasks
+from schedules.schedule import TrainStepResult, restore_tasks
 
 
 class OneStepOffSchedule:
@@ -52,7 +52,7 @@ class OneStepOffSchedule:
             self._sampling.cancel()
         self._ledger.close()
 
-    def step(self, step: int) -> StepResult:
+    def step(self, step: int) -> TrainStepResult:
         """Train on the episodes that are there, and sample the next ones meanwhile."""
         session, trainer = self._session, self._trainer
         begun = time.perf_counter()
@@ -87,7 +87,7 @@ class OneStepOffSchedule:
         if self._timeline is not None:
             self._timeline.add("trainer", "train", first, trained)
             self._timeline.add("weights", "sync", sampled, ended)
-        return StepResult(episodes, result.advantages, metrics, rows)
+        return TrainStepResult(episodes, result.advantages, metrics, rows)
 
     def evaluate(self) -> Evaluation:
         """Return responses to the held-out tasks: nothing is sampled between two steps."""

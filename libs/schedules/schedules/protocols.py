@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rollout import Chat, Completion, EnvironmentFactory, Episode, RolloutEngine, Sampling, TaskRow, TaskSource
 from rollout.sync import Adapter
+from rollout.sync.pieces import BucketPiece
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,11 @@ class WeightExport:
 
     pieces: Iterable[Any]
     adapter: Adapter | None = None
+
+    @classmethod
+    def of_tensors(cls, tensors: Iterable[tuple[str, Tensor]]) -> "WeightExport":
+        """Return the export of named tensors, whole on this rank: those of `module.named_parameters()`, say."""
+        return cls(BucketPiece(name, tuple(t.shape), t.dtype, 0, t.detach().reshape(-1)) for name, t in tensors)
 
 
 class Trainer(Protocol):

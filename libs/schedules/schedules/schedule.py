@@ -14,7 +14,7 @@ from schedules.sampling.task_state import load_cursor
 
 
 @dataclass(frozen=True)
-class StepResult:
+class TrainStepResult:
     """Episodes of a step, the advantage of each (0 where it failed), its metrics, and its tasks by group.
 
     `rows` is None where they are the tasks of that step's number.
@@ -39,7 +39,7 @@ class Schedule(Protocol):
         """End what still runs."""
         ...
 
-    def step(self, step: int) -> StepResult:
+    def step(self, step: int) -> TrainStepResult:
         """Do step number `step`, from 0; steps are asked for in order."""
         ...
 

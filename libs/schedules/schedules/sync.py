@@ -12,7 +12,7 @@ from schedules.sampling.memory_turns import check_weights, run_pending_checks, s
 from schedules.sampling.session import Evaluation, RolloutSession
 from schedules.sampling.settings import RunState
 from schedules.sampling.task_state import save_cursor
-from schedules.schedule import StepResult, restore_tasks
+from schedules.schedule import TrainStepResult, restore_tasks
 
 
 class SyncSchedule:
@@ -32,7 +32,7 @@ class SyncSchedule:
     ) -> None:
         """Do nothing: nothing runs between steps."""
 
-    def step(self, step: int) -> StepResult:
+    def step(self, step: int) -> TrainStepResult:
         """Do step number `step`, from 0; see `sync_step`."""
         return sync_step(self._session, self._trainer, step, self._timeline)
 
@@ -55,7 +55,9 @@ class SyncSchedule:
         """Do nothing: nothing is kept."""
 
 
-def sync_step(session: RolloutSession, trainer: Trainer, step: int, timeline: Timeline | None = None) -> StepResult:
+def sync_step(
+    session: RolloutSession, trainer: Trainer, step: int, timeline: Timeline | None = None
+) -> TrainStepResult:
     """Do step number `step`, from 0; then the sampler has the new weights. `timeline` is told who was busy when."""
     begun = time.perf_counter()
     with sampling_memory(session, trainer):
@@ -80,4 +82,4 @@ def sync_step(session: RolloutSession, trainer: Trainer, step: int, timeline: Ti
         "time/step_s": ended - begun,
     }
     metrics["tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/step_s"]
-    return StepResult(episodes, result.advantages, metrics)
+    return TrainStepResult(episodes, result.advantages, metrics)

@@ -20,12 +20,12 @@ from chat_tools.rendering.template import Message, rendering_errors
 
 
 def canary(number: int) -> str:
-    """Return the word of message `number`, if it is not the assistant's."""
+    """Return the word in message `number`, if that is not the assistant's."""
     return f"zanary{number}q"
 
 
 def own_word(number: int) -> str:
-    """Return the word of message `number`, if it is the assistant's."""
+    """Return the word in message `number`, if that is the assistant's."""
     return f"wanswer{number}q"
 
 
@@ -75,7 +75,7 @@ CONVERSATIONS: dict[str, list[Message]] = {
 
 
 class Form(NamedTuple):
-    """How a conversation is put: calls' arguments as JSON text, None as the content beside calls, contents as parts."""
+    """The form of a conversation: arguments as JSON text, None as the content beside calls, contents as parts."""
 
     arguments_as_text: bool = False
     no_content: bool = False
@@ -87,10 +87,10 @@ FORMS = [Form(), Form(True), Form(False, True), Form(True, True), Form(parts=Tru
 
 @dataclass(slots=True)
 class Row:
-    """What was found for one template.
+    """The result for one template.
 
-    `refused` are the conversations that the template itself refuses, `problems` those that `render` names a problem in
-    (such a row is not trained, and is counted by the apps), `failures` what must not be, in words.
+    `refused` are the conversations that the template itself refuses, `problems` those in which `render` names a problem
+    (such a row is not trained, and is counted by the apps), `failures` texts of what must not be.
     """
 
     name: str
@@ -124,11 +124,11 @@ def check_template(name: str) -> Row:
     """Try one template with every conversation."""
     tokenizer, family, row = real_tokenizer(name), family_of(name), Row(name)
     for title, pattern in CONVERSATIONS.items():
-        found = first_rendering(tokenizer, pattern, family)
-        if found is None:
+        accepted = first_rendering(tokenizer, pattern, family)
+        if accepted is None:
             row.refused.append(title)
             continue
-        messages, rendered = found
+        messages, rendered = accepted
         row.rendered += 1
         row.problems += [f"{title}: {problem}" for problem in rendered.problems]
         failures = [*_mask_failures(row, tokenizer, family, messages, rendered)]
@@ -146,7 +146,7 @@ def check_all() -> Iterator[Row]:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Sum up in one line."""
+    """Return a summary of the rows in one line."""
     good = sum(not row.failures for row in rows)
     counts = (sum(getattr(row, key) for row in rows) for key in ("rendered", "turns", "stops", "extended"))
     rendered, turns, stops, extended = counts
@@ -159,7 +159,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def _filled(pattern: Sequence[Message], form: Form) -> list[Message]:
-    """Put each message's word in, in a form that templates want."""
+    """Return the messages with their words filled in, in a form that templates expect."""
 
     def fill(value: Any, word: str) -> Any:
         if isinstance(value, str):
@@ -185,7 +185,7 @@ def _filled(pattern: Sequence[Message], form: Form) -> list[Message]:
 def first_rendering(
     tokenizer: Any, pattern: Sequence[Message], family: Family
 ) -> tuple[list[Message], Rendered] | None:
-    """Render in the form in which the template loses fewest words and makes fewest problems; None if it refuses all."""
+    """Render in the form with the fewest lost words and problems; return None if the template refuses all forms."""
     best: tuple[tuple[int, int], list[Message], Rendered] | None = None
     for form in FORMS:
         messages = _filled(pattern, form)
@@ -204,14 +204,14 @@ def first_rendering(
 
 
 def known_stops(tokenizer: Any, family: Family) -> list[str]:
-    """List the family's stop tokens that the tokenizer has."""
+    """Return the family's stop tokens that the tokenizer has."""
     return [stop for stop in family.stops if stop in tokenizer.get_vocab()]
 
 
 def _mask_failures(
     row: Row, tokenizer: Any, family: Family, messages: Sequence[Message], rendered: Rendered
 ) -> Iterator[str]:
-    """Yield what is wrong with the ids and the mask."""
+    """Yield the failures of the ids and the mask."""
     text, offsets = rendered.text, _offsets(tokenizer, rendered.text)
     official = tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=True)["input_ids"]
     if list(official) != rendered.ids:
@@ -240,7 +240,7 @@ def _mask_failures(
 
 
 def _extend_failures(row: Row, tokenizer: Any, family: Family, messages: Sequence[Message]) -> Iterator[str]:
-    """Yield where a sampled turn and what follows it do not stand as they were sampled and as the template has it."""
+    """Yield the failures of `extend`: the turn must stay as sampled, and the text after it must be the template's."""
     stops = known_stops(tokenizer, family)
     for number, message in enumerate(messages[:-1]):
         if message["role"] != "assistant" or messages[number + 1]["role"] == "assistant":
@@ -248,7 +248,7 @@ def _extend_failures(row: Row, tokenizer: Any, family: Family, messages: Sequenc
         until = next((i for i in range(number + 1, len(messages)) if messages[i]["role"] == "assistant"), len(messages))
         following = list(messages[number + 1 : until])
         try:
-            asked = render(tokenizer, messages[:number], add_generation_prompt=True, stop_tokens=stops)
+            prompt = render(tokenizer, messages[:number], add_generation_prompt=True, stop_tokens=stops)
             whole = render(tokenizer, messages[:until], add_generation_prompt=True, stop_tokens=stops)
             end = _turn_end(whole.text, messages, number, family)
             seen = message
@@ -267,23 +267,23 @@ def _extend_failures(row: Row, tokenizer: Any, family: Family, messages: Sequenc
         body = own.text[turn[0].start : turn[-1].end]
         body = next((body.removesuffix(s) for s in (*stops, *family.closings) if body.endswith(s)), body)
         for stop in dict.fromkeys([here, *stops]):
-            kept = stop != here and here not in family.closings  # the token begins what follows, and is still to come
+            stays = stop != here and here not in family.closings  # the token begins what follows, and is still to come
             sampled = tokenizer(body + stop, add_special_tokens=False)["input_ids"]
             try:
-                longer = extend(asked.generated(sampled, message), following)
+                longer = extend(prompt.generated(sampled, message), following)
             except ValueError as error:
                 yield f"after {stop!r} of message {number}: {error}"
                 continue
             row.extended += 1
-            expected = asked.text + body + stop + whole.text[end[0] if kept else end[1] :]
-            if longer.text != expected or longer.ids[: len(asked.ids) + len(sampled)] != [*asked.ids, *sampled]:
+            expected = prompt.text + body + stop + whole.text[end[0] if stays else end[1] :]
+            if longer.text != expected or longer.ids[: len(prompt.ids) + len(sampled)] != [*prompt.ids, *sampled]:
                 at = next((i for i, (a, b) in enumerate(zip(longer.text, expected, strict=False)) if a != b), -1)
-                found, wanted = (t[max(at - 20, 0) : at + 40] for t in (longer.text, expected))
-                yield f"after {stop!r} of message {number}: {found!r}, not {wanted!r}"
-            after = longer.text[len(asked.text + body + stop) :]
+                actual, wanted = (t[max(at - 20, 0) : at + 40] for t in (longer.text, expected))
+                yield f"after {stop!r} of message {number}: {actual!r}, not {wanted!r}"
+            after = longer.text[len(prompt.text + body + stop) :]
             if missing := [i for i in range(number + 1, until) if not _at(after, i)]:
                 yield f"after {stop!r} of message {number}: message {missing[0]} is lost"
-            if any(longer.assistant_mask[len(asked.ids) + len(sampled) :]):
+            if any(longer.assistant_mask[len(prompt.ids) + len(sampled) :]):
                 yield f"what follows message {number} is in the mask"
 
 
@@ -292,7 +292,7 @@ def _offsets(tokenizer: Any, text: str) -> list[tuple[int, int]]:
 
 
 def _at(text: str, number: int) -> list[int]:
-    """Return where the canary of a message stands."""
+    """Return the positions of a message's canary."""
     return [start for start, _ in _places(text, canary(number))]
 
 
@@ -305,7 +305,7 @@ def _places(text: str, word: str) -> list[tuple[int, int]]:
 
 
 def _covered(place: tuple[int, int], trained: Sequence[tuple[int, int]]) -> bool:
-    """Say whether the tokens of the mask hold every character of a place."""
+    """Return whether trained tokens hold every character of a place."""
     start, end = place
     return all(any(a <= at < b for a, b in trained) for at in range(start, end))
 

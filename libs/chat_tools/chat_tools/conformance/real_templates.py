@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 
 class Family(NamedTuple):
-    """What checkpoints of a family have beside the template.
+    """The parts of a family's checkpoints beside the template.
 
     `stops` is `generation_config.eos_token_id`, `closings` are the tokens with which the template itself ends an
     answer, `bos` begins a conversation.
@@ -88,7 +88,7 @@ def template_folder() -> Path:
 
 
 def template_names() -> list[str]:
-    """List the templates by name, without `.jinja`."""
+    """Return the names of the templates, without `.jinja`."""
     return sorted(path.stem for path in template_folder().glob("*.jinja"))
 
 
@@ -102,7 +102,7 @@ def family_of(name: str) -> Family:
 
 @cache
 def real_tokenizer(name: str) -> Any:
-    """Train a byte-level BPE tokenizer on a template's text, with its markers as tokens, and give it the template.
+    """Train a byte-level BPE tokenizer on a template's text, with its markers as tokens, and set the template.
 
     Few of the markers are declared special, as in many checkpoints: gpt-oss's `<|end|>` is an added token that
     `all_special_tokens` does not list.

@@ -1,4 +1,4 @@
-"""What a format compiles to: its markers, and the reader of its calls, by its grammar."""
+"""The compiled form of a format: its markers, and the reader of its calls, by its grammar."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BodyReader = TaggedReader | ElementReader | BracketReader | ChannelReader
 
 
 def compile_body(fmt: Format, stops: list[str], thinking: list[str]) -> BodyTables:
-    """Return what a format's calls compile to; `stops` and `thinking` are the markers that stand around them."""
+    """Return the compiled tables of a format's calls; `stops` and `thinking` are the markers around them."""
     if isinstance(fmt.body, Tagged):
         return TaggedTables(fmt)
     if isinstance(fmt.body, Elements):
@@ -30,7 +30,7 @@ def compile_body(fmt: Format, stops: list[str], thinking: list[str]) -> BodyTabl
 
 
 def body_reader(tables: BodyTables, reader: Reader, recorder: Recorder, tools: ToolSet) -> BodyReader:
-    """Return the reader of such calls."""
+    """Return the reader for these tables."""
     if isinstance(tables, TaggedTables):
         return TaggedReader(reader, recorder, tables, tools)
     if isinstance(tables, ElementTables):
@@ -74,7 +74,7 @@ _TABLES: dict[Format, Tables] = {}
 
 
 def tables_of(fmt: Format) -> Tables:
-    """Return the markers of a format; compiled once."""
+    """Return the compiled markers of a format. Cached."""
     tables = _TABLES.get(fmt)
     if tables is None:
         tables = _TABLES[fmt] = Tables(fmt)

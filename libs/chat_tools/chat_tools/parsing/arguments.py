@@ -1,4 +1,4 @@
-"""Arguments by JSON Schema: text to typed values, and what does not fit said in words."""
+"""Arguments by JSON Schema: text to typed values, and notes on values that do not fit."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ class ToolSet:
         return self.parameters.get(name)
 
     def from_texts(self, name: str, pairs: Sequence[Written], notes: list[str], guess: bool = False) -> dict[str, Any]:
-        """Give texts their types by the tool's schema; the last of duplicate keys counts.
+        """Convert texts to their types by the tool's schema; the last of duplicate keys counts.
 
-        Undeclared ones stay text, unless it shall be guessed: then they are JSON if they can be. What the model itself
-        says is text stays as it is; what it says is none is guessed where it is not declared.
+        An undeclared one stays text, unless `guess` is set: then it is JSON if it can be. A value that the model marks
+        as text stays as it is; one that it marks as no text is guessed where it is not declared.
         """
         schema = self.get(name)
         properties = _properties(schema)
@@ -85,10 +85,10 @@ class ToolSet:
         return values
 
     def check(self, name: str, values: dict[str, Any], notes: list[str]) -> None:
-        """Fit already typed values (of JSON, say) to the tool's schema where nothing is lost; say what does not fit.
+        """Convert typed values (of JSON, say) to the tool's schema where nothing is lost; note those that do not fit.
 
-        A number or boolean where only text fits becomes its JSON text; text that is the JSON of what fits becomes that.
-        All else stays as the model wrote it, with a note; so does a fitted value.
+        A number or boolean where only text fits becomes its JSON text; text that is JSON of a fitting value becomes
+        that value. All else stays as the model wrote it. Both get a note.
         """
         schema = self.get(name)
         if schema is not None:
@@ -116,7 +116,7 @@ class ToolSet:
 
 
 def _fitted(value: Any, schema: Any, root: Schema, notes: list[str], key: str) -> Any:
-    """Return the value, or the scalar of another type that it stands for, if only that fits."""
+    """Return the value, or the scalar of another type that it represents, if only that fits."""
     problems = mismatches(value, schema, root, key)
     if not problems:
         return value
@@ -149,7 +149,7 @@ def _required(schema: Schema) -> list[str]:
 
 
 def from_text(text: str, schema: Any, root: Schema, notes: list[str], path: str = "value") -> Any:
-    """Return the value that `text` stands for under `schema`.
+    """Return the value of `text` under `schema`.
 
     A string schema takes the text as it is. Otherwise JSON, then a literal, is read; the value counts if it fits. Text
     that fits nothing comes back as text, with a note.
@@ -160,23 +160,23 @@ def from_text(text: str, schema: Any, root: Schema, notes: list[str], path: str 
     types = {plain} if plain else allowed_types(schema, root)
     if types == {"string"}:
         return _as_string(text, schema, root, notes, path)
-    found: list[str] = []
+    remarks: list[str] = []
     try:
-        value = loads(text, found)
+        value = loads(text, remarks)
     except LiteralError:
-        value, found = _by_word(text, types), []
+        value, remarks = _by_word(text, types), []
     if isinstance(value, float) and value.is_integer() and "integer" in types and "number" not in types:
         value = int(value)
     text_is_better = "string" in types and isinstance(value, str)
     problems = mismatches(value, schema, root, path)
     if not problems and not text_is_better:
-        for remark in found:
+        for remark in remarks:
             note(notes, remark)
         return value
     if not mismatches(text, schema, root, path):
         return text
     if isinstance(value, dict | list) and types & {"object", "array"} and _is_type(value, types):
-        for remark in (*found, *problems):
+        for remark in (*remarks, *problems):
             note(notes, remark)
         return value
     note(notes, f"{(problems or mismatches(text, schema, root, path))[0]}; kept as text")
@@ -184,7 +184,7 @@ def from_text(text: str, schema: Any, root: Schema, notes: list[str], path: str 
 
 
 def _plain_type(schema: Any) -> str | None:
-    """Return the type of a schema that says no more than one type: the usual case, without the general machinery."""
+    """Return the type of a schema that is no more than one type, else None: a shortcut for the usual case."""
     if type(schema) is not dict or not schema.keys() <= _ANNOTATIONS:
         return None
     kind = schema.get("type")
@@ -200,7 +200,7 @@ def _as_string(text: str, schema: Any, root: Schema, notes: list[str], path: str
 
 
 def _by_word(text: str, types: set[str]) -> Any:
-    """Read true, false and null in any case; all else stays text."""
+    """Read true, false and null in upper or lower case; all else stays text."""
     word = text.strip().lower() if "string" not in types else ""
     if "boolean" in types and word in ("true", "false"):
         return word == "true"
@@ -251,7 +251,7 @@ def allowed_types(schema: Any, root: Schema, depth: int = 0) -> set[str]:
 
 
 def mismatches(value: Any, schema: Any, root: Schema, path: str, depth: int = 0) -> list[str]:
-    """Say what of `value` does not fit `schema`: types, enums, unions, items, properties; [] if it fits."""
+    """List the mismatches of `value` with `schema`: types, enums, unions, items, properties; [] if it fits."""
     plain = _plain_type(schema)
     if plain:
         return [] if _is_type(value, {plain}) else [f"{path}: {_short(value)} is not {plain}"]
@@ -297,13 +297,13 @@ def _item_mismatches(value: list[Any], schema: Schema, root: Schema, path: str, 
 
 
 def _all_of_types(values: Sequence[Any], schema: Any) -> bool:
-    """Say whether a schema asks for nothing but types, and all the values are of these: the usual case, fast."""
+    """Return whether a schema asks for nothing but types, and all values have them: the usual case, fast."""
     names = only_types(schema)
     return names is not None and set(map(type, values)) <= {kind for name in names for kind in _TYPES[name]}
 
 
 def only_types(schema: Any) -> set[str] | None:
-    """Return the types of a schema that says nothing else, None for others."""
+    """Return the types of a schema without other keywords, None for others."""
     plain = _plain_type(schema)
     if plain is not None:
         return {plain}
@@ -315,8 +315,8 @@ def only_types(schema: Any) -> set[str] | None:
         return None
     if key == "type":
         return set(parts) if all(isinstance(part, str) and part in _TYPES for part in parts) else None
-    found = [only_types(part) for part in parts] if key in ("anyOf", "oneOf") else [None]
-    return None if None in found else set().union(*(part for part in found if part))
+    types = [only_types(part) for part in parts] if key in ("anyOf", "oneOf") else [None]
+    return None if None in types else set().union(*(part for part in types if part))
 
 
 def _property_mismatches(value: dict[str, Any], schema: Schema, root: Schema, path: str, depth: int) -> list[str]:

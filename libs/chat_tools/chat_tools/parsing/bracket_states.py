@@ -1,6 +1,6 @@
-"""Say the arguments of a call in brackets while they come: a JSON object, Python's keywords, bare keys.
+"""Stream the arguments of a call in brackets: a JSON object, Python's keywords, bare keys.
 
-A string is decoded as it comes, where the schema takes it as it is; any other value is said at its own end. Both end
+A string is decoded as it comes, where the schema takes it as it is; any other value is emitted at its end. Both end
 where `find_end` (nested_json.py) has them end, and are read as the parser reads them (literals.py).
 """
 
@@ -19,7 +19,7 @@ _SPACE = re.compile(r"\s*+")
 
 
 class BracketStates(ReaderStates):
-    """Read arguments from their opening bracket on, or from what stands between the name and it (`between`)."""
+    """States that read arguments from their opening bracket, or from the text between it and the name (`between`)."""
 
     def __init__(self, told: StreamedCall, spelling: Spelling, between: re.Pattern[str] | None) -> None:
         super().__init__(told)
@@ -44,7 +44,7 @@ class BracketStates(ReaderStates):
         return 1
 
     def _argument(self, text: str) -> int:
-        """Read a comma, a key, what ties it to its value, and the quote of a string."""
+        """Read a comma, a key, its separator from the value, and the quote of a string."""
         start = _space_end(text, 0)
         if start == len(text):
             return 0
@@ -88,7 +88,7 @@ class BracketStates(ReaderStates):
         return read
 
     def _other(self, text: str) -> int:
-        """Read more of any other value, up to the comma or bracket behind it."""
+        """Read more of a value that is no string, up to the comma or bracket after it."""
         value = self._value
         assert value is not None
         read = value.read(text)
@@ -101,7 +101,7 @@ class BracketStates(ReaderStates):
         return read
 
     def _meaning(self, text: str) -> Any:
-        """Return the value that the text is; UNUSUAL where that is not certain."""
+        """Return the value of the text; UNUSUAL where it is not certain."""
         try:
             if self.spelling.is_json:
                 return loads_plain(text)
@@ -112,7 +112,7 @@ class BracketStates(ReaderStates):
 
 
 def _space_end(text: str, start: int) -> int:
-    """Return where the white space that begins at `start` ends."""
+    """Return the end of the white space that begins at `start`."""
     space = _SPACE.match(text, start)
     assert space is not None
     return space.end()

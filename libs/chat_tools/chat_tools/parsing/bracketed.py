@@ -1,4 +1,4 @@
-"""Read calls whose arguments stand in brackets: JSON objects, objects behind a header, Python calls.
+"""Read calls with arguments in brackets: JSON objects, objects behind a header, Python calls.
 
 Strategy
 1. The usual case first: all up to the next marker is one plain JSON object (`_at_once`); nothing else is looked at.
@@ -42,7 +42,7 @@ NOT_A_CALL = "not a call"
 
 
 class BracketTables:
-    """What one format's brackets compile to."""
+    """The compiled brackets of one format."""
 
     def __init__(self, fmt: Format, stops: list[str], thinking: list[str]) -> None:
         body = fmt.body
@@ -63,7 +63,7 @@ class BracketTables:
 
 
 class BracketReader:
-    """Read one block of calls; the position is after its opening marker."""
+    """A reader of one block of calls, from after its opening marker."""
 
     __slots__ = ("in_list", "no_plain_object_before", "notes", "reader", "recorder", "tables", "tools")
 
@@ -77,9 +77,9 @@ class BracketReader:
         self.no_plain_object_before = 0  # up to here all text was looked at in vain: never twice
 
     def read(self, close: str, bare: bool = False) -> Wait[str | None]:
-        """Read up to the end of the block and record its calls; or return why it is malformed.
+        """Read to the end of the block and record its calls, or return why it is malformed.
 
-        A `bare` block has no opening marker: one that is no call at all comes back as NOT_A_CALL, nothing recorded.
+        A `bare` block has no opening marker: for one that is no call, NOT_A_CALL is returned and nothing recorded.
         """
         reader = self.reader
         self.notes = []
@@ -117,7 +117,7 @@ class BracketReader:
         return "no call follows the marker" if first else "the text ends inside the call"
 
     def _closing(self, close: str) -> Wait[None]:
-        """Take the closing marker, with stray brackets before it."""
+        """Read the closing marker, with stray brackets before it."""
         reader = self.reader
         stray = reader.pos
         if (match := self.tables.closing[close].match(reader.window, stray - reader.base)) is not None:
@@ -153,7 +153,7 @@ class BracketReader:
         return (yield from self._object(header["name"], (identifier or "").strip() or None, False))
 
     def _object(self, name: str | None, identifier: str | None, bare: bool) -> Wait[str | None]:
-        """Read an object and record the call; whether its text is one value is known only at its end."""
+        """Read an object and record the call; only its end shows whether its text is one value."""
         reader = self.reader
         start = reader.pos
         value = self._at_once()
@@ -175,9 +175,9 @@ class BracketReader:
         return None
 
     def _at_once(self) -> Any:
-        """Move over the object and return it, if all up to the next marker is one and plain JSON; else UNUSUAL.
+        """Move past the object and return it, if all up to the next marker is plain JSON of one; else return UNUSUAL.
 
-        The usual case: no need to look for the object's end, where JSON finds the same. Not for quotes of another kind.
+        In this usual case JSON itself finds the object's end. Not for quotes of another kind.
         """
         reader, tables = self.reader, self.tables
         if tables.quotes or reader.pos < self.no_plain_object_before:
@@ -204,9 +204,9 @@ class BracketReader:
     def _record(
         self, text: str, name: str | None, identifier: str | None, end: int, value: Any = UNUSUAL, bare: bool = False
     ) -> str | None:
-        """Record the call that an object stands for, its value if known; or say why it is none.
+        """Record the call of an object (`value`, if known), or return why it is none.
 
-        A `bare` object, which no marker announces, is one only if it is meant as one.
+        A `bare` object, without a marker before it, is a call only if `_is_meant`.
         """
         notes = self.notes = []
         quotes = self.tables.quotes
@@ -223,10 +223,10 @@ class BracketReader:
             if bare and not self._is_meant(value):
                 return NOT_A_CALL
             body = self.tables.body
-            found = _keyed_object(value) if isinstance(body, Json) and body.keyed else _call_object(value)
-            if isinstance(found, str):
-                return found
-            name, identifier, value = found
+            call = _keyed_object(value) if isinstance(body, Json) and body.keyed else _call_object(value)
+            if isinstance(call, str):
+                return call
+            name, identifier, value = call
         if isinstance(value, str):
             value = _text_object(value)
         if not isinstance(value, dict):
@@ -236,7 +236,7 @@ class BracketReader:
         return None
 
     def _is_meant(self, value: Any) -> bool:
-        """Say whether an object of an answer is meant as a call: it has arguments, or the name of a declared tool."""
+        """Return whether an object of an answer is meant as a call: with arguments, or the name of a declared tool."""
         if not isinstance(value, dict):
             return False
         function = value.get("function")
@@ -246,35 +246,35 @@ class BracketReader:
         return isinstance(name, str) and (has_arguments or self.tools.get(name) is not None)
 
     def _list(self, opening: str, bare: bool, close: str = "") -> Wait[str | None]:
-        """Read a list of objects ("{") or Python calls (""), each recorded when it is complete.
+        """Read a list of objects ("{") or Python calls (""), and record each when it is complete.
 
-        Calls without brackets around them end where `close` stands, which is not taken here.
+        Calls without brackets around them end before `close`, which is not read here.
         """
         reader = self.reader
         reader.pos += not close
-        found = 0
+        count = 0
         while True:
             if not reader.charge(CALL_COST):
                 return TOO_DENSE
             yield from reader.search(_NOT_COMMA)
             first = yield from reader.need(1)
-            if close and found and (yield from reader.at([close])):
+            if close and count and (yield from reader.at([close])):
                 return None
             if first == "]" and not close:
                 reader.pos += 1
-                if not found:
+                if not count:
                     return NOT_A_CALL if bare else "an empty list of calls"
                 self.recorder.extend(reader.pos)
                 return None
             if opening and first == opening:
-                reason = yield from self._element(None, bare and not found)
+                reason = yield from self._element(None, bare and not count)
             elif not opening and (call := _CALL.match((yield from self._name()))):
                 reason = yield from self._element(call, False)
             else:
-                return self._list_end(first, bare and not found)
+                return self._list_end(first, bare and not count)
             if reason is not None:
                 return reason
-            found += 1
+            count += 1
             self.in_list = True
 
     def _list_end(self, first: str, bare: bool) -> str:
@@ -283,7 +283,7 @@ class BracketReader:
         return "something else than a call in the list" if first else "the text ends inside the list of calls"
 
     def _name(self) -> Wait[str]:
-        """Wait until a name and its parenthesis are here, or cannot be; no longer, or the last call would come late."""
+        """Wait just until a name and its parenthesis are complete, or ruled out, so that the last call is not late."""
         length, most = 1, _LONGEST_NAME + 1
         while True:
             text = yield from self.reader.need(length)
@@ -292,7 +292,7 @@ class BracketReader:
             length = min(most, max(length + 1, min(2 * length, self.reader.end - self.reader.pos)))
 
     def _element(self, call: re.Match[str] | None, bare: bool) -> Wait[str | None]:
-        """Read one element; a bad one with matching brackets is recorded as malformed and the list goes on."""
+        """Read one element; a bad one with matching brackets is recorded as malformed, and the list continues."""
         reader = self.reader
         if call is not None:
             reader.pos += call.end() - 1
@@ -312,7 +312,7 @@ class BracketReader:
         return None
 
     def _next_element(self, start: int, reason: str) -> Wait[str | None]:
-        """Go on with what looks like the list's next element, after one whose brackets do not match."""
+        """Continue with the apparent next element of the list, after one whose brackets do not match."""
         reader = self.reader
         if reader.may_reread():
             reader.rewind(start + 1)
@@ -323,7 +323,7 @@ class BracketReader:
         return None
 
     def _record_python(self, text: str, name: str) -> str | None:
-        """Record a Python call from its parenthesis; or say why it cannot be read."""
+        """Record a Python call from its parenthesis, or return why it cannot be read."""
         notes = self.notes = []
         self.reader.charged += literal_cost(text)
         parser = LiteralParser(text, notes, pos=1)
@@ -348,7 +348,7 @@ class BracketReader:
 
 
 def _call_object(value: Any) -> tuple[str, str | None, Any] | str:
-    """Take name, id and arguments out of a call's object; or say why it is none."""
+    """Return the name, id and arguments of a call's object, or why it is no call."""
     if not isinstance(value, dict):
         return "the call is not an object"
     function = value.get("function")
@@ -369,7 +369,7 @@ def _call_object(value: Any) -> tuple[str, str | None, Any] | str:
 
 
 def _keyed_object(value: Any) -> tuple[str, None, Any] | str:
-    """Take name and arguments out of `{NAME: {...}}`; or say why it is no call."""
+    """Return the name and arguments of `{NAME: {...}}`, or why it is no call."""
     if not isinstance(value, dict) or len(value) != 1:
         return "the call is not an object with one key"
     ((name, arguments),) = value.items()
@@ -377,7 +377,7 @@ def _keyed_object(value: Any) -> tuple[str, None, Any] | str:
 
 
 def _text_object(text: str) -> Any:
-    """Read arguments that came as JSON text within the JSON."""
+    """Read arguments that are JSON text within the JSON."""
     try:
         return loads(text)
     except LiteralError:

@@ -17,7 +17,7 @@ from chat_tools.parsing.segments import Recorder
 
 
 class ChannelTables:
-    """What the markers of a channel format compile to."""
+    """The compiled markers of a channel format."""
 
     def __init__(self, body: Channels) -> None:
         self.body = body
@@ -30,7 +30,7 @@ class ChannelTables:
 
 
 class ChannelReader:
-    """Read one message; the position is at its header's first marker."""
+    """A reader of one message, from its header's first marker."""
 
     __slots__ = ("reader", "recorder", "tables", "tools")
 
@@ -65,7 +65,7 @@ class ChannelReader:
         yield from self._words("reasoning" if reasoning else "content")
 
     def _words(self, kind: Kind) -> Wait[None]:
-        """Take the text of a message as it comes."""
+        """Record the text of a message as it comes."""
         self.recorder.opens(kind, self.reader.pos)
         while True:
             match = self.reader.step(self.tables.inside)
@@ -82,7 +82,7 @@ class ChannelReader:
         self.recorder.text(kind, end, "" if self.recorder.silent else self.reader.slice(start, end))
 
     def _call(self, name: str) -> Wait[None]:
-        """Take a call: all of the message has to be its arguments."""
+        """Read a call: all of the message has to be its arguments."""
         reader, recorder = self.reader, self.recorder
         reader.charged += CALL_COST
         start = reader.pos

@@ -27,7 +27,7 @@ TOO_DENSE = "too many markers and calls in too little text"
 
 
 class Marks(NamedTuple):
-    """What to look for: a pattern, the length of its longest match, and the characters a match can begin with.
+    """A search pattern, the length of its longest match, and the characters with which a match can begin.
 
     `literals` are all that can match, or empty where the pattern is more than a list of them.
     """
@@ -51,9 +51,9 @@ class Marks(NamedTuple):
         return cls(re.compile(pattern), max(map(len, known)), re.compile(f"[{first}]"), tuple(known))
 
     def begun(self, window: str, start: int) -> int:
-        """Return where, from `start` on, a match may have begun that the window's end cuts off."""
-        while begun := self.first.search(window, start):
-            start = begun.start()
+        """Return the position, from `start` on, of a possible match that the window's end cuts off."""
+        while match := self.first.search(window, start):
+            start = match.start()
             if not self.literals or any(literal.startswith(window[start:]) for literal in self.literals):
                 return start
             start += 1
@@ -61,7 +61,7 @@ class Marks(NamedTuple):
 
 
 class Reader:
-    """Positions are characters from the beginning of the text. `operations` counts the characters examined."""
+    """A growing text with a position, in characters from its beginning. `operations` counts the characters examined."""
 
     __slots__ = ("_store", "base", "charged", "end", "final", "operations", "pos", "reread", "window")
 
@@ -77,7 +77,7 @@ class Reader:
         self.base = 0
 
     def append(self, text: str) -> None:
-        """Add text at the end; costs the new text and the few characters not consumed yet."""
+        """Add text at the end, in time of the new text and the few characters not consumed yet."""
         if self._store is not None:
             self._store.write(text)
         elif self.end == 0:
@@ -108,11 +108,11 @@ class Reader:
         return text
 
     def text(self) -> str:
-        """Return all of it."""
+        """Return all of the text."""
         return self.window if self._store is None else self._store.getvalue()
 
     def rewind(self, pos: int) -> None:
-        """Go back to `pos`."""
+        """Move back to `pos`."""
         self.reread += self.pos - pos
         if pos < self.base:
             window = self.slice(pos, self.end)
@@ -120,26 +120,26 @@ class Reader:
         self.pos = pos
 
     def may_reread(self) -> bool:
-        """Say whether the budget for going back still holds; depends on the text alone, not on how it was cut."""
+        """Return whether the budget for rereading is left; it depends on the text alone, not on its pieces."""
         return self.reread <= REREAD_FACTOR * self.pos
 
     def charge(self, units: int) -> bool:
-        """Charge for what is about to be looked at; False, and nothing charged, where the budget is used up so far."""
+        """Charge for characters to be examined; return False, and charge nothing, where the budget is used up."""
         if self.charged > SCAN_BUDGET + self.pos // CHARACTERS_PER_UNIT:
             return False
         self.charged += units
         return True
 
     def cap_call(self, before: int) -> None:
-        """Cap what a call costs, which began when `before` had been charged, at MAX_CALL_COST."""
+        """Cap the cost of a call, which began when `before` had been charged, at MAX_CALL_COST."""
         self.charged = min(self.charged, before + MAX_CALL_COST)
 
     def affordable_from(self) -> int:
-        """Return from which position on the budget allows more."""
+        """Return the position from which the budget allows more."""
         return (self.charged - SCAN_BUDGET) * CHARACTERS_PER_UNIT
 
     def step(self, marks: Marks) -> re.Match[str] | None:
-        """Move to the next mark and return it; without one, move over what can no longer be part of one."""
+        """Move to the next mark and return it; without one, move past the text that cannot be part of one."""
         match = marks.pattern.search(self.window, self.pos - self.base)
         if match is not None:
             start, end = match.span()
@@ -182,7 +182,7 @@ class Reader:
         return match.group()
 
     def at(self, literals: Sequence[str]) -> Wait[str | None]:
-        """Return which of the literals stands here, "" for none, None at the end of the text. Does not move."""
+        """Return the literal at the position, "" for none, None at the end of the text. The position stays."""
         while True:
             start = self.pos - self.base
             for literal in literals:
@@ -198,14 +198,14 @@ class Reader:
             yield
 
     def need(self, count: int) -> Wait[str]:
-        """Return the next `count` characters, fewer only at the end of the text. Does not move."""
+        """Return the next `count` characters, fewer only at the end of the text. The position stays."""
         while self.end - self.pos < count and not self.final:
             yield
         start = self.pos - self.base
         return self.window[start : start + count]
 
     def at_line_start(self, pos: int) -> bool:
-        """Say whether `pos` is the first position of a line."""
+        """Return whether `pos` is the first position of a line."""
         if pos > self.base:
             return self.window[pos - self.base - 1] == "\n"
         return pos == 0 or self.slice(pos - 1, pos) == "\n"

@@ -37,7 +37,7 @@ class Element(NamedTuple):
 
 
 class ElementTables:
-    """What one format's elements compile to."""
+    """The compiled elements of one format."""
 
     def __init__(self, fmt: Format) -> None:
         assert isinstance(fmt.body, Elements)
@@ -57,7 +57,7 @@ class ElementTables:
 
 
 class ElementReader:
-    """Read one call; the position is after its opening marker."""
+    """A reader of one call, from after its opening marker."""
 
     __slots__ = ("notes", "reader", "recorder", "tables", "tools")
 
@@ -69,7 +69,7 @@ class ElementReader:
         self.notes: list[str] = []
 
     def read(self) -> Wait[str | None]:
-        """Read to the end of the call and record it; or return why it is malformed, the position being there."""
+        """Read to the end of the call and record it, or return why it is malformed at this position."""
         self.notes = []
         reader, tables = self.reader, self.tables
         start = reader.pos
@@ -106,7 +106,7 @@ class ElementReader:
                 return reason
 
     def _element(self, whole: Element, name: str) -> Wait[str | None]:
-        """Read an argument, after its opening tag, and all that is in it."""
+        """Read an argument, after its opening tag, with all elements in it."""
         reader = self.reader
         open_ = [whole, Element(name, [], [])]
         while len(open_) > 1:
@@ -140,7 +140,7 @@ class ElementReader:
 
 
 def _value(element: Element, schema: Any, root: Schema, notes: list[str], item: str) -> Any:
-    """Return what an element stands for under its schema."""
+    """Return the value of an element under its schema."""
     schema = resolve(schema, root)
     types = allowed_types(schema, root)
     if not element.children:
@@ -160,19 +160,19 @@ def _value(element: Element, schema: Any, root: Schema, notes: list[str], item: 
     first = first if isinstance(first, list) else []
     rest = [part.get("items")] * max(0, len(element.children) - len(first))
     schemas = zip(element.children, [*first, *rest], strict=False)
-    return [_value(child, given, root, notes, item) for child, given in schemas]
+    return [_value(child, of_child, root, notes, item) for child, of_child in schemas]
 
 
 def _object(element: Element, schema: Schema, root: Schema, notes: list[str], item: str) -> dict[str, Any]:
-    """Return an element with named elements in it; values of one name make a list."""
+    """Return the object of an element with named elements in it; values of one name make a list."""
     _no_text(element, notes)
     properties, extra = schema.get("properties"), schema.get("additionalProperties")
     known = properties if isinstance(properties, Mapping) else {}
-    found: dict[str, list[Any]] = {}
+    by_name: dict[str, list[Any]] = {}
     for child in element.children:
         value = _value(child, known.get(child.name, extra), root, notes, item)
-        found.setdefault(child.name, []).append(value)
-    return {name: values[0] if len(values) == 1 else values for name, values in found.items()}
+        by_name.setdefault(child.name, []).append(value)
+    return {name: values[0] if len(values) == 1 else values for name, values in by_name.items()}
 
 
 def _no_text(element: Element, notes: list[str]) -> None:
@@ -181,7 +181,7 @@ def _no_text(element: Element, notes: list[str]) -> None:
 
 
 def _part(schema: Schema, kind: str, root: Schema) -> Schema:
-    """Return of a schema with alternatives, the first that says what a value of this kind holds."""
+    """Return the first of a schema's alternatives that describes a value of this kind."""
     words = ("items", "prefixItems") if kind == "array" else ("properties", "additionalProperties")
     unions = [schema.get(union) for union in ("anyOf", "oneOf")]
     parts = [resolve(part, root) for union in unions if isinstance(union, list) for part in union]

@@ -25,7 +25,7 @@ def _deepseek(name: str, body: Json, aliases: tuple[str, ...], writer: Writer) -
 
 
 def _dsml(name: str, wrapper: str, aliases: tuple[str, ...]) -> Format:
-    """DeepSeek's markup language: tags with attributes, of which one says whether a value is text."""
+    """Return a format of DeepSeek's markup language: one attribute of its tags says whether a value is text."""
     return Format(
         name,
         aliases=aliases,
@@ -44,7 +44,7 @@ def _dsml(name: str, wrapper: str, aliases: tuple[str, ...]) -> Format:
 
 
 def _words(stops: str, other: str = "") -> str:
-    """Match words of a line, without the white space after them; in linear time, unlike a lazy pattern."""
+    """Return a pattern of words in a line, without the white space after them; in linear time, unlike a lazy one."""
     return rf"(?:[^\s{stops}]++|[^\S\n]++(?=[^\s{stops[0]}]){'|' + other if other else ''})*+"
 
 
@@ -358,12 +358,12 @@ ALIASES = {alias: f.name for f in _ALL for alias in f.aliases}
 
 
 def formats() -> list[str]:
-    """List the names of the formats."""
+    """Return the names of the formats."""
     return sorted(FORMATS)
 
 
 def find_format(name: str | Format) -> Format:
-    """Return the format of that name; a ValueError lists the names there are."""
+    """Return the format of that name; otherwise raise a ValueError that lists all names."""
     if isinstance(name, Format):
         return name
     name = ALIASES.get(name, name)

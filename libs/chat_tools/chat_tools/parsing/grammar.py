@@ -1,4 +1,4 @@
-"""What a tool-call format is: markers, nesting, the codec of the arguments, and how a model writes it."""
+"""The definition of a tool-call format: markers, nesting, the codec of the arguments, and its writer."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Channels(NamedTuple):
 
 
 class Recipients(NamedTuple):
-    """Messages that say whom they are for: `mark` NAME `message` TEXT.
+    """Messages with recipients: `mark` NAME `message` TEXT.
 
     One for `reasoning` is reasoning, one for `content` content; one for a tool is a call if its text begins with the
     format's section, which is one nowhere else.
@@ -119,7 +119,7 @@ class Format(NamedTuple):
     recipients: Recipients | None = None
 
     def write(self, calls: Sequence[Call]) -> str:
-        """Write calls as a model does, with the wrapper around them. ValueError for a format without a writer."""
+        """Return calls as a model writes them, with their wrapper. ValueError for a format without a writer."""
         if self.writer is None:
             raise ValueError(f"the format {self.name!r} has no writer: give it one of chat_tools.parsing.writing")
         return self.writer(self, calls)

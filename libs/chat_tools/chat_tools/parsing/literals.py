@@ -29,7 +29,7 @@ def loads(text: str, notes: list[str] | None = None) -> Any:
 
 
 def loads_plain(text: str) -> Any:
-    """Return the value of JSON with nothing unusual in it, else UNUSUAL; for what is nested too deep, LiteralError."""
+    """Return the value of JSON with nothing unusual in it, else UNUSUAL; raise LiteralError for too deep nesting."""
     try:
         text = text.strip(" \t\n\r")
         value, end = _PLAIN.raw_decode(text)
@@ -42,7 +42,7 @@ def loads_plain(text: str) -> Any:
 
 
 def loads_noting(text: str, notes: list[str]) -> Any:
-    """Return the value of JSON or a literal, and what is unusual in it."""
+    """Return the value of JSON or a literal, and note what is unusual in it."""
     first: list[str] = []
     try:
         value = json.loads(
@@ -65,12 +65,12 @@ def loads_noting(text: str, notes: list[str]) -> Any:
 
 
 def is_no_value(begun: str) -> bool:
-    """Say whether text that begins so is neither JSON nor a literal, however it goes on."""
+    """Return whether text with this beginning is neither JSON nor a literal, whatever follows."""
     return _NO_VALUE.match(begun) is not None
 
 
 def literal_cost(text: str) -> int:
-    """Return about what reading a literal costs (`Reader.charge`): it is read value by value."""
+    """Return an estimate of the cost of reading a literal value by value, for `Reader.charge`."""
     return 3 * sum(map(text.count, ",[{(")) + len(text) // 50
 
 
@@ -226,7 +226,7 @@ class LiteralParser:
         self.values = 0
 
     def whole(self) -> Any:
-        """Read one value that is all of the text."""
+        """Read one value that is the whole text."""
         value = self.value(0)
         self.skip()
         if self.pos != len(self.text):
@@ -289,7 +289,7 @@ class LiteralParser:
         raise LiteralError(f"no value at {self.text[self.pos : self.pos + 10]!r}")
 
     def _bare(self, match: re.Match[str]) -> Any:
-        """Read what stands without quotes up to the next comma or bracket: a number, a word, or a string after all."""
+        """Read a value without quotes up to the next comma or bracket: a number, a word, or a string."""
         self.pos = match.end()
         text = match.group().rstrip()
         if text in _WORDS:

@@ -1,4 +1,4 @@
-"""Find where a bracketed value ends, as its text comes: brackets counted, strings skipped, nothing built.
+"""Find the end of a bracketed value, as its text comes: brackets are counted, strings skipped, nothing is built.
 
 Strategy
 1. One possessive pattern skips, at one go, plain characters, whole strings behind which something follows that may,
@@ -24,7 +24,7 @@ _PAIRS = {"{": "}", "[": "]", "(": ")"}
 
 
 class Brackets:
-    """What the brackets of one format compile to.
+    """The compiled brackets of one format.
 
     `stops` are the format's markers: outside a string they end the value unfinished. `quotes` are string delimiters
     without escapes, beside " and '; `triple` adds Python's tripled ones.
@@ -43,7 +43,7 @@ class Brackets:
         self.skip_flat = re.compile(rf"(?:{atoms})*+")
 
     def _atoms(self) -> str:
-        """Match at one go: plain characters, and whole strings behind which something follows that may."""
+        """Return a pattern of plain characters, and of whole strings with an allowed character after them."""
         marks = [*self.stops, *self.plain_quotes]
         firsts = "".join(map(re.escape, sorted({mark[0] for mark in marks} - {"["})))
         atoms = [rf"[^\[\]{{}}()\"'{firsts}]++"]
@@ -57,7 +57,7 @@ class Brackets:
 
 @cache
 def string_inside(quote: str, verbatim: bool) -> re.Pattern[str]:
-    """Match what stands in a string, as far as it is sure not to be its end; `verbatim` ones know no escapes."""
+    """Return a pattern of a string's inside, up to its possible end; `verbatim` strings have no escapes."""
     first, rest = quote[0], quote[1:]
     escape = "" if verbatim else "\\\\"
     parts = [rf"[^{first}{escape}]++", *([] if verbatim else [r"\\[\s\S]"])]
@@ -67,7 +67,7 @@ def string_inside(quote: str, verbatim: bool) -> re.Pattern[str]:
 
 
 class _State:
-    """How far the brackets are read."""
+    """The state of reading brackets."""
 
     __slots__ = ("after_string", "pos", "quote", "stack")
 
@@ -79,7 +79,7 @@ class _State:
 
 
 def find_end(reader: Reader, brackets: Brackets) -> Wait[str]:
-    """Move from an opening bracket to behind its closing one and return ""; or to where it broke, with the reason."""
+    """Move from an opening bracket past its closing one and return "", or to the break and return its reason."""
     begin = reader.pos
     state = _State(reader.window[begin - reader.base])
     reader.pos += 1
@@ -96,7 +96,7 @@ def find_end(reader: Reader, brackets: Brackets) -> Wait[str]:
 
 
 def _advance(window: str, state: _State, brackets: Brackets, final: bool) -> str | None:
-    """Read what there is; return the verdict, or None if more text is needed."""
+    """Read the available text; return the verdict, or None if more text is needed."""
     end, stack, pairs = len(window), state.stack, _PAIRS
     while True:
         if state.quote and not _skip_string(window, state, brackets, final):
@@ -138,13 +138,13 @@ def _advance(window: str, state: _State, brackets: Brackets, final: bool) -> str
 
 
 def _undecided(window: str, pos: int, brackets: Brackets) -> bool:
-    """Say whether what begins here, at the window's end, may yet become a longer marker."""
+    """Return whether the text at the window's end may become a longer marker."""
     rest = window[pos:]
     return any(len(rest) < len(m) and m.startswith(rest) for m in (*brackets.stops, *brackets.quotes))
 
 
 def _skip_string(window: str, state: _State, brackets: Brackets, final: bool) -> bool:
-    """Move behind the open string; False if its end is not here yet."""
+    """Move past the open string; return False if its end has not come yet."""
     run = brackets.inside[state.quote].match(window, state.pos)
     assert run is not None
     state.pos = run.end()

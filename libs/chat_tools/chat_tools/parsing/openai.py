@@ -19,7 +19,7 @@ Message = Mapping[str, Any]
 
 
 class Arguments(dict[str, Any]):
-    """The values of a call's arguments, which remember the JSON `text` that they were read from."""
+    """The values of a call's arguments, with the JSON `text` from which they were read."""
 
     def __init__(self, values: Mapping[str, Any], text: str) -> None:
         super().__init__(values)
@@ -42,7 +42,7 @@ def from_openai(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def to_openai(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return messages in the API's shape: arguments are JSON text, every call has an id and every result names it.
 
-    The inverse of `from_openai`: what came from there goes back as it was, unless the values were changed. A call
+    The inverse of `from_openai`: its results are restored as they were, unless the values were changed. A call
     without an id gets a free one (`call00000`, ...); a tool's message without `tool_call_id` answers the first call
     before it that none answers. An id may come again in a later turn: a result names the last such call before it.
     ValueError as `from_openai`, for a result without a call, an id that is no text, or values that JSON does not have;
@@ -60,7 +60,7 @@ def to_openai(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _give_ids(messages: Sequence[dict[str, Any]]) -> None:
-    """Give an id to each call that has none."""
+    """Set an id for each call that has none."""
     taken = set()
     for index, message in enumerate(messages):
         for call in message.get("tool_calls") or ():
@@ -75,14 +75,14 @@ def _give_ids(messages: Sequence[dict[str, Any]]) -> None:
 
 
 def _unanswered(messages: Sequence[Message]) -> list[tuple[int, str]]:
-    """List the calls that no result names, each with its message's index."""
+    """Return the calls that no result names, each with its message's index."""
     waiting: list[tuple[int, str]] = []
     for index, message in enumerate(messages):
         waiting += [(index, call["id"]) for call in message.get("tool_calls") or ()]
         named = message.get("tool_call_id") if _is_result(message) else None
-        found = [place for place, (_, name) in enumerate(waiting) if name == named]
-        if found:
-            del waiting[found[-1]]
+        matches = [place for place, (_, name) in enumerate(waiting) if name == named]
+        if matches:
+            del waiting[matches[-1]]
     return waiting
 
 
@@ -93,9 +93,9 @@ def _is_result(message: Message) -> bool:
 def delta_of(event: Event, first_call: int = 0) -> dict[str, Any] | None:
     """Return the `delta` of a streamed chunk that an event of `StreamParser` stands for; None where it is none.
 
-    A call without an id of its own gets one from its number, `first_call` and those begun before it in the turn. What
-    was malformed, or a call that was dropped, is no delta: `TurnMessage` gives the deltas of a whole turn, with what is
-    malformed as content and the ids of `to_openai()`.
+    A call without an id of its own gets one from its number, `first_call` and those started before it in the turn.
+    Malformed text or a dropped call is no delta: `TurnMessage` gives the deltas of a whole turn, with malformed text as
+    content and the ids of `to_openai()`.
     """
     if isinstance(event, TextDelta):
         return {"content" if event.kind == "content" else "reasoning_content": event.text}

@@ -34,7 +34,7 @@ from chat_tools.parsing.tagged import TaggedReader
 
 
 class StreamParser:
-    """Take a model's output in pieces of any size.
+    """A parser of a model's output in pieces of any size.
 
     `prefill` is what the prompt already holds of this turn (Qwen3.5's ends in "<think>\\n", others' in nothing: ""):
     read first, not reported. **Servers pass it**: each call is then told as it comes, its name first. Without it (None)
@@ -54,9 +54,9 @@ class StreamParser:
         silent: bool = False,
     ) -> None:
         tables = self.tables = tables_of(find_format(format))
-        begun = _begun(tables, prefill or "")
+        unfinished = _unfinished(tables, prefill or "")
         self._reader = Reader()
-        self._recorder = Recorder(len(begun), silent)
+        self._recorder = Recorder(len(unfinished), silent)
         tool_set = ToolSet(tools)
         self._body = body_reader(tables.body, self._reader, self._recorder, tool_set)
         # Whether it is known what is reasoning: where the prompt is known, or the format has none.
@@ -67,10 +67,10 @@ class StreamParser:
         self._decoder: codecs.IncrementalDecoder | None = None  # made when bytes come
         self._run: Generator[None, None, None] | None = self._turn()
         self._message: ParsedMessage | None = None
-        self._append(begun)
+        self._append(unfinished)
 
     def feed(self, text: str | bytes) -> list[Event]:
-        """Take more text and return what it settled. Bytes are UTF-8, and may be cut within a character."""
+        """Parse more text and return the events that it settled. Bytes are UTF-8, and may be cut within a character."""
         if self._message is not None:
             raise ValueError("this parser is finished: make a new StreamParser for the next turn")
         self._append(self._decoded(text))
@@ -101,11 +101,11 @@ class StreamParser:
         return text
 
     def last_events(self) -> list[Event]:
-        """Return what the end of the text settled; to be asked after `finish`."""
+        """Return the events that the end of the text settled; call it after `finish`."""
         return self._events()
 
     def segments(self, first: int = 0) -> list[Segment]:
-        """Return what is settled so far, from the segment of this index on: the last one may still grow.
+        """Return the settled segments from this index on; the last one may still grow.
 
         Segments that are all the prompt's are counted; they end where the text begins.
         """
@@ -158,7 +158,7 @@ class StreamParser:
                 yield from self._marker(mark, start)
 
     def _pass_over(self) -> Wait[None]:
-        """Take as malformed, unread, until more may be looked at; up to reasoning, which has to be known as such."""
+        """Record text as malformed, unread, until the budget allows more, or up to reasoning, which must be known."""
         reader, tables = self._reader, self.tables
         goal = reader.affordable_from()
         known = tables.think if self._thought else tables.thinking
@@ -173,7 +173,7 @@ class StreamParser:
         self._recorder.malformed(reader.pos, TOO_DENSE)
 
     def _marker(self, mark: str, start: int) -> Wait[None]:
-        """Go on after a marker of calls."""
+        """Continue after a marker of calls."""
         fmt, recorder, reader = self.tables.fmt, self._recorder, self._reader
         if fmt.section and mark == fmt.section[0]:
             yield from self._section()
@@ -191,7 +191,7 @@ class StreamParser:
             recorder.malformed(reader.pos, f"{mark} closes nothing")
 
     def _message_for(self, header: Recipients) -> Wait[None]:
-        """Read a message's header, and the call or the reasoning behind it."""
+        """Read a message's header, and the call or the reasoning after it."""
         reader, recorder, section = self._reader, self._recorder, self.tables.fmt.section
         begin = reader.pos = reader.pos + len(header.mark)
         yield from reader.search(NAME_END)
@@ -211,7 +211,7 @@ class StreamParser:
             recorder.closes("content", reader.pos)
 
     def _text(self, kind: Kind, marks: Marks) -> re.Match[str] | None:
-        """Take text of a kind up to the next marker, or as much as there is."""
+        """Record text of a kind up to the next marker, or as much as has come."""
         reader, recorder = self._reader, self._recorder
         match = reader.step(marks)
         start, end = recorder.cursor, reader.pos
@@ -263,7 +263,7 @@ class StreamParser:
         """
         reader, recorder, fmt = self._reader, self._recorder, self.tables.fmt
         assert fmt.section is not None
-        found = 0
+        calls = 0
         reader.charged += CALL_COST // 2
         while True:
             if not reader.peek():
@@ -272,34 +272,34 @@ class StreamParser:
             if mark in self.tables.calls:
                 reader.pos += len(mark)
                 yield from self._call(mark)
-                found += 1
-            elif mark == fmt.section[1] and found:
+                calls += 1
+            elif mark == fmt.section[1] and calls:
                 reader.pos += len(mark)
                 recorder.extend(reader.pos)
                 return
-            elif not (yield from self._noise(found)):
-                if found:
+            elif not (yield from self._noise(calls)):
+                if calls:
                     recorder.note("the closing marker is missing")
                 else:
                     yield from self._give_up("no call inside the block")
                 return
 
-    def _noise(self, found: int) -> Wait[bool]:
-        """Take text inside a section as malformed, if a call or (after one) the section's end follows; else stay."""
+    def _noise(self, calls: int) -> Wait[bool]:
+        """Record text inside a section as malformed, if a call or (after one) the section's end follows; else stay."""
         reader, tables = self._reader, self.tables
         start = reader.pos
         match = yield from reader.search(tables.inside)
         section = tables.fmt.section
         assert section is not None
-        if match is None or reader.pos == start or not self._goes_on(match.group(), section[1], found):
+        if match is None or reader.pos == start or not self._section_continues(match.group(), section[1], calls):
             reader.rewind(start)
             return False
         self._recorder.malformed(reader.pos, "text inside the block that is no call")
         reader.charged += MARKER_COST
         return True
 
-    def _goes_on(self, mark: str, closing: str, found: int) -> bool:
-        return mark in self.tables.calls or (mark == closing and found > 0)
+    def _section_continues(self, mark: str, closing: str, calls: int) -> bool:
+        return mark in self.tables.calls or (mark == closing and calls > 0)
 
     def _call(self, opened: str) -> Wait[None]:
         before = self._reader.charged
@@ -318,7 +318,7 @@ class StreamParser:
             yield from self._further()
 
     def _further(self) -> Wait[None]:
-        """Read calls behind a semicolon, which have no marker of their own."""
+        """Read calls after a semicolon, which have no marker of their own."""
         reader = self._reader
         after = reader.pos
         if (yield from reader.next()) == ";":
@@ -329,7 +329,7 @@ class StreamParser:
         reader.rewind(after)
 
     def _give_up(self, reason: str) -> Wait[None]:
-        """Take as malformed up to where something else can begin."""
+        """Record text as malformed up to where something else can begin."""
         reader, fmt, tables = self._reader, self.tables.fmt, self.tables
         while True:
             match = yield from reader.search(tables.resync)
@@ -352,8 +352,8 @@ class StreamParser:
         self._recorder.malformed(reader.pos, reason)
 
 
-def _begun(tables: Tables, prefill: str) -> str:
-    """Return the part of the prompt's text in which something was begun that the answer goes on with."""
+def _unfinished(tables: Tables, prefill: str) -> str:
+    """Return the part of the prompt's text that the answer continues."""
     if not prefill:
         return ""
     body = tables.fmt.body
@@ -362,8 +362,8 @@ def _begun(tables: Tables, prefill: str) -> str:
         return prefill[prefill.rindex(body.start) :] if body.start in prefill else prefill
     at = max((prefill.rfind(mark) for mark in opens), default=-1)
     section = prefill.rfind(tables.fmt.section[0]) if tables.fmt.section else -1
-    begun = prefill[section if 0 <= section < at else at :] if at >= 0 else ""
-    return "" if any(end in begun for end in tables.think.values()) else begun
+    unfinished = prefill[section if 0 <= section < at else at :] if at >= 0 else ""
+    return "" if any(end in unfinished for end in tables.think.values()) else unfinished
 
 
 def parse(
@@ -373,9 +373,9 @@ def parse(
     *,
     prefill: str | None = None,
 ) -> ParsedMessage:
-    """Take one assistant turn apart.
+    """Parse one assistant turn.
 
-    `prefill` is what the prompt already holds of the turn (see StreamParser). Nothing that a model wrote raises,
+    `prefill` is the part of the turn in the prompt (see StreamParser). No text of a model raises,
     nothing is evaluated, no character is lost. ValueError for an unknown format or a tool that is no tool.
     """
     parser = StreamParser(format, tools, prefill=prefill, silent=True)

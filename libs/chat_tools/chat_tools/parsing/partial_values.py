@@ -32,7 +32,7 @@ class PartialString:
         self._plain = _plain(quote[0], verbatim)
 
     def read(self, text: str) -> tuple[int, str]:
-        """Return how many characters of `text` are read, and what they mean; the rest waits for more."""
+        """Return the number of characters of `text` that were read, and their meaning; the rest waits for more."""
         quote, at, parts = self.quote, 0, []
         while at < len(text):
             if run := self._plain.match(text, at):
@@ -73,11 +73,11 @@ class PartialValue:
 
     @property
     def text(self) -> str:
-        """What was read of it, as it is written."""
+        """The text of the value so far, as it is written."""
         return "".join(self._parts)
 
     def read(self, text: str) -> int:
-        """Return how many characters of `text` are the value's; the rest waits for more, or is what follows it."""
+        """Return the number of characters of `text` that are the value's; the rest waits for more, or follows it."""
         at = 0
         while at < len(text):
             if self._quote:
@@ -88,11 +88,11 @@ class PartialValue:
                 at += len(self._quote)
                 self._quote = ""
                 continue
-            found = self._structure.search(text, at)
-            at = found.start() if found else len(text)
-            if found is None:
+            match = self._structure.search(text, at)
+            at = match.start() if match else len(text)
+            if match is None:
                 break
-            mark = found.group()
+            mark = match.group()
             if mark in ",)]}" and self._depth == 0:
                 self.ended = True
                 break
@@ -111,13 +111,13 @@ class PartialValue:
 
 @cache
 def _plain(first: str, verbatim: bool) -> re.Pattern[str]:
-    """Match what in a string means itself."""
+    """Return a pattern of the characters in a string that mean themselves."""
     escape = "" if verbatim else r"\\"
     return re.compile(rf"[^{re.escape(first)}{escape}\ud800-\udfff]++")
 
 
 @cache
 def _structure(quotes: tuple[str, ...]) -> re.Pattern[str]:
-    """Match a bracket, a comma, or the first character of a quote."""
+    """Return a pattern of a bracket, a comma, or the first character of a quote."""
     firsts = "".join(sorted({re.escape(quote[0]) for quote in quotes}))
     return re.compile(rf"[\[\]{{}}(),{firsts}]")

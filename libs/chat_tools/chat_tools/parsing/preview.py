@@ -35,7 +35,7 @@ _WORK_PER_CHARACTER, _SPARE_WORK = 3, 20_000  # past that, calls are told when t
 
 
 class Preview:
-    """Tell of the call that is coming, and of each that came. `tell` takes the events."""
+    """A preview of the call that is coming, and of each that came. `tell` takes the events."""
 
     def __init__(self, tables: PreviewTables, tools: ToolSet, tell: Callable[[Event], None]) -> None:
         self.tables, self.tools = tables, tools
@@ -49,11 +49,11 @@ class Preview:
 
     @property
     def started(self) -> bool:
-        """Whether a call was told of that is not complete."""
+        """The state of the current call: started and not complete."""
         return self._told.name is not None
 
     def look(self, reader: Reader, begin: int, in_list: bool) -> None:
-        """Read what came since, of the text from `begin` on: the call that the parser is waiting in, if it is one.
+        """Read the new part of the text from `begin` on, in which the parser waits for the end of a call.
 
         `in_list` says that calls of the list went before, so that one may follow without a marker.
         """
@@ -72,22 +72,22 @@ class Preview:
                 break
 
     def finish(self, call: ToolCall) -> None:
-        """Say the rest of a call that is complete, or all of it."""
+        """Emit the rest of a call that is complete, or all of it."""
         self._told.finish(call)
         self._reset(-1)
 
     def drop(self, reason: str) -> None:
-        """Take back a call that was started and is none."""
+        """Drop a call that was started and is none."""
         self._told.drop(reason)
         self._reset(-1)
 
     def forget(self) -> None:
-        """Forget a call without a word: all that was said of it was held back."""
+        """Forget a call without an event: all of its events were held back."""
         self._told.forget()
         self._reset(-1)
 
     def _head(self, text: str, in_list: bool) -> int:
-        """Read up to a call's name and say it; return how many characters were read, 0 to wait for more."""
+        """Read up to a call's name and emit it; return the number of characters read, 0 to wait for more."""
         tables = self.tables
         for head in [*tables.further, *tables.heads] if in_list else tables.heads:
             match = head.pattern.match(text)
@@ -106,7 +106,7 @@ class Preview:
         return self._wait(len(text), _LONGEST_HEADER)
 
     def _wait(self, length: int, most: int) -> int:
-        """Wait for more, or leave the call to the parser where so much cannot be what is usual."""
+        """Wait for more, or leave the call to the parser where the text is too long for a usual spelling."""
         if length > most:
             self._steps = ReaderStates(self._told)
         return 0

@@ -10,7 +10,7 @@ from chat_tools.parsing.grammar import Channels, Elements, Format, Json, Pythoni
 
 
 class Spelling(NamedTuple):
-    """How arguments in brackets are spelled: `opening`, then `key` and a value, with commas between.
+    """The spelling of arguments in brackets: `opening`, then `key` and a value, with commas between.
 
     Values are `is_json`, or else literals. `quotes` are the delimiters of strings, a longer one before what it begins
     with; between those that are `verbatim` there are no escapes.
@@ -42,11 +42,11 @@ class CallHeader(NamedTuple):
     sure: bool = True
 
     def identifier(self, match: re.Match[str]) -> str | None:
-        """Return the call's id, if it has one; in a header white space may stand around it."""
+        """Return the call's id, if it has one; in a header, white space may surround it."""
         if "id" not in self.pattern.groupindex:
             return None
-        found: str = match["id"] or ""
-        return (found if self.arguments is not None else found.strip()) or None
+        text: str = match["id"] or ""
+        return (text if self.arguments is not None else text.strip()) or None
 
 
 _JSON = Spelling("{", re.compile(r'"(?P<key>[^"\\\x00-\x1f\ud800-\udfff]*+)"\s*+:\s*+(?=\S)'), ('"', "'"), is_json=True)
@@ -64,7 +64,7 @@ _KEYED_OBJECT = r'\{\s*+"(?P<name>[^"\\\x00-\x1f]++)"\s*+:\s*+(?=\{)'
 
 
 class PreviewTables:
-    """What a format's usual spelling of a call's beginning compiles to.
+    """The compiled usual spelling of a call's beginning in one format.
 
     `heads` are the ways in which a call begins, `further` those of one behind another in a list.
     """

@@ -10,10 +10,10 @@ LONGEST_TAG = 600
 
 
 class ReaderStates:
-    """Take the text from a place on and say what is certain of it.
+    """States that read the text from a place on and emit what is certain of it.
 
     `state` takes what there is (never nothing) and returns how many characters it has read; 0 waits for more, or has
-    changed the state. In the state `stop` nothing more is said before the parser has the call.
+    changed the state. In the state `stop` nothing more is emitted before the parser has the call.
     """
 
     def __init__(self, told: StreamedCall) -> None:
@@ -26,7 +26,7 @@ class ReaderStates:
         return 0
 
     def wait(self, text: str) -> int:
-        """Wait for more of what is short where it is usual; give up where it is long."""
+        """Wait for more of a text that is usually short; stop where it is long."""
         if len(text) > LONGEST_TAG:
             self.state = self.stop
         return 0

@@ -1,4 +1,4 @@
-"""What a parse gives: segments that cover the text, the calls in it, and the events of a stream."""
+"""The results of a parse: segments that cover the text, the calls in it, and the events of a stream."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ToolCall:
         return values
 
     def to_message(self, number: int = 0) -> dict[str, Any]:
-        """Return the call as chat templates take it, an entry of `tool_calls`: arguments are values.
+        """Return the call for chat templates, as an entry of `tool_calls`: arguments are values.
 
         Without an id of its own it gets one from its number, nine letters and digits as Mistral's templates ask for.
         """
@@ -45,7 +45,7 @@ class ToolCall:
         return {"type": "function", "id": self.id or f"call{number:05d}", "function": function}
 
     def to_openai(self, number: int = 0) -> dict[str, Any]:
-        """Return the call as OpenAI's API has it: like `to_message`, but arguments are JSON text."""
+        """Return the call in the shape of OpenAI's API: like `to_message`, but arguments are JSON text."""
         return {**self.to_message(number), "function": {"name": self.name, "arguments": self.arguments}}
 
 
@@ -58,7 +58,7 @@ class Malformed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ParsedMessage:
-    """One assistant turn taken apart.
+    """One parsed assistant turn.
 
     `segments` cover `text`: each character is in exactly one of them, in order. `content` and `reasoning` are the text
     of their segments without markers; white space that borders on a block is the format's, and trimmed.
@@ -75,14 +75,14 @@ class ParsedMessage:
     def to_message(self, first_call: int = 0) -> dict[str, Any]:
         """Return the turn as an assistant message for `render`, with arguments as values.
 
-        What was malformed stays in the content as the model wrote it, so that the next turn sees it. Calls without an
-        id are numbered from `first_call` on: give how many calls went before, and ids differ between turns.
+        Malformed text stays in the content as the model wrote it, so that the next turn sees it. Calls without an id
+        are numbered from `first_call` on: pass the number of earlier calls, and ids differ between turns.
         """
         calls = [call.to_message(first_call + i) for i, call in enumerate(self.tool_calls)]
         return self._message(calls)
 
     def to_openai(self, first_call: int = 0) -> dict[str, Any]:
-        """Return the turn as OpenAI's API has it: like `to_message`, but arguments are JSON text."""
+        """Return the turn in the shape of OpenAI's API: like `to_message`, but arguments are JSON text."""
         calls = [call.to_openai(first_call + i) for i, call in enumerate(self.tool_calls)]
         return self._message(calls)
 
@@ -97,7 +97,7 @@ class ParsedMessage:
 
 
 def joined_text(text: str, segments: Sequence[Segment], kinds: Sequence[Kind]) -> str:
-    """Join the text of the segments of some kinds, trimmed at a side where a segment of another kind stands."""
+    """Join the text of the segments of some kinds, trimmed at a side that borders on a segment of another kind."""
     parts = [s for s in segments if s.kind in kinds and s.inner_end > s.inner_start]
     if not parts:
         return ""
@@ -113,14 +113,14 @@ def joined_text(text: str, segments: Sequence[Segment], kinds: Sequence[Kind]) -
 
 
 class TextDelta(NamedTuple):
-    """Give more text of `kind`, verbatim."""
+    """More text of `kind`, verbatim."""
 
     kind: Literal["content", "reasoning"]
     text: str
 
 
 class CallStarted(NamedTuple):
-    """A call begins: its number among the calls that were started, its tool's name, and its id if it has one."""
+    """The start of a call: its number among the started calls, its tool's name, and its id if it has one."""
 
     number: int
     name: str
@@ -128,34 +128,34 @@ class CallStarted(NamedTuple):
 
 
 class ArgumentsDelta(NamedTuple):
-    """Give more of the JSON text of a call's arguments; all of them joined are `ToolCall.arguments`."""
+    """More of the JSON text of a call's arguments; all of them joined are `ToolCall.arguments`."""
 
     number: int
     text: str
 
 
 class CallFinished(NamedTuple):
-    """A call is complete and may be executed. Its `span` can still grow by a closing wrapper."""
+    """The end of a call, which is complete and may be executed. Its `span` can still grow by a closing wrapper."""
 
     call: ToolCall
     number: int = 0
 
 
 class CallDropped(NamedTuple):
-    """A call that was started is none, or is told again as a new one: what was said of it does not count."""
+    """The end of a started call that is none, or is reported again as a new one: its earlier events do not count."""
 
     number: int
     reason: str
 
 
 class MalformedFound(NamedTuple):
-    """Something was given up as malformed."""
+    """Text that was found to be malformed."""
 
     malformed: Malformed
 
 
 class Retracted(NamedTuple):
-    """All that was reported so far was reasoning: its opening marker stood in the prompt (give it as `prefill`)."""
+    """A retraction: all text so far was reasoning, whose opening marker is in the prompt (pass it as `prefill`)."""
 
     text: str
 

@@ -31,7 +31,7 @@ class _Call(NamedTuple):
 
 
 class Recorder:
-    """Collect segments and, unless `silent`, events. Positions before `offset` are the prompt's and are not reported.
+    """A recorder of segments and, unless `silent`, events. Positions before `offset` are the prompt's, not reported.
 
     While `holding`, calls are kept back: it is not known yet whether they are reasoning.
 
@@ -59,11 +59,11 @@ class Recorder:
         self._details: dict[int, _Call | str] = {}
 
     def tell(self, event: Event) -> None:
-        """Report an event of a call, now or when it is known to be no reasoning."""
+        """Report an event of a call, now or once it is known to be no reasoning."""
         (self._held if self.holding else self.events).append(event)
 
     def _drop(self, reason: str) -> None:
-        """Say that what was told of a call does not count."""
+        """Report that the earlier events of a call do not count."""
         if self.preview is not None and self.preview.started:
             self.preview.drop(reason)
 
@@ -75,7 +75,7 @@ class Recorder:
         self.cursor = end
 
     def text(self, kind: Kind, end: int, text: str) -> None:
-        """Take the characters up to `end` as text of `kind`, reported as a delta."""
+        """Record the characters up to `end` as text of `kind`, and report them as a delta."""
         cursor = self.cursor
         if end == cursor:
             return
@@ -89,19 +89,19 @@ class Recorder:
             self._add(kind, end, cursor)
 
     def opens(self, kind: Kind, end: int) -> None:
-        """Take the characters up to `end` as the marker that begins a segment of `kind`."""
+        """Record the characters up to `end` as the marker that begins a segment of `kind`."""
         self._drop("no call after all")
         self._add(kind, end, end)
 
     def closes(self, kind: Kind, end: int) -> None:
-        """Take the characters up to `end` as a marker that closes text of `kind`, if there is some."""
+        """Record the characters up to `end` as a marker that closes text of `kind`, if there is some."""
         if self._kinds and self._kinds[-1] == kind:
             self._ends[-1] = self.cursor = end
         else:
             self._add(kind, end, end)
 
     def call(self, end: int, name: str, arguments: str, notes: Sequence[str], identifier: str | None = None) -> None:
-        """Take the characters up to `end` as a complete call."""
+        """Record the characters up to `end` as a complete call."""
         call = self._details[len(self._kinds)] = _Call(name, arguments, identifier, tuple(notes))
         if end > self.offset and self.preview is not None:
             span = (max(self.cursor - self.offset, 0), end - self.offset)
@@ -109,13 +109,13 @@ class Recorder:
         self._add("call", end, self.cursor)
 
     def release(self) -> None:
-        """Report the calls that were held back, and hold back no more: they are no reasoning."""
+        """Report the calls that were held back, and hold back no more, as they are no reasoning."""
         self.events += self._held
         self._held = []
         self.holding = False
 
     def malformed(self, end: int, reason: str) -> None:
-        """Take the characters up to `end` as malformed."""
+        """Record the characters up to `end` as malformed."""
         if end == self.cursor:
             return
         self._drop(reason)
@@ -137,7 +137,7 @@ class Recorder:
             self._details[last] = call._replace(notes=(*call.notes, note))
 
     def retract(self, end: int, text_end: int, text: str) -> None:
-        """Make all characters up to `end` one block of reasoning, whose text ends at `text_end`."""
+        """Turn all characters up to `end` into one block of reasoning, whose text ends at `text_end`."""
         self._kinds, self._ends, self._inner_starts, self._inner_ends = ["reasoning"], [end], [0], [text_end]
         self._details.clear()
         self._held = []
@@ -156,7 +156,7 @@ class Recorder:
         return [Segment(*row) for row in rows]
 
     def message(self, text: str, operations: int) -> ParsedMessage:
-        """Put the result together; `text` is all of it, with what stands before the offset."""
+        """Return the result; `text` is the whole text, with the part before the offset."""
         assert self.cursor == len(text), "every character is taken"
         kinds, ends = self._kinds, self._ends
         inner_starts, inner_ends = self._inner_starts, self._inner_ends

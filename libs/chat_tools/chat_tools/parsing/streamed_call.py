@@ -17,8 +17,7 @@ from chat_tools.parsing.result import ArgumentsDelta, CallDropped, CallFinished,
 
 class StreamedCall:
     """One call after another: its name, the arguments that are complete, and the beginning of a string. `tell` takes
-    the events; `number` counts the calls that were started.
-    """
+    the events; `number` counts the calls that were started."""
 
     def __init__(self, tools: ToolSet, tell: Callable[[Event], None]) -> None:
         self.tools, self.tell = tools, tell
@@ -26,7 +25,7 @@ class StreamedCall:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the call without a word: none was told of, or it is finished, or all of it was held back."""
+        """Forget the call without an event: none was reported, or it is finished, or all of it was held back."""
         self.name: str | None = None
         self.items: dict[str, Any] = {}
         self._key: str | None = None
@@ -35,7 +34,7 @@ class StreamedCall:
         self._extra = False
 
     def start(self, name: str, identifier: str | None) -> None:
-        """Say that a call begins."""
+        """Emit the start of a call."""
         self.name = name
         schema = self.tools.get(name) or {}
         properties = schema.get("properties")
@@ -48,58 +47,58 @@ class StreamedCall:
         return key in self._properties
 
     def may_be_text(self, key: str) -> bool:
-        """Return whether a string under this key is taken as it is, so that its beginning is certain."""
+        """Return whether a string under this key stays as it is, so that its beginning is certain."""
         return "string" in self._types(key)
 
     def is_text(self, key: str) -> bool:
-        """Return whether text without quotes is taken as it is, whatever it spells."""
+        """Return whether text without quotes stays as it is, whatever it spells."""
         return self._types(key) == {"string"}
 
     def _types(self, key: str) -> set[str]:
-        """Return the types that the schema asks for, where it asks for nothing else; text where it says nothing."""
+        """Return the types of this key, if its schema has nothing else; text if it has no schema."""
         if key in self._properties:
             return only_types(self._properties[key]) or set()
         return set() if self._extra else {"string"}
 
     def item(self, key: str, value: Any) -> None:
-        """Say an argument that is complete, its value as the parser will have it."""
-        self._say((", " if self.items else "{") + dumps(key) + ": " + dumps(value))
+        """Emit an argument that is complete, with the value that the parser will have."""
+        self._emit((", " if self.items else "{") + dumps(key) + ": " + dumps(value))
         self.items[key] = value
 
     def checked_item(self, key: str, value: Any) -> None:
-        """Say an argument that is complete, fitted to the tool's schema."""
+        """Emit an argument that is complete, fitted to the tool's schema."""
         assert self.name is not None
         values = {key: value}
         self.tools.check(self.name, values, [])
         self.item(key, values[key])
 
     def begin_string(self, key: str) -> None:
-        """Take what `string` gives from now on as the text under this key."""
+        """Begin a string under this key, whose text comes by `string`."""
         self._key, self._said = key, []
 
     def string(self, text: str) -> None:
-        """Say more of the string that was begun."""
+        """Emit more of the current string."""
         if not text:
             return
         if self._said:
-            self._say(dumps(text)[1:-1])
+            self._emit(dumps(text)[1:-1])
         else:
-            self._say((", " if self.items else "{") + dumps(self._key) + ": " + dumps(text)[:-1])
+            self._emit((", " if self.items else "{") + dumps(self._key) + ": " + dumps(text)[:-1])
         self._said.append(text)
 
     def end_string(self) -> None:
-        """Say that the string that was begun is complete."""
+        """Emit the end of the current string."""
         key, text = self._key, "".join(self._said)
         assert key is not None
         self._key, self._said = None, []
         if text:
-            self._say('"')
+            self._emit('"')
             self.items[key] = text
         else:
             self.item(key, "")
 
     def finish(self, call: ToolCall) -> None:
-        """Say the rest of a call that is complete, or all of it."""
+        """Emit the rest of a call that is complete, or all of it."""
         rest = self._rest(call) if self.name is not None else None
         if rest is None:
             self.drop("the call was read in another way")
@@ -112,17 +111,17 @@ class StreamedCall:
         self.forget()
 
     def drop(self, reason: str) -> None:
-        """Take back a call that was started and is none; nothing is said where none was started."""
+        """Drop a call that was started and is none; no event where none was started."""
         if self.name is not None:
             self.tell(CallDropped(self.number, reason))
             self.number += 1
         self.forget()
 
-    def _say(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         self.tell(ArgumentsDelta(self.number, text))
 
     def _rest(self, call: ToolCall) -> str | None:
-        """Return what of the arguments' text was not said yet; None where it does not go on what was said."""
+        """Return the rest of the arguments' text after the emitted part; None where that is no prefix of it."""
         said = self._text()
         if call.name != self.name or not call.arguments.startswith(said):
             return None
@@ -130,7 +129,7 @@ class StreamedCall:
         return call.arguments[len(said) :] if known == list(self.items.items()) else None
 
     def _text(self) -> str:
-        """Return the text that was said: the items, and the beginning of the string under `_key`."""
+        """Return the emitted text: the items, and the beginning of the string under `_key`."""
         text = dumps(self.items)[:-1] if self.items else ""
         if self._key is not None and self._said:
             text += (", " if self.items else "{") + dumps(self._key) + ": " + dumps("".join(self._said))[:-1]

@@ -1,4 +1,4 @@
-"""Say the arguments of a tagged call while they come: a value ends at its closing tag, if it is one beyond doubt."""
+"""Stream the arguments of a tagged call: a value ends at its closing tag, if it certainly is one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SPACE = re.compile(r"\s*+")
 
 
 class TagStates(ReaderStates):
-    """Read arguments as tags or elements, from behind the call's name."""
+    """States that read arguments as tags or elements, from after the call's name."""
 
     def __init__(self, told: StreamedCall, tables: PreviewTables) -> None:
         super().__init__(told)
@@ -67,33 +67,32 @@ class TagStates(ReaderStates):
             self.state = self.stop  # nothing, an empty list or an empty object
             return 0
         if self._typed:
-            told = self.told
-            assert told.name is not None
-            values = told.tools.from_texts(told.name, [(self._key, written, self._is_said)], [], body.guess)
-            told.item(self._key, values[self._key])
+            call = self.told
+            assert call.name is not None
+            values = call.tools.from_texts(call.name, [(self._key, written, self._is_said)], [], body.guess)
+            call.item(self._key, values[self._key])
         else:
             self.told.end_string()
         self.state = self._tag
         return end
 
     def _more(self, text: str) -> None:
-        """Take more of a value: said at once if it is text, kept as long as it may be something else."""
+        """Read more of a value: emitted at once if it is text, else kept until its end."""
         if not self._typed:
             self.told.string(text)
             return
         self._value.append(text)
         if not self._may_be_text:
             return
-        begun = "".join(self._value)
-        self._may_be_text = len(begun) < _LONGEST_DOUBT
-        if is_no_value(begun):
+        value = "".join(self._value)
+        self._may_be_text = len(value) < _LONGEST_DOUBT
+        if is_no_value(value):
             self._typed = False
             self.told.begin_string(self._key)
-            self.told.string(begun)
+            self.told.string(value)
 
     def _closed(self, text: str, match: re.Match[str]) -> int:
-        """Return where a closing tag ends, if it is one beyond doubt (an argument or the call's end follows); else
-        0."""
+        """Return the end of a closing tag, if it certainly is one (an argument or the call's end follows); else 0."""
         if self.tables.prefix:
             return self._element_closed(text, match.start())
         if match.group() != self.tables.tagged.value[1]:
@@ -110,7 +109,7 @@ class TagStates(ReaderStates):
         return 0
 
     def _element_closed(self, text: str, start: int) -> int:
-        """Return where an element's own closing tag ends, if it is what stands here; else 0."""
+        """Return the end of the element's own closing tag, if it is here; else 0."""
         closing = f"{self.tables.prefix}</{self._key}>"
         here = text[start : start + len(closing)]
         if not closing.startswith(here):

@@ -29,22 +29,22 @@ _HEADER = 200  # the longest name of a tag that is looked for inside values
 
 
 class TaggedTables:
-    """What one format's tags compile to."""
+    """The compiled tags of one format."""
 
     def key(self, written: str) -> tuple[str, bool | None]:
-        """Split what stands in an argument's tag into its key and whether its value is said to be text."""
+        """Split the text in an argument's tag into its key and whether its value is declared to be text."""
         match = self.attribute.fullmatch(written) if self.attribute else None
         if match is None:
             return self.plain(written), None
         return self.plain(match["key"]), match["text"] == self.body.kinds[0]
 
     def name(self, written: str) -> str:
-        """Return what stands in a call's tag, without its further attributes and quotes."""
+        """Return the name in a call's tag, without further attributes and quotes."""
         quoted = written.partition('"')[0] if self.attributes else written
         return self.plain(quoted.strip().strip("\"'"))
 
     def plain(self, written: str) -> str:
-        """Return a name or key with its entities read."""
+        """Return a name or key with its entities replaced."""
         return written.replace("&quot;", '"').replace("&amp;", "&") if self.body.entities else written
 
     def __init__(self, fmt: Format) -> None:
@@ -82,7 +82,7 @@ class TaggedTables:
 
 
 def _value_pattern(closes: Iterable[str], opens: Mapping[str, str]) -> str:
-    """Match closing markers (group "close") and opening ones with what completes them."""
+    """Return a pattern of closing markers (group "close") and of complete opening ones."""
     firsts = {mark[0] for mark in (*closes, *opens)}
     cut = 1 if len(firsts) == 1 else 0  # the same first character: it is looked for first, which is faster
     closing = "|".join(re.escape(mark[cut:]) for mark in closes)
@@ -91,7 +91,7 @@ def _value_pattern(closes: Iterable[str], opens: Mapping[str, str]) -> str:
 
 
 def has_all(schema: Schema | None, given: Set[str]) -> bool:
-    """Say whether these are all the arguments that a tool declares, so that no more can have been to come."""
+    """Return whether these are all arguments that a tool declares, so that no more could follow."""
     properties = schema.get("properties") if schema is not None else None
     if not isinstance(properties, Mapping) or not properties or (schema or {}).get("additionalProperties"):
         return False
@@ -99,7 +99,7 @@ def has_all(schema: Schema | None, given: Set[str]) -> bool:
 
 
 class TaggedReader:
-    """Read one call; the position is after its opening marker."""
+    """A reader of one call, from after its opening marker."""
 
     __slots__ = ("always_flat", "flat", "notes", "pairs", "reader", "recorder", "tables", "tools")
 
@@ -114,7 +114,7 @@ class TaggedReader:
         self.pairs: list[Written] = []
 
     def read(self) -> Wait[str | None]:
-        """Read to the end of the call and record it; or return why it is malformed, the position being there."""
+        """Read to the end of the call and record it, or return why it is malformed at this position."""
         self.flat, self.notes, self.pairs = self.always_flat, [], []
         name = yield from self._header(self.tables.name_stop, self.tables.body.name_end)
         if name is None:
@@ -161,7 +161,7 @@ class TaggedReader:
         self.recorder.call(self.reader.pos, name, arguments, self.notes)
 
     def _has_all(self, name: str) -> bool:
-        """Say whether every argument that the tool declares is given, so that no more can have been to come."""
+        """Return whether every argument that the tool declares was read, so that no more could follow."""
         return has_all(self.tools.get(name), {key for key, *_ in self.pairs})
 
     def _header(self, stop: Marks, end: str) -> Wait[str | None]:
@@ -233,7 +233,7 @@ class TaggedReader:
                 return at if kind == "p" else None
 
     def _flat_value(self, properties: Mapping[str, object] | None) -> Wait[int | None]:
-        """Find the end of a value with every tag taken at its word; None if it has none before the next call."""
+        """Find the end of a value without counting tags; None if it has none before the next call."""
         reader, tables = self.reader, self.tables
         while True:
             match = yield from reader.search(tables.in_value)
@@ -264,7 +264,7 @@ class TaggedReader:
         return not properties or self.tables.key(written)[0] in properties
 
     def _plausible(self, kind: str) -> Wait[bool]:
-        """Say whether what follows a closing tag can follow it; moves over white space only."""
+        """Return whether the text after a closing tag can follow it; move past white space only."""
         yield from self.reader.space()
         following = self.tables.after_value if kind == "p" else self.tables.after_call
         return (yield from self.reader.at(following)) != ""

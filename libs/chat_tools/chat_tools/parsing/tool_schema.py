@@ -18,7 +18,7 @@ _SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns?|Raises|Yields|Ex
 
 
 def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the OpenAI-style schema of a typed function, as chat templates and APIs take it.
+    """Return the OpenAI-style schema of a typed function, for chat templates and APIs.
 
     The description is the docstring's first part; arguments are described by an `Args:` section or `:param name:`
     lines, or by `Annotated[type, "description"]`. Understood: str, int, float, bool, None, Any, Literal, Enum, lists,
@@ -50,7 +50,7 @@ def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def type_schema(hint: Any, where: str = "the type") -> dict[str, Any]:
-    """Return the JSON Schema of a type; ValueError, beginning with `where`, for one that JSON cannot say."""
+    """Return the JSON Schema of a type; ValueError, beginning with `where`, for one that has none."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is typing.Annotated:
         schema = type_schema(arguments[0], where)
@@ -115,7 +115,7 @@ def _container(origin: Any, arguments: tuple[Any, ...], hint: Any, where: str) -
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Split a docstring into its description and what it says of each argument."""
+    """Split a docstring into its description and that of each argument."""
     head: list[str] = []
     described: dict[str, str] = {}
     section, current, indent = "", "", 0

@@ -15,25 +15,25 @@ def text_of(value: Any) -> str:
 
 
 def json_of(value: Any) -> str:
-    """JSON with letters as they are."""
+    """Return JSON that is not escaped to ASCII."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def section_of_each(fmt: Format, calls: Sequence[Call]) -> str:
-    """Tagged calls, each with a wrapper of its own."""
+    """Return tagged calls, each with a wrapper of its own."""
     assert fmt.section is not None
     opening, closing = fmt.section
     return "\n".join(f"{opening}\n{_tagged(fmt, *call)}\n{closing}" for call in calls)
 
 
 def tagged(fmt: Format, calls: Sequence[Call]) -> str:
-    """Tagged calls a line each, in one wrapper if there is one."""
+    """Return tagged calls, a line each, in one wrapper if there is one."""
     written = "\n".join(_tagged(fmt, *call) for call in calls)
     return f"{fmt.section[0]}\n{written}\n{fmt.section[1]}" if fmt.section else written
 
 
 def tagged_messages(fmt: Format, calls: Sequence[Call]) -> str:
-    """Tagged calls, each in a wrapper and a message of its own; the first header follows the prompt's."""
+    """Return tagged calls, each in a wrapper and a message of its own; the first header follows the prompt's."""
     assert fmt.recipients is not None
     end, _, start = fmt.ends
     heads = (f"{fmt.recipients.mark}{name}{fmt.recipients.message}" for name, _ in calls)
@@ -41,7 +41,7 @@ def tagged_messages(fmt: Format, calls: Sequence[Call]) -> str:
 
 
 def tagged_in_one_line(fmt: Format, calls: Sequence[Call]) -> str:
-    """Tagged calls without white space between tags."""
+    """Return tagged calls without white space between tags."""
     written = "".join(_tagged(fmt, *call).replace("\n" + fmt.calls[0][1], fmt.calls[0][1]) for call in calls)
     return f"{fmt.section[0]}{written}{fmt.section[1]}" if fmt.section else written
 
@@ -65,7 +65,7 @@ def _attribute(body: Tagged, value: Any) -> str:
 
 
 def attributed(fmt: Format, calls: Sequence[Call]) -> str:
-    """Kimi K3: tags that say a call's number and an argument's type, without white space."""
+    """Return calls of Kimi K3: tags with a call's number and an argument's type, without white space."""
     (opening, closing), body = fmt.calls[0], fmt.body
     assert isinstance(body, Tagged)
     assert fmt.section is not None
@@ -90,7 +90,7 @@ def _kind(value: Any) -> str:
 
 
 def elements(fmt: Format, calls: Sequence[Call]) -> str:
-    """MiniMax M3: an element an argument, a line each, in one wrapper."""
+    """Return calls of MiniMax M3: an element an argument, a line each, in one wrapper."""
     (opening, closing), body = fmt.calls[0], fmt.body
     assert isinstance(body, Elements)
     assert fmt.section is not None
@@ -125,7 +125,7 @@ def parameter_objects(fmt: Format, calls: Sequence[Call]) -> str:
 
 
 def marked_objects(fmt: Format, calls: Sequence[Call]) -> str:
-    """Return an object a call behind its marker, which nothing closes."""
+    """Return an object a call after its marker, which has no closing one."""
     return "".join(f"{fmt.calls[0][0]}\n{json_of({'name': n, 'arguments': a})}" for n, a in calls)
 
 
@@ -136,7 +136,7 @@ def marked_parameters(fmt: Format, calls: Sequence[Call]) -> str:
 
 
 def one_list(fmt: Format, calls: Sequence[Call]) -> str:
-    """Return all calls in one list of objects behind the marker, or behind the text that an answer begins with."""
+    """Return all calls in one list of objects, after the marker or the text with which an answer begins."""
     opening, closing = fmt.calls[0] if fmt.calls else ("", "")
     lead = fmt.body.lead if isinstance(fmt.body, Json) else ""
     return f"{lead or opening}{json_of([{'name': n, 'arguments': a} for n, a in calls])}{'' if lead else closing}"
@@ -169,12 +169,12 @@ def after_name(fmt: Format, calls: Sequence[Call], separator: str = "", between:
 
 
 def after_separator(fmt: Format, calls: Sequence[Call]) -> str:
-    """DeepSeek V3.1: the name, a separator, the object."""
+    """Return calls of DeepSeek V3.1: the name, a separator, the object."""
     return after_name(fmt, calls, "<｜tool▁sep｜>")
 
 
 def fenced(fmt: Format, calls: Sequence[Call]) -> str:
-    """DeepSeek V3: the object in a fence of JSON."""
+    """Return calls of DeepSeek V3: the object in a fence of JSON."""
     assert fmt.section is not None
     opening, closing = fmt.calls[0]
     written = [f"{opening}function<｜tool▁sep｜>{n}\n```json\n{json_of(a)}\n```{closing}" for n, a in calls]
@@ -182,7 +182,7 @@ def fenced(fmt: Format, calls: Sequence[Call]) -> str:
 
 
 def numbered(fmt: Format, calls: Sequence[Call]) -> str:
-    """Kimi K2: the name with its namespace and number."""
+    """Return calls of Kimi K2: the name with its namespace and number."""
     assert fmt.section is not None
     (opening, closing), middle = fmt.calls[0], "<|tool_call_argument_begin|>"
     written = [f"{opening}functions.{n}:{i}{middle}{json_of(a)}{closing}" for i, (n, a) in enumerate(calls)]
@@ -190,13 +190,13 @@ def numbered(fmt: Format, calls: Sequence[Call]) -> str:
 
 
 def python_list(fmt: Format, calls: Sequence[Call]) -> str:
-    """Return a list of Python calls, between the markers where the model has to write them."""
+    """Return a list of Python calls, between the markers where the format needs them."""
     opening, closing = ("", "") if fmt.opening else fmt.calls[0]
     return f"{opening}[{', '.join(_python(*call) for call in calls)}]{closing}"
 
 
 def python_lines(fmt: Format, calls: Sequence[Call]) -> str:
-    """Python calls, a line each between the markers."""
+    """Return Python calls, a line each between the markers."""
     opening, closing = fmt.calls[0]
     return "\n".join([opening, *(_python(*call) for call in calls), closing])
 
@@ -206,7 +206,7 @@ def _python(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def bare_keys(fmt: Format, calls: Sequence[Call]) -> str:
-    """Gemma: objects with bare keys and strings in quotes of their own."""
+    """Return calls of Gemma: objects with bare keys and strings in quotes of their own."""
     opening, closing = fmt.calls[0]
     return "".join(f"{opening}call:{name}{_bare(arguments)}{closing}" for name, arguments in calls)
 
@@ -222,7 +222,7 @@ def _bare(value: Any) -> str:
 
 
 def messages(fmt: Format, calls: Sequence[Call]) -> str:
-    """gpt-oss: a message to a function for each call."""
+    """Return calls of gpt-oss: a message to a function for each call."""
     body = fmt.body
     assert isinstance(body, Channels)
     heads = [f"{body.channel}commentary to=functions.{name} <|constrain|>json{body.message}" for name, _ in calls]
@@ -231,7 +231,7 @@ def messages(fmt: Format, calls: Sequence[Call]) -> str:
 
 
 def write_turn(fmt: Format, calls: Sequence[Call], content: str = "", reasoning: str = "") -> str:
-    """Write a turn as a model trained on the format would: reasoning, content, calls."""
+    """Return a turn as a model trained on the format writes it: reasoning, content, calls."""
     if isinstance(fmt.body, Channels):
         return _channels(fmt, fmt.body, calls, content, reasoning)
     if fmt.recipients is not None:

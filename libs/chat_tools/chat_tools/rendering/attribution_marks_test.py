@@ -277,4 +277,4 @@ def test_who_writes_such_characters_forges_no_mark(place: str) -> None:
     assert message_attribution.render_marked(template, messages, False) is None
     honest = message_attribution.render_marked(ChatTemplate(tokenizer, None, {}), [messages[1], messages[1]], False)
     assert honest is not None
-    assert [piece.message for piece in honest.message_attribution.pieces] == [0, 1]
+    assert [piece.message for piece in honest.owners.pieces] == [0, 1]

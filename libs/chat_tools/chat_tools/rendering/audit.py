@@ -52,7 +52,7 @@ class Divergence:
 
     The first `messages` messages were rendered (with the generation prompt if `prompted`), then one more; `expected` is
     the token that the shorter rendering has at place `token`, `found` that of the longer, `context` the text before.
-    `cause` is the template's habit that does it, seen in the conversation called `feature`.
+    `cause` is the template's property that does it, seen in the conversation called `feature`.
     """
 
     cause: str
@@ -74,7 +74,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class TemplateReport:
-    """What an audit found. `divergences` has the first one of each cause; `notes` are worth knowing and no faults."""
+    """The result of an audit. `divergences` has the first one of each cause; `notes` are no faults."""
 
     prefix_preserving: bool
     mask_safe: bool
@@ -119,8 +119,8 @@ def audit_template(
     """Try a tokenizer's chat template on generated conversations, one feature at a time.
 
     Prefix-preserving: each rendering continues the one without its last message, and that one's generation prompt.
-    Otherwise the tokens that were sampled are not those that a later rendering has, and `extend` is the way on. The
-    mask is safe if it can be proven for every conversation, and agrees with the template's own marks if it has some.
+    Otherwise a later rendering has other tokens than those that were sampled: use `extend`. The mask is safe if it can
+    be proven for every conversation, and agrees with the template's own marks if it has some.
     """
     stops = None if stop_tokens is None else tokens_as_text(stop_tokens, tokenizer)
     template = ChatTemplate(tokenizer, tools, options, stops)
@@ -132,9 +132,9 @@ def audit_template(
         messages = _accepted(template, feature, probe, notes)
         if messages is None:
             continue
-        found = list(_divergences(template, feature, messages))
+        differences = list(_divergences(template, feature, messages))
         trouble = _mask_problems(template, messages)
-        for divergence in found:
+        for divergence in differences:
             if divergence.cause not in {d.cause for d in divergences}:
                 divergences.append(divergence)
         problems += [f"{feature}: {problem}" for problem in trouble if not problem.endswith(CALLS_LEFT_OUT)]
@@ -163,7 +163,7 @@ def audit_template(
 def _accepted(
     template: ChatTemplate, feature: str, messages: Sequence[Message], notes: list[str]
 ) -> Sequence[Message] | None:
-    """Return the conversation in the first form in which the template takes all of it; None, noted, if in none.
+    """Return the conversation in the first form that the template accepts; None, with a note, if it accepts none.
 
     Calls' arguments are tried as values and as JSON text, the content beside calls as "" and as None, contents as
     lists of parts.
@@ -194,7 +194,7 @@ def _shown(message: Message) -> str | None:
 
 
 def _forms(messages: Sequence[Message]) -> Iterator[tuple[str, list[Message]]]:
-    """Yield the forms in which templates want a conversation, each with its name."""
+    """Yield the forms of a conversation that templates expect, each with its name."""
     calls = any(message.get("tool_calls") for message in messages)
     for as_text in (False, True) if calls else (False,):
         for as_none in (False, True) if calls else (False,):
@@ -220,7 +220,7 @@ def _form(message: Message, as_text: bool, as_none: bool) -> Message:
 
 
 def _divergences(template: ChatTemplate, feature: str, messages: Sequence[Message]) -> Iterator[Divergence]:
-    """Compare each beginning of a conversation with the next longer one."""
+    """Compare each beginning of a conversation with the next longer one, and yield the differences."""
     texts = [template.text(messages[:n]) for n in range(1, len(messages) + 1)]
     pairs = [(n, False, text, texts[n]) for n, text in enumerate(texts[:-1], start=1)]
     answers = [n for n in range(1, len(messages)) if messages[n]["role"] == "assistant"]
@@ -229,8 +229,8 @@ def _divergences(template: ChatTemplate, feature: str, messages: Sequence[Messag
     if feature == "trailing newline" and said[0] not in texts[-1]:
         pairs.append((2, False, texts[1].replace(said[0].rstrip(), said[0], 1), texts[-1]))
     for n, prompted, shorter, longer in pairs:
-        if found := _first_difference(template, feature, messages[: n + 1], prompted, shorter, longer):
-            yield found
+        if divergence := _first_difference(template, feature, messages[: n + 1], prompted, shorter, longer):
+            yield divergence
 
 
 def _first_difference(
@@ -243,17 +243,17 @@ def _first_difference(
     if at == len(a):
         return None
     where = common_prefix(shorter, longer)
-    expected, found = (tokenizer.decode(ids[at : at + 1]) for ids in (a, b))
+    expected, actual = (tokenizer.decode(ids[at : at + 1]) for ids in (a, b))
     cause = _cause(template, feature, messages, shorter, longer, where)
     return Divergence(
-        cause, feature, len(messages) - 1, prompted, at, expected, found, shorter[max(0, where - 30) : where]
+        cause, feature, len(messages) - 1, prompted, at, expected, actual, shorter[max(0, where - 30) : where]
     )
 
 
 def _cause(
     template: ChatTemplate, feature: str, messages: Sequence[Message], shorter: str, longer: str, where: int
 ) -> str:
-    """Return name the habit of a template that makes a longer conversation differ."""
+    """Return the property of a template by which a longer conversation differs."""
     if where == len(shorter):
         return "joined tokens"
     if [m["role"] for m in messages[-2:]] == ["tool", "tool"]:
@@ -307,7 +307,7 @@ def _notes(template: ChatTemplate, plain: Sequence[Message]) -> list[str]:
 
 
 def _excess(template: ChatTemplate, messages: Sequence[Message]) -> list[str]:
-    """Return name what the template's own marks hold beside what the model writes."""
+    """Return the kinds of text in the template's own marks that the model does not write."""
     if not template.has_generation_marks:
         return []
     out = template.apply(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)

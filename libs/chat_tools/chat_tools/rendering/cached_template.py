@@ -32,7 +32,7 @@ Getter = Callable[[Any, str], Any]
 
 
 def cached_source(source: str) -> str | None:
-    """Return a source that renders as this one does, faster; None where transformers is not as it is known here."""
+    """Return a source with the same rendering, but faster; None for a transformers release of another structure."""
     transformers = sys.modules.get("transformers.utils.chat_template_utils")
     compile_source = getattr(transformers, "_compile_jinja_template", None)
     sandbox = sys.modules.get("jinja2.sandbox")
@@ -55,7 +55,7 @@ def _prefixed(source: str) -> str:
 
 
 def _getter(sandboxed: Getter, space: Any, loop: Any) -> Getter:
-    """Return what answers for the sandbox, of whose namespaces and loops these are the types."""
+    """Return the attribute function for the sandbox, with its types of namespaces and loops."""
 
     def attribute_of(obj: Any, name: str) -> Any:
         kind = type(obj)

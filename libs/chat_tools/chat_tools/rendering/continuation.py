@@ -58,15 +58,15 @@ def extend(
 def _following(
     rendered: Rendered, template: ChatTemplate, messages: Sequence[Message], prompted: bool
 ) -> tuple[str, list[MessageSpan]]:
-    """Return what has to be appended so that the new messages follow, and whose what of it is."""
+    """Return the text to append for the new messages, and the owners of its characters."""
     known = len(rendered.messages)
     for seen in (messages, _without_last_words(messages, known)):
         text = template.text(seen, prompted)
-        found = find_regions(template, seen, text, prompted)
-        tail = _tail(rendered, template, seen, text, found)
+        turns = find_regions(template, seen, text, prompted)
+        tail = _tail(rendered, template, seen, text, turns)
         at = len(text) - len(tail)
-        new = [piece for piece in found.owners.pieces if piece.message >= known]
-        written = {*found.owners.unknown, *(piece.message for piece in new if piece.start >= at)}
+        new = [piece for piece in turns.owners.pieces if piece.message >= known]
+        written = {*turns.owners.unknown, *(piece.message for piece in new if piece.start >= at)}
         lost = [i for i in range(known, len(messages)) if i not in written and has_text(messages[i])]
         if not lost and all(piece.start >= at for piece in new):
             return tail, [piece._replace(start=piece.start - at, end=piece.end - at) for piece in new]
@@ -78,7 +78,7 @@ def _following(
 
 
 def _without_last_words(messages: Sequence[Message], known: int) -> list[Message]:
-    """Return the messages, the last assistant's of the first `known` with its calls alone."""
+    """Return the messages; the last assistant's among the first `known` keeps its calls alone."""
     changed = list(messages)
     for index in reversed(range(known)):
         message = messages[index]
@@ -97,7 +97,7 @@ def text_after_turn(
     stop_tokens: Iterable[str | int] | None = None,
     **options: Any,
 ) -> str:
-    """Return what follows a sampled turn that the token `stop` ended ("" where it was cut off), as text to tokenise.
+    """Return the text to tokenise after a sampled turn that the token `stop` ended ("" where it was cut off).
 
     It is what `extend` appends, the next generation prompt included, found with a short conversation in the place of
     the real one: its time does not grow with the conversation, which need not be kept as messages. The calls that are
@@ -108,14 +108,14 @@ def text_after_turn(
     like = new_messages[0] if new_messages else {}
     results = [message for message in new_messages if message.get("role") == "tool"]
     question = [{"role": "user", "content": content_like(like, "x")}]
-    asked = render(tokenizer, question, tools, True, stop_tokens=stop_tokens, **options)
+    prompted = render(tokenizer, question, tools, True, stop_tokens=stop_tokens, **options)
     ids = tokenizer.convert_tokens_to_ids(list(tokens_as_text([stop], tokenizer))) if stop != "" else []
 
     def following(arguments: Any) -> str:
         answer: dict[str, Any] = {"role": "assistant", "content": content_like(like, "" if results else "y")}
         if results:
             answer["tool_calls"] = [_call_of(message, number, arguments) for number, message in enumerate(results)]
-        turn = asked.generated(ids, answer)
+        turn = prompted.generated(ids, answer)
         return extend(turn, new_messages).text[len(turn.text) :]
 
     try:
@@ -132,8 +132,8 @@ def _call_of(result: Message, number: int, arguments: Any) -> dict[str, Any]:
     return {"type": "function", "id": result.get("tool_call_id", f"call{number:05}"), "function": function}
 
 
-def _tail(rendered: Rendered, template: ChatTemplate, messages: Sequence[Message], text: str, found: Regions) -> str:
-    """Return what has to be appended to the rendered text so that the new messages follow."""
+def _tail(rendered: Rendered, template: ChatTemplate, messages: Sequence[Message], text: str, turns: Regions) -> str:
+    """Return the text to append to the rendered text for the new messages."""
     assistants = [i for i, m in enumerate(rendered.messages) if m.get("role") == "assistant"]
     if not assistants:
         if not text.startswith(rendered.plain):
@@ -144,9 +144,9 @@ def _tail(rendered: Rendered, template: ChatTemplate, messages: Sequence[Message
             )
         return text[len(rendered.plain) :]
     last = assistants[-1]
-    mine = [region for region in found.regions if region.message == last]
+    mine = [region for region in turns.regions if region.message == last]
     if not mine:
-        reason = next((p for p in found.problems if p.startswith(f"message {last}:")), "its turn is not written")
+        reason = next((p for p in turns.problems if p.startswith(f"message {last}:")), "its turn is not written")
         raise ValueError(f"the conversation cannot be continued token by token: {reason}")
     region = max(mine, key=lambda region: region.end)
     tail = text[region.body_end :]

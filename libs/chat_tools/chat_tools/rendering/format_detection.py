@@ -38,17 +38,17 @@ _SIGNS = (
 
 
 def detect_format(tokenizer: Any) -> str:
-    """Return name the format of a tokenizer's chat template.
+    """Return the name of the format of a tokenizer's chat template.
 
     A call is rendered with the template and read back: the format that gives the same call is the one; of several that
-    write the same (hermes and ernie45), the one whose own sign stands in the template. For a template that refuses the
-    call, its text decides. ValueError if neither tells.
+    write the same (hermes and ernie45), the one whose own sign is in the template. For a template that refuses the
+    call, its text decides. ValueError if neither decides.
     """
     template = ChatTemplate(tokenizer, [{"type": "function", "function": _TOOL}], {})
     source = template.source
     for text in _written_calls(template):
-        if found := [fmt for fmt in FORMATS.values() if _reads(fmt, text)]:
-            return next((fmt for fmt in found if fmt.sign and fmt.sign in source), found[0]).name
+        if candidates := [fmt for fmt in FORMATS.values() if _reads(fmt, text)]:
+            return next((fmt for fmt in candidates if fmt.sign and fmt.sign in source), candidates[0]).name
     for sign, name in (*_own_signs(), *_SIGNS):
         if sign in source:
             return name
@@ -56,7 +56,7 @@ def detect_format(tokenizer: Any) -> str:
 
 
 def _reads(fmt: Format, text: str) -> bool:
-    """Return whether a turn is the call and nothing else."""
+    """Return whether the format reads the turn as the call and nothing else."""
     message = parse(text, fmt, [_TOOL])
     calls = [(call.name, call.arguments_dict()) for call in message.tool_calls]
     return calls == [(_NAME, _ARGUMENTS)] and not message.malformed and not message.content
@@ -72,7 +72,7 @@ def _own_signs() -> list[tuple[str, str]]:
 
 
 def _written_calls(template: ChatTemplate) -> list[str]:
-    """Render a call in the ways that templates want it: arguments as values or as JSON text."""
+    """Return a call, rendered with arguments as values and as JSON text."""
     texts = []
     for arguments in (_ARGUMENTS, '{"word": "a b", "times": 2}'):
         call = {"id": "call00001", "type": "function", "function": {"name": _NAME, "arguments": arguments}}

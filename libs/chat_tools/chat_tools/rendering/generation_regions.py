@@ -15,7 +15,7 @@ _start, _end = itemgetter(0), itemgetter(1)
 
 
 def block_mask(blocks: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> list[int]:
-    """Return 1 for each token of the blocks `start:end` that a template marks, as `apply_chat_template`'s mask has it.
+    """Return `apply_chat_template`'s mask: 1 for each token of the blocks `start:end` that a template marks.
 
     A block's tokens are those from its first character's first one to its last character's first one.
     """
@@ -39,60 +39,60 @@ def _token_of(position: int, offsets: Sequence[tuple[int, int]], starts: Sequenc
 
 
 def trained_regions(
-    found: Regions,
+    turns: Regions,
     marked: list[int] | None,
     offsets: Sequence[tuple[int, int]],
     messages: Sequence[Message],
     problems: list[str],
 ) -> list[Region]:
-    """Return the proven regions; where the template marks what the assistant writes, of these what it marks."""
+    """Return the proven regions, cut to the template's own marks where it has some."""
     if marked is not None and len(marked) == len(offsets):
-        return _regions_of_marks(marked, offsets, found, messages, problems)
-    problems += found.problems
-    return found.regions
+        return _regions_of_marks(marked, offsets, turns, messages, problems)
+    problems += turns.problems
+    return turns.regions
 
 
 def _regions_of_marks(
     mask: list[int],
     offsets: Sequence[tuple[int, int]],
-    found: Regions,
+    turns: Regions,
     messages: Sequence[Message],
     problems: list[str],
 ) -> list[Region]:
-    """Take of the template's own mask what the assistant's turns hold: marks can leave out, and add nothing.
+    """Return the marked regions within the assistant's turns: marks can leave out characters, and add none.
 
     Of marked tokens that touch a proven turn those inside it are trained; others belong to the turns that could not be
     proven, in order, unless somebody else owns a character of theirs. Where the model's stop tokens were given, the one
     that ends a turn is trained even if the marks end right before it.
     """
-    problems += found.left_out
+    problems += turns.left_out
     assistants = [i for i, m in enumerate(messages) if m.get("role") == "assistant"]
-    proven = {region.message for region in found.regions}
+    proven = {region.message for region in turns.regions}
     unproven = [i for i in assistants if i not in proven]
-    foreign = [p for p in found.owners.pieces if messages[p.message].get("role") != "assistant"]
+    foreign = [p for p in turns.owners.pieces if messages[p.message].get("role") != "assistant"]
     foreign_ends = [piece.end for piece in foreign]
-    ends_of_proven = [region.end for region in found.regions]
+    ends_of_proven = [region.end for region in turns.regions]
     regions: list[Region] = []
     for tokens in filter(None, _runs(mask, offsets)):
         taken = [p.message for p in _overlapping(foreign, foreign_ends, tokens[0][0], tokens[-1][1])]
         problems += [f"message {m}: the template marks what the {messages[m].get('role')} wrote" for m in taken]
-        inside = _inside(tokens, found.regions, ends_of_proven)
+        inside = _inside(tokens, turns.regions, ends_of_proven)
         if not inside and unproven:
             own = [token for token in tokens if not (taken and _overlapping(foreign, foreign_ends, *token))]
             inside = [Region(unproven.pop(0), own[0][0], own[-1][1], own[-1][1])] if own else []
         regions += inside
-    if found.stops_known:
-        ends = {region.body_end: region.end for region in found.regions}
+    if turns.stops_known:
+        ends = {region.body_end: region.end for region in turns.regions}
         regions = [r._replace(end=max(r.end, ends.get(r.end, r.end))) for r in regions]
-    omitted = set(found.owners.without_calls)
-    told = omitted | {region.message for region in regions}
-    unmarked = [i for i in assistants if i not in told]
+    omitted = set(turns.owners.without_calls)
+    settled = omitted | {region.message for region in regions}
+    unmarked = [i for i in assistants if i not in settled]
     problems += [f"message {i}: the template marks nothing of it" for i in unmarked]
     return [region for region in regions if region.message not in omitted]
 
 
 def _inside(tokens: Sequence[tuple[int, int]], regions: Sequence[Region], ends: Sequence[int]) -> list[Region]:
-    """Return the parts of regions (whose `ends` these are) that a run of tokens touches."""
+    """Return the parts of regions (whose ends are `ends`) that a run of tokens touches."""
     parts: list[Region] = []
     at = bisect_right(ends, tokens[0][0])
     while at < len(regions) and regions[at].start < tokens[-1][1]:
@@ -106,17 +106,17 @@ def _inside(tokens: Sequence[tuple[int, int]], regions: Sequence[Region], ends: 
 
 
 def _overlapping(pieces: Sequence[MessageSpan], ends: Sequence[int], start: int, end: int) -> list[MessageSpan]:
-    """Return the pieces (in order, without overlaps, whose `ends` these are) that hold a character of `start:end`."""
+    """Return the pieces (in order, without overlaps, with these `ends`) that hold a character of `start:end`."""
     at = bisect_right(ends, start)
-    found = []
+    overlapping = []
     while at < len(pieces) and pieces[at].start < end:
-        found.append(pieces[at])
+        overlapping.append(pieces[at])
         at += 1
-    return found
+    return overlapping
 
 
 def _runs(mask: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Return the characters of each run of marked tokens, those of no character left out.
+    """Return the characters of each run of marked tokens, without tokens of no character.
 
     All tokens of a character whose first token is marked belong to its run: transformers' mask ends with the first.
     """
@@ -135,7 +135,7 @@ def _runs(mask: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[list[
 
 
 def _next(mask: Sequence[int], value: bool, start: int) -> int:
-    """Return where the value comes next, or the length."""
+    """Return the next position of the value, or the length."""
     try:
         return mask.index(value, start)
     except ValueError:

@@ -43,7 +43,7 @@ class Region(NamedTuple):
 
 
 class Regions(NamedTuple):
-    """What assistants wrote in a rendering, in order; which turns could not be proven; whose every piece is.
+    """The assistants' regions in a rendering, in order; the turns that could not be proven; the owners of pieces.
 
     `stops_known` says that the model's stop tokens were given.
     """
@@ -55,7 +55,7 @@ class Regions(NamedTuple):
 
     @property
     def left_out(self) -> list[str]:
-        """Say which turns the template does not write whole."""
+        """Problems of turns that the template does not write whole."""
         return [f"message {index}: {CALLS_LEFT_OUT}" for index in self.owners.without_calls]
 
 
@@ -66,7 +66,7 @@ _Shape = tuple[str, bool, tuple[tuple[Any, ...], ...]]
 
 
 class _Seen(NamedTuple):
-    """What is known of a rendering: whether a generation prompt ends it, and where beginnings could not be told.
+    """The state of a search: whether a generation prompt ends the rendering, and which beginnings were not found.
 
     `untold` is by the text before a turn, whether a user spoke before, and the shapes of the turn and those before it.
     """
@@ -104,11 +104,11 @@ def find_regions(
             continue
         delimiters = delimiters or find_turn_delimiters(template, message)
         own = bounds.get(index) or _found_alone(template, messages, index, text, prompted, owners)
-        found = _turn(template, messages, index, text, delimiters, owners, own, seen)
-        if isinstance(found, str):
-            problems.append(found)
+        own_regions = _turn(template, messages, index, text, delimiters, owners, own, seen)
+        if isinstance(own_regions, str):
+            problems.append(own_regions)
         else:
-            regions += found
+            regions += own_regions
     regions.sort(key=lambda region: region.start)
     for index in owners.unknown:
         if messages[index].get("role") != "assistant":
@@ -125,7 +125,7 @@ def _found_alone(
     prompted: bool,
     owners: MessageAttribution,
 ) -> list[_Bounds]:
-    """Find a turn that holds no text by rendering another in its place; nothing if that shows none."""
+    """Find a turn without text by rendering another in its place; return nothing if none is found so."""
     if index in owners.without_calls or index in owners.unknown:
         return []  # it is given up anyway
     pieces = find_by_difference(template, messages, index, text, prompted)
@@ -142,7 +142,7 @@ def _turn(
     own: Sequence[_Bounds],
     seen: _Seen | None = None,
 ) -> list[Region] | str:
-    """Find the regions of one assistant message; or say why they cannot be proven."""
+    """Return the regions of one assistant message, or why they cannot be proven."""
     if index in owners.without_calls:
         return f"message {index}: {CALLS_LEFT_OUT}"
     overlapping = any(piece.start < lower or piece.end > upper for piece, lower, upper, _, _ in own)
@@ -159,7 +159,7 @@ def _turn(
 
 
 def _bounded(pieces: Sequence[MessageSpan], length: int) -> dict[int, list[_Bounds]]:
-    """Join the pieces of each message between which nobody else owns a character, and say what lies around them.
+    """Join the pieces of each message between which nobody else owns a character, with the bounds around them.
 
     `pieces` are in order; the result is by message. Linear in their number.
     """
@@ -169,16 +169,16 @@ def _bounded(pieces: Sequence[MessageSpan], length: int) -> dict[int, list[_Boun
             runs[-1] = MessageSpan(runs[-1].start, piece.end, piece.message)
         else:
             runs.append(piece)
-    found: dict[int, list[_Bounds]] = {}
+    by_message: dict[int, list[_Bounds]] = {}
     lower = 0
     for number, joined in enumerate(runs):
         upper = runs[number + 1].start if number + 1 < len(runs) else length
-        same = found.setdefault(joined.message, [])
+        same = by_message.setdefault(joined.message, [])
         if same:
             same[-1] = same[-1]._replace(last=False)
         same.append(_Bounds(joined, lower, upper, not same, True))
         lower = joined.end
-    return found
+    return by_message
 
 
 def _start(
@@ -190,7 +190,7 @@ def _start(
     bounds: _Bounds,
     seen: _Seen | None = None,
 ) -> int | None:
-    """Return where the generation prompt (or as much of it as history keeps) ends; None if that cannot be told."""
+    """Return the end of the generation prompt (or of its part that history keeps); None if it is not certain."""
     piece, lower, _, first, _ = bounds
     if not first or lower == piece.start:
         return piece.start
@@ -216,14 +216,14 @@ def _start(
 
 
 def _shape(messages: Sequence[Message], index: int, here: str) -> _Shape:
-    """Return what decides whether the rendering of the messages before a turn tells where it begins."""
-    asked = any(message.get("role") == "user" for message in messages[:index])
+    """Return the shape of a turn, which decides whether rendering the messages before it shows its beginning."""
+    after_user = any(message.get("role") == "user" for message in messages[:index])
     near = messages[max(0, index - 2) : index + 1]
-    return here, asked, tuple((m.get("role"), *(key for key in WRITTEN_KEYS if m.get(key))) for m in near)
+    return here, after_user, tuple((m.get("role"), *(key for key in WRITTEN_KEYS if m.get(key))) for m in near)
 
 
 def _shared_with_prompt(template: ChatTemplate, before: Sequence[Message], here: str) -> int | None:
-    """Return how much of `here` the generation prompt behind the messages is; None if the template refuses them."""
+    """Return the length of the generation prompt after the messages in `here`; None if the template refuses them."""
     try:
         text = template.trial(before, add_generation_prompt=True)
     except template_errors():
@@ -242,7 +242,7 @@ def _end(
     bounds: _Bounds,
     seen: _Seen | None = None,
 ) -> tuple[int, int]:
-    """Return where the end-of-turn token begins and ends; the separator after it is not the model's."""
+    """Return the beginning and end of the end-of-turn token; the separator after it is not the model's."""
     piece, _, upper, _, last = bounds
     stop = delimiters.first_stop(text, piece.end, upper)
     if stop is not None:
@@ -262,6 +262,6 @@ def _end(
 
 
 def _without(regions: Sequence[Region], texts: Sequence[str], text: str) -> list[Region]:
-    """Leave out the regions in which a line of one of the texts stands."""
-    lines = [line.strip() for given in texts for line in given.splitlines() if line.strip()]
+    """Return the regions that hold no line of the texts."""
+    lines = [line.strip() for text_of_other in texts for line in text_of_other.splitlines() if line.strip()]
     return [r for r in regions if not any(line in text[r.start : r.end] for line in lines)]

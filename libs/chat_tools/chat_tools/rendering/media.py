@@ -25,12 +25,12 @@ class Media:
 
 
 def images(counts: Sequence[int], placeholder: str = "<|image_pad|>") -> Media:
-    """Describe images by their numbers of tokens."""
+    """Return media of images with these numbers of tokens."""
     return Media(placeholder, counts, IMAGE)
 
 
 def videos(expansions: Sequence[int | str], placeholder: str = "<|video_pad|>") -> Media:
-    """Describe videos by their numbers of tokens, or by texts of frames between time stamps."""
+    """Return media of videos, by their numbers of tokens or texts of frames between time stamps."""
     return Media(placeholder, expansions, VIDEO)
 
 
@@ -49,7 +49,7 @@ class Expanded(NamedTuple):
     moves: tuple[tuple[int, int], ...]
 
     def move(self, pos: int) -> int:
-        """Return where a position of the old text, outside the placeholders, is in the new one."""
+        """Return the position in the new text of a position in the old one, outside the placeholders."""
         shift = 0
         for old, new in self.moves:
             if pos < old:
@@ -59,8 +59,8 @@ class Expanded(NamedTuple):
 
 
 def expand(text: str, media: Sequence[Media]) -> Expanded:
-    """Put the expansions in the place of the placeholders; ValueError if their numbers differ."""
-    found: list[tuple[int, Media, int | str]] = []
+    """Replace the placeholders by the expansions; ValueError if their numbers differ."""
+    placed: list[tuple[int, Media, int | str]] = []
     for kind in media:
         count = text.count(kind.placeholder)
         if count != len(kind.expansions):
@@ -71,11 +71,11 @@ def expand(text: str, media: Sequence[Media]) -> Expanded:
         at = -1
         for expansion in kind.expansions:
             at = text.index(kind.placeholder, at + 1)
-            found.append((at, kind, expansion))
+            placed.append((at, kind, expansion))
     parts: list[str] = []
     moves: list[tuple[int, int]] = []
     old = new = 0
-    for at, kind, expansion in sorted(found, key=lambda item: item[0]):
+    for at, kind, expansion in sorted(placed, key=lambda item: item[0]):
         piece = expansion if isinstance(expansion, str) else kind.placeholder * index(expansion)  # numpy's too
         parts += [text[old:at], piece]
         new += at - old + len(piece)

@@ -67,7 +67,7 @@ class Marked(NamedTuple):
 def render_marked(
     template: ChatTemplate, messages: Sequence[Message], prompted: bool, held: bool = False
 ) -> Marked | None:
-    """Render once, with all messages marked; None if the marks can't be read, or somebody else wrote such characters.
+    """Render once, with all messages marked; return None if marks can't be read, or other text holds such characters.
 
     A template may write something else because of the marks: hold the text to another rendering before using it. Where
     that is known to be a text (`held`), such characters of somebody else's are in that one and not in this: they are
@@ -77,8 +77,8 @@ def render_marked(
     if _PRIVATE_CHARACTER.search(source):
         return None
     if not held:
-        given = json.dumps([messages, template.tools, template.options], ensure_ascii=False, default=_plain)
-        if _PRIVATE_CHARACTER.search(given):
+        sources = json.dumps([messages, template.tools, template.options], ensure_ascii=False, default=_plain)
+        if _PRIVATE_CHARACTER.search(sources):
             return None
     return _marked(template, messages, prompted, _Marks(source, "", messages), range(len(messages)), True)
 
@@ -94,17 +94,17 @@ def attribute_messages(
     marks = _Marks(template.source, text, messages)
     everybody = range(len(messages))
     for names in (True, False):
-        found = _marked(template, messages, prompted, marks, everybody, names)
-        if found is not None and found.text == text:
-            return found.owners
+        marked = _marked(template, messages, prompted, marks, everybody, names)
+        if marked is not None and marked.text == text:
+            return marked.owners
     return _one_by_one(template, messages, text, prompted, marks)
 
 
 def _one_by_one(
     template: ChatTemplate, messages: Sequence[Message], text: str, prompted: bool, marks: _Marks
 ) -> MessageAttribution:
-    """Find the pieces of each message by a rendering of its own."""
-    found: list[MessageSpan] = []
+    """Find the pieces of each message by a separate rendering."""
+    all_pieces: list[MessageSpan] = []
     unknown: list[int] = []
     without_calls: list[int] = []
     for index, message in enumerate(messages):
@@ -113,21 +113,21 @@ def _one_by_one(
         tries = (_marked(template, messages, prompted, marks, [index], names) for names in (True, False))
         alone = next((marked.owners for marked in tries if marked is not None and marked.text == text), None)
         if alone is not None:
-            found += alone.pieces
+            all_pieces += alone.pieces
             without_calls += alone.without_calls
         elif (pieces := find_by_difference(template, messages, index, text, prompted)) is not None:
-            found += pieces
+            all_pieces += pieces
         else:
             unknown.append(index)
-    return MessageAttribution(_without_overlaps(found, messages), unknown, without_calls)
+    return MessageAttribution(_without_overlaps(all_pieces, messages), unknown, without_calls)
 
 
 def find_by_difference(
     template: ChatTemplate, messages: Sequence[Message], index: int, text: str, prompted: bool
 ) -> list[MessageSpan] | None:
-    """Find a message by rendering another text in its place: one piece of all that differs; None if none can be found.
+    """Find a message by rendering another text in its place: one piece of all differences, or None.
 
-    The piece of a message without text is empty, and stands where its text would be.
+    The piece of a message without text is empty, at the place of the text.
     """
     message, mark = messages[index], unused([text])
     other = {**{k: v for k, v in message.items() if k not in WRITTEN_KEYS}, "content": content_like(message, mark)}
@@ -162,7 +162,7 @@ def common_suffix(a: str, b: str) -> int:
 
 
 def has_text(message: Message) -> bool:
-    """Say whether a message holds anything that can be marked (names of calls not counted)."""
+    """Return whether a message holds anything that can be marked (names of calls not counted)."""
     return any(text.strip() for text in texts_of(message))
 
 
@@ -179,7 +179,7 @@ def texts_of(message: Message) -> list[str]:
 
 
 class _Place(NamedTuple):
-    """Where a text stands: in a message, and (unless None) in one of its calls, as its name or else its arguments."""
+    """The place of a text: in a message, and (unless None) in one of its calls, as its name or else its arguments."""
 
     message: int
     call: int | None = None
@@ -187,7 +187,7 @@ class _Place(NamedTuple):
 
 
 class _Marks:
-    """The marks of one rendering: which characters they are, and where a text may be cut."""
+    """The marks of one rendering: their characters, and the places where a text may be cut."""
 
     def __init__(self, source: str, text: str, messages: Sequence[Message]) -> None:
         taken = set(_PRIVATE_CHARACTER.findall(text))
@@ -202,7 +202,7 @@ class _Marks:
         self.cut, self.cuts = _cut_patterns(source)
 
     def wrap(self, place: _Place) -> Wrap:
-        """Return what marks the segments of a text with a new mark that stands for the place."""
+        """Return the function that marks the segments of a text with a new mark for the place."""
         opening = chr(self.base + len(self.table))
         self.table.append(place)
         is_cut, close = self.cut.search, self.close
@@ -229,7 +229,7 @@ class _Marks:
         return f"{text[:at]}{opening}{core}{self.close}{text[at + len(core) :]}" if core else text
 
     def wrap_call(self, message: int, is_name: bool, call: int) -> Wrap:
-        """Return what marks the name or the arguments of a call."""
+        """Return the function that marks the name or the arguments of a call."""
         return self.wrap(_Place(message, call, is_name))
 
     def read(self, rendered: str) -> tuple[str, list[tuple[int, int, _Place]]] | None:
@@ -245,7 +245,7 @@ class _Marks:
 
 @lru_cache(maxsize=64)
 def _cut_patterns(source: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Match where a text is cut: at line ends, and at what a template's source compares texts with or cuts them at.
+    """Return patterns of a text's cuts: line ends, and the literals with which a template compares or splits texts.
 
     The second pattern takes the white space around too; the first is fast where there is nothing to cut.
     """
@@ -263,16 +263,16 @@ def _marked(
     chosen: Iterable[int],
     names: bool,
 ) -> Marked | None:
-    """Render with some messages marked and read the marks; None if the template refuses or tears them."""
+    """Render with some messages marked and read the marks; return None if the template refuses or splits them."""
     changed = list(messages)
     marks.table.clear()
     for index in chosen:
-        given, words = messages[index], marks.wrap(_Place(index))
-        if given.get("tool_calls"):
+        original, words = messages[index], marks.wrap(_Place(index))
+        if original.get("tool_calls"):
             name = partial(marks.wrap_call, index, True) if names else None
-            changed[index] = _rewritten(given, words, partial(marks.wrap_call, index, False), name)
+            changed[index] = _rewritten(original, words, partial(marks.wrap_call, index, False), name)
         else:
-            changed[index] = _with_words(given, words)
+            changed[index] = _with_words(original, words)
     try:
         rendered = template.trial(changed, prompted)
     except rendering_errors():
@@ -306,7 +306,7 @@ def _rewritten(
 
 
 def _with_words(message: Message, text: Wrap) -> dict[str, Any]:
-    """Return the message with its texts rewritten, its calls as they are."""
+    """Return the message with its texts rewritten and its calls unchanged."""
     changed = dict(message)
     for key, value in message.items():
         if key not in _TEXT_KEYS or value is None:
@@ -358,30 +358,30 @@ def _renamed(call: Any, mark: str) -> Any:
     if not isinstance(call, Mapping) or not isinstance(call.get("function", call), Mapping):
         return call
     function = call.get("function", call)
-    given = function.get("arguments")
-    changed = {**function, "arguments": dict.fromkeys(given or [mark], mark) if isinstance(given, Mapping) else mark}
+    values = function.get("arguments")
+    changed = {**function, "arguments": dict.fromkeys(values or [mark], mark) if isinstance(values, Mapping) else mark}
     return {**call, "function": changed} if "function" in call else changed
 
 
 def _without_overlaps(pieces: list[MessageSpan], messages: Sequence[Message]) -> list[MessageSpan]:
-    """Order pieces that were found one by one; where two overlap, the assistant's gives way.
+    """Order pieces that were found one by one; where two overlap, the assistant's is cut.
 
-    Where neither is the assistant's, the later one has the characters of both, and what it leaves stays the other's.
+    Where neither is the assistant's, the later one keeps the overlap, and the rest stays the other's.
     """
     waiting = list(pieces)
     heapify(waiting)
-    kept: list[MessageSpan] = []
+    ordered: list[MessageSpan] = []
     while waiting:
         piece = heappop(waiting)
-        if not kept or piece.start >= kept[-1].end:
-            kept.append(piece)
+        if not ordered or piece.start >= ordered[-1].end:
+            ordered.append(piece)
         elif messages[piece.message].get("role") == "assistant":
-            heappush(waiting, MessageSpan(kept[-1].end, max(piece.end, kept[-1].end), piece.message))
+            heappush(waiting, MessageSpan(ordered[-1].end, max(piece.end, ordered[-1].end), piece.message))
         else:
-            start, end, message = kept.pop()
+            start, end, message = ordered.pop()
             if start < piece.start:
-                kept.append(MessageSpan(start, piece.start, message))
+                ordered.append(MessageSpan(start, piece.start, message))
             if end > piece.end and messages[message].get("role") != "assistant":
                 heappush(waiting, MessageSpan(piece.end, end, message))
-            kept.append(piece)
-    return kept
+            ordered.append(piece)
+    return ordered

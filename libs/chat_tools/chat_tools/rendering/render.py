@@ -1,4 +1,4 @@
-"""Messages to token ids with a mask of what the assistant wrote."""
+"""Messages to token ids with a mask of the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chat_tools.rendering.turn_delimiters import find_turn_delimiters
 
 @dataclass(frozen=True, slots=True)
 class AssistantSpan:
-    """What the assistant wrote as message number `message`: tokens `token_start:token_end`, characters `start:end`."""
+    """The assistant's text of message number `message`: tokens `token_start:token_end`, characters `start:end`."""
 
     message: int
     token_start: int
@@ -27,7 +27,7 @@ class AssistantSpan:
 
 
 class OwnedText(NamedTuple):
-    """Characters `start:end`, and whose they are: a role and its message's number, or "template" and None."""
+    """Characters `start:end` and their owner: a role and its message's number, or "template" and None."""
 
     start: int
     end: int
@@ -37,7 +37,7 @@ class OwnedText(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """Hold a conversation as tokens.
+    """A conversation as tokens.
 
     `ids`, `assistant_mask` and `mm_token_type_ids` (0 text, 1 image, 2 video, 3 audio) have one entry a token. The mask
     is true for what the assistant writes, its end-of-turn token included. `owners` cover the text: each character is
@@ -65,17 +65,17 @@ class Rendered:
     stop: str = ""
 
     def generated(self, ids: Sequence[int], message: Message | None = None) -> Rendered:
-        """Append the tokens that a model sampled after the generation prompt, as they are.
+        """Append the tokens that a model sampled after the generation prompt, unchanged.
 
-        `message` is how the template shall see the turn (`ParsedMessage.to_message()`); by default its decoded text
-        without the token that stopped it. ValueError if there is no generation prompt to go on from.
+        `message` is the turn for the template (`ParsedMessage.to_message()`); by default its decoded text without the
+        token that stopped it. ValueError if there is no generation prompt before it.
         """
         if self.template is None or not self.prompted:
             raise ValueError("generated tokens follow a generation prompt: render with add_generation_prompt=True")
         decode = self.template.tokenizer.decode
         text, last = (decode(list(part), skip_special_tokens=False) for part in (ids, ids[-1:]))
-        asked = self.messages[-1] if self.messages else {}
-        stop = last if last in find_turn_delimiters(self.template, asked if message is None else message).stops else ""
+        like = self.messages[-1] if self.messages else {}
+        stop = last if last in find_turn_delimiters(self.template, like if message is None else message).stops else ""
         message = {"role": "assistant", "content": text.removesuffix(stop)} if message is None else message
         start, chars, number = len(self.ids), len(self.text), len(self.messages)
         return replace(
@@ -104,10 +104,10 @@ def render(
     stop_tokens: Iterable[str | int] | None = None,
     **options: Any,
 ) -> Rendered:
-    """Render messages to ids, text, a mask of what the assistant wrote, and its spans.
+    """Render messages to ids, text, a mask of the assistant's tokens, and their spans.
 
     `tokenizer` is a Hugging Face fast tokenizer (`apply_chat_template`, offsets); `tools` are dicts or typed functions;
-    `media` says what the placeholders of images and videos expand to; `options` go to the template
+    `media` holds the expansions of the placeholders of images and videos; `options` go to the template
     (`enable_thinking=False`). `stop_tokens` are the texts or ids of the tokens that stop the model
     (`read_stop_tokens(folder, tokenizer)` reads generation_config.json); without them, what the tokenizer and the
     template tell. Any list of messages works: where the template demands a user message, a stand-in is rendered after
@@ -127,13 +127,13 @@ def render(
         template, messages, add_generation_prompt, problems
     )
     plain, ids, offsets = base.text, base.ids, base.offsets
-    found = find_regions(template, messages, plain, add_generation_prompt, base.owners)
-    regions = trained_regions(found, base.marked, offsets, messages, problems)
+    turns = find_regions(template, messages, plain, add_generation_prompt, base.owners)
+    regions = trained_regions(turns, base.marked, offsets, messages, problems)
     expanded = expand(plain, media)
     if media:
         ids, offsets = encode(tokenizer, expanded.text)
-    spans, straddling = _spans(regions, found.regions, expanded, offsets)
-    ends = [*(found.regions or regions), Region(0, 0, 0, 0)]
+    spans, straddling = _spans(regions, turns.regions, expanded, offsets)
+    ends = [*(turns.regions or regions), Region(0, 0, 0, 0)]
     last = max(ends, key=lambda region: (region.message, region.end))
     return Rendered(
         ids=ids,
@@ -142,7 +142,7 @@ def render(
         spans=spans,
         problems=tuple(problems),
         mm_token_type_ids=token_types(tokenizer, ids, media) if media else [0] * len(ids),
-        owners=owned_text(regions, found.owners.pieces, messages, expanded),
+        owners=owned_text(regions, turns.owners.pieces, messages, expanded),
         straddling=straddling,
         messages=tuple(messages),
         template=template,
@@ -172,22 +172,22 @@ def _twice(template: ChatTemplate, messages: Sequence[Message], prompted: bool) 
     """
     if not any(message.get("role") == "user" for message in messages):
         return None  # it may need a stand-in
-    found = render_marked(template, messages, prompted, template.tokenises_text)
-    if found is None:
+    marks = render_marked(template, messages, prompted, template.tokenises_text)
+    if marks is None:
         return None
     if template.tokenises_text:
         text, blocks = template.text_and_blocks(messages, prompted)
-        if text != found.text:
+        if text != marks.text:
             return None
         ids, offsets = encode(template.tokenizer, text)
-        return _Base(text, ids, offsets, None if blocks is None else block_mask(blocks, offsets), found.owners)
+        return _Base(text, ids, offsets, None if blocks is None else block_mask(blocks, offsets), marks.owners)
     ids, offsets, marked = _official(template, messages, prompted)
-    if not (offsets and offsets[-1][1] == len(found.text) and _decoded(template.tokenizer, ids) == found.text):
+    if not (offsets and offsets[-1][1] == len(marks.text) and _decoded(template.tokenizer, ids) == marks.text):
         official = ids
-        ids, offsets = encode(template.tokenizer, found.text)
+        ids, offsets = encode(template.tokenizer, marks.text)
         if official != ids:
             return None
-    return _Base(found.text, ids, offsets, marked, found.owners)
+    return _Base(marks.text, ids, offsets, marked, marks.owners)
 
 
 def _decoded(tokenizer: Any, ids: list[int]) -> str:
@@ -239,9 +239,9 @@ _NO_OFFSETS = "the tokenizer gives no offsets: load the fast one (use_fast=True)
 def _official(
     template: ChatTemplate, messages: Sequence[Message], prompted: bool
 ) -> tuple[list[int], list[tuple[int, int]], list[int] | None]:
-    """Return the ids that `apply_chat_template` itself gives, their characters, and the mask of generation marks.
+    """Return the ids of `apply_chat_template` itself, their characters, and the mask of generation marks.
 
-    No characters where it hands no arguments on to the tokenizer; no mask where the template has no marks.
+    Without characters where it passes no arguments on to the tokenizer; without a mask where the template has no marks.
     """
     marked = template.has_generation_marks
     extra: dict[str, Any] = {"tokenizer_kwargs": {"return_offsets_mapping": True}}
@@ -258,13 +258,13 @@ def _official(
 def _without_stand_in(
     tokenizer: Any, ids: list[int], mask: list[int] | None, cut: Cut, problems: list[str]
 ) -> tuple[list[int], list[int] | None]:
-    """Leave out the tokens of a stand-in user message."""
+    """Return ids and mask without the tokens of a stand-in user message."""
     _, offsets = encode(tokenizer, cut.text)
-    kept = [i for i, (a, b) in enumerate(offsets) if b <= cut.start or a >= cut.end]
+    outside = [i for i, (a, b) in enumerate(offsets) if b <= cut.start or a >= cut.end]
     dropped = [offset for offset in offsets if offset[0] < cut.end and offset[1] > cut.start]
     if dropped and (dropped[0][0] < cut.start or dropped[-1][1] > cut.end):
         problems.append("a token reaches over the border of the stand-in user message")
-    return [ids[i] for i in kept], None if mask is None else [mask[i] for i in kept]
+    return [ids[i] for i in outside], None if mask is None else [mask[i] for i in outside]
 
 
 def _difference(official: list[int], ids: list[int]) -> str:
@@ -275,7 +275,7 @@ def _difference(official: list[int], ids: list[int]) -> str:
 def _spans(
     regions: Sequence[Region], proven: Sequence[Region], expanded: Expanded, offsets: Sequence[tuple[int, int]]
 ) -> tuple[tuple[AssistantSpan, ...], tuple[int, ...]]:
-    """Return the tokens of the regions, and those that reach over a border of one of them or of a proven one."""
+    """Return the tokens of the regions, and those that straddle a border of one of them or of a proven one."""
     straddling: list[int] = []
     spans = tuple(_span(region, expanded, offsets, straddling) for region in regions)
     if proven is not regions:
@@ -289,7 +289,7 @@ def _spans(
 def _span(
     region: Region, expanded: Expanded, offsets: Sequence[tuple[int, int]], straddling: list[int]
 ) -> AssistantSpan:
-    """Return the tokens that lie wholly in a region; those that reach over its border are listed and left out."""
+    """Return the tokens that lie wholly in a region; those that straddle its border are listed in `straddling`."""
     start, end = expanded.move(region.start), expanded.move(region.end)
     first = last = bisect_left(offsets, (start,))  # both ends of the tokens' characters are in order
     while first and offsets[first - 1][1] > start:
@@ -319,7 +319,7 @@ def owned_text(
     expanded: Expanded,
     skip: int = 0,
 ) -> tuple[OwnedText, ...]:
-    """Say whose each character is from `skip` on: turns first, then what other messages hold; the rest the template's.
+    """Return the owner of each character from `skip` on: turns first, then other messages; the rest is the template's.
 
     `expanded` is the text after the characters that are skipped; the positions returned are in it.
     """
@@ -330,7 +330,7 @@ def owned_text(
         at = bisect_right(starts, piece.start - skip) - 1
         if at < 0 or piece.start - skip >= turns[at][1]:
             claims.append((piece.start - skip, piece.end - skip, piece.message))
-    found: list[OwnedText] = []
+    owners: list[OwnedText] = []
     moved = bool(expanded.moves)
     at = 0
     for start, end, message in sorted(claims):
@@ -341,9 +341,9 @@ def owned_text(
         if end <= start:
             continue
         if start > at:
-            found.append(OwnedText(at, start, "template", None))
-        found.append(OwnedText(start, end, str(messages[message].get("role")), message))
+            owners.append(OwnedText(at, start, "template", None))
+        owners.append(OwnedText(start, end, str(messages[message].get("role")), message))
         at = end
     if at < len(expanded.text):
-        found.append(OwnedText(at, len(expanded.text), "template", None))
-    return tuple(found)
+        owners.append(OwnedText(at, len(expanded.text), "template", None))
+    return tuple(owners)

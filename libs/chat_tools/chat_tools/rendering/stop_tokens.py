@@ -22,8 +22,8 @@ def read_stop_tokens(source: str | Path | Mapping[str, Any] | Any, tokenizer: An
     if isinstance(source, str | Path):
         path = Path(source) / "generation_config.json"
         config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    found = config.get("eos_token_id") if isinstance(config, Mapping) else getattr(config, "eos_token_id", None)
-    ids = [] if found is None else [found] if isinstance(found, int) else list(found)
+    entry = config.get("eos_token_id") if isinstance(config, Mapping) else getattr(config, "eos_token_id", None)
+    ids = [] if entry is None else [entry] if isinstance(entry, int) else list(entry)
     return tokens_as_text(ids, tokenizer)
 
 
@@ -33,10 +33,10 @@ def turn_ends(
     tools: Sequence[Any] | None = None,
     **options: Any,
 ) -> tuple[str, ...]:
-    """List the tokens that may end a turn of a model, at any of which sampling has to stop, as texts, longest first.
+    """Return the tokens that may end a turn, at any of which sampling has to stop, as texts, longest first.
 
     They are `stop_tokens` (see `read_stop_tokens`; without them, those that the tokenizer and the known formats of
-    calls have), and what the template itself ends a turn with. `tools` and `options` are those of `render`.
+    calls have), and those with which the template itself ends a turn. `tools` and `options` are those of `render`.
     """
     stops = None if stop_tokens is None else tokens_as_text(stop_tokens, tokenizer)
     template = ChatTemplate(tokenizer, tools, options, stops)

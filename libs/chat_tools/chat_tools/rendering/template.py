@@ -31,13 +31,13 @@ _GENERATION = re.compile(r"\{%-?\s*generation\b")
 
 
 def template_errors() -> tuple[type[Exception], ...]:
-    """Return the errors that a chat template raises by itself; nothing else is ever caught."""
+    """Return the errors that a chat template raises itself; no others are ever caught."""
     jinja2 = sys.modules.get("jinja2")  # not loaded: no template has run
     return (jinja2.TemplateError,) if jinja2 is not None else ()
 
 
 def rendering_errors() -> tuple[type[Exception], ...]:
-    """Return the errors that a trial rendering may end with: the template's own, and Python's for joining text to else.
+    """Return the errors of a trial rendering: the template's own, and Python's for joining text to another type.
 
     DeepSeek-V3's template joins text to the arguments of a call, which are a dict where they are not JSON text.
     """
@@ -61,7 +61,7 @@ class StopTokens(tuple[str, ...]):
 def tokens_as_text(stops: Iterable[str | int], tokenizer: Any) -> StopTokens:
     """Return stop tokens, given by text or id, as texts; ValueError for one that is no single token.
 
-    Those that this function returned are not looked at again.
+    Those that this function returned are not checked again.
     """
     if isinstance(stops, StopTokens):
         return stops
@@ -92,7 +92,7 @@ def _has_generation_marks(source: str) -> bool:
 
 
 class Cut(NamedTuple):
-    """A text with a stand-in user message in it, and where that stands."""
+    """A text with a stand-in user message in it, and its place."""
 
     text: str
     start: int
@@ -108,7 +108,7 @@ class _Trial(list[Message]):
 
 
 class ChatTemplate:
-    """Render messages with fixed tools and options (such as `enable_thinking`).
+    """A chat template with fixed tools and options (such as `enable_thinking`).
 
     `stops` are the tokens that stop the model, None where only the tokenizer is known.
     """
@@ -138,14 +138,14 @@ class ChatTemplate:
 
     @property
     def has_generation_marks(self) -> bool:
-        """Whether the template itself marks what the assistant writes."""
+        """The template's marking: True where it marks the assistant's text itself."""
         return _has_generation_marks(self.source)
 
     @property
     def tokenises_text(self) -> bool:
-        """Whether `apply_chat_template` gives the tokens of the text that it gives without `tokenize`, and no others.
+        """The tokenisation: True where `apply_chat_template` gives exactly the tokens of its text without `tokenize`.
 
-        So it is where the methods are transformers' own, and no option of the call tells them how.
+        This holds where the methods are transformers' own, and no option of the call changes them.
         """
         kind = type(self.tokenizer)
         methods = (getattr(kind, name, None) for name in ("apply_chat_template", "__call__"))
@@ -166,9 +166,9 @@ class ChatTemplate:
     def text_and_blocks(
         self, messages: Sequence[Message], add_generation_prompt: bool
     ) -> tuple[str, list[tuple[int, int]] | None]:
-        """Render to text, with the characters `start:end` of each block that the template marks (None: it marks none).
+        """Render to text, with the characters `start:end` of each block that the template marks, None without any.
 
-        `apply_chat_template` tells the blocks as tokens alone, so this asks the function that it asks.
+        `apply_chat_template` returns the blocks as tokens alone, so this calls the function that it calls.
         """
         if not self.has_generation_marks:
             return str(self.apply(messages, add_generation_prompt, tokenize=False)), None
@@ -194,7 +194,7 @@ class ChatTemplate:
         return self.text(messages if source is None else _Trial(messages, source), add_generation_prompt)
 
     def text_or_cut(self, messages: Sequence[Message], add_generation_prompt: bool) -> tuple[str, Cut | None]:
-        """Render to text, or to a text with a stand-in and where it stands."""
+        """Render to text, or to a text with a stand-in and its place."""
         try:
             return str(self.apply(messages, add_generation_prompt, tokenize=False)), None
         except template_errors() as error:
@@ -216,7 +216,7 @@ class ChatTemplate:
         return [*messages[:at], user, *messages[at:]], at
 
     def _with_stand_in(self, messages: Sequence[Message], add_generation_prompt: bool) -> Cut | str | None:
-        """Render with a stand-in; None if the template refuses that too, a reason if it cannot be found again."""
+        """Render with a stand-in; return None if the template refuses that too, a reason if it is not found again."""
         filled, at = self.stand_in(messages)
         other = {"role": "user", "content": content_like(filled[at], "other")}
         try:

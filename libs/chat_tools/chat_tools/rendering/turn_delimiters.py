@@ -1,4 +1,4 @@
-"""What a template puts around an assistant turn, and which tokens end one."""
+"""The delimiters of an assistant turn in a template, and the tokens that end one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TAG = r"<[^<>\s]{1,60}>"  # cut in two, it would be read as something else, whe
 
 
 class TurnDelimiters(NamedTuple):
-    """What stands around a turn: before it the generation prompt; after it, in the last place, `closing`.
+    """The delimiters of a turn: before it the generation prompt; after it, in the last place, `closing`.
 
     `opening` is all between a question's words and the turn, the prompt included. `stops` are the tokens that may end a
     turn, `closings` those with which the template itself ends one. `prompt_cuts` are the lengths at which a beginning
@@ -32,7 +32,7 @@ class TurnDelimiters(NamedTuple):
     prompt_cuts: tuple[int, ...] = ()
 
     def first_stop(self, text: str, start: int, end: int) -> tuple[int, int] | None:
-        """Return where the first token that ends a turn stands in `text[start:end]`."""
+        """Return the place of the first token in `text[start:end]` that ends a turn."""
         if not self.stops:
             return None
         match = _any_of(self.stops).search(text, start, end)
@@ -45,9 +45,9 @@ def _any_of(texts: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def find_turn_delimiters(template: ChatTemplate, like: Message) -> TurnDelimiters:
-    """Find the delimiters by differences of renderings of short conversations whose content is of the kind of `like`'s.
+    """Find the delimiters by differences of short conversations' renderings, with content of the kind of `like`'s.
 
-    It is remembered as long as the tokenizer lives and its template, the tools and the options stay the same.
+    The result is cached as long as the tokenizer lives and its template, the tools and the options stay the same.
     """
     tokenizer = template.tokenizer
     is_list = isinstance(like.get("content"), list)
@@ -58,8 +58,8 @@ def find_turn_delimiters(template: ChatTemplate, like: Message) -> TurnDelimiter
         other: Message = {"content": "" if is_list else []}
         if len(known) >= _MOST_FRAMES:
             known.clear()
-        found = _find_turn_delimiters(template, like) or _find_turn_delimiters(template, other)
-        known[key] = found or TurnDelimiters("", "", stops=stop_tokens(template))
+        delimiters = _find_turn_delimiters(template, like) or _find_turn_delimiters(template, other)
+        known[key] = delimiters or TurnDelimiters("", "", stops=stop_tokens(template))
     return known[key]
 
 
@@ -74,12 +74,12 @@ def _find_turn_delimiters(template: ChatTemplate, like: Message) -> TurnDelimite
     tokens = added_tokens(template.tokenizer)
     stops = stop_tokens(template)
     try:
-        asked = template.text([question])
+        plain = template.text([question])
         prompted = template.text([question], add_generation_prompt=True)
         closing = template.text([question, answer]).partition(mark)[2]
     except rendering_errors():
         return None
-    at = token_start(prompted, common_prefix(asked, prompted), tokens)  # the shorter one may have an end of its own
+    at = token_start(prompted, common_prefix(plain, prompted), tokens)  # the shorter one may have an end of its own
     prompt = prompted[at:]
     cuts = [n for n in range(len(prompt), 0, -1) if token_start(prompt, n, tokens) == n]
     run = _leading_tokens(closing, tokens)
@@ -92,7 +92,7 @@ def _find_turn_delimiters(template: ChatTemplate, like: Message) -> TurnDelimite
         first = _leading_tokens(earlier, tokens)
         if first and not earlier.startswith("".join(run)):
             closings.append(_closing(first[:1], stops))
-    before = asked.partition(unused([mark]))[0].rstrip()  # GLM-4.5's next question begins with what ends a turn
+    before = plain.partition(unused([mark]))[0].rstrip()  # GLM-4.5's next question begins with what ends a turn
     closings = [token for token in closings if not before.endswith(token)]
     every = sorted({*stops, *closings}, key=len, reverse=True)
     opening = prompted.partition(unused([mark]))[2]
@@ -100,15 +100,15 @@ def _find_turn_delimiters(template: ChatTemplate, like: Message) -> TurnDelimite
 
 
 def _closing(run: Sequence[str], stops: Sequence[str]) -> str:
-    """Choose the token that ends a turn from those that follow it at once: a known one, else the last."""
+    """Choose the token that ends a turn among those right after it: a known one, else the last."""
     return next((token for token in run if token in stops), run[-1])
 
 
 def stop_tokens(template: ChatTemplate) -> tuple[str, ...]:
-    """List the tokens at which sampling stops: those that were given, else what is known of the tokenizer.
+    """Return the tokens at which sampling stops: those of the caller, else the known ones of the tokenizer.
 
-    Unless given, these are the end-of-sequence token, and what ends a turn in the known formats of calls, as far as the
-    tokenizer has it as a token.
+    By default these are the end-of-sequence token, and those that end a turn in the known formats of calls, as far as
+    the tokenizer has them.
     """
     if template.stops is not None:
         return template.stops
@@ -120,14 +120,14 @@ def stop_tokens(template: ChatTemplate) -> tuple[str, ...]:
 
 
 def added_tokens(tokenizer: Any) -> frozenset[str]:
-    """Return the tokens that are added to the learnt ones, special or not: no text is tokenised across them."""
+    """Return the added tokens, special or not: no text is tokenised across them."""
     added = getattr(tokenizer, "get_added_vocab", None)
     specials = getattr(tokenizer, "all_special_tokens", ())
     return frozenset(filter(None, [*(added() if added is not None else ()), *specials]))
 
 
 def token_start(text: str, at: int, tokens: Iterable[str]) -> int:
-    """Return `at`, or where the added token or tag begins that `at` would cut in two."""
+    """Return `at`, or the beginning of the added token or tag that `at` would split."""
     begin = max(0, at - 80)
     for match in _token_pattern(frozenset(tokens)).finditer(text, begin):
         if match.start() >= at:
@@ -141,18 +141,18 @@ _PATTERNS: dict[frozenset[str], re.Pattern[str]] = {}
 
 
 def _token_pattern(tokens: frozenset[str]) -> re.Pattern[str]:
-    """Match any of the tokens, or a tag; compiled once for each set of tokens."""
+    """Return a pattern of the tokens and of tags. Cached by the set of tokens."""
     if tokens not in _PATTERNS:
         _PATTERNS[tokens] = re.compile("|".join([*map(re.escape, sorted(tokens, key=len, reverse=True)), _TAG]))
     return _PATTERNS[tokens]
 
 
 def _leading_tokens(text: str, tokens: Iterable[str]) -> Sequence[str]:
-    """List the added tokens with which a text begins, nothing between them."""
+    """Return the added tokens with which a text begins, nothing between them."""
     longest_first = sorted(tokens, key=len, reverse=True)
-    found: list[str] = []
+    leading: list[str] = []
     at = 0
     while token := next((t for t in longest_first if text.startswith(t, at)), ""):
-        found.append(token)
+        leading.append(token)
         at += len(token)
-    return found
+    return leading

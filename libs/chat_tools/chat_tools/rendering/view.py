@@ -16,7 +16,7 @@ _MEDIA = ("\x1b[30;48;5;117m", "\x1b[30;48;5;153m")
 
 
 def pieces(rendered: Rendered, tokenizer: Any = None) -> Iterator[tuple[int, int, str]]:
-    """Give (first token, end, text): one token each, or the few that make up one character."""
+    """Yield (first token, end, text): one token each, or the few that make up one character."""
     tokenizer = tokenizer or (rendered.template.tokenizer if rendered.template else None)
     if tokenizer is None:
         raise ValueError("give the tokenizer: this conversation was not made by render()")
@@ -50,13 +50,13 @@ def terminal_view(rendered: Rendered, tokenizer: Any = None) -> str:
 
 
 def _visible(text: str) -> str:
-    """Show line ends, and what would move the cursor."""
+    """Return text with line ends and cursor movements made visible."""
     text = text.replace("\r", "\u240d").replace("\t", "\u21e5   ").replace("\n", "\u23ce\n")
     return "".join(c if c == "\n" or c >= " " else chr(0x2400 + ord(c)) for c in text)
 
 
 def summary(rendered: Rendered) -> str:
-    """Say in one line how much is trained, and what is wrong."""
+    """Return a line with the number of trained tokens, and the problems."""
     trained, count = sum(rendered.assistant_mask), len(rendered.ids)
     share = f"{100 * trained / count:.0f}%" if count else "none"
     line = f"{count} tokens, {trained} trained ({share}), {len(rendered.spans)} assistant turns"
@@ -88,7 +88,7 @@ i b { font-weight: 400; opacity: .4; }
 
 
 def html_view(conversations: Sequence[Rendered], title: str = "Conversation", tokenizer: Any = None) -> str:
-    """Return one self-contained page: every token coloured by mask, its number and id on hovering."""
+    """Return a self-contained page: every token coloured by mask, with its number and id on hovering."""
     body = []
     for number, rendered in enumerate(conversations):
         if len(conversations) > 1:

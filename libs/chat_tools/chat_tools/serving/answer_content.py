@@ -15,7 +15,7 @@ from chat_tools.parsing.result import Segment
 
 
 class AnswerContent:
-    """Follows a parser (with the prefill "") and gives the content that can be told."""
+    """The content of a parser's text (with the prefill ""), as far as it is certain."""
 
     def __init__(self, fmt: Format, stream: StreamParser) -> None:
         self._stream = stream
@@ -28,22 +28,22 @@ class AnswerContent:
         self._called = False  # whether a call came
 
     def settled(self, text: str = "") -> str:
-        """Return the content to tell now, when the parser was fed with this text or finished."""
+        """Return the content to send now, after the parser was fed with this text or finished."""
         self._text += text
-        told, first = "", self._index
+        content, first = "", self._index
         for index, segment in enumerate(self._stream.segments(first), first):
             self._index, self._read = index, max(self._read, segment.start)
-            told += self._trimmed(self._new(segment))
+            content += self._trimmed(self._new(segment))
             self._called = self._called or segment.kind == "call"
-        return told
+        return content
 
     def rest(self) -> str:
-        """Return what is left to tell at the end."""
+        """Return the rest of the content at the end."""
         rest, self._blank = self._blank, ""
         return "" if self._called else rest
 
     def _new(self, segment: Segment) -> str:
-        """Return what of a segment was not told yet and is content."""
+        """Return the content of a segment that was not sent yet."""
         begin, self._read = self._read, segment.end
         if segment.kind == "content":
             return self._text[max(begin, segment.inner_start) : segment.inner_end]

@@ -34,10 +34,10 @@ Delta = dict[str, Any]
 
 
 class TurnMessage:
-    """Takes the text of one turn and gives the deltas of its message.
+    """A converter of one turn's text to the deltas of its message.
 
-    `prefill` is what the prompt holds of the turn. `number` hands out the numbers of calls, by which those that bring
-    no id get one (0, 1, ... without it). Without `may_call` a call is text. `early` tells a call as it comes, its name
+    `prefill` is the part of the turn in the prompt. `number` yields the numbers of calls, from which calls without an
+    id get one (0, 1, ... without it). Without `may_call` a call is text. `early` tells a call as it comes, its name
     first; without it a call is one delta, and no delta is of a call that is dropped.
     """
 
@@ -67,7 +67,7 @@ class TurnMessage:
         self.calls: list[dict[str, Any]] = []
 
     def feed(self, text: str) -> list[Delta]:
-        """Take more text, and return the deltas of what is settled by it."""
+        """Parse more text, and return the deltas that it settles."""
         self._text += text
         return self._settled(self._parser.feed(text))
 
@@ -75,10 +75,10 @@ class TurnMessage:
         """End the turn, and return its last deltas."""
         parsed = self._parser.finish()
         deltas = self._settled(self._parser.last_events())
-        return _merged([*deltas, *self._tell("content", self._whole_content(parsed)[len(self.content) :])])
+        return _merged([*deltas, *self._emit("content", self._whole_content(parsed)[len(self.content) :])])
 
     def message(self) -> dict[str, Any]:
-        """Return the message as the API has it, to which the deltas add up."""
+        """Return the message in the API's shape, to which the deltas add up."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content, "refusal": None}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -95,14 +95,14 @@ class TurnMessage:
                 self._index, self._read = index, segment.inner_start
             text, self._read = self._text[self._read : segment.inner_end], segment.inner_end
             if segment.kind == "reasoning":
-                deltas += self._think(text, new)
+                deltas += self._add_reasoning(text, new)
             elif segment.kind == "content":
-                deltas += self._say(text)
+                deltas += self._add_content(text)
             else:
                 self._literal = self._literal or segment.kind == "malformed" or not self._may_call
         return _merged([*deltas, *(delta for event in events for delta in self._call(event))])
 
-    def _think(self, text: str, new: bool) -> list[Delta]:
+    def _add_reasoning(self, text: str, new: bool) -> list[Delta]:
         """Return more reasoning; a further thought begins on a line of its own."""
         if new:
             self._space["reasoning_content"], self._new_thought = "", True
@@ -112,9 +112,9 @@ class TurnMessage:
                 return []
             self._new_thought = False
             self._space["reasoning_content"] = "\n" if self.reasoning else ""
-        return self._told_but_for_space("reasoning_content", text)
+        return self._without_trailing_space("reasoning_content", text)
 
-    def _say(self, text: str) -> list[Delta]:
+    def _add_content(self, text: str) -> list[Delta]:
         """Return more content, until it has to wait for the end."""
         if self._literal or not text:
             return []
@@ -122,23 +122,22 @@ class TurnMessage:
             self._begun.append(self._index)
         if not self.content and text.strip() and self._is_apart():
             self._space["content"], text = "", text.lstrip()
-        return self._told_but_for_space("content", text)
+        return self._without_trailing_space("content", text)
 
     def _is_apart(self) -> bool:
-        """Return whether something else stands before the first word of the content, or between it and blanks before
-        it."""
+        """Return whether another part comes before the first word of the content, or between it and its blanks."""
         first, *others = (self._parser.segments(index)[0] for index in self._begun)
         return first.start > 0 or any(first.end < other.start for other in others)
 
-    def _told_but_for_space(self, part: str, text: str) -> list[Delta]:
+    def _without_trailing_space(self, part: str, text: str) -> list[Delta]:
         body = text.rstrip()
         if not body:
             self._space[part] += text
             return []
-        told, self._space[part] = self._space[part] + body, text[len(body) :]
-        return self._tell(part, told)
+        settled, self._space[part] = self._space[part] + body, text[len(body) :]
+        return self._emit(part, settled)
 
-    def _tell(self, part: str, text: str) -> list[Delta]:
+    def _emit(self, part: str, text: str) -> list[Delta]:
         if part == "content":
             self.content += text
         else:
@@ -146,7 +145,7 @@ class TurnMessage:
         return [{part: text}] if text else []
 
     def _whole_content(self, parsed: ParsedMessage) -> str:
-        """Return the content of the whole, which begins with what was told."""
+        """Return the content of the whole turn, which begins with the deltas so far."""
         if self._may_call:
             content: str = parsed.to_openai()["content"]
             return content
@@ -154,7 +153,7 @@ class TurnMessage:
         return joined_text(parsed.text, literal, ("content", "malformed", "call"))
 
     def _call(self, event: Event) -> list[Delta]:
-        """Return more of a call. One that is told again, after it was dropped, keeps its number."""
+        """Return more of a call. A call that is sent again, after it was dropped, keeps its number."""
         if not self._may_call or not isinstance(event, CallStarted | ArgumentsDelta | CallFinished):
             return []
         if self._given is None:
@@ -168,7 +167,7 @@ class TurnMessage:
 
 
 def _merged(deltas: Iterable[Delta]) -> list[Delta]:
-    """Neighbours that are text of one part as one delta."""
+    """Merge neighbouring deltas that are text of one part."""
     merged: list[Delta] = []
     for delta in deltas:
         part = next(iter(delta))

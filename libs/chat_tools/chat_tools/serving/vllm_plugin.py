@@ -47,14 +47,14 @@ class FormatToolParser(ToolParser):
         self._content: AnswerContent | None = None
 
     def adjust_request(self, request: Any) -> Any:
-        """Let the format's markers through: many are special tokens, which vLLM would leave out of the text."""
+        """Keep the format's markers in the text: many are special tokens, which vLLM would leave out."""
         request = super().adjust_request(request)
         if request.tools and request.tool_choice != "none":
             request.skip_special_tokens = False
         return request
 
     def extract_tool_calls(self, model_output: str, request: Any) -> Any:
-        """Take a whole answer apart, into vLLM's `ExtractedToolCallInformation`."""
+        """Parse a whole answer into vLLM's `ExtractedToolCallInformation`."""
         stream = self._begin(request)
         content = AnswerContent(self.format, stream)
         stream.feed(model_output)
@@ -65,8 +65,8 @@ class FormatToolParser(ToolParser):
             )
             for call in message.tool_calls
         ]
-        found = content.settled(model_output) if calls else model_output
-        return protocol.ExtractedToolCallInformation(tools_called=bool(calls), tool_calls=calls, content=found or None)
+        text = content.settled(model_output) if calls else model_output
+        return protocol.ExtractedToolCallInformation(tools_called=bool(calls), tool_calls=calls, content=text or None)
 
     def extract_tool_calls_streaming(
         self,
@@ -78,7 +78,7 @@ class FormatToolParser(ToolParser):
         delta_token_ids: Sequence[int],
         request: Any,
     ) -> Any:
-        """Take the next piece of an answer: vLLM's `DeltaMessage`, or None where there is nothing to say yet."""
+        """Parse the next piece of an answer; return vLLM's `DeltaMessage`, or None where nothing is certain yet."""
         del current_text, previous_token_ids, current_token_ids, delta_token_ids
         if self._stream is None or self._content is None:
             self._stream = self._begin(request)
@@ -92,14 +92,14 @@ class FormatToolParser(ToolParser):
         return self._delta(self._content.settled(delta_text), events)
 
     def finish_streaming(self) -> Any:
-        """End the answer, and return what was held back."""
+        """End the answer, and return the text that was held back."""
         if self._stream is None or self._content is None:
             return None
         self._stream.finish()
         return self._delta(self._content.settled() + self._content.rest(), self._stream.last_events())
 
     def _begin(self, request: Any) -> StreamParser:
-        """Return a parser with the tools of the request; if it has none, those that this one was made with."""
+        """Return a parser with the tools of the request; if it has none, with those of this object."""
         tools = getattr(request, "tools", None) or self.tools or ()
         schemas = [tool if isinstance(tool, dict) else tool.model_dump() for tool in tools]
         return StreamParser(self.format, schemas, prefill="")
@@ -115,8 +115,7 @@ class FormatToolParser(ToolParser):
         return protocol.DeltaMessage(content=content or None, tool_calls=calls) if content or calls else None
 
     def _told(self, event: Event) -> Any:
-        """Return the delta of an event; `prev_tool_call_arr` tells vLLM which calls there were and what was sent of
-        them."""
+        """Return the delta of an event; `prev_tool_call_arr` holds the calls and their sent parts for vLLM."""
         if isinstance(event, CallStarted):
             self.current_tool_id = event.number
             self.prev_tool_call_arr.append({"name": event.name, "arguments": ""})
@@ -133,7 +132,7 @@ class FormatToolParser(ToolParser):
 
 
 def _named(identifier: str | None) -> dict[str, str]:
-    """Return the id that the model gave a call; none where vLLM makes one of its own, new in every answer."""
+    """Return the id that the model gave a call; none where vLLM makes a new one in every answer."""
     return {"id": identifier} if identifier else {}
 
 

@@ -103,7 +103,7 @@ class Repeated(NamedTuple):
     typed: bool = False  # parsed with TOOLS
 
     def of(self, size: int) -> str:
-        """Return it with about so many characters."""
+        """Return the text with about so many characters."""
         count = max((size - len(self.begin) - len(self.end)) // len(self.unit), 1)
         middle = "".join(map(self._numbered, range(count))) if "\0" in self.unit else self.unit * count
         return self.begin + middle[:size] + self.end
@@ -184,8 +184,7 @@ _KNOWN_WORST: dict[str, list[Repeated]] = {
 
 
 def _worst(fmt: Format) -> list[Repeated]:
-    """Return the worst known texts of a format, and what any can be tried with: its own calls and markers over and
-    over."""
+    """Return the worst known texts of a format, and repetitions of its own calls and markers."""
     marks = [*(fmt.section or ()), *(mark for pair in fmt.calls for mark in pair if mark)]
     opening = fmt.section[0] if fmt.section else ""
     usual = [Repeated(opening, fmt.example, "", True), *(Repeated(opening, f"{mark}x", "") for mark in marks)]
@@ -198,7 +197,7 @@ SEARCHED = [name for name in FORMATS if name in _KNOWN_WORST]
 
 
 def check_bytes(data: bytes) -> None:
-    """Parse what the bytes spell in one of the formats, whole and cut; AssertionError if a character is lost."""
+    """Parse the bytes' text in one of the formats, whole and cut; raise AssertionError if a character is lost."""
     if len(data) < 3:
         return
     name = list(FORMATS)[data[0] % len(FORMATS)]

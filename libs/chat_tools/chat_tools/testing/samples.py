@@ -10,5 +10,5 @@ from chat_tools.parsing.grammar import Call
 
 
 def write_turn(name: str, calls: Sequence[Call], content: str = "", reasoning: str = "") -> str:
-    """Write a turn as a model trained on the format would."""
+    """Return a turn as a model trained on the format writes it."""
     return writing.write_turn(find_format(name), calls, content, reasoning)

@@ -28,7 +28,7 @@ def _model() -> Any:
 
 
 def tiny_tokenizer(name: str, marks: bool = True, template: str | None = None, declared: bool = True) -> Any:
-    """Make a byte-level BPE tokenizer of some 400 tokens with a family's special tokens and chat template.
+    """Return a byte-level BPE tokenizer of some 400 tokens with a family's special tokens and chat template.
 
     Without `marks`, the template loses its generation marks; `template` is a Jinja text in place of the family's.
     Unless `declared`, the markers are added tokens that the tokenizer does not list as special, as gpt-oss's `<|end|>`.

@@ -1,4 +1,4 @@
-"""The adapter alone on its way to a sampler that has the base: two small matrices a layer, in place of all weights."""
+"""The export of an adapter alone, to a sampler that has the base: two small matrices a layer, not all weights."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ PIECE_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class AdapterExport:
-    """What a receiver must know before pieces come: `LAYER.lora_A` (rank, in) and `LAYER.lora_B` (out, rank), for the
-    weight W + scale * B A of every layer."""
+    """The layout that a receiver needs before the pieces: `LAYER.lora_A` (rank, in) and `LAYER.lora_B` (out, rank), for
+    the weight W + scale * B A of every layer."""
 
     rank: int
     scale: float
@@ -24,7 +24,7 @@ class AdapterExport:
 
 
 def adapter_layout(engine: Any, live: bool = False) -> AdapterExport | None:
-    """Return what `adapter_pieces` will give; None for an engine without an adapter. `live`: see
+    """Return the layout of what `adapter_pieces` yields; None for an engine without an adapter. `live`: see
     `Engine.export_weights`."""
     config = engine.config.lora
     if not config.rank:
@@ -50,7 +50,7 @@ def adapter_pieces(engine: Any, live: bool = False, max_bytes: int = PIECE_BYTES
 
 
 def _told(engine: Any, layer: str, live: bool) -> str:
-    """Return the layer's name in the module that is trained, or on disk."""
+    """Return the layer's name: in the trained module where `live`, else on disk."""
     if live:
         return layer
     (part,) = engine.weights.names.parts(f"{layer}.weight", ())

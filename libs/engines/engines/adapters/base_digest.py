@@ -1,4 +1,4 @@
-"""Which base an adapter belongs to: a digest of every weight that stays as it is."""
+"""A digest of every weight that is frozen: it tells which base an adapter belongs to."""
 
 import hashlib
 import math
@@ -39,7 +39,7 @@ def digest_of(
     sums: Sequence[Tensor],
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Return the digest of tensors (name, shape, dtype), of which this rank's parts have these sums. Collective."""
+    """Return the digest of tensors (name, shape, dtype) from this rank's sums of their bits. Collective."""
     added = torch.stack(list(sums))
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         dist.all_reduce(added, group=group)
@@ -50,7 +50,7 @@ def digest_of(
 
 
 def check_base(found: Tensor, own: Tensor, model: str | None) -> None:
-    """ValueError where the digest that was found in a checkpoint is not the own one."""
+    """Raise ValueError where the digest of a checkpoint differs from the engine's own."""
     if not torch.equal(found, own):
         raise ValueError(
             f"the adapter was trained on another base than {model or 'this module'}: the weights under it differ; "
@@ -59,7 +59,7 @@ def check_base(found: Tensor, own: Tensor, model: str | None) -> None:
 
 
 def sum_of_bits(box: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Return i64[] of a box, which begins at `start` of a tensor of this shape, of one dimension at least."""
+    """Return i64[], the sum over a box that begins at `start` of a tensor of this shape, at least one-dimensional."""
     total = torch.zeros((), dtype=torch.int64, device=box.device)
     if not box.numel():
         return total
@@ -76,7 +76,7 @@ def sum_of_bits(box: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tens
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    """Return of this rank's part; 0 where another rank has the same and counts it."""
+    """Return i64[], the sum over this rank's part; 0 where another rank has the same part and counts it."""
     shape, start, counts = tensor.shape, (0,) * tensor.ndim, counts_once(tensor)
     if isinstance(tensor, DTensor):
         _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

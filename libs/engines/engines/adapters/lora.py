@@ -77,7 +77,7 @@ def linear_layers(model: Any) -> dict[str, Any]:
 
 
 def set_trainable(model: nn.Module, trainable: bool) -> None:
-    """Let the adapters have gradients where there are any, else all parameters."""
+    """Turn gradients on for the adapters where there are any, else for all parameters."""
     adapters = [parameter for name, parameter in model.named_parameters() if is_adapter(name)]
     for parameter in adapters or model.parameters():
         parameter.requires_grad_(trainable)
@@ -98,7 +98,7 @@ def reset_adapters(model: nn.Module, seed: int) -> None:
 
 
 def initial_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
-    """Return the values that the parameter of an adapter begins with, whole: of its name and the seed alone."""
+    """Return the first values of an adapter's parameter, whole: a function of its name and the seed alone."""
     full = torch.zeros(tuple(shape))
     if name.endswith("lora_A"):
         own = int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest(), "big")
@@ -108,7 +108,7 @@ def initial_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """While it is open, the model is the base alone. ValueError where there is no adapter."""
+    """Switch the adapters off inside the block: the model is the base alone. ValueError where there is no adapter."""
     adapted: list[Any] = [module for module in model.modules() if hasattr(module, "lora_on")]
     if not adapted:
         raise ValueError("the model has no adapters: it is no base of its own")
@@ -140,7 +140,7 @@ def merged_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, 
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gather a tensor."""
+    """Gather a tensor from its shards."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -154,7 +154,7 @@ def _forward(module: Any, x: Tensor) -> Tensor:
 
 
 def _keep_dtypes(model: Any, weights: ModelWeights) -> None:
-    """Cast parameters to what the checkpoint holds them in: exact, as they came from there."""
+    """Cast parameters to their dtypes in the checkpoint; this is exact, as their values came from there."""
     for name, parameter in model.named_parameters():
         (first, *_) = weights.names.parts(name, parameter.shape)
         parameter.data = parameter.data.to(weights.dtypes[first.name])

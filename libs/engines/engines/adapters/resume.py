@@ -18,12 +18,12 @@ _SCALE = ("rank", "alpha", "rank_stabilized")
 
 
 def adapter_facts(config: LoraConfig) -> dict[str, Any]:
-    """Return what a checkpoint says of the scale of its adapters; nothing where there are none."""
+    """Return what a checkpoint records of the scale of its adapters; an empty dict where there are none."""
     return {FACT: {name: getattr(config, name) for name in _SCALE}} if config.rank else {}
 
 
 def check_adapter(config: EngineConfig, state: Mapping[str, Any], checkpoint: Path, facts: Mapping[str, Any]) -> None:
-    """ValueError where a checkpoint's adapters are scaled otherwise, or of another base. Collective; reads the digest.
+    """Raise ValueError where a checkpoint's adapters have another scale or another base. Collective; reads the digest.
 
     `state`: what the checkpoint would be read into; one that has no base's digest has no adapters.
     """
@@ -35,7 +35,7 @@ def check_adapter(config: EngineConfig, state: Mapping[str, Any], checkpoint: Pa
 
 
 def check_scale(own: LoraConfig, saved: Mapping[str, Any] | None, checkpoint: Path) -> None:
-    """ValueError where the scale of the adapters that were saved is another than the engine's.
+    """Raise ValueError where the adapters were saved with another scale than the engine's.
 
     A checkpoint from before the scale was written down loads with a warning: its shapes tell the rank alone.
     """

@@ -28,17 +28,17 @@ class Accelerator:
         raise NotImplementedError
 
     def environment(self, given: Mapping[str, str], ranks: int = 1) -> dict[str, str]:
-        """Return nothing is needed."""
+        """Return no variables: the collectives need none."""
         del given, ranks
         return {}
 
     def lacks(self, dtype: torch.dtype) -> bool:
-        """bfloat16 is what older ones lack, or compute by way of float32 at a fraction of its speed."""
+        """Return whether it is bfloat16 on an older device, which lacks it or emulates it slowly through float32."""
         emulated = False
         return dtype == torch.bfloat16 and not self.module.is_bf16_supported(emulated)
 
     def use(self, local_rank: int) -> None:
-        """The device of this number; they are taken in turn where there are fewer than ranks."""
+        """Make the device of this number the current one, modulo the number of devices."""
         if reason := self.missing():
             raise ValueError(f"device={self.kind!r} but {reason}: use device='cpu' or 'auto'")
         self.module.set_device(local_rank % self.module.device_count())
@@ -52,29 +52,29 @@ class Accelerator:
         return self.module.Stream()
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Return the module's context manager."""
+        """Return torch's context manager for a stream."""
         found: AbstractContextManager[Any] = self.module.stream(stream)
         return found
 
     def current_stream(self) -> Any:
-        """Return the current device's."""
+        """Return the stream of the current device that work goes to."""
         return self.module.current_stream()
 
     def new_event(self) -> Any:
-        """Return an event without a time."""
+        """Return an event without timing."""
         return self.module.Event()
 
     def memory(self) -> MemoryFigures | None:
-        """Return what torch's allocator counts."""
+        """Return the figures of torch's allocator."""
         _, total = self.module.mem_get_info()
         return MemoryFigures(self.module.memory_allocated(), self.module.max_memory_allocated(), total)
 
     def reset_peak(self) -> None:
-        """Let the peak start again."""
+        """Reset the peak of the allocator's statistics."""
         self.module.reset_peak_memory_stats()
 
     def release(self) -> None:
-        """Empty the allocator's cache."""
+        """Free the memory that torch's allocator keeps unused."""
         self.module.empty_cache()
 
     def random_state(self) -> Tensor | None:
@@ -83,5 +83,5 @@ class Accelerator:
         return state
 
     def set_random_state(self, state: Tensor) -> None:
-        """Of the current device's generator."""
+        """Set the state of the current device's generator."""
         self.module.set_rng_state(state)

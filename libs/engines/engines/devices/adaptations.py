@@ -57,7 +57,7 @@ class Applied:
     _held: dict[str, "Applied"]
 
     def undo(self) -> None:
-        """Restore what was there. RuntimeError, and nothing restored, where somebody replaced it again since."""
+        """Restore what was there. RuntimeError, with nothing restored, where somebody has replaced it since."""
         for patch, _ in self._before:
             if getattr(patch.owner, patch.name) is not patch.value:
                 raise RuntimeError(f"{patch.path} was replaced after {self.adaptation.name}: undo that one first")
@@ -76,12 +76,12 @@ def apply(
     found: str | None = None,
     held: dict[str, Applied] | None = None,
 ) -> Applied:
-    """Apply an adaptation, or return what it changed when it was applied before.
+    """Apply an adaptation, or return the changes of its first application.
 
-    `found` is the version of the package, where its metadata do not tell. `held`: what was applied, by name, to the
-    object that alone it changes; this process's own, unless given. ValueError, with nothing changed: the package
-    is not installed, of another version, or lacks an attribute; the adaptation is unverified and not accepted; it comes
-    at the wrong time.
+    `found`: the version of the package, where its metadata do not tell. `held`: what was applied, by name, to the one
+    object that the adaptation changes; by default to this process. ValueError, with nothing changed: the package is not
+    installed, of another version, or lacks an attribute; the adaptation is unverified and not accepted; or it comes at
+    the wrong time.
     """
     held = _applied if held is None else held
     if (before := held.get(adaptation.name)) is not None:
@@ -111,7 +111,7 @@ def apply(
 
 @contextmanager
 def applied(adaptation: Adaptation) -> Iterator[None]:
-    """Have it applied inside; who is inside already changes nothing, and leaves it as it is."""
+    """Apply an adaptation inside the block; where it is applied already, change nothing and leave it applied."""
     inside = adaptation.name in _applied
     changed = apply(adaptation)
     try:

@@ -44,14 +44,14 @@ class Devices(Protocol):
         """Return the current device."""
 
     def environment(self, given: Mapping[str, str], ranks: int = 1) -> dict[str, str]:
-        """Return variables that its collectives need and `given` leaves open, for `ranks` ranks on this machine.
-        ValueError for a value that they would not take."""
+        """Return the variables that the collectives of `ranks` ranks on this machine need and `given` lacks. ValueError
+        for a value that they would not take."""
 
     def new_stream(self) -> Any:
         """Make a stream beside the current one."""
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Work goes to `stream` inside."""
+        """Return a context manager inside which work goes to `stream`."""
 
     def current_stream(self) -> Any:
         """Return the stream that work goes to."""
@@ -60,16 +60,16 @@ class Devices(Protocol):
         """Make an event, to be recorded on a stream."""
 
     def memory(self) -> MemoryFigures | None:
-        """Return what is allocated; None where torch does not count it."""
+        """Return the figures of the allocator; None where torch does not count."""
 
     def reset_peak(self) -> None:
-        """Let the peak start again at what is allocated now."""
+        """Reset the peak to what is allocated now."""
 
     def release(self) -> None:
-        """Give memory that torch keeps and nobody uses back to the device."""
+        """Free memory that torch keeps and nobody uses."""
 
     def random_state(self) -> Tensor | None:
         """Return the state of the device's generator; None where it is the host's."""
 
     def set_random_state(self, state: Tensor) -> None:
-        """Put a state back."""
+        """Set the state of the device's generator."""

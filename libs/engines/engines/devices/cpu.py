@@ -1,4 +1,4 @@
-"""The CPU: no streams, and memory that nobody counts."""
+"""The CPU: it has no streams, and torch does not count its memory."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -19,58 +19,58 @@ class Cpu:
     overlaps = False
 
     def missing(self) -> str | None:
-        """Return nothing is."""
+        """Return None: there is always a CPU."""
         return None
 
     def lacks(self, dtype: torch.dtype) -> bool:
-        """Torch computes in all on any."""
+        """Return False: torch computes in every dtype on a CPU."""
         del dtype
         return False
 
     def use(self, local_rank: int) -> None:
-        """There is one."""
+        """Do nothing: there is one CPU device."""
 
     def current(self) -> torch.device:
-        """Return the one that there is."""
+        """Return the CPU device."""
         return torch.device("cpu")
 
     def environment(self, given: Mapping[str, str], ranks: int = 1) -> dict[str, str]:
-        """Gloo needs none."""
+        """Return no variables: gloo needs none."""
         del given, ranks
         return {}
 
     def new_stream(self) -> NoReturn:
-        """RuntimeError: ask `overlaps` first."""
+        """Raise RuntimeError: ask `overlaps` first."""
         raise RuntimeError("a CPU has no streams: what is to overlap asks `overlaps` first")
 
     def current_stream(self) -> NoReturn:
-        """RuntimeError."""
+        """Raise RuntimeError."""
         self.new_stream()
 
     def new_event(self) -> NoReturn:
-        """RuntimeError."""
+        """Raise RuntimeError."""
         self.new_stream()
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """RuntimeError."""
+        """Raise RuntimeError."""
         del stream
         self.new_stream()
 
     def memory(self) -> MemoryFigures | None:
-        """Not counted."""
+        """Return None: torch does not count host memory."""
         return None
 
     def reset_peak(self) -> None:
-        """Not counted."""
+        """Do nothing: there is no peak."""
 
     def release(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: torch keeps no unused memory."""
 
     def random_state(self) -> Tensor | None:
-        """Return the host's is saved anyway."""
+        """Return None: the host's generator is saved anyway."""
         return None
 
     def set_random_state(self, state: Tensor) -> None:
-        """ValueError: there is none to put back."""
+        """Raise ValueError: there is no generator but the host's."""
         del state
         raise ValueError("a CPU has no random state beside the host's")

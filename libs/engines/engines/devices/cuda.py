@@ -20,5 +20,5 @@ class Cuda(Accelerator):
         return torch.cuda
 
     def missing(self) -> str | None:
-        """Return whether torch sees one."""
+        """Return why there is no CUDA device here; None where torch sees one."""
         return None if torch.cuda.is_available() else "torch sees no CUDA device"

@@ -24,6 +24,6 @@ def devices_of(device: str | torch.device) -> Devices:
 
 
 def accelerators_here() -> list[Devices]:
-    """Return the kinds beside the CPU that this process sees; torch_npu is not imported for the question."""
+    """Return the device kinds beside the CPU that this process sees, without importing torch_npu."""
     asked = ["cuda"] + (["npu"] if "torch_npu" in sys.modules else [])
     return [_KINDS[kind] for kind in asked if _KINDS[kind].missing() is None]

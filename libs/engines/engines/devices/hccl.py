@@ -11,7 +11,7 @@ LONGEST = 7200
 
 @dataclass(frozen=True)
 class HcclSettings:
-    """How ranks find each other. Defaults are those of long starts: a hundred ranks that load a model first."""
+    """How ranks find each other. The defaults suit long starts: a hundred ranks that load a model first."""
 
     connect_timeout: int = 1500
     """Seconds that a rank waits for the others to connect, 120 to 7200 (HCCL's own default is 120)."""
@@ -21,7 +21,7 @@ class HcclSettings:
     """Ports on the NPU's own interface, FIRST-LAST."""
 
     def __post_init__(self) -> None:
-        """ValueError for a timeout that HCCL does not take, and for ranges that are none or meet."""
+        """Raise ValueError for a timeout that HCCL does not take, and for port ranges that are malformed or overlap."""
         if not 120 <= self.connect_timeout <= LONGEST:
             raise ValueError(f"{TIMEOUT} must lie between 120 and {LONGEST} seconds, got {self.connect_timeout}")
         first, second = port_range(HOST_PORTS, self.host_ports), port_range(NPU_PORTS, self.npu_ports)
@@ -30,7 +30,7 @@ class HcclSettings:
 
     @classmethod
     def read(cls, given: Mapping[str, str]) -> "HcclSettings":
-        """Return what the environment says, the defaults for the rest. ValueError for what HCCL would not take."""
+        """Return an environment's settings, with defaults for the rest. ValueError for what HCCL would not take."""
         text = given.get(TIMEOUT, str(cls.connect_timeout))
         if not text.isdecimal():
             raise ValueError(f"{TIMEOUT} must be a whole number of seconds, got {text!r}")
@@ -41,14 +41,14 @@ class HcclSettings:
         return {TIMEOUT: str(self.connect_timeout), HOST_PORTS: self.host_ports, NPU_PORTS: self.npu_ports}
 
     def check_room(self, ranks_per_host: int) -> None:
-        """ValueError where a range holds fewer ports than the machine has ranks."""
+        """Raise ValueError where a range holds fewer ports than the machine has ranks."""
         for name, text in ((HOST_PORTS, self.host_ports), (NPU_PORTS, self.npu_ports)):
             if len(ports := port_range(name, text)) < ranks_per_host:
                 raise ValueError(f"{name}={text} has {len(ports)} ports for {ranks_per_host} ranks: widen it")
 
 
 def port_range(name: str, text: str) -> range:
-    """Return the ports of FIRST-LAST. ValueError for anything else; HCCL's "auto" leaves the choice to the system,
+    """Return the ports of FIRST-LAST. ValueError for anything else: HCCL's "auto" leaves the choice to the system,
     which a firewall between machines does not know."""
     first, dash, last = text.partition("-")
     if not (dash and first.isdecimal() and last.isdecimal() and 1024 <= int(first) <= int(last) <= 65535):

@@ -52,15 +52,15 @@ def layout(sizes: Sequence[int]) -> Layout:
 
 
 class HostCopies:
-    """Host memory for what is moved there from time to time; it is held in between."""
+    """A store in host memory for tensors that move there from time to time; it keeps its memory in between."""
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
 
     def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return copies of contiguous tensors of one device, which have arrived; the next call overwrites them.
+        """Return finished host copies of contiguous tensors of one device; the next call overwrites them.
 
-        Of tensors in host memory: clones of their own.
+        Tensors in host memory are cloned.
         """
         if not tensors or tensors[0].device.type == "cpu":
             return [tensor.clone() for tensor in tensors]
@@ -76,9 +76,9 @@ class HostCopies:
         return copies
 
     def moved(self, tensors: Sequence[Tensor], device: torch.device) -> dict[int, Tensor]:
-        """Return tensors on `device`, by the `id` of those given; shards stay shards.
+        """Return copies on `device`, by the `id` of each tensor given; shards stay shards.
 
-        None of those that are there, or are not contiguous.
+        Tensors that are there already, or are not contiguous, are left out.
         """
         going = [tensor for tensor in {id(tensor): tensor for tensor in tensors}.values() if _moves(tensor, device)]
         inner = [_inner(tensor) for tensor in going]
@@ -92,7 +92,7 @@ class HostCopies:
 
 
 def pinned(size: int) -> Tensor:
-    """u8[size] of host memory from which a device copies by itself. RuntimeError where there is none."""
+    """Return u8[size] of pinned host memory. RuntimeError where there is none."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
@@ -109,7 +109,7 @@ def _moves(tensor: Tensor, device: torch.device) -> bool:
 
 
 def _parts(tensor: Tensor) -> tuple[str, dict[str, Any], Any]:
-    """Return what a shard is made of by torch's protocol of wrappers, and the name of the part that has its memory."""
+    """Return (name of the part with the memory, parts by name, context) of a shard, by torch's wrapper protocol."""
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     parts = {name: getattr(tensor, name) for name in names}
     (own,) = (name for name, part in parts.items() if isinstance(part, Tensor))
@@ -117,7 +117,7 @@ def _parts(tensor: Tensor) -> tuple[str, dict[str, Any], Any]:
 
 
 def _inner(tensor: Tensor) -> Tensor:
-    """Return what has the memory of a shard; a plain tensor itself."""
+    """Return the tensor that has the memory of a shard; a plain tensor itself."""
     if not is_traceable_wrapper_subclass(tensor):
         return tensor.detach()
     own, parts, _ = _parts(tensor)
@@ -126,7 +126,7 @@ def _inner(tensor: Tensor) -> Tensor:
 
 
 def _around(tensor: Tensor, inner: Tensor) -> Tensor:
-    """Return the same shard over other memory."""
+    """Return a shard like `tensor` over the memory of `inner`."""
     if not is_traceable_wrapper_subclass(tensor):
         return inner
     own, parts, context = _parts(tensor)

@@ -20,7 +20,7 @@ _WIDE = (torch.float32, torch.float64)
 
 
 def use_host_norms(model: Any) -> Applied:
-    """Let a registered transformers model normalise by blocks of rows; what it changed."""
+    """Make a registered transformers model normalise by blocks of rows, and return what was changed."""
     adaptation = Adaptation("norms by blocks of rows", "torch", ">=2.11", lambda: list(_patches(model)))
     return apply(adaptation, held=vars(model).setdefault("_adaptations", {}))
 

@@ -1,4 +1,4 @@
-"""Which modules of registered models are norms and gated MLPs, and how an instance gets another forward."""
+"""Rules for which modules of registered models are norms and gated MLPs, and how an instance gets another forward."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Forwards:
-    """What takes the place of a module's forward, by its kind; None: it keeps its own."""
+    """The replacements of a module's forward, by its kind; None: it keeps its own."""
 
     norm: Forward
     centred_norm: Forward
@@ -27,7 +27,7 @@ class Forwards:
     mlp: Forward | None = None
 
     def of(self, module: nn.Module) -> Forward | None:
-        """Return the forward that takes the place of a module's own; None where none does."""
+        """Return the forward that replaces a module's own; None where it keeps its own."""
         name = type(module).__name__
         if name in NORMS:
             return self.norm
@@ -49,7 +49,7 @@ _MADE: dict[tuple[Any, Any], type[nn.Module]] = {}
 
 
 def with_forward(kind: type[nn.Module], forward: Forward) -> type[nn.Module]:
-    """Return a subclass of the same name whose forward is another; one for each of both."""
+    """Return a subclass of the same name with another forward; the same class for the same pair."""
     if (kind, forward) not in _MADE:
         members = {"forward": forward, "__module__": kind.__module__}
         _MADE[kind, forward] = type(kind.__name__, (kind,), members)

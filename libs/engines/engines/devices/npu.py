@@ -20,18 +20,18 @@ class Npu(Accelerator):
 
     @property
     def module(self) -> Any:
-        """torch.npu, which is there once torch_npu is imported."""
+        """torch.npu, which exists once torch_npu is imported."""
         torch_npu()
         return torch.get_device_module("npu")
 
     def missing(self) -> str | None:
-        """Return whether torch_npu is installed, and sees one."""
+        """Return why there is no NPU: torch_npu is not installed, or sees none; else None."""
         if find_spec("torch_npu") is None:
             return f"torch_npu is not installed: install the one for torch {torch.__version__.split('+')[0]}"
         return None if self.module.is_available() else "torch_npu sees no NPU: see npu-smi info, and CANN's set_env.sh"
 
     def environment(self, given: Mapping[str, str], ranks: int = 1) -> dict[str, str]:
-        """Return the time to connect and HCCL's ports; ValueError for a value that HCCL would not take, and for fewer
+        """Return the connect timeout and HCCL's ports. ValueError for a value that HCCL would not take, and for fewer
         ports than the machine has ranks."""
         settings = HcclSettings.read(given)
         settings.check_room(ranks)
@@ -39,5 +39,5 @@ class Npu(Accelerator):
 
 
 def torch_npu() -> Any:
-    """Return the package torch_npu."""
+    """Import and return the package torch_npu."""
     return import_module("torch_npu")

@@ -36,15 +36,14 @@ ROTARY = "apply_rotary_pos_emb"
 
 
 def asked_for(config: EngineConfig, device: torch.device) -> bool:
-    """Return whether the operators of NPUs are to be used. ValueError: they are switched off for a device that has
-    none."""
+    """Return whether the operators of NPUs are used. ValueError where they are set off on a device that has none."""
     if config.npu_operators == "off" and device.type != "npu":
         raise ValueError(f"npu_operators is of device npu, this run is on {device.type}: leave it out")
     return device.type == "npu" and config.npu_operators == "auto"
 
 
 def use_npu_operators(model: Any) -> Applied:
-    """Let a registered transformers model, on device npu, compute by the NPU's operators; what it changed.
+    """Make a registered transformers model on device npu compute by the NPU's operators, and return what was changed.
 
     ValueError for a torch_npu of another version.
     """
@@ -52,7 +51,7 @@ def use_npu_operators(model: Any) -> Applied:
 
 
 def apply_to(model: nn.Module, adaptation: Adaptation) -> Applied:
-    """Apply an adaptation of this instance, which keeps it: once for each model, and gone with it."""
+    """Apply an adaptation to this instance, which stores it: once for each model, and freed with it."""
     held = vars(model).setdefault("_adaptations", {})
     return apply(adaptation, found=torch_npu().__version__, held=held)
 
@@ -74,7 +73,7 @@ def _patches(model: Any) -> Iterator[Patch]:
 
 
 def _attention(kind: type[nn.Module]) -> Callable[..., Any] | None:
-    """Return the stock forward with rotary embedding by the operator; None for a layer that calls no function of that
+    """Return the stock forward with the operator's rotary embedding; None for a layer that calls no function of that
     name."""
     stock = inspect.unwrap(kind.forward)
     if not isinstance(stock, FunctionType) or ROTARY not in stock.__code__.co_names:
@@ -106,7 +105,7 @@ _FORWARDS = Forwards(_norm, _centred_norm, _gated_norm, _mlp)
 
 
 def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """As a module of experts: states [T, H], experts i64[T, k] and their weights [T, k] -> [T, H]."""
+    """Compute a module of experts' forward: states [T, H], experts i64[T, k] and their weights [T, k] -> [T, H]."""
     flat, each = top_k_index.reshape(-1), top_k_index.shape[-1]
     order = flat.argsort(stable=True)
     counts = flat.new_zeros(self.num_experts).scatter_add_(0, flat, torch.ones_like(flat))

@@ -22,29 +22,29 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return `rms_norm` of x, times silu of `gate`, which is computed in float32; in x's dtype."""
+    """Return `rms_norm` of x times silu(gate), which is computed in float32; the result has x's dtype."""
     return (rms_norm(x, weight, eps) * nn.functional.silu(gate.float())).to(x.dtype)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, of the same shape [..., d]."""
+    """Return silu(gate) * up, of the same shape [..., d]."""
     return swiglu_halves(torch.cat([gate, up], -1))
 
 
 def swiglu_halves(joined: Tensor) -> Tensor:
-    """Return `swiglu` of the two halves of [..., 2 d]: [..., d]."""
+    """Return `swiglu` of the two halves of joined [..., 2 d]: [..., d]."""
     product: Tensor = torch_npu().npu_swiglu(joined, dim=-1)
     return product
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Turn the first cos.shape[-1] features of q and k [b, h, s, d] by half-rotation; cos and sin are [b, s, r]."""
+    """Rotate the first cos.shape[-1] features of q and k [b, h, s, d] by half-rotation; cos and sin are [b, s, r]."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return _turned(q, cos, sin), _turned(k, cos, sin)
 
 
 def rotary_of_tokens(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the first R features of x [T, heads, d] by half-rotation; cos and sin are [T, R]."""
+    """Rotate the first R features of x [T, heads, d] by half-rotation; cos and sin are [T, R]."""
     return _turned(x.unsqueeze(0), cos[None, :, None], sin[None, :, None]).squeeze(0)
 
 
@@ -55,14 +55,14 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Return rows x [m, k] times the matrix of their group, weight [groups, k, n], as counts i64[groups] says: [m,
-    n]."""
+    """Return rows x [m, k] times the matrix of their group, [m, n]: weight [groups, k, n], counts i64[groups] rows a
+    group."""
     product: Tensor = _GroupedMatmul.apply(x, weight, counts)
     return product
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """npu_grouped_matmul has no derivative of its own: the two products of its gradient are grouped ones again."""
+    """npu_grouped_matmul with a derivative: the two products of its gradient are grouped ones again."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -77,8 +77,8 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 def _grouped(x: Tensor, weight: Tensor, counts: Tensor, group_type: int) -> Tensor:
-    """Return `group_type` 0 splits rows, 2 what is summed over. One result (split_item 3), groups by size (list type
-    1)."""
+    """Run one grouped product: `group_type` 0 splits rows, 2 the summed dimension. One result (split_item 3), groups by
+    size (list type 1)."""
     options = {"group_list": counts, "split_item": 3, "group_type": group_type, "group_list_type": 1}
     result: Tensor = torch_npu().npu_grouped_matmul([x], [weight], **options)[0]
     return result

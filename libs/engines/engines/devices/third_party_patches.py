@@ -14,10 +14,10 @@ _ABSENT = object()
 
 
 def changes_made_by(patcher: Callable[[], object], modules: Iterable[ModuleType]) -> list[Patch]:
-    """Return what `patcher` replaces in these modules and in the classes that they define, all of it put back at the
-    end.
+    """Return what `patcher` replaces in these modules and the classes that they define; all of it is put back.
 
-    ValueError, with everything put back: it adds a name, which no patch can undo; the patcher's own errors pass on.
+    ValueError, with everything restored, where it adds a name, which no patch can undo. The patcher's own errors pass
+    on.
     """
     owners = _owners(modules)
     before = [dict(vars(owner)) for owner in owners]
@@ -32,7 +32,7 @@ def changes_made_by(patcher: Callable[[], object], modules: Iterable[ModuleType]
 
 
 def _owners(modules: Iterable[ModuleType]) -> list[Any]:
-    """Return the modules, and each class where it is defined."""
+    """Return the modules, and the classes that each of them defines."""
     owners: list[Any] = []
     for module in modules:
         classes = (value for value in vars(module).values() if isinstance(value, type))
@@ -41,7 +41,7 @@ def _owners(modules: Iterable[ModuleType]) -> list[Any]:
 
 
 def _restore(owner: Any, before: dict[str, Any]) -> tuple[list[Patch], list[str]]:
-    """Put an owner back: what was replaced, and the names that were added."""
+    """Restore an owner, and return (patches for what was replaced, names that were added)."""
     changed, added = [], []
     for name, value in list(vars(owner).items()):
         old = before.get(name, _ABSENT)

@@ -42,7 +42,7 @@ class BFloat16AdamW(torch.optim.AdamW):
         return state
 
     def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """One weight's; its temporaries are freed before the next one's."""
+        """Update one weight; its temporaries are freed before the next one's."""
         weight, grad = _local(parameter), _local(parameter.grad)
         first, second = _local(state["exp_avg"]), _local(state["exp_avg_sq"])
         beta1, beta2 = group["betas"]
@@ -62,7 +62,7 @@ class BFloat16AdamW(torch.optim.AdamW):
 
 
 def _narrow(optimizer: torch.optim.Optimizer) -> None:
-    """Torch widens what it loads to the dtype of the weights; no bit changes on the way back."""
+    """Cast loaded moments back to bfloat16: torch casts what it loads to the weights' dtype. No bit changes."""
     for state in optimizer.state.values():
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = state[name].to(torch.bfloat16)

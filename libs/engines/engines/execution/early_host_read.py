@@ -1,13 +1,12 @@
-"""Numbers that the host reads as soon as they are there, whatever the device was given to do after them."""
+"""Values that the host reads as soon as they are computed, whatever work the device was given after them."""
 
 import torch
 from torch import Tensor
 
 
 class EarlyRead:
-    """A tensor on its way to the host. On CUDA it is copied now, in the order of the stream, and reading it waits for
-    that copy alone; elsewhere reading is what it is on any tensor.
-    """
+    """A tensor on its way to the host. On CUDA it is copied now, in the stream's order, and reading it waits for that
+    copy alone; elsewhere it is read as any tensor."""
 
     def __init__(self, values: Tensor) -> None:
         self._values = values.detach()

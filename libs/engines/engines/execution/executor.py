@@ -42,7 +42,7 @@ TakeScores = Callable[[MicroBatch, Scores], None]
 
 
 class Executor(Protocol):
-    """Runs all micro-batches of a step under a schedule of its own, and makes the optimizer step.
+    """The interface that runs all micro-batches of a step under a schedule of its own, and makes the optimizer step.
 
     All methods are collective over `groups.world`. The executor decides when forward and backward of which micro-batch
     run: one after another in a loop (FSDP2), or interleaved in a pipeline. `loss` and `take` are called once a
@@ -53,10 +53,10 @@ class Executor(Protocol):
     them for virtual stages), num_microbatches=len(micro_batches), seq_length=1, micro_batch_size=1)`. `forward_step`
     takes the next micro-batch, calls the model with its packed parameters and returns the output with a function that
     makes the scores and returns `(loss(micro_batch, scores), count, report)`; with `calculate_per_token_loss=True` and
-    `finalize_model_grads_func` bound to `num_tokens=None` nothing divides the gradients again. `score` is the same
-    call with `forward_only=True`. `optimizer_step` sets the rate of its parameter groups and returns the norm of
-    `optimizer.step()`, whose found-inf answer becomes a norm that is not finite; `tensors` gathers shards and maps
-    names; `state` is `sharded_state_dict` of model and optimizer.
+    `finalize_model_grads_func` bound to `num_tokens=None` nothing divides the gradients again. `score` is the same call
+    with `forward_only=True`. `optimizer_step` sets the rate of its parameter groups and returns the norm of
+    `optimizer.step()`, whose found-inf flag becomes a norm that is not finite; `tensors` gathers shards and maps names;
+    `state` is `sharded_state_dict` of model and optimizer.
     """
 
     groups: ParallelGroups
@@ -71,15 +71,15 @@ class Executor(Protocol):
 
     @property
     def updated_by(self) -> str:
-        """What updates the weights, and where there is a choice, why; for logs."""
+        """The name of what updates the weights, and where there is a choice, the reason; for logs."""
         ...
 
     def ahead(self, micro_batches: MicroBatches) -> MicroBatches:
-        """Return the micro-batches of a step to come so that they are made ready meanwhile; or as they are."""
+        """Return the micro-batches of a later step, prepared in the background where that helps."""
         ...
 
     def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
-        """Compute the gradient of the step, summed over micro-batches and ranks; an earlier one is forgotten first."""
+        """Compute the step's gradient, summed over micro-batches and ranks; an earlier one is dropped first."""
         ...
 
     def score(self, micro_batches: MicroBatches, take: TakeScores, scoring: Scoring) -> None:
@@ -87,11 +87,11 @@ class Executor(Protocol):
         ...
 
     def optimizer_step(self, lr: float, loss: Tensor) -> SupportsFloat:
-        """Clip the gradient, update at this rate, and return the norm before clipping, read once it is asked for.
+        """Clip the gradient, update at this rate, and return the norm before clipping; the host waits when it reads it.
 
-        `loss` is this rank's share of the step's, a scalar. Where the loss of any rank or the norm is not finite,
-        a norm that is not finite is returned with weights and optimizer as they were, on all ranks alike. Best
-        without waiting for the device: the host has the next step to prepare.
+        `loss` is this rank's share of the step's, a scalar. Where the loss of any rank or the norm is not finite, all
+        ranks return a norm that is not finite, and weights and optimizer stay as they were. Best without waiting for
+        the device: the host has the next step to prepare.
         """
         ...
 
@@ -107,7 +107,7 @@ class Executor(Protocol):
         ...
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over a `state()` that was read in place."""
+        """Take over a `state()` whose tensors were read in place."""
         ...
 
     def move(self, device: torch.device) -> None:

@@ -53,7 +53,7 @@ class HostAdamW(torch.optim.AdamW):
         return state
 
     def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """One weight's; what is on the device for it alone is freed before the next one's."""
+        """Update one weight; its copies on the device are freed before the next one's."""
         device, pins = _device(parameter), _pins(parameter)
         kept = [_local(parameter), *(_local(state[name]) for name in MOMENTS)]
         weight, *moments = near = [one.to(device, non_blocking=pins) for one in kept]
@@ -81,14 +81,14 @@ class HostAdamW(torch.optim.AdamW):
 
 
 def _wait(optimizer: torch.optim.Optimizer) -> None:
-    """For moments that are on their way to the host."""
+    """Wait for moments that are being copied to the host."""
     pinned = next((_device(parameter) for parameter in optimizer.state if _pins(parameter)), None)
     if pinned is not None:
         devices_of(pinned).current_stream().synchronize()
 
 
 def _to_host(optimizer: torch.optim.Optimizer) -> None:
-    """Torch brings what it loads to where the weights are; steps are counted on the device."""
+    """Move loaded moments to the host, and `step` to the device: torch loads both to where the weights are."""
     for parameter, state in optimizer.state.items():
         state["step"] = state["step"].to(_device(parameter))
         for name in MOMENTS:
@@ -102,14 +102,14 @@ def _on_host(parameter: Tensor) -> Tensor:
 
 
 def _device(parameter: Tensor) -> torch.device:
-    """Return where a parameter is computed with, which may be kept in host memory itself."""
+    """Return the device that a parameter is computed on; the parameter itself may lie in host memory."""
     if isinstance(parameter, DTensor):
         return devices_of(parameter.device_mesh.device_type).current()
     return parameter.device
 
 
 def _pins(parameter: Tensor) -> bool:
-    """Only copies of pinned memory may be left on their way."""
+    """Return whether host memory is pinned: only copies of pinned memory need not be waited for."""
     return _device(parameter).type == "cuda"
 
 

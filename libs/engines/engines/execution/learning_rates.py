@@ -18,10 +18,10 @@ LR_SCALE = "lr_scale"
 
 
 def rate_scales(config: EngineConfig, model: Any, names: DiskNames) -> dict[str, float]:
-    """Multiples of `config.lr` by live name, of the parameters that `config.learning_rates` names.
+    """Return multiples of `config.lr` by live name, for the parameters that `config.learning_rates` names.
 
-    `model` is whole (not sharded yet), with gradients asked of what is trained. ValueError for a pattern that changes
-    nothing (no name holds it, all that do are frozen, or earlier ones took them), or splits a parameter.
+    `model` is whole (not sharded yet), and what is trained requires gradients. ValueError for a pattern that changes
+    nothing (no name matches, all that match are frozen, or earlier patterns took them), or splits a parameter.
     """
     patterns = parse_learning_rates(config.learning_rates)
     if not patterns:
@@ -46,13 +46,13 @@ def rate_scales(config: EngineConfig, model: Any, names: DiskNames) -> dict[str,
 
 
 def scale_of(group: Mapping[str, Any]) -> float:
-    """Return the multiple of an optimizer's group."""
+    """Return the learning rate multiple of an optimizer's group."""
     scale: float = group.get(LR_SCALE, 1.0)
     return scale
 
 
 def nearest(pattern: str, names: Iterable[str], count: int = 3) -> list[str]:
-    """Return the names that are most like a pattern, one for all layers and experts."""
+    """Return the names most like a pattern, one for all layers and experts."""
     like = {re.sub(r"\.\d+\.", ".0.", name): None for name in names}
     words = {word: name for name in reversed(like) for word in (name, *name.split("."))}
     close = get_close_matches(pattern.replace("\\", ""), list(words), n=2 * count, cutoff=0.0)
@@ -66,7 +66,7 @@ def _on_disk(names: DiskNames, name: str, shape: Any) -> tuple[str, ...]:
 
 
 def _holds(pattern: str, name: str, disk: tuple[str, ...]) -> bool:
-    """Return whether a parameter is one that the pattern names."""
+    """Return whether the pattern names a parameter."""
     found = [one for one in disk if re.search(pattern, one)]
     if found and len(found) < len(disk):
         other = next(one for one in disk if one not in found)

@@ -20,11 +20,11 @@ _ABSENT = -(2**62)
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """Some rows of a global batch, for `train_batch` and `forward`: every rank gives those that it holds.
+    """Some rows of a global batch, for `train_batch` and `forward`: every rank passes the rows that it holds.
 
     Row i of `batch` is row rows[i] of the global batch, whose lengths are `lengths`, the same on every rank. A rank
     must hold at least `engine.plan(lengths).rows_of(rank)` (rank: `ParallelGroups.plan_index`, the rank's number where
-    there is data parallelism alone); more is allowed. ValueError for rows that are not there, come twice, or have
+    there is data parallelism alone); more is allowed. ValueError for rows that do not exist, come twice, or have
     another length than `lengths` says.
     """
 
@@ -48,7 +48,7 @@ class LocalBatch:
 
     @cached_property
     def view(self) -> BatchView:
-        """The rows that are held, checked once."""
+        """The view of the rows that are held, checked once."""
         return view_batch(self.batch)
 
     @cached_property
@@ -56,7 +56,7 @@ class LocalBatch:
         return {row: place for place, row in enumerate(self.rows)}
 
     def places(self, rows: Sequence[int]) -> list[int]:
-        """Return where these rows of the global batch lie in the view; KeyError for one that is not held."""
+        """Return the positions in the view of these rows of the global batch; KeyError for a row that is not held."""
         return [self._places[row] for row in rows]
 
     def with_positions(self, settings: VisionSettings) -> "LocalBatch":
@@ -79,14 +79,14 @@ class LocalBatch:
 
 @dataclass(frozen=True)
 class RowStats:
-    """What a step must know of all rows: the counts, and which rows have no gradient."""
+    """Counts of all rows that a step needs, and the rows without a gradient."""
 
     totals: Totals
     zero_gradient: frozenset[int]
 
 
 def row_stats(view: BatchView, zero: Tensor | None) -> RowStats:
-    """Read the facts off a batch that is whole; `zero` bool[B], or None where such rows are not looked for."""
+    """Compute the counts of a whole batch. `zero` bool[B]: rows without a gradient, None where they are not wanted."""
     rows = [] if zero is None else zero.nonzero().flatten().tolist()
     return RowStats(view.totals, frozenset(rows))
 
@@ -94,7 +94,7 @@ def row_stats(view: BatchView, zero: Tensor | None) -> RowStats:
 def gather_row_stats(
     batch: LocalBatch, zero: Tensor | None, needed: Sequence[int], groups: ParallelGroups, device: torch.device
 ) -> RowStats:
-    """Gather the facts of all rows from the ranks that hold them. Collective over the plan's ranks.
+    """Gather the counts of all rows from the ranks that hold them. Collective over the plan's ranks.
 
     ValueError on every one of them where a rank lacks a row that it is to compute (`needed`), or two ranks hold rows
     of one number that differ in trained tokens, group, episode or gradient.
@@ -131,7 +131,7 @@ def gather_row_stats(
 
 
 def check_held(batch: LocalBatch, needed: Sequence[int], groups: ParallelGroups, device: torch.device) -> None:
-    """ValueError on every rank of the plan where one of them lacks a row that it is to compute. Collective."""
+    """Raise ValueError on every rank of the plan where one of them lacks a row that it is to compute. Collective."""
     lacks = torch.tensor([_lacking(batch, needed, groups)], device=device)
     if groups.layout.plan_size > 1:
         dist.all_reduce(lacks, op=dist.ReduceOp.MAX, group=groups.plan)
@@ -139,7 +139,7 @@ def check_held(batch: LocalBatch, needed: Sequence[int], groups: ParallelGroups,
 
 
 def _lacking(batch: LocalBatch, needed: Sequence[int], groups: ParallelGroups) -> int:
-    """1 + this rank's plan index where it lacks a row, else 0."""
+    """Return 1 + this rank's plan index where it lacks a row, else 0."""
     return 0 if set(needed) <= set(batch.rows) else groups.plan_index + 1
 
 

@@ -37,11 +37,11 @@ class StepLoss:
         self._load: Tensor | None = None
 
     def share(self, device: torch.device) -> Tensor:
-        """Return what this rank's micro-batches have given so far, f64[]: 0 on a rank that is given none."""
+        """Return the loss of this rank's micro-batches so far, f64[]; 0 on a rank that has none."""
         return self.metrics.sum_of("loss", device)
 
     def start(self, group: dist.ProcessGroup | None = None) -> Callable[[], dict[str, float]]:
-        """Collective: the metrics over all ranks, and how even the load of experts was, once it is called."""
+        """Start to reduce the metrics; the function returned gives them, and the experts' load metrics. Collective."""
         found = self.metrics.start(group)
         if self._load is None:
             return found
@@ -49,7 +49,7 @@ class StepLoss:
         return lambda: {**found(), **load_metrics(load.read())}
 
     def __call__(self, micro_batch: MicroBatch, scores: Scores) -> Tensor:
-        """Return the micro-batch's share of the loss, connected to its scores; ValueError where it is no scalar."""
+        """Return the micro-batch's share of the loss, connected to its scores; ValueError where it is not a scalar."""
         log_probs = scores.log_probs
         loss, metrics = self.objective(log_probs, scores.entropy, micro_batch.packed, self.totals)
         if loss.shape != ():

@@ -6,8 +6,7 @@ from engines.config import EngineConfig
 
 
 def learning_rate(config: EngineConfig, step: int) -> float:
-    """Return the rate of optimizer step `step`, counted from 0: a linear warm-up, then constant, linear or cosine
-    decay.
+    """Return the rate of optimizer step `step`, counted from 0: linear warm-up, then constant, linear or cosine decay.
 
     The first of W warm-up steps uses lr / W, the last lr; decay ends at lr * min_lr_ratio at total_steps and stays
     there.

@@ -1,4 +1,4 @@
-"""Add metrics up over micro-batches and ranks. What a key means follows from its shape and name alone, see protocol."""
+"""Sums of metrics over micro-batches and ranks. A key's shape and name alone say how it is reduced; see protocol."""
 
 import hashlib
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from engines.execution.reductions import reduce_float64
 
 
 class MetricSum:
-    """Collects an objective's metrics; every micro-batch of every rank must give the same keys."""
+    """The metrics of an objective, summed; every micro-batch of every rank must give the same keys."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
@@ -41,11 +41,11 @@ class MetricSum:
         return torch.zeros((), dtype=torch.float64, device=device) if found is None else found
 
     def reduce(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
-        """Collective: the values over all ranks. A pair becomes sum / count, 0 where nothing was counted."""
+        """Return the values over all ranks. A pair becomes sum / count, 0 where nothing was counted. Collective."""
         return self.start(group)()
 
     def start(self, group: dist.ProcessGroup | None = None) -> Callable[[], dict[str, float]]:
-        """Collective: what `reduce` returns, once called; what the device is given meanwhile is not waited for."""
+        """Start a `reduce`, and return the function that ends it: later device work is not waited for. Collective."""
         sums, keys = self._sums, sorted(self._sums)
         added = [key for key in keys if not key.endswith("/max")]
         largest = [key for key in keys if key.endswith("/max")]
@@ -69,9 +69,9 @@ class MetricSum:
 
 
 def check_agreement(number: int, what: str, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-    """RuntimeError on every rank unless all ranks hold the same number: an error instead of a hang.
+    """Raise RuntimeError on every rank unless all ranks hold the same number: an error instead of a hang.
 
-    Sent from host memory where the group can (`engines.launch` makes it so), as a rank would wait for its device else.
+    It is sent from host memory where the group can (`engines.launch` makes it so): else a rank waits for its device.
     """
     if dist.get_world_size(group) == 1:
         return
@@ -87,5 +87,5 @@ def check_agreement(number: int, what: str, device: torch.device, group: dist.Pr
 
 
 def agreed_number(facts: object) -> int:
-    """Return 52 bits that stand for plain facts (numbers, text, tuples, frozen dataclasses of them)."""
+    """Return a 52-bit hash of plain facts (numbers, text, tuples, frozen dataclasses of them)."""
     return int(hashlib.sha256(repr(facts).encode()).hexdigest()[:13], 16)

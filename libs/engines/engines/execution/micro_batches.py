@@ -33,7 +33,7 @@ class MicroBatch:
 
     @property
     def dummy(self) -> bool:
-        """Whether nothing of it counts."""
+        """Whether it is a dummy, of which nothing counts."""
         return not self.rows
 
     @property
@@ -53,9 +53,8 @@ class MicroBatches:
         device: torch.device,
         keys: Sequence[str] | None = None,
     ) -> None:
-        """`keys` are carried (all where None): with `loss_mask` the trained tokens are wanted, else all but the first
-        of each row.
-        """
+        """Take the rows and the plan. `keys` are carried (all where None): with `loss_mask` the trained tokens are
+        wanted, else all but the first of each row."""
         self.batch = batch
         self.parts = tuple(parts)
         self.group = group

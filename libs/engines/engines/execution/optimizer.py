@@ -20,8 +20,8 @@ from engines.execution.reductions import reduce_float64
 def build_optimizer(
     module: nn.Module, config: EngineConfig, scales: Mapping[str, float] | None = None
 ) -> torch.optim.AdamW:
-    """Return two parameter groups: matrices decay, vectors (norms, biases, decay rates) do not. One fused kernel call a
-    step for each; `scales` (multiples of the learning rate, by name) make two groups each."""
+    """Build AdamW with two parameter groups: matrices decay, vectors (norms, biases, decay rates) do not. Each takes
+    one fused kernel call a step; `scales` (multiples of the learning rate, by name) split them further."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not trained:
         raise ValueError("no parameter of the model is trainable: build the engine with trainable=False instead")
@@ -31,7 +31,7 @@ def build_optimizer(
 
 @dataclass(frozen=True, eq=False)
 class Updated:
-    """What an optimizer updates, and how: whether it decays, and its multiple of the learning rate."""
+    """A tensor to update, whether it decays, and its multiple of the learning rate."""
 
     parameter: Tensor
     decays: bool
@@ -39,7 +39,7 @@ class Updated:
 
 
 def adamw(updated: Sequence[Updated], config: EngineConfig) -> torch.optim.AdamW:
-    """AdamW over groups that decay alike and have one learning rate; a rank of several may have nothing to update."""
+    """Make AdamW over groups with one decay and one learning rate each; one rank of several may update nothing."""
     scales = {1.0: None} | {one.scale: None for one in updated}
     groups: list[dict[str, Any]] = [
         {
@@ -61,7 +61,7 @@ def adamw(updated: Sequence[Updated], config: EngineConfig) -> torch.optim.AdamW
 
 
 def name_of(optimizer: torch.optim.Optimizer | None) -> str:
-    """Return what an optimizer is called in logs: whose it is, and its class."""
+    """Return an optimizer's name for logs: its package and its class."""
     if optimizer is None:
         return "none: the engine only scores"
     return f"{type(optimizer).__module__.partition('.')[0]}'s {type(optimizer).__name__}"
@@ -82,7 +82,7 @@ def gradient_norm(module: nn.Module, loss: Tensor, group: dist.ProcessGroup | No
 
 
 def _norms(shards: list[Tensor], device: torch.device) -> Sequence[Tensor]:
-    """f32[] of each; those that are kept on the host come to the device one at a time."""
+    """Return the f32[] norm of each shard; shards on the host come to the device one at a time."""
     if all(shard.device == device for shard in shards):
         return torch._foreach_norm(shards, dtype=torch.float32)
     return [torch._foreach_norm([shard.to(device)], dtype=torch.float32)[0] for shard in shards]
@@ -91,7 +91,7 @@ def _norms(shards: list[Tensor], device: torch.device) -> Sequence[Tensor]:
 def clip_and_step(
     module: nn.Module, optimizer: torch.optim.AdamW, norm: Tensor, limit: float | None, lr: float
 ) -> None:
-    """Scale gradients down to `limit` where `norm` is above, and update; neither where it is not finite.
+    """Scale gradients down to `limit` where `norm` is above it, and update; do neither where it is not finite.
 
     On a GPU both happen inside the fused update, so that the host does not wait for the norm.
     """
@@ -109,20 +109,20 @@ def clip_and_step(
 
 
 def set_rates(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every group its multiple of the scheduled learning rate."""
+    """Set every group's rate to its multiple of the scheduled learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = lr * scale_of(group)
 
 
 def scale_gradients(module: nn.Module, norm: float, limit: float | None) -> None:
-    """Scale gradients down to `limit` where their norm is above, and finite."""
+    """Scale gradients down to `limit` where their norm is above it, and finite."""
     if limit is not None and limit < norm < math.inf:
         shards = [_local(p.grad) for p in module.parameters() if p.grad is not None]
         torch._foreach_mul_([shard for shard in shards if shard.numel()], limit / norm)
 
 
 def finite_everywhere(loss: Tensor, group: dist.ProcessGroup | None = None) -> bool:
-    """Return whether the losses of all ranks are finite; waits for them."""
+    """Return whether the losses of all ranks are finite; the host waits for them."""
     return not bool(reduce_float64((~loss.detach().isfinite()).double(), group))
 
 

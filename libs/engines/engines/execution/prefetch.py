@@ -1,9 +1,9 @@
-"""Work for the device made ready while it is busy: micro-batches, and the first of the next batch.
+"""Work for the device that is prepared while it is busy: micro-batches, and the first of the next batch.
 
-Nothing is made in threads, which would take the interpreter from the one that feeds the device: when a micro-batch has
-been handed to the device the host is ahead of it, and has the time. What it makes goes through a stream of its
-own, so that copies and look-ups wait for each other and not for the step that runs; who takes a micro-batch lets its
-stream wait for them.
+No threads are used: they would take the interpreter from the thread that feeds the device. Once a micro-batch is
+launched, the host is ahead of the device and has the time. What it prepares goes through a stream of its own, so that
+copies and look-ups wait for each other and not for the step that runs; whoever takes a micro-batch makes its own stream
+wait for them.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,14 +22,14 @@ class PrefetchedMicroBatches(MicroBatches):
     """Micro-batches that are packed, copied and given the inputs of the model on a stream of their own."""
 
     def __init__(self, source: MicroBatches, prepare: Callable[[MicroBatch], Any]) -> None:
-        """`prepare` makes `MicroBatch.inputs`."""
+        """Take over the micro-batches of `source`; `prepare` makes `MicroBatch.inputs`."""
         super().__init__(source.batch, source.parts, source.group, source.device, source.keys)
         self.prepare = prepare
         self._devices = devices_of(source.device)
         self._begun: tuple[Iterator[MicroBatch], tuple[MicroBatch, Any]] | None = None
 
     def begin(self) -> None:
-        """Make the first ready, for the next iteration."""
+        """Prepare the first micro-batch of the next iteration."""
         source = super().__iter__()
         self._begun = source, self._next(source)
 
@@ -59,19 +59,19 @@ class PrefetchedMicroBatches(MicroBatches):
 
 
 class PrefetchedStep:
-    """At most one batch to be prepared while the device works, with the objective that it is for."""
+    """The batch to prepare while the device works, at most one, with its objective."""
 
     def __init__(self) -> None:
         self._asked: tuple[Any, Any, Callable[[], Any]] | None = None
         self._found: tuple[Any, Any, Any] | None = None
 
     def ask(self, batch: Any, objective: Any, prepare: Callable[[], Any]) -> None:
-        """Note what is to be prepared; what was asked for before is forgotten."""
+        """Record what to prepare, in place of an earlier request."""
         self._asked = batch, objective, prepare
 
     def run(self) -> None:
-        """Prepare what was asked for: call it when the device has enough to do. An error is left to `take`'s caller,
-        who then prepares the batch in time."""
+        """Prepare what was asked for; call it when the device has enough to do. An error is not raised here: `take`
+        then returns None, and its caller prepares the batch."""
         if self._asked is None:
             return
         (batch, objective, prepare), self._asked = self._asked, None
@@ -81,7 +81,7 @@ class PrefetchedStep:
             self._found = None
 
     def take(self, batch: Any, objective: Any) -> Any:
-        """Return what was prepared of this very batch for this objective, once; None for any other."""
+        """Return, once, what was prepared of this very batch for this objective; None for any other."""
         found, self._found = self._found, None
         if found is None or found[0] is not batch or found[1] != objective:
             return None

@@ -11,7 +11,7 @@ NO_FLOAT64 = frozenset({"npu"})
 def reduce_float64(values: Tensor, group: dist.ProcessGroup | None = None, largest: bool = False) -> Tensor:
     """Return the sum (or maximum) over ranks of values f64[...], the same on all. Collective.
 
-    HCCL adds up no float64: there the bits are gathered as integers, and added up in the order of ranks.
+    HCCL has no float64 sum: there the bits are gathered as integers, and summed in the order of ranks.
     """
     ranks = dist.get_world_size(group)
     if ranks == 1:

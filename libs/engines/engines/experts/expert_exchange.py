@@ -26,10 +26,10 @@ WEIGHTS = ("gate_up_proj", "down_proj")
 
 
 class Routes(NamedTuple):
-    """How the S pairs of a rank go out, and what comes in.
+    """The routes of a rank's S (token, expert) pairs to other ranks, and of the R pairs that come in.
 
-    `order` i64[S]: which pair is sent at each place; `sent` and `received`: pairs to and from each rank; `experts`
-    i64[R]: for which of its experts each pair that comes in is, from 0.
+    `order` i64[S]: which pair is sent at each place; `sent` and `received`: numbers of pairs to and from each rank;
+    `experts` i64[R]: the expert of each pair that comes in, counted from 0 among this rank's.
     """
 
     order: Tensor
@@ -39,7 +39,7 @@ class Routes(NamedTuple):
 
 
 def routes(experts: Tensor, num_experts: int, group: dist.ProcessGroup) -> Routes:
-    """Agree on the routes of `experts` i64[T, k]. Collective."""
+    """Exchange the routes of `experts` i64[T, k]. Collective."""
     size = dist.get_world_size(group)
     flat = experts.reshape(-1)
     order = torch.sort(flat, stable=True).indices
@@ -73,7 +73,7 @@ def _exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int], group
 
 @dataclass(frozen=True)
 class ExpertExchange:
-    """The forward of a module of experts whose first dimension is shared out over `group`; called as the stock one.
+    """The forward of a module of experts whose first dimension is sharded over `group`; called as the stock one.
 
     `stock`: the class's own forward (grouped matrix products, or another that the model's config names).
     """
@@ -103,7 +103,7 @@ class ExpertExchange:
 
 
 class _OwnExperts:
-    """A module of experts as its stock forward is to see it: the experts of this rank, and no others."""
+    """A view of a module of experts for its stock forward: the experts of this rank alone."""
 
     def __init__(self, module: nn.Module, num_experts: int) -> None:
         self._module, self.num_experts = module, num_experts

@@ -1,9 +1,9 @@
-"""Which rank holds what of the experts, under FSDP2 with expert parallelism.
+"""The placement of experts over ranks, under FSDP2 with expert parallelism.
 
-The ranks form a second mesh, ("rows", "experts"), expert ranks next to each other. Of the weights of a layer's experts,
-[E, out, in], the dimension E is shared out over "experts" for good, and `out` over "rows", gathered by FSDP2 for a call
-as other weights are over all ranks. So every element has one owner: gradients, summed over "rows" by FSDP2 and over
-"experts" by the tokens that came from there, are whole, and norms, checkpoints and exports see plain sharded tensors.
+The ranks form a second mesh, ("rows", "experts"), expert ranks next to each other. The weights of a layer's experts,
+[E, out, in], are sharded along E over "experts" for good, and along `out` over "rows", which FSDP2 gathers for a call
+as it gathers other weights over all ranks. So every element has one owner: gradients, summed over "rows" by FSDP2 and
+over "experts" by the tokens that came from there, are whole; norms, checkpoints and exports see plain shards.
 """
 
 from typing import Any
@@ -21,13 +21,13 @@ ROWS, EXPERTS = "rows", "experts"
 
 
 def expert_modules(model: Any) -> list[nn.Module]:
-    """Return those of all layers, in order."""
+    """Return the modules of experts of all layers, in order."""
     family = family_of(model.config)
     return [m for layer in family.layers(model) for m in layer.modules() if type(m).__name__ == family.experts]
 
 
 def place_experts(model: Any, ranks: int, device: str) -> tuple[list[nn.Module], DeviceMesh]:
-    """Keep this rank's experts alone, and let tokens find them; the modules, and the mesh to shard them over.
+    """Keep this rank's experts alone, and route tokens to them; return the modules, and the mesh to shard them over.
 
     `ranks` share the experts of a layer. Collective. ValueError for a model without experts, or sizes that do not
     divide.
@@ -46,7 +46,7 @@ def place_experts(model: Any, ranks: int, device: str) -> tuple[list[nn.Module],
 
 
 def check_sizes(model: Any, ranks: int, rows: int) -> None:
-    """ValueError unless `ranks` can share the experts of this model, and `rows` ranks each of their matrices."""
+    """Raise ValueError unless `ranks` can share the experts of this model, and `rows` ranks each of their matrices."""
     modules, kind = expert_modules(model), model.config.get_text_config().model_type
     if not modules:
         raise ValueError(f"expert_parallel is for models with experts, {kind} has none: leave it at 1")
@@ -65,7 +65,7 @@ def check_sizes(model: Any, ranks: int, rows: int) -> None:
 
 
 def _keep_own(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
-    """Put the slice of this rank in the place of a weight."""
+    """Replace a weight by the slice of this rank."""
     whole: Any = getattr(module, name)
     own = whole.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
     shared = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)

@@ -1,4 +1,4 @@
-"""The batch's column of experts to replay, checked before a step."""
+"""The check of a batch's column of experts to replay, before a step."""
 
 from itertools import combinations
 
@@ -11,9 +11,9 @@ from seqpack.batches.view import BatchView
 
 
 def check_routed_experts(view: BatchView, layers: int, top_k: int, experts: int) -> None:
-    """ValueError unless the column is i16[tokens, layers, k] of a model of these sizes.
+    """Raise ValueError unless the column is i16[tokens, layers, k] of a model of these sizes.
 
-    Of a token in a layer all k experts are known, and different ones, or none is (-1).
+    A token's k experts in a layer are all given, and distinct, or all are -1.
     """
     if ROUTED_EXPERTS not in view:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Routers of one transformers model, told which experts tokens go to, and asked where they went.
+"""The routers of one transformers model, with hooks that set and record which experts tokens go to.
 
 A sampler and a trainer compute the same router in different kernels, and near a tie they choose different experts: the
 ratio of a policy update then compares two functions. Routing replay ("Stabilizing MoE reinforcement learning by
@@ -16,13 +16,13 @@ from engines.families.registry import family_of
 
 
 class Taken(NamedTuple):
-    """What one call of a model took: `experts` i64[T, k] a routed layer, `counted` bool[T] the real tokens."""
+    """The choices of one call of a model: `experts` i64[T, k] a routed layer, `counted` bool[T] the real tokens."""
 
     experts: tuple[Tensor, ...]
     counted: Tensor
 
     def load(self, experts: int) -> Tensor:
-        """f32[layers, E]: how many tokens went to each expert; nothing waits for the device."""
+        """Return f32[layers, E], how many tokens went to each expert; nothing waits for the device."""
         counts = self.counted.new_zeros((len(self.experts), experts), dtype=torch.float32)
         for row, chosen in zip(counts, self.experts, strict=True):
             row.index_add_(0, chosen.flatten(), self.counted.float().repeat_interleave(chosen.shape[-1]))
@@ -37,7 +37,7 @@ class Routers:
     """
 
     def __init__(self, model: Any) -> None:
-        """ValueError for a model without a router."""
+        """Install the hooks. ValueError for a model without a router."""
         found = _routers(model)
         self.layers, self.top_k, self.experts = routed_sizes(model)
         self._given: Tensor | None = None
@@ -46,16 +46,16 @@ class Routers:
 
     @staticmethod
     def of(model: Any) -> "Routers | None":
-        """Return those of a model, None where it has none."""
+        """Return hooks on a model's routers; None where it has none."""
         return Routers(model) if _routers(model) else None
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
     def begin(self, experts: Tensor | None) -> None:
-        """Let the next call take `experts` i16[T, layers, k], -1 where the router chooses; None: it always does."""
+        """Set the `experts` i16[T, layers, k] of the next call, -1 where the router chooses; None: it always does."""
         if experts is not None and experts.shape[1:] != (self.layers, self.top_k):
             raise ValueError(
                 f"the model has {self.layers} routed layers and {self.top_k} experts a token, the experts given are "
@@ -64,14 +64,14 @@ class Routers:
         self._given, self._taken = experts, []
 
     def end(self, counted: Tensor) -> Taken:
-        """Return what the call took; `counted` bool[T] leaves padding out."""
+        """Return what the call chose; `counted` bool[T] leaves padding out."""
         taken, self._taken = self._taken, None
         assert taken is not None
         assert len(taken) == self.layers
         return Taken(tuple(taken), counted.reshape(-1))
 
     def _route(self, layer: int, router: nn.Module, _args: Any, output: Any) -> Any:
-        """Put the given experts in the place of those chosen: (logits [T, E], weights [T, k], experts i64[T, k])."""
+        """Replace chosen experts by those that were set: (logits [T, E], weights [T, k], experts i64[T, k])."""
         logits, _, experts = output
         if self._given is not None:
             given = self._given[:, layer].to(torch.int64)
@@ -93,6 +93,6 @@ def routed_sizes(model: Any) -> tuple[int, int, int]:
 
 
 def _routers(model: Any) -> list[nn.Module]:
-    """Return those of all layers, in order."""
+    """Return the routers of all layers, in order."""
     family = family_of(model.config)
     return [m for layer in family.layers(model) for m in layer.modules() if type(m).__name__ == family.router]

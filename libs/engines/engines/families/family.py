@@ -117,7 +117,7 @@ class Family:
         return self.vision is not None and type(model).__name__ == self.vision.architecture
 
     def tower(self, model: Any) -> nn.Module | None:
-        """Return the vision tower with what merges its patches into tokens; None of a text model."""
+        """Return the vision tower, with the part that merges patches into tokens; None of a text model."""
         return model.base_model.visual if self.sees(model) else None
 
     def decoder(self, model: Any) -> Any:
@@ -140,7 +140,7 @@ class Family:
                 raise ValueError(self._refusal(f"a {type(layer).__name__} must mix tokens in exactly one known module"))
 
     def units(self, model: Any) -> list[nn.Module]:
-        """Return what is sharded on its own: the decoder layers, and the blocks of a vision tower."""
+        """Return the modules that are sharded on their own: the decoder layers, and the blocks of a vision tower."""
         tower: Any = self.tower(model)
         return [*self.layers(model), *(() if tower is None else tower.blocks)]
 
@@ -152,7 +152,7 @@ class Family:
         return list(layers)
 
     def head(self, model: Any) -> Any:
-        """Return the output layer: logits = hidden @ weight.T, with neither scale nor soft cap in any family so far."""
+        """Return the output layer: logits = hidden @ weight.T, without scale or soft cap in any family so far."""
         return model.get_output_embeddings()
 
     def mixers(self, layer: nn.Module) -> Iterator[tuple[nn.Module, PackedForward | None]]:
@@ -167,11 +167,11 @@ class Family:
     def auxiliary_loss(
         self, config: Any, coefficient: float | None = None, z_coefficient: float = 0.0
     ) -> RouterLoss | None:
-        """Return the router's losses: where the config asks for it (`output_router_logits`, as in transformers), else
+        """Return the router's losses where the config asks for them (`output_router_logits`, as in transformers), else
         None.
 
-        `coefficient` says so in place of the config (0: no balancing); `z_coefficient` is of the z-loss, of which
-        configs know nothing. ValueError for a model without a router.
+        `coefficient` overrides the config's (0: no balancing); `z_coefficient` is that of the z-loss, which configs do
+        not have. ValueError for a model without a router.
         """
         text = config.get_text_config()
         if not self.routed:
@@ -212,7 +212,7 @@ class Family:
 
 
 def routed_layers(text: Any) -> int:
-    """Return layers with experts of a text config, as transformers places them."""
+    """Return the number of layers with experts of a text config, as transformers places them."""
     dense = getattr(text, "mlp_only_layers", None) or ()
     every = getattr(text, "decoder_sparse_step", None) or 1
     return sum(layer not in dense and (layer + 1) % every == 0 for layer in range(text.num_hidden_layers))

@@ -9,7 +9,7 @@ Fields = Mapping[str, tuple[Any, ...] | None]
 
 
 def any_value(names: str) -> Fields:
-    """Return these fields (separated by blanks) with every value allowed."""
+    """Return these fields (separated by blanks), each with every value allowed."""
     return dict.fromkeys(names.split(), ANY)
 
 

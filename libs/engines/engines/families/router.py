@@ -54,7 +54,7 @@ class RouterLoss:
     def routing(
         self, router_logits: Sequence[Tensor], counted: Tensor, taken: Sequence[Tensor] | None = None
     ) -> Routing:
-        """Sums of one micro-batch: router_logits [T, E] a routed layer; `counted` bool[T] leaves padding out.
+        """Sum over one micro-batch: router_logits [T, E] a routed layer; `counted` bool[T] leaves padding out.
 
         `taken` i64[T, k] a layer: the experts that tokens went to, where others than the router's own choice.
         """
@@ -71,6 +71,6 @@ class RouterLoss:
         return Routing(terms, chosen, len(router_logits) * weight.sum())
 
     def loss(self, terms: Tensor, counts: RouterCounts) -> Tensor:
-        """Return this micro-batch's share, of its `Routing.terms` and the counts of the whole global batch."""
+        """Return this micro-batch's share, from its `Routing.terms` and the counts of the whole global batch."""
         balance = (counts.chosen / counts.rows * terms[:-1] / counts.rows).sum()
         return self.coefficient * self.experts * balance + self.z_coefficient * self.layers * terms[-1] / counts.rows

@@ -39,7 +39,7 @@ class TorchOperations:
 
 
 def choose_torch_operations(model: Any) -> TorchOperations:
-    """Let this model's stock delta net layers compute in PyTorch where their input is in host memory.
+    """Make this model's stock delta net layers compute in PyTorch where their input is in host memory.
 
     ValueError where another adaptation replaced a layer's forward, or a layer's code calls none of the operations.
     """
@@ -72,7 +72,7 @@ def _by_device(layer: type[nn.Module]) -> Callable[..., Tensor]:
 
 
 def _torch_function(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the PyTorch function that an operation wraps, given the arguments that it knows."""
+    """Return the PyTorch function that an operation wraps; it passes on the arguments that this function knows."""
     function = inspect.unwrap(operation)
     known = frozenset(inspect.signature(function).parameters)
 

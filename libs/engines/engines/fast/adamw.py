@@ -41,7 +41,7 @@ def join(weight: Tensor, rest: Tensor) -> Tensor:
 
 
 def control(norm: Tensor, limit: float | None, step: Tensor, betas: tuple[float, float]) -> Tensor:
-    """f32[3]: what gradients are multiplied by, and 1 / (1 - beta ** step) of both moments, for `update`.
+    """Return f32[3] for `update`: the factor of gradients, and 1 / (1 - beta ** step) of both moments.
 
     `norm` of the gradients, `limit` that it is clipped to (None: no limit), `step` f64[] counted from 1. The factor
     is NaN where the norm is not finite, which makes no update.
@@ -98,7 +98,7 @@ def update_plain(
     settings: AdamW,
     weight_decay: float,
 ) -> None:
-    """The same in plain torch; waits for `controls`."""
+    """Compute `update` in plain torch; the host waits for `controls`."""
     factor, correct1, correct2 = controls.tolist()
     if math.isnan(factor):
         return

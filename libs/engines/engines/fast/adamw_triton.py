@@ -22,7 +22,7 @@ def adamw_kernel(
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a block: nothing is written where the factor is NaN."""
+    """Run one program a block: nothing is written where the factor is NaN."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     scale, correct1, correct2 = tl.load(controls), tl.load(controls + 1), tl.load(controls + 2)
     inside = (place < count) & (scale == scale)

@@ -19,7 +19,7 @@ class Adapted(NamedTuple):
 
 
 class AdapterGrads(NamedTuple):
-    """Of `Adapted`: what is trained of it."""
+    """The gradients of an `Adapted` weight: those of its adapter."""
 
     down: Tensor
     up: Tensor
@@ -34,28 +34,28 @@ def base(w: Weight) -> Tensor:
 
 
 def project(x: Tensor, w: Weight) -> Tensor:
-    """Return [T, in] to [T, out]."""
+    """Return y [T, out] of x [T, in]."""
     if isinstance(w, Adapted):
         return x @ w.weight.t() + (x @ w.down.t()) @ w.up.t()
     return x @ w.t()
 
 
 def input_grad(grad: Tensor, w: Weight) -> Tensor:
-    """D x, of the gradient [T, out] of `project`."""
+    """Return d x, from the gradient [T, out] of `project`."""
     if isinstance(w, Adapted):
         return grad @ w.weight + (grad @ w.up) @ w.down
     return grad @ w
 
 
 def weight_grad(grad: Tensor, x: Tensor, w: Weight) -> Any:
-    """D w, of the gradient [T, out] of `project`: a tensor, or `AdapterGrads`."""
+    """Return d w, from the gradient [T, out] of `project`: a tensor, or `AdapterGrads`."""
     if isinstance(w, Adapted):
         return AdapterGrads((grad @ w.up).t() @ x, grad.t() @ (x @ w.down.t()))
     return grad.t() @ x
 
 
 def adapter_grads(d_weights: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """Return the gradients of adapters among those of a block's weights, end to end."""
+    """Return the adapters' gradients of a block's weights, concatenated."""
     return tuple(_each(d_weights))
 
 
@@ -67,8 +67,8 @@ def _each(d_weights: tuple[Any, ...]) -> Iterator[Tensor]:
 
 @cache
 def of_adapters_alone(gradient: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the gradient function of a block whose weights are frozen: d x, and the adapters' gradients end to end.
-    Compiled, it does not compute the others."""
+    """Return the gradient function of a block with frozen weights: d x, then the adapters' gradients. Compiled, it does
+    not compute the others."""
 
     def alone(*arguments: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         d_x, d_weights = gradient(*arguments)

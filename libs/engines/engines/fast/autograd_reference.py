@@ -1,4 +1,4 @@
-"""Gradients by autograd from inside an operation, for the plain forms of operations."""
+"""Gradients by autograd inside an operation, for the plain forms of operations."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -8,10 +8,9 @@ from torch import Tensor
 
 
 def grad_of(function: Callable[..., Tensor], operands: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients of function(*operands) for its gradient `grad`.
+    """Return the gradients of function(*operands) for the gradient `grad` of its result.
 
-    Autograd is switched off for the thread that runs an operation, and cannot be switched on there: a thread of its
-    own does it.
+    Autograd is off in the thread that runs an operation, and cannot be switched on there: another thread computes them.
     """
 
     def work() -> tuple[Tensor, ...]:

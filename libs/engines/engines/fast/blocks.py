@@ -35,7 +35,7 @@ Tensors = tuple[Tensor, ...]
 
 
 class Where(NamedTuple):
-    """Of the packed tokens: see `engines.fast.sequence_bounds.Sequences`; cos and sin [T, R] of their rotation."""
+    """The packed tokens: see `engines.fast.sequence_bounds.Sequences`; cos and sin [T, R] of their rotation."""
 
     cu_seqlens: Tensor
     boundaries: Tensor
@@ -46,7 +46,7 @@ class Where(NamedTuple):
 
 
 class MLPWeights(NamedTuple):
-    """Of the gated MLP and the norm before it."""
+    """The weights of the gated MLP and the norm before it."""
 
     norm: Tensor
     gate: Weight
@@ -55,7 +55,7 @@ class MLPWeights(NamedTuple):
 
 
 class DeltaNetWeights(NamedTuple):
-    """Of a gated delta net layer and the norm before it; `conv` [D, K]."""
+    """The weights of a gated delta net layer and the norm before it; `conv` [D, K]."""
 
     norm: Tensor
     qkv: Weight
@@ -70,7 +70,7 @@ class DeltaNetWeights(NamedTuple):
 
 
 class AttentionWeights(NamedTuple):
-    """Of a gated attention layer and the norm before it; q holds a gate beside each head."""
+    """The weights of a gated attention layer and the norm before it; q has a gate beside each head."""
 
     norm: Tensor
     q: Weight
@@ -178,7 +178,7 @@ def attention_grad(
 
 
 def _rule_operands(mixed: Tensor, b: Tensor, a: Tensor, w: DeltaNetWeights, where: Where) -> Tensors:
-    """q, k, v, log decay and beta of the delta rule, from the projections; keys and values have one head size."""
+    """Return q, k, v, log decay and beta of the delta rule from the projections; keys and values have one head size."""
     head = w.gated_norm.shape[0]
     keys = (mixed.shape[1] - base(w.out).shape[1]) // (2 * head)
     q, k, v = conv_heads(mixed, w.conv, where.position, keys, head)
@@ -187,7 +187,7 @@ def _rule_operands(mixed: Tensor, b: Tensor, a: Tensor, w: DeltaNetWeights, wher
 
 
 def _attention_operands(qg: Tensor, k: Tensor, v: Tensor, w: AttentionWeights, where: Where, eps: float) -> Tensors:
-    """q [T, Hq, D], its gate, k and v [T, Hkv, D], normalised and rotated, from the projections."""
+    """Return q [T, Hq, D], its gate, k and v [T, Hkv, D], normalised and rotated, from the projections."""
     tokens, head = qg.shape[0], w.q_norm.shape[0]
     q, gate = qg.view(tokens, -1, 2 * head).chunk(2, dim=-1)
     q = rotate(rms_norm(q, w.q_norm, eps), where.cos, where.sin)

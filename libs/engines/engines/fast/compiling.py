@@ -1,7 +1,7 @@
 """How the functions of a layer are compiled: once for every number of tokens, and counted.
 
-Token dimensions are marked as dynamic, all others are compiled in, so that a batch of another length or of other
-sequences runs what is there. One token runs uncompiled: compilers take sizes of one for constants.
+Token dimensions are dynamic, all others are compiled in, so that a batch of another length or of other sequences reuses
+the compiled code. One token runs uncompiled: compilers take sizes of one for constants.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,13 +29,13 @@ def compilations() -> int:
 
 @cache
 def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
-    """Return the function compiled whole; one of it for the process."""
+    """Return the function compiled whole, the same one for the whole process."""
     options = ONE_FOR_ALL_SIZES if backend == "inductor" else None
     return torch.compile(function, fullgraph=True, backend=backend, options=options)
 
 
 def mark_tokens(tensors: Sequence[Tensor]) -> None:
-    """Mark dimension 0 of these as one whose size changes from call to call."""
+    """Mark dimension 0 of these tensors as one whose size changes from call to call."""
     for tensor in tensors:
         if not hasattr(tensor, "_dynamo_dynamic_indices"):
             torch._dynamo.mark_dynamic(tensor, 0)

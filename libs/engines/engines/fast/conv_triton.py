@@ -35,7 +35,7 @@ def forward_kernel(
     TAPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a block of tokens and a head: convolution, silu, and unit length for heads of q and k."""
+    """Run one program a block of tokens and a head: convolution, silu, and unit length for heads of q and k."""
     head = tl.program_id(1)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     feature = tl.arange(0, HEAD)
@@ -72,7 +72,7 @@ def activation_grad_kernel(
     TAPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The gradient of the convolution's result, from those of q, k and v: back through unit length and silu."""
+    """Compute the gradient of the convolution's result from those of q, k and v, through unit length and silu."""
     head = tl.program_id(1)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     feature = tl.arange(0, HEAD)
@@ -114,7 +114,7 @@ def conv_grad_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program `steps` blocks of tokens and a head's channels: d x, and its part of d weight [channels, TAPS]."""
+    """Run one program `steps` token blocks and a head's channels: d x, and its part of d weight [channels, TAPS]."""
     channel = tl.program_id(1) * HEAD + tl.arange(0, HEAD)
     tap_number = tl.arange(0, ROWS)
     d_weight = tl.zeros((ROWS, HEAD), tl.float32)

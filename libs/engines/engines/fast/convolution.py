@@ -17,7 +17,7 @@ _STEPS = 8
 
 @torch.library.custom_op("engines::conv_heads", mutates_args=())
 def conv_heads(x: Tensor, weight: Tensor, position: Tensor, keys: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x [T, D] convolved in each sequence (weight [D, K]) and activated, as q, k [T, keys, head], v [T, rest, head].
+    """Convolve x [T, D] in each sequence (weight [D, K]) and activate: q, k [T, keys, head], v [T, rest, head].
 
     q and k have unit length; `position` i32[T] is a token's place in its sequence.
     """
@@ -118,6 +118,6 @@ def _blocks(tokens: int) -> int:
 
 
 def _cut(conved: Tensor, keys: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k [T, keys, head] and v from the convolution's result."""
+    """Return q, k [T, keys, head] and v from the convolution's result."""
     heads = conved.view(conved.shape[0], -1, head)
     return heads[:, :keys], heads[:, keys : 2 * keys], heads[:, 2 * keys :]

@@ -23,7 +23,7 @@ CHUNK = 64
 def delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, boundaries: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the rule over each sequence: (o, cumulative decay, inverses); the last two are what the backward pass needs.
+    """Run the rule over each sequence: (o, cumulative decay, inverses); the backward pass needs the last two.
 
     q, k [T, Hk, D], v [T, Hv, D], g f32[T, Hv] (log decay), beta [T, Hv], boundaries i64[n + 1] -> o [T, Hv, D],
     f32[T, Hv] and [T, Hv, 64] (both empty on a CPU).
@@ -62,8 +62,7 @@ def delta_rule_grad(
     boundaries: Tensor,
     grad: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return (d q, d k, d v, d g, d beta) of `delta_rule`; the plain form takes g, the kernels take what they kept of
-    it."""
+    """Return (d q, d k, d v, d g, d beta) of `delta_rule`; the plain form takes g, the kernels the cumulative decay."""
     if not q.is_cuda:
         d_q, d_k, d_v, d_g, d_beta = grad_of(partial(_plain, boundaries), (q, k, v, g, beta), grad)
         return d_q, d_k, d_v, d_g, d_beta
@@ -96,7 +95,7 @@ def _(
 
 
 def prepare_delta_rule(boundaries: Tensor, edges: tuple[int, ...], heads: int) -> None:
-    """Make ready what FlashQLA would read off the device in each call: chunk numbers, and how it splits sequences.
+    """Compute what FlashQLA would read from the device in each call: chunk numbers, and how it splits sequences.
 
     `heads`: value heads of the layers to come. Does nothing on a CPU.
     """

@@ -13,7 +13,7 @@ from engines.fast.pointwise import rms_norm, rms_norm_grad
 
 
 def final_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [T, H] normalised."""
+    """Normalise x [T, H]."""
     return rms_norm(x, weight, eps)
 
 
@@ -24,7 +24,7 @@ def final_norm_grad(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tupl
 
 
 def use_final_norm(norm: Any, eps: float, backend: str | None) -> None:
-    """Let this norm module run as a function where it is given one row of tokens."""
+    """Make this norm module run as a function where it is given one row of tokens."""
     original = norm.forward
 
     def forward(module: Any, hidden: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def fused_log_probs(
     entropy: bool = False,
     kept_bytes: int = KEPT_BYTES,
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax(hidden @ weight.T / temperature) at the targets, and the entropy of that softmax.
+    """Return log softmax(hidden @ weight.T / temperature) at the targets, and the entropy of that softmax.
 
     Arguments and results as `engines.scoring.log_probs.token_log_probs`; `kept_bytes` bounds what is kept for the
     backward pass.

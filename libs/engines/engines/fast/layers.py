@@ -1,7 +1,7 @@
 """Decoder layers of one model that run as two functions each, mixer and MLP, under autograd, with adapters or without.
 
 `use_layer_functions(model)` replaces the forward of each decoder layer instance, and only for calls that carry a
-`PackedContext`; hooks of FSDP and recomputation stay outside. The adaptation of `engines.scoring.packed_model` stays as it
+`PackedContext`; hooks of FSDP and recomputation stay outside. The adaptation of `scoring.packed_model` stays as it
 was for everything else. The plain reference is the same model without it.
 """
 
@@ -64,10 +64,10 @@ class LayerFunctions:
 
 
 def use_layer_functions(model: Any, backend: str | None = "inductor") -> LayerFunctions:
-    """Let the decoder layers of a Qwen3.5 model, adapted for packing, run as functions on packed calls.
+    """Make the decoder layers of a Qwen3.5 model, adapted for packing, run as functions on packed calls.
 
-    `backend`: torch.compile's, None to run them uncompiled. Whether the model can is asked before
-    (`engines.fast.support`).
+    `backend`: torch.compile's, None to run them uncompiled. `engines.fast.support` decides before whether the model
+    can.
     """
     family = family_of(model.config)
     layers = tuple(family.layers(model))
@@ -83,7 +83,7 @@ def use_layer_functions(model: Any, backend: str | None = "inductor") -> LayerFu
 
 
 def sequences_of(context: PackedContext, text: Any) -> Sequences:
-    """Return the boundaries of a context in every form, made when first asked for; `text`: the model's text config."""
+    """Return the boundaries of a context in every form, made at the first call; `text`: the model's text config."""
     found: Sequences | None = context.derived.get("sequences")
     if found is None:
         edges = context.edges if context.edges is not None else tuple(context.cu_seqlens.tolist())
@@ -103,7 +103,7 @@ class _Layer:
         self.backend = backend
 
     def forward_over(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the method that takes the place of `original`."""
+        """Return the method that replaces `original`."""
 
         def forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             context: PackedContext | None = kwargs.get(CONTEXT_KEY)
@@ -195,7 +195,7 @@ def _block(kind: type, eps: float, backend: str | None, adapted: tuple[int, ...]
 
 
 def _weights(block: Block, parts: Sequence[Tensor]) -> Any:
-    """Return the block's weights from their tensors end to end, adapters after all others."""
+    """Return the block's weights from their concatenated tensors, adapters after all others."""
     count = len(block.kind._fields)  # type: ignore[attr-defined]
     found: list[Any] = list(parts[:count])
     for number, place in enumerate(block.adapted or ()):
@@ -206,8 +206,8 @@ def _weights(block: Block, parts: Sequence[Tensor]) -> Any:
 class _Call(Function):
     """A block under autograd: its backward pass gets x, the weights and what the forward pass kept.
 
-    Functions are given `.data`: others would be compiled again where a view is of another shape, or where gradients are
-    not wanted.
+    Functions get `.data`: otherwise they would be compiled again for a view of another shape, or where gradients are
+    off.
     """
 
     @staticmethod

@@ -70,7 +70,7 @@ def gradient(
 def statistics_plain(
     logits: Tensor, targets: Tensor, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same in plain torch."""
+    """Compute `statistics` in plain torch."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     normalisers = torch.logsumexp(z, dim=-1)
     log_probs = z.gather(1, targets[:, None]).squeeze(1) - normalisers
@@ -88,7 +88,7 @@ def gradient_plain(
     entropies: Tensor | None = None,
     grad_entropies: Tensor | None = None,
 ) -> Tensor:
-    """Return the same in plain torch, in a tensor of its own.
+    """Compute `gradient` in plain torch, in a tensor of its own.
 
     d log p_target / d z = onehot - p; d entropy / d z = -p (log p + entropy).
     """

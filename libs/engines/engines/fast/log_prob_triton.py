@@ -9,7 +9,7 @@ import triton.language as tl
 def statistics_kernel(
     logits, targets, log_probs, normalisers, entropies, vocabulary, inverse, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program a row: every lane keeps the maximum and the sums of its own columns, joined at the end."""
+    """Run one program a row: every lane keeps the maximum and the sums of its own columns, joined at the end."""
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * vocabulary
     highest = tl.full((BLOCK,), float("-inf"), tl.float32)
@@ -49,7 +49,7 @@ def gradient_kernel(
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a block of a row: logits become their gradient."""
+    """Run one program a block of a row: logits are overwritten by their gradient."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < vocabulary

@@ -14,12 +14,12 @@ L2_EPS = 1e-6
 
 
 def to_float32(x: Tensor) -> Tensor:
-    """Return x in the dtype of the arithmetic: float32, or float64 where it is that."""
+    """Return x in the dtype of the arithmetic: float64 for float64, else float32."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., D] over the root of its mean square, times 1 + weight [D]."""
+    """Return x [..., D] over its root mean square, times 1 + weight [D]."""
     f = to_float32(x)
     return (f * torch.rsqrt(f.square().mean(-1, keepdim=True) + eps) * (1.0 + to_float32(weight))).to(x.dtype)
 
@@ -35,7 +35,7 @@ def rms_norm_grad(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., D] over the root of its mean square, times weight [D] and silu(gate [..., D])."""
+    """Return x [..., D] over its root mean square, times weight [D] and silu(gate [..., D])."""
     f, z = to_float32(x), to_float32(gate)
     n = f * torch.rsqrt(f.square().mean(-1, keepdim=True) + eps)
     return (n * to_float32(weight) * (z * z.sigmoid())).to(x.dtype)
@@ -53,7 +53,7 @@ def gated_norm_grad(x: Tensor, gate: Tensor, weight: Tensor, eps: float, grad: T
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up."""
+    """Return silu(gate) * up."""
     p = to_float32(gate)
     return (p * p.sigmoid() * to_float32(up)).to(gate.dtype)
 
@@ -66,13 +66,13 @@ def swiglu_grad(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]
 
 
 def l2_normalize(x: Tensor) -> Tensor:
-    """x [..., D] over its length."""
+    """Return x [..., D] over its length."""
     f = to_float32(x)
     return (f * torch.rsqrt(f.square().sum(-1, keepdim=True) + L2_EPS)).to(x.dtype)
 
 
 def l2_normalize_grad(x: Tensor, grad: Tensor) -> Tensor:
-    """D x of `l2_normalize`."""
+    """Return d x of `l2_normalize`."""
     f, g = to_float32(x), to_float32(grad)
     scale = torch.rsqrt(f.square().sum(-1, keepdim=True) + L2_EPS)
     n = f * scale
@@ -80,7 +80,7 @@ def l2_normalize_grad(x: Tensor, grad: Tensor) -> Tensor:
 
 
 def decay(a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
-    """Log decay -exp(a_log) * softplus(a + dt_bias): a [T, Hv], a_log and dt_bias [Hv] -> [T, Hv], float32."""
+    """Return log decay -exp(a_log) * softplus(a + dt_bias): a [T, Hv], a_log and dt_bias [Hv] -> [T, Hv], float32."""
     return -to_float32(a_log).exp() * softplus(to_float32(a) + to_float32(dt_bias))
 
 
@@ -102,7 +102,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_grad(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """D x of `rotate`: the rotation back, with the sine of each half's partner."""
+    """Return d x of `rotate`: the rotation back, with the sine of each half's partner."""
     half = cos.shape[-1] // 2
     g, c, s = to_float32(grad), to_float32(cos)[:, None], to_float32(sin)[:, None]
     left, right, rest = g[..., :half], g[..., half : 2 * half], g[..., 2 * half :]
@@ -112,7 +112,7 @@ def rotate_grad(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def conv_silu(x: Tensor, weight: Tensor, position: Tensor) -> Tensor:
-    """Causal depthwise convolution inside each sequence, then silu: x [T, D], weight [D, K] -> [T, D].
+    """Convolve inside each sequence, depthwise and causal, then apply silu: x [T, D], weight [D, K] -> [T, D].
 
     `position` [T]: a token's place in its sequence, from 0; a tap that would reach over its start is left out.
     """

@@ -1,7 +1,7 @@
-"""Where the packed sequences of a micro-batch begin, in every form that a kernel wants it, made once a micro-batch.
+"""The boundaries of the packed sequences of a micro-batch, in every form that a kernel wants, made once a micro-batch.
 
-A kernel that reads boundaries on the host stops it until the device has caught up. What such a kernel needs is made
-here from boundaries that the host has anyway, and found again by the tensor of boundaries that the kernel is given.
+A kernel that reads boundaries on the host makes it wait until the device has caught up. What such a kernel needs is
+made here from boundaries that the host has anyway, and looked up by the tensor of boundaries that the kernel is given.
 """
 
 from dataclasses import dataclass
@@ -47,17 +47,17 @@ class Sequences:
 
 
 def known(boundaries: Tensor) -> Tensor:
-    """Return the tensor that `Sequences.of` made, for one that shares its memory; else the tensor itself."""
+    """Return the tensor that `Sequences.of` made where it shares memory with `boundaries`; else `boundaries`."""
     found = _KNOWN.get(boundaries.data_ptr())
     return boundaries if found is None or found.shape != boundaries.shape else found
 
 
 def remember(boundaries: Tensor, key: str, value: Any) -> Any:
-    """Keep a value with boundaries, for as long as they live."""
+    """Store a value with boundaries, for as long as they live."""
     setattr(known(boundaries), f"_engines_{key}", value)
     return value
 
 
 def recall(boundaries: Tensor, key: str) -> Any:
-    """Return what `remember` kept, or None."""
+    """Return what `remember` stored, or None."""
     return getattr(known(boundaries), f"_engines_{key}", None)

@@ -1,4 +1,4 @@
-"""Say whether the fast path can run before it is switched on: Supported, or Unsupported with the reason."""
+"""The decision whether the fast path can run, before it is switched on: Supported, or Unsupported with the reason."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -19,8 +19,8 @@ REPLICATED = Supported("replicated/replicated_two_test.py::test_two_ranks_equal_
 
 @dataclass(frozen=True)
 class Machine:
-    """What the decision looks at of a device: torch's name of its kind, what is computed in, the first number of its
-    compute capability, and kernels that are not installed."""
+    """The properties of a device that the decision uses: torch's name of its kind, the compute dtype, the first number
+    of its compute capability, and kernels that are not installed."""
 
     kind: str
     dtype: torch.dtype = torch.float32
@@ -29,7 +29,7 @@ class Machine:
 
     @staticmethod
     def of(config: EngineConfig, device: torch.device) -> "Machine":
-        """Look at a device; only a CUDA one is asked more than its kind."""
+        """Read a device's properties; for other kinds than CUDA only the kind."""
         if device.type != "cuda":
             return Machine(device.type)
         missing = tuple(name for name in KERNELS if find_spec(name) is None)
@@ -44,7 +44,7 @@ def compiled_layers(config: EngineConfig, model_config: Any, device: torch.devic
 
 
 def replicated_weights(config: EngineConfig, device: torch.device) -> Supported | Unsupported:
-    """Return whether every rank can hold the weights whole, with exact values and moments shared out."""
+    """Return whether every rank can hold the weights whole, with exact values and moments sharded."""
     if config.shard_ranks is not None:
         return Unsupported("shard_ranks asks for sharded weights: leave it out")
     if config.vision != "off":
@@ -65,7 +65,7 @@ def replicated_weights(config: EngineConfig, device: torch.device) -> Supported 
 
 
 def use_compiled_layers(config: EngineConfig, model_config: Any, device: torch.device) -> Supported | Unsupported:
-    """Return what `config.compile` comes to here; ValueError where it is "on" and cannot be."""
+    """Return whether `config.compile` compiles the layers here; ValueError where it is "on" and cannot."""
     if config.compile == "off":
         return Unsupported("compile='off'")
     answer = compiled_layers(config, model_config, device)
@@ -75,8 +75,7 @@ def use_compiled_layers(config: EngineConfig, model_config: Any, device: torch.d
 
 
 def use_replicated_weights(config: EngineConfig, device: torch.device, ranks: int) -> Supported | Unsupported:
-    """Return what `config.weights` comes to here: "auto" replicates on one GPU alone. ValueError where it is not to be
-    had."""
+    """Return whether `config.weights` replicates here: "auto" does on one GPU alone. ValueError where it cannot."""
     if config.weights == "sharded":
         return Unsupported("weights='sharded'")
     answer = replicated_weights(config, device)
@@ -105,7 +104,7 @@ def settings_refusal(config: EngineConfig) -> str | None:
 
 
 def model_refusal(model_config: Any) -> str | None:
-    """Return why layers of this model are not written as functions; None where they are."""
+    """Return why layers of this model have no compiled functions; None where they have."""
     family, text = family_of(model_config), model_config.get_text_config()
     if family.name != "qwen3_5":
         return f"only the layers of Qwen3.5 (dense) are written as functions, not those of {family.name}"

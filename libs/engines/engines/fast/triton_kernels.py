@@ -1,4 +1,4 @@
-"""Where Triton's kernels come from: modules that are imported on the first use on a GPU, never on a CPU."""
+"""Triton's kernels: modules that are imported on the first use on a GPU, never on a CPU."""
 
 from functools import cache
 from importlib import import_module

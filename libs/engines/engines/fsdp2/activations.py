@@ -23,7 +23,7 @@ Checkpoint = Callable[..., Any]
 
 
 def recompute_layers(model: Any, offload: bool = False) -> None:
-    """Switch gradient checkpointing on, under the name this transformers release has for it; see the module's text."""
+    """Turn gradient checkpointing on, by this transformers release's name for it; see the module's text."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
     for layer in family_of(model.config).layers(model):

@@ -60,9 +60,9 @@ PLAIN = Unsupported("not asked for")
 class FSDP2Executor:
     """See `engines.execution.executor.Executor`.
 
-    The model stays in evaluation mode while it trains too: dropout is never applied, so that the policy that is trained
-    is the one that was scored (the ratio of a first update is 1) and packed rows equal padded ones. Only layers that
-    are to be recomputed are in training mode themselves, which is how transformers is told.
+    The model stays in evaluation mode in training too: dropout is never applied, so that the trained policy is the one
+    that was scored (the ratio of a first update is 1) and packed rows equal padded ones. Only recomputed layers are in
+    training mode themselves, because transformers looks there.
     """
 
     def __init__(
@@ -173,13 +173,13 @@ class FSDP2Executor:
             disk.fill(self.model)
 
     def ahead(self, micro_batches: MicroBatches) -> MicroBatches:
-        """Let a thread pack, copy and prepare them while the device works; on a CPU there is nothing to overlap."""
+        """Prepare them while the device works; on a CPU there is nothing to overlap."""
         if not devices_of(self.device).overlaps or isinstance(micro_batches, PrefetchedMicroBatches):
             return micro_batches
         return PrefetchedMicroBatches(micro_batches, self._inputs)
 
     def _inputs(self, micro_batch: MicroBatch) -> ModelInputs:
-        """Build the model's inputs, and what compiled layers want to know of them."""
+        """Build the model's inputs, with what compiled layers need of them."""
         inputs = self.builder.inputs(micro_batch)
         if self.compiled and inputs.context is not None:
             sequences_of(inputs.context, self.model.config.get_text_config())
@@ -188,8 +188,8 @@ class FSDP2Executor:
     def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
         """Run forward and backward of one micro-batch after another.
 
-        A router's loss needs the counts of the whole step first (`engines.families.router`): they are taken in a pass
-        of their own, without gradients, unless the only micro-batch of a rank gives them on its way.
+        A router's loss needs the counts of the whole step first (`engines.families.router`): a pass without gradients
+        takes them, unless the only micro-batch of a rank gives them on its way.
         """
         self._optimizer.zero_grad(set_to_none=True)
         counts = self._counts(micro_batches) if self.router is not None and len(micro_batches) > 1 else None
@@ -199,7 +199,7 @@ class FSDP2Executor:
 
     @torch.no_grad()
     def _counts(self, micro_batches: MicroBatches) -> RouterCounts:
-        """Forward passes of all micro-batches, for what the router chooses in them."""
+        """Run forward on all micro-batches, and return what the router chose in them."""
         found = []
         for micro_batch in micro_batches:
             inputs = micro_batch.inputs or self._inputs(micro_batch)
@@ -208,7 +208,7 @@ class FSDP2Executor:
         return self._summed(torch.stack(found).sum(0))
 
     def _own_counts(self, routing: Routing, micro_batch: MicroBatch, inputs: ModelInputs) -> Tensor:
-        """f32[E + 1]: how often each expert was chosen, and rows; ranks that share a micro-batch take shares of it."""
+        """Return f32[E + 1]: the choices of each expert, and rows; ranks with one micro-batch count shares of it."""
         counts = torch.cat([routing.chosen, routing.rows[None]])
         return self.builder.total(counts, inputs) * micro_batch.loss_weight
 
@@ -245,7 +245,7 @@ class FSDP2Executor:
         )
 
     def optimizer_step(self, lr: float, loss: Tensor) -> SupportsFloat:
-        """Clip, and let AdamW update where the norm is finite."""
+        """Clip the gradient, and update by AdamW where the norm is finite."""
         norm = gradient_norm(self.scorer, loss, self.groups.world, self.copies)
         known = EarlyRead(norm)
         clip_and_step(self.scorer, self._optimizer, norm, self.config.grad_clip, lr)
@@ -253,7 +253,7 @@ class FSDP2Executor:
         return known
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Gather one tensor after another, adapters added to what they are for."""
+        """Gather one tensor after another, with adapters merged into their weights."""
         if self.adapted:
             yield from merged_tensors(self.model, DTYPES[self.config.master_dtype])
             return
@@ -281,7 +281,7 @@ class FSDP2Executor:
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Hand the optimizer its states; the weights were read in place."""
+        """Load the optimizer's states; the weights were read in place."""
         if self.optimizer is not None:
             set_optimizer_state_dict(self.scorer, self.optimizer, state["optimizer"])
 
@@ -290,7 +290,7 @@ class FSDP2Executor:
         return ((name, whole(p)) for name, p in self.model.named_parameters() if is_adapter(name))
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """While it is open, the model is the base alone. ValueError where there is no adapter."""
+        """Switch the adapters off inside the block: the model is the base alone. ValueError where there are none."""
         return without_adapters(self.model)
 
     def move(self, device: torch.device) -> None:
@@ -304,7 +304,7 @@ class FSDP2Executor:
         devices_of(self.device).release()
 
     def _base(self) -> Tensor:
-        """u8[16]: which weights the adapters are for. They never change."""
+        """Return u8[16], the digest of the adapters' base. It never changes."""
         if self._digest is None:
             self._digest = base_digest(self.model, self.groups.world)
         return self._digest

@@ -1,4 +1,4 @@
-"""Weights and moments that are moved between a device and host memory."""
+"""Moves of weights and moments between a device and host memory."""
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +15,7 @@ Take = Callable[[Tensor], Tensor]
 
 
 def move_all(module: nn.Module, beside: Iterable[Tensor], device: torch.device, copies: HostCopies) -> Take:
-    """Move a module's parameters and buffers, and say what stands for the tensors beside it."""
+    """Move a module's parameters and buffers; return a function from a tensor to its copy, for those `beside` too."""
     for one in module.modules():
         if isinstance(one, FSDPModule):
             one.reshard()  # the shards are its parameters then
@@ -26,7 +26,7 @@ def move_all(module: nn.Module, beside: Iterable[Tensor], device: torch.device, 
 
 
 def move_moments(optimizer: torch.optim.Optimizer, take: Take) -> None:
-    """Let an optimizer's states be those after the move."""
+    """Replace the states of an optimizer by their moved copies."""
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, Tensor) and value.ndim:  # steps are scalars, and stay
@@ -41,9 +41,9 @@ def moments(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
 
 @contextmanager
 def _cycles_freed() -> Iterator[None]:
-    """Free what is left in cycles: torch keeps an exception of each DTensor's move, with its frames and their tensors.
+    """Free reference cycles: torch keeps an exception of each DTensor's move, with its frames and their tensors.
 
-    What is made inside stays young, so that the youngest generation is all that is looked through.
+    Objects made inside stay young, so that only the youngest generation is collected.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -56,7 +56,7 @@ def _cycles_freed() -> Iterator[None]:
 
 
 def _moved(tensors: list[Tensor], device: torch.device, copies: HostCopies) -> Take:
-    """Return nothing of the tensors themselves is kept, whose memory is to be free."""
+    """Return a function from each tensor to its copy; it does not keep the tensors, whose memory is to be freed."""
     there = copies.moved(tensors, device)
 
     def take(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Which ranks share the weights: all of them, or in hybrid sharding (HSDP) those of each of several groups.
+"""Which ranks shard the weights: all of them, or in hybrid sharding (HSDP) those of each of several groups.
 
-A group's ranks are neighbours, so that what is gathered in every layer stays within a machine; its copy of the weights
-has equals in the other groups, and gradients cross them once a step.
+A group's ranks are neighbours, so that the gathers of every layer stay within a machine. Its copy of the weights equals
+those of the other groups, and gradients are summed over the groups once a step.
 """
 
 from collections.abc import Iterator
@@ -34,10 +34,10 @@ def weight_mesh(config: EngineConfig, device: str) -> DeviceMesh:
 
 
 def lies_whole(config: EngineConfig, model: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether weights need no FSDP2: one process has all of them, on the CPU, in the dtype that is computed in.
+    """Return whether weights need no FSDP2: one process has all of them, on the CPU, in the compute dtype.
 
-    There FSDP2's copies and hooks save no memory, and take their time in a small model's step. `weights="sharded"` has
-    them all the same, and so has a setting that is FSDP2's own.
+    There FSDP2's copies and hooks save no memory, and slow a small model's step down. `weights="sharded"` uses them all
+    the same, and so does a setting that is FSDP2's own.
     """
     alone = dist.get_world_size() == 1 and device.type == "cpu"
     asked = config.weights == "sharded" or config.parameters_on_host or not config.reshard_after_forward
@@ -45,7 +45,7 @@ def lies_whole(config: EngineConfig, model: nn.Module, device: torch.device, dty
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """To the device, or away, without the parameters: these are FSDP2's to move."""
+    """Move the buffers to a device, without the parameters, which FSDP2 moves."""
     for one in module.modules():
         for name, buffer in one.named_buffers(recurse=False):
             setattr(one, name, buffer.to(device))
@@ -57,10 +57,10 @@ def copies_in(mesh: DeviceMesh) -> int:
 
 
 class SumAcrossCopies:
-    """Gradients of a sharded module cross the copies once a step, with its last backward pass.
+    """The sum of a sharded module's gradients over the copies of the weights, once a step, with its last backward pass.
 
-    Until then each group keeps the sum of its own. FSDP2 offers no way to drop such a sum, so that a step which an
-    error ended in the middle cannot be followed by another.
+    Until then each group keeps its own sum. FSDP2 cannot drop such a sum, so that no step can follow one which an error
+    ended in the middle.
     """
 
     def __init__(self, module: FSDPModule) -> None:
@@ -68,7 +68,7 @@ class SumAcrossCopies:
         self._kept = False
 
     def each(self, micro_batches: MicroBatches) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of a step. RuntimeError where the step before was left half done."""
+        """Yield the micro-batches of a step. RuntimeError where an error ended the step before."""
         if self._kept:
             raise RuntimeError(
                 "an error ended the step before, and its gradients wait to be added up across the copies of "
@@ -83,7 +83,7 @@ class SumAcrossCopies:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the tensor of all shards, on the device; where a rank's own is that, no gather copies it."""
+    """Return a tensor whole, on the device; where this rank's shard is all of it, nothing is gathered or copied."""
     if not isinstance(tensor, DTensor):
         return tensor
     cut = any(tensor.device_mesh.size(axis) > 1 for axis in sharding_axes(tensor))

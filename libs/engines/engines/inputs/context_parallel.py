@@ -44,21 +44,21 @@ class ShardedOps:
     def causal_conv1d(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, context: PackedContext, activation: str | None
     ) -> Tensor:
-        """Return the depthwise convolution, its halo from the rank to the left."""
+        """Run the depthwise convolution, with the halo from the rank to the left."""
         del context
         return causal_conv1d(x, weight, bias, self.sharding, self.group, activation)
 
     def gated_delta_rule(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, context: PackedContext
     ) -> Tensor:
-        """Return the recurrence, its state from the ranks to the left."""
+        """Run the recurrence, with the state from the ranks to the left."""
         del context
         return gated_delta_rule(q, k, v, g, beta, self.sharding, self.group)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, context: PackedContext, scale: float, window: int | None
     ) -> Tensor:
-        """Causal attention over the whole sequences."""
+        """Attend causally over the whole sequences."""
         del context
         if window is not None:
             raise ValueError(f"sliding-window attention ({window}) is not implemented under context parallelism")
@@ -68,7 +68,7 @@ class ShardedOps:
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """How groups of ranks share sequences: what planner and inputs must agree on."""
+    """The settings for groups of ranks that share sequences, on which planner and inputs must agree."""
 
     size: int | Literal["dynamic"]
     max_tokens: int
@@ -81,7 +81,7 @@ class ContextParallel:
 
     @staticmethod
     def of(config: EngineConfig, model_config: Any, plan_size: int) -> "ContextParallel":
-        """Choose layout and method for the model. ValueError where it has a layer that cannot be shared."""
+        """Choose layout and method for the model. ValueError for a layer that cannot be sharded over a sequence."""
         text = model_config.get_text_config()
         _refuse_sliding_windows(text)
         cost = CostModel.from_config(text)
@@ -100,7 +100,7 @@ class ContextParallelPlanner:
     """Groups of ranks share long sequences; short ones stay whole on one rank: `engines.parallel.planning.Planner`."""
 
     def __init__(self, settings: ContextParallel, groups: ParallelGroups | None = None) -> None:
-        """`groups`: the run's, where more than one plane of ranks obeys the same plan."""
+        """Take the settings. `groups`: the run's, where several planes of ranks follow the same plan."""
         self.settings = settings
         self.topology = Topology()
         self.groups = ProcessGroups()
@@ -132,7 +132,7 @@ class ContextParallelPlanner:
         self.groups.prepare(plan.groups)
 
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """See `Planner`; kept by dyncp from one plan to the next."""
+        """See `Planner`; dyncp keeps the groups from one plan to the next."""
         return self.groups.get(ranks)
 
 
@@ -146,7 +146,7 @@ class ShardedInputs(PackedInputs):
     tensor_parallel: int = 1
 
     def inputs(self, micro_batch: MicroBatch) -> ModelInputs:
-        """Return hidden state t - 1 scores token t, on whichever rank it is."""
+        """Build the inputs: hidden state t - 1 scores token t, on whichever rank it is."""
         packed, ranks, group, wanted = micro_batch.packed, micro_batch.ranks, micro_batch.group, micro_batch.wanted
         if group is None:
             return super().inputs(micro_batch)
@@ -180,13 +180,13 @@ class ShardedInputs(PackedInputs):
         )
 
     def collect(self, scores: Tensor, inputs: ModelInputs) -> Tensor:
-        """Return scores at their slots, those of the group's other ranks added: the whole f32[T] on each of them."""
+        """Put scores at their slots and add those of the group's other ranks: the whole f32[T] on each of them."""
         flat = super().collect(scores, inputs)
         group = None if inputs.context is None else inputs.context.cp_group
         return flat if group is None else _SumOverGroup.apply(flat, group)
 
     def total(self, value: Tensor, inputs: ModelInputs) -> Tensor:
-        """Return the sum of the group's ranks, on each of them."""
+        """Return the sum over the group's ranks, on each of them."""
         group = None if inputs.context is None else inputs.context.cp_group
         return value if group is None else _SumOverGroup.apply(value, group)
 
@@ -194,7 +194,7 @@ class ShardedInputs(PackedInputs):
 def shard_stream(
     lengths: Sequence[int], cp_rank: int, cp_size: int, layout: Layout, multiple: int = 1
 ) -> tuple[Sharding, np.ndarray]:
-    """Return (sharding of the padded stream, for each local token its place in the unpadded stream or -1 for padding).
+    """Return (sharding of the padded stream, the place of each local token in the unpadded stream, -1 for padding).
 
     `multiple`: what the tokens of each rank are a multiple of.
     """
@@ -214,7 +214,7 @@ def shard_stream(
 
 
 class _SumOverGroup(torch.autograd.Function):
-    """Sum over the group. The gradient is handed on as it is: every rank computes the whole loss and keeps its part."""
+    """A sum over the group. The gradient passes unchanged: every rank computes the whole loss and keeps its part."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ARG004

@@ -1,4 +1,4 @@
-"""In which form a micro-batch enters a transformers model, and how its scores come back to the micro-batch's tokens.
+"""The form in which a micro-batch enters a transformers model, and how its scores return to the micro-batch's tokens.
 
 `PackedInputs` (the fast path) and `PaddedInputs` (the reference) keep whole sequences on one rank;
 `engines.inputs.context_parallel` has the inputs of ranks that share sequences.
@@ -45,7 +45,7 @@ class InputBuilder(Protocol):
     """See the module's text. The same number of model calls follows on every rank."""
 
     def inputs(self, micro_batch: MicroBatch) -> ModelInputs:
-        """Build the model's inputs on this rank, which score the tokens that are wanted."""
+        """Build the model's inputs on this rank; they score the tokens that are wanted."""
         ...
 
     def collect(self, scores: Tensor, inputs: ModelInputs) -> Tensor:
@@ -53,7 +53,7 @@ class InputBuilder(Protocol):
         ...
 
     def total(self, value: Tensor, inputs: ModelInputs) -> Tensor:
-        """Return a sum over the micro-batch's tokens from this rank's part of it; differentiable."""
+        """Return a sum over the micro-batch's tokens, from this rank's part of it; differentiable."""
         ...
 
 
@@ -103,7 +103,7 @@ class PaddedInputs(PackedInputs):
     """The same micro-batch padded to rows: the reference path, in which the model is not touched."""
 
     def inputs(self, micro_batch: MicroBatch) -> ModelInputs:
-        """Return right-padded rows with an attention mask."""
+        """Build right-padded rows with an attention mask."""
         flat, packed = super().inputs(micro_batch), micro_batch.packed
         lengths = packed.cu_seqlens.diff().to(torch.int64)
         rows, width = lengths.numel(), packed.max_seqlen

@@ -1,4 +1,4 @@
-"""Choose the planner and the inputs that a configuration asks for, for every backend of transformers models."""
+"""The planner and the inputs that a configuration asks for, for every backend of transformers models."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from engines.parallel.planning import DataParallelPlanner, Planner
 
 
 def planner_and_inputs(config: EngineConfig, model_config: Any, groups: ParallelGroups) -> tuple[Planner, InputBuilder]:
-    """Return who plans the steps of transformers models, and how micro-batches enter them."""
+    """Return the planner of steps of transformers models, and the builder of their inputs."""
     vision = None if config.vision == "off" else VisionSettings.of(model_config)
     if config.context_parallel in ("off", "static:1"):
         planner = DataParallelPlanner(config.max_tokens_per_rank, groups.layout.plan_size)

@@ -22,15 +22,15 @@ _BASE64 = ";base64,"
 
 
 class ImageReader:
-    """Called with pictures, returns patches f32[P, numbers] and grids i64[n, 3] (time, height, width in patches)."""
+    """A reader of pictures: patches f32[P, numbers] and grids i64[n, 3] (time, height, width in patches)."""
 
     def __init__(self, processor: Any) -> None:
-        """`processor`: transformers' image processor of Qwen2-VL, which Qwen3-VL and Qwen3.5 use too."""
+        """Take `processor`, transformers' image processor of Qwen2-VL, which Qwen3-VL and Qwen3.5 use too."""
         self.processor = processor
 
     @staticmethod
     def of(directory: Path) -> "ImageReader":
-        """Read the settings in a model directory. ValueError where they are missing or no settings."""
+        """Read the settings in a model directory. ValueError where they are missing or malformed."""
         if not (directory / FILE).is_file():
             raise ValueError(
                 f"{directory} has no {FILE}, which says how its model cuts pictures into patches: add it, or leave "
@@ -45,17 +45,17 @@ class ImageReader:
             raise ValueError(f"{directory / FILE} cannot be read: {error}") from error
 
     def __str__(self) -> str:
-        """Return settings as JSON: those that read pictures alike are equal."""
+        """Return the settings as JSON: readers with equal text read pictures alike."""
         return str(self.processor.to_json_string())
 
     @property
     def merge_size(self) -> int:
-        """Patches that become one token, along each side."""
+        """Number of patches that become one token, along each side."""
         return int(self.processor.merge_size)
 
     @property
     def numbers(self) -> int:
-        """Numbers of a patch: colours x frames x height x width."""
+        """Number of values of a patch: colours x frames x height x width."""
         return int(3 * self.processor.temporal_patch_size * self.processor.patch_size**2)
 
     def __call__(self, pictures: Sequence[Any]) -> tuple[Tensor, Tensor]:
@@ -73,7 +73,7 @@ class ImageReader:
 
 
 def as_text(picture: Any) -> str:
-    """Return a picture of a data set's row as JSON holds it: its path, or a `data:` URI. ValueError for no such row."""
+    """Return a picture of a dataset's row as JSON holds it: its path, or a `data:` URI. ValueError for other rows."""
     if isinstance(picture, Mapping):
         picture = picture.get("bytes") or picture.get("path")
     if isinstance(picture, bytes):
@@ -84,9 +84,9 @@ def as_text(picture: Any) -> str:
 
 
 def open_image(picture: Any) -> Image.Image:
-    """Open a picture as RGB: a PIL image, a path, bytes, a `data:` URI, or a row of a data set (`bytes`, `path`).
+    """Open a picture as RGB: a PIL image, a path, bytes, a `data:` URI, or a row of a dataset (`bytes`, `path`).
 
-    ValueError for what is none of them, or no picture.
+    ValueError for anything else, or a file that is no picture.
     """
     if isinstance(picture, Mapping):  # as the datasets library writes images to Parquet
         picture = picture.get("bytes") or picture.get("path")

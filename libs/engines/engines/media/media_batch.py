@@ -25,15 +25,15 @@ KEYS = (TYPES, *(key for pair in KINDS.values() for key in pair))
 
 
 def media_keys(view: BatchView) -> list[str]:
-    """Return the media that a batch holds, by key."""
+    """Return the keys of media that a batch holds."""
     return sorted(MEDIA_KEYS.intersection(view.keys()))
 
 
 def with_positions(view: BatchView, settings: VisionSettings) -> BatchView:
     """Check a batch's media, and return it with multi-axis `position_ids` (3, tokens) where it has media.
 
-    Positions that the batch has on several axes already stay. ValueError names the sample whose tokens, grids and
-    patches do not fit each other, or the key that is missing or not read.
+    Multi-axis positions that the batch has already are kept. ValueError names the sample whose tokens, grids and
+    patches do not fit each other, or a key that is missing or unknown.
     """
     found = media_keys(view)
     if not found:
@@ -102,5 +102,5 @@ def _row(parts: Ragged, row: int) -> Tensor:
 
 
 def select_media(view: BatchView, keys: Sequence[str]) -> list[str]:
-    """Return those of `keys`, and the media, that the batch has: what scoring needs of it."""
+    """Return the keys that the batch has, of `keys` and the media: what scoring needs of it."""
     return [key for key in (*keys, *KEYS) if key in view]

@@ -1,7 +1,7 @@
-"""What the vision tower gets for one micro-batch, and which tokens take which of its features.
+"""The vision tower's inputs for one micro-batch, and which tokens take which of its features.
 
 The tower runs once a model call on every rank, whatever the rank holds: where there is no image of its own it sees an
-empty one of a single token, whose features nobody takes. So ranks whose rows are text alone take part in all
+empty one of a single token, whose features no token takes. So ranks whose rows are text alone take part in all
 collectives, and the gradient that comes back through it is exactly zero.
 """
 
@@ -55,13 +55,13 @@ class VisionInputs:
         return VisionInputs(patches, torch.tensor([[1, merge, merge]], device=device), (1,), none, none)
 
     def moved(self, places: Tensor) -> "VisionInputs":
-        """Return the same where token t of the call is now token places[t]."""
+        """Return these inputs where token t of the call has become token places[t]."""
         return replace(self, slots=places[self.slots])
 
     def shard(self, source: Tensor, real: Tensor, tokens: int, settings: VisionSettings) -> "VisionInputs":
-        """Return what a rank needs whose token t is token source[t] of the call's `tokens`, where real[t] (bool).
+        """Return the inputs of a rank whose token t is token source[t] of the call's `tokens`, where real[t] (bool).
 
-        Of the images those that a token of the rank takes a feature of, and no others.
+        It keeps the images of which a token of the rank takes a feature, and no others.
         """
         taken = torch.full((tokens,), -1, device=source.device).index_put((self.slots,), self.features)
         wanted = taken[source].masked_fill(~real, -1)
@@ -74,7 +74,7 @@ class VisionInputs:
         return self._with(needed, owner, slots, features)
 
     def _with(self, needed: Tensor, owner: Tensor, slots: Tensor, features: Tensor) -> "VisionInputs":
-        """Keep the images `needed` (sorted) alone."""
+        """Return these inputs with the images `needed` (sorted) alone."""
         sizes = self.grid_thw.prod(-1)
         of_patch = torch.repeat_interleave(sizes)
         kept = torch.isin(owner, needed)

@@ -1,4 +1,4 @@
-"""What must be known of a vision tower to hand it images: sizes of patches, and the tokens that stand for media."""
+"""Settings of a vision tower's inputs: sizes of patches, and the tokens that stand for media."""
 
 import math
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class VisionSettings:
-    """Of one vision-language model; made by `of`."""
+    """Settings of one vision-language model; made by `of`."""
 
     patch_numbers: int
     """Numbers of a patch: channels x frames x height x width."""
@@ -19,7 +19,7 @@ class VisionSettings:
 
     @staticmethod
     def of(config: Any) -> "VisionSettings":
-        """Read them off a transformers config. ValueError for a config without a vision tower."""
+        """Read them from a transformers config. ValueError for a config without a vision tower."""
         vision = getattr(config, "vision_config", None)
         if vision is None:
             raise ValueError(

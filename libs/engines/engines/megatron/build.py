@@ -19,7 +19,7 @@ from engines.weights.hub import model_directory
 
 
 def build_megatron_engine(config: EngineConfig, model: Any, trainable: bool) -> Engine:
-    """See `engines.build.build_engine`; a model that cannot be run is refused before its weights are read."""
+    """Build an engine, as `engines.build.build_engine`; refuse a model that cannot run before its weights are read."""
     layout = layout_of(config, dist.get_world_size())
     described = model.config if isinstance(model, nn.Module) else model
     if model is None and config.model is not None:

@@ -104,7 +104,7 @@ def _executor(engine: TrainEngine) -> MegatronExecutor:
 
 
 def _sharded(executor: MegatronExecutor) -> dict[str, Any]:
-    """Return all of this rank's stages, under names that no two of them share."""
+    """Return all of this rank's stages, under names that are unique among them."""
     metadata = {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "non_homogeneous_layers": True,

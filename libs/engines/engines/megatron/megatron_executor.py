@@ -81,11 +81,10 @@ class MegatronExecutor:
         disk: DiskWeights | None = None,
         names: DiskNames = OWN_NAMES,
     ) -> None:
-        """Take over `model`, a transformers causal LM: its weights go into megatron-core's, and it keeps none.
+        """Take over `model`, a transformers causal LM: its weights move into megatron-core's, and it keeps none.
 
-        `disk`: where the values of an empty model are; each rank reads its parts of them alone. `names`: of the
-        parameters on disk, for `config.learning_rates`.
-        ValueError for what `engines.megatron.config.model_sizes` says No to.
+        `disk`: where the values of an empty model are; each rank reads only its parts. `names`: of the parameters on
+        disk, for `config.learning_rates`. ValueError for what `engines.megatron.config.model_sizes` does not support.
         """
         refuse_unsupported_model(config, model.config, groups.layout)
         ensure_groups(groups.layout, config.virtual_pipeline_parallel)
@@ -132,7 +131,7 @@ class MegatronExecutor:
         self._moved = Moved()
 
     def _built(self, sizes: ModelSizes, split: Split) -> list[PackedGPT]:
-        """Make this rank's stages on its device; their routers count for `balance`."""
+        """Make this rank's stages on its device; their routers share `balance`."""
         stages = build_stages(sizes, self.groups.layout, self.settings, split, self.config.gradient_checkpointing)
         for stage in stages:
             use_npu_operators(stage.to(self.device), self.config)
@@ -144,7 +143,7 @@ class MegatronExecutor:
         return stages
 
     def _add_adapters(self, held: tuple[MappedParameter, ...]) -> tuple[MappedParameter, ...]:
-        """Return the map of this rank's parameters with those of its adapters, which the stages have then."""
+        """Add adapters to the stages, and return this rank's map of parameters with them."""
         if self.adapters is None:
             return held
         linears = adapted_linears(held, self.shapes, self.place)
@@ -152,12 +151,12 @@ class MegatronExecutor:
         return (*held, *(part for linear in linears for part in (linear.a, linear.b)))
 
     def _fill(self, tensors: Mapping[str, Any]) -> None:
-        """Give every part its values, and a frozen parameter those of its more exact copy."""
+        """Fill every part, and frozen parameters from their more exact copies."""
         fill(self._parts(), FirstValues(tensors, self.shapes, torch.initial_seed()))
         taken_over(dict(self.frozen))
 
     def _wrapped(self) -> list[Any]:
-        """Return the stages with megatron-core's gradient buffers, which are added up and never averaged."""
+        """Return the stages with megatron-core's gradient buffers, which sum gradients and never average them."""
 
         def finalize(model: list[Any], _: Tensor | None = None, **options: Any) -> None:
             finalize_model_grads(model, None, **options)
@@ -171,13 +170,13 @@ class MegatronExecutor:
         return [DistributedDataParallel(self.settings, buffers, stage) for stage in self.stages]
 
     def ahead(self, micro_batches: MicroBatches) -> MicroBatches:
-        """Do nothing ahead of time."""
+        """Return the micro-batches unchanged: nothing is prepared in the background."""
         return micro_batches
 
     def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
-        """Run megatron-core's schedule, which ends by adding gradients up over ranks.
+        """Run megatron-core's schedule, which ends by summing gradients over ranks.
 
-        A router's loss needs the counts of the whole step first: they are taken in a pass of their own.
+        A router's loss needs the counts of the whole step first: a pass of its own takes them.
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -197,7 +196,7 @@ class MegatronExecutor:
 
     @torch.no_grad()
     def _count(self, balance: Balance, micro_batches: MicroBatches) -> None:
-        """Forward passes of all micro-batches, for what the routers of all stages choose in them."""
+        """Run forward on all micro-batches, and count what the routers of all stages choose in them."""
         balance.begin()
         nothing = torch.zeros((), device=self.device)
         self._run(micro_batches, lambda *_: nothing, Scoring(), forward_only=True, counting=True)
@@ -221,7 +220,7 @@ class MegatronExecutor:
         forward_only: bool,
         counting: bool = False,
     ) -> None:
-        """Hand the micro-batches to the schedule; `finish` gets the scores of each on the last stage.
+        """Run the schedule over the micro-batches; `finish` gets the scores of each on the last stage.
 
         `counting`: whether routers are to count, or to add their loss.
         """
@@ -287,7 +286,7 @@ class MegatronExecutor:
         )
 
     def _scores(self, hidden: Tensor, inputs: ModelInputs, scoring: Scoring) -> Scores:
-        """Return scores from the last stage's hidden states [T, 1, H] (a part of T under sequence parallelism)."""
+        """Compute scores from the last stage's hidden states [T, 1, H] (a part of T under sequence parallelism)."""
         group = parallel_state.get_tensor_model_parallel_group()
         if self.settings.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
@@ -304,22 +303,22 @@ class MegatronExecutor:
         )
 
     def optimizer_step(self, lr: float, loss: Tensor) -> Tensor:
-        """Clip, and let AdamW update where the norm is finite."""
+        """Clip the gradient, and update by AdamW where the norm is finite."""
         assert self.updates is not None, "the engine refuses to train without an optimizer"
         with adapted(self.device):
             return self.updates.step(lr, loss)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Put one tensor after another together from the ranks' parts, adapters added to what they are for."""
+        """Join one tensor after another from the ranks' parts, with adapters merged into their weights."""
         every = self._whole(self.shapes)
         return every if self.adapters is None else self.adapters.merged(every)
 
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Put the adapters together, one tensor after another."""
+        """Join the adapters from the ranks' parts, one tensor after another."""
         return self._whole({name: shape for name, shape in self.shapes.items() if is_adapter(name)})
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """While it is open, the model is the base alone. ValueError where there is no adapter."""
+        """Switch the adapters off inside the block: the model is the base alone. ValueError where there are none."""
         if self.adapters is None:
             raise ValueError("the model has no adapters: it is no base of its own")
         return self.adapters.off()
@@ -329,12 +328,12 @@ class MegatronExecutor:
         return whole_tensors(self._parts(), shapes, like)
 
     def _parts(self) -> list[tuple[Part, Tensor]]:
-        """Return what this rank answers for: masters, and what is frozen."""
+        """Return the parts that this rank answers for: masters, and frozen parameters."""
         return [*(() if self.updates is None else self.updates.updated()), *self.frozen]
 
     @property
     def _stored(self) -> torch.dtype:
-        """What weights are exported and saved in: float32 at least where they are trained."""
+        """The dtype that weights are exported and saved in: float32 at least where they are trained."""
         dtype: torch.dtype = self.settings.params_dtype
         return dtype if self.updates is None else torch.promote_types(dtype, torch.float32)
 
@@ -349,7 +348,7 @@ class MegatronExecutor:
         return {"model": weights, "optimizer": {"state": _scorer_names(self.updates.state(self.shapes))}}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Everything was read in place; the optimizer takes it."""
+        """Load the optimizer from its state, which was read in place."""
         del state
         if self.updates is not None:
             taken_over(dict(self._seeing()))
@@ -357,17 +356,17 @@ class MegatronExecutor:
                 self.updates.take_loaded()
 
     def _seeing(self) -> list[tuple[Part, Tensor]]:
-        """Return what is saved of a tower, with the weights: adapters are saved alone."""
+        """Return the parts of a vision tower that are saved with the weights: adapters are saved alone."""
         return [] if self.adapters is not None else self.seeing
 
     def _base(self) -> Tensor:
-        """u8[16]: which weights the adapters are for. They never change. Collective the first time."""
+        """Return u8[16], the digest of the adapters' base. It never changes. Collective the first time."""
         if self._digest is None:
             self._digest = frozen_digest(self.frozen, self.shapes, self._dtypes, self.groups.world, self.device)
         return self._digest
 
     def move(self, device: torch.device) -> None:
-        """Free the device's memory: weights, masters and moments go to the host, gradients are forgotten."""
+        """Free the device's memory: weights, masters and moments move to the host, gradients are dropped."""
         if self.device.type == "cpu":
             return
         if device == self.device:
@@ -394,6 +393,6 @@ def _scorer_names(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dtype(config: EngineConfig, model: Any, device: torch.device) -> torch.dtype:
-    """Return what the layers compute in: a model that is more exact than float32 keeps its dtype."""
+    """Return the dtype that the layers compute in: a model that is more exact than float32 keeps its own."""
     kept: torch.dtype = next(model.parameters()).dtype
     return kept if kept == torch.float64 else compute_dtype(config, device)

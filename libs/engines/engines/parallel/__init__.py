@@ -1,1 +1,1 @@
-"""How the ranks of a run are arranged, and which of them computes which rows of a step."""
+"""The arrangement of a run's ranks, and which of them computes which rows of a step."""

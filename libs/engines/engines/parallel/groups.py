@@ -43,11 +43,11 @@ class ParallelGroups:
 
     @property
     def plan_index(self) -> int:
-        """Which part of a plan this rank computes."""
+        """The number of the plan's part that this rank computes."""
         return self.layout.plan_index(self.rank)
 
     def sum(self, values: Tensor, op: "dist.ReduceOp.RedOpType" = dist.ReduceOp.SUM) -> Tensor:
-        """Reduce what the last stages hold over the plan's ranks, in place, and hand it to all stages."""
+        """Reduce the last stages' values over the plan's ranks, in place, and send them to all stages."""
         if self.layout.plan_size > 1:
             dist.all_reduce(values, op=op, group=self.plan)
         if self.layout.pp > 1:
@@ -76,14 +76,14 @@ def mesh_of(device: str, sizes: tuple[int, ...], names: tuple[str, ...] | None =
 
 
 def second_world() -> dist.ProcessGroup:
-    """Return the group of all ranks over connections of its own: on a GPU what others send does not wait behind what
-    is sent here. One for the process. Collective."""
+    """Return a group of all ranks over connections of its own: on a GPU its messages do not wait behind those of the
+    default group. One for the process. Collective."""
     ranks = tuple(range(dist.get_world_size()))
     return _made(dist.get_rank(), ("second world", ranks), [ranks])
 
 
 def refuse_other_timeout(config: EngineConfig) -> None:
-    """ValueError where the default group waits for another time than the settings say."""
+    """Raise ValueError where the default group has another timeout than the settings."""
     wanted = config.collective_timeout_seconds
     if wanted is not None and world_timeout().total_seconds() != wanted:
         raise ValueError(
@@ -93,7 +93,7 @@ def refuse_other_timeout(config: EngineConfig) -> None:
 
 
 def _group_of(rank: int, every: list[tuple[int, ...]]) -> dist.ProcessGroup:
-    """Make all groups, in one order on every rank; return the one that `rank` is in.
+    """Make all groups, in the same order on every rank; return the one with `rank`.
 
     Engines of one process share them: each holds threads and sockets, on CUDA a communicator.
     """
@@ -102,7 +102,7 @@ def _group_of(rank: int, every: list[tuple[int, ...]]) -> dist.ProcessGroup:
 
 
 def _made(rank: int, key: Any, every: list[tuple[int, ...]]) -> dist.ProcessGroup:
-    """Make all groups unless the process has them by this key; the one that `rank` is in."""
+    """Make all groups unless the process has them by this key; return the one with `rank`."""
     world = _world()
     if _MADE.get("world") is not world:  # another default group: torch destroyed those of the one before with it
         _MADE.clear()

@@ -1,11 +1,11 @@
-"""How the ranks of a run are arranged: sizes and rank numbers, without any process."""
+"""Sizes and rank numbers of a run's ranks, without any process."""
 
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands in each dimension."""
+    """A rank's place in each dimension."""
 
     pp: int
     dp: int
@@ -45,7 +45,7 @@ class ParallelLayout:
     def of_world(
         cls, world_size: int, *, cp: int = 1, tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1
     ) -> "ParallelLayout":
-        """Make the layout of `world_size` ranks: dp is what is left. ValueError where it does not divide."""
+        """Make the layout of `world_size` ranks: dp follows from the others. ValueError where they do not divide it."""
         copy = cls(1, cp, tp, pp).world_size
         if world_size < 1 or world_size % copy:
             raise ValueError(
@@ -56,12 +56,12 @@ class ParallelLayout:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Number of all ranks."""
         return self.dp * self.cp * self.tp * self.pp
 
     @property
     def plan_size(self) -> int:
-        """Ranks over which the rows of a batch are split."""
+        """Number of ranks over which the rows of a batch are split."""
         return self.dp * self.cp
 
     def check_world(self, world_size: int) -> None:
@@ -73,7 +73,7 @@ class ParallelLayout:
             )
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return where `rank` stands; ValueError for a rank outside the layout."""
+        """Return the coordinates of `rank`; ValueError for a rank outside the layout."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not one of the {self.world_size} ranks of {self}")
         rest, tp = divmod(rank, self.tp)
@@ -86,7 +86,7 @@ class ParallelLayout:
         return ((place.pp * self.dp + place.dp) * self.cp + place.cp) * self.tp + place.tp
 
     def plan_index(self, rank: int) -> int:
-        """Return this rank's number among those that split a batch: which part of a plan it computes."""
+        """Return this rank's number among those that split a batch: its part of the plan."""
         place = self.coordinates(rank)
         return place.dp * self.cp + place.cp
 

@@ -1,8 +1,8 @@
-"""Who computes which rows of a step: a pure function of the lengths, the same on every rank.
+"""The plan of which ranks compute which rows of a step: a pure function of the lengths, the same on every rank.
 
 A planner splits the rows of a batch over the ranks of a plan plane (`ParallelLayout.plan_ranks`) and into
-micro-batches. `DataParallelPlanner` keeps each sequence on one rank; `engines.inputs.context_parallel` has the
-planner whose groups of ranks share sequences.
+micro-batches. `DataParallelPlanner` keeps each sequence on one rank; `engines.inputs.context_parallel` has the planner
+whose groups of ranks share sequences.
 """
 
 from collections.abc import Collection, Sequence
@@ -38,23 +38,23 @@ class StepPlan:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of each rank."""
+        """Number of micro-batches of each rank."""
         return len(self.ranks[0])
 
     def rows_of(self, index: int) -> tuple[int, ...]:
-        """Return the rows that a rank of this plan index must hold: its own, or the shortest where it has none."""
+        """Return the rows that the rank with this plan index must hold: its own, or the shortest where it has none."""
         own = sorted({row for part in self.ranks[index] for row in part.rows})
         return tuple(own) or (self.lengths.index(min(self.lengths)),)
 
     def renumbered(self, rows: Sequence[int], lengths: tuple[int, ...]) -> "StepPlan":
-        """Return the same plan of the batch with these lengths, whose row rows[i] is row i of this plan."""
+        """Return the plan for a batch with these lengths, whose row rows[i] is row i of this plan."""
         ranks = tuple(
             tuple(part._replace(rows=tuple(rows[row] for row in part.rows)) for part in parts) for parts in self.ranks
         )
         return replace(self, ranks=ranks, lengths=lengths)
 
     def without(self, rows: Collection[int]) -> "StepPlan":
-        """Drop rows where they are, and then the micro-batches that are empty on every rank, but for the last one."""
+        """Drop these rows where they are, then micro-batches that are empty on every rank; at least one stays."""
         if not rows:
             return self
         kept = [[tuple(row for row in part.rows if row not in rows) for part in parts] for parts in self.ranks]
@@ -77,7 +77,7 @@ class Planner(Protocol):
         ...
 
     def prepare(self, plan: StepPlan) -> None:
-        """Make what the plan's groups need. Collective, after the ranks agreed on the plan."""
+        """Make the process groups of the plan. Collective, after the ranks agreed on the plan."""
         ...
 
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -87,7 +87,7 @@ class Planner(Protocol):
 
 @dataclass(frozen=True)
 class DataParallelPlanner:
-    """Whole sequences: balanced micro-batches under the cap, as many on every rank."""
+    """A planner of whole sequences: balanced micro-batches under the cap, as many on every rank."""
 
     max_tokens: int
     plan_size: int = 1
@@ -102,7 +102,7 @@ class DataParallelPlanner:
         return StepPlan(ranks, tuple(lengths), int(made.hash), sum(lengths) / max(capacity, 1))
 
     def prepare(self, plan: StepPlan) -> None:
-        """Nothing to do."""
+        """Do nothing: there are no groups to make."""
 
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Return None: every rank computes alone."""

@@ -1,4 +1,4 @@
-"""How many layers each pipeline stage holds, and which."""
+"""The number of layers of each pipeline stage, and which they are."""
 
 from dataclasses import dataclass
 from math import gcd
@@ -9,7 +9,7 @@ Split = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class StageSizes:
-    """What is said of the stages: chunks of a rank (interleaved schedule), and layers of the first and last stage."""
+    """The settings of the stages: chunks of a rank (interleaved schedule), and layers of the first and last stage."""
 
     chunks: int = 1
     first: int | None = None
@@ -21,7 +21,7 @@ class StageSizes:
 
 
 def split_layers(layers: int, stages: int, chunks: int = 1, first: int | None = None, last: int | None = None) -> Split:
-    """Return layers of each stage, chunk by chunk (one chunk unless the schedule is interleaved).
+    """Return the number of layers of each stage, chunk by chunk (one chunk unless the schedule is interleaved).
 
     `first` and `last` fix those stages; the others share the rest evenly. The sum is always `layers`.
 
@@ -39,7 +39,7 @@ def split_layers(layers: int, stages: int, chunks: int = 1, first: int | None = 
 def split_problems(
     layers: int, stages: int, chunks: int = 1, first: int | None = None, last: int | None = None
 ) -> list[str]:
-    """Return all that keeps `split_layers` from a split, each with what would do; none where there is one."""
+    """Return every reason against a split by `split_layers`, each with sizes that would do."""
     given = _given(stages, first, last)
     free, rest = stages - len(given), layers - sum(given.values())
     each, over = divmod(rest, free) if free else (0, rest)
@@ -70,7 +70,7 @@ def split_problems(
 
 
 def _given(stages: int, first: int | None, last: int | None) -> dict[int, int]:
-    """Return layers of the stages that have a size of their own."""
+    """Return the layers of the stages whose size is set, by stage."""
     fixed = {0: first, stages - 1: last} if stages > 1 else {}
     return {stage: count for stage, count in fixed.items() if count is not None}
 
@@ -82,7 +82,7 @@ def stage_layers(split: Split, stage: int, chunk: int = 0) -> range:
 
 
 def _uneven(layers: int, stages: int) -> str:
-    """Return the first and last stage with the embedding and the head hold fewer layers than the others."""
+    """Return sizes of the first and last stage, which have the embedding and the head, below those of the others."""
     if stages < 3:
         return f"{layers // 2} and {layers - layers // 2}"
     middle = -(-layers // stages)

@@ -1,10 +1,10 @@
-"""The two tables that hold checkpoints: `python -m engines checkpoints`.
+"""The two tables of checkpoints: `python -m engines checkpoints`.
 
-Resumed: a run that is stopped after two steps, saved in the background while it goes on, and gone on with in a new
-engine of other weights, against the run that nobody stopped: metrics of each step and all bits of weights and moments.
+Resumed: a run stops after two steps, is saved in the background while it continues, and is resumed in a new engine of
+other weights. It is compared with the run that did not stop: metrics of each step and all bits of weights and moments.
 
 Moved: a run saved by W ranks and loaded by W'. All bits of weights and moments are those that were saved; the next
-step's loss is that of the straight run, up to the order in which ranks add (the difference is shown).
+step's loss is that of the run that did not stop, up to the order in which ranks add (the difference is shown).
 """
 
 import hashlib
@@ -42,7 +42,7 @@ LOSS = 1e-5
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train a tiny model; `ranks` of the resumed run."""
+    """A way to train a tiny model; `ranks` of the resumed run."""
 
     model: str = "dense"
     batching: str = "packed"
@@ -98,7 +98,7 @@ MOVED = tuple(dict.fromkeys((
 
 
 def main(resumed: Sequence[Case] = RESUMED, moved: Sequence[Case] = MOVED, worlds: Sequence[int] = WORLDS) -> int:
-    """Print both tables; 1 where a cell is wrong."""
+    """Print both tables; return 1 where a cell is wrong."""
     bad = 0
     print("| resumed | ranks | metrics | weights and moments |\n| --- | --- | --- | --- |")
     for case, metrics, state in resume_all(resumed):
@@ -113,7 +113,7 @@ def main(resumed: Sequence[Case] = RESUMED, moved: Sequence[Case] = MOVED, world
 
 
 def resume_all(cases: Sequence[Case]) -> Iterator[tuple[Case, bool, bool]]:
-    """Return of each case whether metrics and state of the resumed run have the bits of the straight one."""
+    """Yield (case, equal metrics, equal state): whether the resumed run has the bits of the one that did not stop."""
     for ranks in sorted({case.ranks for case in cases}):
         own = [case for case in cases if case.ranks == ranks]
         with _folder() as folder:
@@ -122,7 +122,7 @@ def resume_all(cases: Sequence[Case]) -> Iterator[tuple[Case, bool, bool]]:
 
 
 def move_all(cases: Sequence[Case], worlds: Sequence[int]) -> Iterator[tuple[Case, int, int, bool, float]]:
-    """Return of each case, W and W': whether all bits are those saved, and how much the next loss differs."""
+    """Yield (case, W, W', whether all bits are those saved, difference of the next loss)."""
     with _folder() as folder:
         saved = {ranks: launch_forked(_save, (cases, folder / str(ranks)), ranks) for ranks in worlds}
         for loaded in worlds:
@@ -195,7 +195,7 @@ def _load(cases: Sequence[Case], folders: Sequence[Path]) -> list[list[tuple[str
 
 
 def _digest(built: Any) -> str:
-    """SHA-256 of all weights and moments, whole. Collective."""
+    """Return the SHA-256 of all weights and moments, whole. Collective."""
     state = built.executor.state()
     tensors = dict(state["model"])
     for name, moments in state["optimizer"]["state"].items():

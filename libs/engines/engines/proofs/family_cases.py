@@ -68,7 +68,7 @@ _GEMMA |= {"query_pre_attn_scalar": 24, "tie_word_embeddings": True}
 
 @dataclass(frozen=True)
 class Case:
-    """One tiny model: a `model_type` with config values."""
+    """A tiny model: a `model_type` with config values."""
 
     model_type: str
     switches: str
@@ -80,9 +80,9 @@ class Case:
         return AutoConfig.for_model(self.model_type, **{**_SIZES, **self.values})
 
     def model(self, seed: int = 0, scale: float = 3.0) -> nn.Module:
-        """Return a model in evaluation mode in which nothing is as it was initialised.
+        """Return a model in evaluation mode in which no value is as it was initialised.
 
-        Matrices are `scale` times larger, so that a leak shows; vectors and floating-point buffers are moved as well.
+        Matrices are `scale` times larger, so that a leak shows; vectors and floating-point buffers are changed too.
         """
         torch.manual_seed(seed)
         model: nn.Module = AutoModelForCausalLM.from_config(self.config())
@@ -95,7 +95,7 @@ class Case:
         return model.eval()
 
     def __str__(self) -> str:
-        """Return for the table and for names of tests."""
+        """Return its name for the table and for tests."""
         return f"{self.model_type}, {self.switches}"
 
 

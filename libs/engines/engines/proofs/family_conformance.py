@@ -62,7 +62,7 @@ class Row:
 
     @property
     def problems(self) -> list[str]:
-        """What is beyond its bound."""
+        """The values that are beyond their bounds."""
         found = [] if self.names_and_dtypes else ["exported files differ from those of transformers"]
         for name, bound in _BOUNDS.items():
             value = getattr(self, name)
@@ -111,14 +111,14 @@ def measure(case: Case, lengths: Sequence[int] = LENGTHS) -> Row:
 
 
 def _relative(want: Tensor | None, *found: Tensor | None) -> float | None:
-    """Return the worst relative difference; infinite where one has a router's loss and another has none."""
+    """Return the worst relative difference; infinite where only one of the two has a router's loss."""
     if want is None and not any(one is not None for one in found):
         return None
     return max(float("inf") if one is None or want is None else float((one / want - 1).abs()) for one in found)
 
 
 def _objective(log_probs: Tensor, auxiliary: Tensor | None) -> Tensor:
-    """Return something in which every log-prob weighs differently, and the router's loss."""
+    """Return a loss with another weight for every log-prob, plus the router's loss."""
     loss = (log_probs * torch.sin(torch.arange(log_probs.numel(), dtype=log_probs.dtype))).mean()
     return loss if auxiliary is None else loss + auxiliary
 
@@ -165,14 +165,13 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _worst_gradient(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
-    """Relative to each parameter's largest entry, or to a thousandth of the largest of all where it has hardly any."""
+    """Return the worst difference, relative to its parameter's largest entry, at least a thousandth of that of all."""
     floor = 1e-3 * max(float(grad.abs().max()) for grad in want.values())
     return max(float((got[n] - grad).abs().max()) / max(float(grad.abs().max()), floor) for n, grad in want.items())
 
 
 def _round_trip(case: Case, packed: PackedBatch) -> tuple[bool, float]:
-    """Return (whether exported files are equal to those of transformers, difference of logits after
-    from_pretrained)."""
+    """Return (whether exported files equal those of transformers, difference of logits after from_pretrained)."""
     stock = AutoModelForCausalLM.from_config(case.config())
     stock.load_state_dict(case.model().state_dict())
     with TemporaryDirectory() as made:
@@ -212,7 +211,7 @@ def _cell(value: str | float | bool | None) -> str:
 
 
 def main() -> int:
-    """Print the table and what is wrong in it; 1 where anything is."""
+    """Print the table and its problems; return 1 where there are any."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     rows = [measure(case) for case in CASES]

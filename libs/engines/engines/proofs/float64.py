@@ -1,4 +1,4 @@
-"""Run models in float64 from end to end, though they ask for float32 here and there: for proofs to nine digits."""
+"""Models in float64 from end to end, though they ask for float32 here and there: for proofs to nine digits."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ PRODUCTS = (Tensor.matmul, Tensor.__matmul__, torch.matmul)
 
 
 class Float64Stays(TorchFunctionMode):
-    """Inside of it, nothing turns a float64 tensor into float32: norms, softmaxes and losses are computed as they come.
+    """A mode in which nothing turns a float64 tensor into float32: norms, softmaxes and losses keep float64.
 
     Models and libraries compute such parts in float32 at least, whatever the dtype of their weights is; two that agree
     to float32 alone could differ by an error of that size.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function of torch."""
+        """Run a function of torch, with float64 in place of float32."""
         del types
         kwargs = dict(kwargs or {})
         given = [part for arg in args for part in (arg if isinstance(arg, (list, tuple)) else (arg,))]

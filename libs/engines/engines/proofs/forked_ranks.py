@@ -23,8 +23,8 @@ def launch_forked(
 ) -> Any:
     """Run fn(*args) on `world_size` ranks of the CPU (or `device`), all of them forks, and return what rank 0 returned.
 
-    As `engines.launch.launch`, which spawns ranks that import everything anew. megatron-core is imported once for all
-    where the caller has imported some of it before its first call.
+    It works as `engines.launch.launch`, whose spawned ranks import everything anew. megatron-core is imported once for
+    all where the caller has imported some of it before its first call.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOAD, _MEGATRON] if "megatron.core" in sys.modules else _PRELOAD)

@@ -47,8 +47,7 @@ EXACT = (
 
 
 def exact_steps(case: LayoutCase, objective: Objective) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """Return metrics of the first steps under megatron-core, and the weights after them. Collective, over the case's
-    ranks."""
+    """Return the metrics of the first steps under megatron-core, and the weights after them. Collective."""
     config = replace(CONFIG, backend="megatron", **TRAINED.get(case.model, {}), **case.sizes)
     module = _module(case.model)
     weights = ModelWeights.of(family_of(module.config), module)
@@ -62,7 +61,7 @@ def exact_steps(case: LayoutCase, objective: Objective) -> tuple[list[dict[str, 
 
 
 def stock_steps(model: str, objective: Objective) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """Return the same by stock transformers, one sequence at a time, on one process."""
+    """Compute `exact_steps` by stock transformers, one sequence at a time, on one process."""
     module = _module(model)
     weights = ModelWeights.of(family_of(module.config), module)
     groups = ParallelGroups.make(ParallelLayout())

@@ -75,7 +75,7 @@ EXTRAS = {
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """A model on a layout of four ranks; what the sizes leave over is data parallelism."""
+    """A model on a layout of four ranks; the ranks left over are data parallelism."""
 
     model: str
     sizes: dict[str, Any] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class LayoutCase:
 
     @property
     def layout(self) -> str:
-        """Its name in the field's abbreviations."""
+        """Its sizes in the field's abbreviations."""
         names = {
             "tensor_parallel": "TP",
             "pipeline_parallel": "PP",
@@ -105,7 +105,7 @@ class LayoutCase:
         return "·".join([*parts, *([f"DP{RANKS // used // shared}"] if used * shared < RANKS else [])])
 
     def __str__(self) -> str:
-        """Return for names of tests."""
+        """Return its name for tests."""
         return f"{self.model}, {self.layout}"
 
 
@@ -198,7 +198,7 @@ CASES = (
 
 @dataclass
 class Measured:
-    """What one engine gave: `curve` are the metrics of its steps, `resumed` those of a step after a checkpoint."""
+    """The results of one engine: `curve` are the metrics of its steps, `resumed` those of a step after a checkpoint."""
 
     curve: list[dict[str, float]]
     scores: list[Tensor]
@@ -234,9 +234,9 @@ def model_of(name: str, seed: int = 0) -> nn.Module:
 def measure(
     case: LayoutCase, objective: Objective, saved: Path, load: Sequence[Path] = (), backend: str = "megatron"
 ) -> Measured:
-    """Train, score, export; save to `saved` and go on for a step; then go on for that step from each of `load`.
+    """Train, score and export; save to `saved` and make one more step; then make that step from each of `load`.
 
-    One that loads what it saved itself must end with the same bits.
+    An engine that loads what it saved itself must end with the same bits.
     """
     engine = engine_of(case, backend)
     exported = exported_by(engine)
@@ -258,7 +258,7 @@ def measure(
 
 
 def batch_of(engine: Any, seed: int) -> TensorDict:
-    """Make the batch of a step; where experts are replayed with random ones, a third of the tokens without."""
+    """Make the batch of a step; where experts are replayed, with random ones for about two thirds of the tokens."""
     batch = tiny_batch(list(LENGTHS), seed=seed)
     if not engine.config.routing_replay:
         return batch
@@ -281,7 +281,7 @@ def exported_by(engine: TrainEngine) -> dict[str, Tensor]:
 
 
 def measure_all(cases: Sequence[LayoutCase], objective: Objective, folder: Path) -> list[list[Measured]]:
-    """Run on `RANKS` ranks: every case, by rank.
+    """Measure every case on `RANKS` ranks; return results by rank, then by case.
 
     A case loads what FSDP2 and the case of the model before it saved; the first of a model what it saved itself.
     """
@@ -299,19 +299,19 @@ def measure_all(cases: Sequence[LayoutCase], objective: Objective, folder: Path)
 
 
 def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Over all tensors; infinite where names differ."""
+    """Return the largest difference over all tensors; infinite where names differ."""
     if one.keys() != other.keys():
         return float("inf")
     return max(float((value - other[name]).abs().max()) for name, value in one.items())
 
 
 def relative(one: float, other: float) -> float:
-    """Return how far two numbers differ, relative to the larger one."""
+    """Return the difference of two numbers, relative to the larger one."""
     return abs(one - other) / max(abs(one), abs(other), 1e-30)
 
 
 def rows_of_table(cases: Sequence[LayoutCase], alone: dict[str, Measured], ranks: list[Measured]) -> list[list[str]]:
-    """Return a line a case: the largest differences from FSDP2 on one process."""
+    """Return a line for each case: the largest differences from FSDP2 on one process."""
     rows = []
     for case, found in zip(cases, ranks, strict=True):
         want = alone[case.model]

@@ -33,7 +33,7 @@ class WeightedNLL:
     needs_entropy: bool = True
 
     def zero_gradient_rows(self, batch: BatchView) -> Tensor:
-        """Return None."""
+        """Return None: no rows are left out."""
         return torch.zeros(len(batch), dtype=torch.bool)
 
     def __call__(
@@ -46,7 +46,7 @@ class WeightedNLL:
 
 
 def main() -> int:
-    """Measure and print; 1 where a layout differs."""
+    """Measure and print; return 1 where a layout differs."""
     with tempfile.TemporaryDirectory(prefix="layouts_") as name:
         folder = Path(name)
         alone = _alone(folder)

@@ -64,11 +64,11 @@ class PlainExecutor:
         )
 
     def ahead(self, micro_batches: MicroBatches) -> MicroBatches:
-        """Do nothing ahead of time."""
+        """Return the micro-batches unchanged."""
         return micro_batches
 
     def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
-        """Row by row, and the sum of all ranks' gradients."""
+        """Compute gradients row by row, and sum those of all ranks."""
         self.optimizer.zero_grad()
         for micro_batch in micro_batches:
             loss(micro_batch, self._scores(micro_batch, scoring)).backward()
@@ -79,7 +79,7 @@ class PlainExecutor:
 
     @torch.no_grad()
     def score(self, micro_batches: MicroBatches, take: TakeScores, scoring: Scoring) -> None:
-        """Row by row."""
+        """Score row by row."""
         for micro_batch in micro_batches:
             take(micro_batch, self._scores(micro_batch, scoring))
 
@@ -113,14 +113,14 @@ class PlainExecutor:
         yield from live_tensors(self.model).items()
 
     def state(self) -> dict[str, Any]:
-        """Return parameters and optimizer."""
+        """Return the parameters and the optimizer's states."""
         state: dict[str, Any] = {"model": {name: p.detach() for name, p in self.root.named_parameters()}}
         if self.trainable:
             state["optimizer"] = get_optimizer_state_dict(self.root, self.optimizer)
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Hand the optimizer its states."""
+        """Load the optimizer's states."""
         if self.trainable:
             set_optimizer_state_dict(self.root, self.optimizer, state["optimizer"])
 

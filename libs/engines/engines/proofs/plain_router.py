@@ -25,7 +25,7 @@ class PlainRouterExecutor(PlainExecutor):
                 module.register_forward_hook(lambda _m, _i, out, name=name: self.logits[name].append(out[0]))
 
     def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
-        """One backward pass of the whole step."""
+        """Run one backward pass of the whole step."""
         self.optimizer.zero_grad()
         for kept in self.logits.values():
             kept.clear()
@@ -35,7 +35,7 @@ class PlainRouterExecutor(PlainExecutor):
         torch.stack(total).sum().backward()
 
     def auxiliary(self) -> Tensor:
-        """Switch's loss, of layers and tokens alike, and ST-MoE's z-loss, a mean over tokens for each layer."""
+        """Return Switch's loss, pooled over layers and tokens, plus ST-MoE's z-loss, a token mean for each layer."""
         text = self.model.config.get_text_config()
         layers = [torch.cat([part.reshape(-1, text.num_experts) for part in kept]) for kept in self.logits.values()]
         rows = torch.cat(layers)

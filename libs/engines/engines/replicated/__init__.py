@@ -1,1 +1,1 @@
-"""Weights that every rank holds whole, with float32 masters and moments shared out."""
+"""Weights that every rank holds whole, with float32 masters and moments sharded."""

@@ -26,9 +26,9 @@ LARGE = 1 << 22
 
 
 class Bucket:
-    """Parameters whose gradients travel together, and how many of them are there.
+    """Parameters whose gradients travel together, and how many of them have arrived.
 
-    `masters`: the large ones first. Where the works of collectives are waited for, the device waits and not the host.
+    `masters`: the large ones first. Where a collective is waited for, the device waits and not the host.
     """
 
     def __init__(self, masters: list[Master], group: dist.ProcessGroup) -> None:
@@ -51,11 +51,11 @@ class Bucket:
 
     @property
     def settled(self) -> bool:
-        """Whether no weight is being gathered."""
+        """Whether none of its weights is being gathered."""
         return self._gathering is None
 
     def start(self) -> None:
-        """Send the gradients of a micro-batch and forget them here."""
+        """Send the gradients of a micro-batch, and drop them here."""
         for one in self.large:
             sent = _grad(one.parameter).contiguous()
             self._send(sent, torch.empty_like(sent))
@@ -74,7 +74,7 @@ class Bucket:
         self._flights.append((work, received, sent))
 
     def finish(self) -> None:
-        """Wait for what was sent, and add it up."""
+        """Wait for the gradients that arrive, and add them up."""
         if not self._flights:
             return
         totals = []
@@ -101,7 +101,7 @@ class Bucket:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Wait for what is being gathered, so that the weights are those of the last update."""
+        """Wait for the gather, so that the weights are those of the last update."""
         if self._gathering is None:
             return
         (works, together), self._gathering = self._gathering, None
@@ -115,7 +115,7 @@ class Bucket:
 
 
 class _Together:
-    """The small weights of a bucket on their way from all ranks to all ranks."""
+    """The small weights of a bucket, gathered from all ranks in one tensor."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
@@ -157,7 +157,7 @@ class Exchange:
                     one.parameter.register_post_accumulate_grad_hook(self._hook(bucket))
 
     def begin(self, micro_batches: int) -> None:
-        """Forget what gradients there are; so many micro-batches follow."""
+        """Drop all gradients, for a step of `micro_batches` micro-batches."""
         self._passes = micro_batches
         for bucket in self.buckets:
             bucket.finish()
@@ -166,7 +166,7 @@ class Exchange:
                 one.parameter.grad = None
 
     def end_micro_batch(self) -> None:
-        """Call after each backward pass: what has not been sent is, or is added up where there is one rank."""
+        """Send the gradients that have not been sent; one rank alone adds them up. Call it after each backward pass."""
         if self.alone:
             if self._passes > 1:
                 self._add_own()
@@ -190,7 +190,7 @@ class Exchange:
 
     @property
     def settled(self) -> bool:
-        """Whether no weight is being gathered."""
+        """Whether no weight of any bucket is being gathered."""
         return all(bucket.settled for bucket in self.buckets)
 
     def settle(self) -> None:
@@ -225,11 +225,11 @@ class Exchange:
 
 
 def _grad(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient of a micro-batch; zeros where the loss did not reach the parameter."""
+    """Return the gradient of a micro-batch; zeros where the loss does not depend on the parameter."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def _cut(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
-    """Return the first of a flat tensor's entries as parts of these shapes."""
+    """Return the first entries of a flat tensor as parts of these shapes."""
     sizes = [shape.numel() for shape in shapes]
     return list(flat[: sum(sizes)].split(sizes))

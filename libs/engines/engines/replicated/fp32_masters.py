@@ -44,8 +44,8 @@ class Master:
         disk: DiskWeights | None = None,
         scale: float = 1.0,
     ) -> "Master":
-        """Take a float32 parameter over: it is rounded to the dtype that is computed in. `disk`: where its value is,
-        `scale`: its multiple of the learning rate."""
+        """Take a float32 parameter over, rounded to the compute dtype. `disk`: where its value is, `scale`: its
+        multiple of the learning rate."""
         if disk is None:
             exact = parameter.detach()
         else:
@@ -71,7 +71,7 @@ class Master:
         return self.weight if self.rest is None else join(self.weight, self.rest)
 
     def set_exact(self, value: Tensor) -> None:
-        """Write this rank's rows."""
+        """Set this rank's rows from float32."""
         if self.rest is None:
             self.weight.copy_(value)
             return
@@ -86,16 +86,16 @@ class Master:
         update(self.weight, self.rest, self.moments, grad, controls, settings, decay)
 
     def beside(self) -> list[Tensor]:
-        """Return what is kept beside the weight."""
+        """Return the tensors kept beside the weight: the rest and the moments."""
         return [*(() if self.rest is None else (self.rest,)), *(self.moments or ())]
 
     def move(self, take: Callable[[Tensor], Tensor]) -> None:
-        """Take what stands for it elsewhere."""
+        """Replace the tensors beside the weight by their moved copies."""
         self.rest = None if self.rest is None else take(self.rest)
         self.moments = None if self.moments is None else (take(self.moments[0]), take(self.moments[1]))
 
     def spread(self, rows: Tensor, mesh: DeviceMesh) -> DTensor:
-        """Return a tensor of which this rank holds these rows."""
+        """Return the sharded tensor of which this rank holds these rows."""
         whole = self.parameter
         return DTensor.from_local(rows, mesh, (Shard(0),), run_check=False, shape=whole.shape, stride=whole.stride())
 

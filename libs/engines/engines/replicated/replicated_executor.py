@@ -1,4 +1,4 @@
-"""The executor of weights that every rank holds whole, with exact values and moments shared out over the ranks.
+"""The executor of weights that every rank holds whole, with exact values and moments sharded over the ranks.
 
 It differs from the FSDP2 executor (whose loop, scores and router loss it has) in where weights live: no gathering and
 no hooks in forward and backward passes, so that nothing slows a compiled layer down on the host; two bytes a parameter
@@ -48,8 +48,8 @@ class ReplicatedExecutor(FSDP2Executor):
 
     def _begin_exchange(self) -> None:
         """Sort parameters into buckets as a backward pass fills them: the head, layers from the last to the first, then
-        the embedding (with a head that is tied to it) and a tower. Weights are waited for where a pass comes to them.
-        """
+        the embedding (with a head that is tied to it) and a tower. A forward pass waits for weights when it reaches
+        them."""
         family = family_of(self.model.config)
         layers, begins = family.layers(self.model), [self.model.get_input_embeddings(), family.tower(self.model)]
         early = {parameter for module in begins if module is not None for parameter in module.parameters()}
@@ -92,7 +92,7 @@ class ReplicatedExecutor(FSDP2Executor):
             self.exchange.end_micro_batch()
 
     def optimizer_step(self, lr: float, loss: Tensor) -> SupportsFloat:
-        """See `Executor`: nothing here waits for the device."""
+        """Clip and update; see `Executor`. Nothing here waits for the device."""
         gradients = self.exchange.gradients()
         norm = self._norm([grad for bucket in gradients for grad in bucket], loss)
         known = EarlyRead(norm)
@@ -112,7 +112,7 @@ class ReplicatedExecutor(FSDP2Executor):
         return known
 
     def _norm(self, grads: list[Tensor], loss: Tensor) -> Tensor:
-        """Return the global norm, f64[]; NaN on every rank where the loss of any is not finite."""
+        """Return the global norm, f64[]; NaN on every rank where the loss of one is not finite."""
         filled = [grad for grad in grads if grad.numel()]
         squares = 0.0 * loss.detach().double()
         if filled:
@@ -131,7 +131,7 @@ class ReplicatedExecutor(FSDP2Executor):
             yield name, tensor if one is None else one.spread(one.exact(), self.mesh).full_tensor()
 
     def held(self) -> dict[str, Tensor]:
-        """Return the weights that are computed with, whole, none of them on its way."""
+        """Return the weights of the compute dtype, whole, once every gather is done."""
         self.exchange.settle()
         return super().held()
 
@@ -149,7 +149,7 @@ class ReplicatedExecutor(FSDP2Executor):
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over weights and moments that were read, and how many updates they have had."""
+        """Take over weights and moments that were read, and their number of updates."""
         self.exchange.settle()
         for one in self.masters:
             one.set_exact(state["model"][one.name].to_local())

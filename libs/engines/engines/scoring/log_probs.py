@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 def token_log_probs(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, chunk: int = 4096, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax(hidden @ weight.T / temperature) at the targets, and the entropy of that softmax.
+    """Return log softmax(hidden @ weight.T / temperature) at the targets, and the entropy of that softmax.
 
     `hidden` [N, H], `weight` [V, H], `targets` i64[N] -> f32[N] (and f32[N] or None). Never more than chunk x V logits
     are alive, in the backward pass too, which computes them again.
@@ -22,7 +22,7 @@ def token_log_probs(
 def token_log_probs_reference(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return the same from one full matrix of logits: the oracle."""
+    """Compute `token_log_probs` from one full matrix of logits: the oracle."""
     logits = torch.nn.functional.linear(hidden, weight)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     log_softmax = torch.log_softmax(logits, dim=-1)

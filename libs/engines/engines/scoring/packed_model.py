@@ -11,7 +11,7 @@ from seqpack.batches.packed import PackedBatch
 
 
 def adapt_for_packing(model: Any) -> Adaptation:
-    """Prepare this model instance for packed calls; the same Adaptation again if it is prepared already.
+    """Prepare this model instance for packed calls; an instance that is prepared already returns its Adaptation again.
 
     ValueError for a model whose family is not registered, or that is not what its family says.
     """

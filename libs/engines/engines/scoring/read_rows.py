@@ -1,7 +1,7 @@
-"""In the last decoder layer, compute for the tokens that are read alone: those whose hidden states score a token.
+"""The last decoder layer, computed for the tokens that are read alone: those whose hidden states score a token.
 
 Behind the last mixer no token sees another, so that a row which nobody reads needs neither its query and gate nor an
-output projection or MLP; keys, values and what a recurrence takes in it still has. Where prompts are long beside what
+output projection or MLP; it still needs keys, values and the inputs of a recurrence. Where prompts are long beside what
 is trained this saves most of that layer. Rows that are not read are zero behind these modules.
 
 Invariants (tests, by family): scores and gradients are those of all rows, and a call that says nothing of its rows is
@@ -27,7 +27,7 @@ _WORTH = 0.9
 
 
 def compute_read_rows(model: Any) -> tuple[nn.Module, ...]:
-    """Let the last decoder layer of a model look at `PackedContext.derived[READ]`; returns the modules that do.
+    """Make a model's last decoder layer compute the rows of `PackedContext.derived[READ]`; return its changed modules.
 
     For a model that is adapted for packing. None of a family with experts: routers count what every row chooses.
     """
@@ -45,13 +45,13 @@ def compute_read_rows(model: Any) -> tuple[nn.Module, ...]:
 
 
 class _Rows:
-    """Which rows the layer that runs is to compute; None for all."""
+    """The rows that the running layer computes; None for all."""
 
     def __init__(self) -> None:
         self.rows: Tensor | None = None
 
     def told(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the mixer's forward, which every call of the layer begins with, a recomputation as well."""
+        """Return a mixer's forward that reads the rows first: every call of the layer, also recomputed, begins there."""
 
         def forward(mixer: Any, *args: Any, **kwargs: Any) -> Any:
             del mixer
@@ -62,7 +62,7 @@ class _Rows:
         return forward
 
     def over(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return a module's forward, of these rows; zeros elsewhere."""
+        """Return a module's forward on these rows; the other rows are zero."""
 
         def forward(module: Any, x: Tensor) -> Tensor:
             del module

@@ -16,10 +16,10 @@ from seqpack.adapters.mixers import packed_output
 
 
 class ModelScores(NamedTuple):
-    """Of `ModelInputs.targets`: log_probs f32[N], and entropy f32[N] where asked for.
+    """The scores of `ModelInputs.targets`: log_probs f32[N], and entropy f32[N] where asked for.
 
-    `routing`: what the router's loss needs, where there is one. `load` f32[layers, E]: how many tokens went to
-    each expert; None of a model without experts.
+    `routing`: what the router's loss needs, where there is one. `load` f32[layers, E]: how many tokens went to each
+    expert; None of a model without experts.
     """
 
     log_probs: Tensor
@@ -29,7 +29,7 @@ class ModelScores(NamedTuple):
 
 
 class TokenScorer(nn.Module):
-    """Wraps a Hugging Face causal LM; everything that touches weights happens inside this module's forward."""
+    """A wrapper of a Hugging Face causal LM; everything that touches weights happens inside its forward."""
 
     model: Any
     logit_chunk: int
@@ -52,7 +52,7 @@ class TokenScorer(nn.Module):
         self.logit_chunk = logit_chunk
 
     def forward(self, inputs: ModelInputs, temperature: float, entropy: bool, routing: bool = False) -> ModelScores:
-        """Score inputs.targets; `routing` sums up what the router chose, where the config asks for its loss.
+        """Score inputs.targets; `routing` sums up the router's choices, where the config asks for its loss.
 
         Connected to every layer even when N is 0, so that a rank with nothing to do takes part in all collectives.
         """

@@ -98,7 +98,7 @@ def load_checkpoint(
 
 
 def read_tensor(directory: Path, part: str, name: str, into: torch.Tensor) -> torch.Tensor:
-    """Read one tensor of a checkpoint, that is there and whole, into `into`, and return it. Collective."""
+    """Read one tensor of a checkpoint, whole, into `into`, and return it. Collective."""
     with _own_errors():
         dcp.load({part: {name: into}}, checkpoint_id=str(directory))
     return into
@@ -110,7 +110,7 @@ def random_state() -> dict[str, Any]:
 
 
 def _write_own(temporary: Path, random: Mapping[str, Any]) -> dict[str, dict[str, int | str]]:
-    """Write this rank's random state; the hashes of all files that it wrote."""
+    """Write this rank's random state, and return the hashes of all files that it wrote."""
     torch.save(dict(random), temporary / _random_file())
     written = [path.name for path in temporary.glob(f"__{_rank()}_*")]
     shared = [".metadata"] if _rank() == 0 else []
@@ -132,7 +132,7 @@ def _shapes(model: Mapping[str, torch.Tensor], parts: Group) -> dict[str, tuple[
 
 
 def _check_tensors(directory: Path, state: Mapping[str, Any], model: Mapping[str, tuple[int, ...]]) -> None:
-    """ValueError naming the first tensor that checkpoint and model do not share, or whose shape or dtype differs."""
+    """Raise ValueError naming the first tensor that is not in both, or whose shape or dtype differs."""
     entries = dcp.FileSystemReader(str(directory)).read_metadata().state_dict_metadata
     saved = {
         name.removeprefix("model."): entry
@@ -181,7 +181,7 @@ def _own_errors() -> Iterator[None]:
 
 
 def _together(group: Group, work: Callable[[], Any]) -> list[Any]:
-    """Do this rank's part; the results of all ranks, or the error of one on every rank."""
+    """Run this rank's part, and return the results of all ranks, or raise the error of one on every rank."""
     result, error = None, None
     try:
         result = work()
@@ -197,7 +197,7 @@ def _together(group: Group, work: Callable[[], Any]) -> list[Any]:
 
 
 def _gathered(group: Group, value: Any) -> list[Any]:
-    """Return the values of all ranks, once all have come here."""
+    """Return the values of all ranks; all of them wait here."""
     if _world_size() == 1:
         return [value]
     every: list[Any] = [None] * _world_size()

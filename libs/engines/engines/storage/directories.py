@@ -1,4 +1,4 @@
-"""Put one directory in the place of another: a reader finds the old or the new one, whole, whenever the writer dies."""
+"""The replacement of a directory by another: a reader finds the old or the new one, whole, whenever the writer dies."""
 
 import ctypes
 import errno
@@ -12,9 +12,9 @@ _NOT_THERE = (errno.ENOSYS, errno.EINVAL, errno.EXDEV, errno.EOPNOTSUPP)
 
 
 def fresh_temporary(target: Path) -> Path:
-    """Make an empty neighbour in which to write what `replace_directory` then puts at `target`.
+    """Make an empty neighbour to write in, which `replace_directory` then moves to `target`.
 
-    What a killed writer left is put back (the last whole directory) or deleted (a replaced or unfinished one).
+    What a killed writer left is restored (the last whole directory) or deleted (a replaced or unfinished one).
     """
     if existing(target) != target:
         os.rename(_old_of(target), target)
@@ -31,11 +31,11 @@ def temporary_of(target: Path) -> Path:
 
 
 def replace_directory(source: Path, target: Path) -> None:
-    """Put `source`, which `fresh_temporary` made, where `target` is, or is to be. What was there is gone afterwards.
+    """Move `source`, which `fresh_temporary` made, to `target`; what was there is gone afterwards.
 
     1. Everything under source reaches the disk (fsync).
-    2. Where target exists the two change places in one system call (Linux, most local file systems). Elsewhere target
-       is first renamed to NAME.old: between the two renames only that is there, and `existing` finds it.
+    2. Where target exists the two are swapped in one system call (Linux, most local file systems). Elsewhere target
+       is first renamed to NAME.old: between the two renames only that exists, and `existing` finds it.
     3. The parent reaches the disk, and what was replaced is deleted.
     """
     _sync(source)
@@ -52,9 +52,9 @@ def replace_directory(source: Path, target: Path) -> None:
 
 
 def repeat_directory(source: Path, target: Path) -> None:
-    """Put the files of `source` at `target` too: further names of the same files, copies where the disk has no links.
+    """Link the files of `source` at `target` too; they are copied where the disk has no links.
 
-    A reader of `target` finds what was there or the new ones, as with `replace_directory`. Neither may be changed in
+    A reader of `target` finds the old files or the new ones, as with `replace_directory`. Neither may be changed in
     place afterwards; deleting one leaves the other.
     """
     made = fresh_temporary(target)
@@ -69,7 +69,7 @@ def repeat_directory(source: Path, target: Path) -> None:
 
 
 def existing(target: Path) -> Path:
-    """Return where the last whole directory is: `target`, or what a killed writer had put aside."""
+    """Return the last whole directory: `target`, or the one that a killed writer had set aside."""
     old = _old_of(target)
     return old if old.exists() and not target.exists() else target
 
@@ -79,7 +79,7 @@ def _old_of(target: Path) -> Path:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two directories change places atomically; False where the system cannot."""
+    """Swap two directories atomically; return False where the system cannot."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

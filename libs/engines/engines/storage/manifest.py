@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: its facts, and size and SHA-256 of each of its files; written last.
+"""The manifest of a checkpoint: its facts, and the size and SHA-256 of each of its files; written last.
 
 A directory without one is no checkpoint. Reading checks the manifest against its own hash, then every file against the
-manifest, before anything else is done with them: what is torn, missing or has a flipped bit is named.
+manifest, before it does anything else with them: what is torn, missing or has a flipped bit is named.
 """
 
 import hashlib
@@ -57,7 +57,7 @@ def read_manifest(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def check_files(directory: Path, files: Hashes, names: Iterable[str]) -> str | None:
-    """Compare these files with the manifest; what is wrong with the first that differs, None where none does."""
+    """Compare these files with the manifest; return what is wrong with the first that differs, or None."""
     for name in names:
         path = directory / name
         if not path.is_file():

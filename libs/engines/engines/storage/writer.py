@@ -1,9 +1,9 @@
-"""Checkpoints that are written while training goes on: it waits for a copy to host memory, and for nothing else.
+"""Checkpoints that are written while training continues: it waits for a copy to host memory alone.
 
-1. What has been begun earlier is waited for: one checkpoint is on its way at a time.
+1. An earlier save is waited for: one checkpoint is written at a time.
 2. The state is copied to host memory, with the random state and the facts of this moment.
-3. A thread writes, hashes and puts in place (`engines.storage.checkpoint`), on a gloo group that is its own, since the
-   collectives of two threads on one group would mix.
+3. A thread writes, hashes and moves it to its directory (`engines.storage.checkpoint`), on a gloo group of its own,
+   since the collectives of two threads on one group would mix.
 
 An error of the thread is raised by the next call of `save` or `wait`, on every rank.
 """
@@ -21,7 +21,7 @@ from engines.storage.checkpoint import random_state, save_checkpoint
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time, in the background where asked to. `save` and `wait` are collective."""
+    """A writer of one checkpoint at a time, in the background where asked to. `save` and `wait` are collective."""
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
@@ -54,7 +54,7 @@ class CheckpointWriter:
         return (self._thread is None or not self._thread.is_alive()) and self._error is None
 
     def wait(self) -> None:
-        """Wait for the checkpoint on its way; raise what kept it from being written."""
+        """Wait for the checkpoint that is being written, and raise its error."""
         if self._thread is not None:
             self._thread.join()
         self._thread = None

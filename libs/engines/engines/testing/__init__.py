@@ -1,1 +1,1 @@
-"""What tests and benchmarks of engines need: executors of another kind."""
+"""Executors, models and checks that tests and benchmarks of engines need."""

@@ -9,7 +9,7 @@ from engines.weights.weight_pieces import WeightPiece
 
 
 def assemble(parts: Iterable[WeightPiece]) -> dict[str, Tensor]:
-    """Return the tensors; ValueError names one that has a gap."""
+    """Return the tensors of an export's pieces; ValueError names one with a gap."""
     out: dict[str, Tensor] = {}
     filled: dict[str, int] = {}
     for part in parts:

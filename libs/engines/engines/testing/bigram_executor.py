@@ -26,7 +26,7 @@ class Bigram(nn.Module):
 
 
 class BigramExecutor:
-    """See `engines.execution.executor.Executor`; `seen` collects the micro-batches that it was given to train on."""
+    """See `engines.execution.executor.Executor`; `seen` collects the micro-batches of its training."""
 
     def __init__(self, groups: ParallelGroups, model: Bigram, trainable: bool = True, clip: float = 1e9) -> None:
         self.groups = groups
@@ -42,11 +42,11 @@ class BigramExecutor:
         self.auxiliary: float | None = None
 
     def ahead(self, micro_batches: MicroBatches) -> MicroBatches:
-        """Do nothing ahead of time."""
+        """Return the micro-batches unchanged."""
         return micro_batches
 
     def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
-        """Sum up the micro-batches' losses, and run one backward pass."""
+        """Sum the micro-batches' losses, and run one backward pass."""
         self.model.zero_grad()
         self.seen = list(micro_batches)
         assert len(self.seen) == len(micro_batches)
@@ -88,8 +88,8 @@ class BigramExecutor:
         return {"model": {"table": self.model.table.detach()}}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Nothing to do: the table was read in place."""
+        """Do nothing: the table was read in place."""
 
     def move(self, device: torch.device) -> None:
-        """Remember where to."""
+        """Record the device."""
         self.places.append(device)

@@ -46,7 +46,7 @@ Curve = list[tuple[float, float, float]]
 
 
 def curve(kind: str, dtype: str, mode: str, cap: int, lengths: list[int], objective: Objective) -> Curve:
-    """Return two steps on all ranks of the process group."""
+    """Return the losses and norms of two steps on all ranks of the process group."""
     model, sizes, settings = KINDS[kind]
     exchange.LARGE = 1 << 14  # of models as small as these, too, some parameters travel by themselves
     world = dist.get_world_size()
@@ -64,7 +64,7 @@ def curve(kind: str, dtype: str, mode: str, cap: int, lengths: list[int], object
 
 
 def curves() -> dict[tuple[str, str, str], Curve]:
-    """Return by dtype, mode and what. Collective."""
+    """Return every curve by (dtype, mode, kind). Collective."""
     found, world = {}, dist.get_world_size()
     for dtype in BOUNDS:
         for mode in MODES if world > 1 else ["off"]:

@@ -1,4 +1,4 @@
-"""Tests of several CUDA devices: a file says how many (`WORLD`), and imports the fixtures and the test of here."""
+"""Tests of several CUDA devices: a file says how many (`WORLD`), and imports these fixtures and this test."""
 
 from collections.abc import Iterator
 
@@ -13,14 +13,14 @@ Curves = dict[tuple[str, str, str], Curve]
 
 
 def needs_devices(world: int) -> pytest.MarkDecorator:
-    """Skip where there are fewer."""
+    """Skip where there are fewer devices."""
     found = torch.cuda.device_count()
     return pytest.mark.skipif(found < world, reason=f"needs {world} CUDA devices, found {found}")
 
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Curves]:
-    """The curves of one device."""
+    """Yield the curves of one device."""
     made = ensure_group("cuda")
     yield curves()
     if made:
@@ -29,7 +29,7 @@ def alone() -> Iterator[Curves]:
 
 @pytest.fixture(scope="module")
 def together(request: pytest.FixtureRequest) -> Curves:
-    """Those of the file's `WORLD`."""
+    """Return the curves of the file's `WORLD` devices."""
     found: Curves = launch(curves, (), world_size=request.module.WORLD, device="cuda")
     return found
 
@@ -38,7 +38,7 @@ def together(request: pytest.FixtureRequest) -> Curves:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_same_curve(together: Curves, alone: Curves, dtype: str, mode: str, what: str) -> None:
-    """Loss and gradient norm of each step."""
+    """Check loss and gradient norm of each step."""
     loss, norm = (ROUTED if "experts" in what else BOUNDS)[dtype]
     left, right = alone[dtype, "off", what], together[dtype, mode, what]
     print(left, right)

@@ -41,25 +41,25 @@ def inside(built: TrainEngine) -> Any:
 
 
 def weights(built: TrainEngine) -> dict[str, Tensor]:
-    """Return a copy of the exported tensors, flat."""
+    """Return copies of the exported tensors, flat."""
     return {part.name: part.flat.clone() for part in built.export_weights(max_bytes=2**40)}
 
 
 def assert_same_weights(one: TrainEngine, other: TrainEngine, tolerance: float = 1e-5) -> None:
-    """AssertionError naming the first tensor in which two engines differ."""
+    """Raise AssertionError naming the first tensor in which two engines differ."""
     found = weights(other)
     for name, value in weights(one).items():
         torch.testing.assert_close(found[name], value, atol=tolerance, rtol=tolerance, msg=name)
 
 
 def state_of(built: TrainEngine) -> dict[str, Any]:
-    """Return a copy of all that a checkpoint would hold of this rank, by path: tensors, and the engine's step."""
+    """Return a copy of all that a checkpoint holds of this rank, by path: tensors, and the engine's step."""
     assert isinstance(built, Engine)
     return dict(_leaves("", {**built.executor.state(), "step": built.step}))
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """AssertionError naming the first of what `state_of` gave that is not the same to the bit."""
+    """Raise AssertionError naming the first value of `state_of` that is not the same to the bit."""
     assert one.keys() == other.keys()
     for name, value in one.items():
         same = torch.equal(value, other[name]) if isinstance(value, Tensor) else value == other[name]

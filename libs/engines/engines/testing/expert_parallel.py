@@ -40,7 +40,7 @@ EXPERTS, TOP_K, LAYERS, STEPS = 4, 2, 2, 2
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train; `replay`: the experts that tokens go to are given, `all` to any, `two` to the first two."""
+    """One way to train; `replay`: the experts of tokens are set, `all` to any, `two` to the first two."""
 
     model: str = "moe"
     replay: str = ""
@@ -65,7 +65,7 @@ CASES = {
 
 
 class Found(NamedTuple):
-    """Of a run: metrics of each step, the gradients of the first one, exported weights, scores of the first batch."""
+    """Results of a run: metrics of each step, gradients of the first, exported weights, scores of the first batch."""
 
     curve: list[dict[str, float]]
     gradients: dict[str, Tensor]
@@ -81,7 +81,7 @@ def model_of(case: Case) -> Any:
 
 
 def config_of(case: Case, ranks: int, alone: bool) -> EngineConfig:
-    """Return its engine's; `ranks` share the experts. A process alone shares no sequences."""
+    """Return the engine's settings; `ranks` share the experts. A process alone shares no sequences."""
     options: dict[str, Any] = {"device": "cpu", "lr": 1e-2, "eps": 1e-2, "weight_decay": 0.1, "grad_clip": 1.0}
     options |= {"max_tokens_per_rank": 16, "routing_replay": bool(case.replay), **dict(case.options)}
     options |= {"context_parallel": "off"} if alone else {}
@@ -89,7 +89,7 @@ def config_of(case: Case, ranks: int, alone: bool) -> EngineConfig:
 
 
 def batch_of(case: Case, seed: int, layers: int = LAYERS) -> TensorDict:
-    """Step number `seed`'s."""
+    """Return the batch of step number `seed`."""
     batch = tiny_batch(list(LENGTHS), seed=seed)
     if not case.replay:
         return batch
@@ -105,23 +105,23 @@ def batch_of(case: Case, seed: int, layers: int = LAYERS) -> TensorDict:
 
 
 def build(case: Case, ranks: int = 1) -> Any:
-    """Return its engine, over all ranks."""
+    """Build the case's engine over all ranks."""
     return build_engine(config_of(case, ranks, dist.get_world_size() == 1), model_of(case))
 
 
 def weights(built: Any) -> dict[str, Tensor]:
-    """Return what an engine exports."""
+    """Return the exported weights of an engine."""
     return {part.name: part.flat.clone() for part in built.export_weights(max_bytes=2**40)}
 
 
 def gradients(built: Any) -> dict[str, Tensor]:
-    """Return what its parameters' gradients are, whole."""
+    """Return the gradients of its parameters, whole."""
     every = built.executor.model.named_parameters()
     return {name: _whole(p.grad).clone() for name, p in every if p.grad is not None}
 
 
 def run(case: Case, ranks: int = 1) -> Found:
-    """Return scores, and the first steps."""
+    """Run the scores and the first steps of a case."""
     built = build(case, ranks)
     scores = built.forward(batch_of(case, 0))["log_probs"].values()
     seen: dict[str, Tensor] = {}
@@ -137,12 +137,12 @@ def run(case: Case, ranks: int = 1) -> Found:
 
 
 def run_all(names: Sequence[str], ranks: int) -> dict[str, Found]:
-    """Return some of the cases."""
+    """Run several cases."""
     return {name: run(CASES[name], ranks) for name in names}
 
 
 def assert_same_steps(one: Found, many: Found, name: str) -> None:
-    """Losses and norms to 1e-6; scores, every gradient and the weights after all steps to 1e-5.
+    """Compare losses and norms to 1e-6; scores, every gradient and the weights after all steps to 1e-5.
 
     Raises:
         AssertionError: it says what differs.
@@ -160,7 +160,7 @@ def assert_same_steps(one: Found, many: Found, name: str) -> None:
 
 
 def exact(kind: str, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and weights in float64; `ranks` 0: stock transformers, a row at a time, on one process."""
+    """Return losses and weights in float64; `ranks` 0: stock transformers, a row at a time, on one process."""
     config = config_of(Case(kind, options=(("grad_clip", None),)), max(ranks, 1), alone=True)
     config = replace(config, router_aux_loss_coef=0.0)  # the plain executor has no router's loss
     module = cast_parameters(model_of(Case(kind)), torch.float64)
@@ -178,7 +178,7 @@ def exact(kind: str, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def save(folder: Path, name: str, ranks: int) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Train, and save under `name`: the weights that were saved, and the metrics of the step after."""
+    """Train, save under `name`, and return the weights that were saved, and the metrics of the step after."""
     built = build(CASES["Qwen3.5 MoE"], ranks)
     for seed in range(STEPS):
         built.train_batch(batch_of(Case(), seed), SFT())
@@ -189,19 +189,19 @@ def save(folder: Path, name: str, ranks: int) -> tuple[dict[str, Tensor], dict[s
 
 
 def load(folder: Path, name: str, ranks: int) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Return the same of an engine that read it."""
+    """Load what `save` wrote, and return its results from a new engine."""
     built = build(CASES["Qwen3.5 MoE"], ranks)
     built.load(folder / name)
     return weights(built), built.train_batch(batch_of(Case(), STEPS), SFT())
 
 
 def from_disk(directory: Path, ranks: int) -> dict[str, Tensor]:
-    """Return what an engine exports that read its weights from a directory, each rank its own."""
+    """Return the exported weights of an engine that read a directory, each rank its own part."""
     return weights(build_engine(EngineConfig(model=str(directory), device="cpu", expert_parallel=ranks)))
 
 
 class float64_shards(nullcontext[None]):  # noqa: N801  used as a function
-    """Inside of it FSDP2 casts neither weights nor gradients."""
+    """A context in which FSDP2 casts neither weights nor gradients."""
 
     def __enter__(self) -> None:
         self.policy = MixedPrecisionPolicy

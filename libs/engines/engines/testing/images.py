@@ -20,7 +20,7 @@ def media_sample(
     seed: int = 0,
     vocab: int = 40,
 ) -> dict[str, Any]:
-    """Return a sample of stretches of text of these lengths, between them its images and then the frames of its videos.
+    """Return a sample of text stretches of these lengths, between them its images and then the frames of its videos.
 
     There is one more stretch than images and frames. The last one is trained.
     """
@@ -52,7 +52,7 @@ def media_sample(
 
 
 def model_arguments(sample: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return a sample as a transformers model takes it, alone."""
+    """Return a single sample as the arguments of a transformers model."""
     given = {key: sample[key][None] for key in ("input_ids", "mm_token_type_ids")}
     for pixels, grid in (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw")):
         if len(sample[grid]):

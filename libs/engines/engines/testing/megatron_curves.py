@@ -48,7 +48,7 @@ Curve = list[tuple[float, float, float]]
 
 
 def curve(device: str, dtype: str, backend: str, model: str, objective: Objective, **sizes: Any) -> Curve:
-    """Return two steps on all ranks of the process group."""
+    """Return the losses and norms of two steps on all ranks of the process group."""
     kind, changes = MODELS[model]
     shared = sizes.get("context_parallel", "off") != "off"
     # A large eps: with Adam's usual one a gradient of nearly zero moves a weight by its rounding error's sign.
@@ -63,7 +63,7 @@ def curve(device: str, dtype: str, backend: str, model: str, objective: Objectiv
 
 
 def layout_curves(device: str, dtypes: list[str], objective: Objective) -> dict[tuple[str, str], Curve]:
-    """Return those of every layout of as many ranks as the process group has. Collective."""
+    """Return the curves of every layout that has as many ranks as the process group. Collective."""
     found = {}
     for name, (model, sizes) in (LAYOUTS if dist.get_world_size() == 2 else PRODUCTS).items():
         for dtype in dtypes:

@@ -16,7 +16,7 @@ Curves = dict[tuple[str, str], Curve]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every layout of the file's `WORLD` devices, in both types."""
+    """Parametrise tests by every layout of the file's `WORLD` devices, in both dtypes."""
     if "layout" in metafunc.fixturenames:
         metafunc.parametrize("layout", LAYOUTS if metafunc.module.WORLD == 2 else PRODUCTS)
         metafunc.parametrize("dtype", BOUNDS)
@@ -24,7 +24,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Curves]:
-    """FSDP2's curves on one device, by model and type."""
+    """Yield FSDP2's curves on one device, by model and dtype."""
     made = ensure_group("cuda")
     yield {(model, dtype): curve("cuda", dtype, "fsdp2", model, OBJECTIVE) for model in MODELS for dtype in BOUNDS}
     if made:
@@ -33,14 +33,14 @@ def alone() -> Iterator[Curves]:
 
 @pytest.fixture(scope="module")
 def together(request: pytest.FixtureRequest) -> Curves:
-    """Those of the layouts, by name and type."""
+    """Return the layouts' curves, by name and dtype."""
     arguments = ("cuda", list(BOUNDS), OBJECTIVE)
     found: Curves = launch(layout_curves, arguments, world_size=request.module.WORLD, device="cuda")
     return found
 
 
 def test_same_curve_as_fsdp2_on_one_device(together: Curves, alone: Curves, dtype: str, layout: str) -> None:
-    """Loss and gradient norm of each step."""
+    """Check loss and gradient norm of each step."""
     loss, norm = BOUNDS[dtype]
     want, got = alone[{**LAYOUTS, **PRODUCTS}[layout][0], dtype], together[layout, dtype]
     print(want, got)

@@ -25,5 +25,5 @@ def one_megatron_rank() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def one_megatron_gpu() -> Iterator[None]:
-    """The same over NCCL."""
+    """Make an NCCL group of one rank where there is none."""
     yield from _rank("cuda")

@@ -1,6 +1,6 @@
 """An executor with a schedule of its own: two or more pipeline stages, all forwards before any backward (GPipe).
 
-What Megatron needs of the `Executor` protocol, in little: micro-batches iterated by every stage, losses on the last one
+It needs of the `Executor` protocol what Megatron does: micro-batches iterated by every stage, losses on the last one
 alone, activations and their gradients between stages, gradients summed over data-parallel ranks of a stage. Plain
 autograd, each row alone through the stock layers. A stage's process holds the whole module, but what it does not own is
 NaN, so that nothing is computed with it.
@@ -65,7 +65,7 @@ class PipelineExecutor:
         )
 
     def ahead(self, micro_batches: MicroBatches) -> MicroBatches:
-        """Do nothing ahead of time."""
+        """Return the micro-batches unchanged."""
         return micro_batches
 
     def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
@@ -98,7 +98,7 @@ class PipelineExecutor:
                 take(micro_batch, self._scores(micro_batch, output, scoring))
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor | None, Tensor]:
-        """Return (activations f32[T, H] of the stage before, those of this one, which the next one gets)."""
+        """Return (activations f32[T, H] of the stage before, activations of this one, which the next one gets)."""
         packed, received = micro_batch.packed, None
         if self.stage:
             received = torch.empty(packed.num_tokens, self.model.config.hidden_size)
@@ -144,25 +144,25 @@ class PipelineExecutor:
         return torch.tensor(norm)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Hand each parameter from the stage that owns it to the others."""
+        """Send each parameter from the stage that owns it to the others."""
         for name, parameter in self.model.named_parameters():
             whole = parameter.detach().clone()
             dist.broadcast(whole, self.stages[self._owner(name)], group=self.groups.pipeline)
             yield name, whole
 
     def state(self) -> dict[str, Any]:
-        """Return what this stage owns."""
+        """Return the parameters and states that this stage owns."""
         return {
             "model": {f"model.{name}": p.detach() for name, p in self.own.items()},
             "optimizer": get_optimizer_state_dict(self.root, self.optimizer, options=_FLAT),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Hand the optimizer its states."""
+        """Load the optimizer's states."""
         set_optimizer_state_dict(self.root, self.optimizer, state["optimizer"], options=_FLAT)
 
     def move(self, device: torch.device) -> None:
-        """Stay on the CPU."""
+        """Do nothing: everything stays on the CPU."""
 
     @property
     def _last(self) -> bool:

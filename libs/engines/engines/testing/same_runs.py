@@ -14,7 +14,7 @@ UNLIKE = ("plan_hash", "micro_batches", "fill")
 
 
 def assert_same_step(want: Mapping[str, float], got: Mapping[str, float]) -> None:
-    """All metrics of a step. Megatron's routers do not count the tokens of each expert."""
+    """Compare all metrics of a step. Megatron's routers do not count the tokens of each expert."""
     left, right = ({k: v for k, v in row.items() if not k.startswith("expert")} for row in (want, got))
     assert left.keys() == right.keys()
     for key in left.keys() - set(UNLIKE):
@@ -22,7 +22,7 @@ def assert_same_step(want: Mapping[str, float], got: Mapping[str, float]) -> Non
 
 
 def assert_same_run(want: Any, found: Any) -> None:
-    """The metrics of every step, the scores of every batch, and the weights after them."""
+    """Compare the metrics of every step, the scores of every batch, and the weights after them."""
     for left, right in zip(want.curve, found.curve, strict=True):
         assert_same_step(left, right)
     for left, right in zip(want.scores, found.scores, strict=True):
@@ -31,7 +31,7 @@ def assert_same_run(want: Any, found: Any) -> None:
 
 
 def assert_same_bits(want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> None:
-    """The same names, and by each the same dtype and bits."""
+    """Check that names are the same, and dtype and bits by each name."""
     assert want.keys() == got.keys()
     for name, value in want.items():
         assert got[name].dtype == value.dtype, name

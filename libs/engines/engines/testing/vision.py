@@ -20,8 +20,7 @@ Sample = dict[str, Any]
 
 
 def samples(seed: int = 0) -> list[Sample]:
-    """Return an image; text; a video and two images; two images side by side with nothing between; text of one
-    token."""
+    """Return an image; text; a video and two images; two adjacent images; text of one token."""
     return [
         media_sample(SETTINGS, [3, 5], [(1, 4, 6)], seed=seed),
         media_sample(SETTINGS, [9], seed=seed + 1),
@@ -46,7 +45,7 @@ def vision_model(kind: str = "vision", **changes: Any) -> Any:
 
 
 def fused_vision_model(kind: str = "vision", **changes: Any) -> Any:
-    """Return one whose text part has the sizes that fused kernels take (`FUSED_SIZES`); `changes` are of that part."""
+    """Return a model whose text part has the sizes of fused kernels (`FUSED_SIZES`); `changes` are of that part."""
     rope = {**FUSED_SIZES["rope_parameters"], "mrope_section": [6, 5, 5], "mrope_interleaved": True}
     config = tiny_config(kind, **FUSED_SIZES | {"rope_parameters": rope} | changes)
     config.vision_config.out_hidden_size = FUSED_SIZES["hidden_size"]
@@ -55,7 +54,7 @@ def fused_vision_model(kind: str = "vision", **changes: Any) -> Any:
 
 
 def as_stock(module: Any) -> Any:
-    """Return the module with the operations that the engine's packed ones are held to."""
+    """Return the module with the operations that the engine's packed ones are compared with."""
     choose_torch_operations(module)
     return module.eval()
 
@@ -82,13 +81,13 @@ def stock_loss(module: Any, rows: Sequence[Mapping[str, Any]], base: Any = None)
 
 
 def stock_gradients(module: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Return of the supervised loss, by name."""
+    """Return the gradients of the supervised loss, by name."""
     stock_loss(module, rows).backward()
     return {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
 
 
 def gradients(built: Any, batch: Any) -> dict[str, Tensor]:
-    """Return of all parameters of an engine in a supervised step, right before the update."""
+    """Return the gradients of all parameters of an engine in a supervised step, right before the update."""
     found: dict[str, Tensor] = {}
     step = built.executor.optimizer_step
 
@@ -103,7 +102,7 @@ def gradients(built: Any, batch: Any) -> dict[str, Tensor]:
 
 
 def assert_close_gradients(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
-    """Equal to 1e-4 of a tensor's largest entry, or of a thousandth of the largest of all."""
+    """Compare to 1e-4 of a tensor's largest entry, or of a thousandth of the largest of all."""
     floor = 1e-3 * max(float(grad.abs().max()) for grad in want.values())
     for name, grad in want.items():
         worst = float((got[name] - grad).abs().max()) / max(float(grad.abs().max()), floor)

@@ -30,7 +30,7 @@ class DiskPart:
 
 @dataclass(frozen=True)
 class DiskRead:
-    """Of the tensor `name` on disk these rows (None: all of it) are `own[index]`, own being some rows of a live one."""
+    """A read: these rows (None: all) of tensor `name` on disk are `own[index]`, own being some rows of a live one."""
 
     name: str
     rows: slice | None
@@ -39,7 +39,7 @@ class DiskRead:
 
 @dataclass(frozen=True)
 class DiskNames:
-    """How one checkpoint names what the live model holds; what `split` gives `reads` reads back."""
+    """The names in one checkpoint of what the live model holds; what `split` yields, `reads` reads back."""
 
     text_prefix: bool = False
     """Whether the model lies under `model.language_model.`."""
@@ -48,7 +48,7 @@ class DiskNames:
 
     @staticmethod
     def of(names: Iterable[str]) -> "DiskNames":
-        """Read the form off the names of a checkpoint."""
+        """Determine the form from the names of a checkpoint."""
         names = tuple(names)
         text = any(name.startswith(_TEXT) for name in names)
         return DiskNames(text, any(_ONE_EXPERT.fullmatch(name) and name.startswith(_BASE) for name in names))
@@ -70,12 +70,12 @@ class DiskNames:
         )
 
     def split(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Views of a live tensor under their names on disk."""
+        """Yield views of a live tensor under their names on disk."""
         for part in self.parts(name, tensor.shape):
             yield part.name, tensor[part.index] if part.index else tensor
 
     def reads(self, name: str, shape: Sequence[int], rows: slice) -> Iterator["DiskRead"]:
-        """Yield what these rows (dimension 0) of a live tensor of this shape are read from; nothing for no rows."""
+        """Yield the reads that give these rows (dimension 0) of a live tensor of this shape; nothing for no rows."""
         if rows.start == rows.stop:
             return
         for part in self.parts(name, shape):

@@ -18,7 +18,7 @@ from engines.weights.row_shards import Own, own_part
 
 @dataclass(frozen=True)
 class DiskWeights:
-    """Made by `of`, of a model of `engines.weights.empty_model.empty_model`."""
+    """The values of an empty model (`engines.weights.empty_model.empty_model`); made by `of`."""
 
     weights: ModelWeights
     buffers: Mapping[str, Tensor]
@@ -85,21 +85,21 @@ class DiskTensors(Mapping[str, "DiskTensor"]):
     disk: DiskWeights
 
     def __getitem__(self, name: str) -> "DiskTensor":
-        """Find a tensor, and read nothing."""
+        """Return a tensor, and read nothing."""
         return DiskTensor(self.disk, name)
 
     def __iter__(self) -> Iterator[str]:
-        """Return the names."""
+        """Return an iterator over the names."""
         return iter(self.disk.weights.shapes)
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of tensors."""
         return len(self.disk.weights.shapes)
 
 
 @dataclass(frozen=True)
 class DiskTensor:
-    """A live tensor on disk: indexed with slices it gives that box, in the dtype that it has there."""
+    """A live tensor on disk: indexed with slices it gives that box, in its dtype on disk."""
 
     disk: DiskWeights
     name: str

@@ -1,4 +1,4 @@
-"""A model that takes no memory yet: parameters on the meta device, buffers as they are to be."""
+"""A model that takes no memory yet: parameters on the meta device, buffers with their final values."""
 
 from typing import Any
 

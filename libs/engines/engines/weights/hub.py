@@ -16,10 +16,10 @@ _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 def model_directory(model: str | Path) -> Path:
     """Return the directory of a model: a local one, or the snapshot of `OWNER/NAME` (or `OWNER/NAME@REVISION`).
 
-    What exists locally is taken as it is, and so is what looks like no name: whoever reads it says what is missing.
-    A snapshot comes from the cache or the hub (huggingface_hub with its own settings: HF_HOME, HF_HUB_OFFLINE, ...).
-    Collective: rank 0 fetches, the others take what it found or, on another machine, fetch for themselves. ValueError
-    where there is neither a directory nor a snapshot to be had.
+    A local directory is taken as it is, and so is what looks like no name: whoever reads it says what is missing. A
+    snapshot comes from the cache or the hub (huggingface_hub with its own settings: HF_HOME, HF_HUB_OFFLINE, ...).
+    Collective: rank 0 fetches, the others use its directory or, on another machine, fetch for themselves. ValueError
+    where there is neither a directory nor a snapshot.
     """
     path = Path(model)
     if path.exists() or not _NAME.fullmatch(str(model)):
@@ -34,7 +34,7 @@ def model_directory(model: str | Path) -> Path:
 
 
 def _fetched(name: str) -> Path | str:
-    """Return the snapshot, or why there is none."""
+    """Return the snapshot, or the reason why there is none."""
     repository, _, revision = name.partition("@")
     wanted: Any = {"revision": revision or None, "allow_patterns": _FILES}
     try:
@@ -48,7 +48,7 @@ def _fetched(name: str) -> Path | str:
 
 
 def _transport_errors() -> tuple[type[Exception], ...]:
-    """Return those of the package that huggingface_hub speaks to the network with; it lets some through."""
+    """Return the errors of the HTTP packages that huggingface_hub uses; it lets some of them pass."""
     return tuple(sys.modules[name].TransportError for name in ("httpx", "httpx2") if name in sys.modules)
 
 

@@ -1,4 +1,4 @@
-"""How much memory loading takes on a rank, by arithmetic on an empty model."""
+"""The memory that loading takes on a rank, by arithmetic on an empty model."""
 
 from dataclasses import dataclass
 
@@ -26,12 +26,12 @@ def loading_memory(
     master_dtype: torch.dtype = torch.float32,
     disk_dtype: torch.dtype = torch.bfloat16,
 ) -> LoadingMemory:
-    """Count them for a model of this config, whose experts are one tensor a layer on disk: the most there can be."""
+    """Count the bytes for a model of this config, with a layer's experts as one tensor on disk: an upper bound."""
     family_of(config)
     rows = [_rows(parameter.shape, ranks) for parameter in empty_model(config, master_dtype).parameters()]
     return LoadingMemory(ranks, sum(rows) * master_dtype.itemsize, max(rows) * disk_dtype.itemsize)
 
 
 def _rows(shape: torch.Size, ranks: int) -> int:
-    """Elements of the first rank's rows, which are at least those of any other."""
+    """Return the number of elements of the first rank's rows, which are at least those of any other."""
     return -(-shape[0] // ranks) * shape[1:].numel() if shape else 1

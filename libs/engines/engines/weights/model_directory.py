@@ -78,12 +78,12 @@ class ModelDirectory:
                 yield name, opened.get_tensor(name)
 
     def other_files(self) -> list[Path]:
-        """Return everything beside the weights: configuration, tokenizer, chat template."""
+        """Return all files beside the weights: configuration, tokenizer, chat template."""
         return sorted(f for f in self.path.iterdir() if f.is_file() and not f.name.endswith(_WEIGHTS))
 
 
 def _files(path: Path) -> dict[Path, set[str]]:
-    """Return the files of weights, each with the tensors that an index says it holds."""
+    """Return the weight files, each with the tensors that an index assigns to it."""
     if (path / INDEX).is_file():
         try:
             weight_map = dict(json.loads((path / INDEX).read_text())["weight_map"])
@@ -103,7 +103,7 @@ def _files(path: Path) -> dict[Path, set[str]]:
 
 
 def _header(file: Path) -> dict[str, DiskTensor]:
-    """Return what a file holds; safetensors itself checks that header and length agree."""
+    """Return the tensors of a file; safetensors itself checks that header and length agree."""
     try:
         with safe_open(file, "pt"):
             pass

@@ -1,8 +1,8 @@
-"""The weights of one run: what the live model holds, what its checkpoint calls it, and what is carried along.
+"""The weights of one run: the live model's tensors, their names in its checkpoint, and the tensors carried along.
 
 `ModelWeights.of` compares a model with the directory it comes from: every live tensor must be there, and every tensor
 there must be live, carried (`Family.carried`) or a second copy of a tied one. Anything else is refused, so that nothing
-is initialised at random or dropped without a word. `export` and `save` stream from an iterator of live tensors.
+is initialised at random or dropped silently. `export` and `save` stream from an iterator of live tensors.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,7 +34,7 @@ class ModelWeights:
 
     @staticmethod
     def of(family: Family, model: Any, source: ModelDirectory | None = None) -> "ModelWeights":
-        """Match a model (on any device, meta too) with its directory; ValueError names the first tensor amiss."""
+        """Match a model (on any device, meta too) with its directory; ValueError names the first odd tensor."""
         live = live_tensors(model)
         shapes = {name: tuple(tensor.shape) for name, tensor in live.items()}
         if source is None:
@@ -54,15 +54,15 @@ class ModelWeights:
         return ModelWeights(family, names, shapes, dtypes, carried, source)
 
     def carries(self, pattern: str) -> bool:
-        """Return whether a tensor of this name on disk is carried."""
+        """Return whether a tensor of this name on disk is carried along."""
         return any(fnmatchcase(name, pattern) for name in self.carried)
 
     def export(
         self, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None, carried: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Stream the names and tensors of a checkpoint from live ones, one live tensor at a time.
+        """Yield the names and tensors of a checkpoint from live ones, one live tensor at a time.
 
-        In the checkpoint's dtypes, or in `dtype` but for the family's float32 parameters and what is carried. All live
+        Dtypes are the checkpoint's, or `dtype` but for the family's float32 parameters and what is carried. All live
         tensors must come, in any order; RuntimeError names one that did not, or that is not known.
         """
         left = dict.fromkeys(self.shapes)
@@ -85,7 +85,7 @@ class ModelWeights:
 
 
 def live_tensors(model: Any) -> dict[str, Tensor]:
-    """Parameters, tied ones once, and persistent buffers, in the order of the state dict."""
+    """Return parameters, tied ones once, and persistent buffers, in the order of the state dict."""
     first = {name for name, _ in model.named_parameters()}
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: t for name, t in model.state_dict(keep_vars=True).items() if name in first or name not in every}
@@ -110,7 +110,7 @@ def _check_present(names: DiskNames, live: Mapping[str, Tensor], source: ModelDi
 
 
 def _names_of_module(model: Any) -> DiskNames:
-    """Return the form that transformers gives an export: it remembers what it converted while loading."""
+    """Return the form of transformers' own export of this model, which remembers its conversions while loading."""
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
         return DiskNames()

@@ -1,4 +1,4 @@
-"""Which rows of a tensor a rank holds."""
+"""The rows of a tensor that a rank holds."""
 
 from typing import NamedTuple
 
@@ -8,13 +8,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 def rows_of(size: int, parts: int, index: int) -> slice:
-    """Return the rows of part `index` when `size` rows are cut as by torch.chunk; empty where there are fewer parts."""
+    """Return the rows of part `index` when torch.chunk splits `size` rows; empty where there are fewer parts."""
     each = -(-size // parts)
     return slice(min(index * each, size), min((index + 1) * each, size))
 
 
 class Own(NamedTuple):
-    """What this rank holds of a tensor: the rows of `part`, and of their second dimension `columns` (None: all)."""
+    """This rank's part of a tensor: the rows of `part`, and of their second dimension `columns` (None: all)."""
 
     part: Tensor
     rows: slice
@@ -22,12 +22,12 @@ class Own(NamedTuple):
 
 
 def sharding_axes(tensor: DTensor) -> list[int]:
-    """Return the dimensions of the mesh over which a tensor is cut; over the others each rank has the same."""
+    """Return the mesh dimensions over which a tensor is sharded; over the others each rank has the same."""
     return [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
 
 
 def counts_once(tensor: Tensor) -> bool:
-    """Return whether this rank's part is the one that counts in a sum over all ranks: the first of equal ones."""
+    """Return whether this rank's part counts in a sum over all ranks: of equal parts the first one does."""
     if not isinstance(tensor, DTensor):
         return not dist.is_initialized() or dist.get_rank() == 0
     copied = set(range(tensor.device_mesh.ndim)) - set(sharding_axes(tensor))
@@ -35,11 +35,11 @@ def counts_once(tensor: Tensor) -> bool:
 
 
 def own_part(tensor: Tensor) -> Own:
-    """Return of a tensor that is whole, sharded along dimension 0 (FSDP2), or a layer's experts over a mesh of two
+    """Return this rank's part of a tensor: whole, sharded along dimension 0 (FSDP2), or experts over a mesh of two
     dimensions.
 
-    These are sharded along dimension 1 over the mesh's first dimension, and along dimension 0 over its second one.
-    Dimensions of the mesh over which a tensor is replicated (hybrid sharding) count for nothing.
+    Experts are sharded along dimension 1 over the mesh's first dimension, and along dimension 0 over its second one.
+    Dimensions of the mesh over which a tensor is replicated (hybrid sharding) are ignored.
     """
     if not isinstance(tensor, DTensor):
         return Own(tensor, slice(0, tensor.shape[0] if tensor.ndim else 1))

@@ -1,4 +1,4 @@
-"""Write a Hugging Face model directory from a stream of tensors, with no more in memory than one file's worth."""
+"""Hugging Face model directories, written from a stream of tensors, with at most one file's worth in memory."""
 
 import copy
 import json

@@ -13,7 +13,7 @@ _ELEMENTS = 2**22
 
 
 def untie_what_differs(model: Any, source: ModelDirectory) -> tuple[str, ...]:
-    """Give parameters of an empty model that are tied, but differ on disk, a tensor of their own; their names."""
+    """Give tied parameters of an empty model that differ on disk tensors of their own; return their names."""
     names = DiskNames.of(source.tensors)
     first: dict[nn.Parameter, str] = {}
     untied = []

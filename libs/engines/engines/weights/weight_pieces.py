@@ -1,4 +1,4 @@
-"""Weights on their way out: named pieces of bounded size."""
+"""Named pieces of weights, of bounded size, for export."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -18,8 +18,7 @@ class WeightPiece(NamedTuple):
 
 
 def pieces(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[WeightPiece]:
-    """Cut each tensor into pieces of at most max_bytes (at least one element), in order; an empty tensor is one
-    piece."""
+    """Cut each tensor into pieces of at most max_bytes (at least one element), in order; an empty one is one piece."""
     if max_bytes < 1:
         raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
     for name, tensor in tensors:

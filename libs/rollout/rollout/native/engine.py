@@ -117,6 +117,11 @@ class NativeEngine:
         self._rounds = GangScheduler(self._add) if admit == "rounds" else None
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What the module computes in."""
+        return next(self._model.parameters()).dtype
+
+    @property
     def version(self) -> int:
         """The number of the weights in use."""
         return self._weights.version
@@ -127,9 +132,8 @@ class NativeEngine:
 
     def load(self) -> Load:
         """Return the requests that decode and those that wait, from any thread."""
-        requests = [r for r in tuple(self._asked) if not r.done]
-        running = sum(r.slot is not None for r in requests)
-        return Load(running, len(requests) - running)
+        slots = [r.slot for r in tuple(self._asked) if not r.done]
+        return Load(len(slots) - slots.count(None), slots.count(None))
 
     @property
     def decode_steps(self) -> int:

@@ -32,7 +32,7 @@ COPIES = ("two_phase_weights", "in_process_weights", "weights_under_way")
 
 
 class Lent(Protocol):
-    """A trainer's weights in place (`engines.SharedWeights`, or anything of this shape)."""
+    """A trainer's weights in place (`engines.SharedParameters`, or anything of this shape)."""
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:

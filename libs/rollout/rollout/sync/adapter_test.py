@@ -60,10 +60,10 @@ class Shared:
             shapes = {name: torch.empty(t.shape) for name, t in base().items()}
         self.weights = SharedWeights(shapes, {}, version=0)
         for name, value in base().items():
-            self.weights.places[0].tensors[name].copy_(value)
+            self.weights.regions[0].tensors[name].copy_(value)
 
     def now(self) -> Mapping[str, torch.Tensor]:
-        return self.weights.places[self.weights.in_use].tensors
+        return self.weights.regions[self.weights.in_use].tensors
 
 
 @pytest.fixture(params=[Plain, Shared])

@@ -29,7 +29,7 @@ from schedules.sampling.ledger_files import check_ledgers
 from schedules.sampling.remote_sampler import RemoteSampler
 from schedules.sampling.session import Evaluation, evaluation_of
 from schedules.sampling.settings import RunState
-from schedules.schedule import StepResult
+from schedules.schedule import TrainStepResult
 from schedules.weights.weight_checks import Media, compare_checks
 from schedules.weights.weight_sync import sync_weights
 
@@ -132,13 +132,13 @@ class AsyncFollower:
     ) -> None:
         """Do nothing: nothing runs here."""
 
-    def step(self, step: int) -> StepResult:
+    def step(self, step: int) -> TrainStepResult:
         """Follow rank 0's step; its tasks are rank 0's to tell of."""
         metrics = self._follow().metrics
         trained, episodes, advantages = self._trained
         assert metrics is not None
         assert trained == step + 1, f"rank 0 trained step {trained}, and this rank is at {step + 1}"
-        return StepResult(episodes, advantages, metrics, ())
+        return TrainStepResult(episodes, advantages, metrics, ())
 
     def evaluate(self) -> Evaluation:
         """Return what rank 0's sampling process answered."""

@@ -10,10 +10,10 @@
    whatever it was at when it died: a weight sync counts too.
 4. A run that goes on from a checkpoint first trains the recorded steps after it again, on the recorded episodes, and
    takes finished groups from the ledger; what was being sampled begins again. Nothing is skipped or trained twice.
-5. Every weight sync is checked by responses that are asked for at once, beside what is sampled, and waited for before weights
-   change again or the run ends; those to a replacement and at a resume too. Where no prompt is known yet, the first
-   step's are asked. A step's metrics tell of the weight sync before it, the last step's of both.
-6. Over several ranks all this is rank 0's, and what ranks do together is ordered: see `schedule_async_ranks`.
+5. Every weight sync is checked by responses that are asked for at once, beside what is sampled, and waited for before
+   weights change again or the run ends; those to a replacement and at a resume too. Where no prompt is known yet, the
+   first step's are asked. A step's metrics tell of the weight sync before it, the last step's of both.
+6. Over several ranks all this is rank 0's, and what ranks do together is ordered: see `schedules.fully_async.follower`.
 """
 
 import queue
@@ -56,7 +56,7 @@ from schedules.sampling.sampler_process import StartSampling
 from schedules.sampling.session import Evaluation, evaluation_of
 from schedules.sampling.settings import RunState
 from schedules.sampling.task_state import load_cursor, save_cursor
-from schedules.schedule import StepResult
+from schedules.schedule import TrainStepResult
 from schedules.weights.transfer_result import TransferResult
 from schedules.weights.weight_sync import sync_weights
 
@@ -126,13 +126,13 @@ class FullyAsyncSchedule:
             self._progress.end()
             self._ledger.close()
 
-    def step(self, step: int) -> StepResult:
+    def step(self, step: int) -> TrainStepResult:
         """Wait for the groups of the step, train on them, and sync weights where that is due."""
         result = self._step(step)
         self._leader.order(StepDone(result.metrics))
         return result
 
-    def _step(self, step: int) -> StepResult:
+    def _step(self, step: int) -> TrainStepResult:
         begun = time.perf_counter()
         if step + 1 in self._replay:
             result = self._train(Train(step + 1, self._replay.pop(step + 1), 0), begun)
@@ -276,7 +276,7 @@ class FullyAsyncSchedule:
         groups = {"queue": len(state.ready), "sampling": len(state.running), "staleness": staleness}
         self._show(groups | self._load.values(self._process.worker))
 
-    def _train(self, decision: Train, begun: float) -> StepResult:
+    def _train(self, decision: Train, begun: float) -> TrainStepResult:
         """Return one step on the recorded episodes of its groups, in the order of the tasks."""
         sampled = time.perf_counter()
         order = TrainBatch(decision.step, [self._payload(group) for group in decision.groups])
@@ -302,7 +302,7 @@ class FullyAsyncSchedule:
             "time/step_s": trained - begun,
         }
         metrics["tokens_per_second"] = metrics["rollout/tokens"] / (trained - begun)
-        return StepResult(episodes, result.advantages, metrics, rows)
+        return TrainStepResult(episodes, result.advantages, metrics, rows)
 
     def _payload(self, group: int) -> bytes:
         with self._lock:

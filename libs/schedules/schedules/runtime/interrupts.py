@@ -49,7 +49,8 @@ def interrupted() -> bool:
 
 
 def check() -> None:
-    """Raise KeyboardInterrupt if Ctrl-C was pressed within `handle_interrupts` and got lost, or came within `defer_interrupts`."""
+    """Raise KeyboardInterrupt if Ctrl-C was pressed within `handle_interrupts` and got lost, or came within
+    `defer_interrupts`."""
     if _presses and not _holds:
         raise KeyboardInterrupt
 

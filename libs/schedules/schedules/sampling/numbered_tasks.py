@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from schedules.protocols import Tasks
 from rollout import TaskRow
+from schedules.protocols import Tasks
 
 
 class NumberedRows:

@@ -33,12 +33,12 @@ class DeltaSizes:
 
     @property
     def keys(self) -> int:
-        """Rows of all keys."""
+        """Number of rows of all keys."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
-        """Rows of all values."""
+        """Number of rows of all values."""
         return self.value_heads * self.value_dim
 
 
@@ -80,7 +80,7 @@ class ModelSizes:
     """Whether they and the values have a bias."""
 
     def vocab_rows(self, tp: int) -> int:
-        """Return rows of the embedding on each tensor-parallel rank: the last one's may be padded."""
+        """Return the number of embedding rows on each tensor-parallel rank: the last one's may be padded."""
         return -(-self.vocab // tp)
 
     def vocabulary_of(self, rank: int, tp: int) -> range:
@@ -90,7 +90,7 @@ class ModelSizes:
 
     @staticmethod
     def of(config: Any, seeing: bool = False) -> "ModelSizes":
-        """Read a transformers config that `supported` admits; `seeing`: of its vision-language model."""
+        """Read a transformers config that `supported` admits; `seeing`: that of its vision-language model."""
         text = config.get_text_config()
         layers = int(text.num_hidden_layers)
         types = tuple(getattr(text, "layer_types", None) or ["full_attention"] * layers)
@@ -142,12 +142,12 @@ def supported(config: Any, layout: ParallelLayout, stages: StageSizes = EVEN) ->
 
 
 def stage_sizes(settings: EngineConfig) -> StageSizes:
-    """Return what the settings say of pipeline stages."""
+    """Return the sizes of pipeline stages that the settings ask for."""
     return StageSizes(settings.virtual_pipeline_parallel, settings.first_stage_layers, settings.last_stage_layers)
 
 
 def refuse_unsupported_model(settings: EngineConfig, config: Any, layout: ParallelLayout) -> None:
-    """ValueError with the reason where a model of this transformers config cannot be run like that."""
+    """Raise ValueError with the reason where a model of this transformers config cannot run on this layout."""
     answer = supported(config, layout, stage_sizes(settings))
     if settings.lora.rank and config.get_text_config().model_type in MBRIDGED:
         answer = Unsupported("adapters beside weights that mbridge maps have not been run")
@@ -179,7 +179,7 @@ def _family(text: Any) -> str | None:
 
 
 def _installed(package: str) -> str | None:
-    """Return the version of a package, None where it is not there."""
+    """Return the version of a package; None where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -16,7 +16,7 @@ from engines.parallel.stages import StageSizes
 def transformer_config(
     sizes: ModelSizes, layout: ParallelLayout, dtype: torch.dtype, stages: StageSizes, options: Mapping[str, Any]
 ) -> TransformerConfig:
-    """See the module's text; `options` are those of the user, ValueError where they cannot be.
+    """Return megatron-core's TransformerConfig; `options` are the user's, ValueError where they cannot be set.
 
     Sequence parallelism goes with tensor parallelism: megatron-core wants it for experts, and one way is one way to
     prove. Losses are divided by global counts before they come here: `calculate_per_token_loss` keeps Megatron from

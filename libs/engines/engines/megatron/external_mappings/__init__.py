@@ -1,1 +1,1 @@
-"""Weight mappings of other projects: which box of a transformers tensor a parameter of Megatron is."""
+"""Weight mappings of other projects: which box of a transformers tensor a Megatron parameter is."""

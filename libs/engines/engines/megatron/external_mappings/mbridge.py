@@ -42,7 +42,7 @@ SAME = {
 def bridge_of(config: Any, sizes: ModelSizes, tp: int = 1, states: Any = None) -> Any:
     """Make mbridge's bridge for a transformers config, with tables of its own and our layers' names.
 
-    `tp`: what the rows of a vocabulary are padded to a multiple of. `states`: its `ParallelStates`, which calling
+    `tp`: the vocabulary's rows are padded to a multiple of it. `states`: its `ParallelStates`, which calling
     `load_weights` or `export_weights` needs; a map needs none. ValueError where it reads other sizes off the config.
     """
     core = import_module("mbridge.core.bridge")  # only here: the library is imported without it
@@ -81,7 +81,7 @@ class MbridgeMap:
 
     @staticmethod
     def of(model: nn.Module) -> "MbridgeMap":
-        """Return of a transformers model; what its layers have beside what all have is read off mbridge's own
+        """Make the map of a transformers model; whether layers have query-key norms and biases is read from mbridge's
         config."""
         config: Any = model.config
         sizes = ModelSizes.of(config)
@@ -106,7 +106,7 @@ class MbridgeMap:
 
 
 class _Asked:
-    """mbridge's functions, asked for the place of every row and column by sending their numbers through."""
+    """A probe of mbridge's functions: numbers of rows and columns in place of weights show where each one goes."""
 
     def __init__(self, bridge: Any, shapes: dict[str, Shape], place: Place) -> None:
         self.names = bridge._weight_name_mapping_mcore_to_hf
@@ -118,7 +118,7 @@ class _Asked:
         self.bridge.hf_config.hidden_size = 1  # of a matrix one column is sent
 
     def held(self, chunk: int, name: str, everywhere: str, shape: Shape) -> MappedParameter:
-        """Return the parameter `name` of a stage, called `everywhere` in the whole model."""
+        """Return the map of parameter `name` of a stage, called `everywhere` in the whole model."""
         tensors = self.names(everywhere)
         wholes = [self.shapes[tensor] for tensor in tensors]
         rows = self._rows(everywhere, wholes, shape)
@@ -137,7 +137,7 @@ class _Asked:
         return MappedParameter(chunk, name, shape, tuple(pieces), speaks, self.place.first_copy, padding=padding)
 
     def _rows(self, name: str, wholes: Sequence[Shape], shape: Shape) -> list[int]:
-        """Return for each row of the parameter, which of the tensors' it is, counted through from 1; 0: none."""
+        """Return for each row of the parameter its row in the tensors, counted from 1 through all of them; 0: none."""
         first, numbered = 1, []
         for rows, *rest in wholes:
             numbers = torch.arange(first, first + rows)
@@ -146,7 +146,7 @@ class _Asked:
         return self._own(name, numbered, (shape[0], *(1 for _ in shape[1:])))
 
     def _columns(self, name: str, wholes: Sequence[Shape], shape: Shape) -> tuple[int, ...]:
-        """Return the first column of the tensor that the parameter has, where it is a matrix."""
+        """Return the first column of the tensor that the parameter has, in a tuple that is empty for a vector."""
         if len(shape) == 1:
             return ()
         if shape[1] == wholes[0][1]:
@@ -156,7 +156,7 @@ class _Asked:
         return (found[0],)
 
     def _own(self, name: str, numbers: list[Tensor], shape: Shape) -> list[int]:
-        """Return what of the numbers, joined and cut, this rank has: `shape` is that of its part."""
+        """Return this rank's part of the numbers, of shape `shape`, once mbridge has joined and split them."""
         joined = self.bridge._weight_to_mcore_format(name, numbers)
         like = torch.empty(shape, device="meta")
         parts = self.bridge._weight_split_across_tp(name, joined, like, self.place.layout.tp)
@@ -165,7 +165,7 @@ class _Asked:
 
 
 def _runs(rows: Sequence[int], starts: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (First, size) of runs of rows, counted from 1, that go up by one and stay in a tensor; first from 0 on."""
+    """Return (first, size) of each run of consecutive rows within a tensor; rows count from 1, `first` from 0."""
     found: list[tuple[int, int]] = []
     for row in rows:
         number = row - 1

@@ -80,7 +80,7 @@ PEER: Mapping[str, Mapping[str, Names]] = {
 
 
 def our_names(config: object) -> dict[str, Names]:
-    """Return the same of our bridge, for a transformers config; experts by their names on disk, where each has
+    """Return the transformers names of each parameter by our bridge; experts by their names on disk, where each has
     tensors."""
     sizes = ModelSizes.of(config)
     split = ((len(sizes.layer_types),),)
@@ -96,7 +96,7 @@ def our_names(config: object) -> dict[str, Names]:
 
 
 def peer_names(source: str, function: str) -> dict[str, Names]:
-    """Read a table off the source of one of Megatron-Bridge's files."""
+    """Read a table from the source of one of Megatron-Bridge's files."""
     tree = ast.parse(source)
     found: dict[str, Names] = {}
     wanted = (function, "_moe_routed_expert_mappings")
@@ -132,7 +132,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _text(node: ast.AST, named: Mapping[str, str]) -> str | None:
-    """Return a name, with the prefixes of a text model; None for anything else."""
+    """Return the name that a node stands for, with the prefixes of a text model; None for anything else."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.Name):
@@ -149,7 +149,7 @@ def _text(node: ast.AST, named: Mapping[str, str]) -> str | None:
 
 
 def main(wheel: str) -> int:
-    """Compare, and print what differs; 1 where something does."""
+    """Compare the names, and print what differs; return 1 where something does."""
     wrong = 0
     with zipfile.ZipFile(wheel) as archive:
         for model, (file, function) in FILES.items():

@@ -1,4 +1,4 @@
-"""Who says which box of which transformers tensor a parameter of Megatron is: we, or for further families mbridge."""
+"""The map of which box of which transformers tensor a Megatron parameter is: ours, or mbridge's for more families."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,19 +18,19 @@ class WeightMap(Protocol):
 
     @property
     def sizes(self) -> ModelSizes:
-        """See `ModelSizes`."""
+        """The model's sizes; see `ModelSizes`."""
 
     @property
     def shapes(self) -> Mapping[str, Shape]:
-        """Of every tensor of the transformers model that is trained, in the order of exports."""
+        """The shape of every tensor of the transformers model that is trained, in the order of exports."""
 
     def held(self, stages: Sequence[nn.Module], place: Place, split: Split) -> tuple[MappedParameter, ...]:
-        """Return all parameters of the rank at `place`, whose virtual stages these are."""
+        """Return all parameters of the rank at `place`, whose virtual stages are `stages`."""
 
 
 @dataclass(frozen=True)
 class OwnMap:
-    """Ours."""
+    """Our own map, by `engines.megatron.weights.bridge`."""
 
     sizes: ModelSizes
 

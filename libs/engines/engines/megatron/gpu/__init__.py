@@ -1,1 +1,1 @@
-"""What Megatron's stages compute by fused kernels on a GPU."""
+"""The fused kernels of Megatron's stages on a GPU."""

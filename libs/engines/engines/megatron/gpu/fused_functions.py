@@ -24,7 +24,7 @@ class FusedFunction(NamedTuple):
 
 
 def run(piece: FusedFunction, backend: str | None, *operands: Any) -> Tensor:
-    """Compute a piece; `backend` None runs it uncompiled. Operands with as many rows as the first have the tokens."""
+    """Compute a piece, uncompiled for `backend` None. Operands with as many rows as the first have one row a token."""
     result: Tensor = _Call.apply(piece, backend, *operands)
     return result
 

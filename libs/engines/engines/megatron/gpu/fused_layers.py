@@ -30,7 +30,7 @@ PIECES = Supported("megatron/gpu/fused_layers_cuda_test.py::test_a_bfloat16_curv
 def fused_pieces(
     config: EngineConfig, model_config: Any, device: torch.device, dtype: torch.dtype
 ) -> Supported | Unsupported:
-    """Return whether a stage computes by fused pieces, and the reason where it does not."""
+    """Return whether a stage computes by fused pieces, with the reason where it does not."""
     if config.compile == "off":
         return Unsupported("compile='off'")
     if device.type != "cuda":
@@ -45,7 +45,7 @@ def fused_pieces(
 
 
 def use_fused_pieces(stage: nn.Module, backend: str | None = "inductor") -> Applied:
-    """Let a stage of dense Qwen3.5 compute by fused pieces, and return what was changed."""
+    """Make a stage of dense Qwen3.5 compute by fused pieces, and return what was changed."""
     held = vars(stage).setdefault("_adaptations", {})
     patches = list(_patches(stage, backend))
     return apply(Adaptation("fused pieces", "megatron-core", VERSIONS, lambda: patches), held=held)
@@ -71,7 +71,7 @@ def _over(kind: type, backend: str | None) -> type:
 
 
 def _is_plain(config: Any) -> bool:
-    """Return whether no option of the user's asks for another activation than silu(gate) * up."""
+    """Return whether no user option asks for another activation than silu(gate) * up."""
     others = (config.bias_activation_fusion, config.activation_func_clamp_value, config.glu_linear_offset)
     return config.gated_linear_unit and not any(others)
 
@@ -82,7 +82,7 @@ class FusedNorm(CentredNorm):
     backend: str | None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise."""
+        """Normalise x."""
         return run(NORM, self.backend, x, self.weight, self.eps)
 
 
@@ -92,14 +92,14 @@ class FusedMLP(MLP):
     backend: str | None
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **options: Any) -> Any:
-        """See megatron-core's."""
+        """Run the MLP; arguments and results are those of megatron-core's."""
         if per_token_scale is not None:
             return super().forward(hidden_states, per_token_scale=per_token_scale, **options)
         return self.linear_fc2(run(SWIGLU, self.backend, self.linear_fc1(hidden_states)[0]))
 
 
 class FusedCoreAttention(PackedCoreAttention):
-    """With rotary embedding in one kernel."""
+    """Core attention with rotary embedding in one kernel."""
 
     backend: str | None
 
@@ -109,7 +109,7 @@ class FusedCoreAttention(PackedCoreAttention):
 
 
 class FusedSelfAttention(SelfAttention):
-    """With the gate of its output in one kernel."""
+    """Self-attention with the gate of its output in one kernel."""
 
     backend: str | None
 
@@ -118,7 +118,7 @@ class FusedSelfAttention(SelfAttention):
 
 
 class FusedDeltaNet(PackedDeltaNet):
-    """With decays and the gated norm in one kernel each."""
+    """A gated delta net with decays and the gated norm in one kernel each."""
 
     backend: str | None
 

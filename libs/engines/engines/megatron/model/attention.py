@@ -12,12 +12,12 @@ from seqpack.adapters.context import PackedContext
 
 @dataclass
 class PackedTokens(PackedSeqParams):
-    """What travels through megatron-core's layers beside the hidden states, under the name of its own such class.
+    """The data that goes through megatron-core's layers beside the hidden states, in place of its `PackedSeqParams`.
 
-    `context` says where sequences begin and who mixes tokens (this rank alone, or a context-parallel group);
-    `cos`, `sin` [T, R] turn the first R of a head's dimensions. Of the t tokens that this rank has between layers,
-    `counted` bool[t] are those that the router's loss counts, None where nobody asks; `experts` i16[t, layers, k] those
-    to take, -1 where the router chooses, None where it always does.
+    `context` says where sequences begin and who mixes tokens (this rank alone, or a context-parallel group); `cos`,
+    `sin` [T, R] rotate the first R of a head's dimensions. Of the t tokens that this rank has between layers, `counted`
+    bool[t] are those that the router's loss counts, None where it is not asked for; `experts` i16[t, layers, k] those
+    to take, -1 where the router chooses, None where it always chooses.
     """
 
     context: PackedContext | None = None
@@ -50,12 +50,12 @@ class PackedCoreAttention(nn.Module):
         return context.ops.attention(q, k, value, context, self.scale, None).flatten(1)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Turn x [T, heads, D] by the angles of cos and sin [T, R]."""
+        """Rotate x [T, heads, D] by the angles of cos and sin [T, R]."""
         return rotate(x, cos, sin)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pairs of dimensions (i, i + R / 2) of x [T, heads, D] by the angles of cos and sin [T, R], R <= D."""
+    """Rotate pairs of dimensions (i, i + R / 2) of x [T, heads, D] by the angles of cos and sin [T, R], R <= D."""
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     low, high = turned.chunk(2, dim=-1)
     turned = turned * cos.unsqueeze(1) + torch.cat([-high, low], dim=-1) * sin.unsqueeze(1)

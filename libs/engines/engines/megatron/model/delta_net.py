@@ -23,7 +23,7 @@ from engines.megatron.model.attention import PackedTokens
 
 @dataclass
 class DeltaNetParts:
-    """Specifications of its linears and its norm, as megatron-core's layers have them."""
+    """The specifications of its linears and its norm, as megatron-core's layers have them."""
 
     in_proj: Any
     out_norm: Any
@@ -94,12 +94,12 @@ class PackedDeltaNet(MegatronModule):
         return result
 
     def decays(self, a: Tensor) -> Tensor:
-        """Log decay of each token and head, a [T, heads] -> the same, float32 at least."""
+        """Return the log decay of each token and head, [T, heads] of a [T, heads], in float32 at least."""
         wide = torch.promote_types(a.dtype, torch.float32)
         return -self.A_log.to(wide).exp() * functional.softplus(a.to(wide) + self.dt_bias.to(wide))
 
     def gated(self, out: Tensor, gate: Tensor) -> Tensor:
-        """Normalise [T, heads, D] and multiply by silu(gate)."""
+        """Normalise out [T, heads, D] and multiply by silu(gate)."""
         wide = torch.promote_types(gate.dtype, torch.float32)
         normed: Tensor = self.out_norm(out)
         return normed.to(wide) * functional.silu(gate.to(wide))
@@ -107,7 +107,7 @@ class PackedDeltaNet(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None, **_: Any
     ) -> dict[str, Any]:
-        """Return what megatron-core's distributed checkpoint has of it, under the names of its own delta net."""
+        """Return its part of megatron-core's distributed checkpoint, by the names of megatron-core's delta net."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         cut = {"A_log": self.A_log, "dt_bias": self.dt_bias, "conv1d.weight": self.conv1d["weight"]}
         out: dict[str, Any] = make_sharded_tensors_for_checkpoint(
@@ -129,7 +129,7 @@ class PackedDeltaNet(MegatronModule):
 
 
 def in_parts(whole: ShardedTensor, parts: Mapping[str, int]) -> ShardedTensorFactory:
-    """File the rows of each part (name: how many) as a tensor of its own: each is cut for itself over ranks."""
+    """Save the rows of each part (name: how many) as a tensor of its own, which ranks shard separately."""
     bare = whole.without_data()
 
     @torch.no_grad()
@@ -148,7 +148,7 @@ def in_parts(whole: ShardedTensor, parts: Mapping[str, int]) -> ShardedTensorFac
 
 
 def from_one(weight: ShardedTensor) -> ShardedTensorFactory:
-    """File a norm's weight as its distance from one, exactly: in float64."""
+    """Save a norm's weight as its distance from one, exactly: in float64."""
     bare = weight.without_data()
 
     @torch.no_grad()

@@ -26,7 +26,7 @@ from engines.megatron.model.router import Router
 
 
 class PackedLayer(TransformerLayer):
-    """A layer that tells its router which tokens it computes: the same when it is computed again, later."""
+    """A layer that tells its router which tokens it computes; its recomputation sees the same ones."""
 
     def forward(self, *args: Any, packed_seq_params: PackedTokens, **kwargs: Any) -> Any:
         """Run the layer."""
@@ -43,8 +43,8 @@ class PackedLayer(TransformerLayer):
 def forget_graph(dispatcher: Any) -> None:
     """Drop what a dispatcher of tokens remembers of a forward pass with its graph.
 
-    Nothing reads it afterwards; but where layers are computed again, that graph is one that no backward pass ever
-    walks, and it would keep a layer's activations until the next step, for every layer.
+    Nothing reads it afterwards. But where layers are recomputed, no backward pass ever frees that graph, and it would
+    keep a layer's activations until the next step, for every layer.
     """
     for name, value in list(vars(dispatcher).items()):
         if isinstance(value, Tensor) and value.requires_grad:
@@ -52,7 +52,7 @@ def forget_graph(dispatcher: Any) -> None:
 
 
 class RecomputedLayer(PackedLayer):
-    """A layer whose activations are computed again in the backward pass."""
+    """A layer that recomputes its activations in the backward pass."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer under torch's checkpoint: there is no dropout, so no random state to keep."""
@@ -86,8 +86,8 @@ def _layer(sizes: ModelSizes, kind: str, recompute: bool) -> ModuleSpec:
 
 
 def _filed_norms(sizes: ModelSizes, kind: str) -> dict[str, str]:
-    """Return where megatron-core's checkpoint has a layer's norms: Transformer Engine's are inside the linear after
-    them."""
+    """Return the names of a layer's norms in megatron-core's checkpoint: Transformer Engine's are inside the linear
+    after them."""
     linear = "in_proj" if kind == "linear_attention" else "linear_qkv"
     names = {"input_layernorm.": f"self_attention.{linear}.layer_norm_"}
     return names | ({"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"} if sizes.experts is None else {})

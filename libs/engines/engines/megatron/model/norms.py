@@ -22,13 +22,13 @@ class Norm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise."""
+        """Normalise x."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (wide * (self.weight.to(wide.dtype) + self.offset)).to(x.dtype)
 
 
 class CentredNorm(Norm):
-    """The weight is kept as its distance from one."""
+    """A norm whose weight is kept as its distance from one."""
 
     offset = 1.0

@@ -21,7 +21,7 @@ class PackedGPT(GPTModel):
     """A virtual stage of a decoder. The last one gives normed hidden states: log-probs come from them in chunks."""
 
     def forward(self, input_ids: Tensor, packed: PackedTokens, features: Features | None) -> Tensor:
-        """Run the stage; the first one embeds `input_ids` [1, T], with features in the places of their tokens."""
+        """Run the stage; the first one embeds `input_ids` [1, T], with features at the places of their tokens."""
         embedded = None
         if self.pre_process and features is not None:
             embedded = features.put(self.embedding(input_ids=input_ids, position_ids=None))
@@ -29,14 +29,14 @@ class PackedGPT(GPTModel):
         return out
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Nothing: weights come from the bridge, the second copy of a tied embedding too."""
+        """Do nothing: weights come from the bridge, a tied embedding's second copy too."""
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states
 
     @property
     def head(self) -> Tensor:
-        """This rank's rows of the output layer."""
+        """The rows of the output layer on this rank."""
         tied = self.share_embeddings_and_output_weights and self.pre_process
         weight: Tensor = self.embedding.word_embeddings.weight if tied else self.output_layer.weight
         return weight
@@ -45,7 +45,7 @@ class PackedGPT(GPTModel):
 def build_stages(
     sizes: ModelSizes, layout: ParallelLayout, config: TransformerConfig, split: Split, recompute: bool
 ) -> list[PackedGPT]:
-    """Return this rank's virtual stages (one where there is no virtual pipeline), their weights not set."""
+    """Build this rank's virtual stages (one without a virtual pipeline), their weights not set."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     chunks = len(split[stage])
     out = []
@@ -73,9 +73,9 @@ def build_stages(
 
 
 class WithoutPaddingGradient:
-    """A hook of Megatron's embedding, after which the padding token gets no gradient, as in torch's (`padding_idx`).
+    """A hook of Megatron's embedding that gives the padding token no gradient, as torch's `padding_idx` does.
 
-    An embedding that begins at zero, as that row does, has a huge one behind a norm.
+    That row begins at zero, and a norm behind it would give it a huge gradient.
     """
 
     def __init__(self, padding: int, config: TransformerConfig) -> None:
@@ -83,7 +83,7 @@ class WithoutPaddingGradient:
         self.split = config.sequence_parallel
 
     def __call__(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> Tensor:
-        """Return `hidden` [tokens of this rank, 1, H] of the ids [1, tokens]."""
+        """Return `hidden` [tokens of this rank, 1, H] of the ids [1, tokens], without a gradient at padding tokens."""
         ids = (kwargs["input_ids"] if "input_ids" in kwargs else args[0]).t()
         if self.split:
             ranks = parallel_state.get_tensor_model_parallel_world_size()
@@ -92,10 +92,10 @@ class WithoutPaddingGradient:
 
 
 def mark_experts(model: torch.nn.Module) -> None:
-    """Have the gradients of experts summed over the ranks with the same experts.
+    """Make the gradients of experts be summed over the ranks with the same experts.
 
-    megatron-core does so by itself for expert_parallel > 1 alone: under tensor parallelism without it an expert's
-    gradient would lack the tokens of the other tensor-parallel ranks, without a word.
+    megatron-core does so itself for expert_parallel > 1 alone: under tensor parallelism without it an expert's gradient
+    would silently lack the tokens of the other tensor-parallel ranks.
     """
     for name, parameter in model.named_parameters():
         if ".local_experts." in name:
@@ -109,7 +109,7 @@ def rotary_of(module: Any) -> torch.nn.Module:
 
 
 def angles(rotary: Any, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, R] at positions i64[T] or [axes, T], in the dtype of `like`."""
+    """Return cos and sin [T, R] at positions i64[T] or [axes, T], in the dtype of `like`."""
     if positions.ndim == 1:
         given = positions.unsqueeze(0)
         if hasattr(rotary, "mrope_section"):

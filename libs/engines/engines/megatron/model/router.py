@@ -1,13 +1,13 @@
-"""The router of megatron-core's experts, with losses of ours in the place of megatron-core's.
+"""The router of megatron-core's experts, with our losses in place of megatron-core's.
 
 megatron-core balances each layer and micro-batch by itself, counts padding, and divides the gradient by the
 tensor-parallel ranks where losses are summed; its z-loss (`moe_z_loss_coeff`) does the same. Ours are those of
-`engines.families.router`, of the tokens of the whole global batch. What they divide by is counted first, in a pass
+`engines.families.router`, over the tokens of the whole global batch. What they divide by is counted first, in a pass
 without gradients over all stages and ranks; then every router adds the gradient of its own share, which no other rank
 has, so that they add up to the whole.
 
-Routers can be told which experts tokens go to (`engines.experts.routers` says why). megatron-core asks an object of its
-own for them, one list for all engines of a process; ours is asked in its place, and reads what came with the tokens.
+Routers can be given the experts that tokens go to (`engines.experts.routers` says why). megatron-core asks an object of
+its own for them, one list for all engines of a process; ours replaces it, and reads what came with the tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,10 +25,10 @@ from engines.megatron.model.attention import PackedTokens
 
 
 class Balance:
-    """What the routers of a rank count, and the loss that they add a gradient of."""
+    """The counts of a rank's routers over a step, and the loss whose gradient they add."""
 
     def __init__(self, loss: RouterLoss, device: torch.device, dtype: torch.dtype) -> None:
-        """`dtype`: what routers compute in; sums are float32 at least."""
+        """Take the loss. `dtype`: what routers compute in; sums are float32 at least."""
         self.loss = loss
         self.device = device
         self.counts: RouterCounts | None = None
@@ -36,19 +36,19 @@ class Balance:
         self._sums = torch.zeros(0, dtype=torch.promote_types(dtype, torch.float32), device=device)
 
     def begin(self) -> None:
-        """Count from now on."""
+        """Reset the counts, and count from now on."""
         self.counts = None
         self._sums = self._sums.new_zeros(2 * self.loss.experts + 2)
 
     def counted_all(self, world: dist.ProcessGroup) -> None:
-        """Add up what all ranks counted; from now on routers add their share. Collective."""
+        """Sum the counts over all ranks; from now on routers add their share of the loss. Collective."""
         dist.all_reduce(self._sums, group=world)
         chosen, terms, rows = self._sums.split([self.loss.experts, self.loss.experts + 1, 1])
         self.counts = RouterCounts(chosen, rows.squeeze(0))
         self.total = float(self.loss.loss(terms, self.counts))
 
     def see(self, logits: Tensor, counted: Tensor, given: Tensor | None) -> Tensor:
-        """Take a layer's logits [..., experts] into account, and hand them on.
+        """Count a layer's logits [..., experts], or connect its share of the loss to them; return the logits.
 
         `counted` bool[t]: the tokens that count; `given` i64[t, k]: their experts, -1 where the router chooses.
         """
@@ -80,7 +80,7 @@ class Router(TopKRouter):
 
     @contextmanager
     def computing(self, tokens: PackedTokens) -> Iterator[None]:
-        """While it is open, what it is given are these tokens."""
+        """Set the tokens that the layer computes inside the block."""
         self.tokens = tokens
         try:
             yield
@@ -89,13 +89,13 @@ class Router(TopKRouter):
 
     @property
     def given(self) -> Tensor | None:
-        """i64[t, k]: the experts that its tokens are to go to, -1 where it chooses; None: it always does."""
+        """The experts i64[t, k] that its tokens are to go to, -1 where it chooses; None: it always chooses."""
         assert self.tokens is not None, "a router is called by its layer"
         experts = self.tokens.experts
         return None if experts is None else experts[:, self.layer].to(torch.int64)
 
     def gating(self, input: Tensor) -> Tensor:  # noqa: A002 (megatron-core's name)
-        """Return [..., H] -> [..., experts]."""
+        """Return the logits [..., experts] of hidden states [..., H]."""
         logits = functional.linear(input, self.weight)
         if self.balance is None or self.tokens is None or self.tokens.counted is None:
             return logits
@@ -103,7 +103,7 @@ class Router(TopKRouter):
 
 
 class _Told:
-    """What megatron-core's routing asks for the experts of tokens, in place of its own `RouterReplay`."""
+    """The replacement of megatron-core's `RouterReplay`, which its routing asks for the experts of tokens."""
 
     def __init__(self, router: Router) -> None:
         self.router = router
@@ -116,7 +116,7 @@ class _Told:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """scores [t, E] -> (those of the experts taken [t, k], the experts i64[t, k]): megatron-core's own arguments.
+        """Return (scores of the experts taken [t, k], these experts i64[t, k]) of scores [t, E].
 
         The gradient of the mixing weights goes to the experts that were taken.
         """
@@ -134,7 +134,7 @@ def _merged(given: Tensor, own: Tensor) -> Tensor:
 
 
 class _WithLoss(torch.autograd.Function):
-    """x as it is; the backward pass that reaches it adds the gradient of a loss."""
+    """The identity of x; its backward pass adds the gradient of a loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:

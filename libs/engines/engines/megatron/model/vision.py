@@ -39,12 +39,12 @@ class Features:
     values: Tensor
 
     def put(self, hidden: Tensor) -> Tensor:
-        """Replace embeddings [t, 1, H]: the tokens that stood there get no gradient."""
+        """Replace embeddings [t, 1, H] at the slots; those that were there get no gradient."""
         return hidden.index_put((self.slots,), self.values.to(hidden.dtype).unsqueeze(1))
 
 
 def tower_shapes(model: Any) -> dict[str, Shape]:
-    """Return the shape of every tensor of a model's tower, by live name; none of a text model."""
+    """Return the shape of every tensor of a model's tower, by live name; an empty dict for a text model."""
     tower = family_of(model.config).tower(model)
     return {} if tower is None else {f"{TOWER}{name}": tuple(p.shape) for name, p in tower.named_parameters()}
 
@@ -53,7 +53,7 @@ class Tower:
     """A model's tower on this rank, its weights not set."""
 
     def __init__(self, model: Any, place: Place, dtype: torch.dtype, device: torch.device, trained: bool) -> None:
-        """`model`: the transformers module, which keeps its own. `trained`: whether the tower has gradients."""
+        """Copy the tower of `model`, the transformers module, which keeps its own. `trained`: with gradients."""
         self.settings = VisionSettings.of(model.config)
         self.place = place
         found = family_of(model.config).tower(model)
@@ -67,7 +67,7 @@ class Tower:
 
     @staticmethod
     def of(model: Any, place: Place, dtype: torch.dtype, device: torch.device, trained: bool) -> "Tower | None":
-        """Make that of a vision-language model on a rank that embeds tokens; None elsewhere."""
+        """Make the tower of a vision-language model on a rank that embeds tokens; None elsewhere."""
         if place.at.pp or not tower_shapes(model):
             return None
         return Tower(model, place, dtype, device, trained)
@@ -78,7 +78,7 @@ class Tower:
         return MappedParameter(0, f"{STAGE_NAME}.{name}", shape, pieces, self.place.at.tp == 0, self.place.first_copy)
 
     def features(self, seen: VisionInputs, tokens: int) -> Features | None:
-        """Return what stands in this rank's part of a call of `tokens` tokens; None where that is text alone."""
+        """Compute the features in this rank's part of a call of `tokens` tokens; None where that is text alone."""
         size, device = tokens // self.place.layout.tp, seen.slots.device
         own = torch.arange(size, device=device) + self.place.at.tp * size
         mine = seen.shard(own, torch.ones_like(own, dtype=torch.bool), tokens, self.settings)
@@ -90,7 +90,7 @@ class Tower:
 
 
 def trained_in(stage: nn.Module, tower: Tower | None) -> tuple[MappedParameter, ...]:
-    """Make a trained tower a part of this first stage, and return the map of that part; nothing of another."""
+    """Add a trained tower to this first stage, and return the map of its parameters; an empty one otherwise."""
     if tower is None or not tower.trained:
         return ()
     stage.add_module(STAGE_NAME, tower.tower)
@@ -105,7 +105,7 @@ def frozen_in(tower: Tower | None) -> tuple[HeldParameter, ...]:
 
 
 def taken_over(parts: Mapping[Any, Tensor]) -> None:
-    """Give parameters the values of their more exact copies."""
+    """Copy the more exact values of parts into their parameters."""
     for part, values in parts.items():
         if values.data_ptr() != part.values.data_ptr():
             part.values.copy_(values)

@@ -18,11 +18,11 @@ def shared_log_probs(
     group: dist.ProcessGroup,
     first: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax(hidden @ head.T / temperature) at the targets, and the entropy of that softmax; equal on all ranks.
+    """Return log softmax(hidden @ head.T / temperature) at the targets, and its entropy; equal on all ranks.
 
     `hidden` [N, H] and `targets` i64[N] are those of all ranks of `group`; `weight` [v, H] are rows of the head from
     `first` on, each row on one rank -> [N] (and [N] or None). `chunk` x v logits are alive at a time. The gradient of
-    `hidden` is this rank's part: it is added up where hidden states were gathered.
+    `hidden` is this rank's part: it is summed where hidden states were gathered.
     """
     log_probs, entropies = _SharedLogProbs.apply(hidden, weight, targets - first, temperature, chunk, entropy, group)
     return log_probs, entropies if entropy else None

@@ -1,1 +1,1 @@
-"""What Megatron's stages are on NPUs: their operators, and MindSpeed's patches."""
+"""Megatron's stages on NPUs: their operators, and MindSpeed's patches."""

@@ -26,7 +26,7 @@ class NpuMLP(MLP):
     """A gated MLP without biases."""
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any) -> Any:
-        """See megatron-core's."""
+        """Run the MLP; arguments and results are those of megatron-core's."""
         product = swiglu_halves(self.linear_fc1(hidden_states)[0])
         if per_token_scale is not None:
             product = (product * per_token_scale.unsqueeze(-1)).to(product.dtype)
@@ -34,12 +34,12 @@ class NpuMLP(MLP):
 
 
 class NpuSharedExpertMLP(SharedExpertMLP, NpuMLP):
-    """Its own forward calls that of the class behind it, which is `NpuMLP`."""
+    """A shared expert whose own forward calls that of its base class, `NpuMLP`."""
 
 
 def use_npu_operators(stage: nn.Module, config: EngineConfig) -> Applied | None:
-    """Let a stage compute by the NPU's operators, and return what was changed; None elsewhere, and where `config` says
-    so. ValueError for a torch_npu of another version."""
+    """Make a stage compute by the NPU's operators, and return what was changed; None elsewhere, and where `config`
+    switches them off. ValueError for a torch_npu of another version."""
     if not asked_for(config, next(stage.parameters()).device):
         return None
     return apply_to(stage, Adaptation("NPU operators", "torch_npu", VERSIONS, lambda: list(_patches(stage))))
@@ -58,13 +58,13 @@ def _patches(stage: nn.Module) -> Iterator[Patch]:
 
 
 def _is_plain(config: Any) -> bool:
-    """Return whether no option of the user's asks for another activation than silu(gate) * up."""
+    """Return whether no user option asks for another activation than silu(gate) * up."""
     others = (config.bias_activation_fusion, config.activation_func_clamp_value, config.glu_linear_offset)
     return config.gated_linear_unit and not any(others)
 
 
 class NpuCoreAttention(PackedCoreAttention):
-    """With rotary embedding by the operator."""
+    """Core attention with the operator's rotary embedding."""
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """See `engines.megatron.model.attention.rotate`."""

@@ -60,5 +60,5 @@ def _patches(values: Mapping[str, Any]) -> Sequence[Patch]:
 
 
 def _megatron() -> list[ModuleType]:
-    """Modules of megatron-core that are loaded."""
+    """Return the modules of megatron-core that are loaded."""
     return [module for name, module in list(sys.modules.items()) if name.startswith("megatron.core") and module]

@@ -31,7 +31,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, eq=False)
 class Stepped:
-    """The master of a part in the shape that its optimizer has it in, and that optimizer."""
+    """The master of a part in the shape that its optimizer uses, and that optimizer."""
 
     master: Tensor
     optimizer: torch.optim.Optimizer
@@ -43,12 +43,12 @@ class Stepped:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What the optimizer keeps for it: nothing before its first step."""
+        """The optimizer's state of it, empty before its first step."""
         state: dict[str, Any] = self.optimizer.state[self.master]
         return state
 
     def begun(self) -> dict[str, Tensor]:
-        """Moments and `step` f32[], zeros where there was no step yet; a checkpoint is read into them."""
+        """Return moments and `step` f32[], zeros before the first step; a checkpoint is read into them."""
         if not self.state:
             self.state["step"] = torch.zeros((), dtype=torch.float32, device=self.master.device)
             self.state.update({name: torch.zeros_like(self.master.detach()) for name in MOMENTS})
@@ -56,11 +56,11 @@ class Stepped:
 
     @property
     def steps(self) -> float:
-        """How many there were, by what was read."""
+        """The number of steps so far, as read from a checkpoint."""
         return float(self.begun()["step"])
 
     def go_on(self, steps: float) -> None:
-        """Go on after so many."""
+        """Set the number of steps."""
         self.begun()["step"].fill_(steps)
 
 
@@ -73,7 +73,7 @@ class Updates(ABC):
     def __init__(
         self, config: EngineConfig, chunks: Sequence[Any], parameters: Sequence[HeldParameter], world: dist.ProcessGroup
     ) -> None:
-        """`chunks`: the stages in megatron-core's DistributedDataParallel."""
+        """Find this rank's parts. `chunks`: the stages in megatron-core's DistributedDataParallel."""
         self.limit = config.grad_clip
         self.world = world
         self.chunks = chunks
@@ -83,19 +83,19 @@ class Updates(ABC):
 
     @abstractmethod
     def _update(self, lr: float) -> None:
-        """Step by the gradients in megatron-core's buffers, and hand the new values to the parameters."""
+        """Step by the gradients in megatron-core's buffers, and copy the new values to the parameters."""
 
     @property
     def masters(self) -> tuple[Tensor, ...]:
-        """Flat, one for each part."""
+        """The masters, flat, one for each part."""
         return tuple(one.flat for one in self.stepped)
 
     def updated(self) -> Iterator[tuple[Part, Tensor]]:
-        """Return parts with their masters."""
+        """Return each part with its master."""
         return zip(self.parts, self.masters, strict=True)
 
     def step(self, lr: float, loss: Tensor) -> Tensor:
-        """Clip and update where the norm is finite on all ranks: a scalar, the norm before clipping.
+        """Clip and update where the norm is finite on all ranks; return the norm before clipping, a scalar.
 
         `loss` is this rank's share of the step's.
         """
@@ -109,9 +109,9 @@ class Updates(ABC):
         return norm
 
     def take_loaded(self) -> None:
-        """Go on from a checkpoint that was read into masters and `state`.
+        """Resume from a checkpoint that was read into masters and `state`.
 
-        All parameters step alike, and the number that was read is that of all: not every part was read one.
+        All parameters have had the same number of steps, so what was read for some holds for all.
         """
         most = max((one.steps for one in self._asked().values()), default=0.0)
         for one in self.stepped:
@@ -120,7 +120,7 @@ class Updates(ABC):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Hand masters to the parameters, on all ranks that hold them."""
+        """Copy masters to the parameters, on all ranks that hold them."""
         for part, master in self.updated():
             if not _same_memory(part.values, master):
                 part.values.copy_(master)
@@ -137,12 +137,12 @@ class Updates(ABC):
         return reduce_float64(squares, self.world).sqrt()
 
     def tensors(self) -> list[Tensor]:
-        """Masters and moments, for who moves them."""
+        """Return masters and moments, for moves to another device."""
         moments = [one.state[name] for one in self.stepped for name in MOMENTS if name in one.state]
         return [*self.masters, *moments]
 
     def state(self, shapes: Mapping[str, Shape]) -> dict[str, dict[str, Any]]:
-        """Moments and step of every transformers tensor that this rank updates a part of; loading writes into them."""
+        """Return moments and step of every transformers tensor that this rank updates; loading writes into them."""
         kept = {part: one.begun() for part, one in zip(self.parts, self.stepped, strict=True)}
         out: dict[str, dict[str, Any]] = {}
         for moment in MOMENTS:
@@ -155,15 +155,14 @@ class Updates(ABC):
         return out
 
     def _asked(self) -> dict[str, Stepped]:
-        """Return the part whose number of steps is in a file, by transformers tensor: one of those that it is made
-        of."""
+        """Return, by transformers tensor, one of its parts: the one whose number of steps a file holds."""
         parts = zip(self.parts, self.stepped, strict=True)
         return {name: one for part, one in parts for name, _, _ in boxes_of(part, one.flat)}
 
 
 class TorchUpdates(Updates):
-    """By torch's AdamW. With `config.optimizer_on_host` masters are in host memory: gradients go there and weights come
-    back once a step."""
+    """Updates by torch's AdamW. With `config.optimizer_on_host` masters are in host memory: gradients go there and
+    weights come back once a step."""
 
     def __init__(
         self,
@@ -173,7 +172,7 @@ class TorchUpdates(Updates):
         world: dist.ProcessGroup,
         scales: Mapping[str, float],
     ) -> None:
-        """See `Updates`. `scales`: multiples of the learning rate, by the names of transformers' parameters."""
+        """Make the optimizer; see `Updates`. `scales`: multiples of the learning rate, by transformers name."""
         super().__init__(config, chunks, parameters, world)
         masters = [_master(part, config) for part in self.parts]
         updated = [
@@ -184,7 +183,7 @@ class TorchUpdates(Updates):
         self.stepped = tuple(Stepped(master, self.optimizer) for master in masters)
 
     def __str__(self) -> str:
-        """Return what it is, for logs."""
+        """Return the optimizer's name for logs."""
         return name_of(self.optimizer)
 
     def _update(self, lr: float) -> None:
@@ -197,7 +196,7 @@ class TorchUpdates(Updates):
 
 
 def _scale(one: HeldParameter, scales: Mapping[str, float]) -> float:
-    """Return the multiple of the learning rate of what a parameter is made of; ValueError where that differs."""
+    """Return a parameter's multiple of the learning rate; ValueError where its tensors have different ones."""
     found = {piece.tensor: scales.get(piece.tensor, 1.0) for piece in one.held.pieces}
     if len(set(found.values())) > 1:
         raise ValueError(
@@ -218,7 +217,7 @@ def _parts(
 
 
 def _own_ranges(chunks: Sequence[Any]) -> dict[nn.Parameter, tuple[int, int]]:
-    """Return the elements of each parameter in this rank's share of a bucket: as many of each bucket for every rank."""
+    """Return each parameter's elements in this rank's share of the buckets, which are split evenly over ranks."""
     found = {}
     for chunk in chunks:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
@@ -234,7 +233,7 @@ def _own_ranges(chunks: Sequence[Any]) -> dict[nn.Parameter, tuple[int, int]]:
 
 
 def gradient_of(part: Part) -> Tensor:
-    """Return its elements in megatron-core's gradient buffer: a view."""
+    """Return a part's elements of megatron-core's gradient buffer: a view."""
     main: Tensor = part.one.parameter.main_grad  # type: ignore[attr-defined]
     return part.of(main)
 

@@ -26,7 +26,7 @@ from engines.megatron.weights.parameters import HeldParameter, Part
 
 @dataclass(frozen=True, eq=False)
 class SteppedByGroup(Stepped):
-    """A master of Transformer Engine's FusedAdam or apex's, which count steps in the parameter group, as an integer."""
+    """A master of Transformer Engine's or apex's FusedAdam, which count steps in the parameter group, as an integer."""
 
     group: dict[str, Any]
     read: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float32))
@@ -50,12 +50,12 @@ class SteppedByGroup(Stepped):
 
 
 class CoreUpdates(Updates):
-    """By megatron-core's own optimizer."""
+    """Updates by megatron-core's own optimizer."""
 
     def __init__(
         self, config: EngineConfig, chunks: Sequence[Any], parameters: Sequence[HeldParameter], world: dist.ProcessGroup
     ) -> None:
-        """See `Updates`. Collective. RuntimeError where it updates other memory than the map of weights says."""
+        """Make it; see `Updates`. Collective. RuntimeError where its tensors are not those of the weight map."""
         super().__init__(config, chunks, parameters, world)
         dtype = chunks[0].config.params_dtype
         with adapted_optimizer(next(chunks[0].parameters()).device):
@@ -83,7 +83,7 @@ class CoreUpdates(Updates):
         self.core.zero_grad()
 
     def __str__(self) -> str:
-        """Return what it is made of, for logs."""
+        """Return the optimizers' names for logs."""
         outer = {type(one).__name__: None for one in self.core.chained_optimizers}
         inner = {name_of(one): None for one in self.inner}
         return f"megatron-core's {' and '.join(outer)} over {' and '.join(inner) or 'nothing'}"
@@ -111,7 +111,7 @@ def _made(config: EngineConfig, chunks: Sequence[Any], dtype: torch.dtype) -> An
 
 
 def _set_up(optimizer: torch.optim.Optimizer, config: EngineConfig) -> None:
-    """What megatron-core's scheduler would do: decay by group. And torch's AdamW in one kernel, as elsewhere here."""
+    """Set each group's decay, as megatron-core's scheduler would, and let torch's AdamW run in one kernel."""
     groups = optimizer.param_groups
     groups[:] = [group for group in groups if group["params"]]  # apex looks for the first parameter of each
     for group in groups:
@@ -121,7 +121,7 @@ def _set_up(optimizer: torch.optim.Optimizer, config: EngineConfig) -> None:
 
 
 def _of(part: Part, found: dict[int, Stepped]) -> Stepped:
-    """Return the master of a part: megatron-core's copy where it has one, else the memory of the parameter itself."""
+    """Return the master of a part: megatron-core's copy where there is one, else the parameter's own memory."""
     copied = getattr(part.one.parameter, "main_param", None)
     one = found.get((part.values if copied is None else copied).data_ptr())
     if one is None or one.flat.numel() != part.stop - part.start:

@@ -1,4 +1,4 @@
-"""Which optimizer updates Megatron's parameters, and why: decided once, told in logs and by `state_summary()`."""
+"""The choice of the optimizer of Megatron's parameters, made once: logs and `state_summary()` show it and the reason."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ LOG = logging.getLogger(__name__)
 def choose(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
     """Return whether megatron-core's own optimizer is used for a model that computes in `dtype`, and why.
 
-    ValueError where it is asked for and cannot be used.
+    ValueError where the configuration asks for it and it cannot be used.
     """
     answer = core_optimizer(config)
     alone = core.USING_PYTORCH_OPTIMIZER and not config.distributed_optimizer
@@ -45,7 +45,7 @@ def updates_for(
     world: dist.ProcessGroup,
     scales: Mapping[str, float] | None,
 ) -> tuple[Updates | None, str]:
-    """Return the optimizer of a rank's parameters, and in words what it is and why. Collective; see `TorchUpdates`.
+    """Return the optimizer of a rank's parameters, and a text of what it is and why. Collective; see `TorchUpdates`.
 
     None where nothing is trained (`scales` None). ValueError of `choose`.
     """

@@ -1,1 +1,1 @@
-"""What megatron-core needs of a process: groups, answers to its CUDA calls, buffers that can be offloaded."""
+"""megatron-core's needs of a process: groups, replacements of its CUDA calls, buffers that can be offloaded."""

@@ -1,8 +1,8 @@
-"""Memory of tensors that is freed and comes back: what `offload` does to Megatron's buffers.
+"""The offload of Megatron's buffers: their memory is freed, and allocated again on return.
 
-megatron-core keeps weights, gradients and their views (parameters, `main_grad`, buckets, shards) on a few storages. A
-tensor that is moved would leave its views behind. So the storages themselves are emptied, and get their bytes again:
-every view stays what it was, whoever has it, and nothing depends on what a buffer was thought to hold.
+megatron-core keeps weights, gradients and their views (parameters, `main_grad`, buckets, shards) on a few storages.
+Moving a tensor would leave its views behind. So the storages themselves are emptied, and refilled later: every view
+stays valid, whoever has it, and nothing depends on which tensors a buffer holds.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from engines.devices.host_copies import HostCopies
 
 
 class Moved:
-    """What is away at the moment."""
+    """The storages that are offloaded at the moment."""
 
     def __init__(self) -> None:
         self._host = HostCopies()
@@ -23,7 +23,8 @@ class Moved:
         self._forgotten: list[tuple[torch.UntypedStorage, int]] = []
 
     def away(self, kept: Iterable[Tensor], forgotten: Iterable[Tensor]) -> None:
-        """Free the memory of these tensors: the bytes of `kept` stay in host memory, those of `forgotten` nowhere.
+        """Free the memory of these tensors: the bytes of `kept` are copied to host memory, those of `forgotten` are
+        lost.
 
         Nothing may touch them until they are back.
         """
@@ -36,7 +37,7 @@ class Moved:
             storage.resize_(0)
 
     def back(self) -> None:
-        """Have everything again; what was forgotten is zero."""
+        """Restore all storages; forgotten ones are zero."""
         for storage, content in self._kept:
             storage.resize_(content.nbytes)
             _bytes(storage).copy_(content, non_blocking=True)
@@ -53,7 +54,7 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Return those that have memory, each once."""
+    """Return the storages that have memory, each once."""
     found = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()

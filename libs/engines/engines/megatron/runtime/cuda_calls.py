@@ -27,8 +27,8 @@ VERSIONS = ">=0.16,<0.20,!=0.17.*,!=0.18.*"
 
 
 class _TorchOn(ModuleType):
-    """torch for `schedules`, which counts tokens in a tensor on device="cuda", and for `optimizer`, which has a scale
-    there."""
+    """A stand-in for torch in `schedules`, which counts tokens in a tensor on device="cuda", and in `optimizer`, whose
+    scale lies there."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__("torch")
@@ -38,16 +38,16 @@ class _TorchOn(ModuleType):
         return getattr(torch, name)
 
     def zeros(self, *size: Any, **options: Any) -> Tensor:
-        """torch.zeros on the device."""
+        """Return torch.zeros on the device."""
         return torch.zeros(*size, **{**options, "device": self._there})
 
     def tensor(self, data: Any, **options: Any) -> Tensor:
-        """torch.tensor on the device."""
+        """Return torch.tensor on the device."""
         return torch.tensor(data, **{**options, "device": self._there})
 
 
 class _NoStream:
-    """In the place of a stream for copies to the host: they are waited for at once."""
+    """A stand-in for a stream of copies to the host, which are waited for at once."""
 
 
 ON_HOST = ("num_out_tokens", "num_global_tokens_per_local_expert")
@@ -55,7 +55,7 @@ SPLITS = ("input_splits", "output_splits", "output_splits_tp")
 
 
 def _to_the_host(dispatcher: Any, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
-    """Copy the sizes of an all-to-all to the host and wait. megatron-core copies what is on CUDA devices alone."""
+    """Copy the sizes of an all-to-all to the host and wait; megatron-core itself does so on CUDA devices alone."""
     if point != dispatcher.cuda_dtoh_point:
         return tokens_per_expert
     for name in (*ON_HOST, *SPLITS):
@@ -71,7 +71,7 @@ _GATHER, _REDUCE_SCATTER = mappings._gather_along_first_dim, mappings._reduce_sc
 def _gather_of_one_size(
     x: Tensor, group: dist.ProcessGroup, output_split_sizes: list[int] | None = None, use_global_buffer: bool = False
 ) -> Tensor:
-    """Gather parts of different sizes along dimension 0, padded: gloo takes one size alone, and no one saw HCCL's."""
+    """Gather parts of different sizes along dimension 0, padded: gloo takes one size alone, HCCL is untested."""
     if output_split_sizes is None or group.size() == 1:
         gathered: Tensor = _GATHER(x, group, output_split_sizes, use_global_buffer)
         return gathered
@@ -86,7 +86,7 @@ def _gather_of_one_size(
 def _reduce_scatter_of_one_size(
     x: Tensor, group: dist.ProcessGroup, input_split_sizes: list[int] | None = None, use_global_buffer: bool = False
 ) -> Tensor:
-    """Add up over the group and keep this rank's part, of a size of its own: by a sum of the whole."""
+    """Sum over the group and keep this rank's part, whose size is its own, by an all-reduce of the whole."""
     if input_split_sizes is None or group.size() == 1:
         scattered: Tensor = _REDUCE_SCATTER(x, group, input_split_sizes, use_global_buffer)
         return scattered
@@ -100,14 +100,14 @@ _TYPE = Tensor.type
 
 
 def _type_of_cudas(tensor: Tensor, *given: Any, **options: Any) -> Any:
-    """Return `tensor.type()` as on a GPU: by this name optimizers choose whether a parameter needs a float32 master."""
+    """Return `tensor.type()` as on a GPU: optimizers choose by this name whether a parameter needs a float32 master."""
     found = _TYPE(tensor, *given, **options)
     return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
 
 
 @cache
 def optimizer_adaptation_to(device: torch.device) -> Adaptation:
-    """Return what megatron-core's optimizers get while they are made for a device that is not CUDA's."""
+    """Return the changes to megatron-core's optimizers while they are made for a device other than CUDA."""
 
     def patches() -> list[Patch]:
         return [Patch(optimizer, "torch", _TorchOn(device)), Patch(Tensor, "type", _type_of_cudas)]
@@ -116,13 +116,13 @@ def optimizer_adaptation_to(device: torch.device) -> Adaptation:
 
 
 def adapted_optimizer(device: torch.device) -> AbstractContextManager[None]:
-    """Make megatron-core's optimizers for a model on `device` inside of it; see `adapted`."""
+    """Return a context manager in which megatron-core's optimizers can be made for `device`; see `adapted`."""
     return nullcontext() if device.type == "cuda" else applied(optimizer_adaptation_to(device))
 
 
 @cache
 def adaptation_to(device: torch.device) -> Adaptation:
-    """Return what megatron-core gets on a device that is not CUDA's."""
+    """Return the changes to megatron-core for a device other than CUDA."""
     overlaps = devices_of(device).overlaps
     nothing: Callable[..., None] = lambda *_: None  # noqa: E731
 
@@ -144,10 +144,10 @@ def adaptation_to(device: torch.device) -> Adaptation:
 
 @contextmanager
 def adapted(device: torch.device) -> Iterator[None]:
-    """Run calls into megatron-core for a model on `device`; what is replaced is put back at the end.
+    """Run calls into megatron-core for a model on `device` inside the block; what is replaced is restored at the end.
 
     Its small functions are not compiled there: torch's compiler has no code for an NPU, and on a CPU each process would
-    run a C++ compiler for seconds before its first step; models of the sizes that run on a CPU do not earn that back.
+    run a C++ compiler for seconds before its first step, which models small enough for a CPU do not earn back.
     ValueError for a megatron-core of another version, or one that lacks a name.
     """
     if device.type == "cuda":

@@ -45,7 +45,7 @@ def ensure_groups(layout: ParallelLayout, chunks: int = 1) -> None:
 
 
 def release() -> None:
-    """Let megatron-core's groups go, so that the next engine may have another layout; those before it are unusable.
+    """Forget megatron-core's groups, so that the next engine may have another layout; earlier engines become unusable.
 
     Collective where the groups are those of the default group that is there: they are destroyed, since each holds
     threads and sockets, on CUDA a communicator, and megatron-core only forgets them.

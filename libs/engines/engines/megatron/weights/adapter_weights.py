@@ -56,12 +56,12 @@ class AdaptedLinear:
 
     @property
     def linear(self) -> str:
-        """Its name in its stage."""
+        """The linear's name in its stage."""
         return self.a.name.rpartition(".")[0]
 
 
 def refuse_layers(names: Iterable[str]) -> None:
-    """ValueError for transformers layers whose adapters have no place under Megatron."""
+    """Raise ValueError for transformers layers whose adapters have no counterpart under Megatron."""
     last = {name.rpartition(".")[2] for name in names}
     if other := sorted(last - set(LINEARS)):
         words = ", ".join(repr(name) for name in LINEARS if name in last)
@@ -72,7 +72,7 @@ def refuse_layers(names: Iterable[str]) -> None:
 
 
 def with_adapters(shapes: Mapping[str, Shape], model: nn.Module) -> dict[str, Shape]:
-    """Return the shapes of a model's tensors and of its adapters, each pair right before the weight that it is for."""
+    """Return the shapes of a model's tensors and of its adapters, each pair right before its weight."""
     adapters = {name: tuple(p.shape) for name, p in model.named_parameters() if is_adapter(name)}
     out: dict[str, Shape] = {}
     for name, shape in shapes.items():
@@ -89,7 +89,7 @@ def _pair(weight: str) -> tuple[str, str]:
 def adapted_linears(
     held: Sequence[MappedParameter], shapes: Mapping[str, Shape], place: Place
 ) -> tuple[AdaptedLinear, ...]:
-    """Map the adapters of a rank; `shapes` has those of the model (`with_adapters`)."""
+    """Map the adapters of a rank; `shapes` includes those of the adapters (`with_adapters`)."""
     found = (_adapted(one, shapes, place) for one in held)
     return tuple(one for one in found if one is not None)
 
@@ -123,7 +123,7 @@ def _adapted(one: MappedParameter, shapes: Mapping[str, Shape], place: Place) ->
 
 
 class LowRank:
-    """A forward hook of a linear, which adds what its adapters give. `on`: whether it does."""
+    """A forward hook of a linear that adds its adapters' output. `on`: whether it does."""
 
     def __init__(self, linear: Any, columns: tuple[tuple[range, ...], ...], scale: float) -> None:
         self.scale = scale
@@ -138,7 +138,7 @@ class LowRank:
             self.order = torch.tensor(order, device=linear.weight.device)
 
     def __call__(self, linear: Any, args: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-        """Return `args` (x [t, 1, in],), `output` (W x [T, 1, rows], bias)."""
+        """Add the adapters to `output` (W x [T, 1, rows], bias), for `args` (x [t, 1, in],)."""
         if not self.on:
             return output
         low = functional.linear(args[0].to(linear.lora_A.dtype), linear.lora_A)
@@ -154,7 +154,7 @@ class LowRank:
 
 
 class Adapters:
-    """Those of all stages of a rank: `add` makes their parameters, without values."""
+    """The adapters of all stages of a rank: `add` makes their parameters, without values."""
 
     def __init__(self, config: LoraConfig) -> None:
         self.scale = config.scale
@@ -179,7 +179,7 @@ class Adapters:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """While it is open, the model is the base alone."""
+        """Switch the adapters off inside the block: the model is the base alone."""
         for hook in self.hooks:
             hook.on = False
         try:
@@ -189,7 +189,7 @@ class Adapters:
                 hook.on = True
 
     def merged(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield of tensors in the order of `with_adapters` yield those of the base, each with its adapter added."""
+        """Yield the base's tensors, each with its adapter added, from tensors in the order of `with_adapters`."""
         kept: dict[str, Tensor] = {}
         for name, tensor in tensors:
             a, b = _pair(name)
@@ -202,13 +202,12 @@ class Adapters:
 
 
 def _has_gradient(_module: Any, _args: Any, hidden: Tensor) -> Tensor:
-    """Return a first stage without adapters has nothing to train, but the pipeline's schedule runs its backward
-    pass."""
+    """Let the hidden states of a first stage without adapters have a gradient: the schedule runs its backward pass."""
     return hidden.requires_grad_() if torch.is_grad_enabled() else hidden
 
 
 class FirstValues(Mapping[str, Any]):
-    """A model's tensors by name, adapters as they begin: the same under any layout and backend."""
+    """A model's tensors by name, adapters with their first values: the same under any layout and backend."""
 
     def __init__(self, tensors: Mapping[str, Any], shapes: Mapping[str, Shape], seed: int) -> None:
         self.tensors = tensors
@@ -226,8 +225,7 @@ class FirstValues(Mapping[str, Any]):
 
 
 def frozen_values(one: HeldParameter, dtypes: Mapping[str, torch.dtype]) -> tuple[Part, Tensor]:
-    """Return what is kept of a frozen parameter, whole: itself, or where its dtype is less exact than on disk, a copy
-    there.
+    """Return what is kept of a frozen parameter, whole: itself, or a copy where its dtype on disk is more exact.
 
     `dtypes`: of the transformers tensors, where that matters. The copy is in host memory: only exports need it.
     """
@@ -246,10 +244,9 @@ def frozen_digest(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> Tensor:
-    """Return what `engines.adapters.base_digest.base_digest` says of the same weights under FSDP2. Collective over
-    `group`.
+    """Return what `engines.adapters.base_digest.base_digest` returns for the same weights under FSDP2.
 
-    `dtypes`: in the order of the transformers model's parameters.
+    `dtypes`: in the order of the transformers model's parameters. Collective over `group`.
     """
     sums = {name: torch.zeros((), dtype=torch.int64, device=device) for name in dtypes}
     for part, values in frozen:

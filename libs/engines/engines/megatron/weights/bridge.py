@@ -1,13 +1,13 @@
-"""Megatron's parameters and the tensors of a transformers model: which box of the one is which box of the other.
+"""The map between Megatron's parameters and a transformers model's tensors: which box of one is which box of the other.
 
 Megatron joins what transformers keeps apart (queries, keys and values by group; the two halves of an MLP; the six
 inputs of a gated delta net) and every rank holds a part. But nothing is ever computed on the way: a parameter of a rank
 is a set of boxes, each a box of one live transformers tensor. So a map of boxes is all that loading, exporting,
 checkpoints and the norm of a gradient need, and it is a pure function of sizes, layout and rank.
 
-Invariants, each with a test over many layouts: the boxes of a parameter fill it exactly, but for `Held.padding`; those
-that ranks own (`Held.owned`) fill every transformers tensor exactly once over the world; ranks that hold the same box
-hold equal values.
+Invariants, each with a test over many layouts: the boxes of a parameter fill it exactly, but for
+`MappedParameter.padding`; those that ranks own (`MappedParameter.owned`) fill every transformers tensor exactly once
+over the world; ranks that hold the same box hold equal values.
 """
 
 from collections.abc import Iterator
@@ -30,13 +30,13 @@ class Box:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """What selects it."""
+        """The slices that select it."""
         return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
 
 
 @dataclass(frozen=True)
 class BoxMapping:
-    """`source` of the transformers tensor `tensor` is `place` of the parameter, with as many elements in one order."""
+    """Equal elements in equal order: box `source` of the transformers tensor `tensor`, box `place` of the parameter."""
 
     tensor: str
     source: Box
@@ -64,20 +64,20 @@ class MappedParameter:
 
     @property
     def owned(self) -> bool:
-        """Whether this rank speaks for all of it, which exactly one of those that hold the same values does."""
+        """Whether this rank owns it: exactly one of the ranks that hold the same values does."""
         return self.speaks and self.first
 
 
 @dataclass(frozen=True)
 class Place:
-    """A rank of a layout, as the map needs it."""
+    """A rank's place in a layout, as the map needs it."""
 
     layout: ParallelLayout
     at: Coordinates
 
     @staticmethod
     def of(layout: ParallelLayout, rank: int) -> "Place":
-        """Return where `rank` stands."""
+        """Return the place of `rank`."""
         return Place(layout, layout.coordinates(rank))
 
     @property
@@ -87,17 +87,17 @@ class Place:
 
     @property
     def in_stage(self) -> int:
-        """The number of the rank in its pipeline stage."""
+        """The rank's number in its pipeline stage."""
         return (self.at.dp * self.layout.cp + self.at.cp) * self.layout.tp + self.at.tp
 
     @property
     def etp_rank(self) -> int:
-        """Which part of an expert's matrices it has."""
+        """The number of its part of an expert's matrices."""
         return self.in_stage % self.layout.etp
 
     @property
     def ep_rank(self) -> int:
-        """Which experts it has: ranks of a stage count them through in turn, those that share one beside each other."""
+        """The number of its set of experts: ranks of a stage take them in turn, those that share one are neighbours."""
         return self.in_stage // self.layout.etp % self.layout.ep
 
 
@@ -124,7 +124,7 @@ def held_by(sizes: ModelSizes, layout: ParallelLayout, rank: int, split: Split) 
 
 
 def tensor_shapes(sizes: ModelSizes) -> dict[str, Shape]:
-    """Return the shape of every tensor of the transformers model that a map speaks of."""
+    """Return the shape of every tensor of the transformers model that the map covers."""
     hidden, heads = sizes.hidden, sizes.heads * sizes.head_dim
     out: dict[str, Shape] = {
         f"{sizes.decoder}embed_tokens.weight": (sizes.vocab, hidden),
@@ -193,21 +193,21 @@ class _Maker:
         self.shapes = tensor_shapes(sizes)
 
     def whole(self, name: str, tensor: str) -> MappedParameter:
-        """Return a copy on every tensor-parallel rank."""
+        """Return the map of a tensor with a copy on every tensor-parallel rank."""
         box = Box((0,) * len(self.shapes[tensor]), self.shapes[tensor])
         pieces = (BoxMapping(tensor, box, box),)
         return MappedParameter(self.chunk, name, self.shapes[tensor], pieces, self.tp_rank == 0, self.place.first_copy)
 
     def vocabulary(self, name: str, tensor: str) -> MappedParameter:
-        """Return a matrix with a row a token, as many on each rank: the last one's may be padded."""
+        """Return the map of a matrix with a row a token, as many on each rank: the last one's may be padded."""
         rows = self.sizes.vocab_rows(self.tp)
         start = self.tp_rank * rows
         held = self.joined(name, [(tensor, start, min(rows, self.sizes.vocab - start))])
         return replace(held, shape=(rows, self.sizes.hidden), padding=rows - held.shape[0])
 
     def rows(self, name: str, parts: list[str | tuple[str, int, int]]) -> MappedParameter:
-        """Return parts cut along dimension 0, each on its own, then joined. A part is a tensor or (tensor, start,
-        stop)."""
+        """Return the map of parts that are sharded along dimension 0, each on its own, then joined. A part is a tensor
+        or (tensor, start, stop)."""
         runs = []
         for part in parts:
             tensor, start, stop = (part, 0, self.shapes[part][0]) if isinstance(part, str) else part
@@ -216,7 +216,7 @@ class _Maker:
         return self.joined(name, runs)
 
     def joined(self, name: str, runs: list[tuple[str, int, int]]) -> MappedParameter:
-        """Runs of rows (tensor, start, size), one below the other."""
+        """Return the map of runs of rows (tensor, start, size), one below the other."""
         pieces, at = [], 0
         for tensor, start, size in runs:
             rest = self.shapes[tensor][1:]
@@ -227,7 +227,7 @@ class _Maker:
         return MappedParameter(self.chunk, name, shape, tuple(pieces), True, self.place.first_copy)
 
     def columns(self, name: str, tensor: str) -> MappedParameter:
-        """Return a matrix cut along dimension 1."""
+        """Return the map of a matrix that is sharded along dimension 1."""
         rows, columns = self.shapes[tensor]
         size = columns // self.tp
         source, place = Box((0, self.tp_rank * size), (rows, size)), Box((0, 0), (rows, size))
@@ -236,7 +236,7 @@ class _Maker:
         )
 
     def layer(self, to: str, layer: str, kind: str) -> Iterator[MappedParameter]:
-        """Yield the parameters of one decoder layer."""
+        """Yield the maps of one decoder layer's parameters."""
         yield self.whole(f"{to}input_layernorm.weight", f"{layer}input_layernorm.weight")
         if kind == "linear_attention":
             yield from self._delta(f"{to}self_attention.", f"{layer}linear_attn.")
@@ -249,7 +249,7 @@ class _Maker:
             yield from self._experts(f"{to}mlp.", f"{layer}mlp.")
 
     def _attention(self, to: str, layer: str) -> Iterator[MappedParameter]:
-        """Yield by group of a key head: all its query heads, their gates, the key head, the value head."""
+        """Yield attention's, in groups of one key head: its query heads, their gates, the key head, the value head."""
         sizes = self.sizes
         dim, each, gated = sizes.head_dim, sizes.heads // sizes.kv_heads, 2 if sizes.gated else 1
         q, k, v = (f"{layer}{x}_proj.weight" for x in "qkv")
@@ -265,7 +265,7 @@ class _Maker:
             yield self.whole(f"{to}{x}_layernorm.weight", f"{layer}{x}_norm.weight")
 
     def _delta(self, to: str, layer: str) -> Iterator[MappedParameter]:
-        """Queries, keys and values, the gate, and the two numbers of a head."""
+        """Yield a delta net's: queries, keys and values, the gate, and the two numbers of a head."""
         delta = self.sizes.delta
         assert delta is not None
         bounds = [0, delta.keys, 2 * delta.keys, 2 * delta.keys + delta.values]
@@ -285,7 +285,7 @@ class _Maker:
         yield self.columns(f"{to}linear_fc2.weight", f"{layer}down_proj.weight")
 
     def _experts(self, to: str, layer: str) -> Iterator[MappedParameter]:
-        """Yield the router and the shared expert as others; each routed expert on the ranks that have it."""
+        """Yield the router's and the shared expert's as others, and each routed expert's on the ranks that have it."""
         experts = self.sizes.experts
         assert experts is not None
         yield self.whole(f"{to}router.weight", f"{layer}gate.weight")
@@ -298,7 +298,7 @@ class _Maker:
             yield self.whole(f"{to}shared_experts.gate_weight", f"{layer}shared_expert_gate.weight")
 
     def _expert(self, to: str, layer: str, number: int) -> Iterator[MappedParameter]:
-        """Yield one routed expert: rows of gate and up are cut each on its own, columns of down."""
+        """Yield one routed expert's: rows of gate and up are sharded each on its own, columns of down."""
         experts, hidden = self.sizes.experts, self.sizes.hidden
         assert experts is not None
         first = self.place.in_stage < self.place.layout.ep * self.place.layout.etp

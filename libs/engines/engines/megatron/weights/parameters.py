@@ -1,4 +1,4 @@
-"""The parameters of a rank beside the boxes of the bridge: filled, exported, and handed to checkpoints."""
+"""The parameters of a rank with their map of boxes: filled, exported, and passed to checkpoints."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from engines.megatron.weights.bridge import Box, MappedParameter, Shape
 
 @dataclass(frozen=True, eq=False)
 class HeldParameter:
-    """A parameter and what it is made of."""
+    """A parameter and its map."""
 
     held: MappedParameter
     parameter: nn.Parameter
@@ -24,9 +24,9 @@ class HeldParameter:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The elements from `start` up to `stop` of a parameter, flat: those that this rank updates and files away.
+    """The elements from `start` up to `stop` of a parameter, flat: those that this rank updates and saves.
 
-    `owned`: whether it speaks for them, which exactly one rank does.
+    `owned`: whether this rank owns them, which exactly one rank does.
     """
 
     one: HeldParameter
@@ -36,16 +36,16 @@ class Part:
 
     @staticmethod
     def whole(one: HeldParameter) -> "Part":
-        """Return all of a parameter."""
+        """Return the part that is all of a parameter."""
         return Part(one, 0, one.parameter.numel(), one.held.owned)
 
     def of(self, flat: Tensor) -> Tensor:
-        """Return its elements of a tensor with those of the parameter: a view."""
+        """Return the part's elements of `flat`, a tensor as large as the parameter: a view."""
         return flat.view(-1)[self.start : self.stop]
 
     @property
     def values(self) -> Tensor:
-        """Those of the parameter."""
+        """The part's elements of the parameter."""
         return self.of(self.one.parameter.detach())
 
 
@@ -89,7 +89,7 @@ def _in_row(size: Shape, row: int, start: int, stop: int) -> Iterator[tuple[Box,
 
 
 def boxes_of(part: Part, values: Tensor) -> Iterator[tuple[str, Box, Tensor]]:
-    """Yield tensors, boxes of them, and their elements of `values` [stop - start]: views of it, of the box's shape."""
+    """Yield (tensor name, box of it, elements of `values` [stop - start] in the box's shape): views."""
     for piece in part.one.held.pieces:
         inner = math.prod(piece.place.size[1:])
         # A piece is some whole rows of a parameter, so its elements lie beside each other.
@@ -104,16 +104,16 @@ def boxes_of(part: Part, values: Tensor) -> Iterator[tuple[str, Box, Tensor]]:
 
 @torch.no_grad()
 def zero_padding(parameters: Sequence[HeldParameter]) -> None:
-    """Set the rows that no transformers tensor has."""
+    """Zero the rows that no transformers tensor has."""
     for one in parameters:
         one.parameter[one.held.shape[0] - one.held.padding :].zero_()
 
 
 @torch.no_grad()
 def fill(parts: Iterable[tuple[Part, Tensor]], tensors: Mapping[str, Any]) -> None:
-    """Copy a model's weights into parts: all that Megatron ever gets, nothing is initialised.
+    """Copy a model's weights into parts. Nothing else initialises a parameter of Megatron.
 
-    `tensors`: what gives a box of itself when it is indexed, by name: a tensor, or one on disk.
+    `tensors`: by name, a tensor or one on disk; indexed, it gives a box of itself.
     """
     for part, values in parts:
         for name, box, own in boxes_of(part, values.detach()):
@@ -125,9 +125,9 @@ def whole_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the transformers tensors one at a time, on every rank, on the device of `like`. Collective over the world.
 
-    `parts`: with their elements, of one dtype on all ranks, that of `like`. Each element comes from the one rank that
-    owns it. The ranks' bytes are added up, all others being zero, so that an export has the bits of the parameters (a
-    sum of numbers would turn -0.0 into 0.0).
+    `parts`: with their elements, in one dtype on all ranks, that of `like`. Each element comes from the one rank that
+    owns it. The ranks' bytes are summed, all others being zero, so that an export has the bits of the parameters (a sum
+    of numbers would turn -0.0 into 0.0).
     """
     owned: dict[str, list[tuple[Box, Tensor]]] = {}
     for part, values in parts:
@@ -145,7 +145,7 @@ def whole_tensors(
 def boxed(
     parts: Sequence[Part], shapes: Mapping[str, Shape], value: Callable[[Part], Tensor]
 ) -> dict[str, "BoxedTensor"]:
-    """Return for each transformers tensor of which this rank has a part: what a distributed checkpoint writes and
+    """Return, for each transformers tensor of which this rank has a part, what a distributed checkpoint writes and
     reads.
 
     `value` gives the flat tensor that is stored for a part: its weights, or a moment of it. Boxes are of the
@@ -159,30 +159,30 @@ def boxed(
 
 
 class BoxedTensor(torch.Tensor):
-    """A tensor of which this rank has some boxes, as torch's distributed checkpoint asks for them.
+    """A tensor of which this rank has some boxes, in the form that torch's distributed checkpoint takes.
 
-    Not to compute with: it has a shape, and views of the parameters behind it.
+    It cannot be computed with: it has a shape, and views of the parameters behind it.
     """
 
     parts: tuple[tuple[Box, Tensor, bool], ...]
 
     def __new__(cls, shape: Shape, parts: tuple[tuple[Box, Tensor, bool], ...]) -> "BoxedTensor":
-        """Return `parts`: boxes, their values, and whether this rank is the one that writes them."""
+        """Make it from `parts`: boxes, their values, and whether this rank is the one that writes them."""
         values = parts[0][1]
         made: BoxedTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=values.dtype, device=values.device)
         made.parts = parts
         return made
 
     def detach(self) -> "BoxedTensor":
-        """Itself: its parts have no gradients."""
+        """Return self: its parts have no gradients."""
         return self
 
     def to(self, device: str, copy: bool = False) -> "BoxedTensor":  # type: ignore[override]
-        """Return the same table over parts elsewhere: what is written while training goes on is a copy."""
+        """Return it over parts on another device; a checkpoint that is written while training goes on takes a copy."""
         return BoxedTensor(self.shape, tuple((box, part.to(device, copy=copy), own) for box, part, own in self.parts))
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        """Return what this rank writes."""
+        """Return the items that this rank writes."""
         return [
             WriteItem(
                 index=MetadataIndex(fqn, torch.Size(box.start)),
@@ -198,15 +198,15 @@ class BoxedTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return what it reads: second copies too."""
+        """Return the chunks that this rank reads, second copies too."""
         return [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size)) for box, _, _ in self.parts]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """Return the values of the box that begins there."""
+        """Return the values of the box that begins at the index's offset."""
         return next(values for box, values, _ in self.parts if torch.Size(box.start) == index.offset)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Return nothing is computed with it."""
+        """Raise RuntimeError: nothing is computed with it."""
         del types, args, kwargs
         raise RuntimeError(f"{func} on a tensor that is only a table of its parts")

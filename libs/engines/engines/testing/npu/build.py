@@ -23,7 +23,7 @@ LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python")
 
 
 def reason_against() -> str | None:
-    """Return why it cannot be built here; None where it can."""
+    """Return why the library cannot be built here; None where it can."""
     if compiler() is None:
         return "no C++ compiler: install g++, or name one in CXX"
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
@@ -37,8 +37,8 @@ def compiler() -> str | None:
 
 
 def load_library() -> ModuleType:
-    """Build where nobody did before, and import. ValueError where there is no compiler; CalledProcessError has its
-    words."""
+    """Import the library, built where nobody did before. ValueError where there is no compiler; CalledProcessError has
+    its words."""
     if reason := reason_against():
         raise ValueError(f"the stand-in for NPUs is built from source: {reason}")
     path = BUILT
@@ -55,7 +55,7 @@ def load_library() -> ModuleType:
 
 
 def folder() -> Path:
-    """Return the folder of what is built: this user's alone, in the directory for temporary files, named by the
+    """Return the folder of the built library: this user's alone, in the directory for temporary files, named by the
     sources."""
     sources = sorted([*HERE.glob("*.h"), *HERE.glob("*.cpp")])
     digest = hashlib.sha256("".join([torch.__version__, *(path.read_text() for path in sources)]).encode())
@@ -67,7 +67,7 @@ def folder() -> Path:
 
 
 def build(path: Path) -> None:
-    """Compile beside `path` and rename: who looks finds all of it or nothing, and two builders do no harm."""
+    """Compile beside `path` and rename: readers find all of it or nothing, and two builders do no harm."""
     includes = [sysconfig.get_paths()["include"], *include_paths(), str(HERE)]
     flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-DTORCH_API_INCLUDE_EXTENSION_H"]
     flags += [f"-ffile-prefix-map={HERE}=npu"]  # the same bytes, wherever the sources lie
@@ -82,9 +82,9 @@ def build(path: Path) -> None:
 
 
 def loaded(name: str) -> list[str]:
-    """Return where this process has the library whose file's name begins so.
+    """Return the paths of this process's libraries whose file's name begins so.
 
-    The library of C++ is torch's, and two of them do not mix: some compilers link a part of their own into ours, and
+    torch brings the library of C++, and two of them do not mix: some compilers link a part of their own into ours, and
     formatting a number ended the process then.
     """
     found = (line.split(maxsplit=5)[5:] for line in Path("/proc/self/maps").read_text().splitlines())

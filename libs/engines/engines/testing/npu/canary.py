@@ -10,7 +10,7 @@ import torch
 def canary(
     device: str, synchronize: Callable[[], Any], calls: Callable[[], int], allocated: Callable[[], int]
 ) -> dict[str, bool]:
-    """Return each check by name, and whether `device` passes it."""
+    """Return, by name of each check, whether `device` passes it."""
     counted, held = calls(), allocated()
     there, here = torch.ones(1024, device=device), torch.ones(1024)
     late = (there * 2).to("cpu", non_blocking=True)

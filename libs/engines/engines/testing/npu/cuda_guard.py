@@ -1,4 +1,4 @@
-"""Any call to torch.cuda raises while the stand-in is there, but for those of other packages."""
+"""Errors for any call to torch.cuda while the stand-in is there, but for those of other packages."""
 
 import sys
 from collections.abc import Callable
@@ -13,7 +13,7 @@ OURS = ("apps", "dyncp", "engines", "objectives", "rollout", "seqpack")
 
 
 def refuse_cuda() -> None:
-    """Let each function of torch.cuda raise where one of our modules calls it; once for this process."""
+    """Make each function of torch.cuda raise where one of our modules calls it; once for this process."""
     for name, value in list(vars(torch.cuda).items()):
         if isinstance(value, FunctionType) and value.__module__.startswith("torch.cuda"):
             setattr(torch.cuda, name, _refusing(name, value))

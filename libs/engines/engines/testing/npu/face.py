@@ -31,7 +31,7 @@ class NpuModule(ModuleType):
 
 
 def install() -> ModuleType:
-    """Register device, operators and process group with torch, as importing torch_npu does; torch.npu."""
+    """Register device, operators and process group with torch, as importing torch_npu does, and return torch.npu."""
     surface, library = read_surface(), load_library()
     module = _npu_module(surface, library)
     torch.utils.rename_privateuse1_backend("npu")
@@ -60,7 +60,7 @@ def _npu_module(surface: Surface, library: ModuleType) -> ModuleType:
 
 
 def _checked(name: str, arguments: str | None, made: Any) -> Any:
-    """Return a function whose arguments are those of the wheel; classes check their own."""
+    """Return a function with the wheel's arguments; classes check their own."""
     if isinstance(made, type):
         return made
     wanted = signature(arguments or "")
@@ -105,7 +105,7 @@ def _wider_operators() -> Any:
 
 
 def _without_gradient(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an operator that autograd does not know: an error where a gradient would be lost."""
+    """Return an operator without a derivative: it raises where a gradient would be lost."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         tensors = [t for value in args for t in (value if isinstance(value, list | tuple) else [value])]

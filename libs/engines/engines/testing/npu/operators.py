@@ -20,7 +20,7 @@ def npu_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tenso
 def npu_rotary_mul(
     x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
 ) -> Tensor:
-    """x * r1 + turned(x) * r2: "half" turns the two halves of the last dimension, "interleave" neighbours."""
+    """Return x * r1 + turned(x) * r2: "half" turns the two halves of the last dimension, "interleave" neighbours."""
     if rotate is not None:
         raise NotImplementedError("npu_rotary_mul with `rotate` is not in the stand-in")
     if rotary_mode == "half":
@@ -34,7 +34,7 @@ def npu_rotary_mul(
 
 
 def npu_swiglu(x: Tensor, dim: int = -1) -> Tensor:
-    """silu of the first half along `dim`, times the second."""
+    """Return silu of the first half along `dim`, times the second."""
     gate, value = x.chunk(2, dim)
     return torch.nn.functional.silu(gate) * value
 
@@ -73,7 +73,7 @@ def npu_grouped_matmul(
 
 
 def histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:  # noqa: A002 (torch's names)
-    """As torch's, for integers too: the CPU has it for floats alone, and models ask for it where they see a device."""
+    """Compute torch's histogram, for integers too: the CPU has it for floats alone, and models use it on any device."""
     return torch.histc(x.cpu().double(), bins, float(min), float(max)).to(x.device, x.dtype)
 
 

@@ -11,7 +11,7 @@ SITE = Path(__file__).with_name("site")
 
 @contextmanager
 def stand_in_on_path() -> Iterator[None]:
-    """Processes that are started inside find the stand-in; this one does not import it."""
+    """Put the stand-in on the path of processes started inside the block; this one does not import it."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(SITE), *([before] if before else [])])
     sys.path.insert(0, str(SITE))

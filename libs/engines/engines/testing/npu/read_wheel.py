@@ -71,8 +71,8 @@ class _Modules:
         raise ValueError(f"{module} has no __all__ in this wheel")
 
     def find(self, module: str, name: str) -> ast.AST | None:
-        """Return the definition behind a name of a module, through imports; None where it is no function and no
-        class."""
+        """Return the definition behind a name of a module, through imports; None for anything but functions and
+        classes."""
         found = self.tree(module)
         if found is None:
             return None
@@ -90,7 +90,7 @@ class _Modules:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a module, those under `if` and `try` too."""
+    """Yield the statements of a module, those under `if` and `try` too."""
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try):
@@ -106,7 +106,7 @@ def _absolute(module: str, package: bool, node: ast.ImportFrom) -> str:
 
 
 def _initializer(node: ast.ClassDef) -> str | None:
-    """Return the arguments of `__new__` or `__init__` but the first; None for a class that has neither."""
+    """Return the arguments of `__new__` or `__init__` without the first; None for a class that has neither."""
     for name in ("__new__", "__init__"):
         for member in node.body:
             if isinstance(member, ast.FunctionDef) and member.name == name:
@@ -117,7 +117,7 @@ def _initializer(node: ast.ClassDef) -> str | None:
 
 
 def _nodes(library: bytes) -> Iterator[str]:
-    """NpuRmsNorm for a class NpuRmsNormBackward0, from mangled names, which begin with their length."""
+    """Yield NpuRmsNorm for a class NpuRmsNormBackward0, from mangled names, which begin with their length."""
     for found in re.finditer(rb"at_npu8autograd9generated(\d+)", library):
         name = library[found.end() : found.end() + int(found[1])].decode(errors="replace")
         if whole := re.fullmatch(r"(\w+)Backward\d+", name):
@@ -125,7 +125,7 @@ def _nodes(library: bytes) -> Iterator[str]:
 
 
 def _node_of(operator: str) -> str:
-    """NpuRmsNorm for npu_rms_norm, as torch's generator names a backward node; in place or not, private or not."""
+    """Return NpuRmsNorm for npu_rms_norm, as torch's generator names a backward node; also in place, or private."""
     return "".join(part.title() for part in operator.split("_"))
 
 

@@ -19,7 +19,7 @@ def number(device: Any) -> int:
 
 
 class _OnNpu(type):
-    """Calls make torch's own objects: its events compare with no subclass."""
+    """A metaclass of classes whose calls make torch's own objects: its events compare with no subclass."""
 
     made: type
 
@@ -33,7 +33,7 @@ class Stream(metaclass=_OnNpu):
     made = torch.Stream
 
     def __new__(cls, device: Any = None, priority: int = 0) -> Any:
-        """Return torch's own."""
+        """Return torch's own stream."""
         return torch.Stream(torch.device("npu", number(device)), priority=priority)
 
 
@@ -43,12 +43,12 @@ class Event(metaclass=_OnNpu):
     made = torch.Event
 
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Any:
-        """Return torch's own."""
+        """Return torch's own event."""
         return torch.Event("npu", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
 
 
 class StreamContext:
-    """Work goes to a stream inside; None changes nothing."""
+    """A context in which work goes to a stream; None changes nothing."""
 
     def __init__(self, stream_ctx: Any) -> None:
         self.stream = stream_ctx
@@ -63,7 +63,7 @@ class StreamContext:
 
 
 class Device:
-    """The current device inside is another."""
+    """A context in which another device is the current one."""
 
     def __init__(self, device: Any) -> None:
         self.index = number(device)
@@ -77,12 +77,12 @@ class Device:
 
 
 def classes() -> dict[str, Any]:
-    """Classes by their names in torch_npu.npu."""
+    """Return classes by their names in torch_npu.npu."""
     return {"Stream": Stream, "Event": Event, "StreamContext": StreamContext, "device": Device}
 
 
 def functions(library: ModuleType) -> dict[str, Callable[..., Any]]:
-    """Functions by their names in torch_npu.npu; their arguments are checked against the wheel's before they run."""
+    """Return functions by their names in torch_npu.npu; the wheel's signatures check their arguments first."""
     accelerator, devices = torch.accelerator, library.devices
     generators = [library.default_generator(index) for index in range(devices)]
 
@@ -124,7 +124,7 @@ def functions(library: ModuleType) -> dict[str, Callable[..., Any]]:
 
 
 def private(library: ModuleType) -> dict[str, Any]:
-    """Return what torch itself looks for in a device's module beside its public names."""
+    """Return the attributes that torch reads from a device's module beside its public names."""
     generators = tuple(library.default_generator(index) for index in range(library.devices))
     return {
         "default_generators": generators,

@@ -1,4 +1,4 @@
-"""What torch_npu offers under which names, as `read_wheel` found it in the wheel."""
+"""Names and signatures of torch_npu, as `read_wheel` read them from the wheel."""
 
 import ast
 import inspect
@@ -31,7 +31,7 @@ class Surface:
         return {*self.functions, *self.classes, *self.variables}
 
     def operator_names(self) -> set[str]:
-        """Return names of operators, without overloads."""
+        """Return the names of operators, without overloads."""
         return {schema.partition("(")[0].partition(".")[0] for schema in self.operators}
 
 
@@ -42,7 +42,7 @@ def read_surface() -> Surface:
 
 
 def signature(arguments: str) -> inspect.Signature:
-    """Return a signature from arguments as they are written, with their defaults where these are literals."""
+    """Return a signature from the text of its arguments, with their defaults where these are literals."""
     node = ast.parse(f"def f({arguments}): pass").body[0]
     assert isinstance(node, ast.FunctionDef)
     given = node.args

@@ -44,9 +44,8 @@ def see_as_server() -> None:
 
 def stay_on_loopback() -> None:
     """Have torch's stores of this process listen there, before vLLM imports them."""
-    from rollout.vllm.server.loopback_store import (
-        hold_stores_to_loopback,  # found by the path and the package made above
-    )
+    # found by the path and the package made above
+    from rollout.vllm.server.loopback_store import hold_stores_to_loopback
 
     hold_stores_to_loopback()
 

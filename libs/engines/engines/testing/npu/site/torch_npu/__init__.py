@@ -12,7 +12,7 @@ npu = install()
 
 
 def __getattr__(name: str) -> Any:
-    """Operators of torch.ops.npu, as the real package exports them."""
+    """Return an operator of torch.ops.npu, as the real package exports them."""
     if name in read_surface().operator_names():
         return getattr(torch.ops.npu, name)
     raise AttributeError(f"torch_npu {__version__} has no {name}")

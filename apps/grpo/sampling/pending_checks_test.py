@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from apps.grpo.sampling.weight_checks_test import PROMPTS, answers_of, told
+from apps.grpo.step import GrpoTrainer
+from apps.grpo.testing.recipe import RECIPE
 from engines import EngineConfig, build_engine
 from engines.tiny import tiny_model
 from rollout.workers.process import WorkerDied
@@ -49,7 +51,7 @@ def test_the_answers_of_those_that_live_count(deaths: int) -> None:
     samplers: Any = Answering(told(answers_of(tiny_model(scale=2.0), False), {"weights/pause_ms": 1.0}), deaths)
     probes = WeightCheck(episodes(), 3, lambda: samplers)
     assert samplers.asked == [PROMPTS], "asked at once"
-    assert 0 < probes.held(engine, Leader())["weights/probe/abs"] < 1e-5
+    assert 0 < probes.metrics(GrpoTrainer(RECIPE.config, engine), Leader())["weights/probe/abs"] < 1e-5
     assert samplers.asked == [PROMPTS] * (1 + deaths)
 
 
@@ -57,7 +59,7 @@ def test_weights_of_another_version_stop_the_run() -> None:
     engine = build_engine(EngineConfig(device="cpu", max_tokens_per_rank=64), tiny_model(scale=2.0))
     samplers: Any = Answering(told(answers_of(tiny_model(scale=2.0), False), {}), 0)
     with pytest.raises(WeightsNotTakenError, match="of version 3"):
-        WeightCheck(episodes(), 4, lambda: samplers).held(engine, Leader())
+        WeightCheck(episodes(), 4, lambda: samplers).metrics(GrpoTrainer(RECIPE.config, engine), Leader())
 
 
 def test_without_an_answer_there_is_nothing_to_ask() -> None:
@@ -65,7 +67,7 @@ def test_without_an_answer_there_is_nothing_to_ask() -> None:
     probes = WeightCheck([], 3, lambda: samplers)
     assert samplers.asked == []
     engine: Any = None  # is not looked at
-    assert probes.held(engine, Leader()) == {}
+    assert probes.metrics(GrpoTrainer(RECIPE.config, engine), Leader()) == {}
 
 
 def test_a_hand_over_before_any_prompt_is_known_is_proven_by_the_first() -> None:
@@ -73,24 +75,24 @@ def test_a_hand_over_before_any_prompt_is_known_is_proven_by_the_first() -> None
     engine = build_engine(EngineConfig(device="cpu", max_tokens_per_rank=64), tiny_model(scale=2.0))
     samplers: Any = Answering(told(answers_of(tiny_model(scale=2.0), False), {}), 0)
     proofs = PendingChecks(lambda: samplers)
-    proofs.handed(3)
-    assert proofs.held(engine, Leader()) == {}
+    proofs.synced(3)
+    assert proofs.run(GrpoTrainer(RECIPE.config, engine), Leader()) == {}
     assert samplers.asked == []
     proofs.known(episodes())
     assert samplers.asked == [PROMPTS]
-    assert 0 < proofs.held(engine, Leader())["weights/probe/abs"] < 1e-5
+    assert 0 < proofs.run(GrpoTrainer(RECIPE.config, engine), Leader())["weights/probe/abs"] < 1e-5
     proofs.known(episodes())
-    assert proofs.held(engine, Leader()) == {}
-    proofs.handed(3)
+    assert proofs.run(GrpoTrainer(RECIPE.config, engine), Leader()) == {}
+    proofs.synced(3)
     assert samplers.asked == [PROMPTS] * 2
-    proofs.handed(4, episodes())  # what was asked under the number before is of no interest any more
+    proofs.synced(4, episodes())  # what was asked under the number before is of no interest any more
     with pytest.raises(WeightsNotTakenError, match="after version 4"):
-        proofs.held(engine, Leader())
+        proofs.run(GrpoTrainer(RECIPE.config, engine), Leader())
 
 
 def test_weights_that_nobody_was_handed_need_no_proof() -> None:
     samplers: Any = Answering({}, 0)
     proofs = PendingChecks(lambda: samplers)
-    proofs.handed(0, episodes())
+    proofs.synced(0, episodes())
     proofs.known(episodes())
     assert samplers.asked == []

@@ -1,0 +1,100 @@
+"""Words of the public names of libraries and apps, compared with those of other packages for post-training.
+
+Newcomers know TRL, verl, torchtitan, vLLM and PyTorch. So each word of a public name occurs in an identifier of one of
+them (field_words.txt.gz, written by proofs/field_words.py from their wheels), or it is a line of
+field_words_exceptions.txt: the word, then why no word of the field says it.
+"""
+
+import ast
+import gzip
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+
+FIELD = Path(__file__).parent / "field_words.txt.gz"
+EXCEPTIONS = Path(__file__).parent / "field_words_exceptions.txt"
+WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+FLAG = re.compile(r"--[a-z][\w.-]*")
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def words(name: str) -> list[str]:
+    """Return the parts of a name in lower case, without digits: `GRPOConfig_v2` is grpo, config, v."""
+    return [word.lower() for word in WORD.findall(name)]
+
+
+def read_exceptions() -> dict[str, str]:
+    """Return the words that the field lacks, with the reasons for them."""
+    lines = EXCEPTIONS.read_text().splitlines() if EXCEPTIONS.exists() else []
+    return {word: reason for word, _, reason in (line.partition(" ") for line in lines if line)}
+
+
+def public_names(root: Path) -> dict[str, str]:
+    """Return the public names of the libraries and apps below a folder, each with the place of the last one."""
+    names: dict[str, str] = {}
+    for path in sorted([*root.glob("libs/*/*/**/*.py"), *root.glob("apps/**/*.py")]):
+        place = path.relative_to(root).as_posix()
+        if is_public(place):
+            names |= dict.fromkeys((name for name in names_of(place, ast.parse(path.read_text()))), place)
+    return names
+
+
+def is_public(path: str) -> bool:
+    """Return whether others import a file: neither a test nor a benchmark."""
+    inner = {"benchmarks", "tests", "site"}.isdisjoint(PurePosixPath(path).parts)
+    return inner and not path.endswith("_test.py")
+
+
+def names_of(path: str, tree: ast.Module) -> Iterator[str]:
+    """Yield the public names of a file: its packages and module, what it defines, arguments, fields and flags."""
+    yield from (part for part in PurePosixPath(path).with_suffix("").parts[1:] if not part.startswith("_"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith((".add_argument", "conf.arg")):
+            yield from FLAG.findall(ast.unparse(node))
+    yield from _defined(tree.body)
+
+
+def _defined(body: list[ast.stmt]) -> Iterator[str]:
+    for node in body:
+        match node:
+            case ast.ClassDef(name=name) if not name.startswith("_"):
+                yield name
+                yield from _defined(node.body)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                if not name.startswith("_") or name == "__init__":
+                    yield from (one for one in (name, *_arguments(node)) if not one.startswith("_"))
+            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
+                yield from [] if name.startswith("_") else [name]
+
+
+def _arguments(node: Function) -> Iterator[str]:
+    every = node.args
+    for one in (*every.posonlyargs, *every.args, every.vararg, *every.kwonlyargs, every.kwarg):
+        if one is not None and one.arg not in ("self", "cls"):
+            yield one.arg
+
+
+def names_by_word(names: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the names that hold each word."""
+    result: dict[str, list[str]] = {}
+    for name in names:
+        for word in set(words(name)):
+            result.setdefault(word, []).append(name)
+    return result
+
+
+def check_public_words(root: Path) -> list[str]:
+    """Return complaints about words that the field lacks, and about exceptions that no name needs."""
+    names, exceptions = public_names(root), read_exceptions()
+    field = set(gzip.decompress(FIELD.read_bytes()).decode().split())
+    complaints = [
+        f"{names[holders[0]]}: {holders[0]}: {word!r} is in no identifier of TRL, verl, torchtitan, vLLM or PyTorch: "
+        f"take a word of theirs, or give a reason in build/{EXCEPTIONS.name}"
+        for word, holders in names_by_word(names).items()
+        if word not in field and word not in exceptions
+    ]
+    used = names_by_word(names)
+    unneeded = [word for word in exceptions if word in field or word not in used]
+    reasonless = [word for word, reason in exceptions.items() if not reason]
+    complaints += [f"build/{EXCEPTIONS.name}: {word!r} is of the field, or of no public name" for word in unneeded]
+    return complaints + [f"build/{EXCEPTIONS.name}: {word!r} has no reason" for word in reasonless]
