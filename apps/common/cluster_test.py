@@ -54,7 +54,7 @@ from schedules.config import ScheduleConfig
         (lambda: RolloutLayout("vllm", vllm=("model=there",)), "can't hold model: use --model"),
         (lambda: RolloutLayout("vllm", vllm=("tensor_parallel_size=2",)), "use --cluster.rollout.tp"),
         (lambda: RolloutLayout("vllm", vllm=("enforce_eager=false",)), "enforce_eager: use --cluster.rollout.cuda"),
-        (lambda: ScheduleConfig(mode="later"), "one of 'sync'"),  # type: ignore[arg-type]
+        (lambda: ScheduleConfig(mode="later"), "one of 'sync'"),
         (lambda: ScheduleConfig(staleness_threshold=0.5), "use mode 'fully_async'"),
         (lambda: ScheduleConfig(mode="one_step_off", partial_rollout=True), "use mode 'fully_async'"),
         (lambda: ScheduleConfig(mode="fully_async", staleness_threshold=-1), "staleness_threshold"),

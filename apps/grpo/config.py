@@ -9,6 +9,7 @@ import tyro
 
 from apps.common.cli.flags import flag, owned_problems
 from apps.common.cluster import Cluster
+from apps.common.data.presets import PresetName
 from apps.common.data.template_options import template_options
 from chat_tools import find_format
 from engines import EngineConfig
@@ -17,7 +18,6 @@ from objectives.advantages import ESTIMATORS
 from rollout import Sampling
 
 Control = Literal["none", "shuffled-advantages"]
-PresetName = Literal["gsm8k", "math", "geo3k"]
 COUNTS = (
     "steps",
     "prompts",
@@ -105,7 +105,7 @@ class OwnConfig:
     tool_format: str | None = None
     """How the model writes tool calls (`chat_tools.formats()`); by default what its chat template shows."""
     preset: PresetName | None = None
-    """Columns and system prompt of a well-known data set's files (`apps.grpo.tasks.presets`)."""
+    """Columns and system prompt of a well-known data set's files (`apps.common.data.presets`)."""
 
     def __post_init__(self) -> None:
         _refuse(self.problems())

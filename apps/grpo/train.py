@@ -22,7 +22,6 @@ from apps.common.run.reporter import Reporter
 from apps.common.run.run_dir import steps_done
 from apps.grpo.build import Demonstrations, RunBuilder, samples_elsewhere
 from apps.grpo.config import GrpoConfig
-from apps.grpo.reporting.episode_samples import Decode, EpisodeSamples, failure_note, token_decoder
 from apps.grpo.sampling.native import NativeBackend
 from apps.grpo.sampling.ray_devices import ray_settings
 from apps.grpo.step import correction_line
@@ -32,6 +31,7 @@ from rollout import RolloutEngine
 from runlog import read_metrics
 from schedules.protocols import environment_of
 from schedules.ray.cluster import in_cluster
+from schedules.reporting.episode_samples import Decode, EpisodeSamples, failure_note, token_decoder
 from schedules.runtime.collectives import broadcast_result, rank_and_world
 from schedules.runtime.interrupts import Runner
 from schedules.sampling.session import Evaluation

@@ -39,10 +39,11 @@ def changed(spec: RunSpec, change: Mapping[str, Any]) -> RunSpec:
         part, dot, rest = name.partition(".")
         if dot:
             parts[part][rest] = value
+    settings: Any = spec.cluster
     cluster = replace(
-        spec.cluster,
-        rollout=replace(spec.cluster.rollout, **parts["rollout"]),
-        pools=replace(spec.cluster.pools, **parts["pools"]),
+        settings,
+        rollout=replace(settings.rollout, **parts["rollout"]),
+        pools=replace(settings.pools, **parts["pools"]),
     )
     assert spec.origin is not None
     assert spec.origin.shape is not None
@@ -165,7 +166,8 @@ def test_the_turns_of_a_device_that_vllm_shares_are_each_held_against_it(
 ) -> None:
     layout: dict[str, Any] = {"rollout.engine": "vllm", "rollout.memory_share": 0.75, "rollout.sleep": sleep}
     spec = changed(SPEC, WIDE | layout | {"pools.device_memory_gib": memory})
-    plan = make_plan(replace(spec, cluster=replace(spec.cluster, offload=offload)))
+    settings: Any = spec.cluster
+    plan = make_plan(replace(spec, cluster=replace(settings, offload=offload)))
     (turns,) = [line for line in plan.sections["Pool"] if "turn" in line]
     trains, samples = map(float, re.findall(r" (\d+\.\d) ", turns))
     states, peak = (float(plan.sections["Memory"][place].split()[0]) for place in (0, -1))

@@ -199,7 +199,8 @@ def test_samplers_in_ray_run_in_every_schedule(flag: str, mode: Mode) -> None:
     refuse_unready(spec)
     assert flag in [requirement.feature for requirement in make_plan(spec).requirements]
     refuse_unready(replace(spec, processes=2))
-    refuse_unready(replace(spec, cluster=replace(spec.cluster, rollout=replace(RAY[flag], engine="vllm"))))
+    settings: Any = spec.cluster
+    refuse_unready(replace(spec, cluster=replace(settings, rollout=replace(RAY[flag], engine="vllm"))))
     refuse_unready(replace(spec, engine=replace(spec.engine, vision="trained")))
     with pytest.raises(ValueError, match="samples nothing"):
         refuse_unready(replace(spec, app="sft"))

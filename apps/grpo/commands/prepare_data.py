@@ -24,7 +24,7 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 
 from apps.common.cli.command_line import main as run_command
 from apps.common.cli.command_line import user_directory
-from apps.grpo.tasks.presets import PRESETS
+from apps.common.data.presets import PRESETS
 
 ALL = "all"  # as a subset: every configuration, laid together
 WORKERS = 8  # files that are fetched at a time where nobody says how many

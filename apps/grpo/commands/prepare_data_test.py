@@ -18,10 +18,10 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub.errors import OfflineModeIsEnabled
 
+from apps.common.data.presets import PRESETS
 from apps.common.data.prompts import read_prompts
 from apps.grpo.commands import prepare_data
 from apps.grpo.commands.prepare_data import Prepare, prepare
-from apps.grpo.tasks.presets import PRESETS
 
 COMMIT = "c" * 40
 

@@ -28,11 +28,11 @@ from apps.grpo.main import configure
 from apps.grpo.preflight import check_machine, check_model, check_prompts
 from apps.grpo.recipe import Recipe
 from apps.grpo.registry import runnable
-from apps.grpo.reporting.episode_samples import expected_answer
 from apps.grpo.sampling.chat import chat_of
 from apps.grpo.sampling.native import NativeBackend
 from apps.grpo.sampling.source import rollout_settings
 from rollout import Episode, RolloutEngine, TaskRow
+from schedules.reporting.episode_samples import expected_answer
 from schedules.runtime.interrupts import Runner
 from schedules.sampling.session import RolloutSession
 

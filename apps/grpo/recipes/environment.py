@@ -4,11 +4,12 @@ from transformers import PreTrainedTokenizerBase
 
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipe import Recipe
-from apps.grpo.tasks.environment_tasks import EnvironmentTasks, make_environment_tasks
-from apps.grpo.tasks.system_prompt import SystemPrompt
+from apps.grpo.tasks.environment_tasks import make_environment_tasks
 from apps.quickstart.model import ensure_tiny_model
 from engines import EngineConfig
 from rollout import Sampling
+from rollout.environments.mixed_tasks import EnvironmentTasks
+from rollout.environments.system_prompt import SystemPrompt
 
 
 def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> EnvironmentTasks:

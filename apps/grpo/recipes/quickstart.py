@@ -6,14 +6,14 @@ from transformers import PreTrainedTokenizerBase
 
 from apps.grpo.config import DataConfig, GrpoConfig, WarmStart
 from apps.grpo.recipe import Recipe
-from apps.grpo.tasks.synthetic import SumTasks, demonstrations, sum_tasks
 from apps.quickstart.model import ensure_tiny_model
+from apps.quickstart.sum_tasks import SumTasks, demonstrations, sum_tasks
 from engines import EngineConfig
 from rollout import Sampling
 
 
 def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> SumTasks:
-    """Return sums of one turn; the reward is 1 for the right number in a box, else 0 (`apps.grpo.tasks.synthetic`)."""
+    """Return sums of one turn; the reward is 1 for the right number in a box, else 0 (`apps.quickstart.sum_tasks`)."""
     del tokenizer
     return sum_tasks(config, "arithmetic")
 

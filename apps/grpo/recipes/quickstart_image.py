@@ -6,7 +6,7 @@ rate they end as high (69.8 and 70.8 %), by way of falls of ten points.
 
 from apps.grpo.config import DataConfig, GrpoConfig, WarmStart
 from apps.grpo.recipe import Recipe
-from apps.grpo.tasks.images import demonstrations, make_tasks
+from apps.quickstart.image_tasks import demonstrations, make_tasks
 from apps.quickstart.vision import ensure_seeing_model
 from engines import EngineConfig
 from rollout import Sampling

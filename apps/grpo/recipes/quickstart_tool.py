@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerBase
 from apps.grpo.config import GrpoConfig, WarmStart
 from apps.grpo.recipe import Recipe
 from apps.grpo.recipes import quickstart
-from apps.grpo.tasks.synthetic import SumTasks, demonstrations, sum_tasks
 from apps.quickstart.model import ensure_tiny_model
+from apps.quickstart.sum_tasks import SumTasks, demonstrations, sum_tasks
 from engines import EngineConfig
 from rollout import Sampling
 

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from apps.common.data.prompts import Prompt
 from apps.common.data.template_options import template_options
 from apps.grpo.config import DataConfig, GrpoConfig, OwnConfig
-from apps.grpo.tasks.environment_tasks import deal_prompts, make_environment_tasks
+from apps.grpo.tasks.environment_tasks import make_environment_tasks
 from apps.grpo.tasks.plugins import load_environment, load_reward, load_tools
 from apps.grpo.tasks.prompt_tasks import PromptTasks
-from apps.grpo.tasks.system_prompt import SystemPrompt, with_system_prompt
 from apps.grpo.testing.plugins import Digits
 from rollout import EpisodeContext, Reply, Score, TaskRow
 from rollout.environments.environment import End
+from rollout.environments.mixed_tasks import deal_prompts
+from rollout.environments.system_prompt import SystemPrompt, with_system_prompt
 
 EXAMPLES = "apps.grpo.testing.plugins"
 FILE = str(Path(__file__).parents[1] / "testing" / "plugins.py")

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from apps.grpo.config import DataConfig, GrpoConfig, OwnConfig, PresetName
+from apps.common.data.presets import BOXED
+from apps.common.data.presets import PresetName
+from apps.grpo.config import DataConfig, GrpoConfig, OwnConfig
 from apps.grpo.recipes.math import make_tasks, reward
-from apps.grpo.tasks.presets import BOXED
 from apps.grpo.tasks.prompt_tasks import PromptTasks
 from apps.quickstart.tokenizer import build_tokenizer
 from rollout import Reply

@@ -9,17 +9,17 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from apps.common.data.held_out import held_out_keys
+from apps.common.data.presets import PRESETS
 from apps.common.data.prompts import Prompt, read_prompts
 from apps.common.data.template_options import template_options
 from apps.grpo.config import DataConfig, GrpoConfig
 from apps.grpo.tasks.plugins import RowReward, Scored, load_tools
-from apps.grpo.tasks.presets import PRESETS
-from apps.grpo.tasks.system_prompt import with_system_prompt
 from engines.media.image_reader import ImageReader, as_text
 from engines.weights.hub import model_directory
 from rollout import EnvironmentFactory, Reply, RowSource, Task, TaskRow, TaskSource
 from rollout.chat.chat import MEDIA_KEYS, check_text_only
 from rollout.chat.images import images_of, without_image_parts, without_images
+from rollout.environments.system_prompt import with_system_prompt
 from rollout.tools.tool import ToolResult
 from seqpack.batches.mrope import grid_tokens
 

@@ -13,8 +13,8 @@ from apps.common.cluster import RolloutLayout
 from apps.common.testing.weight_delta import load_tensors
 from apps.grpo.config import GrpoConfig
 from apps.grpo.registry import recipes
-from apps.grpo.tasks.images import PictureTasks
 from apps.grpo.testing.schedules import shared_config
+from apps.quickstart.image_tasks import PictureTasks
 from apps.quickstart.vision import ensure_seeing_model
 from rollout import Reply, Task, TaskRow
 from rollout.tools.tool import ToolResult

@@ -18,8 +18,8 @@ from apps.common.testing.weight_delta import assert_trained, load_tensors
 from apps.grpo.config import DataConfig, GrpoConfig, WarmStart
 from apps.grpo.main import configure, run
 from apps.grpo.registry import recipes
-from apps.grpo.tasks.images import make_tasks
 from apps.grpo.tasks.prompt_tasks import prompt_tasks
+from apps.quickstart.image_tasks import make_tasks
 from apps.quickstart.shapes import BAR, CELL, CELLS, INK, PictureProblem, draw, is_held_out, picture_problems
 from schedules.config import Mode, ScheduleConfig
 

@@ -17,9 +17,9 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from apps.common.data.answers import final_answer
+from apps.common.data.presets import BOXED
 from apps.common.testing.weight_delta import assert_trained
 from apps.grpo.main import configure, run
-from apps.grpo.tasks.presets import BOXED
 from apps.quickstart.model import save_tiny_model
 from apps.quickstart.vision import save_seeing_model
 

@@ -17,9 +17,9 @@ from apps.common.testing.weight_delta import assert_trained, starting_weights
 from apps.grpo.config import GrpoConfig, WarmStart
 from apps.grpo.main import configure, run
 from apps.grpo.registry import recipes
-from apps.grpo.tasks.synthetic import SumTasks
 from apps.grpo.testing.recipe import RECIPE
 from apps.grpo.train import Result, train
+from apps.quickstart.sum_tasks import SumTasks
 from engines import NonFiniteError
 from engines.launch import launch
 from rollout import Completion, NativeEngine, Reply, Sampling, Task, TaskRow

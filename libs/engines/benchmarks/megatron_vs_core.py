@@ -46,22 +46,22 @@ def ours(run: Run) -> None:
     """Measure our backend."""
     batch, objective = batch_of(run), SFT()
     before, net = in_use(run), step_gpu.model()
-    # With no room at all the planner finds no even split over ranks in one go, and takes two micro-batches.
-    room = run.tokens if run.copies == 1 else run.tokens * 9 // 8
+    # With no slack at all the planner finds no even split over ranks in one go, and takes two micro-batches.
+    cap = run.tokens if run.copies == 1 else run.tokens * 9 // 8
     config = EngineConfig(
         backend="megatron",
         device=run.device,
         lr=LR,
         eps=EPS,
         grad_clip=CLIP,
-        max_tokens_per_rank=room,
+        max_tokens_per_rank=cap,
         tensor_parallel=run.tensor_parallel,
         megatron_optimizer=run.optimizer,
     )
     engine: Any = build_engine(config, net)
     del net
     work = engine._agree_on(batch, objective)
-    loss = StepLoss(objective, work.facts.totals)
+    loss = StepLoss(objective, work.stats.totals)
     engine.executor.train(engine._micro_batches(work.batch, work.plan), loss, Scoring())
     parameters = [(one.held.name, one.parameter) for one in engine.executor.parameters]
     gradients = {name: p.main_grad.float().cpu().reshape(p.shape) for name, p in parameters}

@@ -28,7 +28,7 @@ from engines.tiny import tiny_batch, tiny_config
 from objectives import SFT
 
 VOCABULARY = 248_320
-"""Of Qwen3.5."""
+"""Vocabulary size of Qwen3.5."""
 WIDE: dict[str, Any] = {"vocab_size": VOCABULARY}
 DEEP: dict[str, Any] = {
     "num_hidden_layers": 32,

@@ -128,8 +128,8 @@ def ours(what: str, kind: str, device: Literal["cuda", "cpu"], **options: Any) -
     """Measure a step of our engine, which packs the next batch meanwhile."""
     before, batch, objective = clear(device), rows_of(kind, device), SFT()
     tokens = sum(len(ids) for ids in batch["input_ids"].unbind())
-    room = tokens // world() + (256 if world() > 1 else 0)  # rows of several ranks are not cut to fit
-    config = EngineConfig(device=device, lr=1e-5, max_tokens_per_rank=room, **options)
+    cap = tokens // world() + (256 if world() > 1 else 0)  # rows of several ranks are not cut to fit
+    config = EngineConfig(device=device, lr=1e-5, max_tokens_per_rank=cap, **options)
     engine: Any = build_engine(config, model_of(kind, device))
     seen: dict[str, float] = {}
 

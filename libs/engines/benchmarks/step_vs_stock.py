@@ -105,8 +105,8 @@ def our_engine(tokens: int, **options: Any) -> Any:
 
 def ours(what: str, tokens: int, prefetch: bool = True, **options: Any) -> None:
     """Measure a step of our engine on `tokens` tokens of each rank; the next batch is packed meanwhile."""
-    room = tokens if dist.get_world_size() == 1 else tokens + 256  # rows of two ranks are not cut to fit
-    engine = our_engine(room, **options)
+    cap = tokens if dist.get_world_size() == 1 else tokens + 256  # rows of two ranks are not cut to fit
+    engine = our_engine(cap, **options)
     batches = [batch_of(lengths_of(tokens, 8192) * dist.get_world_size()) for _ in range(2)]
     objective = SFT()
     done: list[Any] = [0]
@@ -179,7 +179,7 @@ def gradients(tokens: int = 8192, **options: Any) -> tuple[float, dict[str, torc
     engine = our_engine(tokens, **options)
     batch = batch_of(lengths_of(tokens, 8192))
     work = engine._agree_on(batch, SFT())
-    loss = StepLoss(SFT(), work.facts.totals)
+    loss = StepLoss(SFT(), work.stats.totals)
     engine.executor.train(engine._micro_batches(work.batch, work.plan), loss, Scoring())
     found = {name: p.grad for name, p in engine.executor.scorer.named_parameters()}
     whole = {name: (g.full_tensor() if hasattr(g, "full_tensor") else g).float().cpu() for name, g in found.items()}

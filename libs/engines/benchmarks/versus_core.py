@@ -92,7 +92,7 @@ def name_kernels() -> None:
 
 
 def core_model(run: Run, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-    """Make GPTModel by megatron-core's hybrid specification, with the seed's weights; and its parameters by our names."""
+    """Make GPTModel by megatron-core's hybrid specification, with the seed's weights; and name its parameters."""
     from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
         get_transformer_block_with_experimental_attention_variant_spec as hybrid_spec,
     )

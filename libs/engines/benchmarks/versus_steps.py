@@ -29,7 +29,7 @@ TINY = {
     "linear_num_value_heads": 4,
 }
 LR, CLIP, EPS = 1e-5, 1.0, 1e-8
-"""Of both optimizers; their other settings are EngineConfig's defaults."""
+"""Settings of both optimizers; the others are EngineConfig's defaults."""
 
 
 @dataclass(frozen=True)

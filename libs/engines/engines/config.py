@@ -16,7 +16,7 @@ class EngineConfig:
     """Settings of one engine. A value that cannot work is a ValueError here, before any model is loaded."""
 
     model: str | None = None
-    """A Hugging Face model directory, or OWNER/NAME[@REVISION] on the hub; None when the module is handed over."""
+    """A Hugging Face model directory, or OWNER/NAME[@REVISION] on the hub; None when a module is passed."""
     backend: Literal["fsdp2", "megatron"] = "fsdp2"
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     """"auto" is cuda where there is one, else cpu."""
@@ -34,8 +34,7 @@ class EngineConfig:
     pipeline_parallel: int = 1
     """Stages of layers, on ranks of their own (backend megatron)."""
     virtual_pipeline_parallel: int = 1
-    """Stages of layers on each pipeline rank, in turn with those of the others: less waiting, more messages (backend
-    megatron)."""
+    """Interleaved stages of layers on each pipeline rank: less waiting, more messages (backend megatron)."""
     first_stage_layers: int | None = None
     """Layers of the first pipeline stage, which has the embedding too; None splits evenly (backend megatron)."""
     last_stage_layers: int | None = None
@@ -45,20 +44,20 @@ class EngineConfig:
     expert_tensor_parallel: int = 1
     """Ranks that share each expert's matrices (backend megatron)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What the model computes in; "auto" is float32 on a CPU and bfloat16 elsewhere."""
+    """Dtype that the model computes in; "auto" is float32 on a CPU and bfloat16 elsewhere."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
-    """What parameters and optimizer states are kept in."""
+    """Dtype of parameters and optimizer states."""
     moments_dtype: Literal["auto", "bfloat16"] = "auto"
-    """What AdamW's moments are kept in: "auto" as the parameters, "bfloat16" halves them beside float32 parameters
+    """Dtype of AdamW's moments: "auto" is that of the parameters, "bfloat16" halves them beside float32 parameters
     (`engines.execution.bfloat16_adamw`; backend fsdp2)."""
     skip_zero_gradient_rows: bool = True
-    """Do not compute rows that add exactly nothing to loss and gradient (an objective says which), such as those of
+    """Leave out rows that add exactly nothing to loss and gradient (an objective says which), such as those of
     groups with equal rewards. Metrics then speak of the computed rows alone."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Run decoder layers and head as compiled functions over fused kernels: "auto" where that can be, "on" or an error
     with the reason."""
     weights: Literal["auto", "sharded", "replicated"] = "auto"
-    """"sharded" over all ranks (FSDP2), or whole on each with float32 values and moments shared out: faster, two bytes
+    """"sharded" over all ranks (FSDP2), or whole on each with float32 values and moments sharded: faster, two bytes
     a parameter more. "auto" replicates on a single GPU, and leaves the weights of a single CPU process as they are."""
     shard_ranks: int | None = None
     """Hybrid sharding: this many neighbouring ranks share the weights and their optimizer states, and each such group
@@ -79,17 +78,17 @@ class EngineConfig:
     """Tokens whose logits are in memory at once."""
 
     collective_timeout_seconds: int | None = None
-    """How long a rank waits for the others in a collective, in every process group; None is torch's own time. Whoever
-    makes the default group gives it the same (`engines.launch`)."""
+    """Timeout of collectives in every process group; None is torch's own. The default group must be made with the same
+    (`engines.launch`)."""
 
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Train low-rank adapters in place of the weights."""
 
     router_aux_loss_coef: float | None = None
-    """Of the load-balancing loss of a router with experts; None keeps the model's own, 0 trains without that loss."""
+    """Coefficient of a router's load-balancing loss; None keeps the model's own, 0 trains without that loss."""
     router_z_loss_coef: float = 0.0
-    """Of the loss that holds a router's logits down: their squared log-partition, the mean over tokens, summed over
-    layers, as megatron-core's `moe_z_loss_coeff`."""
+    """Coefficient of a router's z-loss: the squared log-partition of its logits, a mean over tokens summed over layers, as
+    megatron-core's `moe_z_loss_coeff`."""
     routing_replay: bool = False
     """Send every token to the experts that the batch's `routed_experts` names (those that it was sampled through),
     where it names some; in `forward` too."""
@@ -102,12 +101,12 @@ class EngineConfig:
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = 0
     total_steps: int | None = None
-    """Where "linear" and "cosine" end; None for "constant"."""
+    """Step at which "linear" and "cosine" end; None for "constant"."""
     min_lr_ratio: float = 0.0
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    """On matrices; norms, biases and other vectors are never decayed."""
+    """Weight decay of matrices; norms, biases and other vectors are never decayed."""
     transformer_options: tuple[str, ...] = ()
     """NAME=VALUE fields of megatron-core's TransformerConfig, beside those that follow from the model and these
     settings (backend megatron)."""
@@ -118,17 +117,17 @@ class EngineConfig:
     """Keep parameters and gradients in host memory too (with `optimizer_on_host`): those of a layer come to the device
     while it computes, those of one parameter after another for its update, bit for bit as without (backend fsdp2)."""
     megatron_optimizer: Literal["auto", "torch", "core"] = "auto"
-    """What updates Megatron's weights: torch's AdamW, or megatron-core's own optimizer ("core"), which runs Transformer
+    """Optimizer of Megatron's weights: torch's AdamW, or megatron-core's own optimizer ("core"), which runs Transformer
     Engine's or apex's fused Adam where one is installed. "auto" is megatron-core's on a GPU where it runs what is asked
     for, else torch's. A checkpoint of either resumes under the other (backend megatron)."""
     distributed_optimizer: bool = False
-    """Share optimizer states and float32 weights out over the ranks that hold the same weights (backend megatron)."""
+    """Shard optimizer states and float32 weights over the ranks that hold the same weights (backend megatron)."""
     grad_clip: float | None = 1.0
     """Largest global gradient norm; None clips nothing."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What a loss or gradient that is NaN or infinite does, always without an update: "stop" ends the run with
-    `engines.NonFiniteError`, "skip" goes on with the next batch, and ends it at the tenth such step in a row."""
+    """Reaction to a loss or gradient that is NaN or infinite, always without an update: "stop" ends the run with
+    `engines.NonFiniteError`, "skip" continues with the next batch, and ends it at the tenth such step in a row."""
 
     def __post_init__(self) -> None:
         if found := [*self.problems()]:
@@ -201,7 +200,7 @@ class EngineConfig:
 
 
 LARGEST_BETA = 0.99
-"""For the second moment in bfloat16: a step changes it by up to 1 - beta, which must be well above 2^-9."""
+"""Largest beta2 of a bfloat16 second moment: a step changes it by up to 1 - beta, which must be well above 2^-9."""
 
 
 def parse_context_parallel(value: str) -> int | Literal["dynamic"]:
@@ -289,10 +288,10 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("betas",), lambda betas: all(0 <= beta < 1 for beta in betas), "must be at least 0 and below 1, got {}"),
     (("grad_clip",), lambda value: value > 0, "must be above 0, or None to clip nothing, got {}"),
 )
-"""Fields that are not None, what holds for them, and what is said otherwise."""
+"""Fields that may be None, the condition that other values meet, and the text of the error."""
 _SHAPES: dict[str, Callable[[Any], object]] = {
     "context_parallel": parse_context_parallel,
     "transformer_options": parse_options,
     "learning_rates": parse_learning_rates,
 }
-"""What reads a text, or refuses it."""
+"""Parsers of text fields, which raise ValueError for a text that they refuse."""

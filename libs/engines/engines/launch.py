@@ -25,7 +25,7 @@ from engines.devices.detect import devices_of
 _STOP_SECONDS = 5.0
 _GRACE_SECONDS = 0.2
 _FAULTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
-"""After which faulthandler has printed where each thread was."""
+"""Signals after which faulthandler has printed the stack of each thread."""
 
 
 class RankError(RuntimeError):
@@ -249,7 +249,7 @@ def _set_device(device: str, rank: int, ranks_here: int) -> None:
 
 @contextmanager
 def _loopback(device: str) -> Iterator[None]:
-    """Bind collectives to the loopback interface while a group is made inside the block; then restore the environment."""
+    """Bind collectives to the loopback interface while a group is made inside; restore the environment at the end."""
     names = devices_of(device).interfaces
     before = {name: os.environ.get(name) for name in names}
     os.environ.update({name: os.environ.get(name, "lo") for name in names})

@@ -60,7 +60,7 @@ class LoadedModel:
     module: Any
     weights: ModelWeights
     disk: DiskWeights | None = None
-    """Where the module's values are, as long as it is empty (on the meta device)."""
+    """Values of the module on disk, while it is empty (on the meta device)."""
 
 
 def load_model(

@@ -13,13 +13,13 @@ class LoraConfig:
     """
 
     rank: int = 0
-    """Of the adapters; 0 trains the weights themselves."""
+    """Rank of the adapters; 0 trains the weights themselves."""
     alpha: float = 32.0
-    """Adapters are scaled by alpha / rank."""
+    """Numerator of the adapters' scale alpha / rank."""
     targets: tuple[str, ...] = ()
-    """Last names of the linear layers that have one, such as q_proj; by default all in the decoder layers."""
+    """Last names of the linear layers with adapters, such as q_proj; by default all in the decoder layers."""
     rank_stabilized: bool = False
-    """Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023, arXiv 2312.03732)."""
+    """Whether the scale is alpha / sqrt(rank) instead (Kalajdzievski 2023, arXiv 2312.03732)."""
 
     def __post_init__(self) -> None:
         if found := [*self.problems()]:

@@ -12,14 +12,14 @@ from engines.config import EngineConfig
 
 LOG = logging.getLogger(__name__)
 SKIPPED_IN_A_ROW = 10
-"""So many steps in a row without an update end a run, whatever the configuration says."""
+"""Number of steps in a row without an update that ends a run, whatever the configuration says."""
 
 
 class NonFiniteError(RuntimeError):
     """A loss, gradient or weight is NaN or infinite: the run has diverged, and nothing of it should be exported."""
 
     batch: Any = None
-    """What was given to `train_batch`, where a step has failed."""
+    """Batch of `train_batch`, where a step has failed."""
 
 
 class FiniteGuard:

@@ -27,8 +27,8 @@ class TrainEngine(Protocol):
     """
 
     reference: "TrainEngine | None"
-    """A frozen engine beside this one (`build_engine(..., trainable=False)`), where the caller holds one: what
-    `engines.base_policy` scores by."""
+    """The frozen engine beside this one (`build_engine(..., trainable=False)`), where there is one;
+    `engines.base_policy` scores by it."""
 
     def train_batch(self, batch: Batch, objective: Objective) -> dict[str, float]:
         """Make one optimizer step over the batch; the metrics are the same on every rank.

@@ -57,7 +57,7 @@ FUSED_SIZES: dict[str, Any] = {
 
 
 def tiny_config(kind: str = "dense", **changes: Any) -> Any:
-    """Return a transformers config of a hybrid model: gated delta net and full attention layers in turn.
+    """Return a transformers config of a hybrid model: alternating gated delta net and full attention layers.
 
     `kind`: "dense" (Qwen3.5), "vision" (Qwen3.5 with a vision tower; `changes` are of its text part), "moe"
     (Qwen3.5 MoE), "vision_moe" (that with a tower), "next" (Qwen3-Next) or "attention" (Qwen3, no delta net).

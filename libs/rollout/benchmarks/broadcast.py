@@ -1,12 +1,12 @@
-"""What the weights of a pool of Ray samplers cost on one machine: through Ray's object store, and broadcast.
+"""Benchmark of weight sync to a pool of Ray samplers on one machine: by Ray's object store, and by broadcast.
 
     PYTHONPATH=libs/seqpack:libs/chat_tools:libs/rollout python libs/rollout/benchmarks/broadcast.py \
         [--transports objects gloo nccl] [--workers 1 2] [--mib 512] [--times 5]
 
-Weights of so many MiB in buckets of 64 go to each sampler, which lays them into memory of its own where they come
-(a device's, where `nccl` is among the transports: the sender's weights are on the first device then, in every row).
-Prints a JSON line for each number of samplers and each transport: seconds of a hand-over, its bytes a second over all
-samplers, the least and the median of those after the first, which makes the group.
+Weights of `--mib` MiB, in buckets of 64 MiB, go to each sampler, which copies them into memory of its own. Where `nccl`
+is among the transports that is device memory, and in every row the sender's weights are on the first device. Prints a
+JSON line for each number of samplers and each transport: seconds of the first weight sync, which makes the group, the
+least and the median seconds of those after it, and the bytes a second to each sampler by the median.
 """
 
 import argparse
@@ -33,47 +33,47 @@ NAME = "weights"
 
 
 class Memory:
-    """A receiver that keeps what it is given, and knows no model."""
+    """A receiver that keeps the bytes it receives and knows no model."""
 
     def __init__(self, nbytes: int, device: str) -> None:
         self._place = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._missing = nbytes
 
     async def prepare(self, manifest: Manifest) -> None:
-        """Begin anew."""
+        """Reset the count of missing bytes."""
         del manifest
         self._missing = self._place.numel()
 
     async def receive(self, bucket: Bucket) -> int:
-        """Lay it into its place."""
+        """Copy a bucket to its place."""
         for piece in bucket.pieces():
             self._place[piece.offset : piece.offset + piece.flat.numel()].copy_(piece.flat)
             self._missing -= piece.flat.numel()
         return self._missing
 
     async def commit(self, version: int) -> None:
-        """Nothing is in use."""
+        """Ignore the version: no model uses the bytes."""
         del version
 
     async def abort(self) -> None:
-        """Nothing is in use."""
+        """Ignore the call: no model uses the bytes."""
 
     async def pause(self, mode: Literal["finish", "abort"] = "finish") -> None:
-        """Nothing runs."""
+        """Ignore the call: nothing is sampled."""
         del mode
 
     async def resume(self) -> None:
-        """Nothing waited."""
+        """Ignore the call: no request waits."""
 
 
 def receiving(nbytes: int, device: str) -> dict[str, Handler]:
-    """Return in the actor."""
+    """Return the handlers of one sampler, in its actor."""
     memory: Any = Memory(nbytes, device)
     return weight_handlers(memory)
 
 
 def measure(transport: Any, workers: int, mib: int, times: int, on_device: bool) -> dict[str, Any]:
-    """Return one row."""
+    """Return one row of the table: the seconds of each weight sync to a new pool."""
     device = "cuda:0" if on_device else "cpu"
     nbytes = mib << 20
     flat = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device)
@@ -104,7 +104,7 @@ def measure(transport: Any, workers: int, mib: int, times: int, on_device: bool)
 
 
 def main() -> None:
-    """Every row that was asked for, in turn."""
+    """Print the row of each number of workers and each transport."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transports", nargs="+", default=["objects", "gloo"], choices=["objects", "gloo", "nccl"])
     parser.add_argument("--workers", nargs="+", type=int, default=[1, 2])

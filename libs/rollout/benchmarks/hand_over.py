@@ -1,10 +1,10 @@
-"""What a hand-over of weights to vLLM costs on one accelerator: 0.67B parameters, to each copy of the model.
+"""Benchmark of weight sync to vLLM on one accelerator: 0.67B parameters, to each copy of the model.
 
     PYTHONPATH=libs/seqpack:libs/chat_tools:libs/rollout TESSERA_VLLM_PYTHON=PYTHON \
         python libs/rollout/benchmarks/hand_over.py [--copies 1 4] [--places host device] [--times 8]
 
-Weights start on the trainer's side of the device and are handed over while nothing is sampled. Prints a JSON line for
-each number of copies and each place that weights pass through: medians after the first two hand-overs, in milliseconds.
+Weights start on the trainer's side of the device and are synced while nothing is sampled. Prints a JSON line for each
+number of copies and each place that weights pass through: medians without the first two weight syncs, in milliseconds.
 `staged_ms` is writing them beside those in use, `paused_ms` the time in which vLLM makes no step.
 """
 
@@ -37,7 +37,7 @@ BUCKET_BYTES = 1 << 28
 def measure(
     model: Path, weights: list[BucketPiece], copies: int, place: str, times: int, cuda: bool
 ) -> dict[str, float]:
-    """Medians of one way, in milliseconds; the numbers of bytes."""
+    """Return median milliseconds of a weight sync, and the number of bytes."""
     own = VllmConfig(data_parallel=copies, copies_per_device=copies, weights_on_device=place == "device")
     if cuda:
         arguments = {"additional_config": {"gdn_prefill_backend": "triton"}}
@@ -59,7 +59,7 @@ def measure(
 
 
 def main() -> None:
-    """Each way in turn."""
+    """Print the figures of each number of copies and each place."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--copies", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--places", nargs="+", choices=("host", "device"), default=["host", "device"])

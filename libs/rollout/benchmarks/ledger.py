@@ -1,4 +1,4 @@
-"""A ledger of a million entries: appended, killed, opened, compacted. Run from the repository's root:
+"""Benchmark of a ledger of a million entries: append, open, compact. Run from the repository's root:
 
 PYTHONPATH=libs/rollout:libs/seqpack:libs/chat_tools python libs/rollout/benchmarks/ledger.py
 """

@@ -25,7 +25,7 @@ from rollout.native.engine import NativeEngine
 
 @dataclass(frozen=True)
 class Case:
-    """So many prompts, answered `group` times each."""
+    """A number of prompts, each with `group` completions."""
 
     name: str
     prompts: int
@@ -38,7 +38,7 @@ class Case:
     family: Literal["qwen3.5", "qwen3"] = "qwen3.5"
 
     def draw(self) -> list[list[int]]:
-        """Return the prompts, each `group` times."""
+        """Return the prompts, each repeated `group` times."""
         rng = random.Random(0)
         distinct = [
             [rng.randrange(2, self.vocab) for _ in range(rng.randint(*self.prompt_tokens))] for _ in range(self.prompts)
@@ -66,7 +66,7 @@ CASES = (
 
 
 def build(hidden: int, vocab: int, layers: int = 4, family: str = "qwen3.5") -> PreTrainedModel:
-    """Qwen3, or a hybrid with full attention in every second layer."""
+    """Build a Qwen3, or a hybrid Qwen3.5 with full attention in every second layer."""
     head = hidden // 4
     torch.manual_seed(0)
     if family == "qwen3":
@@ -96,7 +96,7 @@ def ours(model: PreTrainedModel, case: Case) -> Callable[[], int]:
 
 
 def theirs(model: PreTrainedModel, case: Case, device: str) -> Callable[[], int]:
-    """Return the same through `generate`."""
+    """Return a call that samples the case with transformers' `generate` and counts the tokens."""
     prompts = case.draw()
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)
@@ -113,7 +113,7 @@ def theirs(model: PreTrainedModel, case: Case, device: str) -> Callable[[], int]
 
 
 def measure(calls: list[Callable[[], int]], repeats: int) -> tuple[list[float], int]:
-    """Return the best processor time of each call, interleaved; and the tokens of a call."""
+    """Return the best processor time of each call, the calls interleaved, and the tokens of one call."""
     times: list[list[float]] = [[] for _ in calls]
     tokens = 0
     for _ in range(repeats):
@@ -125,7 +125,7 @@ def measure(calls: list[Callable[[], int]], repeats: int) -> tuple[list[float], 
 
 
 def main() -> None:
-    """Print a table."""
+    """Print the table of all cases."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cpu")

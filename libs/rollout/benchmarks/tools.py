@@ -20,7 +20,7 @@ ROUNDS = 5
 
 
 def best(work: Callable[[], object], count: int) -> str:
-    """Calls a second in the best round of `work`, which makes so many calls."""
+    """Return the calls a second of the best round of `work`, which makes `count` calls."""
     seconds = []
     for _ in range(ROUNDS):
         began = time.perf_counter()

@@ -1,9 +1,9 @@
-"""Conversations of several turns: each turn read from where the last one ended, and each prompt read whole.
+"""Benchmark of conversations of several turns: with the prefix cache, and with each prompt read whole.
 
 PYTHONPATH=libs/rollout:libs/seqpack OMP_NUM_THREADS=1 python libs/rollout/benchmarks/turns.py
 
-A turn says `said` tokens and gets an answer of `new` tokens; the next prompt is all of that and more. Both engines
-sample the same answers (greedy). Processor time of all turns, the best of the repeats, interleaved in one run.
+A user's turn has `said` tokens, its completion `new` tokens; the next prompt is all of that and more. Both engines
+sample the same completions (greedy). Processor time of all turns, the best of the repeats, interleaved in one run.
 """
 
 import argparse
@@ -26,7 +26,7 @@ CASES = (  # conversations, turns, said, new, hidden, layers, vocabulary
 
 
 def talk(engine: NativeEngine, count: int, turns: int, said: int, new: int, vocab: int) -> list[list[int]]:
-    """Return all conversations to their end."""
+    """Play all conversations to their end and return their tokens."""
     rng = random.Random(0)
     streams: list[list[int]] = [[] for _ in range(count)]
     for _ in range(turns):
@@ -37,7 +37,7 @@ def talk(engine: NativeEngine, count: int, turns: int, said: int, new: int, voca
 
 
 def timed(model: Qwen3_5ForCausalLM, keep_tokens: int, case: tuple[int, ...]) -> tuple[float, int, list[list[int]]]:
-    """Processor seconds, prompt tokens read, and what was said."""
+    """Return processor seconds, the number of prompt tokens read, and the tokens of all conversations."""
     count, turns, said, new, _, _, vocab = case
     engine = NativeEngine(model, max_length=2048, keep_tokens=keep_tokens)
     began = time.process_time()
@@ -46,7 +46,7 @@ def timed(model: Qwen3_5ForCausalLM, keep_tokens: int, case: tuple[int, ...]) ->
 
 
 def main() -> None:
-    """Print a table."""
+    """Print the table of all cases."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     flags = parser.parse_args()

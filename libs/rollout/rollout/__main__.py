@@ -1,4 +1,4 @@
-"""`python -m rollout capabilities`: the table of what each backend can do, and the test that shows it."""
+"""The command `python -m rollout capabilities`: a table of what each backend can do, and the test that shows it."""
 
 import argparse
 import sys
@@ -7,7 +7,7 @@ from rollout.capability_table import main as capabilities
 
 
 def main() -> int:
-    """Run a command of the library; its exit status."""
+    """Run the command of the library that the arguments name and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m rollout", description=__doc__)
     parser.add_argument("command", choices=["capabilities"])
     parser.parse_args()

@@ -14,11 +14,11 @@ from rollout.vllm.engine import VllmEngine
 def build_rollout(
     config: RolloutConfig, model: nn.Module | Path | None = None, *, pad_token_id: int = 0, version: int = 0
 ) -> RolloutEngine:
-    """Build the engine that a configuration asks for.
+    """Build the engine of a configuration.
 
-    `model` is the module that the native engine samples from, on its device (a training engine's twin: it takes new
-    weights in place), the Hugging Face directory that vLLM starts from, or nothing where a server has its model;
-    `version` the number of the weights that it has. What is not supported is refused here.
+    `model` is the module that the native engine samples from, on its device (the twin of a training engine: it takes
+    new weights in place), the Hugging Face directory that vLLM starts from, or None where a server has its model;
+    `version` is the number of its weights. What is not supported is refused here.
 
     Raises:
         ValueError: the backend is not there, it lacks its model, or it can't do what is asked.

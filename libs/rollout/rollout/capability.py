@@ -32,7 +32,7 @@ NATIVE: dict[str, Supported | Unsupported] = {
 
 
 def feature_of(features: Mapping[str, Supported | Unsupported], feature: str) -> Supported | Unsupported:
-    """Return the answer for a feature by name; ValueError lists the features for an unknown one."""
+    """Return whether a feature is supported. Raise ValueError with all features for an unknown name."""
     if feature not in features:
         raise ValueError(f"unknown feature {feature!r}; known are {', '.join(sorted(features))}")
     return features[feature]
@@ -50,7 +50,7 @@ FEATURES = {"native": NATIVE, "vllm": vllm.VLLM, "openai": openai.OPENAI}
 def supports(config: RolloutConfig, feature: str) -> Supported | Unsupported:
     """Return whether an engine of this configuration has the feature; backends are features too.
 
-    ValueError lists the features for an unknown name.
+    Raises ValueError with all features for an unknown name.
     """
     if feature in BACKENDS:
         return BACKENDS[feature]
@@ -59,7 +59,7 @@ def supports(config: RolloutConfig, feature: str) -> Supported | Unsupported:
 
 
 def refuse_unsupported(config: RolloutConfig) -> None:
-    """ValueError with the reason where this configuration asks for what is not there."""
+    """Raise ValueError with the reason where the backend of this configuration is not supported."""
     answer = supports(config, config.backend)
     if isinstance(answer, Unsupported):
         raise ValueError(f"{config.backend} is not supported: {answer.reason}")

@@ -1,4 +1,4 @@
-"""`python -m rollout capabilities`: what each backend answers to `supports`, the text of CAPABILITIES.md."""
+"""The table of `python -m rollout capabilities`: each backend's answers to `supports`, the text of CAPABILITIES.md."""
 
 from rollout.capability import FEATURES, supports
 from rollout.config import RolloutConfig
@@ -14,7 +14,7 @@ backend was never asked for has no answer.
 
 
 def answers() -> dict[str, dict[str, Supported | Unsupported]]:
-    """Return every feature's answer, by backend."""
+    """Return whether each feature is supported, by backend."""
     return {
         name: {feature: supports(RolloutConfig(backend=name), feature) for feature in features}  # type: ignore[arg-type]
         for name, features in FEATURES.items()

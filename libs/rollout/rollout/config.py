@@ -22,35 +22,35 @@ _WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How answers are sampled."""
+    """Settings of sampling."""
 
     backend: Backend = "native"
-    """"native" samples from the trained module's twin in this process, "vllm" through vLLM in one of its own, "openai"
-    from what a server has, whose weights stay what they are."""
+    """"native" samples from a module in this process (the trained module's twin), "vllm" through vLLM in processes of
+    its own, "openai" through a server whose weights never change."""
     max_batch: int = 512
-    """Requests that decode together."""
+    """Most requests that decode together."""
     max_length: int | None = None
-    """Prompt plus completion, in tokens; None: what the model's config says."""
+    """Most tokens of prompt and completion together; None: what the model's config says."""
     prefill_tokens: int = 16384
-    """Prompt tokens of one forward pass."""
+    """Number of prompt tokens of one forward pass."""
     compact_below: float = 0.75
-    """Rows move together when less than this share of the batch's places works."""
+    """Rows are moved together when less than this share of the batch's slots is in use."""
     decoder: DecoderChoice = "auto"
     """"lean" is a forward pass of our own, "module" the module's; "auto" takes the first that can."""
     on_commit: OnCommit = "keep"
-    """What new weights do to running requests: "keep" what the old ones computed, or "recompute" it."""
+    """What new weights do to the caches of running requests: "keep" them, or "recompute" them."""
     admit: Admission = "any_step"
-    """When a request may begin: beside whatever runs, or in "rounds", in which equal runs give equal bits."""
+    """When a request may begin: beside running ones, or in "rounds", in which equal runs give equal bits."""
     keep_tokens: int = KEEP_TOKENS
-    """Memory, in tokens, for finished requests' states that a next turn goes on from; 0: every prompt is read anew."""
+    """Size of the prefix cache in tokens: states of finished requests for next turns; 0: prompts are read anew."""
     routed_experts: bool = False
-    """Completions tell which experts of a mixture their tokens went to, for a trainer that replays them."""
+    """Whether completions say which experts of a mixture read their tokens, for a trainer that replays them."""
     seed: int = 0
-    """Of requests that bring no seed of their own."""
+    """Seed for requests that bring none of their own."""
     vllm: VllmConfig = field(default_factory=VllmConfig)
-    """What vLLM is told beyond that; see there."""
+    """Further settings of vLLM."""
     openai: OpenAIConfig = field(default_factory=OpenAIConfig)
-    """Where the server is; see there."""
+    """Address and settings of the server."""
 
     def __post_init__(self) -> None:
         for name, choices in (

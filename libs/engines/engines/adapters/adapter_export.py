@@ -39,7 +39,7 @@ def adapter_pieces(engine: Any, live: bool = False, max_bytes: int = PIECE_BYTES
     ValueError where the engine has none, `NonFiniteError` for values that are not finite.
     """
     if not engine.config.lora.rank:
-        raise ValueError("the engine has no adapter to hand over: set EngineConfig.lora, or use export_weights")
+        raise ValueError("the engine has no adapter to export: set EngineConfig.lora, or use export_weights")
 
     def named() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in finite_tensors(engine.executor.adapter_tensors()):

@@ -15,9 +15,9 @@ from engines.adapters.lora import is_adapter
 from engines.weights.row_shards import counts_once
 
 BASE = "lora_base"
-"""In a checkpoint of adapters: the digest of their base."""
+"""Key of the base's digest in a checkpoint of adapters."""
 _PIECE = 1 << 22
-"""Elements that are looked at at once."""
+"""Number of elements that are summed at a time."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

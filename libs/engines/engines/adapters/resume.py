@@ -13,7 +13,7 @@ from engines.lora_config import LoraConfig
 from engines.storage.checkpoint import read_tensor
 
 FACT = "adapter"
-"""In a checkpoint's facts: what its adapters' scale is made of."""
+"""Key in a checkpoint's facts of the fields that make its adapters' scale."""
 _SCALE = ("rank", "alpha", "rank_stabilized")
 
 

@@ -37,13 +37,13 @@ class Adaptation:
     name: str
     package: str
     versions: str
-    """Such as ">=2.13,<2.14": those that it was written for."""
+    """Versions that it was written for, such as ">=2.13,<2.14"."""
     patches: Callable[[], Sequence[Patch]]
-    """Called when it is applied: imports of the package go in there."""
+    """Function that makes the patches when it is applied; it imports the package."""
     check: Callable[[], str | None] = lambda: None
-    """Why it is too late, or too early, to apply it; None where it is not."""
+    """Function that returns why it is too late, or too early, to apply it; None where it is not."""
     unverified: str | None = None
-    """Why nobody knows whether it works; None where a test ran it."""
+    """Reason why it is unverified; None where a test ran it."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Applied:
 
     adaptation: Adaptation
     changed: tuple[str, ...]
-    """Dotted names."""
+    """Dotted names of what was replaced."""
     _before: list[tuple[Patch, Any]]
     _held: dict[str, "Applied"]
 

@@ -22,9 +22,9 @@ class Devices(Protocol):
     """One kind of device. Every call is about this process's current one."""
 
     kind: str
-    """torch's name of it: "cpu", "cuda", "npu"."""
+    """torch's name of the kind: "cpu", "cuda", "npu"."""
     backend: str
-    """What torch.distributed moves data with, for tensors of the host too: "cpu:gloo,cuda:nccl"."""
+    """Backend of torch.distributed, for tensors of the host too: "cpu:gloo,cuda:nccl"."""
     interfaces: tuple[str, ...]
     """Variables that name the network interface of its collectives."""
     overlaps: bool

@@ -34,7 +34,7 @@ class Layout:
 
 
 def layout(sizes: Sequence[int]) -> Layout:
-    """Lay out tensors of so many bytes, the largest first, each in the first block that has room."""
+    """Lay out tensors of so many bytes, the largest first, each in the first block with enough space."""
     taken = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
     left, blocks, used = sum(taken), list[int](), list[int]()
     places = [(0, 0)] * len(sizes)

@@ -36,7 +36,7 @@ class Scores:
 
 
 LossFunction = Callable[[MicroBatch, Scores], Tensor]
-"""This micro-batch's share of the loss, a scalar: summed over micro-batches and ranks it is the loss of the step. It is
+"""A function that returns a micro-batch's share of the loss, a scalar: summed over micro-batches and ranks it is the loss of the step. It is
 divided by global counts already, so executors add gradients up and never average them."""
 TakeScores = Callable[[MicroBatch, Scores], None]
 

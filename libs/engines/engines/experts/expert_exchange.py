@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 WEIGHTS = ("gate_up_proj", "down_proj")
-"""Of a module of experts: [E, 2 I, H] and [E, H, I]."""
+"""Weights of a module of experts: [E, 2 I, H] and [E, H, I]."""
 
 
 class Routes(NamedTuple):

@@ -17,7 +17,7 @@ from engines.families.router import RouterLoss
 from seqpack.adapters.delta_net import PackedForward
 
 ANY = None
-"""In `Family.fields`: every value is the stock model's business."""
+"""In `Family.fields`: every value is handled, by the stock model itself."""
 
 _METADATA = frozenset(
     [
@@ -56,13 +56,13 @@ class Family:
     architecture: str
     """The transformers class that is trained."""
     attention: str
-    """Class of its attention layers; arguments that they hand to an attention function are checked in each call."""
+    """Class of its attention layers; their arguments of an attention function are checked in each call."""
     fields: Mapping[str, tuple[Any, ...] | None]
     """Config fields that are handled: the values allowed, or ANY."""
     layer_types: tuple[str, ...] = ("full_attention",)
     """Token mixers that a layer may have."""
     rope_types: tuple[str, ...] = ("default",)
-    """Those whose angles depend on a token's position alone; "dynamic" and "longrope" depend on the longest of a call,
+    """Rotary embeddings whose angles depend on a token's position alone; "dynamic" and "longrope" depend on the longest of a call,
     so that a packed row would change its neighbours."""
     delta_nets: Mapping[str, PackedForward] = field(default_factory=dict)
     """Packed forward passes of its gated delta net layers, by class."""

@@ -1,4 +1,4 @@
-"""Qwen3.5, dense: gated delta nets and gated attention in turn; alone, or in a vision-language model."""
+"""Qwen3.5, dense: alternating gated delta nets and gated attention; alone, or in a vision-language model."""
 
 from engines.families.family import Family, VisionForm
 from engines.families.fields import (

@@ -27,11 +27,11 @@ class Routing(NamedTuple):
     """Sums over the tokens and routed layers of some micro-batches; they add up over micro-batches and ranks."""
 
     terms: Tensor
-    """f32[E + 1], differentiable: of each expert's probability, and of the squared log-partition of the logits."""
+    """Sums f32[E + 1] of each expert's probability, and of the logits' squared log-partition; differentiable."""
     chosen: Tensor
-    """f32[E]: how often each expert was among the top k."""
+    """Counts f32[E] of each expert among the top k."""
     rows: Tensor
-    """f32[]: tokens x layers."""
+    """Number f32[] of tokens x layers."""
 
 
 class RouterCounts(NamedTuple):

@@ -22,7 +22,7 @@ _OPERATIONS = (
     "torch_chunk_gated_delta_rule",
     "torch_recurrent_gated_delta_rule",
 )
-"""The names under which a stock layer calls them; each wraps the PyTorch function that it stands for."""
+"""Names under which a stock layer calls operations; each wraps the PyTorch function that it stands for."""
 _PACKED = ("cu_seqlens", "seq_idx")
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 FEWEST_TOKENS = 2
-"""Below it (a dummy micro-batch is one token) functions run as they are."""
+"""Number of tokens below which (a dummy micro-batch is one token) functions run uncompiled."""
 
 ONE_FOR_ALL_SIZES: dict[str, Any] = {"shape_padding": False, "triton.mix_order_reduction_non_strict_mode": True}
 """Inductor decides nothing by the number of tokens, where it would compile again for another number: it pads no matrix

@@ -50,7 +50,7 @@ def batch(seed: int = 0, lengths: list[int] = LENGTHS) -> TensorDict:
 def gradients(built: Any, data: TensorDict) -> tuple[float, dict[str, torch.Tensor]]:
     """(loss, gradients by name) of a step that is not made."""
     work = built._agree_on(data, SFT())
-    loss = StepLoss(SFT(), work.facts.totals)
+    loss = StepLoss(SFT(), work.stats.totals)
     built.executor.train(built._micro_batches(work.batch, work.plan), loss, Scoring())
     found = {name: p.grad for name, p in built.executor.scorer.named_parameters() if p.requires_grad}
     whole = {name: (g.full_tensor() if hasattr(g, "full_tensor") else g).double() for name, g in found.items()}
@@ -143,7 +143,7 @@ def test_the_host_never_waits_in_forward_backward_and_update(weights: str) -> No
     work = built._agree_on(batch(1), SFT())
     micro_batches = built.executor.ahead(built._micro_batches(work.batch, work.plan))
     micro_batches.begin()
-    loss = StepLoss(SFT(), work.facts.totals)
+    loss = StepLoss(SFT(), work.stats.totals)
     set_sync_debug_mode("error")
     try:
         built.executor.train(micro_batches, loss, Scoring())

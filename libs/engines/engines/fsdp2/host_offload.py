@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from engines.devices.host_copies import HostCopies
 
 Take = Callable[[Tensor], Tensor]
-"""Gives what stands for a tensor after a move."""
+"""A function from a tensor to its copy after a move."""
 
 
 def move_all(module: nn.Module, beside: Iterable[Tensor], device: torch.device, copies: HostCopies) -> Take:

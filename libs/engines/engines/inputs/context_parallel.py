@@ -77,7 +77,7 @@ class ContextParallel:
     layout: Layout
     method: Method
     tensor_parallel: int = 1
-    """What the tokens of each rank are a multiple of: its tensor-parallel ranks take a part each between layers."""
+    """Divisor of each rank's tokens: its tensor-parallel ranks take a part each between layers."""
 
     @staticmethod
     def of(config: EngineConfig, model_config: Any, plan_size: int) -> "ContextParallel":

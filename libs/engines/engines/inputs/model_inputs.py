@@ -63,9 +63,9 @@ class PackedInputs:
 
     ops: PackedOps = LocalOps()  # noqa: RUF009 (frozen)
     vision: VisionSettings | None = None
-    """Of a model that sees images: it is then given some in every call."""
+    """Settings of a model that sees images: it then gets some in every call."""
     replay: bool = False
-    """Take the experts that the batch says."""
+    """Whether tokens go to the experts that the batch names."""
 
     def seen(self, micro_batch: MicroBatch) -> VisionInputs | None:
         """Return the images of a micro-batch; None for a text model."""

@@ -21,7 +21,7 @@ from seqpack.batches.view import BatchView
 TYPES = "mm_token_type_ids"
 KINDS = {IMAGE: ("pixel_values", "image_grid_thw"), VIDEO: ("pixel_values_videos", "video_grid_thw")}
 KEYS = (TYPES, *(key for pair in KINDS.values() for key in pair))
-"""The keys of a batch that media are in."""
+"""Keys of media in a batch."""
 
 
 def media_keys(view: BatchView) -> list[str]:

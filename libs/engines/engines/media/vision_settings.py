@@ -11,9 +11,9 @@ class VisionSettings:
     """Settings of one vision-language model; made by `of`."""
 
     patch_numbers: int
-    """Numbers of a patch: channels x frames x height x width."""
+    """Number of values of a patch: channels x frames x height x width."""
     merge_size: int
-    """Patches that are merged along each side of an image into a token."""
+    """Number of patches, along each side, that are merged into a token."""
     image_token_id: int
     video_token_id: int
 

@@ -43,7 +43,7 @@ def _patches() -> list[Patch]:
 
 
 BY_THREADS = Adaptation("megatron-core's checkpoints by threads", "megatron-core", VERSIONS, _patches)
-"""It forks processes that write, which a process of `engines.launch` may not (`daemonic processes are not allowed to
+"""A writer by threads: megatron-core's forks processes, which a process of `engines.launch` may not (`daemonic processes are not allowed to
 have children`), and one that uses a GPU had better not."""
 
 

@@ -49,7 +49,7 @@ class Case:
     context_parallel: str = "off"
     weights: str = "sharded"
     copies: int = 1
-    """Of sharded weights, where there are as many ranks."""
+    """Number of copies of sharded weights, where there are as many ranks."""
     master_dtype: str = "float32"
     gradient_checkpointing: bool = False
     lora: int = 0
@@ -57,7 +57,7 @@ class Case:
     offloaded: bool = False
     """Whether weights and moments were on the host before it was saved, and after it was loaded."""
     on_host: str = ""
-    """What is kept there all along: the moments ("optimizer"), or weights as well ("parameters")."""
+    """State kept on the host all along: the moments ("optimizer"), or weights as well ("parameters")."""
     ranks: int = 1
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 VOCABULARY = 48
 WINDOW = 5
-"""Shorter than the sequences that are compared."""
+"""Attention window, shorter than the sequences that are compared."""
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -72,7 +72,7 @@ class Case:
 
     model_type: str
     switches: str
-    """What is special in it, for the table."""
+    """Text of what is special in it, for the table."""
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self) -> PretrainedConfig:

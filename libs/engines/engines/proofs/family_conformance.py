@@ -56,9 +56,9 @@ class Row:
     auxiliary: float | None
     """Relative difference of the router's loss; None where the config asks for none."""
     names_and_dtypes: bool
-    """An export's files equal those that transformers wrote."""
+    """Whether an export's files equal those that transformers wrote."""
     reloaded: float
-    """Of logits, after export and from_pretrained."""
+    """Difference of logits, after export and from_pretrained."""
 
     @property
     def problems(self) -> list[str]:

@@ -28,7 +28,7 @@ from engines.weights.model_weights import ModelWeights
 from seqpack.batches.objective import Objective
 
 CONFIG = EngineConfig(**{**OPTIONS, "grad_clip": None})
-"""Without clipping: torch's, in the plain executor, divides by the norm plus 1e-6."""
+"""Settings without clipping: torch's, in the plain executor, divides by the norm plus 1e-6."""
 LOSSES = "Qwen3.5 MoE, router's losses"
 TP_PP = {"tensor_parallel": 2, "pipeline_parallel": 2}
 EXACT = (
@@ -43,7 +43,7 @@ EXACT = (
     LayoutCase("Qwen3.5 MoE", {"pipeline_parallel": 2, "expert_parallel": 2, "context_parallel": "dynamic"}),
     LayoutCase(LOSSES, {"tensor_parallel": 2, "expert_parallel": 2}),
 )
-"""Layers that are computed again are not among them: autograd does so outside of `Float64Stays`."""
+"""Cases without recomputed layers, which autograd computes outside of `Float64Stays`."""
 
 
 def exact_steps(case: LayoutCase, objective: Objective) -> tuple[list[dict[str, float]], dict[str, Tensor]]:

@@ -53,7 +53,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3.5 MoE, router's losses": ("moe", {**PADDING, **BALANCED}),
     "Qwen3.5 MoE, router's losses, replayed": ("moe", {**PADDING, **BALANCED}),
 }
-"""By name: kind and changes of `engines.tiny.tiny_model`, or a model type and values of a config."""
+"""Models by name: kind and changes of `engines.tiny.tiny_model`, or a model type and values of a config."""
 TRAINED: dict[str, dict[str, Any]] = {
     "Qwen3.5 MoE, router's losses": {"router_z_loss_coef": 0.05},
     "Qwen3 MoE, raw top k, replayed": {"routing_replay": True},
@@ -70,7 +70,7 @@ EXTRAS = {
     "distributed optimizer": "distributed_optimizer",
     "on the host": "optimizer_on_host",
 }
-"""What a layout's name says of fields that are no sizes."""
+"""Words of a layout's name for fields that are not sizes."""
 
 
 @dataclass(frozen=True)
@@ -147,14 +147,14 @@ HELD = (
     _case("Qwen3.5", tp=2, cp="static:2", distributed_optimizer=True),
     _case("Qwen3.5 MoE", pp=2, ep=2, cp="dynamic", last_stage_layers=1),
 )
-"""Those that the tests hold: each feature, and their products."""
+"""Cases of the tests: each feature, and combinations of them."""
 MAPPED = (
     _case("Qwen2, tied", tp=2, pp=2),
     _case("Qwen2, tied", pp=2, vp=2, cp="dynamic"),
     _case("Llama, tied", tp=2, pp=2, distributed_optimizer=True),
     _case("Llama", tp=2, cp="dynamic", gradient_checkpointing=True),
 )
-"""Of families whose weights mbridge maps, which the table leaves out: `peers/mbridge_test.py` holds them."""
+"""Cases of families whose weights mbridge maps, which the table leaves out: `peers/mbridge_test.py` holds them."""
 CASES = (
     _case("Qwen3"),
     _case("Qwen3", tp=2),
@@ -193,7 +193,7 @@ CASES = (
     _case("Qwen3.5 MoE", tp=2, pp=2, ep=2),
     *HELD,
 )
-"""Those of the table."""
+"""Cases of the table."""
 
 
 @dataclass
@@ -203,11 +203,11 @@ class Measured:
     curve: list[dict[str, float]]
     scores: list[Tensor]
     exported: dict[str, Tensor]
-    """Weights as they were before the first step."""
+    """Weights before the first step."""
     trained: dict[str, Tensor]
     resumed: dict[str, dict[str, float]]
     same_bits: bool = True
-    """Whether the engine that loaded its own checkpoint ended that step with the bits of the one that went on."""
+    """Whether the engine that loaded its own checkpoint ended that step with the bits of the one that continued."""
 
 
 def engine_of(case: LayoutCase, backend: str = "megatron", seed: int = 0, **options: Any) -> TrainEngine:

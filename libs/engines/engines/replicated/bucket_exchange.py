@@ -22,7 +22,7 @@ from engines.replicated.fp32_masters import Master
 from engines.weights.row_shards import rows_of
 
 LARGE = 1 << 22
-"""From so many entries on, in as many rows for every rank, a parameter travels by itself, uncopied."""
+"""Number of entries from which a parameter whose rows split evenly over ranks travels by itself, uncopied."""
 
 
 class Bucket:

@@ -32,7 +32,7 @@ class Master:
     rest: Tensor | None
     moments: tuple[Tensor, Tensor] | None
     scale: float = 1.0
-    """Its multiple of the learning rate."""
+    """Multiple of the learning rate."""
 
     @staticmethod
     def of(

@@ -19,11 +19,11 @@ from seqpack.adapters.context import PackedContext
 from seqpack.adapters.mixers import CONTEXT_KEY
 
 READ = "read_rows"
-"""In `PackedContext.derived`: i64[N], distinct rows of the packed tokens."""
+"""Key in `PackedContext.derived` of i64[N], distinct rows of the packed tokens."""
 _OF_A_ROW = ("q_proj", "in_proj_z", "o_proj", "out_proj")
-"""Modules of mixers that serve the row which they are given, and no later one."""
+"""Modules of mixers whose output for a row serves that row alone."""
 _WORTH = 0.9
-"""Up to this share of the rows: gathering and scattering cost something too."""
+"""Largest share of rows at which gathering and scattering still pays."""
 
 
 def compute_read_rows(model: Any) -> tuple[nn.Module, ...]:
@@ -51,7 +51,7 @@ class _Rows:
         self.rows: Tensor | None = None
 
     def told(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a mixer's forward that reads the rows first: every call of the layer, also recomputed, begins there."""
+        """Return a mixer's forward that reads the rows first: each call of the layer, recomputed too, begins there."""
 
         def forward(mixer: Any, *args: Any, **kwargs: Any) -> Any:
             del mixer

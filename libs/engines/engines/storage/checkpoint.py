@@ -27,7 +27,7 @@ from engines.storage.manifest import check_files, hash_files, read_manifest, wri
 
 Group = dist.ProcessGroup | None
 Check = Callable[[Path, Mapping[str, Any]], None]
-"""Looks at a checkpoint that is whole and at its facts, before anything is read; raises ValueError to refuse it."""
+"""A check of a whole checkpoint and its facts, before anything is read; it raises ValueError to refuse it."""
 
 
 def save_checkpoint(

@@ -52,7 +52,7 @@ def replace_directory(source: Path, target: Path) -> None:
 
 
 def repeat_directory(source: Path, target: Path) -> None:
-    """Link the files of `source` at `target` too; they are copied where the disk has no links.
+    """Put links to the files of `source` at `target` too, or copies where the disk has no links.
 
     A reader of `target` finds the old files or the new ones, as with `replace_directory`. Neither may be changed in
     place afterwards; deleting one leaves the other.

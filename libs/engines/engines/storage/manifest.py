@@ -15,7 +15,7 @@ FORMAT = 1
 _OWN = ("format", "files", "sha256")
 
 Hashes = Mapping[str, Mapping[str, int | str]]
-"""By file name: `bytes` and `sha256`."""
+"""`bytes` and `sha256` by file name."""
 
 
 def hash_files(directory: Path, names: Iterable[str]) -> dict[str, dict[str, int | str]]:

@@ -13,7 +13,7 @@ from seqpack.batches.objective import Objective
 
 LENGTHS = [700, 5, 333, 64, 1, 945]
 CAP = 1024
-"""Tokens of all ranks that share a sequence."""
+"""Number of tokens of all ranks that share a sequence."""
 MODES = ["off", "static", "dynamic"]
 EXPERTS: dict[str, Any] = {
     "num_experts": 4,
@@ -40,9 +40,9 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 # (loss, gradient norm): float32 is plain torch on the device, bfloat16 the fused kernels.
 BOUNDS = {"float32": (1e-6, 2e-5), "bfloat16": (2e-3, 5e-3)}
 ROUTED = {**BOUNDS, "bfloat16": (1e-2, 5e-2)}
-"""Of models with experts: a token whose best experts are nearly equal may go to another one."""
+"""Bounds of models with experts: a token whose best experts are nearly equal may go to another one."""
 Curve = list[tuple[float, float, float]]
-"""Of each step loss, gradient norm, and whether it was skipped."""
+"""Loss, gradient norm, and whether it was skipped, of each step."""
 
 
 def curve(kind: str, dtype: str, mode: str, cap: int, lengths: list[int], objective: Objective) -> Curve:

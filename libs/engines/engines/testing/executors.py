@@ -18,7 +18,7 @@ LENGTHS = [7, 3, 12, 5, 9, 2, 14, 6]
 EPS = 1e-3
 """Large: with the usual one, a gradient of nearly zero moves a weight by the sign of its rounding error."""
 BUILDERS: dict[str, Callable[..., TrainEngine]] = {"fsdp2": build_engine, "plain": build_plain_engine}
-"""By executor."""
+"""Builders of engines by executor."""
 
 
 def engine(

@@ -11,7 +11,7 @@ from engines.tiny import FUSED_SIZES, tiny_batch, tiny_model
 from seqpack.batches.objective import Objective
 
 LENGTHS = [700, 5, 333, 64, 1, 945]
-"""Those of `engines/cuda_test.py`: kernels are tuned for each shape."""
+"""Lengths of `engines/cuda_test.py`: kernels are tuned for each shape."""
 STEPS = 2
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -30,7 +30,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "EP2, distributed optimizer": ("moe", {"expert_parallel": 2, "distributed_optimizer": True}),
     "TP2, experts": ("moe", {"tensor_parallel": 2}),
 }
-"""Of two devices: model and fields of `EngineConfig`."""
+"""Layouts of two devices: model and fields of `EngineConfig`."""
 PRODUCTS: dict[str, tuple[str, dict[str, Any]]] = {
     "TP2, PP2": ("dense", {"tensor_parallel": 2, "pipeline_parallel": 2}),
     "TP2, PP2, virtual 2": ("dense", {"tensor_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline_parallel": 2}),
@@ -42,9 +42,9 @@ PRODUCTS: dict[str, tuple[str, dict[str, Any]]] = {
     "PP2, EP2, dynamic": ("moe", {"pipeline_parallel": 2, "expert_parallel": 2, "context_parallel": "dynamic"}),
     "EP4, distributed optimizer": ("moe", {"expert_parallel": 4, "distributed_optimizer": True}),
 }
-"""Of four devices."""
+"""Layouts of four devices."""
 Curve = list[tuple[float, float, float]]
-"""Of each step loss, gradient norm, and whether it was skipped."""
+"""Loss, gradient norm, and whether it was skipped, of each step."""
 
 
 def curve(device: str, dtype: str, backend: str, model: str, objective: Objective, **sizes: Any) -> Curve:

@@ -16,7 +16,7 @@ Curves = dict[tuple[str, str], Curve]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrise tests by every layout of the file's `WORLD` devices, in both dtypes."""
+    """Run tests with every layout of the file's `WORLD` devices, in both dtypes."""
     if "layout" in metafunc.fixturenames:
         metafunc.parametrize("layout", LAYOUTS if metafunc.module.WORLD == 2 else PRODUCTS)
         metafunc.parametrize("dtype", BOUNDS)

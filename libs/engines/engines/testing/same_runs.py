@@ -10,7 +10,7 @@ from torch import Tensor
 from engines.proofs.megatron_layouts import largest_difference
 
 UNLIKE = ("plan_hash", "micro_batches", "fill")
-"""Metrics that tell of a layout itself."""
+"""Metrics that depend on the layout itself."""
 
 
 def assert_same_step(want: Mapping[str, float], got: Mapping[str, float]) -> None:

@@ -48,7 +48,7 @@ class DiskNames:
 
     @staticmethod
     def of(names: Iterable[str]) -> "DiskNames":
-        """Determine the form from the names of a checkpoint."""
+        """Read the form off the names of a checkpoint."""
         names = tuple(names)
         text = any(name.startswith(_TEXT) for name in names)
         return DiskNames(text, any(_ONE_EXPERT.fullmatch(name) and name.startswith(_BASE) for name in names))
@@ -86,4 +86,4 @@ class DiskNames:
 
 
 OWN_NAMES = DiskNames()
-"""Of a module that came from no directory: what transformers saves it as."""
+"""Names that transformers saves a module under that came from no directory."""

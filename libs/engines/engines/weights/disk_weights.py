@@ -22,7 +22,7 @@ class DiskWeights:
 
     weights: ModelWeights
     buffers: Mapping[str, Tensor]
-    """Those that are in no checkpoint, by name."""
+    """Buffers that are in no checkpoint, by name."""
 
     @staticmethod
     def of(weights: ModelWeights, model: Any) -> "DiskWeights":

@@ -15,9 +15,9 @@ class LoadingMemory:
 
     ranks: int
     share: int
-    """Its rows of every parameter, in the master dtype: on the device, or the host for a CPU."""
+    """Bytes of its rows of every parameter, in the master dtype: on the device, or the host for a CPU."""
     largest: int
-    """Its rows of the largest tensor on disk, in the dtype on disk: on the host."""
+    """Bytes of its rows of the largest tensor on disk, in the dtype on disk: on the host."""
 
 
 def loading_memory(

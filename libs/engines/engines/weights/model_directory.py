@@ -25,7 +25,7 @@ class DiskTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype | None
     offset: int
-    """Of its first byte in the file."""
+    """Offset of its first byte in the file."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class ModelWeights:
     shapes: Mapping[str, tuple[int, ...]]
     """Live tensors (parameters, tied ones once, and persistent buffers) in the model's order."""
     dtypes: Mapping[str, torch.dtype]
-    """By name on disk: what an export has unless it is asked otherwise."""
+    """Dtypes of an export by name on disk, unless it is asked for another."""
     carried: tuple[str, ...] = ()
     """Names on disk of tensors that go into every export as they are."""
     source: ModelDirectory | None = None

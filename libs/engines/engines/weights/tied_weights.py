@@ -9,7 +9,7 @@ from engines.weights.disk_names import DiskNames
 from engines.weights.model_directory import ModelDirectory
 
 _ELEMENTS = 2**22
-"""Compared at a time."""
+"""Number of elements compared at a time."""
 
 
 def untie_what_differs(model: Any, source: ModelDirectory) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Between messages and tokens, for episodes: token in, token out. What the model sampled is never tokenised again."""
+"""Chat templates for episodes, token in, token out: sampled tokens are never tokenised again."""
 
 import json
 from collections.abc import Hashable, Mapping, Sequence
@@ -21,14 +21,14 @@ from rollout.tools.tool import Tool, ToolCall, call_id
 
 
 class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that is used here."""
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
-        """Return messages to text."""
+        """Render messages as text."""
         ...
 
     def __call__(self, text: str, **kwargs: Any) -> Any:
-        """Return text to token ids."""
+        """Tokenise text into ids."""
         ...
 
     @property
@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, token_ids: Any, **kwargs: Any) -> Any:
-        """Token ids to text."""
+        """Decode token ids into text."""
         ...
 
 
@@ -49,7 +49,7 @@ SHORT = 32  # tokens of an answer that is likely to come again: the episodes of 
 
 
 def check_text_only(messages: Sequence[Message]) -> None:
-    """Raise ValueError, naming the message, for media where nobody reads them: a template may drop them unseen.
+    """Raise ValueError, naming the message, for media where nothing reads them: a template may drop them silently.
 
     Media are parts of a content that are not of type "text" and the keys in `MEDIA_KEYS` of a message or part.
     """
@@ -68,12 +68,12 @@ def check_text_only(messages: Sequence[Message]) -> None:
 class Chat:
     """A tokenizer with its chat template and the format of its tool calls.
 
-    `end_of_turn` is the token with which the template closes an assistant turn, `stop_tokens` are those at which the
-    model stops, by text or id (`chat_tools.read_stop_tokens(folder, tokenizer)` names a checkpoint's). Without
-    `stop_tokens` it stops at `end_of_turn`; without either, at what the tokenizer and the template tell. `options` are
-    handed to the template (such as `enable_thinking`). `prefill` is what the generation prompt holds of the turn
-    ("<think>\\n", ""). `pictures` reads the images that a conversation opens with; without it they are
-    refused. What others than the system and the assistant say can't become a control token (`SafeEncoder`).
+    `end_of_turn` is the token with which the template closes an assistant turn. `stop_tokens` are those at which the
+    model stops, by text or id (`chat_tools.read_stop_tokens(folder, tokenizer)` names a checkpoint's); the default is
+    `end_of_turn`, or without it what the tokenizer and the template name. `options` are passed to the template (such as
+    `enable_thinking`). `prefill` is what the generation prompt holds of the turn ("<think>\\n", ""). `pictures` reads
+    the images of a conversation's first messages; without it they are refused. Messages of other roles than the system
+    and the assistant can't become a control token (`SafeEncoder`).
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Chat:
         return int(ids[0])
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> RenderedPrompt:
-        """Return the tokens of a conversation up to where the assistant begins, and the images that they show.
+        """Return the tokens of a conversation up to the assistant's turn, and the images that they show.
 
         Raises ValueError for images that cannot be read, and for other media (`check_text_only`).
         """
@@ -138,7 +138,7 @@ class Chat:
         return self._seen[key]
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        """Return the token ids of a conversation up to where the assistant begins, rendered once for a group.
+        """Return the token ids of a conversation up to the assistant's turn, rendered once for a group.
 
         Raises ValueError for media in a message (`check_text_only`), which only `opening` takes.
         """
@@ -160,9 +160,9 @@ class Chat:
     def after_turn(self, new_messages: Sequence[Message]) -> list[int]:
         """Return the token ids that follow a turn's end-of-turn token: the new messages and the next turn's opening.
 
-        They are the difference of two renderings of a placeholder conversation, so the real turn is not touched; this
-        is `chat_tools.extend` in a tenth of its time, and the tests hold it to that. Raises ValueError for media in a
-        message and for a template that writes earlier turns differently once messages follow.
+        They are the difference of two renderings of a placeholder conversation, so the real turn is not changed. The
+        result is that of `chat_tools.extend`, in a tenth of its time, as the tests check. Raises ValueError for media
+        in a message and for a template that writes earlier turns differently once messages follow.
         """
         check_text_only(new_messages)
         disguised = self._encoder.disguise(new_messages)
@@ -190,14 +190,14 @@ class Chat:
         tools: Sequence[Tool] = (),
         stop: int | None = None,
     ) -> list[int] | None:
-        """Return the token ids that follow the last turn of a conversation when others speak; None for a new beginning.
+        """Return the token ids of new messages after the last turn; None where the conversation must be rendered anew.
 
         `messages` end with an assistant's turn whose tokens were sampled after those of an opening or of an earlier
         call of this; `stop` is the token that ended the turn, None where a limit did. None is returned where the
-        template would now write anything before the new messages in another way than when the model read it (thinking
-        that is stripped once a user speaks), or where that cannot be proven: `open` all the messages then. As
-        `chat_tools.extend` does, a sampled stop token takes the place of the one that the template writes. Raises
-        ValueError for media and for messages that the template refuses.
+        template now writes anything before the new messages differently than when the model read it (thinking that is
+        stripped once a user speaks), or where that cannot be shown: `open` all the messages then. As in
+        `chat_tools.extend`, a sampled stop token replaces the one that the template writes. Raises ValueError for media
+        and for messages that the template refuses.
         """
         check_text_only(new_messages)
         count = len(messages)
@@ -209,7 +209,7 @@ class Chat:
             prompted = self.render(everything[: count - 1], tools, add_generation_prompt=True)
             asked = asked[: common_prefix(asked, prompted)]  # Phi-3 ends what is not prompted with a token of its own
             if not turn.startswith(asked):
-                return None  # the template forgot something as soon as the turn was there
+                return None  # the template drops something once the turn is there
         end = turn.rfind(self.end_of_turn) + len(self.end_of_turn)
         closed = self.end_of_turn in turn[len(asked) :] and not turn[end:].strip() and whole.startswith(turn[:end])
         if closed and (stop == self.end_of_turn_id or stop not in self.stop_ids):
@@ -223,8 +223,7 @@ class Chat:
     def _appended(
         self, messages: Sequence[Message], count: int, turn: str, whole: str, tools: Sequence[Tool], stop: int | None
     ) -> str | None:
-        """Return what `chat_tools.extend` appends to message `count` - 1; None where the template rewrites that
-        turn."""
+        """Return what `chat_tools.extend` appends to message `count` - 1; None where the template rewrites it."""
         stops = tuple(self.tokenizer.decode([i], skip_special_tokens=False) for i in self.stop_ids)
         template = ChatTemplate(self.tokenizer, [t.schema for t in tools] or None, self.options, stops)
         known = tuple(messages[:count])
@@ -242,11 +241,10 @@ class Chat:
             return None
 
     def read(self, ids: Sequence[int], finished: bool, tools: Sequence[Tool] = (), *, calls_before: int = 0) -> Reply:
-        """Return one sampled turn as content, reasoning and tool calls; a `finished` turn's last token is its stop
-        token.
+        """Parse the tokens of one sampled turn into content, reasoning and tool calls.
 
-        A call without an id of the model's own gets one by its number in the conversation, of which `calls_before`
-        came in earlier turns.
+        The last token of a `finished` turn is its stop token. A call without an id gets one by its number in the
+        conversation, of which `calls_before` came in earlier turns.
         """
         sampled = tuple(ids[:-1] if finished else ids)
         known = (sampled, finished)
@@ -275,15 +273,13 @@ class Chat:
         )
 
     def _generation_prompt(self) -> str:
-        """Return what the template adds for the assistant to go on from: its role, perhaps the opening of its
-        thinking."""
+        """Return what the template adds before an assistant's turn: its role, perhaps an opened thinking."""
         user: list[Message] = [{"role": "user", "content": "x"}]
         before = self.render(user, (), add_generation_prompt=False)
         return self.render(user, (), add_generation_prompt=True)[len(before) :]
 
     def _known_text(self, messages: Sequence[Message], tools: Sequence[Tool], add_generation_prompt: bool) -> str:
-        """Return a rendering that was perhaps made for a sibling: the episodes of a group begin alike, and often go on
-        so."""
+        """Return a rendering, cached because the episodes of a group begin alike and often go on alike."""
         try:
             key = json.dumps([[dict(m) for m in messages], [id(t) for t in tools], add_generation_prompt])
         except TypeError:  # a value that JSON lacks
@@ -296,8 +292,7 @@ class Chat:
         return self._texts[key][0]
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], add_generation_prompt: bool) -> str:
-        """Return the template's text of messages as they are: what others say in them is not kept from being control
-        tokens.
+        """Render messages as text by the template, without escaping control tokens in the words of others.
 
         Raises ValueError for messages that the template refuses.
         """
@@ -316,8 +311,7 @@ class Chat:
 
 
 def _key(messages: Sequence[Message], tools: Sequence[Tool]) -> Hashable | None:
-    """Return by which conversations that begin alike are told, keys in their order; None for a value that JSON
-    lacks."""
+    """Return a key of a conversation's beginning, with its keys in order; None for a value that JSON lacks."""
     if not tools and all(type(value) is str for message in messages for value in message.values()):
         return tuple(tuple(message.items()) for message in messages)  # as they mostly are, in a tenth of the time
     try:
@@ -327,8 +321,7 @@ def _key(messages: Sequence[Message], tools: Sequence[Tool]) -> Hashable | None:
 
 
 def _placeholder(calls: Sequence[tuple[str, str]]) -> list[Message]:
-    """Return a question and an answer that makes these calls, by name and id: templates look both up when results
-    follow."""
+    """Return a question and an assistant turn with these calls, by name and id: templates look both up for results."""
     answer: dict[str, Any] = {"role": "assistant", "content": "y"}
     if calls:
         answer["tool_calls"] = [
@@ -338,7 +331,7 @@ def _placeholder(calls: Sequence[tuple[str, str]]) -> list[Message]:
 
 
 def _with_text_arguments(message: Message) -> dict[str, Any]:
-    """Return the message with its calls' arguments as JSON text."""
+    """Return the message with the arguments of its calls as JSON text."""
     changed = dict(message)
     calls = [dict(call) for call in message.get("tool_calls") or ()]
     for call in calls:

@@ -1,14 +1,14 @@
 """One agent's conversation with the policy, token in, token out; a part of an episode.
 
 Strategy
-1. A stream holds the exact tokens that the model was given and sampled. Sampled tokens are never tokenised again.
-2. What others say is appended to the stream, where the chat template leaves what came before as it was
+1. A stream holds the exact tokens that the model read and sampled. Sampled tokens are never tokenised again.
+2. Messages of others are appended to the stream, where the chat template leaves the earlier text as it was
    (`Chat.follow`).
 3. Where the template rewrites earlier turns (thinking that is stripped once a user speaks), or the context is replaced
    (compaction), a new stream begins with the whole conversation as the template writes it now.
 
 Invariant: every sampled token is trained once, in the stream in which it was sampled, after the very tokens that the
-model saw; in later streams the same words are given, and masked.
+model saw; in later streams the same words are prompt tokens, and masked.
 """
 
 import json
@@ -27,17 +27,17 @@ from rollout.tools.tool import Tool
 
 
 class TokensSpentError(RuntimeError):
-    """All tokens that an episode may sample are sampled: no conversation of it gets another turn."""
+    """The budget of sampled tokens is spent: no conversation of the episode gets another turn."""
 
 
 class Conversation:
-    """Messages so far, and the streams in which they were played.
+    """Messages so far, and the token streams in which they were played.
 
     `max_tokens` bounds each stream, prompt and turns together; `budget` bounds what is sampled in all streams of all
     conversations that share it (None: `max_tokens` of this conversation's own). At `deadline` (seconds of
-    `time.monotonic()`) a turn under way comes back as it is. `seed`, or else the one in `sampling`, gives every turn a
-    seed of its own. Raises ValueError for an opening that leaves no token of `max_tokens`, and one that the template
-    refuses.
+    `time.monotonic()`) a running turn returns with the tokens that it has. `seed`, or else the one in `sampling`, gives
+    every turn a seed of its own. Raises ValueError for first messages that leave no token of `max_tokens`, or that the
+    template refuses.
     """
 
     def __init__(
@@ -76,18 +76,18 @@ class Conversation:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The streams in which something was sampled; the first one where nothing was."""
+        """The streams with a sampled token; the first stream where no token was sampled."""
         made = [stream.segment() for stream in self._streams]
         return tuple(s for s in made if s.sampled) or (made[0],)
 
     @property
     def max_new_tokens(self) -> int:
-        """How many tokens a turn may have while there is room."""
+        """Most tokens of a turn, as long as the budget and the stream allow them."""
         return self._sampling.max_new_tokens
 
     @property
     def limit(self) -> int:
-        """How many tokens the next turn may have."""
+        """Most tokens of the next turn, by all limits."""
         return self._budget.up_to(self._room)
 
     @property
@@ -96,7 +96,7 @@ class Conversation:
         return self._sampling.max_new_tokens if left is None else min(left, self._sampling.max_new_tokens)
 
     async def reply(self) -> Reply:
-        """Sample one turn. `stop_reason` says how it ended. TokensSpentError: the budget has no token more."""
+        """Sample one turn; `stop_reason` says how it ended. Raise TokensSpentError where the budget is spent."""
         granted = await self._budget.take(self._room)
         used = 0
         try:
@@ -126,7 +126,7 @@ class Conversation:
         return await self._engine.generate(list(stream.ids), sampling, stream.media, deadline=self._deadline)
 
     def say(self, messages: Sequence[Message]) -> bool:
-        """Add what others say after a turn; False, and nothing is added, where that leaves no token of `max_tokens`.
+        """Add the messages of others after a turn. Return False, and add nothing, where `max_tokens` leaves no token.
 
         Raises ValueError for messages that the template refuses.
         """
@@ -142,7 +142,7 @@ class Conversation:
         return True
 
     def go_on_from(self, messages: Sequence[Message]) -> bool:
-        """Go on from these messages in a new stream, in place of all that was said; False where they are too long."""
+        """Start a new stream from these messages, in place of the old ones. Return False where they are too long."""
         opened = self._chat.opening(messages, self.tools)
         if not self._fits(len(opened.ids)):
             return False
@@ -151,8 +151,7 @@ class Conversation:
         return True
 
     def fork(self, agent: str) -> "Conversation":
-        """Return a branch: another conversation with the same beginning, token by token. What was sampled is trained
-        here."""
+        """Return a branch: a conversation with the same tokens so far, which are trained in this one alone."""
         branch = type(self).__new__(type(self))
         branch.__dict__ |= self.__dict__
         branch.agent = agent

@@ -1,7 +1,7 @@
-"""Images in the messages of a conversation: from parts of a content to tokens and what they show.
+"""Images in the messages of a conversation: from parts of a content to tokens and patches.
 
 A part `{"type": "image", "image": PICTURE}` is an image; the chat template writes one placeholder token for it, which
-becomes as many as the image has tokens. Who reads pictures is the caller's (`ReadPictures`): this library knows none.
+becomes as many as the image has tokens. The caller brings the function that reads pictures (`ReadPictures`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +14,12 @@ from rollout.chat.messages import Message
 from seqpack.batches.mrope import IMAGE, TEXT, grid_tokens
 
 ReadPictures = Callable[[Sequence[Any]], tuple[Tensor, Tensor]]
-"""Pictures -> patches f32[P, numbers] and grids i64[n, 3], such as `engines.media.image_reader.ImageReader`."""
+"""Function from pictures to patches f32[P, values] and grids i64[n, 3], as `engines.media.image_reader.ImageReader`."""
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """How a model sees images: who cuts them into patches, and which token stands for them."""
+    """How a model sees images: the function that cuts them into patches, and the placeholder token."""
 
     read: ReadPictures
     numbers: int
@@ -30,14 +30,14 @@ class Pictures:
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """The tokens with which a conversation begins, and what they show (`RolloutEngine.generate`'s media)."""
+    """The tokens with which a conversation begins, and their media (as for `RolloutEngine.generate`)."""
 
     ids: list[int]
     media: Mapping[str, Any] | None = None
 
 
 def images_of(messages: Sequence[Message]) -> list[Any]:
-    """Return the pictures of messages in order. ValueError for an image part without one."""
+    """Return the pictures of messages in order. Raise ValueError for an image part without one."""
     found = []
     for index, message in enumerate(messages):
         for part in _parts(message):
@@ -50,7 +50,7 @@ def images_of(messages: Sequence[Message]) -> list[Any]:
 
 
 def without_images(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with the pictures taken out of their image parts, which a template looks for."""
+    """Return the messages with empty image parts, as templates need them: without the pictures themselves."""
     return [
         {**m, "content": [{"type": "image"} if _is_image(part) else part for part in m["content"]]} if _parts(m) else m
         for m in messages
@@ -58,7 +58,7 @@ def without_images(messages: Sequence[Message]) -> list[Message]:
 
 
 def without_image_parts(message: Message) -> Message:
-    """Return a message without its image parts: what is left may hold no media that nobody reads."""
+    """Return a message without its image parts, so that any other media in it can be refused."""
     content = message.get("content")
     if not isinstance(content, list | tuple):
         return message
@@ -66,7 +66,7 @@ def without_image_parts(message: Message) -> Message:
 
 
 def expanded(ids: Sequence[int], token: int, media: tuple[Tensor, Tensor], merge_size: int) -> RenderedPrompt:
-    """Put as many tokens as each image has in the place of its one. ValueError where their numbers differ."""
+    """Expand the placeholder token of each image to the image's tokens. Raise ValueError where counts differ."""
     patches, grids = media
     counts = [grid_tokens(grid, merge_size) for grid in grids.tolist()]
     if ids.count(token) != len(counts):

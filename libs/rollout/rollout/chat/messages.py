@@ -11,10 +11,10 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Reply:
-    """One assistant turn, read. `problems` are the reasons why parts of it could not be read as tool calls.
+    """One assistant turn, parsed. `problems` are the reasons why parts of it could not be parsed as tool calls.
 
-    `text` is everything the model wrote, `content` what remains for the user, `reasoning` its thinking. `finished`
-    is False when a limit cut the turn off.
+    `text` is everything the model wrote, `content` what remains for the user, `reasoning` its thinking. `finished` is
+    False when a limit cut the turn off.
     """
 
     text: str

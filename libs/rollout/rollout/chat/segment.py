@@ -1,4 +1,4 @@
-"""Exact token streams: what was given to a model and what it sampled, in the order in which it saw them."""
+"""Exact token streams: the tokens that a model read and those it sampled, in their order."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,13 +42,13 @@ class Segment:
 
     @property
     def sampled(self) -> int:
-        """How many of its tokens were sampled."""
+        """Number of sampled tokens."""
         return sum(self.loss_mask)
 
 
 @dataclass
 class Stream:
-    """A segment that is being played."""
+    """A segment that still grows."""
 
     agent: str = ""
     media: Mapping[str, Any] | None = None
@@ -59,14 +59,14 @@ class Stream:
     routed_experts: RoutedExperts | None = None
 
     def given(self, ids: Sequence[int]) -> None:
-        """Append tokens that were not sampled here."""
+        """Append prompt tokens, which were not sampled here."""
         self.ids += ids
         self.loss_mask += [False] * len(ids)
         self.log_probs += [0.0] * len(ids)
         self.policy_versions += [NOT_SAMPLED] * len(ids)
 
     def sampled(self, completion: Completion) -> None:
-        """Append the tokens of a turn, exactly as the engine made them."""
+        """Append the tokens of a sampled turn, exactly as the engine returned them."""
         self.ids += completion.ids
         self.loss_mask += [True] * len(completion.ids)
         self.log_probs += completion.log_probs
@@ -74,7 +74,7 @@ class Stream:
         self.routed_experts = merged(self.routed_experts, completion.extras.get(ROUTED_EXPERTS))
 
     def segment(self) -> Segment:
-        """Return the stream as it is now."""
+        """Return the stream so far as a segment."""
         streams = (tuple(self.ids), tuple(self.loss_mask), tuple(self.log_probs), tuple(self.policy_versions))
         experts = None if self.routed_experts is None else self.routed_experts.resized(len(self.ids))
         return Segment(*streams, media=self.media, agent=self.agent, routed_experts=experts)

@@ -1,4 +1,4 @@
-"""How many tokens an episode may still sample, whoever speaks in it."""
+"""How many tokens an episode may still sample, in all its conversations together."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ import asyncio
 class TokenBudget:
     """The sampled tokens of an episode, shared by its conversations: never more than `total` (None: no bound).
 
-    A request takes what it may use at most, and gives back what it did not. Used on one event loop. ValueError for a
+    A request takes the most that it may use and gives back the rest. Used on one event loop. Raises ValueError for a
     total below 1.
     """
 
@@ -20,15 +20,15 @@ class TokenBudget:
 
     @property
     def is_spent(self) -> bool:
-        """Whether nothing is left, nor will be."""
+        """Whether all tokens are sampled, and no request can give any back."""
         return self.total is not None and self.spent >= self.total
 
     def up_to(self, wanted: int) -> int:
-        """Return how many of `wanted` tokens could be had now."""
+        """Return how many of `wanted` tokens are free now."""
         return wanted if self.total is None else max(0, min(wanted, self.total - self.spent - self._taken))
 
     async def take(self, wanted: int) -> int:
-        """Take up to `wanted` tokens; 0 where all are spent. Waits while all that are left are taken by others."""
+        """Take up to `wanted` tokens, waiting while others hold all that are left. Return 0 where all are spent."""
         while (granted := self.up_to(wanted)) < 1 and self._taken:
             waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(waiting)
@@ -37,7 +37,7 @@ class TokenBudget:
         return granted
 
     def settle(self, granted: int, used: int) -> None:
-        """Give back what was taken; `used` of it was sampled."""
+        """Give back the `granted` tokens of a request, of which `used` were sampled."""
         self._taken -= granted
         self.spent += used
         waiting, self._waiting = self._waiting, []

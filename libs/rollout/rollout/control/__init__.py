@@ -1,1 +1,1 @@
-"""Asynchronous training: who may begin, what is trained, when weights move; and a simulation of it."""
+"""Control of asynchronous training: which groups may begin, what is trained, when weights are synced; a simulation."""

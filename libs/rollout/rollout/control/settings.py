@@ -1,4 +1,4 @@
-"""What bounds an asynchronous run."""
+"""Bounds of an asynchronous run."""
 
 import math
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StalenessSettings:
-    """Bounds of sampling that runs ahead of training, in groups (a prompt with all its answers).
+    """Bounds of sampling that runs ahead of training, in groups (a prompt with all its completions).
 
     `groups_per_step`: groups of a mini-batch. A step trains `required_batches` of them, and after every
-    `parameter_sync_step` steps the samplers get the new weights: a window. `staleness_threshold`: how much of a
-    window's groups may have been begun with the weights of an earlier one; above 1, of windows further back.
-    `partial_rollout`: running answers are interrupted for new weights and go on from their tokens; without it weights
-    wait until nothing runs. `total_steps`: the run's. `max_running`: groups that are sampled at once; None: as many as
-    the bound allows.
+    `parameter_sync_step` steps the samplers get the new weights; the steps between are a window. `staleness_threshold`:
+    the share of a window's groups that may begin with the weights of an earlier window; above 1, of windows further
+    back. `partial_rollout`: running completions are interrupted for new weights and continue from their tokens; without
+    it a weight sync waits until nothing runs. `total_steps`: steps of the run. `max_running`: most groups that are
+    sampled at once; None: as many as the bound allows.
 
     The settings are those of verl's fully asynchronous policy (its capacity formula is AReaL's, arXiv 2505.24298); the
     bound holds for every group here, not on average.
@@ -39,29 +39,29 @@ class StalenessSettings:
 
     @property
     def batch(self) -> int:
-        """Groups that a step trains."""
+        """Number of groups that a step trains."""
         return self.groups_per_step * self.required_batches
 
     @property
     def window(self) -> int:
-        """Groups that are trained between two transfers of weights."""
+        """Number of groups that are trained between two weight syncs."""
         return self.batch * self.parameter_sync_step
 
     @property
     def ahead(self) -> int:
-        """Groups that may be begun beyond those of the present window."""
+        """Number of groups that may begin beyond those of the present window."""
         return math.floor(self.staleness_threshold * self.window + 1e-9)
 
     @property
     def bound(self) -> int:
-        """The largest staleness that any group is trained with: transfers of weights since it was begun."""
+        """The largest staleness of a trained group: weight syncs since it began."""
         return -(-self.ahead // self.window)
 
     @property
     def total(self) -> int:
-        """Groups that the whole run trains."""
+        """Number of groups that the whole run trains."""
         return self.total_steps * self.batch
 
     def version_of(self, step: int) -> int:
-        """Return the number of the weights that the samplers have once `step` steps are done and handed over."""
+        """Return the samplers' version of the weights once `step` steps are done and synced."""
         return -(-step // self.parameter_sync_step)

@@ -2,12 +2,12 @@
 
 The model, in virtual time:
 
-1. A sampling replica decodes its answers side by side; a token of each takes `decode_s + row_s x answers`. Answers
-   beyond `slots` wait. A group's answers go where the fewest are; a group ends with its last answer.
-2. A step takes `train_s + token_s x tokens / trainers`; a transfer takes `sync_s`, in which nothing is sampled.
-3. Who begins, what is trained and when weights move is `StalenessController`'s.
+1. A sampling replica decodes its completions side by side; a token of each takes `decode_s + row_s x completions`.
+   Completions beyond `slots` wait. Each goes to the replica that has the fewest; a group ends with its last one.
+2. A step takes `train_s + token_s x tokens / trainers`; a weight sync takes `sync_s`, in which nothing is sampled.
+3. `StalenessController` decides which groups begin, what is trained and when weights are synced.
 
-What it leaves out: prompts, environments, the reading of interrupted answers, and noise.
+Left out: prompts, environments, the prefill of interrupted completions, and noise.
 """
 
 import heapq
@@ -25,10 +25,10 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True)
 class Workload:
-    """What is sampled and how fast. `lengths`: tokens of answers as they are seen, drawn from with equal chances.
+    """What is sampled and how fast. `lengths`: tokens of completions, drawn from with equal chances.
 
-    Seconds of one replica: `decode_s` a token whatever is beside it, `row_s` more for each answer. Seconds of one
-    trainer: `train_s` a step, `token_s` a token. `sync_s` a transfer of weights.
+    Seconds of one replica: `decode_s` a token whatever the batch is, `row_s` more for each completion. Seconds of one
+    trainer: `train_s` a step, `token_s` a token. `sync_s` seconds a weight sync.
     """
 
     lengths: Sequence[int]
@@ -50,7 +50,7 @@ class Workload:
 
 
 class BusyInterval(NamedTuple):
-    """A lane was busy with `kind` from `begin` to `end`, in seconds."""
+    """An interval from `begin` to `end`, in seconds, in which a lane was busy with `kind`."""
 
     lane: str
     kind: str
@@ -60,7 +60,7 @@ class BusyInterval(NamedTuple):
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a simulation came to: seconds of the whole run, tokens, the staleness of each step, and who was busy when.
+    """Result of a simulation: seconds of the whole run, tokens, the staleness of each step, and the busy intervals.
 
     Shares are of the whole time; `generating` is the mean over replicas.
     """
@@ -76,7 +76,7 @@ class Forecast:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole run."""
+        """Tokens a second over the whole run."""
         return self.tokens / self.seconds
 
 
@@ -85,7 +85,7 @@ def simulate(
 ) -> Forecast:
     """Run the controller through virtual time on `generators` replicas and `trainers` trainers, to its end.
 
-    Equal seeds draw equal lengths for equal groups, whatever the pools are: forecasts can be compared.
+    Equal seeds draw equal lengths for equal groups, whatever the pools are, so that forecasts can be compared.
     """
     if min(generators, trainers) < 1:
         raise ValueError(f"there is at least one of each, got {generators} generators and {trainers} trainers")
@@ -101,7 +101,7 @@ def choose_pools(settings: StalenessSettings, workload: Workload, devices: int, 
 
 
 def forecast_table(forecasts: Sequence[Forecast]) -> str:
-    """Forecasts as lines of text, one each."""
+    """Return forecasts as a table of text, one line each."""
     lines = ["generators  trainers   seconds  tokens/s  generating  training  staleness mean/max"]
     for f in forecasts:
         mean = sum(f.staleness) / len(f.staleness)
@@ -113,7 +113,7 @@ def forecast_table(forecasts: Sequence[Forecast]) -> str:
 
 
 class _Replica:
-    """Answers that decode side by side. `clock` counts the tokens that an answer from the start would have."""
+    """Completions that decode side by side. `clock` counts the tokens of a completion that runs since the start."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
@@ -132,7 +132,7 @@ class _Replica:
         self._fill()
 
     def advance(self, now: float) -> None:
-        """Decode until `now`; nobody ends before it."""
+        """Decode until `now`; no completion ends before it."""
         if self._running and not self.paused:
             self._clock += (now - self._at) / self._token_s
             self.busy += now - self._at
@@ -144,7 +144,7 @@ class _Replica:
         return self._at + max(0.0, self._running[0][0] - self._clock) * self._token_s
 
     def pop(self) -> int:
-        """Return the group of the answer that ends now."""
+        """Return the group of the completion that ends now."""
         end, group = heapq.heappop(self._running)
         self._clock = max(self._clock, end)
         self._fill()
@@ -249,5 +249,5 @@ class _Simulation:
 
 
 def in_turn(settings: StalenessSettings) -> StalenessSettings:
-    """Return the same run with nothing ahead: sampling and training take turns."""
+    """Return the settings of the same run on a synchronous schedule: no group begins ahead."""
     return replace(settings, staleness_threshold=0.0, parameter_sync_step=1, partial_rollout=False)

@@ -1,18 +1,18 @@
-"""Who may begin, what is trained and when weights move, as a pure state machine: events in, decisions out.
+"""Which groups begin, what is trained and when weights are synced, as a pure state machine: events in, decisions out.
 
 Groups are numbered 0, 1, ... in the order of the run's tasks. The rules, with B groups a step, W a window, v the
 version of the samplers' weights and `ahead` groups of slack (`StalenessSettings`):
 
-1. A group begins while fewer than (1 + v) W + ahead groups are trained or under way: back-pressure is waiting, nothing
-   is ever dropped. One that failed begins again, under its number, with the weights of then.
-2. A step takes the B finished groups that were begun first. It waits as long as a group that is still sampled, or one
-   that would be left behind, could then not be trained within the bound (earliest deadline first).
-3. After `parameter_sync_step` steps, and after the last, weights move. With `partial_rollout` at once, interrupting
-   what runs; else once nothing runs. Nothing begins and nothing is trained until the samplers have them. A transfer
-   that failed is asked for again.
+1. A group begins while fewer than (1 + v) W + ahead groups are trained or in progress: others wait, and none is ever
+   dropped. A group that failed begins again, under its number, with the weights of that time.
+2. A step takes the B finished groups that began first. It waits as long as a group that is still sampled, or one
+   that would be left over, could then not be trained within the bound (earliest deadline first).
+3. After `parameter_sync_step` steps, and after the last, weights are synced: with `partial_rollout` at once,
+   interrupting what runs, else once nothing runs. Nothing begins and nothing is trained until the samplers have them.
+   A weight sync that failed is asked for again.
 
-What follows, and is held by an exhaustive search and a stateful test: a group is trained exactly once, with a staleness
-of at most `bound`; what could begin has begun; something can always happen until the run is done.
+What follows, as an exhaustive search and a stateful test check: a group is trained exactly once, with a staleness of
+at most `bound`; every group that may begin has begun; the run never deadlocks.
 
 Why rule 2 never waits in vain: up to the end of window v at most (1 + v) W + ahead groups have begun, and until the end
 of window v + bound as many are trained, since bound W >= ahead. So serving them in order of their beginning keeps every
@@ -29,21 +29,21 @@ Phase = Literal["open", "draining", "syncing"]
 
 @dataclass(frozen=True)
 class Finished:
-    """All answers of a group are there."""
+    """All completions of a group are there."""
 
     group: int
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A group broke with its sampler and must be begun again. A task that cannot be played is finished, not failed."""
+    """A group failed with its sampler and must begin again. A task that cannot be played is finished, not failed."""
 
     group: int
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The step under way is done."""
+    """The running step is done."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Synced:
 
 @dataclass(frozen=True)
 class SyncFailed:
-    """All samplers have the old weights still."""
+    """All samplers still have the old weights."""
 
 
 Event = Finished | Failed | Trained | Synced | SyncFailed
@@ -61,7 +61,7 @@ Event = Finished | Failed | Trained | Synced | SyncFailed
 
 @dataclass(frozen=True)
 class Begin:
-    """Sample this group with the samplers' present weights, `version`."""
+    """Command to sample this group with the samplers' present weights, `version`."""
 
     group: int
     version: int
@@ -69,7 +69,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class Train:
-    """Train step `step`, from 1, on these groups; `staleness` is the largest of them."""
+    """Command to train step `step`, from 1, on these groups; `staleness` is the largest of them."""
 
     step: int
     groups: tuple[int, ...]
@@ -78,7 +78,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Sync:
-    """Hand the samplers the weights as number `version`; `interrupt`: what runs goes on from its tokens then."""
+    """Command to sync weights as `version`; with `interrupt` running completions then continue from their tokens."""
 
     version: int
     interrupt: bool
@@ -89,7 +89,7 @@ Decision = Begin | Train | Sync
 
 @dataclass(frozen=True)
 class Begun:
-    """A group under way: its number, and the version of the weights that its first token came from."""
+    """A group in progress: its number, and the version of the weights that sampled its first token."""
 
     group: int
     version: int
@@ -97,14 +97,14 @@ class Begun:
 
 @dataclass(frozen=True)
 class ControlState:
-    """Where a run is. A group below `next` is trained, or in one of `again`, `running`, `ready`, `training`."""
+    """State of a run. A group below `next` is trained, or in one of `again`, `running`, `ready`, `training`."""
 
     step: int = 0
-    """Steps done."""
+    """Number of finished steps."""
     synced: int = 0
-    """Steps whose weights the samplers have."""
+    """Number of steps whose weights the samplers have."""
     next: int = 0
-    """The lowest number that was never begun."""
+    """The lowest group number that never began."""
     again: tuple[int, ...] = ()
     running: tuple[Begun, ...] = ()
     ready: tuple[Begun, ...] = ()
@@ -113,50 +113,50 @@ class ControlState:
 
     @property
     def under_way(self) -> int:
-        """Groups that have begun and are not trained."""
+        """Number of groups that have begun and are not trained."""
         return len(self.running) + len(self.ready) + len(self.training)
 
 
 @dataclass
 class StalenessController:
-    """The state machine with its state: `begin()` once, then `handle(event)`; both return what is to be done now.
+    """The state machine and its state: `begin()` once, then `handle(event)`; both return the decisions for now.
 
-    Decisions are commands, in order: each counts as obeyed, and is answered by the event of its end.
+    Decisions are commands, in order: the caller obeys each, and reports its end by an event.
     """
 
     settings: StalenessSettings
     state: ControlState = field(default_factory=ControlState)
 
     def begin(self) -> tuple[Decision, ...]:
-        """Return what can be done in the present state; for a new run, or one that is resumed."""
+        """Return the decisions in the present state of a new run, or one that is resumed."""
         self.state, decisions = decide(self.settings, self.state)
         return decisions
 
     def handle(self, event: Event) -> tuple[Decision, ...]:
-        """Take in what happened. ValueError: it cannot have happened, as nobody was told to do it."""
+        """Apply an event and return the decisions that follow. Raise ValueError for one that cannot have happened."""
         self.state = after(self.state, event)
         return self.begin()
 
     @property
     def version(self) -> int:
-        """The number of the samplers' weights."""
+        """The version of the samplers' weights."""
         return self.settings.version_of(self.state.synced)
 
     @property
     def done(self) -> bool:
-        """Whether every step is trained and its weights handed over."""
+        """Whether every step is trained and its weights synced."""
         return self.state.synced == self.settings.total_steps
 
     @property
     def staleness(self) -> int:
-        """Of the oldest group under way, in transfers of weights."""
+        """Staleness of the oldest group in progress, in weight syncs."""
         state = self.state
         begun = [group.version for group in (*state.running, *state.ready, *state.training)]
         return self.version - min(begun, default=self.version)
 
 
 def after(state: ControlState, event: Event) -> ControlState:
-    """Return the state in which an event leaves another one, before anything is decided."""
+    """Return the state after an event, before any decision."""
     match event:
         case Finished(group):
             found, rest = _without(state.running, group)
@@ -174,7 +174,7 @@ def after(state: ControlState, event: Event) -> ControlState:
 
 
 def decide(settings: StalenessSettings, state: ControlState) -> tuple[ControlState, tuple[Decision, ...]]:
-    """Return everything that the rules allow now, and the state in which it is under way."""
+    """Return the state after all decisions that the rules allow now, and these decisions."""
     made: list[Decision] = []
     if state.phase != "syncing" and not state.training and _sync_due(settings, state):
         if state.running and not settings.partial_rollout:
@@ -218,7 +218,7 @@ def _begin(settings: StalenessSettings, state: ControlState) -> tuple[ControlSta
 
 
 def _next_batch(settings: StalenessSettings, state: ControlState) -> tuple[Begun, ...]:
-    """Return the groups of the next step, those begun first in front; () while it must wait (rule 2)."""
+    """Return the groups of the next step, those that began first in front; () while it must wait (rule 2)."""
     if state.step == settings.total_steps or len(state.ready) < settings.batch:
         return ()
     batch = tuple(sorted(state.ready, key=lambda g: (g.version, g.group))[: settings.batch])

@@ -51,7 +51,7 @@ class ExpertSizes:
     intermediate: int
     shared: int
     normalised: bool
-    """Whether the chosen experts' weights are made to add up to one."""
+    """Whether the chosen experts' weights are normalised to sum to one."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,13 @@ class ModelSizes:
     delta: DeltaSizes | None
     experts: ExpertSizes | None
     padding: int | None
-    """The token whose embedding gets no gradient from where it stands: `padding_idx` of torch's embedding."""
+    """Token whose embedding gets no gradient: `padding_idx` of torch's embedding."""
     decoder: str = "model."
-    """What the names of the decoder's tensors begin with: its place in a vision-language model is another."""
+    """Prefix of the names of the decoder's tensors, which is another in a vision-language model."""
     qk_norm: bool = True
     """Whether queries and keys are normalised."""
     qkv_bias: bool = False
-    """Whether they and the values have a bias."""
+    """Whether queries, keys and values have a bias."""
 
     def vocab_rows(self, tp: int) -> int:
         """Return the number of embedding rows on each tensor-parallel rank: the last one's may be padded."""

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 RUN: Mapping[str, type] = {"deallocate_pipeline_outputs": bool, "microbatch_group_size_per_vp_stage": int}
-"""What `layouts_test` has run: how the pipeline's schedule goes, with the steps of one process."""
+"""Options that `layouts_test` has run: they change the pipeline's schedule, not its results."""
 
 ELSEWHERE: Mapping[str, str] = {
     "max_seqlen_per_dp_cp_rank": "max_tokens_per_rank, the one cap on a rank's tokens",
@@ -16,7 +16,7 @@ ELSEWHERE: Mapping[str, str] = {
     "context_parallel_size": "context_parallel='static:N'",
     "recompute_granularity": "gradient_checkpointing",
 }
-"""What a field of megatron-core's is here."""
+"""Our settings for fields of megatron-core's."""
 
 
 def checked_options(given: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,12 +31,12 @@ FUSED = {
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
 }
-"""Parts of names, and what they are in its tables: those of Transformer Engine, whose linears have norms in them."""
+"""Parts of names by ours, and those of mbridge's tables: Transformer Engine's, whose linears have norms in them."""
 SAME = {
     "num_layers": "layers", "hidden_size": "hidden", "num_attention_heads": "heads", "num_query_groups": "kv_heads",
     "ffn_hidden_size": "intermediate", "kv_channels": "head_dim", "layernorm_epsilon": "eps",
 }  # fmt: skip
-"""Fields of its TransformerConfig, and what they are here."""
+"""Fields of mbridge's TransformerConfig, and their names in `ModelSizes`."""
 
 
 def bridge_of(config: Any, sizes: ModelSizes, tp: int = 1, states: Any = None) -> Any:
@@ -77,7 +77,7 @@ class MbridgeMap:
     sizes: ModelSizes
     shapes: dict[str, Shape]
     config: Any
-    """Of the transformers model."""
+    """Config of the transformers model."""
 
     @staticmethod
     def of(model: nn.Module) -> "MbridgeMap":

@@ -31,7 +31,7 @@ FILES = {
     "Qwen3.5": ("qwen35_bridge.py", "_get_dense_lm_mappings"),
     "Qwen3.5 MoE": ("qwen35_bridge.py", "_get_moe_lm_mappings"),
 }
-"""By model: the file of `megatron/bridge/models/qwen` with its table, and the function that makes it."""
+"""File of `megatron/bridge/models/qwen` with a model's table, and the function that makes it, by model."""
 
 
 def _attention(*more: str) -> dict[str, Names]:
@@ -76,7 +76,7 @@ PEER: Mapping[str, Mapping[str, Names]] = {
     "Qwen3.5": _attention("delta") | _mlp("", ""),
     "Qwen3.5 MoE": _attention("delta") | _ROUTED | _SHARED,
 }
-"""By model: a parameter of Megatron-Bridge's, with numbers as `*`, and the transformers tensors that it is made of."""
+"""Transformers tensors of each parameter of Megatron-Bridge's, with numbers as `*`, by model."""
 
 
 def our_names(config: object) -> dict[str, Names]:

@@ -70,9 +70,9 @@ class Router(TopKRouter):
 
     balance: Balance | None = None
     layer = 0
-    """Its number among the routed layers of the model."""
+    """Number of the router among the routed layers of the model."""
     tokens: PackedTokens | None = None
-    """Those that its layer computes."""
+    """Tokens that its layer computes."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

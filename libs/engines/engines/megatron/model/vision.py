@@ -28,7 +28,7 @@ from engines.weights.empty_model import allocate
 
 TOWER = "model.visual."
 STAGE_NAME = "visual"
-"""What a trained tower is called in its stage."""
+"""Name of a trained tower in its stage."""
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class Updates(ABC):
     """An optimizer's state and step for the parameters of one rank."""
 
     stepped: tuple[Stepped, ...]
-    """One for each part."""
+    """Masters with their optimizers, one for each part."""
 
     def __init__(
         self, config: EngineConfig, chunks: Sequence[Any], parameters: Sequence[HeldParameter], world: dist.ProcessGroup

@@ -30,7 +30,7 @@ class SteppedByGroup(Stepped):
 
     group: dict[str, Any]
     read: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float32))
-    """What a checkpoint writes and reads as `step`."""
+    """Value that a checkpoint writes and reads as `step`."""
 
     def begun(self) -> dict[str, Tensor]:
         """See `Stepped`. Neither of these optimizers makes moments where there are some."""

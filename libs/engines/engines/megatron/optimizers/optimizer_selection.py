@@ -1,4 +1,4 @@
-"""The choice of the optimizer of Megatron's parameters, made once: logs and `state_summary()` show it and the reason."""
+"""The choice of the optimizer of Megatron's parameters, made once, with its reason for logs and `state_summary()`."""
 
 import logging
 from collections.abc import Mapping, Sequence

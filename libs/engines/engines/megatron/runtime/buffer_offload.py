@@ -23,8 +23,7 @@ class Moved:
         self._forgotten: list[tuple[torch.UntypedStorage, int]] = []
 
     def away(self, kept: Iterable[Tensor], forgotten: Iterable[Tensor]) -> None:
-        """Free the memory of these tensors: the bytes of `kept` are copied to host memory, those of `forgotten` are
-        lost.
+        """Free these tensors' memory: the bytes of `kept` are copied to the host, those of `forgotten` are lost.
 
         Nothing may touch them until they are back.
         """

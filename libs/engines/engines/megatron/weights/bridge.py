@@ -183,7 +183,7 @@ def _gated_mlp(before: str, inner: int, hidden: int) -> dict[str, Shape]:
 
 
 class _Maker:
-    """Makes the parameters of one virtual stage of one rank."""
+    """The parameters of one virtual stage of one rank, and how they are made."""
 
     def __init__(self, sizes: ModelSizes, place: Place, chunk: int) -> None:
         self.sizes = sizes

@@ -104,7 +104,7 @@ def boxes_of(part: Part, values: Tensor) -> Iterator[tuple[str, Box, Tensor]]:
 
 @torch.no_grad()
 def zero_padding(parameters: Sequence[HeldParameter]) -> None:
-    """Zero the rows that no transformers tensor has."""
+    """Set the rows that no transformers tensor has to zero."""
     for one in parameters:
         one.parameter[one.held.shape[0] - one.held.padding :].zero_()
 

@@ -18,7 +18,7 @@ from torch.utils.cpp_extension import include_paths, library_paths
 HERE = Path(__file__).parent
 NAME = "npu_stand_in"
 BUILT = HERE / f"{NAME}.so"
-"""Where Bazel has put it; empty where it could not be built."""
+"""Path where Bazel puts the library; empty where it could not be built."""
 LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python")
 
 

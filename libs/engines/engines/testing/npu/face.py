@@ -20,7 +20,7 @@ from engines.testing.npu.operators import ATEN, CALLS, OPERATORS
 from engines.testing.npu.surface import Surface, read_surface, signature
 
 _kept: list[Any] = []
-"""The library of operators: they go when it does."""
+"""Libraries of operators, which live as long as these objects."""
 
 
 class NpuModule(ModuleType):

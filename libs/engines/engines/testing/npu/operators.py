@@ -78,7 +78,7 @@ def histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
 
 
 CALLS: Counter[str] = Counter()
-"""Of operators of torch_npu, in this process."""
+"""Number of calls of torch_npu's operators in this process."""
 ATEN: dict[str, Callable[..., Any]] = {"histc": histc}
 """Operators of torch's own whose CPU kernel takes less than a device's."""
 OPERATORS: dict[str, Callable[..., Any]] = {

@@ -17,9 +17,9 @@ class Surface:
 
     version: str
     functions: dict[str, str]
-    """Of torch_npu.npu: the arguments of each as they are written."""
+    """Arguments of each function of torch_npu.npu, as they are written."""
     classes: dict[str, str | None]
-    """Of torch_npu.npu: the arguments of the initializer, where the class has one."""
+    """Arguments of the initializer of each class of torch_npu.npu, where it has one."""
     variables: list[str]
     operators: list[str]
     """Schemas of torch.ops.npu, as torch.library reads them."""

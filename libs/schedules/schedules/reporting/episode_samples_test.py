@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from apps.common.data.prompts import Prompt
-from apps.grpo.reporting.episode_samples import EpisodeSamples, episode_record, expected_answer, failure_note
 from rollout import Episode, TaskRow
 from schedules.reporting.episode_metrics_test import episode, segment
+from schedules.reporting.episode_samples import EpisodeSamples, episode_record, expected_answer, failure_note
 
 ROWS = [TaskRow(f"row-{i}", {"answer": i}) for i in range(10)]
 

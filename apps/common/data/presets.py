@@ -9,9 +9,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from apps.grpo.config import PresetName
-
+PresetName = Literal["gsm8k", "math", "geo3k"]
 BOXED = "Think step by step, and put your final answer within \\boxed{}."
 
 

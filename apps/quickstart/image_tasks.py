@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from apps.common.data.answers import exact_reward
 from apps.grpo.config import GrpoConfig
 from apps.grpo.tasks.prompt_tasks import Conversation
-from apps.grpo.tasks.synthetic import refuse_file_options
 from apps.quickstart.shapes import PictureProblem, picture_problems
+from apps.quickstart.sum_tasks import refuse_file_options
 from rollout import Reply, Task, TaskRow
 from rollout.seeds import derive_seed
 from rollout.tools.tool import ToolResult

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from apps.grpo.config import DataConfig, GrpoConfig
-from apps.grpo.tasks.images import PictureTasks
-from apps.grpo.tasks.synthetic import SumTasks, as_task, sum_tasks
 from apps.quickstart.arithmetic import addition
+from apps.quickstart.image_tasks import PictureTasks
+from apps.quickstart.sum_tasks import SumTasks, as_task, sum_tasks
 from rollout import TaskRow
 from rollout.chat.messages import Reply
 from rollout.environments.environment import Score

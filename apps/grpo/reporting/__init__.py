@@ -1,1 +1,0 @@
-"""Metrics, progress and samples of a GRPO run."""
