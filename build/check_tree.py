@@ -3,7 +3,7 @@
 Tracked files must not hold a registry's host, a path of somebody's machine, trailing blanks or names beyond ASCII; each
 Python file is in a Bazel target, each test file in a test target; the arrows between the libraries hold for every
 target of a folder, tests included; READMEs fit a screen, pages are linked, links lead somewhere and the front page's
-numbers are the tree's (readmes.py); the house is kept (house.py).
+numbers are the tree's (readmes.py); layout, imports, words and docstrings follow the rules (house.py).
 """
 
 import os

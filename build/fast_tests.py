@@ -66,38 +66,33 @@ def rules(folder: Path) -> list[Test]:
         call = node.value if isinstance(node, ast.Expr) else None
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in TEST_RULES:
             words = {word.arg: word.value for word in call.keywords if word.arg}
-            name, root = ast.literal_eval(words["name"]), source_root(package)
-            if call.func.id == "module_test":
-                path = Path(package) / ast.literal_eval(words["srcs"])[0] if "srcs" in words else root / f"{name}.py"
-                tests.append(_test(f"//{package}:{name}", path, words, _requirements(words.get("deps"))))
-                continue
-            if call.func.id == "module_tests":
-                for source in ast.literal_eval(words["srcs"]):
-                    path = Path(package) / source
-                    needs = _imported(ROOT / path, _requirements(words.get("deps")))
-                    tests.append(_test(f"//{package}:{target_of(path, root)}", path, words, needs))
-                continue
-            place = root if name == f"{root.name}_test" else root / name.removesuffix("_test")
-            left_out = ast.literal_eval(words["exclude"]) if "exclude" in words else []
-            for file in sorted((ROOT / place).glob("*_test.py")):
-                if file.name not in left_out:
-                    label = f"//{package}:{target_of(place / file.name, root)}"
-                    needs = _imported(file, _requirements(words.get("deps")))
-                    tests.append(_test(label, place / file.name, words, needs))
+            for name, path in _files(package, call.func.id, words):
+                tests.append(_test(f"//{package}:{name}", path, call.func.id, words))
     return tests
 
 
-def _imported(file: Path, needs: dict[str, str]) -> dict[str, str]:
-    """Return those of a folder's packages that one of its files imports."""
-    tops = {module.partition(".")[0] for module, _ in imports_of(file)}
-    names = {normal(DISTRIBUTIONS.get(top, top)) for top in tops}
-    return {name: hub for name, hub in needs.items() if name in names}
+def _files(package: str, kind: str, words: dict[str, ast.expr]) -> list[tuple[str, Path]]:
+    """Return the files of a rule, each with the name of a target; a file among others has a name like one alone."""
+    name, root = ast.literal_eval(words["name"]), source_root(package)
+    if kind == "module_test":
+        return [(name, Path(package) / ast.literal_eval(words["srcs"])[0] if "srcs" in words else root / f"{name}.py")]
+    if kind == "module_tests":
+        paths = [Path(package) / source for source in ast.literal_eval(words["srcs"])]
+    else:
+        place = root if name == f"{root.name}_test" else root / name.removesuffix("_test")
+        left_out = ast.literal_eval(words["exclude"]) if "exclude" in words else []
+        paths = [place / file.name for file in sorted((ROOT / place).glob("*_test.py")) if file.name not in left_out]
+    return [(target_of(path, root), path) for path in paths]
 
 
-def _test(label: str, path: Path, words: dict[str, ast.expr], needs: dict[str, str]) -> Test:
-    """Return the test of a file, as a rule's keywords describe it."""
+def _test(label: str, path: Path, kind: str, words: dict[str, ast.expr]) -> Test:
+    """Return the test of a file, as its imports and a rule's keywords describe it."""
+    tops = {module.partition(".")[0] for module, _ in imports_of(ROOT / path)}
+    imported = {normal(DISTRIBUTIONS.get(top, top)) for top in tops} & locked()
+    declared = _requirements(words.get("deps"))
+    hubs = [hub for name, hub in declared.items() if kind != "package_test" or name in imported]
     known = {key: ast.literal_eval(words[key]) for key in ("tags", "size", "args", "hub") if key in words}
-    other = [hub for hub in needs.values() if hub not in ("pypi", "pypi_extras")]
+    other = [hub for hub in hubs if hub not in ("pypi", "pypi_extras")]
     special = f"of the hub {other[0]}" if other else ""
     if known.get("hub", "pypi") != "pypi":
         special = f"of the hub {known['hub']}"
@@ -114,7 +109,7 @@ def _test(label: str, path: Path, words: dict[str, ast.expr], needs: dict[str, s
         size=known.get("size", "small"),
         env=env,
         args=tuple(known.get("args", ())),
-        packages=tuple(needs),
+        packages=tuple(sorted(imported | (declared.keys() if kind == "module_test" else set()))),
         special=special,
     )
 

@@ -13,7 +13,7 @@ BUILD = Path(__file__).absolute().parent
 FILES = {
     "plain_test.py": "def test_one():\n    pass\n\n\ndef test_two():\n    pass\n",
     "named_test.py": "import os\n\n\ndef test_env():\n    assert os.environ['WORD'] == 'yes'\n",
-    "late_test.py": "def test_late():\n    import absent_package\n",
+    "late_test.py": "def test_late():\n    __import__('absent_package')\n",
     "typo_test.py": "def test_typo():\n    import no_such_thing\n",
     "wrong_test.py": "def test_wrong():\n    assert 1 == 2\n",
     "stop_test.py": "import os\nimport signal\n\n\ndef test_stop():\n    os.kill(os.getppid(), signal.SIGINT)\n",

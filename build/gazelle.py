@@ -1,10 +1,11 @@
 """Write the BUILD files from the imports of the Python files: `./bazelw run //build:gazelle` (or `-- --check`).
 
 Each folder of a library or an app is one target with its modules and one with its tests, both by glob: a new file needs
-no edit, a new import or folder another run. What the files import is their `deps`. A module directly in the top folder
-has a target of its own, and so has a file for which a `module` or `module_test` of its name stands in the BUILD file,
-or that `module_tests` names: its folder's targets are without it (a test with tags, a size or an environment of its
-own, a module whose packages are not for all who want its folder's other modules).
+no edit, a new import or folder another run. What the files import is their `deps`, but for what another target of the
+same BUILD file brings along. A module directly in the top folder has a target of its own, and so has a file for which
+a `module` or `module_test` of its name stands in the BUILD file, or that `module_tests` names: its folder's targets are
+without it (a test with tags, a size or an environment of its own, a module whose packages are not for all who want its
+folder's other modules).
 
 Folders that import each other cannot be two targets: gazelle names them, with an import of each direction, and writes
 nothing. Kept as they stand: attributes but `deps` and `exclude` (size, tags, data, env, ...), a dependency marked
@@ -106,6 +107,12 @@ def target_of(path: Path, root: Path) -> str:
     return str(path.parent.relative_to(root)) if path.parent != root else root.name
 
 
+def label_of(package: str, dep: str) -> str:
+    """Return the label of an entry of a package's deps; a requirement() call is its own."""
+    text = dep.strip('"')
+    return whole(package, text[1:]) if text.startswith(":") else text
+
+
 def whole(package: str, target: str) -> str:
     """Return the label of a target as other packages write it."""
     return f"//{package}" if target == Path(package).name else f"//{package}:{target}"
@@ -125,6 +132,7 @@ class Tree:
         self.labels: dict[Path, tuple[str, str]] = {}  # (Bazel package, target)
         self.modules: dict[Path, str] = {}  # the targets of files that others import
         self.arrows: dict[tuple[str, str], str] = {}  # (label, label that it needs): for which import
+        self.brought: dict[str, frozenset[str]] = {}
         for package in self.packages:
             root = source_root(package)
             base = Path() if package.startswith("apps/") else Path(package)
@@ -141,6 +149,10 @@ class Tree:
         for package in self.packages:
             for rule in self.rules[package]:
                 rule.deps = self.dependencies(package, rule)
+        self.needs = needs_by_label(self.arrows)
+        for package in self.packages:
+            for rule in self.rules[package]:
+                rule.deps = self.needed_alone(package, rule.deps)
 
     def resolve(self, module: str, name: str) -> str | None:
         """Return the dotted name of the file that an import needs; None for one of other people's packages."""
@@ -173,11 +185,26 @@ class Tree:
                         found.add(dep)
                         self.arrows.setdefault((own, label), f"{path} imports {dotted or module}")
         for kept in rule.kept:
-            label = kept.strip('"')
-            label = whole(package, label[1:]) if label.startswith(":") else label
-            if label.startswith("//"):
+            label = label_of(package, kept)
+            if label != own:
                 self.arrows.setdefault((own, label), f"{Path(package) / 'BUILD.bazel'} keeps {label}")
         return sorted(found, key=order)
+
+    def needed_alone(self, package: str, deps: list[str]) -> list[str]:
+        """Return deps without those that another of them brings along, as far as this BUILD file says what it needs."""
+        labels = {dep: label_of(package, dep) for dep in deps}
+        brought = {need for label in labels.values() for need in self.brought_by(label, package)}
+        return [dep for dep in deps if labels[dep] not in brought]
+
+    def brought_by(self, label: str, package: str) -> frozenset[str]:
+        """Return what a target of a package needs, directly or by other targets of the package."""
+        if label != f"//{package}" and not label.startswith(f"//{package}:"):
+            return frozenset()
+        if label not in self.brought:
+            self.brought[label] = frozenset()  # in a circle, which `complaints` tells, it ends here
+            needs = self.needs.get(label, [])
+            self.brought[label] = frozenset(needs).union(*(self.brought_by(need, package) for need in needs))
+        return self.brought[label]
 
     def text(self, package: str) -> str:
         """Return the text that a BUILD file should have."""
@@ -199,7 +226,7 @@ class Tree:
                     for dep in rule.deps
                     if "pypi_extras" in dep and (why := self.arrows[whole(package, rule.name), dep])
                 ]
-        return said + [circle(path, self.arrows) for path in circles(self.arrows)]
+        return said + [circle(path, self.arrows) for path in circles(self.needs)]
 
 
 def wanted_by(path: Path, pages: Iterable[Path]) -> set[tuple[str, str]]:
@@ -273,11 +300,16 @@ def name_of(files: list[Path], root: Path) -> str:
     return target_of(files[0], root) if files and files[0].is_relative_to(root) else ""
 
 
-def circles(arrows: Iterable[tuple[str, str]]) -> Iterator[list[str]]:
-    """Yield the shortest circle, of targets that need each other, through each target that is in one."""
+def needs_by_label(arrows: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Return the labels that each label needs."""
     needs: dict[str, list[str]] = {}
     for label, need in sorted(arrows):
         needs.setdefault(label, []).append(need)
+    return needs
+
+
+def circles(needs: dict[str, list[str]]) -> Iterator[list[str]]:
+    """Yield the shortest circle, of targets that need each other, through each target that is in one."""
     seen: set[str] = set()
     told: set[frozenset[str]] = set()
     for start in sorted(needs):

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 FONT = "font-family='Helvetica, Arial, sans-serif'"
-COLOURS = {"app": "#fde9c9", "lib": "#dceaf7", "data": "#e6f4e1", "none": "#ffffff"}
+COLORS = {"app": "#fde9c9", "lib": "#dceaf7", "data": "#e6f4e1", "none": "#ffffff"}
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Box:
         """Return the rectangle and its texts."""
         shape = (
             f"<rect x='{self.x}' y='{self.y}' width='{self.width}' height='{self.height}' rx='6' "
-            f"fill='{COLOURS[self.kind]}' stroke='#555'/>\n"
+            f"fill='{COLORS[self.kind]}' stroke='#555'/>\n"
             f"<text x='{self.x + 12}' y='{self.y + 22}' font-size='15' font-weight='bold' {FONT}>"
             f"{escape(self.name)}</text>"
         )

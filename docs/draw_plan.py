@@ -13,7 +13,7 @@ LENGTHS = (5200, 3100, 1500, 1400, 900, 900, 800, 700, 640, 600, 520, 500, 420, 
 RANKS, CAP = 8, 1024
 LEFT, TOP, WIDTH, ROW, GAP = 78, 64, 250, 30, 14
 FONT = "font-family='Helvetica, Arial, sans-serif'"
-COLOURS = ("#9ec5e8", "#b9dcae", "#f7d08a", "#e3b5d6", "#c9c3ea", "#f2b8a2", "#a8d8d8", "#d8cfa8")
+COLORS = ("#9ec5e8", "#b9dcae", "#f7d08a", "#e3b5d6", "#c9c3ea", "#f2b8a2", "#a8d8d8", "#d8cfa8")
 
 
 def text(x: float, y: float, words: str, size: float = 12.5, more: str = "") -> str:
@@ -31,7 +31,7 @@ def group(step: int, number: int, ranks: tuple[int, ...], lengths: list[int]) ->
     place = f"<rect x='{x}' y='{y}' height='{height}' rx='4' stroke='#777'"
     return [
         f"{place} width='{WIDTH}' fill='#f4f4f4'/>",
-        f"{place} width='{WIDTH * mean / CAP:.0f}' fill='{COLOURS[number % len(COLOURS)]}'/>",
+        f"{place} width='{WIDTH * mean / CAP:.0f}' fill='{COLORS[number % len(COLORS)]}'/>",
         text(x + 8, y + height / 2 + 4, words),
     ]
 

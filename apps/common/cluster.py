@@ -20,7 +20,7 @@ WeightTransport = Literal["auto", "objects", "gloo", "nccl", "hccl"]
 
 @dataclass(frozen=True)
 class Pools:
-    """The machines of a run; `--processes` is the number of ranks on each."""
+    """The machines of a run; `--nproc-per-node` is the number of ranks on each."""
 
     nodes: int = 1
     """Machines that train."""
@@ -102,7 +102,7 @@ class RolloutLayout:
     """Further engine arguments of vLLM, as NAME=VALUE (block_size=32); one that it does not have is refused."""
     sleep: bool = False
     """vLLM gives back the memory of its weights and caches while the devices that it shares train; new weights wait
-    where they are staged (mode sync). With --cluster.offload training gives back its own while answers are sampled."""
+    where they are staged (mode sync). With --offload training gives back its own while answers are sampled."""
     device: SamplerDevice = "auto"
     """What vLLM computes on; "auto": what training has. "cpu", beside any device that trains: new weights pass through
     host memory either way."""
@@ -165,13 +165,13 @@ class RolloutLayout:
         each = self.copies_per_device
         if self.dp % each:
             yield (
-                f"{self.dp} copies do not fill devices of {each} each (--cluster.rollout.copies-per-device): make "
-                f"--cluster.rollout.dp a multiple of {each}"
+                f"{self.dp} copies do not fill devices of {each} each (--rollout.copies-per-device): make "
+                f"--rollout.dp a multiple of {each}"
             )
         if each * self.memory_share >= 1:
             yield (
                 f"{each} copies on a device take {each * self.memory_share:.0%} of its memory: lower "
-                f"--cluster.rollout.memory-share below {1 / each:.2g}"
+                f"--rollout.memory-share below {1 / each:.2g}"
             )
 
     @property
@@ -213,7 +213,7 @@ class Cluster:
     offload: bool = False
     """Keep training's weights, gradients and optimizer states in host memory while answers are sampled (mode sync)."""
     media: Media = field(default_factory=Media)
-    environment: tuple[str, ...] = ()
+    env: tuple[str, ...] = ()
     """Environment variables that the recipe owns, as NAME=value; set before anything is imported."""
 
     def __post_init__(self) -> None:
@@ -225,12 +225,12 @@ class Cluster:
 
     def out_of_range(self) -> Iterator[str]:
         """Yield the same texts: no such problem depends on a part."""
-        names = [entry.partition("=")[0] for entry in self.environment]
-        for entry, name in zip(self.environment, names, strict=True):
+        names = [entry.partition("=")[0] for entry in self.env]
+        for entry, name in zip(self.env, names, strict=True):
             if "=" not in entry or not name.isidentifier() or not entry.isascii() or " " in entry:
-                yield f"environment entries are NAME=value without blanks, got {entry!r}"
+                yield f"env entries are NAME=value without blanks, got {entry!r}"
         if len(set(names)) < len(names):
-            yield f"environment names a variable twice: {', '.join(names)}"
+            yield f"env names a variable twice: {', '.join(names)}"
 
     @property
     def changed(self) -> list[tuple[str, Any]]:

@@ -25,7 +25,7 @@ from schedules.config import ScheduleConfig
         (lambda: RolloutLayout(engine="sglang"), "one of 'native', 'vllm'"),
         (lambda: RolloutLayout(memory_share=1.0), "memory_share"),
         (lambda: RolloutLayout(tp=2, ep=4), "set it to 2"),
-        (lambda: RolloutLayout("vllm", dp=3, copies_per_device=2), "--cluster.rollout.dp a multiple of 2"),
+        (lambda: RolloutLayout("vllm", dp=3, copies_per_device=2), "--rollout.dp a multiple of 2"),
         (lambda: RolloutLayout("vllm", dp=2, copies_per_device=2, memory_share=0.5), "memory-share below 0.5"),
         (lambda: RolloutLayout(cuda_graph_sizes=(8, 0)), "at least 1 each"),
         (lambda: RolloutLayout(ray_workers=-1), "ray_workers must be at least 0"),
@@ -52,16 +52,16 @@ from schedules.config import ScheduleConfig
         (lambda: RolloutLayout("vllm", vllm=("block_size",)), "not NAME=VALUE, such as block_size=32"),
         (lambda: RolloutLayout("vllm", vllm=("block_size=1", "block_size=2")), "names block_size twice"),
         (lambda: RolloutLayout("vllm", vllm=("model=there",)), "can't hold model: use --model"),
-        (lambda: RolloutLayout("vllm", vllm=("tensor_parallel_size=2",)), "use --cluster.rollout.tp"),
-        (lambda: RolloutLayout("vllm", vllm=("enforce_eager=false",)), "enforce_eager: use --cluster.rollout.cuda"),
+        (lambda: RolloutLayout("vllm", vllm=("tensor_parallel_size=2",)), "use --rollout.tp"),
+        (lambda: RolloutLayout("vllm", vllm=("enforce_eager=false",)), "enforce_eager: use --rollout.cuda"),
         (lambda: ScheduleConfig(mode="later"), "one of 'sync'"),
         (lambda: ScheduleConfig(staleness_threshold=0.5), "use mode 'fully_async'"),
         (lambda: ScheduleConfig(mode="one_step_off", partial_rollout=True), "use mode 'fully_async'"),
         (lambda: ScheduleConfig(mode="fully_async", staleness_threshold=-1), "staleness_threshold"),
         (lambda: Media(images_column=""), "must name a column"),
-        (lambda: Cluster(environment=("A B=1",)), "NAME=value"),
-        (lambda: Cluster(environment=("A",)), "NAME=value"),
-        (lambda: Cluster(environment=("A=1", "A=2")), "twice"),
+        (lambda: Cluster(env=("A B=1",)), "NAME=value"),
+        (lambda: Cluster(env=("A",)), "NAME=value"),
+        (lambda: Cluster(env=("A=1", "A=2")), "twice"),
     ],
 )
 def test_values_that_cannot_work_are_refused_where_they_are_made(make: Callable[[], object], words: str) -> None:
@@ -91,7 +91,7 @@ FULL = Cluster(
     schedule=ScheduleConfig("fully_async", 0.5, 2, 2, True),
     offload=True,
     media=Media("images"),
-    environment=("A=1",),
+    env=("A=1",),
 )
 
 
@@ -109,7 +109,7 @@ def test_every_argument_that_the_library_owns_is_refused_with_what_the_app_has_i
         with pytest.raises(ValueError, match=f"can't hold {name}: ") as refusal:
             vllm_arguments([f"{name}=1"])
         assert "Config" not in str(refusal.value)
-    flags = {text.removeprefix("use --cluster.rollout.") for text in INSTEAD.values() if "--cluster.rollout" in text}
+    flags = {text.removeprefix("use --rollout.") for text in INSTEAD.values() if "--rollout" in text}
     assert flags <= {item.name.replace("_", "-") for item in fields(RolloutLayout)}
     assert vllm_arguments(["block_size=32", "a=b=c", "b=[1]"]) == {"block_size": 32, "a": "b=c", "b": [1]}
 
@@ -138,8 +138,8 @@ def test_all_that_is_wrong_with_a_sampler_is_told_at_once_and_what_follows_from_
 
 def test_changes_are_told_with_their_values() -> None:
     assert Cluster().changed == []
-    changed = Cluster(pools=Pools(nodes=2), media=Media("seen"), environment=("A=1",)).changed
-    assert changed == [("pools.nodes", 2), ("media.images_column", "seen"), ("environment", ("A=1",))]
+    changed = Cluster(pools=Pools(nodes=2), media=Media("seen"), env=("A=1",)).changed
+    assert changed == [("pools.nodes", 2), ("media.images_column", "seen"), ("env", ("A=1",))]
 
 
 def test_settings_that_keep_a_samplers_weights_apart_are_known_to_a_plan() -> None:

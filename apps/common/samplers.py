@@ -1,4 +1,4 @@
-"""Samplers by the names that `--cluster.rollout.engine` has for them."""
+"""Samplers by the names that `--rollout.engine` has for them."""
 
 from functools import cache
 

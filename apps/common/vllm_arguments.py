@@ -6,27 +6,27 @@ from typing import Any
 from apps.common.named_values import named_values
 from rollout.vllm.settings.arguments import OWNED
 
-FLAG = "--cluster.rollout.vllm"
+FLAG = "--rollout.vllm"
 INSTEAD = {
     "aux_output_config": "use --engine.routing-replay",
-    "compilation_config": "use --cluster.rollout.cuda-graph-sizes",
-    "cudagraph_capture_sizes": "use --cluster.rollout.cuda-graph-sizes",
-    "data_parallel_size": "use --cluster.rollout.dp",
-    "dtype": "use --cluster.rollout.dtype",
-    "distributed_executor_backend": "use --cluster.rollout.tp",
-    "enable_chunked_prefill": "use --cluster.rollout.chunked-prefill",
-    "enable_expert_parallel": "use --cluster.rollout.ep",
-    "enable_prefix_caching": "use --cluster.rollout.prefix-cache",
+    "compilation_config": "use --rollout.cuda-graph-sizes",
+    "cudagraph_capture_sizes": "use --rollout.cuda-graph-sizes",
+    "data_parallel_size": "use --rollout.dp",
+    "dtype": "use --rollout.dtype",
+    "distributed_executor_backend": "use --rollout.tp",
+    "enable_chunked_prefill": "use --rollout.chunked-prefill",
+    "enable_expert_parallel": "use --rollout.ep",
+    "enable_prefix_caching": "use --rollout.prefix-cache",
     "enable_return_routed_experts": "use --engine.routing-replay",
-    "enable_sleep_mode": "use --cluster.rollout.sleep",
-    "enforce_eager": "use --cluster.rollout.cuda-graph-sizes",
-    "gpu_memory_utilization": "use --cluster.rollout.memory-share",
-    "max_model_len": "use --cluster.rollout.max-model-tokens",
-    "max_num_batched_tokens": "use --cluster.rollout.max-batched-tokens",
-    "max_num_seqs": "use --cluster.rollout.max-requests",
+    "enable_sleep_mode": "use --rollout.sleep",
+    "enforce_eager": "use --rollout.cuda-graph-sizes",
+    "gpu_memory_utilization": "use --rollout.memory-share",
+    "max_model_len": "use --rollout.max-model-tokens",
+    "max_num_batched_tokens": "use --rollout.max-batched-tokens",
+    "max_num_seqs": "use --rollout.max-requests",
     "model": "use --model",
     "seed": "use --seed",
-    "tensor_parallel_size": "use --cluster.rollout.tp",
+    "tensor_parallel_size": "use --rollout.tp",
 }
 """What stands for an engine argument here; for others the reason of `rollout.vllm.settings.arguments.OWNED` holds."""
 

@@ -20,7 +20,7 @@ from rollout import Sampling
 Control = Literal["none", "shuffled-advantages"]
 COUNTS = (
     "steps",
-    "prompts",
+    "prompts_per_step",
     "group_size",
     "epochs",
     "mini_batches",
@@ -28,7 +28,7 @@ COUNTS = (
     "max_episode_tokens",
     "eval_every",
     "save_every",
-    "processes",
+    "nproc_per_node",
     "threads",
 )
 _WHOLE_VOCABULARY = "the trainer scores the whole vocabulary, so answers are sampled from all of it"
@@ -81,7 +81,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class OwnConfig:
+class PluginConfig:
     """What a user brings, by name: FILE.py:NAME or package.module:name (`apps.grpo.tasks.plugins`)."""
 
     environment: tuple[str, ...] = ()
@@ -118,7 +118,7 @@ class OwnConfig:
                     yield f"--{name} goes with --data: an environment has tasks, rewards and tools of its own"
         else:
             for name in ("tasks", "environment_column", "environment_shares"):
-                if getattr(self, name) != getattr(OwnConfig, name):
+                if getattr(self, name) != getattr(PluginConfig, name):
                     yield f"{flag(name)} goes with --environment"
         if len(self.environment) == 1 and self.environment_shares:
             yield "--environment-shares has no effect with one environment: leave it out"
@@ -187,21 +187,21 @@ class GrpoConfig:
     model: Path | None = None
     """A local Hugging Face model directory; without it the recipe's tiny Qwen3.5 is made."""
     data: Annotated[DataConfig, tyro.conf.arg(name="")] = field(default_factory=DataConfig)
-    own: Annotated[OwnConfig, tyro.conf.arg(name="")] = field(default_factory=OwnConfig)
+    plugins: Annotated[PluginConfig, tyro.conf.arg(name="")] = field(default_factory=PluginConfig)
     run_dir: Path | None = None
     """Where everything is written; runs/grpo/RECIPE-TIME by default."""
     resume: bool = False
     """Go on from the last checkpoint of --run-dir, or of the newest run."""
     seed: int = 0
     """Of the tiny model, the prompts, and the sampling."""
-    processes: int = 1
+    nproc_per_node: int = 1
     """Ranks started on this machine; under torchrun its ranks are used instead."""
     threads: int = 1
     """CPU threads a rank; tiny models run fastest on one."""
 
     steps: int = 200
     """GRPO steps."""
-    prompts: int = 64
+    prompts_per_step: int = 64
     """Prompts a step."""
     group_size: int = 8
     """Answers sampled for each prompt."""
@@ -211,7 +211,7 @@ class GrpoConfig:
     """Optimizer steps an epoch."""
     advantage: str = "grpo"
     """An answer against its group: the estimator's name in `objectives.advantages.ESTIMATORS`."""
-    control: Control = "none"
+    control_run: Control = "none"
     """A control run: shuffled advantages must teach nothing."""
     max_turns: int = 4
     """Assistant turns an episode may take."""
@@ -227,9 +227,9 @@ class GrpoConfig:
     """Checkpoints that are kept before the last one; older ones are deleted."""
     tracker: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
     """Trackers that are told the metrics besides the run folder; WANDB_MODE, MLFLOW_TRACKING_URI, ... say where."""
-    keep_groups: int = 1
+    log_groups: int = 1
     """Groups a step that are kept for the report, drawn at random, with all their episodes."""
-    keep_failures: int = 4
+    log_failures: int = 4
     """Held-out tasks an evaluation that are kept for the report, drawn at random from those that failed, or earned
     nothing, or less than the best."""
 
@@ -237,7 +237,7 @@ class GrpoConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: Sampling = field(default_factory=Sampling)
     objective: GRPO = field(default_factory=GRPO)
-    cluster: Cluster = field(default_factory=Cluster)
+    cluster: Annotated[Cluster, tyro.conf.arg(name="")] = field(default_factory=Cluster)
     """Layout, pools, rollout, schedule, media and offload of runs over many devices; --help-cluster lists the flags."""
 
     def __post_init__(self) -> None:
@@ -261,11 +261,11 @@ class GrpoConfig:
         for name in COUNTS:
             if getattr(self, name) < 1:
                 yield f"{flag(name)} must be at least 1, got {getattr(self, name)}"
-        for name in ("keep_checkpoints", "keep_groups", "keep_failures"):
+        for name in ("keep_checkpoints", "log_groups", "log_failures"):
             if getattr(self, name) < 0:
                 yield f"{flag(name)} must be at least 0, got {getattr(self, name)}"
-        if self.control not in get_args(Control):
-            yield f"--control must be one of {', '.join(get_args(Control))}, got {self.control!r}"
+        if self.control_run not in get_args(Control):
+            yield f"--control-run must be one of {', '.join(get_args(Control))}, got {self.control_run!r}"
         if self.max_episode_seconds is not None and not self.max_episode_seconds > 0:
             yield f"--max-episode-seconds must be more than 0, got {self.max_episode_seconds}"
 
@@ -278,10 +278,10 @@ class GrpoConfig:
 
     def _updates(self) -> Iterator[str]:
         """Yield what the answers of a step can't be cut into."""
-        if self.mini_batches > self.prompts * self.group_size:
+        if self.mini_batches > self.prompts_per_step * self.group_size:
             yield (
-                f"--mini-batches {self.mini_batches} are more than the {self.prompts * self.group_size} answers of a "
-                "step (--prompts times --group-size)"
+                f"--mini-batches {self.mini_batches} are more than the {self.prompts_per_step * self.group_size} "
+                "answers of a step (--prompts-per-step times --group-size)"
             )
         if self.epochs * self.mini_batches == 1:
             for name in ("clip_low", "clip_high", "dual_clip"):
@@ -305,6 +305,6 @@ class GrpoConfig:
         for name in ("eval_every", "save_every"):
             if self.cluster.schedule.mode == "fully_async" and getattr(self, name) % window:
                 yield (
-                    f"{flag(name)} {getattr(self, name)} must be a multiple of --cluster.schedule.parameter-sync-step "
+                    f"{flag(name)} {getattr(self, name)} must be a multiple of --schedule.parameter-sync-step "
                     f"{window}: held-out answers and checkpoints are of weights that the sampler has"
                 )

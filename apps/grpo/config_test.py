@@ -28,7 +28,7 @@ def test_every_recipe_survives_its_file(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["qwen3-5-35b-a3b-megatron", "qwen3-5-122b-a10b-megatron"])
 def test_recipes_own_their_environment_and_the_runs_file_says_it(name: str) -> None:
     saved = json.loads(dump_config(RECIPES[name]))
-    assert saved["cluster"]["environment"] == ["CUDA_DEVICE_MAX_CONNECTIONS=1", "VLLM_ALLREDUCE_USE_SYMM_MEM=0"]
+    assert saved["cluster"]["env"] == ["CUDA_DEVICE_MAX_CONNECTIONS=1", "VLLM_ALLREDUCE_USE_SYMM_MEM=0"]
 
 
 def test_no_flags_mean_the_quickstart() -> None:
@@ -55,7 +55,7 @@ def test_flags_reach_into_every_group() -> None:
         ("", None, "none"),
         ("--schedule one_step_off", None, "none"),
         ("--schedule fully_async", None, "mask"),
-        ("--schedule fully_async --cluster.schedule.staleness-threshold 0", None, "none"),
+        ("--schedule fully_async --schedule.staleness-threshold 0", None, "none"),
         ("--schedule fully_async --objective.off-policy none", "none", "none"),
         ("--schedule fully_async --objective.off-policy truncate --objective.off-policy-cap 3", "truncate", "truncate"),
         ("--schedule one_step_off --objective.off-policy mask", "mask", "mask"),
@@ -101,8 +101,8 @@ def test_data_settings_are_checked(change: dict[str, Any], remedy: str) -> None:
 
 
 def test_all_that_is_wrong_with_a_run_is_told_at_once() -> None:
-    with pytest.raises(ValueError, match="--prompts must be at least 1, got 0") as refusal:
-        GrpoConfig(prompts=0, keep_groups=-1, max_episode_seconds=0.0)
+    with pytest.raises(ValueError, match="--prompts-per-step must be at least 1, got 0") as refusal:
+        GrpoConfig(prompts_per_step=0, log_groups=-1, max_episode_seconds=0.0)
     assert [reason.split()[0] for reason in str(refusal.value).split("; ")] == [
-        *("--prompts", "--keep-groups", "--max-episode-seconds")
+        *("--prompts-per-step", "--log-groups", "--max-episode-seconds")
     ]

@@ -79,7 +79,7 @@ def check_prompts(
     """
     chat = chat_of(config, tokenizer, model)
     template = str(tokenizer.chat_template)
-    for name in template_options(config.own.template_options):
+    for name in template_options(config.plugins.template_options):
         if not re.search(rf"\b{name}\b", template):
             raise ValueError(
                 f"--template-options {name} has no effect: the tokenizer's chat template does not ask for it"
@@ -103,8 +103,8 @@ def check_prompts(
 
 def _asked(config: GrpoConfig, tasks: Tasks) -> list[TaskRow]:
     """Return the first tasks of a run; of a user's environments, which may be slow to open, one of each side."""
-    held_out, train = tasks.held_out(), tasks.tasks(0, config.prompts)
-    if not config.own.environment:
+    held_out, train = tasks.held_out(), tasks.tasks(0, config.prompts_per_step)
+    if not config.plugins.environment:
         return [*held_out, *train]
     first = {row.environment: row for row in reversed(train)}
     return [*held_out[:1], *first.values()]

@@ -29,9 +29,9 @@ def spec_of(config: GrpoConfig, recipe: Recipe | None = None) -> RunSpec:
         recipe=config.recipe,
         engine=config.engine,
         cluster=config.cluster,
-        processes=ranks_of_node(config.processes, config.cluster.pools.nodes),
+        processes=ranks_of_node(config.nproc_per_node, config.cluster.pools.nodes),
         steps=config.steps,
-        rows=config.prompts,
+        rows=config.prompts_per_step,
         group=config.group_size,
         mini_batches=config.mini_batches,
         epochs=config.epochs,
@@ -51,7 +51,7 @@ def runnable(config: GrpoConfig, recipe: Recipe | None = None) -> Recipe:
     """
     recipe = recipe or _registered(config.recipe)
     refuse_unready(spec_of(config, recipe))
-    refuse_unset(config.cluster.environment, os.environ)
+    refuse_unset(config.cluster.env, os.environ)
     if recipe.make_tasks is None:
         raise ValueError(f"recipe {config.recipe!r} cannot be run yet: --plan says what it lacks")
     if config.model is None and recipe.make_model is None:

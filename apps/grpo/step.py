@@ -75,7 +75,7 @@ class GrpoTrainer:
 def advantages_of(batch: TensorDict, config: GrpoConfig, step: int) -> Tensor:
     """Jagged (B, j): how much better each answer was than its group's; the control run deals them to wrong answers."""
     advantages = ESTIMATORS.named(config.advantage)(batch)
-    if config.control == "shuffled-advantages":
+    if config.control_run == "shuffled-advantages":
         generator = torch.Generator().manual_seed(derive_seed(config.seed, "shuffle", step))
         scores = per_sequence(advantages, batch["loss_mask"])
         _, row_of, of_row = first_rows(batch["episode"])

@@ -33,7 +33,7 @@ from schedules.weights.transfer_result import TransferResult
 from seqpack import index_select
 from seqpack.batches.batch import jagged
 
-CONFIG = replace(RECIPE.config, prompts=2, group_size=3)
+CONFIG = replace(RECIPE.config, prompts_per_step=2, group_size=3)
 REWARDS = (1.0, 0.0, 0.5, 0.25, 0.25, 0.25)
 
 
@@ -183,7 +183,7 @@ def test_advantages_are_the_estimators(name: str) -> None:
 
 def test_the_control_deals_the_same_advantages_to_other_answers() -> None:
     batch = to_batch(episodes())
-    control = replace(CONFIG, control="shuffled-advantages")
+    control = replace(CONFIG, control_run="shuffled-advantages")
 
     def scores(config: GrpoConfig, step: int) -> list[float]:
         rows = zip(advantages_of(batch, config, step).unbind(), batch["loss_mask"].unbind(), strict=True)
@@ -207,7 +207,7 @@ def test_the_control_deals_an_advantage_to_an_episode_not_to_its_rows() -> None:
     one, two, *rest = episodes()
     both = replace(one, segments=(*one.segments, *two.segments))
     batch = to_batch([both, two, *rest])
-    control = replace(CONFIG, control="shuffled-advantages")
+    control = replace(CONFIG, control_run="shuffled-advantages")
     for step in range(8):
         first, second = (row[-1].item() for row in advantages_of(batch, control, step).unbind()[:2])
         assert first == second
@@ -272,7 +272,7 @@ def test_a_step_samples_trains_and_hands_over(monkeypatch: pytest.MonkeyPatch) -
     events: list[object] = []
     engine = recorder()
     session: Any = Session(events)
-    config = replace(CONFIG, control="shuffled-advantages")
+    config = replace(CONFIG, control_run="shuffled-advantages")
     spans: list[Any] = []
     timeline: Any = SimpleNamespace(add=lambda *span: spans.append(span))
     result = sync_step(session, GrpoTrainer(config, engine), 7, timeline)

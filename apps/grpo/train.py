@@ -161,10 +161,10 @@ def _log_episodes(
     show = EpisodeSamples(step, config.seed, decode, functools.partial(environment_of, tasks))
     kept: list[dict[str, Any]] = []
     if result is not None:
-        rows = tasks.tasks(step - 1, config.prompts) if result.rows is None else result.rows
-        kept += show.groups(result.episodes, result.advantages, rows, config.keep_groups)
+        rows = tasks.tasks(step - 1, config.prompts_per_step) if result.rows is None else result.rows
+        kept += show.groups(result.episodes, result.advantages, rows, config.log_groups)
     if evaluation is not None:
-        kept += show.failures(evaluation.episodes, evaluation.rows, config.keep_failures)
+        kept += show.failures(evaluation.episodes, evaluation.rows, config.log_failures)
     for episode in kept:
         log.episode(episode)
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from apps.common.cli.flags import flag
 from apps.common.data.answers import exact_reward
-from apps.grpo.config import DataConfig, GrpoConfig, OwnConfig
+from apps.grpo.config import DataConfig, GrpoConfig, PluginConfig
 from apps.grpo.tasks.prompt_tasks import Conversation
 from apps.quickstart.arithmetic import Problem, distinct, problems
 from apps.quickstart.demonstrations import demonstration
@@ -87,8 +87,8 @@ def refuse_file_options(config: GrpoConfig, own: Sequence[str]) -> None:
                 f"recipe {config.recipe!r} makes its own tasks: --{option.name.replace('_', '-')} goes with "
                 "--recipe math --model DIR --data FILE"
             )
-    for name in (item.name for item in fields(OwnConfig)):
-        if getattr(config.own, name) != getattr(OwnConfig, name):
+    for name in (item.name for item in fields(PluginConfig)):
+        if getattr(config.plugins, name) != getattr(PluginConfig, name):
             raise ValueError(
                 f"recipe {config.recipe!r} makes its own tasks: {flag(f'own.{name}')} goes with --environment "
                 "FILE.py:NAME, or with --model DIR --data FILE"

@@ -143,7 +143,7 @@ class SftConfig:
     """Go on from the last checkpoint of --run-dir, or of the newest run."""
     seed: int = 0
     """Of the tiny model and the order of the conversations."""
-    processes: int = 1
+    nproc_per_node: int = 1
     """Ranks started on this machine; under torchrun its ranks are used instead."""
     threads: int = 1
     """CPU threads a rank; tiny models run fastest on one."""
@@ -168,7 +168,7 @@ class SftConfig:
     """Trackers that are told the metrics besides the run folder; WANDB_MODE, MLFLOW_TRACKING_URI, ... say where."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     objective: SFT = field(default_factory=SFT)
-    cluster: Cluster = field(default_factory=Cluster)
+    cluster: Annotated[Cluster, tyro.conf.arg(name="")] = field(default_factory=Cluster)
     """Layout, pools, offload of runs over many devices; --help-cluster lists the flags."""
 
     def __post_init__(self) -> None:
@@ -188,7 +188,7 @@ class SftConfig:
 
     def out_of_range(self) -> Iterator[str]:
         """Yield a text for each field whose value is wrong whatever the parts are."""
-        counts = ("steps", "batch_size", "eval_every", "save_every", "processes", "threads", "eval_rows")
+        counts = ("steps", "batch_size", "eval_every", "save_every", "nproc_per_node", "threads", "eval_rows")
         for name in (*counts, "keep_checkpoints"):
             value, least = getattr(self, name), 0 if name == "keep_checkpoints" else 1
             if value is not None and value < least:
@@ -204,5 +204,5 @@ class SftConfig:
     def _longest(self) -> int:
         """The tokens of the longest sequence that the ranks can hold."""
         size = parse_context_parallel(self.engine.context_parallel)
-        ranks = self.processes * self.cluster.pools.nodes if size == "dynamic" else size
+        ranks = self.nproc_per_node * self.cluster.pools.nodes if size == "dynamic" else size
         return self.engine.max_tokens_per_rank * ranks

@@ -24,7 +24,7 @@ from apps.common.run.reporter import report_on_stop
 from apps.common.run.run_dir import resolve_run_dir, steps_done
 from apps.common.shrink.command import check_nothing_dropped, parse_shrink_flag, print_differences
 from apps.common.shrink.fields import Difference, ProcessLimit, by_flag
-from apps.common.shrink.npu import stand_in_for
+from apps.common.shrink.npu import fake_npu_for
 from apps.quickstart.model import ensure_tiny_model
 from apps.sft.config import OWNED, SftConfig
 from apps.sft.data import Conversations, load_conversations, write_demonstrations
@@ -101,7 +101,7 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
     with report_on_stop(run_dir):
         job = (config, conversations, model, run_dir)
         engine, waits = config.engine, config.engine.collective_timeout_seconds
-        result: Result = launch(train, job, config.processes, engine.device, config.threads, waits)
+        result: Result = launch(train, job, config.nproc_per_node, engine.device, config.threads, waits)
         return result
 
 
@@ -128,7 +128,7 @@ def run_shrunk(config: SftConfig, most: ProcessLimit) -> Result:
     print_differences(config.recipe, [*by_flag(config, recipes()[config.recipe].config), *differences])
     check_nothing_dropped(spec_of(small, recipe))
     run_dir = resolve_run_dir(config.run_dir, RUNS, f"{config.recipe}-shrunk", resume=False)
-    with stand_in_for(small.engine.device):
+    with fake_npu_for(small.engine.device):
         return run(supplied(small, recipe, run_dir), recipe)
 
 
@@ -152,7 +152,7 @@ def main(argv: Sequence[str], own_process: bool = False) -> None:
     answer_without_running(argv, specs, planned)
     config = configure(argv)
     if own_process:
-        restart_with(config.cluster.environment)
+        restart_with(config.cluster.env)
     if most is None:
         run(config)
     else:

@@ -28,7 +28,7 @@ def spec_of(config: SftConfig, recipe: Recipe | None = None) -> RunSpec:
         recipe=config.recipe,
         engine=config.engine,
         cluster=config.cluster,
-        processes=ranks_of_node(config.processes, config.cluster.pools.nodes),
+        processes=ranks_of_node(config.nproc_per_node, config.cluster.pools.nodes),
         steps=config.steps,
         rows=config.batch_size,
         longest=config.data.max_tokens,
@@ -45,7 +45,7 @@ def runnable(config: SftConfig, recipe: Recipe | None = None) -> Recipe:
     """
     recipe = recipe or _recipe(config.recipe)
     refuse_unready(spec_of(config, recipe))
-    refuse_unset(config.cluster.environment, os.environ)
+    refuse_unset(config.cluster.env, os.environ)
     if not recipe.synthetic:
         for name, value in (("model", config.model), ("data", config.data.data)):
             if not value:

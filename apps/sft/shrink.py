@@ -33,7 +33,7 @@ def shrink(config: SftConfig, recipe: Recipe, most: ProcessLimit) -> tuple[SftCo
         ValueError: see `apps.common.shrink.fields.ShrunkLayout.of`.
     """
     longest, short = config.data.max_tokens, min(config.data.max_tokens, TOKENS)
-    ranks = config.processes * config.cluster.pools.nodes
+    ranks = config.nproc_per_node * config.cluster.pools.nodes
     small = ShrunkLayout.of(config.engine, ranks, longest, short, most)
     changes = engine_changes(small, config.engine, config.cluster) + steps_changes(config.engine, STEPS)
     sizes = _sizes(config, short)

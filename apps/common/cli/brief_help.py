@@ -1,34 +1,13 @@
-"""A --help that small runs can read: the many flags of `cluster` are one line, unless --help-cluster asks for them."""
+"""A --help that small runs can read: the many flags of runs over many devices are left to --help-cluster."""
 
 from collections.abc import Sequence
 
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
-
-from apps.common.cluster import Cluster
-
 HELP_CLUSTER = "--help-cluster"
+MORE = f"Pools, rollout, schedule, media and offload of runs over many devices have flags too: {HELP_CLUSTER}."
 
 
-def help_flags(argv: Sequence[str]) -> tuple[list[str], ConstructorRegistry | None]:
-    """Return the flags for the parser, and the registry that shortens its help where --help is among them."""
+def help_flags(argv: Sequence[str]) -> tuple[list[str], bool]:
+    """Return the flags for the parser, and whether its help leaves the flags of many devices out."""
     if HELP_CLUSTER in argv:
-        return ["--help"], None
-    return list(argv), _short() if {"--help", "-h"} & set(argv) else None
-
-
-def _short() -> ConstructorRegistry:
-    registry = ConstructorRegistry()
-
-    @registry.primitive_rule
-    def one_line(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Cluster] | None:
-        if not (isinstance(info.type, type) and issubclass(info.type, Cluster)):
-            return None
-        return PrimitiveConstructorSpec(
-            nargs=1,
-            metavar=HELP_CLUSTER,
-            instance_from_str=lambda _: Cluster(),
-            is_instance=lambda value: isinstance(value, Cluster),
-            str_from_instance=lambda _: ["as the recipe has it"],
-        )
-
-    return registry
+        return ["--help"], False
+    return list(argv), bool({"--help", "-h"} & set(argv))

@@ -1,6 +1,7 @@
 """The command line of the apps: typed flags from a frozen dataclass, on top of a named recipe or of an earlier run."""
 
 import difflib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any, Generic, Literal, NoReturn, TypeVar
 
 import tyro
 
-from apps.common.cli.brief_help import help_flags
+from apps.common.cli.brief_help import MORE, help_flags
 from apps.common.cli.flags import SettingsError, as_type, changed, flag, flag_type, leaves
 from apps.common.cli.peer_flags import peer_hints
 from apps.common.run.config_file import CONFIG_NAME, dump_config, load_config
@@ -62,9 +63,10 @@ class CommandLine(Generic[C]):
         self._refuse_other_names(argv, default)
         flags = [word for word in argv if word != "--print-config"]
         types = {"recipe": Literal[tuple(self.recipes)], **self.types}
-        kind = flag_type(self.kind, self.owned, types)
-        args, registry = help_flags(flags)
-        parsed = tyro.cli(kind, default=as_type(default, kind), args=args, prog=self.prog, registry=registry)
+        args, brief = help_flags(flags)
+        kind = flag_type(self.kind, {**self.owned, "cluster": MORE} if brief else self.owned, types)
+        about = f"{inspect.getdoc(self.kind)}\n\n{MORE}" if brief else None
+        parsed = tyro.cli(kind, default=as_type(default, kind), args=args, prog=self.prog, description=about)
         problems = [*self.beside(parsed, default)]
         if "--resume" in argv:
             problems += self._changes(parsed, default)

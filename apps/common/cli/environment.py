@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 def restart_with(entries: Sequence[str]) -> None:
     """Restart this process with the NAME=value entries set; return where they are set already.
 
-    They are in the run's config.json as `cluster.environment`.
+    They are in the run's config.json as `cluster.env`.
 
     Raises:
         ValueError: one of them has another value already.
@@ -32,7 +32,7 @@ def refuse_unset(environment: tuple[str, ...], environ: Mapping[str, str]) -> No
     unset = missing_variables(environment, environ)
     if unset:
         raise ValueError(
-            f"start the program with {' '.join(unset)} in front: --cluster.environment names it, and it acts when "
+            f"start the program with {' '.join(unset)} in front: --env names it, and it acts when "
             "libraries are imported"
         )
 
@@ -47,7 +47,5 @@ def variables_to_set(entries: Sequence[str], environ: Mapping[str, str]) -> dict
     other = [entry for entry in missing if entry.partition("=")[0] in environ]
     if other:
         name, _, value = other[0].partition("=")
-        raise ValueError(
-            f"{name} is {environ[name]!r} where the recipe wants {value!r}: unset it, or change --cluster.environment"
-        )
+        raise ValueError(f"{name} is {environ[name]!r} where the recipe wants {value!r}: unset it, or change --env")
     return {name: value for name, _, value in (entry.partition("=") for entry in missing)}

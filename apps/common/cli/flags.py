@@ -134,8 +134,8 @@ def changed(config: Any, other: Any) -> list[str]:
 
 
 def flag(path: str) -> str:
-    """Return the flag of a dotted path; the fields of `data` and `own` have no prefix."""
-    return "--" + path.removeprefix("data.").removeprefix("own.").replace("_", "-")
+    """Return the flag of a dotted path; the fields of `data`, `plugins` and `cluster` have no prefix."""
+    return "--" + path.removeprefix("data.").removeprefix("plugins.").removeprefix("cluster.").replace("_", "-")
 
 
 def _below(paths: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -12,6 +12,15 @@ ALWAYS_LOGGED = "TensorBoard events, metrics.jsonl and report.html are always wr
 PLANNED = "micro-batches are planned by tokens: --engine.max-tokens-per-rank"
 CHAT_ONLY = "the tokenizer's own chat template is used: leave it out"
 
+RENAMED = {
+    "cluster.environment": "--env",
+    "control": "--control-run",
+    "keep-failures": "--log-failures",
+    "keep-groups": "--log-groups",
+    "processes": "--nproc-per-node",
+    "prompts": "--prompts-per-step",
+}
+"""Earlier names of our own flags; those of `--cluster.` have lost that prefix."""
 COMMON: dict[str, str] = {
     "learning-rate": "--engine.lr",
     "optim.lr": "--engine.lr",
@@ -67,9 +76,8 @@ COMMON: dict[str, str] = {
     "test-freq": "--eval-every",
     "resume-from-checkpoint": "--resume",
     "resume-mode": "--resume",
-    "num-processes": "--processes",
-    "nproc-per-node": "--processes",
-    "n-gpus-per-node": "--processes",
+    "num-processes": "--nproc-per-node",
+    "n-gpus-per-node": "--nproc-per-node",
     "report-to": "--tracker (TensorBoard events, metrics.jsonl and report.html are always written)",
     "logging-steps": ALWAYS_LOGGED,
     "trainer.logger": "--tracker (TensorBoard events, metrics.jsonl and report.html are always written)",
@@ -89,9 +97,9 @@ GRPO: dict[str, str] = COMMON | {
     "num-generations": "--group-size",
     "rollout.n": "--group-size",
     "n-samples-per-prompt": "--group-size",
-    "per-device-train-batch-size": "--prompts (prompts a step, over all ranks)",
-    "train-batch-size": "--prompts",
-    "rollout-batch-size": "--prompts",
+    "per-device-train-batch-size": "--prompts-per-step (prompts a step, over all ranks)",
+    "train-batch-size": "--prompts-per-step",
+    "rollout-batch-size": "--prompts-per-step",
     "ppo-mini-batch-size": "--mini-batches (how many of them, not their size)",
     "ppo-epochs": "--epochs",
     "num-iterations": "--epochs",
@@ -161,10 +169,16 @@ def peer_hints(argv: Sequence[str], known: Sequence[str], table: Mapping[str, st
         is_flag, is_key = name.startswith("--"), "=" in word and "." in name
         if not (is_flag or is_key) or name.replace("_", "-") in known:
             continue
-        hint = _lookup(name, table)
+        hint = _renamed(name) or _lookup(name, table)
         if hint is not None:
             hints.append(f"{name} is {hint} here" if hint.startswith("--") else f"{name}: {hint}")
     return list(dict.fromkeys(hints))
+
+
+def _renamed(name: str) -> str | None:
+    """Return today's name of a flag that was renamed."""
+    old = name.removeprefix("--").replace("_", "-")
+    return RENAMED.get(old) or ("--" + old.removeprefix("cluster.") if old.startswith("cluster.") else None)
 
 
 def _lookup(name: str, table: Mapping[str, str]) -> str | None:

@@ -22,7 +22,7 @@ def ranks_of_node(processes: int, nodes: int) -> int:
     if rest or not ranks:
         raise ValueError(
             f"torchrun started {os.environ['WORLD_SIZE']} ranks, which {nodes} nodes can't share evenly: set "
-            "--cluster.pools.nodes to torchrun's --nnodes"
+            "--pools.nodes to torchrun's --nnodes"
         )
     return ranks
 

@@ -10,7 +10,7 @@ def test_torchrun_says_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv(name, value)
     assert ranks_of_node(1, 1) == 8
     assert ranks_of_node(1, 2) == 4
-    with pytest.raises(ValueError, match=r"8 ranks, which 3 nodes.*--cluster\.pools\.nodes"):
+    with pytest.raises(ValueError, match=r"8 ranks, which 3 nodes.*--pools\.nodes"):
         ranks_of_node(1, 3)
 
 

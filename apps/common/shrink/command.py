@@ -11,12 +11,12 @@ from engines.launch import under_torchrun
 from runplan.report.plan import make_plan
 from runplan.run_spec import RunSpec
 
-TEXT_ALONE = "--engine.vision off --cluster.media.images-column None"
+TEXT_ALONE = "--engine.vision off --media.images-column None"
 LEFT_OUT = {
     "vision": TEXT_ALONE,
     "images shown to the sampler": TEXT_ALONE,
     "reference policy": "--objective.kl-coef 0",
-    "vLLM beside NPUs": "--cluster.rollout.engine native",
+    "vLLM beside NPUs": "--rollout.engine native",
 }
 """Flags that leave out what a requirement is for, where its name is no flag."""
 

@@ -145,7 +145,7 @@ class ShrunkLayout:
 def engine_changes(small: ShrunkLayout, engine: EngineConfig, cluster: Cluster) -> list[Change]:
     """Return the changes of the ranks and the engine of a run."""
     return [
-        Change("processes", "ranks", small.ranks),
+        Change("nproc_per_node", "ranks", small.ranks),
         Change("engine.device", "device", "npu" if engine.device == "npu" else "cpu"),
         Change("engine.max_tokens_per_rank", "size", small.tokens),
         *(Change(f"engine.{name}", "ranks", value) for name, value in small.sizes.items()),
@@ -189,8 +189,8 @@ def _room_for_experts(engine: EngineConfig, ranks: int, longest: int, short: int
     if enough is None:
         return f"no --shrink allows more, {leave}"
     return (
-        f"the run's own {ranks} ranks are the limit, not --shrink: plan it for {enough} (--processes, "
-        f"--cluster.pools.nodes), or {leave}"
+        f"the run's own {ranks} ranks are the limit, not --shrink: plan it for {enough} (--nproc-per-node, "
+        f"--pools.nodes), or {leave}"
     )
 
 

@@ -6,13 +6,13 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 
 from engines.testing.npu.build import reason_against
-from engines.testing.npu.path import stand_in_on_path
+from engines.testing.npu.path import fake_npu_on_path
 
-TOLD = "Device npu: torch_npu is not installed here, so its stand-in computes, on the CPU (docs/ascend.md)."
+MESSAGE = "Device npu: torch_npu is not installed here, so its stand-in computes, on the CPU (docs/ascend.md)."
 
 
 @contextmanager
-def stand_in_for(device: str) -> Iterator[None]:
+def fake_npu_for(device: str) -> Iterator[None]:
     """Let `import torch_npu` give the stand-in inside, and print so, where `device` is npu and torch_npu is missing.
 
     Raises:
@@ -26,7 +26,7 @@ def stand_in_for(device: str) -> Iterator[None]:
             f"device npu: torch_npu is not installed, and its stand-in is built from source: {reason}; or leave the "
             "device out by --engine.device cpu"
         )
-    sys.stdout.write(TOLD + "\n")
+    sys.stdout.write(MESSAGE + "\n")
     sys.stdout.flush()
-    with stand_in_on_path():
+    with fake_npu_on_path():
         yield

@@ -58,7 +58,7 @@ BOTH: Cases = {
         {"engine.tensor_parallel": 4, "shape.shared_expert_intermediate": 30},
         r"shared expert .* tp = 4",
     ),
-    "ranks": ({"engine.tensor_parallel": 2, "processes": 5}, r"5 ranks are no multiple .*: use 4 or 6 ranks \(--proc"),
+    "ranks": ({"engine.tensor_parallel": 2, "processes": 5}, r"5 ranks are no multiple .*: use 4 or 6 ranks \(--nproc"),
     "stages of ranks": ({"engine.pipeline_parallel": 3}, r"8 ranks .* pp = 3: use 6 or 9 .*--engine.pipeline-parallel"),
     "context": ({"engine.context_parallel": "static:3"}, r"8 ranks .* 1 x 3 x 1 = 3: .*--engine.context-parallel"),
     "experts": (
@@ -88,15 +88,15 @@ BOTH: Cases = {
     "memory": ({"pools.device_memory_gib": 0.0001}, r"do not fit a device of 0.0001 GiB: use more nodes"),
     "sampler's heads": (
         {"rollout.engine": "vllm", "rollout.tp": 16},
-        r"8 heads do not divide over rollout tp = 16: lower it \(--cluster.rollout.tp",
+        r"8 heads do not divide over rollout tp = 16: lower it \(--rollout.tp",
     ),
     "sampler's devices": (
         {"rollout.engine": "vllm", "rollout.tp": 3},
-        r"8 sampling devices are no multiple of tp x dp = 3: change --cluster.rollout.tp",
+        r"8 sampling devices are no multiple of tp x dp = 3: change --rollout.tp",
     ),
     "sampler's length": (
         {"rollout.engine": "vllm", "rollout.max_model_tokens": 32},
-        r"accepts 32 tokens, a sequence may have 64: raise --cluster.rollout.max-model-tokens",
+        r"accepts 32 tokens, a sequence may have 64: raise --rollout.max-model-tokens",
     ),
 }
 FSDP2: Cases = {
@@ -177,9 +177,9 @@ def test_the_turns_of_a_device_that_vllm_shares_are_each_held_against_it(
     assert peak < 30 < peak + share
     wanted = []
     if trains >= memory:
-        wanted.append("in training's turn.*lower --cluster.rollout.memory-share, or set --cluster.rollout.sleep")
+        wanted.append("in training's turn.*lower --rollout.memory-share, or set --rollout.sleep")
     if samples >= memory:
-        wanted.append("in vLLM's turn.*lower --cluster.rollout.memory-share, or set --cluster.offload")
+        wanted.append("in vLLM's turn.*lower --rollout.memory-share, or set --offload")
     assert len(plan.problems) == len(wanted)
     assert all(re.search(text, problem) for text, problem in zip(wanted, plan.problems, strict=True))
     apart = {"pools.placement": "separate", "pools.rollout_nodes": 1}

@@ -64,7 +64,7 @@ def test_a_plain_run_is_ready_and_not_refused() -> None:
         (replace(LARGE, rows=200), r"a step takes 200 rows and the data has 100"),
         (
             replace(LARGE, cluster=Cluster(rollout=RolloutLayout("vllm", tp=3))),
-            r"8 sampling devices are no multiple .*change --cluster.rollout.tp",
+            r"8 sampling devices are no multiple .*change --rollout.tp",
         ),
         (
             replace(LARGE, processes=16, cluster=Cluster(rollout=RolloutLayout("vllm", tp=16))),
@@ -72,7 +72,7 @@ def test_a_plain_run_is_ready_and_not_refused() -> None:
         ),
         (
             replace(LARGE, cluster=Cluster(rollout=RolloutLayout("vllm", max_model_tokens=32))),
-            r"accepts 32 tokens, a sequence may have 64: raise --cluster.rollout.max-model-tokens",
+            r"accepts 32 tokens, a sequence may have 64: raise --rollout.max-model-tokens",
         ),
         (
             replace(LARGE, cluster=Cluster(pools=Pools(device_memory_gib=0.001))),
@@ -114,35 +114,35 @@ def test_copies_of_the_weights_take_the_memory_of_their_shards_alone() -> None:
 
 
 CHANGES = {
-    "--cluster.pools.nodes 2": Cluster(pools=Pools(nodes=2)),
-    "--cluster.pools.placement separate": Cluster(pools=Pools(placement="separate", rollout_nodes=1)),
-    "--cluster.pools.rollout-nodes 1": Cluster(pools=Pools(placement="separate", rollout_nodes=1)),
-    "--cluster.pools.device-memory-gib 80": Cluster(pools=Pools(device_memory_gib=80)),
-    "--cluster.rollout.tp 2": Cluster(rollout=RolloutLayout(tp=2)),
-    "--cluster.rollout.dp 2": Cluster(rollout=RolloutLayout(dp=2)),
-    "--cluster.rollout.copies-per-device 2": Cluster(rollout=RolloutLayout(dp=2, copies_per_device=2)),
-    "--cluster.rollout.ep 2": Cluster(rollout=RolloutLayout(tp=2, ep=2)),
-    "--cluster.rollout.memory-share 0.5": Cluster(rollout=RolloutLayout(memory_share=0.5)),
-    "--cluster.rollout.max-model-tokens 99": Cluster(rollout=RolloutLayout(max_model_tokens=99)),
-    "--cluster.rollout.max-batched-tokens 99": Cluster(rollout=RolloutLayout(max_batched_tokens=99)),
-    "--cluster.rollout.chunked-prefill True": Cluster(rollout=RolloutLayout(chunked_prefill=True)),
-    "--cluster.rollout.prefix-cache True": Cluster(rollout=RolloutLayout(prefix_cache=True)),
-    "--cluster.rollout.dtype float16": Cluster(rollout=RolloutLayout(dtype="float16")),
-    "--cluster.rollout.device cpu": Cluster(rollout=RolloutLayout(device="cpu")),
-    "--cluster.rollout.max-requests 8": Cluster(rollout=RolloutLayout(max_requests=8)),
-    "--cluster.rollout.weights-on-device True": Cluster(rollout=RolloutLayout(weights_on_device=True)),
-    "--cluster.rollout.sleep True": Cluster(rollout=RolloutLayout(sleep=True)),
-    "--cluster.rollout.cuda-graph-sizes (8,)": Cluster(rollout=RolloutLayout(cuda_graph_sizes=(8,))),
-    "--cluster.media.images-column images": Cluster(media=Media("images")),
+    "--pools.nodes 2": Cluster(pools=Pools(nodes=2)),
+    "--pools.placement separate": Cluster(pools=Pools(placement="separate", rollout_nodes=1)),
+    "--pools.rollout-nodes 1": Cluster(pools=Pools(placement="separate", rollout_nodes=1)),
+    "--pools.device-memory-gib 80": Cluster(pools=Pools(device_memory_gib=80)),
+    "--rollout.tp 2": Cluster(rollout=RolloutLayout(tp=2)),
+    "--rollout.dp 2": Cluster(rollout=RolloutLayout(dp=2)),
+    "--rollout.copies-per-device 2": Cluster(rollout=RolloutLayout(dp=2, copies_per_device=2)),
+    "--rollout.ep 2": Cluster(rollout=RolloutLayout(tp=2, ep=2)),
+    "--rollout.memory-share 0.5": Cluster(rollout=RolloutLayout(memory_share=0.5)),
+    "--rollout.max-model-tokens 99": Cluster(rollout=RolloutLayout(max_model_tokens=99)),
+    "--rollout.max-batched-tokens 99": Cluster(rollout=RolloutLayout(max_batched_tokens=99)),
+    "--rollout.chunked-prefill True": Cluster(rollout=RolloutLayout(chunked_prefill=True)),
+    "--rollout.prefix-cache True": Cluster(rollout=RolloutLayout(prefix_cache=True)),
+    "--rollout.dtype float16": Cluster(rollout=RolloutLayout(dtype="float16")),
+    "--rollout.device cpu": Cluster(rollout=RolloutLayout(device="cpu")),
+    "--rollout.max-requests 8": Cluster(rollout=RolloutLayout(max_requests=8)),
+    "--rollout.weights-on-device True": Cluster(rollout=RolloutLayout(weights_on_device=True)),
+    "--rollout.sleep True": Cluster(rollout=RolloutLayout(sleep=True)),
+    "--rollout.cuda-graph-sizes (8,)": Cluster(rollout=RolloutLayout(cuda_graph_sizes=(8,))),
+    "--media.images-column images": Cluster(media=Media("images")),
 }
 
 
 SCHEDULES = {
-    "--cluster.schedule.mode one_step_off": Cluster(schedule=ScheduleConfig("one_step_off")),
-    "--cluster.schedule.staleness-threshold 0.5": Cluster(schedule=ScheduleConfig("fully_async", 0.5)),
-    "--cluster.schedule.parameter-sync-step 2": Cluster(schedule=ScheduleConfig("fully_async", parameter_sync_step=2)),
-    "--cluster.schedule.required-batches 2": Cluster(schedule=ScheduleConfig("fully_async", required_batches=2)),
-    "--cluster.schedule.partial-rollout False": Cluster(schedule=ScheduleConfig("fully_async", partial_rollout=False)),
+    "--schedule.mode one_step_off": Cluster(schedule=ScheduleConfig("one_step_off")),
+    "--schedule.staleness-threshold 0.5": Cluster(schedule=ScheduleConfig("fully_async", 0.5)),
+    "--schedule.parameter-sync-step 2": Cluster(schedule=ScheduleConfig("fully_async", parameter_sync_step=2)),
+    "--schedule.required-batches 2": Cluster(schedule=ScheduleConfig("fully_async", required_batches=2)),
+    "--schedule.partial-rollout False": Cluster(schedule=ScheduleConfig("fully_async", partial_rollout=False)),
 }
 
 
@@ -167,7 +167,7 @@ def test_schedules_that_no_test_has_run_are_refused_with_the_reason() -> None:
         for requirement in make_plan(replace(LARGE, cluster=Cluster(schedule=ahead, pools=several))).missing
     ]
     assert "ray" in features
-    assert "--cluster.pools.placement separate" in features
+    assert "--pools.placement separate" in features
 
 
 @pytest.mark.parametrize(("mode", "replicas"), [("one_step_off", 4), ("fully_async", 1)])
@@ -183,12 +183,12 @@ def test_one_process_samples_beside_all_ranks_where_nobody_waits(mode: Mode, rep
 
 
 RAY = {
-    "--cluster.rollout.ray-workers 2": RolloutLayout(ray_workers=2),
-    "--cluster.rollout.ray-cpus 0.5": RolloutLayout(ray_workers=1, ray_cpus=0.5),
-    "--cluster.rollout.ray-gpus 1": RolloutLayout(ray_workers=1, ray_gpus=1),
-    "--cluster.rollout.weight-transport gloo": RolloutLayout(ray_workers=1, weight_transport="gloo"),
-    "--cluster.rollout.weight-transport nccl": RolloutLayout(ray_workers=1, weight_transport="nccl"),
-    "--cluster.rollout.ray-address head:1": RolloutLayout(ray_workers=1, ray_address="head:1"),
+    "--rollout.ray-workers 2": RolloutLayout(ray_workers=2),
+    "--rollout.ray-cpus 0.5": RolloutLayout(ray_workers=1, ray_cpus=0.5),
+    "--rollout.ray-gpus 1": RolloutLayout(ray_workers=1, ray_gpus=1),
+    "--rollout.weight-transport gloo": RolloutLayout(ray_workers=1, weight_transport="gloo"),
+    "--rollout.weight-transport nccl": RolloutLayout(ray_workers=1, weight_transport="nccl"),
+    "--rollout.ray-address head:1": RolloutLayout(ray_workers=1, ray_address="head:1"),
 }
 
 
@@ -258,10 +258,10 @@ def test_offload_is_for_devices_that_training_and_sampling_share() -> None:
 
 def test_the_changes_above_are_of_every_field() -> None:
     names = {flag.split()[0] for flag in CHANGES | SCHEDULES | RAY}
-    names |= {"--cluster.rollout.engine"}
-    names |= {"--cluster.rollout.admit", "--cluster.rollout.vllm"}  # grpo/native_sampler_test, grpo/vllm_arguments_test
+    names |= {"--rollout.engine"}
+    names |= {"--rollout.admit", "--rollout.vllm"}  # grpo/native_sampler_test, grpo/vllm_arguments_test
     cluster_test_fields = {
-        f"--cluster.{group}.{name}".replace("_", "-")
+        f"--{group}.{name}".replace("_", "-")
         for group in ("pools", "rollout", "schedule", "media")
         for name in vars(getattr(Cluster(), group))
     }
@@ -269,11 +269,11 @@ def test_the_changes_above_are_of_every_field() -> None:
 
 
 def test_variables_must_be_set_by_whoever_starts_the_program() -> None:
-    spec = replace(PLAIN, cluster=Cluster(environment=("A=1", "B=2")))
+    spec = replace(PLAIN, cluster=Cluster(env=("A=1", "B=2")))
     assert "A=1 B=2 bazel run" in str(make_plan(spec))
     with pytest.raises(ValueError, match="start the program with B=2 in front"):
-        refuse_unset(spec.cluster.environment, {"A": "1", "B": "3"})
-    refuse_unset(spec.cluster.environment, {"A": "1", "B": "2", "C": ""})
+        refuse_unset(spec.cluster.env, {"A": "1", "B": "3"})
+    refuse_unset(spec.cluster.env, {"A": "1", "B": "2", "C": ""})
 
 
 def test_a_family_that_the_engines_do_not_know_is_missing_by_name() -> None:

@@ -65,7 +65,7 @@ def config_of(options: argparse.Namespace, run_dir: Path, schedule: ScheduleConf
         RECIPE.config,
         run_dir=run_dir,
         steps=options.steps,
-        prompts=options.prompts,
+        prompts_per_step=options.prompts,
         group_size=options.group_size,
         epochs=options.epochs,
         max_turns=1,
@@ -74,7 +74,7 @@ def config_of(options: argparse.Namespace, run_dir: Path, schedule: ScheduleConf
         max_episode_tokens=512,
         eval_every=options.steps,
         save_every=options.steps,
-        keep_groups=options.prompts,
+        log_groups=options.prompts,
         data=replace(RECIPE.config.data, eval_prompts=2),
         cluster=replace(RECIPE.config.cluster, schedule=schedule),
     )

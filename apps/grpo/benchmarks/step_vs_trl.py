@@ -27,6 +27,8 @@ from trl import GRPOConfig as TrlConfig
 from trl import GRPOTrainer
 
 from apps.grpo.config import DataConfig, GrpoConfig
+from apps.grpo.sampling.source import rollout_settings
+from apps.grpo.step import GrpoTrainer
 from apps.quickstart.model import tiny_config
 from apps.quickstart.tokenizer import PAD, TURN_END, build_tokenizer
 from engines import EngineConfig, build_engine
@@ -101,7 +103,7 @@ class Ours:
             recipe="benchmark",
             data=DataConfig(),
             steps=1000,
-            prompts=case.prompts,
+            prompts_per_step=case.prompts,
             group_size=case.group,
             max_turns=1,
             max_episode_tokens=1024,
@@ -110,11 +112,11 @@ class Ours:
             objective=GRPO(),
         )
         self.chat = Chat(tokenizer, TURN_END, stop_tokens=())
-        self.engine = build_engine(replace(self.config.engine, model=str(model)))
+        self.trainer = GrpoTrainer(self.config, build_engine(replace(self.config.engine, model=str(model))))
         sampler = NativeEngine(
             transformers.Qwen3_5ForCausalLM.from_pretrained(model), pad_token_id=tokenizer.pad_token_id, admit="rounds"
         )
-        self.session = RolloutSession(self.config, Sums(), self.chat, sampler, runner)
+        self.session = RolloutSession(rollout_settings(self.config), Sums(), self.chat, sampler, runner)
         self.done = 0
 
     def prompt(self, row: TaskRow) -> str:
@@ -123,7 +125,7 @@ class Ours:
 
     def step(self) -> int:
         """Run one step; return the number of sampled tokens."""
-        result = sync_step(self.config, self.session, self.engine, self.done)
+        result = sync_step(self.session, self.trainer, self.done)
         self.done += 1
         assert result.metrics["rollout/failed_episodes"] == 0
         return int(result.metrics["rollout/sampled_tokens"])

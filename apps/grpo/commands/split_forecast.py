@@ -55,7 +55,7 @@ def make_workload(
     """
     rows = _steps(metrics)
     if not rows or not lengths:
-        raise ValueError("a forecast needs at least two steps of a run, and its kept episodes (--keep-groups)")
+        raise ValueError("a forecast needs at least two steps of a run, and its kept episodes (--log-groups)")
     slots = max_concurrent_answers(config)
     decode_s, row_s = fit_decode_cost(_loads(rows, slots), _sampled(config, rows, spans))
     return Workload(
@@ -185,7 +185,7 @@ def staleness_settings(config: GrpoConfig, staleness: float | None = None) -> St
 
 
 def _run_settings(config: GrpoConfig) -> StalenessSettings:
-    return async_state.staleness_settings(config.cluster.schedule, config.prompts, config.steps)
+    return async_state.staleness_settings(config.cluster.schedule, config.prompts_per_step, config.steps)
 
 
 def main() -> None:

@@ -38,7 +38,9 @@ ASYNC = ScheduleConfig("fully_async", staleness_threshold=1.0)
 def written(run_dir: Path, schedule: ScheduleConfig, slower: float = 1.0) -> GrpoConfig:
     """The files of a run whose answers all have `LENGTH` tokens; the second half takes `slower` times as long."""
     base = GrpoConfig()
-    config = replace(base, steps=STEPS, prompts=4, group_size=4, cluster=replace(base.cluster, schedule=schedule))
+    config = replace(
+        base, steps=STEPS, prompts_per_step=4, group_size=4, cluster=replace(base.cluster, schedule=schedule)
+    )
     run_dir.mkdir()
     now, metrics, spans, episodes = 0.0, [{"step": 0, "eval/accuracy": 0.5}], [], []
     overlapped = schedule.mode != "sync"
@@ -133,7 +135,7 @@ def test_the_fastest_split_is_drawn_as_a_report_draws_a_run(
     page = (run_dir / "forecast.html").read_text()
     drawing = ET.fromstring(page[page.index("<svg") :])
     workload, _ = fit_first_half(config, read_metrics(run_dir), read_episodes(run_dir), read_timeline(run_dir))
-    settings = StalenessSettings(config.prompts, config.steps, staleness_threshold=1.0, partial_rollout=True)
+    settings = StalenessSettings(config.prompts_per_step, config.steps, staleness_threshold=1.0, partial_rollout=True)
     assert settings == staleness_settings(config)
     spans = [Span(*span) for span in choose_pools(settings, workload, 4)[0].spans]
     bars = drawing.findall("rect")
@@ -156,7 +158,7 @@ PROMPTS, ANSWERS = 16, 8
 
 def simulated(run_dir: Path, truth: Workload, steps: int = 12) -> GrpoConfig:
     """The files of a run in turn of one sampler and one trainer that are as fast as `truth` says."""
-    config = replace(GrpoConfig(), steps=steps, prompts=PROMPTS, group_size=ANSWERS, run_dir=run_dir)
+    config = replace(GrpoConfig(), steps=steps, prompts_per_step=PROMPTS, group_size=ANSWERS, run_dir=run_dir)
     run_dir.mkdir()
     metrics: list[dict[str, Any]] = []
     episodes: list[dict[str, Any]] = []
@@ -228,7 +230,7 @@ def test_two_known_pools_are_told_apart_by_a_run_on_one_of_each(free: float, tmp
 
 def test_the_run_is_simulated_by_its_own_bounds() -> None:
     schedule = ScheduleConfig("fully_async", 0.25, 2, 3, partial_rollout=False)
-    config = replace(GrpoConfig(), prompts=8, eval_every=2, save_every=2, cluster=Cluster(schedule=schedule))
+    config = replace(GrpoConfig(), prompts_per_step=8, eval_every=2, save_every=2, cluster=Cluster(schedule=schedule))
     assert staleness_settings(config) == StalenessSettings(8, config.steps, 0.25, 2, 3, partial_rollout=False)
     assert staleness_settings(config, 1.5) == StalenessSettings(8, config.steps, 1.5, 2, 3, partial_rollout=False)
     turn = replace(config, cluster=Cluster())

@@ -57,7 +57,7 @@ def try_episodes(
     quiet_libraries()
     if config.cluster.rollout.engine != "native" and engine is None:
         raise ValueError(
-            f"--cluster.rollout.engine {config.cluster.rollout.engine} is for runs: episodes are tried with the "
+            f"--rollout.engine {config.cluster.rollout.engine} is for runs: episodes are tried with the "
             "model's own module; leave it out"
         )
     recipe = runnable(config, recipe)

@@ -98,7 +98,7 @@ def test_a_file_a_tool_and_a_reward_of_ones_own(tmp_path: Path) -> None:
         (["--episodes"], "--episodes takes a number"),
         (["--environment", f"{EXAMPLES}:Closed"], "open() of the environment of 'Closed/"),
         (["--environment", f"{EXAMPLES}:Strange"], "give an Observation"),
-        (["--recipe", "quickstart-vllm"], "--cluster.rollout.engine vllm is for runs"),
+        (["--recipe", "quickstart-vllm"], "--rollout.engine vllm is for runs"),
     ],
 )
 def test_what_cannot_be_played_is_refused(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from rollout.environments.system_prompt import SystemPrompt
 def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> EnvironmentTasks:
     """Return the tasks of the named environments, with the system prompt where there is one."""
     del tokenizer
-    text = config.own.system_prompt
+    text = config.plugins.system_prompt
     return make_environment_tasks(config, None if text is None else SystemPrompt(text))
 
 
@@ -23,7 +23,7 @@ RECIPE = Recipe(
     config=GrpoConfig(
         recipe="environment",
         steps=200,
-        prompts=32,
+        prompts_per_step=32,
         group_size=8,
         max_turns=8,
         max_episode_tokens=2048,

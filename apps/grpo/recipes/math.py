@@ -36,8 +36,8 @@ def _checker() -> MathChecker:
 
 def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> PromptTasks:
     """Return the prompts of the file, scored by --reward where it is given."""
-    if config.own.reward is not None:
-        return prompt_tasks(config, tokenizer, load_reward(config.own.reward))
+    if config.plugins.reward is not None:
+        return prompt_tasks(config, tokenizer, load_reward(config.plugins.reward))
     _checker()  # raises where math-verify is not installed
     return prompt_tasks(config, tokenizer, reward)
 
@@ -46,7 +46,7 @@ RECIPE = Recipe(
     config=GrpoConfig(
         recipe="math",
         steps=200,
-        prompts=32,
+        prompts_per_step=32,
         group_size=8,
         max_turns=1,
         max_episode_tokens=4096,

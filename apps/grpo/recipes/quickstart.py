@@ -23,7 +23,7 @@ RECIPE = Recipe(
         recipe="quickstart",
         data=DataConfig(digits=2),
         steps=120,
-        prompts=64,
+        prompts_per_step=64,
         group_size=8,
         max_turns=1,
         max_episode_tokens=64,

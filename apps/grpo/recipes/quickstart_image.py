@@ -16,7 +16,7 @@ RECIPE = Recipe(
         recipe="quickstart-image",
         data=DataConfig(eval_prompts=192),
         steps=240,
-        prompts=48,
+        prompts_per_step=48,
         group_size=8,
         max_turns=1,
         max_episode_tokens=64,

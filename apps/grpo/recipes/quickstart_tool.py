@@ -25,7 +25,7 @@ RECIPE = Recipe(
         quickstart.RECIPE.config,
         recipe="quickstart-tool",
         steps=50,
-        prompts=48,
+        prompts_per_step=48,
         eval_every=10,
         save_every=25,
         max_turns=2,

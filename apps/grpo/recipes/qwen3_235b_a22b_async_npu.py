@@ -30,9 +30,9 @@ RECIPE = Recipe(
     config=GrpoConfig(
         recipe="qwen3-235b-a22b-async-npu",
         data=DataConfig(prompt_column="prompt", answer_column="reward_model.ground_truth", max_prompt_tokens=8192),
-        processes=16,
+        nproc_per_node=16,
         steps=583,
-        prompts=128,
+        prompts_per_step=128,
         group_size=16,
         max_turns=1,
         max_episode_tokens=8192 + 4096,

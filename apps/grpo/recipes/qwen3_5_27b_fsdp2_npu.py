@@ -23,9 +23,9 @@ RECIPE = Recipe(
     config=replace(
         GPU.config,
         recipe="qwen3-5-27b-fsdp2-npu",
-        processes=16,
+        nproc_per_node=16,
         engine=replace(GPU.config.engine, device="npu"),
-        cluster=replace(GPU.config.cluster, pools=Pools(device_memory_gib=64), environment=HCCL),
+        cluster=replace(GPU.config.cluster, pools=Pools(device_memory_gib=64), env=HCCL),
     ),
     make_tasks=math.make_tasks,
     origin=replace(

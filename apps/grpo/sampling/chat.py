@@ -20,7 +20,7 @@ def chat_of(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase, model: Path 
     """
     stops = None if model is None else stop_tokens_of(model, tokenizer)
     end = end_of_turn(tokenizer) if stops is None else None
-    options = template_options(config.own.template_options)
+    options = template_options(config.plugins.template_options)
     form = tool_format_of(config, tokenizer) or "qwen3_xml"  # some format, of calls that nobody makes (`check_prompts`)
     return Chat(tokenizer, end, form, stop_tokens=stops, pictures=pictures_of(config.engine, model), **options)
 
@@ -28,8 +28,8 @@ def chat_of(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase, model: Path 
 def tool_format_of(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return how the model writes tool calls: as the configuration says, or its chat template shows; None: neither
     does."""
-    if config.own.tool_format is not None:
-        return config.own.tool_format
+    if config.plugins.tool_format is not None:
+        return config.plugins.tool_format
     try:
         return detect_format(tokenizer)
     except ValueError:

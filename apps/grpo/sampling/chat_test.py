@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from apps.grpo.config import DataConfig, GrpoConfig, OwnConfig
+from apps.grpo.config import DataConfig, GrpoConfig, PluginConfig
 from apps.grpo.preflight import check_prompts
 from apps.grpo.recipes.math import make_tasks
 from apps.grpo.sampling.chat import chat_of
@@ -51,10 +51,10 @@ def test_calls_are_read_as_the_models_template_writes_them(name: str, form: str)
 
 
 def test_a_format_that_is_named_is_taken() -> None:
-    config = replace(RECIPE.config, own=OwnConfig(tool_format="mistral"))
+    config = replace(RECIPE.config, plugins=PluginConfig(tool_format="mistral"))
     assert chat_of(config, real_tokenizer("qwen2_5")).tool_format == "mistral"
     with pytest.raises(ValueError, match="hermes"):
-        OwnConfig(tool_format="herms")
+        PluginConfig(tool_format="herms")
 
 
 def test_tools_are_refused_where_no_call_could_be_read(tmp_path: Path) -> None:
@@ -68,7 +68,9 @@ def test_tools_are_refused_where_no_call_could_be_read(tmp_path: Path) -> None:
     base = GrpoConfig(recipe="math", max_turns=1, data=DataConfig(data=tmp_path / "a.jsonl"))
     check_prompts(base, make_tasks(base, tokenizer), tokenizer)
     for form in (None, "hermes"):
-        config = replace(base, max_turns=2, own=OwnConfig(tool=("apps.grpo.testing.plugins:echo",), tool_format=form))
+        config = replace(
+            base, max_turns=2, plugins=PluginConfig(tool=("apps.grpo.testing.plugins:echo",), tool_format=form)
+        )
         tasks = make_tasks(config, tokenizer)
         if form is None:
             with pytest.raises(ValueError, match=r"--tool-format, one of .*hermes"):

@@ -1,4 +1,4 @@
-"""The app's own sampler: when a request begins (`--cluster.rollout.admit`), and what computes in host memory."""
+"""The app's own sampler: when a request begins (`--rollout.admit`), and what computes in host memory."""
 
 import asyncio
 import functools
@@ -97,7 +97,7 @@ def test_kernels_that_transformers_picked_are_left_alone_in_host_memory(
 
 
 def test_a_run_trains_with_requests_that_join_at_any_step(tmp_path: Path) -> None:
-    config = replace(asking("any_step"), steps=2, prompts=2, group_size=2, eval_every=2, save_every=2)
+    config = replace(asking("any_step"), steps=2, prompts_per_step=2, group_size=2, eval_every=2, save_every=2)
     assert run(replace(config, run_dir=tmp_path / "run"), RECIPE).steps == 2
     assert_trained(tmp_path / "run")
 

@@ -13,9 +13,9 @@ class OpenAiBackend(SamplerBackend):
     def build(self, config: GrpoConfig, model: Path, version: int) -> RolloutEngine:
         """Raise ValueError: a server cannot take a run's weights."""
         del model, version
-        raise ValueError(f"--cluster.rollout.engine {config.cluster.rollout.engine} can't take a run's weights")
+        raise ValueError(f"--rollout.engine {config.cluster.rollout.engine} can't take a run's weights")
 
     def dtype(self, config: GrpoConfig, model: Path, engine: RolloutEngine) -> str:
         """Raise ValueError: nobody knows what a server computes in."""
         del model, engine
-        raise ValueError(f"--cluster.rollout.engine {config.cluster.rollout.engine} can't take a run's weights")
+        raise ValueError(f"--rollout.engine {config.cluster.rollout.engine} can't take a run's weights")

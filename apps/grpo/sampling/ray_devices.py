@@ -24,7 +24,7 @@ def ray_settings(config: GrpoConfig, ranks: int) -> RaySettings | None:
     layout, pools = config.cluster.rollout, config.cluster.pools
     if not layout.ray_workers:
         return None
-    variables = dict(entry.split("=", 1) for entry in config.cluster.environment)
+    variables = dict(entry.split("=", 1) for entry in config.cluster.env)
     variables |= {"OMP_NUM_THREADS": str(config.threads)}
     if VARIABLE in os.environ:
         variables[VARIABLE] = os.environ[VARIABLE]
@@ -91,25 +91,25 @@ def check_ray_devices(config: GrpoConfig, device: torch.device) -> None:
     beside = device.type == "npu" and layout.device == "cpu"  # shrink_npu_pools_test
     if device.type not in ("cpu", "cuda") and not beside:
         raise ValueError(
-            f"--cluster.rollout.ray-workers on {device.type}: no test has run Ray's samplers there; set "
-            "--engine.device cpu, or beside NPUs --cluster.rollout.device cpu with engine vllm, or leave it at 0"
+            f"--rollout.ray-workers on {device.type}: no test has run Ray's samplers there; set "
+            "--engine.device cpu, or beside NPUs --rollout.device cpu with engine vllm, or leave it at 0"
         )
     each = gpus_each(config)
     if not samples_on_cuda(config):
         if each:
-            raise ValueError("--cluster.rollout.ray-gpus: these samplers compute on no CUDA device; leave it out")
+            raise ValueError("--rollout.ray-gpus: these samplers compute on no CUDA device; leave it out")
         if layout.weight_transport == "nccl":
             raise ValueError(
-                "--cluster.rollout.weight-transport nccl passes weights between CUDA devices, and these samplers "
+                "--rollout.weight-transport nccl passes weights between CUDA devices, and these samplers "
                 "compute on none: use auto, objects or gloo"
             )
         return
     if not each:
-        raise ValueError("--cluster.rollout.ray-gpus 0: samplers on CUDA need a device, or a part of one, each")
+        raise ValueError("--rollout.ray-gpus 0: samplers on CUDA need a device, or a part of one, each")
     spans = _spans(config)
     if each < spans and spans > 1:
         raise ValueError(
-            f"--cluster.rollout.ray-gpus {each:g}: each sampler's vLLM spans {spans} devices (tp x dp over "
+            f"--rollout.ray-gpus {each:g}: each sampler's vLLM spans {spans} devices (tp x dp over "
             f"copies-per-device): set it to {spans}, or leave it out"
         )
     if cluster_address(config) is None:
@@ -119,12 +119,12 @@ def check_ray_devices(config: GrpoConfig, device: torch.device) -> None:
 def _check_left(config: GrpoConfig, each: float) -> None:
     """Refuse more samplers than a cluster of this machine's has devices for."""
     workers, visible = config.cluster.rollout.ray_workers, _visible()
-    left = devices_left(visible, config.processes)
+    left = devices_left(visible, config.nproc_per_node)
     if workers * each > len(left):
         raise ValueError(
-            f"--cluster.rollout.ray-workers {workers} of {each:g} CUDA devices each need {workers * each:g}, and of "
-            f"{len(visible)} here {min(config.processes, len(visible))} train and {len(left)} are left: ask for fewer, "
-            "or join a Ray cluster with more (--cluster.rollout.ray-address)"
+            f"--rollout.ray-workers {workers} of {each:g} CUDA devices each need {workers * each:g}, and of "
+            f"{len(visible)} here {min(config.nproc_per_node, len(visible))} train and {len(left)} are left: ask for "
+            "fewer, or join a Ray cluster with more (--rollout.ray-address)"
         )
 
 

@@ -26,7 +26,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(device: Any = "cuda", processes: int = 1, **layout: Any) -> GrpoConfig:
-    config = small(Path("/nowhere"), ScheduleConfig("sync"), processes=processes)
+    config = small(Path("/nowhere"), ScheduleConfig("sync"), nproc_per_node=processes)
     rollout = RolloutLayout(**{"ray_workers": 1, **layout})
     return replace(config, engine=EngineConfig(device=device), cluster=replace(config.cluster, rollout=rollout))
 
@@ -68,7 +68,7 @@ def test_vllm_on_the_cpu_beside_a_cuda_trainer_has_no_device() -> None:
 
 
 def test_what_fits_is_not_refused() -> None:
-    for config in (asked(ray_workers=3), asked(ray_workers=6, ray_gpus=0.5), asked(ray_workers=2, processes=2)):
+    for config in (asked(ray_workers=3), asked(ray_workers=6, ray_gpus=0.5), asked(ray_workers=2, nproc_per_node=2)):
         check_ray_devices(config, CUDA)
     check_ray_devices(asked("cpu", weight_transport="gloo"), CPU)
 
@@ -77,7 +77,7 @@ def test_what_fits_is_not_refused() -> None:
     ("config", "device", "problem"),
     [
         (asked(ray_workers=4), CUDA, "4 of 1 CUDA devices each need 4, and of 4 here 1 train and 3 are left"),
-        (asked(ray_workers=1, processes=4), CUDA, "need 1, and of 4 here 4 train and 0 are left"),
+        (asked(ray_workers=1, nproc_per_node=4), CUDA, "need 1, and of 4 here 4 train and 0 are left"),
         (asked(ray_workers=2, engine="vllm", tp=2), CUDA, "2 of 2 CUDA devices each need 4, and of 4"),
         (asked(ray_gpus=1, engine="vllm", tp=2), CUDA, "ray-gpus 1: each sampler's vLLM spans 2 devices"),
         (asked(ray_gpus=0), CUDA, "ray-gpus 0: samplers on CUDA need a device"),

@@ -52,7 +52,7 @@ class RunSampler:
 def rollout_settings(config: GrpoConfig, ranks: int = 1) -> RolloutSettings:
     """Return the rollout settings of a run on so many training ranks."""
     return RolloutSettings(
-        prompts_per_step=config.prompts,
+        prompts_per_step=config.prompts_per_step,
         group_size=config.group_size,
         sampling=replace(config.sampling, seed=config.seed),
         max_turns=config.max_turns,

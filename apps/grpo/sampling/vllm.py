@@ -1,4 +1,4 @@
-"""vLLM as the sampler of a run, as `--cluster.rollout` asks for it."""
+"""vLLM as the sampler of a run, as `--rollout` asks for it."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from rollout.vllm.settings.arguments import check_arguments
 from schedules.backend import SamplerBackend
 
 EXPERTS_OF_COPIES = (
-    "experts over several copies of a model ran on a CPU alone: set --cluster.rollout.device cpu, or have each copy "
+    "experts over several copies of a model ran on a CPU alone: set --rollout.device cpu, or have each copy "
     "hold all experts, over its own tp workers"
 )
 
@@ -45,20 +45,20 @@ class VllmBackend(SamplerBackend):
         device, layout = resolve_device(config.engine), config.cluster.rollout
         if layout.weights_on_device and device.type != "cuda":
             raise ValueError(
-                "--cluster.rollout.weights-on-device: weights pass through the memory of a CUDA device, and training "
-                f"is on {device.type}: set --cluster.rollout.no-weights-on-device"
+                "--rollout.weights-on-device: weights pass through the memory of a CUDA device, and training "
+                f"is on {device.type}: set --rollout.no-weights-on-device"
             )
         if layout.sleep and device.type == "cpu":
             raise ValueError(
-                "--cluster.rollout.sleep: vLLM has no memory of a device to give back on a CPU, and refuses it: set "
-                "--cluster.rollout.no-sleep"
+                "--rollout.sleep: vLLM has no memory of a device to give back on a CPU, and refuses it: set "
+                "--rollout.no-sleep"
             )
         sampler = rollout_config(config).vllm
         try:
             find_python(sampler)
         except ValueError as error:
             raise ValueError(
-                f"--cluster.rollout.engine vllm: {error}. With Bazel, run //apps/grpo:vllm, which brings one"
+                f"--rollout.engine vllm: {error}. With Bazel, run //apps/grpo:vllm, which brings one"
             ) from error
         if sampler.arguments:
             try:
@@ -72,7 +72,7 @@ class VllmBackend(SamplerBackend):
             return
         described = model.get_text_config().to_dict()
         if why := refusal(described, chosen_dtype(described, config.cluster.rollout.dtype)):
-            raise ValueError(f"--cluster.rollout.engine vllm can't sample from {directory}: {why}")
+            raise ValueError(f"--rollout.engine vllm can't sample from {directory}: {why}")
 
 
 def rollout_config(config: GrpoConfig) -> RolloutConfig:
@@ -83,7 +83,7 @@ def rollout_config(config: GrpoConfig) -> RolloutConfig:
     """
     layout = config.cluster.rollout
     if layout.experts_over_copies and not samples_on_a_cpu(config):
-        raise ValueError(f"{EXPERTS_OF_COPIES}: set --cluster.rollout.ep to tp = {layout.tp}")
+        raise ValueError(f"{EXPERTS_OF_COPIES}: set --rollout.ep to tp = {layout.tp}")
     return RolloutConfig(
         backend="vllm",
         max_length=layout.max_model_tokens or config.max_episode_tokens,

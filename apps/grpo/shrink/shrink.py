@@ -34,7 +34,7 @@ def shrink(config: GrpoConfig, recipe: Recipe, most: ProcessLimit) -> tuple[Grpo
         ValueError: see `apps.common.shrink.fields.ShrunkLayout.of`.
     """
     short = min(config.max_episode_tokens, TOKENS)
-    ranks = config.processes * config.cluster.pools.nodes
+    ranks = config.nproc_per_node * config.cluster.pools.nodes
     small = ShrunkLayout.of(config.engine, ranks, config.max_episode_tokens, short, most)
     changes = engine_changes(small, config.engine, config.cluster) + steps_changes(config.engine, STEPS)
     sizes = _sizes(config, short)
@@ -94,7 +94,7 @@ def _sizes(config: GrpoConfig, short: int) -> dict[str, Any]:
     every = window * -(-2 // window)  # held-out answers and checkpoints are of weights that the sampler has
     sizes: dict[str, Any] = {
         "steps": min(config.steps, max(STEPS, every)),
-        "prompts": min(config.prompts, 4),
+        "prompts_per_step": min(config.prompts_per_step, 4),
         "group_size": min(config.group_size, 4),
         "mini_batches": min(config.mini_batches, 2),
         "epochs": min(config.epochs, 2),

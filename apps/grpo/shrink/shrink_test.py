@@ -26,14 +26,23 @@ RECIPES = recipes()
 SEEDS = [name for name, recipe in RECIPES.items() if recipe.origin is not None]
 APART = "qwen3-235b-a22b-async-npu"
 SIZES = {
-    *("steps", "prompts", "group_size", "mini_batches", "epochs", "eval_every", "save_every", "max_episode_tokens"),
+    *(
+        "steps",
+        "prompts_per_step",
+        "group_size",
+        "mini_batches",
+        "epochs",
+        "eval_every",
+        "save_every",
+        "max_episode_tokens",
+    ),
     *("data.max_prompt_tokens", "data.eval_prompts", "sampling.max_new_tokens"),
     *("warm_start.steps", "warm_start.eval_every", "warm_start.eval_prompts", "warm_start.batch_size"),
     *("warm_start.warmup_steps", "engine.warmup_steps", "engine.total_steps", "engine.max_tokens_per_rank"),
     *("cluster.rollout.max_model_tokens", "cluster.rollout.max_batched_tokens"),
 }
 COUNTS = {
-    *("processes", "engine.tensor_parallel", "engine.pipeline_parallel", "engine.virtual_pipeline_parallel"),
+    *("nproc_per_node", "engine.tensor_parallel", "engine.pipeline_parallel", "engine.virtual_pipeline_parallel"),
     *("engine.expert_parallel", "engine.expert_tensor_parallel", "engine.context_parallel"),
     *("engine.first_stage_layers", "engine.last_stage_layers", "cluster.pools.nodes", "cluster.pools.rollout_nodes"),
     *("cluster.rollout.tp", "cluster.rollout.dp", "cluster.rollout.ep", "cluster.rollout.ray_workers"),
@@ -67,13 +76,16 @@ def test_what_is_above_one_stays_so_and_nothing_grows(name: str) -> None:
     recipe = RECIPES[name]
     small, differences = shrink(recipe.config, recipe, MANY)
     for one in differences:
-        if one.path in ("cluster.pools.nodes", "cluster.pools.rollout_nodes", "processes") or one.path.endswith(
+        if one.path in ("cluster.pools.nodes", "cluster.pools.rollout_nodes", "nproc_per_node") or one.path.endswith(
             "warmup_steps"
         ):
             continue
         if isinstance(one.before, int) and one.before > 1 and isinstance(one.after, int):
             assert 1 < one.after < one.before or one.path.endswith("stage_layers"), one
-    assert small.processes * small.cluster.pools.nodes <= recipe.config.processes * recipe.config.cluster.pools.nodes
+    assert (
+        small.nproc_per_node * small.cluster.pools.nodes
+        <= recipe.config.nproc_per_node * recipe.config.cluster.pools.nodes
+    )
     assert spec_of(small).grid.dp == min(2, spec_of(recipe.config).grid.dp)
     assert shrink(small, recipe, MANY) == (small, ())
 
@@ -95,7 +107,7 @@ def test_copies_and_shards_of_the_weights_stay_several(
     recipe = RECIPES["qwen3-5-27b-fsdp2"]
     engine = replace(recipe.config.engine, shard_ranks=shards, context_parallel=context_parallel)
     small, differences = shrink(replace(recipe.config, engine=engine), recipe, MANY)
-    assert (small.engine.shard_ranks, small.processes) == (small_shards, processes)
+    assert (small.engine.shard_ranks, small.nproc_per_node) == (small_shards, processes)
     assert shrink(small, recipe, MANY) == (small, ())
     assert {one.path for one in differences if one.kind == "ranks"} <= COUNTS | {"engine.shard_ranks"}
     if processes == 4:
@@ -107,19 +119,19 @@ def test_copies_and_shards_of_the_weights_stay_several(
     ("processes", "most", "fix"),
     [
         (128, 8, r"allow more by --shrink=12$"),
-        (8, 8, r"the run's own 16 ranks are the limit, not --shrink: plan it for 64 \(--processes, "),
-        (8, 12, r"the run's own 16 ranks are the limit, not --shrink: plan it for 64 \(--processes, "),
+        (8, 8, r"the run's own 16 ranks are the limit, not --shrink: plan it for 64 \(--nproc-per-node, "),
+        (8, 12, r"the run's own 16 ranks are the limit, not --shrink: plan it for 64 \(--nproc-per-node, "),
     ],
 )
 def test_too_few_ranks_for_experts_are_told_by_what_limits_them(processes: int, most: int, fix: str) -> None:
     """More processes of --shrink help where the run has them; what is proposed works."""
     recipe = RECIPES[APART]
-    config = replace(recipe.config, processes=processes)
+    config = replace(recipe.config, nproc_per_node=processes)
     config = replace(config, cluster=replace(config.cluster, pools=replace(config.cluster.pools, nodes=2)))
     with pytest.raises(ValueError, match=fix):
         shrink(config, recipe, ProcessLimit(most))
-    plenty = replace(config, processes=max(processes, 32))
-    assert shrink(plenty, recipe, ProcessLimit(12))[0].processes == 12
+    plenty = replace(config, nproc_per_node=max(processes, 32))
+    assert shrink(plenty, recipe, ProcessLimit(12))[0].nproc_per_node == 12
 
 
 def test_experts_that_no_number_of_ranks_holds_are_told_so() -> None:
@@ -157,7 +169,7 @@ def test_a_shrunk_run_does_without_nothing_but_what_is_named(name: str) -> None:
     small, recipe, differences = shrunk(RECIPES[name].config, MANY)
     on_npus = small.engine.device == "npu"
     moved = [str(one).split() for one in differences if one.path == "cluster.rollout.device"]
-    assert moved == [["device", "--cluster.rollout.device", "auto", "->", "cpu"]] * on_npus
+    assert moved == [["device", "--rollout.device", "auto", "->", "cpu"]] * on_npus
     check_nothing_dropped(spec_of(small, recipe))
 
 
@@ -169,7 +181,7 @@ def test_whole_npu_recipes_still_want_what_no_test_has_run_on_one(name: str) -> 
 
 def test_experts_over_copies_of_the_whole_recipe_wait_for_an_accelerator() -> None:
     """Shrunk, they are on the CPU, and run."""
-    with pytest.raises(ValueError, match=r"--cluster.rollout.ep 64: No\(experts over the copies .* no accelerator has"):
+    with pytest.raises(ValueError, match=r"--rollout.ep 64: No\(experts over the copies .* no accelerator has"):
         check_nothing_dropped(spec_of(RECIPES[APART].config))
 
 
@@ -197,11 +209,11 @@ def test_what_a_shrunk_run_would_do_without_is_named_with_its_reason(
         run_shrunk(config, MANY)
     small, recipe, _ = shrunk(config, MANY)
     layout = small.cluster.rollout
-    assert "--cluster.rollout.dp 2: No(" not in str(refusal.value)
+    assert "--rollout.dp 2: No(" not in str(refusal.value)
     assert (layout.device, layout.experts_over_copies) == ("cpu", True)
-    assert "--cluster.rollout.ep" not in str(refusal.value)
+    assert "--rollout.ep" not in str(refusal.value)
     text = replace(small.engine, vision="off")
-    rest = replace(small, engine=text, cluster=Cluster(environment=small.cluster.environment))
+    rest = replace(small, engine=text, cluster=Cluster(env=small.cluster.env))
     if small.engine.backend == "megatron":
         check_nothing_dropped(spec_of(rest, recipe))
     assert f"{name}, shrunk" in capsys.readouterr().out
@@ -213,9 +225,9 @@ def test_flags_that_leave_something_out_are_proposed() -> None:
         run_shrunk(without_ray(), MANY)
     proposed = str(refusal.value).partition("by name: ")[2].split()
     assert "--engine.no-optimizer-on-host" not in proposed
-    assert "--cluster.rollout.ep" not in proposed  # on the CPU, where copies share experts
-    assert "--cluster.pools.placement" in proposed
-    argv = ["--recipe", APART, "--shrink", "--cluster.rollout.ray-workers", "0", *proposed, "--plan"]
+    assert "--rollout.ep" not in proposed  # on the CPU, where copies share experts
+    assert "--pools.placement" in proposed
+    argv = ["--recipe", APART, "--shrink", "--rollout.ray-workers", "0", *proposed, "--plan"]
     with pytest.raises(SystemExit) as stop:
         main(argv)
     assert stop.value.code == 0
@@ -225,7 +237,7 @@ def test_flags_that_leave_something_out_are_proposed() -> None:
 def test_without_a_number_there_are_as_many_processes_as_two_ranks_of_each_parallelism_need(
     name: str, processes: int
 ) -> None:
-    assert shrunk(RECIPES[name].config, ProcessLimit())[0].processes == processes
+    assert shrunk(RECIPES[name].config, ProcessLimit())[0].nproc_per_node == processes
     assert processes >= RANKS
 
 
@@ -275,11 +287,13 @@ def test_a_script_with_images_runs_from_end_to_end_with_the_native_sampler(
     config = RECIPES[name].config
     cluster = replace(config.cluster, rollout=RolloutLayout())
     (tmp_path / "own.py").write_text("def parity(reply):\n    return float(len(reply.content) % 2)\n")
-    own = replace(config.own, reward=f"{tmp_path}/own.py:parity")  # a random model is right about nothing
+    own = replace(config.plugins, reward=f"{tmp_path}/own.py:parity")  # a random model is right about nothing
     run_dir = tmp_path / "run"
-    assert run_shrunk(replace(config, cluster=cluster, own=own, steps=2, run_dir=run_dir), ProcessLimit(2)).steps == 2
+    assert (
+        run_shrunk(replace(config, cluster=cluster, plugins=own, steps=2, run_dir=run_dir), ProcessLimit(2)).steps == 2
+    )
     output = capsys.readouterr().out
-    assert "flag   --cluster.rollout.engine  vllm -> native" in output
+    assert "flag   --rollout.engine  vllm -> native" in output
     assert "images-column" not in output
     assert "--engine.vision" not in output
     assert "offload" not in output
@@ -300,5 +314,5 @@ def test_the_text_part_of_a_recipe_runs_from_end_to_end(tmp_path: Path, capsys: 
     assert left.engine.optimizer_on_host
     result = run_shrunk(replace(left, run_dir=tmp_path / "run"), ProcessLimit(2))
     assert result.steps == 2
-    assert "flag   --cluster.media.images-column  images -> None" in capsys.readouterr().out
+    assert "flag   --media.images-column  images -> None" in capsys.readouterr().out
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()

@@ -30,7 +30,7 @@ def make_environment_tasks(settings: GrpoConfig, wrap: Callable[[Any], Any] | No
     Raises:
         ValueError: an environment, a file, a column or a share can't be used.
     """
-    own = settings.own
+    own = settings.plugins
     if not own.environment:
         raise ValueError(f"recipe {settings.recipe!r} plays environments of your own: add --environment FILE.py:NAME")
     for option in fields(DataConfig):

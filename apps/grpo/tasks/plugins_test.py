@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from apps.common.data.prompts import Prompt
 from apps.common.data.template_options import template_options
-from apps.grpo.config import DataConfig, GrpoConfig, OwnConfig
+from apps.grpo.config import DataConfig, GrpoConfig, PluginConfig
 from apps.grpo.tasks.environment_tasks import make_environment_tasks
 from apps.grpo.tasks.plugins import load_environment, load_reward, load_tools
 from apps.grpo.tasks.prompt_tasks import PromptTasks
@@ -130,8 +130,8 @@ def test_a_system_prompt_stands_before_the_environments_own_words() -> None:
 
 
 def settings(*names: str, tasks: Path | None = None, seed: int = 0, **more: Any) -> GrpoConfig:
-    own = OwnConfig(environment=tuple(f"{EXAMPLES}:{name}" for name in names), tasks=tasks, **more)
-    return GrpoConfig(recipe="environment", own=own, seed=seed, data=DataConfig(eval_prompts=4, eval_share=0.05))
+    own = PluginConfig(environment=tuple(f"{EXAMPLES}:{name}" for name in names), tasks=tasks, **more)
+    return GrpoConfig(recipe="environment", plugins=own, seed=seed, data=DataConfig(eval_prompts=4, eval_share=0.05))
 
 
 def write(path: Path, counts: Mapping[str, int]) -> Path:

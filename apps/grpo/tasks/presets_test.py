@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from apps.common.data.presets import BOXED
-from apps.common.data.presets import PresetName
-from apps.grpo.config import DataConfig, GrpoConfig, OwnConfig
+from apps.common.data.presets import BOXED, PresetName
+from apps.grpo.config import DataConfig, GrpoConfig, PluginConfig
 from apps.grpo.recipes.math import make_tasks, reward
 from apps.grpo.tasks.prompt_tasks import PromptTasks
 from apps.quickstart.tokenizer import build_tokenizer
@@ -27,9 +26,9 @@ def tasks(
 ) -> PromptTasks:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    own = OwnConfig(preset=preset, system_prompt=system_prompt)
+    own = PluginConfig(preset=preset, system_prompt=system_prompt)
     return make_tasks(
-        GrpoConfig(recipe="math", max_turns=1, data=DataConfig(data=path, **data), own=own), build_tokenizer()
+        GrpoConfig(recipe="math", max_turns=1, data=DataConfig(data=path, **data), plugins=own), build_tokenizer()
     )
 
 

@@ -103,11 +103,11 @@ def prompt_tasks(settings: GrpoConfig, tokenizer: PreTrainedTokenizerBase, rewar
         raise ValueError(f"recipe {settings.recipe!r} asks the prompts of a file: add --data FILE")
     if config.digits != DataConfig.digits:
         raise ValueError("--digits is of the quickstarts' synthetic tasks: leave it out with --data")
-    if settings.own.environment:
+    if settings.plugins.environment:
         raise ValueError("--environment goes with --recipe environment, and without --data")
-    if settings.own.tool and settings.max_turns == 1:
+    if settings.plugins.tool and settings.max_turns == 1:
         raise ValueError("--tool can't be called in one turn: raise --max-turns, which counts the answer too")
-    if not settings.own.tool and settings.max_turns != 1:
+    if not settings.plugins.tool and settings.max_turns != 1:
         raise ValueError("--max-turns has no effect where no tool can be called: leave it at 1, or add --tool")
     if config.max_prompt_tokens >= settings.max_episode_tokens:
         raise ValueError(
@@ -138,13 +138,13 @@ def prompt_tasks(settings: GrpoConfig, tokenizer: PreTrainedTokenizerBase, rewar
         seed=settings.seed,
         skipped={reason: count for reason, count in skipped.items() if count},
         held_out_name="row" if config.eval_data is None else "eval-row",
-        tools=settings.own.tool,
+        tools=settings.plugins.tool,
     )
 
 
 def _short(path: Path, settings: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], int]:
     """Return the prompts of a file with at most `max_prompt_tokens` tokens, and the number of longer ones."""
-    config, own = settings.data, settings.own
+    config, own = settings.data, settings.plugins
     prompt_column, answer_column, system_prompt = layout(settings)
     prompts = read_prompts(path, prompt_column, answer_column)
     sees = settings.engine.vision != "off"
@@ -173,7 +173,7 @@ def _with_images(path: Path, prompt: Prompt, named: str | None, sees: bool) -> P
     if named is not None and named not in prompt.columns:
         raise ValueError(
             f"{path}, row {prompt.row}: no column {named!r}; it has {', '.join(prompt.columns)}. Name the column of "
-            "images with --cluster.media.images-column"
+            "images with --media.images-column"
         )
     images = prompt.columns.get(column) or ()
     if not isinstance(images, list | tuple):
@@ -226,7 +226,7 @@ def _prompted(prompt: Prompt, system_prompt: str) -> tuple[dict[str, Any], ...]:
 
 def layout(settings: GrpoConfig) -> tuple[str, str, str | None]:
     """Return the columns of question and answer, and the system prompt: those named, else those of the preset."""
-    config, own = settings.data, settings.own
+    config, own = settings.data, settings.plugins
     if own.preset is None:
         return config.prompt_column, config.answer_column, own.system_prompt
     preset = PRESETS[own.preset]

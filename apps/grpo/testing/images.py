@@ -60,7 +60,7 @@ def pictured(run_dir: Path, mode: str = "sync", engine: str = "vllm", **changes:
         config,
         run_dir=run_dir,
         steps=3,
-        prompts=8,
+        prompts_per_step=8,
         group_size=4,
         eval_every=3,
         save_every=3,

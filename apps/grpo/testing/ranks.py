@@ -74,7 +74,7 @@ def digests(run_dir: Path, ranks: int = 2) -> list[str]:
 def on_ranks(run_dir: Path, **changes: Any) -> GrpoConfig:
     """Return the configuration of a run of four steps on two ranks, each with a whole copy of the weights."""
     engine = replace(RECIPE.config.engine, shard_ranks=1)
-    settings: dict[str, Any] = {"schedule": ASYNC, "processes": 2, "engine": engine} | changes
+    settings: dict[str, Any] = {"schedule": ASYNC, "nproc_per_node": 2, "engine": engine} | changes
     return small(run_dir, **settings)
 
 

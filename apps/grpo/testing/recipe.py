@@ -171,7 +171,7 @@ RECIPE = Recipe(
     config=replace(
         quickstart.RECIPE.config,
         steps=4,
-        prompts=4,
+        prompts_per_step=4,
         group_size=4,
         eval_every=2,
         save_every=2,

@@ -53,7 +53,7 @@ def served(run_dir: Path, layout: RolloutLayout, schedule: ScheduleConfig, **cha
         replace(recipe, warm_start=replace(recipe.warm_start, steps=0), **changes),
         run_dir=run_dir,
         steps=3,
-        prompts=8,
+        prompts_per_step=8,
         group_size=4,
         eval_every=3,
         save_every=3,
@@ -183,7 +183,7 @@ def assert_nothing_lost(run_dir: Path, config: GrpoConfig) -> None:
     steps = history(run_dir)
     assert sorted(steps) == list(range(1, config.steps + 1))
     trained = [task for tasks in steps.values() for task in tasks]
-    first, each = config.data.eval_prompts, config.prompts * config.cluster.schedule.required_batches
+    first, each = config.data.eval_prompts, config.prompts_per_step * config.cluster.schedule.required_batches
     assert sorted(trained) == sorted(f"number-{first + n}" for n in range(config.steps * each))
     assert [row["step"] for row in rows(run_dir)] == list(range(config.steps + 1))
     assert_trained(run_dir)

@@ -9,22 +9,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from apps.common.shrink.npu import TOLD
+from apps.common.shrink.npu import MESSAGE
 from apps.common.testing.weight_delta import assert_trained
 from apps.grpo.main import main
 from apps.grpo.registry import recipes
 
 NATIVE = (
-    *("--cluster.rollout.engine", "native", "--cluster.rollout.tp", "1", "--cluster.rollout.memory-share", "0"),
-    *("--cluster.rollout.no-chunked-prefill", "--cluster.rollout.max-batched-tokens", "None"),
+    *("--rollout.engine", "native", "--rollout.tp", "1", "--rollout.memory-share", "0"),
+    *("--rollout.no-chunked-prefill", "--rollout.max-batched-tokens", "None"),
 )
 ONE_POOL = (
-    *("--cluster.rollout.dp", "1", "--cluster.rollout.ep", "1", "--cluster.rollout.max-model-tokens", "None"),
-    *("--cluster.rollout.cuda-graph-sizes", "--cluster.pools.nodes", "1", "--cluster.pools.placement", "colocated"),
-    *("--cluster.pools.rollout-nodes", "0", "--cluster.rollout.ray-workers", "0"),
+    *("--rollout.dp", "1", "--rollout.ep", "1", "--rollout.max-model-tokens", "None"),
+    *("--rollout.cuda-graph-sizes", "--pools.nodes", "1", "--pools.placement", "colocated"),
+    *("--pools.rollout-nodes", "0", "--rollout.ray-workers", "0"),
 )
 ONE_RANK = (
-    *("--processes", "1", "--engine.tensor-parallel", "1", "--engine.pipeline-parallel", "1"),
+    *("--nproc-per-node", "1", "--engine.tensor-parallel", "1", "--engine.pipeline-parallel", "1"),
     *("--engine.first-stage-layers", "None", "--engine.last-stage-layers", "None"),
     *("--engine.expert-parallel", "1", "--engine.expert-tensor-parallel", "1"),
 )
@@ -55,7 +55,7 @@ def check(name: str, dtype: str, output: str, rows: Sequence[dict[str, Any]], ru
     Raises:
         AssertionError: it did not.
     """
-    assert TOLD in output
+    assert MESSAGE in output
     assert "--engine.device" not in output, "the device is the recipe's own"
     assert f"{dtype} on npu:0" in output
     assert len(rows) == 2

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from apps.common.testing.weight_delta import assert_trained
-from apps.grpo.config import OwnConfig
+from apps.grpo.config import PluginConfig
 from apps.grpo.main import run
 from apps.grpo.recipes.environment import RECIPE
 from rollout import Sampling
@@ -45,12 +45,12 @@ def one_step(run_dir: Path, *environments: str, eval_prompts: int) -> Any:
     """The episodes and the metrics that a step of two prompts leaves behind."""
     config = replace(
         RECIPE.config,
-        own=OwnConfig(environment=environments),
+        plugins=PluginConfig(environment=environments),
         run_dir=run_dir,
         steps=1,
-        prompts=2,
+        prompts_per_step=2,
         group_size=4,
-        keep_groups=2,
+        log_groups=2,
         max_turns=2,
         sampling=Sampling(max_new_tokens=6),
         data=replace(RECIPE.config.data, eval_prompts=eval_prompts),

@@ -96,7 +96,7 @@ def test_pools_apart_are_obeyed_where_ray_samples_and_refused_elsewhere() -> Non
     assert str(make_plan(without)) != str(make_plan(changed))
     for path in APART:
         name = path.partition(".")[2].replace("_", "-")
-        with pytest.raises(ValueError, match=f"{name} .*say --cluster.rollout.ray-workers"):
+        with pytest.raises(ValueError, match=f"{name} .*say --rollout.ray-workers"):
             refuse_unready(plan_of(pools))
 
 

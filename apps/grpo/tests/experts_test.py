@@ -47,5 +47,5 @@ def test_demonstrations_that_nobody_sampled_are_imitated_all_the_same(tmp_path: 
     base = quickstart.RECIPE.config
     warm = replace(base.warm_start, steps=3)
     few = replace(base.data, eval_prompts=8)
-    step_of(tmp_path / "run", quickstart.RECIPE, True, warm_start=warm, data=few, prompts=4, group_size=4)
+    step_of(tmp_path / "run", quickstart.RECIPE, True, warm_start=warm, data=few, prompts_per_step=4, group_size=4)
     assert_trained(tmp_path / "run" / "warm-start", start=tmp_path / "run" / "model")

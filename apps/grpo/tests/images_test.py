@@ -75,7 +75,7 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
 
 def small(run_dir: Path, **changes: Any) -> GrpoConfig:
     warm = WarmStart(steps=2, eval_every=2, eval_prompts=4, batch_size=6, warmup_steps=0)
-    sizes = {"steps": 2, "prompts": 3, "group_size": 4, "eval_every": 2, "save_every": 2}
+    sizes = {"steps": 2, "prompts_per_step": 3, "group_size": 4, "eval_every": 2, "save_every": 2}
     data = replace(RECIPE.data, eval_prompts=4)
     return replace(RECIPE, **{"run_dir": run_dir, "warm_start": warm, "data": data, **sizes, **changes})
 
@@ -119,7 +119,7 @@ def geo3k(path: Path, count: int = 24, broken: int | None = None) -> Path:
 
 
 def flags(finished: Path, data: Path, run_dir: Path, *more: str) -> GrpoConfig:
-    small = "--steps 1 --prompts 3 --group-size 4 --max-turns 1 --eval-prompts 2 --sampling.max-new-tokens 4"
+    small = "--steps 1 --prompts-per-step 3 --group-size 4 --max-turns 1 --eval-prompts 2 --sampling.max-new-tokens 4"
     engine = "--engine.device cpu --max-prompt-tokens 200 --max-episode-tokens 256"
     paths = ["--model", str(finished / "export"), "--data", str(data), "--run-dir", str(run_dir), "--preset", "geo3k"]
     return configure([*paths, *small.split(), *engine.split(), *more])
@@ -139,7 +139,7 @@ def test_a_column_of_images_may_have_any_name(finished: Path, tmp_path: Path) ->
     table = pq.read_table(geo3k(tmp_path / "geo3k.parquet"))
     renamed = tmp_path / "renamed.parquet"
     pq.write_table(table.rename_columns(["drawing", *table.column_names[1:]]), renamed)
-    named = ("--engine.vision", "frozen", "--cluster.media.images-column")
+    named = ("--engine.vision", "frozen", "--media.images-column")
     never: Any = None  # nothing is answered, so nothing is scored
     asked = [
         [
@@ -153,7 +153,7 @@ def test_a_column_of_images_may_have_any_name(finished: Path, tmp_path: Path) ->
     ]
     assert asked[0] == asked[1]
     assert [part["type"] for part in asked[0][0][-1]["content"]] == ["image", "text"]
-    with pytest.raises(ValueError, match=r"row 1: no column 'picture'; it has drawing, .* --cluster\.media"):
+    with pytest.raises(ValueError, match=r"row 1: no column 'picture'; it has drawing, .* --media"):
         run(flags(finished, renamed, tmp_path / "c", *named, "picture"))
     with pytest.raises(ValueError, match=r"the model is trained on text: set --engine\.vision"):
         run(flags(finished, renamed, tmp_path / "d", *named[2:], "drawing"))

@@ -44,6 +44,6 @@ def test_shuffled_advantages_teach_nothing(learned: Learned, tmp_path: Path) -> 
         run_dir=tmp_path,
         steps=30,
         eval_every=30,
-        control="shuffled-advantages",
+        control_run="shuffled-advantages",
     )
     assert run(control).accuracy_after < result.accuracy_before + 0.1

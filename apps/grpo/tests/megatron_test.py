@@ -13,7 +13,7 @@ from apps.common.testing.weight_delta import assert_trained
 from apps.grpo.main import configure, run
 from apps.grpo.testing.recipe import RECIPE
 
-FLAGS = "--processes 4 --engine.backend megatron --engine.tensor-parallel 2 --engine.pipeline-parallel 2"
+FLAGS = "--nproc-per-node 4 --engine.backend megatron --engine.tensor-parallel 2 --engine.pipeline-parallel 2"
 LAYOUT = ("backend", "tensor_parallel", "pipeline_parallel")
 
 
@@ -39,7 +39,7 @@ def test_four_processes_come_to_the_same_model(tmp_path: Path) -> None:
     settings = configure(["--recipe", "quickstart", *FLAGS.split()])
     run(short, RECIPE)
     engine = replace(engine, **{name: getattr(settings.engine, name) for name in LAYOUT})
-    run(replace(short, engine=engine, processes=settings.processes, run_dir=tmp_path / "megatron"), RECIPE)
+    run(replace(short, engine=engine, nproc_per_node=settings.nproc_per_node, run_dir=tmp_path / "megatron"), RECIPE)
     for name in ("fsdp2", "megatron"):
         assert_trained(tmp_path / name, start=tmp_path / "fsdp2" / "model")
     want, got = rows(tmp_path / "fsdp2"), rows(tmp_path / "megatron")

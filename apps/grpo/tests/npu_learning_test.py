@@ -12,7 +12,7 @@ import pytest
 from apps.grpo.main import configure, run
 from engines.proofs.forked_ranks import launch_forked
 from engines.testing.npu.build import reason_against
-from engines.testing.npu.path import stand_in_on_path
+from engines.testing.npu.path import fake_npu_on_path
 
 pytestmark = pytest.mark.skipif(reason_against() is not None, reason=str(reason_against()))
 
@@ -27,7 +27,7 @@ def quickstart(run_dir: Path) -> tuple[float, float]:
 
 def test_held_out_accuracy_rises_by_25_points(tmp_path: Path) -> None:
     """As on the CPU, whose run this is but for the attention kernel's rounding."""
-    with stand_in_on_path():
+    with fake_npu_on_path():
         before, after = launch_forked(quickstart, (tmp_path / "run",), device="npu")
     print(f"held-out {before:.1%} -> {after:.1%}")
     assert after >= before + 0.25

@@ -8,7 +8,7 @@ import pytest
 from engines.megatron.runtime.process_groups import release
 from engines.proofs.forked_ranks import launch_forked
 from engines.testing.npu.build import reason_against
-from engines.testing.npu.path import stand_in_on_path
+from engines.testing.npu.path import fake_npu_on_path
 from runplan.testing.plan_vs_memory import BOUND, Compared, MemoryCase, measure
 
 pytestmark = pytest.mark.skipif(reason_against() is not None, reason=str(reason_against()))
@@ -45,7 +45,7 @@ def measured(cases: list[MemoryCase]) -> list[Compared]:
 @pytest.mark.parametrize("ranks", MEASURED)
 def test_planned_memory_is_within_a_tenth_of_what_is_counted(ranks: int) -> None:
     """Layers as they are, not compiled; recomputed, so that what a kernel keeps inside weighs little."""
-    with stand_in_on_path():
+    with fake_npu_on_path():
         counted = launch_forked(measured, (MEASURED[ranks],), ranks, device="npu")
     print(*counted, sep="\n")
     assert [one.case for one in counted if abs(one.error) > BOUND] == []

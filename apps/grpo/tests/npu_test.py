@@ -27,7 +27,7 @@ from engines.fsdp2 import fsdp2_executor as executor
 from engines.megatron.runtime.process_groups import release
 from engines.proofs.forked_ranks import launch_forked
 from engines.testing.npu.build import reason_against
-from engines.testing.npu.path import stand_in_on_path
+from engines.testing.npu.path import fake_npu_on_path
 
 pytestmark = pytest.mark.skipif(reason_against() is not None, reason=str(reason_against()))
 RUNS: dict[str, tuple[Any, Any]] = {"grpo": (run, RECIPE), "sft": (supervised, quickstart.RECIPE)}
@@ -62,7 +62,7 @@ def whole_run(app: str, device: Literal["cpu", "npu"], run_dir: Path, options: d
     # Nothing is compiled on either device: the compiler's code for a CPU rounds differently.
     with sdpa_kernel(SDPBackend.MATH), set_stance("force_eager"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor, "use_host_norms", lambda model: None)
-        function(replace(config, processes=int(world), **({"batch_size": 8} if app == "sft" else {})), recipe)
+        function(replace(config, nproc_per_node=int(world), **({"batch_size": 8} if app == "sft" else {})), recipe)
 
 
 def rows_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -80,7 +80,7 @@ def figures(run_dir: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("ranks", CASES)
 def test_runs_equal_the_cpus(ranks: int, tmp_path: Path) -> None:
     launch_forked(whole_runs, ("cpu", tmp_path), ranks)
-    with stand_in_on_path():
+    with fake_npu_on_path():
         launch_forked(whole_runs, ("npu", tmp_path), ranks, device="npu")
     for number, case in enumerate(CASES[ranks]):
         print(case)

@@ -1,4 +1,4 @@
-"""`--cluster.offload`: training is in host memory while answers are sampled, and nothing else changes."""
+"""`--offload`: training is in host memory while answers are sampled, and nothing else changes."""
 
 from dataclasses import replace
 from pathlib import Path

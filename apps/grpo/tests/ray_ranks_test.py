@@ -33,7 +33,7 @@ def cluster() -> Iterator[str]:
 
 def beside(address: str, run_dir: Path, schedule: ScheduleConfig, **changes: Any) -> GrpoConfig:
     """A run of two ranks beside the actors of the cluster at `address`."""
-    return in_ray(run_dir, schedule, RolloutLayout(ray_workers=2, ray_address=address), processes=2, **changes)
+    return in_ray(run_dir, schedule, RolloutLayout(ray_workers=2, ray_address=address), nproc_per_node=2, **changes)
 
 
 def distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
@@ -49,7 +49,7 @@ def test_two_ranks_with_ray_end_with_the_weights_of_two_without(
     tmp_path: Path, cluster: str, schedule: ScheduleConfig
 ) -> None:
     """To the bit; and with those of one rank, whose sums are in another order, to rounding."""
-    run(small(tmp_path / "plain", schedule, processes=2), RECIPE)
+    run(small(tmp_path / "plain", schedule, nproc_per_node=2), RECIPE)
     run(beside(cluster, tmp_path / "ray", schedule), RECIPE)
     assert rows(tmp_path / "ray")[0]["run/world_size"] == 2
     assert rewards(tmp_path / "ray") == rewards(tmp_path / "plain")
@@ -91,7 +91,7 @@ def test_a_killed_sampler_is_replaced_on_all_ranks(tmp_path: Path, cluster: str,
     assert killed
     assert [row["weights/version"] for row in rows(tmp_path / "ray")[1:]] == [1, 2, 3, 4]
     if schedule is SYNC:
-        run(small(tmp_path / "plain", schedule, processes=2), RECIPE)
+        run(small(tmp_path / "plain", schedule, nproc_per_node=2), RECIPE)
         assert rewards(tmp_path / "ray") == rewards(tmp_path / "plain")
         assert same_weights(tmp_path / "plain", tmp_path / "ray")
 
@@ -108,7 +108,7 @@ def test_two_ranks_train_fully_asynchronously_beside_samplers_in_ray(tmp_path: P
 
 
 def test_a_run_that_goes_on_ends_with_the_weights_of_one_that_was_not_cut(tmp_path: Path, cluster: str) -> None:
-    run(small(tmp_path / "plain", ONE, processes=2), RECIPE)
+    run(small(tmp_path / "plain", ONE, nproc_per_node=2), RECIPE)
     run(beside(cluster, tmp_path / "ray", ONE, steps=2), RECIPE)
     run(beside(cluster, tmp_path / "ray", ONE, resume=True), RECIPE)
     assert torch.equal(*(torch.tensor(rewards(tmp_path / name)[:2]) for name in ("plain", "ray")))

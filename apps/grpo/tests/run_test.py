@@ -160,7 +160,7 @@ def test_fewer_steps_than_done_are_refused_and_nothing_is_rewritten(finished: Fi
 
 def test_two_ranks_come_to_the_same_model(finished: Finished, tmp_path: Path) -> None:
     _, run_dir = finished
-    run(small(tmp_path / "two", processes=2), RECIPE)
+    run(small(tmp_path / "two", nproc_per_node=2), RECIPE)
     one, two = rows(run_dir), rows(tmp_path / "two")
     assert (one[0]["run/world_size"], two[0]["run/world_size"]) == (1, 2)
     for left, right in zip(one[1:], two[1:], strict=True):
@@ -174,7 +174,7 @@ def test_two_ranks_come_to_the_same_model(finished: Finished, tmp_path: Path) ->
 def test_dynamic_context_parallelism_comes_to_the_same_model(finished: Finished, tmp_path: Path) -> None:
     _, run_dir = finished
     engine = replace(RECIPE.config.engine, context_parallel="dynamic", max_tokens_per_rank=48)
-    run(small(tmp_path / "cp", processes=2, engine=engine), RECIPE)
+    run(small(tmp_path / "cp", nproc_per_node=2, engine=engine), RECIPE)
     assert_learned(tmp_path / "cp")
     assert rows(tmp_path / "cp")[1]["train/micro_batches"] > rows(run_dir)[1]["train/micro_batches"]
     assert largest_move(weights(run_dir / "export"), weights(tmp_path / "cp" / "export")) < SMALL_MOVE / 5
@@ -235,7 +235,7 @@ def test_a_tool_episode_goes_all_the_way(tmp_path: Path) -> None:
     warm = replace(base.warm_start, steps=2, batch_size=4, eval_every=2)
     sizes: dict[str, Any] = {
         "steps": 1,
-        "prompts": 2,
+        "prompts_per_step": 2,
         "group_size": 4,
         "sampling": replace(base.sampling, temperature=1.0),
     }
@@ -251,7 +251,8 @@ def test_a_model_and_a_file_of_ones_own(finished: Finished, tmp_path: Path) -> N
     rows_ = [{"ask": f"What is {i} and {i}?", "gold": f"Twice.\n#### {2 * i}"} for i in range(40)]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_))
     words = f"--model {run_dir / 'export'} --data {tmp_path / 'own.jsonl'} --prompt-column ask --answer-column gold"
-    words += f" --run-dir {tmp_path / 'run'} --engine.device cpu --engine.lr 1e-3 --steps 1 --prompts 2 --group-size 4"
+    words += f" --run-dir {tmp_path / 'run'} --engine.device cpu --engine.lr 1e-3 --steps 1"
+    words += " --prompts-per-step 2 --group-size 4"
     words += " --sampling.max-new-tokens 4 --max-episode-tokens 128 --max-prompt-tokens 64"
     words += " --reward apps.grpo.testing.plugins:by_end"  # which an untrained model's differ by
     run(configure(words.split()))
@@ -264,7 +265,7 @@ def test_a_model_and_a_file_of_ones_own(finished: Finished, tmp_path: Path) -> N
 def own(run_dir: Path, path: Path, **changes: Any) -> GrpoConfig:
     words = f"--environment apps.grpo.testing.plugins:Digits apps.grpo.testing.plugins:Letters --tasks {path}"
     words += " --environment-shares Digits=1 Letters=3 --system-prompt Speak! --engine.device cpu --engine.lr 1e-3"
-    words += " --steps 4 --prompts 4 --group-size 4 --sampling.max-new-tokens 6 --eval-every 2 --save-every 2"
+    words += " --steps 4 --prompts-per-step 4 --group-size 4 --sampling.max-new-tokens 6 --eval-every 2 --save-every 2"
     words += " --eval-prompts 3 --eval-share 0.2"
     return replace(configure(words.split()), run_dir=run_dir, **changes)
 

@@ -63,7 +63,7 @@ def test_no_other_schedule_takes_over_from_fully_async(
 ) -> None:
     """Its tasks were asked ahead: another schedule would skip those that wait in the ledger, without a word."""
     shutil.copytree(asynchronous, tmp_path / "run")
-    with pytest.raises(ValueError, match=r"go on with --cluster.schedule.mode fully_async"):
+    with pytest.raises(ValueError, match=r"go on with --schedule.mode fully_async"):
         run(small(tmp_path / "run", schedule, resume=True, steps=6), RECIPE)
 
 

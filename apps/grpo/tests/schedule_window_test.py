@@ -27,7 +27,7 @@ def assert_within_the_bound(run_dir: Path, schedule: ScheduleConfig, **changes: 
     """No task lost or trained twice, none of a group too old, and no token newer than what was handed over before."""
     config = small(run_dir, schedule, **changes)
     assert_nothing_lost(run_dir, config)
-    settings = staleness_settings(schedule, config.prompts, config.steps)
+    settings = staleness_settings(schedule, config.prompts_per_step, config.steps)
     for row in rows(run_dir)[1:]:
         assert row["schedule/staleness"] <= settings.bound
         assert row["rollout/policy_version"] <= (row["step"] - 1) // settings.parameter_sync_step

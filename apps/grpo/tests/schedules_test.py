@@ -64,7 +64,7 @@ def test_each_hand_over_is_timed(one_step: Path) -> None:
 
 
 def test_one_step_off_on_two_ranks(one_step: Path, tmp_path: Path) -> None:
-    run(small(tmp_path / "two", ONE, processes=2), RECIPE)
+    run(small(tmp_path / "two", ONE, nproc_per_node=2), RECIPE)
     for left, right in zip(rows(one_step)[1:], rows(tmp_path / "two")[1:], strict=True):
         for name in ("reward", "rollout/tokens", "rollout/policy_version"):
             assert right[name] == pytest.approx(left[name], abs=1e-6)
@@ -74,11 +74,11 @@ def test_one_step_off_on_two_ranks(one_step: Path, tmp_path: Path) -> None:
 def test_one_step_off_goes_on_with_as_many_ranks(processes: tuple[int, int], tmp_path: Path) -> None:
     """Others' answers are in ledgers of their own: with fewer ranks half a batch would be trained without a word."""
     before, after = processes
-    config = small(tmp_path / "run", ONE, processes=before, steps=2, save_every=2, eval_every=2)
+    config = small(tmp_path / "run", ONE, nproc_per_node=before, steps=2, save_every=2, eval_every=2)
     run(config, RECIPE)
     logged = rows(tmp_path / "run")
-    with pytest.raises((ValueError, RankError), match=f"go on with --processes {before}, not {after}"):
-        run(replace(config, processes=after, resume=True, steps=4), RECIPE)
+    with pytest.raises((ValueError, RankError), match=f"go on with --nproc-per-node {before}, not {after}"):
+        run(replace(config, nproc_per_node=after, resume=True, steps=4), RECIPE)
     assert rows(tmp_path / "run") == logged
     run(replace(config, resume=True, steps=3), RECIPE)
 
@@ -87,7 +87,7 @@ def test_one_step_off_goes_on_with_as_many_ranks(processes: tuple[int, int], tmp
 def test_what_runs_ahead_does_not_take_over_from_a_run_in_turn(schedule: ScheduleConfig, tmp_path: Path) -> None:
     config = small(tmp_path / "run", ScheduleConfig(), steps=2, save_every=2, eval_every=2)
     run(config, RECIPE)
-    with pytest.raises(ValueError, match=r"begun under another schedule.*go on with --cluster.schedule.mode sync"):
+    with pytest.raises(ValueError, match=r"begun under another schedule.*go on with --schedule.mode sync"):
         run(replace(config, cluster=Cluster(schedule=schedule), resume=True, steps=3), RECIPE)
 
 
@@ -133,7 +133,7 @@ def test_fully_async_samples_ahead_as_it_comes(
     monkeypatch.setattr(SamplerLane, "held", noted)
     config = small(tmp_path / "run", ScheduleConfig("fully_async"), steps=3, eval_every=3, save_every=3)
     run(config, RECIPE)
-    prompts = config.prompts
+    prompts = config.prompts_per_step
     assert begun == [prompts + prompts // 2, 2 * prompts + prompts // 2, 3 * prompts]
     pauses = [row["weights/pause_ms"] for row in rows(tmp_path / "run")[1:]]
     assert [1000 * (end - begin) for begin, end in cut] == pytest.approx(pauses)  # the sampler's lane shows them
@@ -224,7 +224,7 @@ def test_hung_environment_and_tool_timeout(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_ray_is_refused_where_it_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = configure(["--cluster.rollout.ray-workers", "2", "--cluster.rollout.ray-cpus", "0.5"])
+    layout = configure(["--rollout.ray-workers", "2", "--rollout.ray-cpus", "0.5"])
     assert layout.cluster.rollout.ray_workers == 2
     monkeypatch.setitem(sys.modules, "rollout.workers.ray_pool", None)
     with pytest.raises(ValueError, match=r"ray-workers needs ray .*//apps/grpo:ray.*tessera-rollout\[ray\]"):
@@ -234,10 +234,12 @@ def test_ray_is_refused_where_it_is_not_installed(tmp_path: Path, monkeypatch: p
 
 def test_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert configure(["--schedule", "one_step_off"]).cluster.schedule.mode == "one_step_off"
-    assert configure(["--schedule", "fully_async", "--processes", "2"]).processes == 2  # run by schedule_ranks_test
+    assert (
+        configure(["--schedule", "fully_async", "--nproc-per-node", "2"]).nproc_per_node == 2
+    )  # run by schedule_ranks_test
     for words, says in (
-        (["--schedule", "fully_async", "--cluster.schedule.parameter-sync-step", "7"], "must be a multiple of"),
-        (["--cluster.schedule.staleness-threshold", "1"], "no effect with mode 'sync'"),
+        (["--schedule", "fully_async", "--schedule.parameter-sync-step", "7"], "must be a multiple of"),
+        (["--schedule.staleness-threshold", "1"], "no effect with mode 'sync'"),
     ):
         with pytest.raises(SystemExit):
             cli.main(partial(configure, words))

@@ -41,7 +41,7 @@ def test_every_script_has_its_recipe() -> None:
 def test_the_values_are_the_scripts(name: str) -> None:
     ranks, dp, mini_batch, group, prompt, response = SCRIPTS[name]
     config, spec = SEEDS[name].config, SPECS[name]
-    assert (spec.ranks, spec.grid.dp, config.prompts // config.mini_batches) == (ranks, dp, mini_batch)
+    assert (spec.ranks, spec.grid.dp, config.prompts_per_step // config.mini_batches) == (ranks, dp, mini_batch)
     assert (config.group_size, config.data.max_prompt_tokens, config.sampling.max_new_tokens) == (
         group,
         prompt,

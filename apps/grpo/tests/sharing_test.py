@@ -25,7 +25,7 @@ from schedules.config import ScheduleConfig
 from schedules.sampling.session import RolloutSession
 from schedules.weights.transfer_result import TransferResult
 
-SMALL = replace(RECIPE.config, steps=3, prompts=3, group_size=3, eval_every=1, save_every=1)
+SMALL = replace(RECIPE.config, steps=3, prompts_per_step=3, group_size=3, eval_every=1, save_every=1)
 
 
 class Seen(NamedTuple):

@@ -25,7 +25,7 @@ def test_the_recipe_runs_as_it_stands(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert {line.split()[1] for line in output.splitlines() if line.startswith("flag")} == {"--reward", "--steps"}
     for change in ("processes  16 -> 12", "cluster.pools.rollout-nodes  8 -> 1", "cluster.rollout.ep  64 -> 4"):
         assert f"--{change}" in output
-    assert "--cluster.rollout.ray-workers" not in output
+    assert "--rollout.ray-workers" not in output
     assert "Ray: 1 + 1 nodes, all of this machine, at 127.0.0.1:" in output
     assert "RAY_ADDRESS" not in os.environ
     assert [row["weights/version"] for row in rows] == [1, 2]
@@ -37,6 +37,6 @@ def test_samplers_in_ray_that_would_sample_on_an_npu_are_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["--recipe", NAME, "--shrink", "--run-dir", str(tmp_path / "run"), *NATIVE, *ONE_POOL]
-    argv += ["--processes", "128", "--cluster.rollout.ray-workers", "1"]
+    argv += ["--nproc-per-node", "128", "--rollout.ray-workers", "1"]
     with pytest.raises(AssertionError, match=r"ray-workers on npu: no test has run .*set --engine.device cpu, or"):
         run_whole(argv, tmp_path, capfd)

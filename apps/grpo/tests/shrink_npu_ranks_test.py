@@ -18,8 +18,8 @@ def test_the_training_side_runs_through_device_npu_beside_a_process_that_samples
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """TP2, three stages with ends of their own, EP2, expert TP2, the distributed optimizer, the KL penalty."""
-    argv = ["--recipe", NAME, "--shrink=12", "--run-dir", str(tmp_path / "run"), "--processes", "128"]
+    argv = ["--recipe", NAME, "--shrink=12", "--run-dir", str(tmp_path / "run"), "--nproc-per-node", "128"]
     output, rows = run_whole([*argv, *NATIVE, *ONE_POOL], tmp_path, capfd)
-    assert "--processes  128 -> 12" in output
+    assert "--nproc-per-node  128 -> 12" in output
     assert [row["weights/version"] for row in rows] == [1, 2]
     check(NAME, "bfloat16", output, rows, tmp_path / "run")

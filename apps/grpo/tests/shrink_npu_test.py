@@ -10,8 +10,8 @@ from engines.testing.npu.build import reason_against
 
 pytestmark = pytest.mark.skipif(reason_against() is not None, reason=str(reason_against()))
 CASES = {
-    "qwen3-5-27b-fsdp2-npu": (2, ("--cluster.rollout.no-prefix-cache",)),
-    "qwen3-5-35b-a3b-fsdp2-npu": (2, ("--cluster.rollout.no-prefix-cache", "--engine.dtype", "float32")),
+    "qwen3-5-27b-fsdp2-npu": (2, ("--rollout.no-prefix-cache",)),
+    "qwen3-5-35b-a3b-fsdp2-npu": (2, ("--rollout.no-prefix-cache", "--engine.dtype", "float32")),
     "qwen3-235b-a22b-async-npu": (1, (*ONE_POOL, *ONE_RANK)),
 }
 """Most ranks, and flags. The last is fully asynchronous: one rank beside a process that samples."""
@@ -22,7 +22,7 @@ def test_a_recipe_runs_through_device_npu(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks of FSDP2 that see images, without and with experts; Megatron, with a process that samples."""
-    for entry in recipes()[name].config.cluster.environment:  # as the command starts itself again with them
+    for entry in recipes()[name].config.cluster.env:  # as the command starts itself again with them
         monkeypatch.setenv(*entry.split("="))
     ranks, flags = CASES[name]
     argv = ["--recipe", name, f"--shrink={ranks}", "--run-dir", str(tmp_path / "run"), *NATIVE, *flags]

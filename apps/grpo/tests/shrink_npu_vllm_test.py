@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif("TESSERA_VLLM_PYTHON" not in os.environ or reaso
 
 ASYNC = "qwen3-235b-a22b-async-npu"
 ON_ONE_MACHINE = (
-    *("--cluster.pools.nodes", "1", "--cluster.pools.placement", "colocated", "--cluster.pools.rollout-nodes", "0"),
-    *("--cluster.rollout.ray-workers", "0"),
+    *("--pools.nodes", "1", "--pools.placement", "colocated", "--pools.rollout-nodes", "0"),
+    *("--rollout.ray-workers", "0"),
 )
 """Without machines of their own that sample, which shrink_npu_pools_test has."""
 
@@ -29,11 +29,11 @@ def test_a_recipe_runs_through_device_npu_with_its_own_sampler(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks of FSDP2 that train a tower, without and with experts; two of vLLM's workers that see by it."""
-    for entry in recipes()[name].config.cluster.environment:  # as the command starts itself again with them
+    for entry in recipes()[name].config.cluster.env:  # as the command starts itself again with them
         monkeypatch.setenv(*entry.split("="))
     output, rows = run_whole(["--recipe", name, "--shrink=2", "--run-dir", str(tmp_path / "run")], tmp_path, capfd)
     assert {line.split()[1] for line in output.splitlines() if line.startswith("flag")} == {"--reward", "--steps"}
-    assert "device --cluster.rollout.device  auto -> cpu" in output
+    assert "device --rollout.device  auto -> cpu" in output
     assert [row["weights/version"] for row in rows] == [1, 2]
     assert [row["rollout/failed_episodes"] for row in rows] == [0, 0]
     assert max(row["weights/probe/abs"] for row in rows) < 0.05
@@ -47,7 +47,7 @@ def test_both_sides_of_the_asynchronous_recipe_run_beside_each_other(
     argv = ["--recipe", ASYNC, "--shrink=1", "--run-dir", str(tmp_path / "run"), *ON_ONE_MACHINE, *ONE_RANK]
     output, rows = run_whole(argv, tmp_path, capfd)
     for change in ("tp  8 -> 2", "dp  8 -> 2", "ep  64 -> 4", "device  auto -> cpu"):
-        assert f"--cluster.rollout.{change}" in output
+        assert f"--rollout.{change}" in output
     assert max(proofs(rows)) < 0.05
     check(ASYNC, "bfloat16", output, rows, tmp_path / "run")
     episodes = [json.loads(line) for line in (tmp_path / "run" / "episodes.jsonl").read_text().splitlines()]

@@ -23,9 +23,9 @@ def test_a_script_with_images_runs_from_end_to_end_through_two_workers(
 ) -> None:
     config = recipes()[name].config
     (tmp_path / "own.py").write_text("def parity(reply):\n    return float(len(reply.content) % 2)\n")
-    own = replace(config.own, reward=f"{tmp_path}/own.py:parity")  # a random model is right about nothing
+    own = replace(config.plugins, reward=f"{tmp_path}/own.py:parity")  # a random model is right about nothing
     run_dir = tmp_path / "run"
-    assert run_shrunk(replace(config, own=own, steps=2, run_dir=run_dir), ProcessLimit(2)).steps == 2
+    assert run_shrunk(replace(config, plugins=own, steps=2, run_dir=run_dir), ProcessLimit(2)).steps == 2
     output = capsys.readouterr().out
     assert {line.split()[1] for line in output.splitlines() if line.startswith("flag")} == {"--reward", "--steps"}
     steps = rows(run_dir)[1:]

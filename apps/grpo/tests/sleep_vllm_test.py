@@ -1,4 +1,4 @@
-"""`--cluster.rollout.sleep`: training and vLLM take turns with a device, in steps, proofs and evaluations.
+"""`--rollout.sleep`: training and vLLM take turns with a device, in steps, proofs and evaluations.
 
 vLLM refuses to sleep on a CPU, where it keeps its memory: all but that is as on a device that has some
 (`rollout/vllm/sleep_gpu_test.py` has the memory).

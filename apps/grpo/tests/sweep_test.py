@@ -10,7 +10,7 @@ import pytest
 
 from apps.common.run.divergence import DivergenceError
 from apps.common.testing.setting_effects import Change, SettingSweep, field_paths, other_value, with_value
-from apps.grpo.config import OWNED, DataConfig, GrpoConfig, OwnConfig, WarmStart
+from apps.grpo.config import OWNED, DataConfig, GrpoConfig, PluginConfig, WarmStart
 from apps.grpo.main import run
 from apps.grpo.recipes.environment import make_tasks as own_tasks_of
 from apps.grpo.recipes.math import make_tasks as prompt_tasks_of
@@ -27,7 +27,7 @@ from rollout import EpisodeContext, Reply, Sampling, TaskRow
 BASE = replace(
     RECIPE.config,
     steps=3,
-    prompts=3,
+    prompts_per_step=3,
     group_size=2,
     epochs=2,
     max_turns=2,
@@ -45,7 +45,7 @@ how long ranks wait one in engines' collective_timeout_test."""
 CHANGES = {
     "engine.weights": Change("replicated"),
     "advantage": Change("rloo"),
-    "processes": Change(2),
+    "nproc_per_node": Change(2),
     "max_turns": Change(1),
     "max_episode_tokens": Change(32),
     "keep_checkpoints": Change(0),
@@ -74,7 +74,7 @@ CHANGES = {
     "sampling.stop_token_ids": Change(()),
     "cluster.rollout.cuda_graph_sizes": Change((1, 2)),
     "cluster.rollout.vllm": Change(("block_size=32",)),
-    "cluster.environment": Change(("NAME=value",)),
+    "cluster.env": Change(("NAME=value",)),
     "cluster.schedule.partial_rollout": Change(True),  # False is what a run in turn does
     "objective.policy_loss": Change("cispo"),
     "objective.clip_low": Change(0.001),
@@ -142,7 +142,7 @@ def played(config: GrpoConfig) -> list[Any]:
         await environment.close()
         return [dict(m) for m in opening.messages], [tool.name for tool in opening.tools], score
 
-    make = own_tasks_of if config.own.environment else prompt_tasks_of
+    make = own_tasks_of if config.plugins.environment else prompt_tasks_of
     tasks = make(config, build_tokenizer())
     some = [*tasks.held_out()[:3], *tasks.tasks(0, 12)]
     return [(row.id, asyncio.run(play(tasks.environment(row)(), row))) for row in some]
@@ -155,8 +155,10 @@ def test_a_setting_of_ones_own_environments_changes_what_is_played(
     monkeypatch.chdir(files)
     two = ("apps.grpo.testing.plugins:Digits", "apps.grpo.testing.plugins:Letters")
     several = name in ("environment_column", "environment_shares")
-    own = OwnConfig(environment=two if several else two[:1], tasks=Path("train.jsonl" if several else "digits.jsonl"))
-    base = GrpoConfig(recipe="environment", own=own)
+    own = PluginConfig(
+        environment=two if several else two[:1], tasks=Path("train.jsonl" if several else "digits.jsonl")
+    )
+    base = GrpoConfig(recipe="environment", plugins=own)
     assert played(base) == played(base)
     changed = with_value(base, f"own.{name}", OWN_CHANGES[name])
     if name == "template_options":  # they change the tokens, not the messages

@@ -21,8 +21,8 @@ def with_layout(layout: RolloutLayout) -> GrpoConfig:
 
 
 def test_the_sampler_gets_what_the_flags_say() -> None:
-    words = "--cluster.rollout.vllm block_size=32 kv_cache_dtype=auto --cluster.rollout.dtype bfloat16"
-    config = configure(["--recipe", "quickstart-vllm", "--cluster.rollout.max-requests", "8", *words.split()])
+    words = "--rollout.vllm block_size=32 kv_cache_dtype=auto --rollout.dtype bfloat16"
+    config = configure(["--recipe", "quickstart-vllm", "--rollout.max-requests", "8", *words.split()])
     assert config.cluster.rollout == LAYOUT
     found = rollout_config(config)
     assert found.max_batch == 8
@@ -58,7 +58,7 @@ def test_an_argument_that_the_interpreters_vllm_lacks_is_refused_before_a_run(
         ("kv_cache_dtipe=fp8", "vLLM 9.9 has no engine argument 'kv_cache_dtipe'; did you mean kv_cache_dtype"),
         ("tokeniser=no", "no engine argument 'tokeniser'$"),  # the near match is refused itself
     ):
-        with pytest.raises(ValueError, match=f"--cluster.rollout.vllm: .*{text}"):
+        with pytest.raises(ValueError, match=f"--rollout.vllm: .*{text}"):
             check_machine(with_layout(replace(LAYOUT, vllm=(word,))))
     python.write_text("#!/bin/sh\necho 'no module vllm' >&2\nexit 1\n")
     with pytest.raises(ValueError, match="can't import vLLM; its last words:\nno module vllm"):

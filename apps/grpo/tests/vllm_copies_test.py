@@ -43,7 +43,7 @@ def test_every_steps_weights_are_proven_to_be_in_both_copies(
         return usual(self, *arguments, copy=copy, **options)
 
     monkeypatch.setattr(VllmEngine, "generate", generate)
-    run(served(tmp_path, COPIES, ScheduleConfig(mode), processes=processes), SHARED)
+    run(served(tmp_path, COPIES, ScheduleConfig(mode), nproc_per_node=processes), SHARED)
     assert_proven(tmp_path, [0, 0] if mode == "fully_async" else [0, 0, 0])
     if (mode, processes) == ("one_step_off", 1):  # the others ask in processes of their own
         assert asked == {None, 0, 1}

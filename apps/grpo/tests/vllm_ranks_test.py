@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("mode", ["sync", "one_step_off"])
 def test_both_ranks_samplers_take_each_steps_weights(tmp_path: Path, mode: Mode) -> None:
     """Both are proven by all ranks: their answers differ in length, and ranks must agree on what they score."""
-    run(served(tmp_path, RolloutLayout("vllm"), ScheduleConfig(mode), processes=2))
+    run(served(tmp_path, RolloutLayout("vllm"), ScheduleConfig(mode), nproc_per_node=2))
     logged = rows(tmp_path)
     assert logged[0]["run/world_size"] == 2
     assert [row["weights/version"] for row in logged[1:]] == [1, 2, 3]

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize(("mode", "processes"), [("sync", 2), ("one_step_off", 2), ("fully_async", 1)])
 def test_every_steps_weights_are_proven_to_be_in_both_workers(tmp_path: Path, mode: Mode, processes: int) -> None:
-    run(served(tmp_path, RolloutLayout("vllm", tp=2), ScheduleConfig(mode), processes=processes), SHARED)
+    run(served(tmp_path, RolloutLayout("vllm", tp=2), ScheduleConfig(mode), nproc_per_node=processes), SHARED)
     logged = rows(tmp_path)
     assert logged[0]["run/world_size"] == processes
     assert [row["weights/version"] for row in logged[1:]] == [1, 2, 3]

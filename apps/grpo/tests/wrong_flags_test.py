@@ -15,7 +15,7 @@ from apps.grpo.main import main
 WRONG = {
     "--steps": "0",
     "--group-size": "0",
-    "--keep-groups": "-1",
+    "--log-groups": "-1",
     "--max-episode-seconds": "0",
     "--eval-share": "2",
     "--digits": "0",
@@ -37,15 +37,15 @@ WRONG = {
     "--engine.logit-chunk": "0",
     "--engine.lora.rank": "-1",
     "--engine.lora.alpha": "0",
-    "--cluster.pools.nodes": "0",
-    "--cluster.pools.device-memory-gib": "0",
-    "--cluster.rollout.tp": "0",
-    "--cluster.rollout.memory-share": "1",
-    "--cluster.rollout.vllm": "x",
-    "--cluster.schedule.required-batches": "0",
-    "--cluster.schedule.staleness-threshold": "-1",
-    "--cluster.media.images-column": "",
-    "--cluster.environment": "x",
+    "--pools.nodes": "0",
+    "--pools.device-memory-gib": "0",
+    "--rollout.tp": "0",
+    "--rollout.memory-share": "1",
+    "--rollout.vllm": "x",
+    "--schedule.required-batches": "0",
+    "--schedule.staleness-threshold": "-1",
+    "--media.images-column": "",
+    "--env": "x",
 }
 """A value that its flag can't have, whatever the others are."""
 

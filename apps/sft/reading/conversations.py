@@ -67,7 +67,7 @@ def shown(row: Row, messages: tuple[Message, ...], images_column: str | None, *c
     if images_column != "images" and images_column not in row:
         raise ValueError(
             f"no column {images_column!r}; it has {', '.join(row)}. Name the column of images with "
-            "--cluster.media.images-column"
+            "--media.images-column"
         )
     images = row.get(images_column) or ()
     return with_row_images(messages, images if isinstance(images, list | tuple) else (images,), images_column)
@@ -79,7 +79,7 @@ def check_no_media(row: Row, *columns: str) -> None:
     if media:
         raise ValueError(
             f"column {media[0]!r} holds media, which nobody reads here: remove such rows, or, for images of "
-            "conversations, set --engine.vision to frozen or trained (and --cluster.media.images-column)"
+            "conversations, set --engine.vision to frozen or trained (and --media.images-column)"
         )
 
 

@@ -26,7 +26,7 @@ RECIPE = Recipe(
     SftConfig(
         recipe="qwen3-30b-a3b-dynamic-cp",
         data=DataConfig(max_tokens=32_768),
-        processes=8,
+        nproc_per_node=8,
         steps=1000,
         batch_size=128,
         eval_every=100,
@@ -43,7 +43,7 @@ RECIPE = Recipe(
             lr=1e-5,
             warmup_steps=10,
         ),
-        cluster=Cluster(pools=Pools(device_memory_gib=80), environment=("CUDA_DEVICE_MAX_CONNECTIONS=1",)),
+        cluster=Cluster(pools=Pools(device_memory_gib=80), env=("CUDA_DEVICE_MAX_CONNECTIONS=1",)),
     ),
     origin=Origin(
         script="verl PR #5057, dynamic context parallelism",

@@ -32,7 +32,7 @@ RECIPE = Recipe(
     SftConfig(
         recipe="qwen3-5-397b-a17b-megatron",
         data=DataConfig(max_tokens=2048),
-        processes=8,
+        nproc_per_node=8,
         steps=1000,
         batch_size=128,
         eval_every=100,

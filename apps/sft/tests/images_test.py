@@ -218,11 +218,11 @@ def test_bad_images_are_refused_by_file_and_row_before_a_step(model: Path, tmp_p
 def test_images_need_a_model_that_sees_and_a_column_that_is_there(model: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", in_a_column("marked", column="drawing"))
     with pytest.raises(ValueError, match=r"row 1: no column 'picture'; it has messages, drawing"):
-        load(model, path, "--cluster.media.images-column", "picture")
-    conversations = load(model, path, "--cluster.media.images-column", "drawing")
+        load(model, path, "--media.images-column", "picture")
+    conversations = load(model, path, "--media.images-column", "drawing")
     assert sum(len(sample["image_grid_thw"]) for sample in (*conversations.train, *conversations.held_out)) == 32
     with pytest.raises(ValueError, match=r"the model is trained on text: set --engine\.vision"):
-        run(config(model, path, tmp_path / "run", "--cluster.media.images-column", "drawing"))
+        run(config(model, path, tmp_path / "run", "--media.images-column", "drawing"))
     with pytest.raises(ValueError, match=r"row 2: column 'images' holds media.* set --engine\.vision to frozen"):
         run(config(model, write(tmp_path / "b.jsonl", in_a_column("marked")), tmp_path / "run"))
     with pytest.raises(ValueError, match=r"row 2: .* a part of kind 'image'.* --engine\.vision frozen"):

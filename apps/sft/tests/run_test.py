@@ -96,7 +96,7 @@ def test_a_resumed_run_ends_with_the_same_bits(finished: Finished, tmp_path: Pat
 
 def test_two_ranks_come_to_the_same_model(finished: Finished, tmp_path: Path) -> None:
     _, run_dir = finished
-    run(small(tmp_path, processes=2))
+    run(small(tmp_path, nproc_per_node=2))
     expected, actual = weights(run_dir), weights(tmp_path)
     for name in expected:
         torch.testing.assert_close(actual[name], expected[name], atol=2e-4, rtol=0)

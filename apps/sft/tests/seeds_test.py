@@ -44,7 +44,7 @@ def test_the_parameters_are_those_that_the_name_promises(name: str, total: float
 def test_it_is_planned_and_refused_by_name(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for entry in SEEDS[name].config.cluster.environment:  # as the command starts itself again with them
+    for entry in SEEDS[name].config.cluster.env:  # as the command starts itself again with them
         monkeypatch.setenv(*entry.split("="))
     with pytest.raises(SystemExit) as stop:
         main(["--recipe", name, "--plan"])

@@ -39,7 +39,7 @@ def test_a_recipe_runs_from_end_to_end(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = RECIPES[name].config
-    owned = config.cluster.environment
+    owned = config.cluster.env
     for entry in owned:  # as the command starts itself again with them
         monkeypatch.setenv(*entry.split("="))
     result = run_shrunk(replace(config, run_dir=tmp_path / "run"), ProcessLimit(4))

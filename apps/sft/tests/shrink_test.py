@@ -16,7 +16,7 @@ KINDS = {
         *("engine.max_tokens_per_rank", "engine.warmup_steps", "engine.total_steps"),
     },
     "ranks": {
-        *("processes", "cluster.pools.nodes", "engine.tensor_parallel", "engine.pipeline_parallel"),
+        *("nproc_per_node", "cluster.pools.nodes", "engine.tensor_parallel", "engine.pipeline_parallel"),
         "engine.expert_parallel",
     },
     "device": {"engine.device", "cluster.pools.device_memory_gib"},
@@ -43,4 +43,4 @@ def test_the_ratio_of_the_longest_row_to_a_ranks_tokens_stays() -> None:
     small, _ = shrink(config, recipe, MANY)
     ratio = config.data.max_tokens / config.engine.max_tokens_per_rank
     assert small.data.max_tokens / small.engine.max_tokens_per_rank == ratio
-    assert small.processes == ratio * small.engine.tensor_parallel
+    assert small.nproc_per_node == ratio * small.engine.tensor_parallel

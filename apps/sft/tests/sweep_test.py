@@ -32,7 +32,7 @@ NAMED = {"recipe", "model", "run_dir", "resume", "threads", "engine.collective_t
 wait has one in engines (collective_timeout_test)."""
 CHANGES = {
     "engine.weights": Change("replicated"),
-    "processes": Change(2),
+    "nproc_per_node": Change(2),
     "batch_size": Change(7),
     "keep_checkpoints": Change(0),
     "tracker": Change(("trackio",)),
@@ -55,7 +55,7 @@ CHANGES = {
     "engine.on_nonfinite": Change("skip", {"engine.lr": 1e30, "engine.grad_clip": None}),
     "cluster.rollout.cuda_graph_sizes": Change((1, 2)),
     "cluster.rollout.vllm": Change(("block_size=32",)),
-    "cluster.environment": Change(("NAME=value",)),
+    "cluster.env": Change(("NAME=value",)),
 }
 
 

@@ -82,7 +82,7 @@ class DatasetReport:
 Progress = Callable[[int, int | None], None]
 
 
-def sensible_workers(requested: int | None = None, rows: int | None = None) -> int:
+def usable_workers(requested: int | None = None, rows: int | None = None) -> int:
     """Return the number of processes that tokenise: no more than processors, memory and rows allow.
 
     A larger request is reduced to that. `rows` None: unknown.
@@ -214,7 +214,7 @@ def tokenize_dataset(
     """
     options = options or DatasetOptions()
     report = DatasetReport() if report is None else report
-    report.workers = sensible_workers(workers, total)
+    report.workers = usable_workers(workers, total)
     start = time.monotonic()
     for place, result in _results(read_rows(paths), tokenizer, options, report.workers):
         if isinstance(result, str):

@@ -14,7 +14,7 @@ from chat_tools.dataset import (
     DatasetReport,
     progress_bar,
     read_rows,
-    sensible_workers,
+    usable_workers,
     tokenize_dataset,
     write_parquet,
 )
@@ -119,14 +119,14 @@ def test_an_unknown_kind_of_file(tmp_path: Path) -> None:
 
 def test_the_number_of_workers_is_what_the_machine_can_bear(monkeypatch: pytest.MonkeyPatch) -> None:
     processors = len(os.sched_getaffinity(0))
-    assert sensible_workers(256) <= processors
-    assert sensible_workers() <= processors
-    assert sensible_workers(rows=10) == 1
-    assert sensible_workers(1) == 1
+    assert usable_workers(256) <= processors
+    assert usable_workers() <= processors
+    assert usable_workers(rows=10) == 1
+    assert usable_workers(1) == 1
     monkeypatch.setattr(dataset, "_free_memory", lambda: dataset.BYTES_A_WORKER - 1)
-    assert sensible_workers() == 1
+    assert usable_workers() == 1
     with pytest.raises(ValueError, match="None chooses"):
-        sensible_workers(0)
+        usable_workers(0)
 
 
 def test_without_a_terminal_progress_is_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:

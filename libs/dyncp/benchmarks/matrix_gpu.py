@@ -39,7 +39,7 @@ def main() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group("nccl", timeout=timedelta(minutes=9), device_id=device)
     sizes = [size for size in (1, 2, 4) if size <= dist.get_world_size()]
-    runs = {size: [Verdict(**row) for row in rows] for size, rows in run_sizes(sizes, GPU, everywhere=True).items()}
+    runs = {size: [Verdict(**row) for row in rows] for size, rows in run_sizes(sizes, GPU, all_blocks=True).items()}
     torch.cuda.synchronize()
     bad = violations(runs)
     if dist.get_rank() == 0:

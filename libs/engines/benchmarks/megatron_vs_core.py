@@ -122,42 +122,42 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--optimizer", choices=["auto", "torch", "core"], default="auto", help="of our side")
     parser.add_argument("--folder", help="where gradients are kept; a temporary one where it is left out")
-    given = parser.parse_args()
-    if given.ranks < 1 or given.tensor_parallel < 1 or given.ranks % given.tensor_parallel:
-        parser.error(f"--tensor-parallel {given.tensor_parallel} does not divide --ranks {given.ranks}")
-    return given
+    args = parser.parse_args()
+    if args.ranks < 1 or args.tensor_parallel < 1 or args.ranks % args.tensor_parallel:
+        parser.error(f"--tensor-parallel {args.tensor_parallel} does not divide --ranks {args.ranks}")
+    return args
 
 
-def run_of(given: argparse.Namespace, folder: Path) -> Run:
+def run_of(args: argparse.Namespace, folder: Path) -> Run:
     """Return the settings that both sides share."""
     shape: dict[str, Any] = {}
-    if given.device == "cpu":
+    if args.device == "cpu":
         shape = TINY
-    elif given.head_dim == 128:
+    elif args.head_dim == 128:
         rope = {**step_gpu.SHAPE["rope_parameters"], "partial_rotary_factor": 0.5}
         shape = {"head_dim": 128, "num_attention_heads": 16, "num_key_value_heads": 4, "rope_parameters": rope}
-    tokens = given.tokens or (8192 if given.device == "cuda" else 192)
-    return Run(given.device, tokens, given.steps, folder, given.ranks, given.tensor_parallel, shape, given.optimizer)
+    tokens = args.tokens or (8192 if args.device == "cuda" else 192)
+    return Run(args.device, tokens, args.steps, folder, args.ranks, args.tensor_parallel, shape, args.optimizer)
 
 
 def main() -> int:
     """Run one side, or both as processes and compare them; return 1 where one failed."""
-    given = parsed()
+    args = parsed()
     with tempfile.TemporaryDirectory(prefix="versus_") as temporary:
-        folder = Path(given.folder or temporary)
+        folder = Path(args.folder or temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        if given.side:
-            launch(side, (given.side, run_of(given, folder)), world_size=given.ranks, device=given.device)
+        if args.side:
+            launch(side, (args.side, run_of(args, folder)), world_size=args.ranks, device=args.device)
             return 0
         packages = ("megatron-core", "transformer_engine", "fla-core", "torch", "transformers")
         say(what="versions", **{name: installed(name) for name in packages})
         failed = []
-        for name in SIDES if given.device == "cuda" else SIDES[:1]:
+        for name in SIDES if args.device == "cuda" else SIDES[:1]:
             again = [sys.executable, __file__, *sys.argv[1:], "--side", name, "--folder", str(folder)]
             if (code := subprocess.run(again, env=os.environ, check=False).returncode) != 0:
                 say(side=name, failed=code)
                 failed.append(name)
-        if not failed and given.device == "cuda":
+        if not failed and args.device == "cuda":
             compare(folder)
     return int(bool(failed))
 

@@ -68,7 +68,7 @@ class Gauge:
         """Return (median milliseconds, peak in GiB) of `times` calls, after two warm-up calls."""
         for _ in range(2):
             call()
-        found = []
+        times_ms = []
         if self.cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -77,9 +77,9 @@ class Gauge:
             call()
             if self.cuda:
                 torch.cuda.synchronize()
-            found.append((time.perf_counter() - began) * 1e3)
+            times_ms.append((time.perf_counter() - began) * 1e3)
         peak = torch.cuda.max_memory_allocated() - self.before if self.cuda else 0
-        return round(sorted(found)[times // 2], 1), round(peak / 2**30, 2)
+        return round(sorted(times_ms)[times // 2], 1), round(peak / 2**30, 2)
 
 
 def config_of(device: str, changes: dict[str, Any]) -> Any:
@@ -109,7 +109,7 @@ def ours(what: str, device: Any, tokens: int, changes: dict[str, Any], options: 
     del model
     seen: dict[str, float] = {}
     step_ms, step_gib = gauge.of(lambda: seen.update(engine.train_batch(batch, objective)))
-    kept = gauge.held()
+    idle = gauge.held()
     score_ms, score_gib = gauge.of(lambda: engine.forward(batch, entropy=True))
     facts = {
         "parameters": count,
@@ -117,7 +117,7 @@ def ours(what: str, device: Any, tokens: int, changes: dict[str, Any], options: 
         "loss": round(seen["loss"], 5),
         "compiled": engine.state_summary()["compiled"],
     }
-    say(what=what, ms=step_ms, peak_gib=step_gib, kept_gib=kept, score_ms=score_ms, score_peak_gib=score_gib, **facts)
+    say(what=what, ms=step_ms, peak_gib=step_gib, kept_gib=idle, score_ms=score_ms, score_peak_gib=score_gib, **facts)
     if not options.get("parameters_on_host"):
         rest(what, engine, gauge)
 
@@ -148,7 +148,7 @@ def stock(what: str, device: str, tokens: int, changes: dict[str, Any]) -> None:
     torch.manual_seed(0)
     with torch.device(device):
         net = Qwen3_5ForCausalLM(config_of(device, changes)).bfloat16()
-    kept = gauge.held()
+    idle = gauge.held()
     ids = torch.cat(list(rows_of(device, tokens)["input_ids"].unbind())).to(device)[None]
 
     def score() -> None:
@@ -165,7 +165,7 @@ def stock(what: str, device: str, tokens: int, changes: dict[str, Any]) -> None:
 
     score_ms, score_gib = gauge.of(score)
     ms, gib = gauge.of(loss)
-    say(what=what, ms=ms, peak_gib=gib, kept_gib=kept, score_ms=score_ms, score_peak_gib=score_gib, tokens=tokens)
+    say(what=what, ms=ms, peak_gib=gib, kept_gib=idle, score_ms=score_ms, score_peak_gib=score_gib, tokens=tokens)
 
 
 SHARDED: dict[str, Any] = {"weights": "sharded"}

@@ -21,7 +21,7 @@ def measure(engine: TrainEngine, wait: bool | None, steps: int, every: int) -> t
     """Return the seconds of each call of save, of each step, and of the whole loop; `wait` None saves nothing."""
     batch, saves, times = tiny_batch([60, 61, 62, 63] * 4), [], []
     with tempfile.TemporaryDirectory() as folder:
-        begun = time.perf_counter()
+        loop_start = time.perf_counter()
         for step in range(steps):
             start = time.perf_counter()
             engine.train_batch(batch, SFT())
@@ -31,7 +31,7 @@ def measure(engine: TrainEngine, wait: bool | None, steps: int, every: int) -> t
                 engine.save(Path(folder) / "last", wait=wait)
                 saves.append(time.perf_counter() - trained)
         engine.wait_for_saves()
-        return saves, times, time.perf_counter() - begun
+        return saves, times, time.perf_counter() - loop_start
 
 
 def main() -> None:

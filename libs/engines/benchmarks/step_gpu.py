@@ -136,12 +136,12 @@ def steps(name: str, tokens: int, cap: int, objective: Objective, count: int = 6
 
 
 def main(out: str | None) -> None:
-    found = backends("cuda", torch.bfloat16)
+    tables = backends("cuda", torch.bfloat16)
     say(
         what="machine",
         device=torch.cuda.get_device_name(),
         torch=torch.__version__,
-        kernels={op: [name for name, there in table.items() if there.available] for op, table in found.items()},
+        kernels={op: [name for name, there in table.items() if there.available] for op, table in tables.items()},
     )
     isolation()
     steps("SFT, packed, 8k", 8192, 8192, SFT())

@@ -181,8 +181,8 @@ def gradients(tokens: int = 8192, **options: Any) -> tuple[float, dict[str, torc
     work = engine._agree_on(batch, SFT())
     loss = StepLoss(SFT(), work.stats.totals)
     engine.executor.train(engine._micro_batches(work.batch, work.plan), loss, Scoring())
-    found = {name: p.grad for name, p in engine.executor.scorer.named_parameters()}
-    whole = {name: (g.full_tensor() if hasattr(g, "full_tensor") else g).float().cpu() for name, g in found.items()}
+    shards = {name: p.grad for name, p in engine.executor.scorer.named_parameters()}
+    whole = {name: (g.full_tensor() if hasattr(g, "full_tensor") else g).float().cpu() for name, g in shards.items()}
     return float(loss.share(engine.device)), whole
 
 
@@ -190,8 +190,8 @@ def correctness() -> None:
     """Print gradient errors of the plain and the fast path against float32 and plain torch operations."""
     exact_loss, exact = gradients(dtype="float32", compile="off", weights="sharded")
 
-    def error(found: dict[str, torch.Tensor]) -> float:
-        squares = sum(float((found[name] - value).double().square().sum()) for name, value in exact.items())
+    def error(grads: dict[str, torch.Tensor]) -> float:
+        squares = sum(float((grads[name] - value).double().square().sum()) for name, value in exact.items())
         return float((squares / sum(float(value.double().square().sum()) for value in exact.values())) ** 0.5)
 
     paths: dict[str, dict[str, Any]] = {
@@ -200,9 +200,9 @@ def correctness() -> None:
         "fast, FSDP2": {"compile": "on", "weights": "sharded"},
     }
     for what, options in paths.items():
-        loss, found = gradients(**options)
-        worst = sorted(((float((found[n] - g).norm() / g.norm()), n) for n, g in exact.items()), reverse=True)[:3]
-        say(what=f"gradient error, {what}", loss=loss, exact_loss=exact_loss, error=round(error(found), 5), worst=worst)
+        loss, grads = gradients(**options)
+        worst = sorted(((float((grads[n] - g).norm() / g.norm()), n) for n, g in exact.items()), reverse=True)[:3]
+        say(what=f"gradient error, {what}", loss=loss, exact_loss=exact_loss, error=round(error(grads), 5), worst=worst)
 
 
 def stock(what: str, tokens: int, checkpointing: bool = False) -> None:

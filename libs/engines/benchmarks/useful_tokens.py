@@ -136,8 +136,8 @@ def packed(what: str, setting: Setting, **options: Any) -> dict[str, Any]:
 
     def step() -> tuple[float, dict[str, Any]]:
         engine.prefetch(batch, objective)  # the next one, as a run has it
-        found = engine.train_batch(batch, objective)
-        return found["loss"], {"micro_batches": int(found["micro_batches"]), "fill": round(found["fill"], 3)}
+        metrics = engine.train_batch(batch, objective)
+        return metrics["loss"], {"micro_batches": int(metrics["micro_batches"]), "fill": round(metrics["fill"], 3)}
 
     return measure(what, setting, step)
 
@@ -157,7 +157,7 @@ def padded_rows(setting: Setting, by_length: bool) -> list[PaddedRows]:
     rows = list(zip(batch["input_ids"].unbind(), batch["loss_mask"].unbind(), strict=True))
     if by_length:
         rows.sort(key=lambda row: len(row[0]))
-    found = []
+    micro_batches = []
     for first in range(0, len(rows), ROWS_AT_ONCE):
         some = rows[first : first + ROWS_AT_ONCE]
         longest = max(len(ids) for ids, _ in some)
@@ -168,8 +168,8 @@ def padded_rows(setting: Setting, by_length: bool) -> list[PaddedRows]:
 
         ids, trained = full([ids for ids, _ in some]), full([mask for _, mask in some])
         mask = full([torch.ones_like(ids) for ids, _ in some])
-        found.append(PaddedRows(ids, mask, trained))
-    return found
+        micro_batches.append(PaddedRows(ids, mask, trained))
+    return micro_batches
 
 
 def stock(what: str, setting: Setting, by_length: bool) -> dict[str, Any]:
@@ -217,12 +217,12 @@ CASES: dict[str, Callable[[Setting], dict[str, Any]]] = {
 }
 
 
-def ratios_of(found: dict[str, dict[str, Any]]) -> dict[str, float]:
+def ratios_of(results: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Return the useful tokens/s of packed rows as a multiple of those of each kind of padded rows."""
     ratios = {}
-    for ours in [case for case in ("packed", "plain") if case in found]:
-        for theirs in [case for case in ("padded", "sorted") if case in found]:
-            rows = found[ours], found[theirs]
+    for ours in [case for case in ("packed", "plain") if case in results]:
+        for theirs in [case for case in ("padded", "sorted") if case in results]:
+            rows = results[ours], results[theirs]
             ratio = rows[0]["useful_tokens_per_s"] / rows[1]["useful_tokens_per_s"]
             ratios[f"{ours}_over_{theirs}"] = round(ratio, 2)
             ratios[f"{ours}_over_{theirs}_to_longest"] = round(ratio * rows[1]["to_longest"] / rows[1]["padded_to"], 2)
@@ -230,7 +230,7 @@ def ratios_of(found: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def run(setting: Setting, cases: list[str], out: str | None) -> None:
-    device, found = setting.device, {}
+    device, rows = setting.device, {}
     lengths = sorted(setting.lengths())
     say(
         what="setting",
@@ -247,10 +247,10 @@ def run(setting: Setting, cases: list[str], out: str | None) -> None:
         if device == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        found[case] = CASES[case](setting)
-    losses = {case: row["first_loss"] for case, row in found.items()}
-    rates = {case: row["useful_tokens_per_s"] for case, row in found.items()}
-    say(what="ratio", useful_tokens_per_s=rates, first_losses=losses, **ratios_of(found))
+        rows[case] = CASES[case](setting)
+    losses = {case: row["first_loss"] for case, row in rows.items()}
+    rates = {case: row["useful_tokens_per_s"] for case, row in rows.items()}
+    say(what="ratio", useful_tokens_per_s=rates, first_losses=losses, **ratios_of(rows))
     if out:
         Path(out).write_text("\n".join(json.dumps(row) for row in OUT) + "\n")
     if max(losses.values()) - min(losses.values()) > setting.tolerance:

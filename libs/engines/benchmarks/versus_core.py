@@ -227,13 +227,13 @@ def fill(made: torch.nn.Module, net: Any, layout: ParallelLayout, rank: int) -> 
     the distance from one.
     """
     sizes, stock = ModelSizes.of(net.config), net.state_dict()
-    live, found = dict(made.named_parameters()), {}
-    for held in held_by(sizes, layout, rank, ((len(sizes.layer_types),),)):
-        name = next((name for name in (held.name, *fused(held.name)) if name in live), None)
+    live, named = dict(made.named_parameters()), {}
+    for mapped in held_by(sizes, layout, rank, ((len(sizes.layer_types),),)):
+        name = next((name for name in (mapped.name, *fused(mapped.name)) if name in live), None)
         if name is None:
-            raise RuntimeError(f"megatron-core's model has no {held.name}; it has {sorted(live)}")
-        value = torch.zeros(held.shape)
-        for piece in held.pieces:
+            raise RuntimeError(f"megatron-core's model has no {mapped.name}; it has {sorted(live)}")
+        value = torch.zeros(mapped.shape)
+        for piece in mapped.pieces:
             value[piece.place.index] = stock[piece.tensor][piece.source.index].reshape(piece.place.size).float()
         if name.endswith("out_norm.weight"):
             value -= 1
@@ -241,10 +241,10 @@ def fill(made: torch.nn.Module, net: Any, layout: ParallelLayout, rank: int) -> 
         if parameter.shape != value.shape:
             raise RuntimeError(f"{name} has shape {tuple(parameter.shape)}, not {tuple(value.shape)}")
         parameter.copy_(value)
-        found[held.name] = parameter
+        named[mapped.name] = parameter
     if live:
         raise RuntimeError(f"parameters of megatron-core's model that got no weights: {sorted(live)}")
-    return found
+    return named
 
 
 def fused(name: str) -> list[str]:

@@ -151,39 +151,39 @@ def core_optimizer(config: EngineConfig) -> Supported | Unsupported:
 
 def features_of(config: EngineConfig) -> list[str]:
     """Return the features that a configuration asks for."""
-    asked: dict[str, bool] = {config.backend: True, config.batching: True, config.device: config.device != "auto"}
-    asked["context_parallel"] = config.context_parallel not in ("off", "static:1")
+    requested: dict[str, bool] = {config.backend: True, config.batching: True, config.device: config.device != "auto"}
+    requested["context_parallel"] = config.context_parallel not in ("off", "static:1")
     for name in ("tensor_parallel", "pipeline_parallel", "virtual_pipeline_parallel"):
-        asked[name] = getattr(config, name) > 1
-    asked["uneven_stages"] = config.first_stage_layers is not None or config.last_stage_layers is not None
+        requested[name] = getattr(config, name) > 1
+    requested["uneven_stages"] = config.first_stage_layers is not None or config.last_stage_layers is not None
     for name in ("expert_parallel", "expert_tensor_parallel"):
-        asked[name] = getattr(config, name) > 1
-    asked["gradient_checkpointing"] = config.gradient_checkpointing
-    asked["activation_offload"] = config.activation_offload
-    asked["optimizer_on_host"] = config.optimizer_on_host
-    asked["parameters_on_host"] = config.parameters_on_host
-    asked["core_optimizer"] = config.megatron_optimizer == "core"
-    asked["distributed_optimizer"] = config.distributed_optimizer
-    asked["router_z_loss"] = config.router_z_loss_coef > 0
-    asked["routing_replay"] = config.routing_replay
-    asked["learning_rates"] = bool(config.learning_rates)
-    asked["lora"] = config.lora.rank > 0
-    asked["vision"] = config.vision != "off"
-    asked["trained_vision"] = config.vision == "trained"
-    asked["bfloat16"] = "bfloat16" in (config.dtype, config.master_dtype)
-    asked["bfloat16_masters"] = config.master_dtype == "bfloat16"
-    asked["bfloat16_moments"] = config.moments_dtype == "bfloat16"
-    asked["compiled_layers"] = config.compile == "on" and config.backend == "megatron"
-    asked["replicated_weights"] = config.weights == "replicated" and config.backend == "megatron"
-    asked["collective_timeout"] = config.collective_timeout_seconds is not None
-    asked["hybrid_sharding"] = config.shard_ranks is not None
-    return [feature for feature, wanted in asked.items() if wanted]
+        requested[name] = getattr(config, name) > 1
+    requested["gradient_checkpointing"] = config.gradient_checkpointing
+    requested["activation_offload"] = config.activation_offload
+    requested["optimizer_on_host"] = config.optimizer_on_host
+    requested["parameters_on_host"] = config.parameters_on_host
+    requested["core_optimizer"] = config.megatron_optimizer == "core"
+    requested["distributed_optimizer"] = config.distributed_optimizer
+    requested["router_z_loss"] = config.router_z_loss_coef > 0
+    requested["routing_replay"] = config.routing_replay
+    requested["learning_rates"] = bool(config.learning_rates)
+    requested["lora"] = config.lora.rank > 0
+    requested["vision"] = config.vision != "off"
+    requested["trained_vision"] = config.vision == "trained"
+    requested["bfloat16"] = "bfloat16" in (config.dtype, config.master_dtype)
+    requested["bfloat16_masters"] = config.master_dtype == "bfloat16"
+    requested["bfloat16_moments"] = config.moments_dtype == "bfloat16"
+    requested["compiled_layers"] = config.compile == "on" and config.backend == "megatron"
+    requested["replicated_weights"] = config.weights == "replicated" and config.backend == "megatron"
+    requested["collective_timeout"] = config.collective_timeout_seconds is not None
+    requested["hybrid_sharding"] = config.shard_ranks is not None
+    return [feature for feature, wanted in requested.items() if wanted]
 
 
 def refuse_unsupported(config: EngineConfig) -> None:
     """Raise ValueError with the reason for the first unsupported feature that this configuration asks for."""
-    asked = features_of(config)
-    for feature in asked:
+    features = features_of(config)
+    for feature in features:
         answer = supports(config, feature)
         if isinstance(answer, Unsupported):
             raise ValueError(f"{feature} is not supported: {answer.reason}")
@@ -201,11 +201,11 @@ def refuse_unsupported(config: EngineConfig) -> None:
         raise ValueError(f"megatron_optimizer='core' cannot be used: {answer.reason}; set it to 'auto' or 'torch'")
     if config.virtual_pipeline_parallel > 1 and config.pipeline_parallel == 1:
         raise ValueError("virtual_pipeline_parallel has no effect without pipeline_parallel: set that above 1")
-    if config.virtual_pipeline_parallel > 1 and "uneven_stages" in asked:
+    if config.virtual_pipeline_parallel > 1 and "uneven_stages" in features:
         raise ValueError(
             "first_stage_layers and last_stage_layers have not been run with virtual stages: use one of both"
         )
-    if "context_parallel" in asked and config.batching != "packed":
+    if "context_parallel" in features and config.batching != "packed":
         raise ValueError("context parallelism shards packed sequences: set batching='packed'")
 
 

@@ -16,11 +16,11 @@ refused in combination says so when a configuration is made or built, and docs/e
 
 def answers() -> dict[str, dict[str, Supported | Unsupported]]:
     """Return every feature's answer, by backend."""
-    found: dict[str, dict[str, Supported | Unsupported]] = {}
+    table: dict[str, dict[str, Supported | Unsupported]] = {}
     for name, features in BACKENDS.items():
         config = EngineConfig(backend=name)  # type: ignore[arg-type]
-        found[name] = {feature: supports(config, feature) for feature in features}
-    return found
+        table[name] = {feature: supports(config, feature) for feature in features}
+    return table
 
 
 def main() -> int:

@@ -87,8 +87,8 @@ class EngineConfig:
     router_aux_loss_coef: float | None = None
     """Coefficient of a router's load-balancing loss; None keeps the model's own, 0 trains without that loss."""
     router_z_loss_coef: float = 0.0
-    """Coefficient of a router's z-loss: the squared log-partition of its logits, a mean over tokens summed over layers, as
-    megatron-core's `moe_z_loss_coeff`."""
+    """Coefficient of a router's z-loss, the squared log-partition of its logits: a mean over tokens, summed over
+    layers, as megatron-core's `moe_z_loss_coeff`."""
     routing_replay: bool = False
     """Send every token to the experts that the batch's `routed_experts` names (those that it was sampled through),
     where it names some; in `forward` too."""
@@ -130,8 +130,8 @@ class EngineConfig:
     `engines.NonFiniteError`, "skip" continues with the next batch, and ends it at the tenth such step in a row."""
 
     def __post_init__(self) -> None:
-        if found := [*self.problems()]:
-            raise ValueError("; ".join(found))
+        if problems := [*self.problems()]:
+            raise ValueError("; ".join(problems))
 
     def problems(self) -> Iterator[str]:
         """Yield the text of each problem; most begin with a field's name."""
@@ -152,15 +152,15 @@ class EngineConfig:
 
     def _unreadable(self) -> dict[str, str]:
         """Return the problems of fields that have the wrong type or shape, by name."""
-        found: dict[str, str] = {}
+        problems: dict[str, str] = {}
         for entry in fields(self):
             try:
                 _check_type(entry.name, getattr(self, entry.name), entry.type)
                 if entry.name in _SHAPES:
                     _SHAPES[entry.name](getattr(self, entry.name))
             except ValueError as error:
-                found[entry.name] = str(error)
-        return found
+                problems[entry.name] = str(error)
+        return problems
 
     def _beside_each_other(self) -> Iterator[str]:
         """Yield the problems of fields whose values exclude each other."""
@@ -218,33 +218,33 @@ def parse_context_parallel(value: str) -> int | Literal["dynamic"]:
 def parse_options(words: tuple[str, ...]) -> dict[str, Any]:
     """Return options by name from words NAME=VALUE, each value read as JSON where it is JSON; ValueError for another
     word, or a name that comes twice."""
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
-        if not equals or not name.isidentifier() or name in found:
+        if not equals or not name.isidentifier() or name in options:
             raise ValueError(f"transformer_options are NAME=VALUE, each name once, got {word!r}")
         try:
-            found[name] = json.loads(text)
+            options[name] = json.loads(text)
         except json.JSONDecodeError:
-            found[name] = text
-    return found
+            options[name] = text
+    return options
 
 
 def parse_learning_rates(words: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
     """Return regular expressions with their rates, in order; ValueError for what is not PATTERN=LR, or comes twice."""
-    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
     for word in words:
         pattern, equals, text = word.rpartition("=")
-        if not equals or not pattern or pattern in found:
+        if not equals or not pattern or pattern in rates:
             raise ValueError(f"learning_rates are PATTERN=LR, each pattern once, got {word!r}")
         try:
             re.compile(pattern)
-            found[pattern] = float(text)
+            rates[pattern] = float(text)
         except (re.error, ValueError) as error:
             raise ValueError(f"learning_rates: {word!r} is no PATTERN=LR: {error}") from error
-        if not 0 <= found[pattern] < math.inf:
+        if not 0 <= rates[pattern] < math.inf:
             raise ValueError(f"learning_rates must be finite and at least 0, got {word!r}")
-    return tuple(found.items())
+    return tuple(rates.items())
 
 
 def _check_type(name: str, value: Any, wanted: Any) -> None:
@@ -288,7 +288,7 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("betas",), lambda betas: all(0 <= beta < 1 for beta in betas), "must be at least 0 and below 1, got {}"),
     (("grad_clip",), lambda value: value > 0, "must be above 0, or None to clip nothing, got {}"),
 )
-"""Fields that may be None, the condition that other values meet, and the text of the error."""
+"""Fields, the condition on their values that are not None, and the text of the error."""
 _SHAPES: dict[str, Callable[[Any], object]] = {
     "context_parallel": parse_context_parallel,
     "transformer_options": parse_options,

@@ -52,10 +52,10 @@ def launch(
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     if under_torchrun():
-        given = int(os.environ["WORLD_SIZE"])
-        if world_size not in (1, given):
+        ranks = int(os.environ["WORLD_SIZE"])
+        if world_size not in (1, ranks):
             raise ValueError(
-                f"torchrun started {given} ranks, world_size={world_size} was asked for: drop one of the two"
+                f"torchrun started {ranks} ranks, world_size={world_size} was asked for: drop one of the two"
             )
         return _in_process(fn, args, device, timeout_seconds)
     if world_size == 1:

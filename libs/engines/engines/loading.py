@@ -29,14 +29,14 @@ def resolve_device(config: EngineConfig) -> torch.device:
     if reason := devices.missing():
         raise ValueError(f"device={devices.kind!r} but {reason}: use device='cpu' or 'auto'")
     device = devices.current()
-    asked = {"dtype": compute_dtype(config, device), "master_dtype": DTYPES[config.master_dtype]}
-    asked["moments_dtype"] = DTYPES.get(config.moments_dtype, asked["master_dtype"])
-    for setting, dtype in asked.items():
-        if devices.lacks(dtype):
+    dtypes = {"dtype": compute_dtype(config, device), "master_dtype": DTYPES[config.master_dtype]}
+    dtypes["moments_dtype"] = DTYPES.get(config.moments_dtype, dtypes["master_dtype"])
+    for setting, dtype in dtypes.items():
+        if devices.missing_dtype(dtype):
             name = str(dtype).removeprefix("torch.")
-            given = getattr(config, setting)
-            without = "'auto'" if setting == "moments_dtype" and given != "auto" else "'float32'"
-            raise ValueError(f"{setting}={given!r} is {name}, which {device} can't compute in: set {setting}={without}")
+            value = getattr(config, setting)
+            without = "'auto'" if setting == "moments_dtype" and value != "auto" else "'float32'"
+            raise ValueError(f"{setting}={value!r} is {name}, which {device} can't compute in: set {setting}={without}")
     return device
 
 

@@ -22,8 +22,8 @@ class LoraConfig:
     """Whether the scale is alpha / sqrt(rank) instead (Kalajdzievski 2023, arXiv 2312.03732)."""
 
     def __post_init__(self) -> None:
-        if found := [*self.problems()]:
-            raise ValueError("; ".join(f"lora {text}" for text in found))
+        if problems := [*self.problems()]:
+            raise ValueError("; ".join(f"lora {text}" for text in problems))
 
     def problems(self) -> Iterator[str]:
         """Yield the text of each problem, beginning with a field's name."""

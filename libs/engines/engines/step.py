@@ -25,7 +25,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
-from engines.adapters.resume import adapter_facts, check_adapter
+from engines.adapters.resume import adapter_metadata, check_adapter
 from engines.capability import Supported, Unsupported, supports
 from engines.config import EngineConfig, parse_context_parallel
 from engines.execution.executor import Executor, Scores, Scoring
@@ -111,10 +111,10 @@ class Engine:
         scoring = Scoring(self.config.temperature, objective.needs_entropy)
         self.executor.train(micro_batches, loss, scoring)
         rate = learning_rate(self.config, self.step)
-        found = loss.start(self.groups.plan)  # before the update, which the host does not wait for then
+        reduced = loss.start(self.groups.plan)  # before the update, which the host does not wait for then
         update = self.executor.optimizer_step(rate, loss.share(self.device))
         self._ahead.run()
-        metrics = self.groups.from_last_stage(found())
+        metrics = self.groups.from_last_stage(reduced())
         try:
             norm = self._take_update(metrics["loss"], update)
         except NonFiniteError as error:
@@ -156,12 +156,12 @@ class Engine:
 
     def _ready(self, batch: Batch, objective: Objective) -> tuple["_Work", MicroBatches]:
         """Return a step that the ranks agree on and its micro-batches, prepared before or now. Collective."""
-        found: tuple[_Work, MicroBatches] | None = self._ahead.take(batch, objective)
-        if found is None:
+        prepared: tuple[_Work, MicroBatches] | None = self._ahead.take(batch, objective)
+        if prepared is None:
             work = self._agree_on(batch, objective)
             return work, self._micro_batches(work.batch, work.plan)
-        self._check_agreement("whole", found[0].plan.hash, found[0].stats.totals)
-        return found
+        self._check_agreement("whole", prepared[0].plan.hash, prepared[0].stats.totals)
+        return prepared
 
     def plan(self, lengths: Sequence[int]) -> StepPlan:
         """Plan a step from the lengths of all rows: pure, the same on every rank. ValueError for a row over the cap."""
@@ -180,11 +180,11 @@ class Engine:
         """Check a whole batch, leave out rows without a gradient and plan."""
         local = self._checked(_whole(view), ("loss_mask", *objective.required_keys))
         stats = row_stats(view, self._zero_gradient_rows(view, objective))
-        kept = tuple(row for row in range(len(view)) if row not in stats.zero_gradient)
-        planned = kept or (0,)  # nothing to compute: a plan for one row, without it
+        computed = tuple(row for row in range(len(view)) if row not in stats.zero_gradient)
+        planned = computed or (0,)  # nothing to compute: a plan for one row, without it
         plan = self.planner.plan([view.lengths[row] for row in planned])
-        plan = plan.renumbered(planned, view.lengths).without(() if kept else planned)
-        return _Work(local, plan, stats, kept)
+        plan = plan.with_rows(planned, view.lengths).without(() if computed else planned)
+        return _Work(local, plan, stats, computed)
 
     def _agree_on_parts(self, batch: LocalBatch, objective: Objective) -> _Work:
         """Check and plan where ranks hold parts: the plan is of all lengths, then loses rows without a gradient."""
@@ -194,8 +194,8 @@ class Engine:
         zero = self._zero_gradient_rows(batch.view, objective)
         stats = gather_row_stats(batch, zero, self._needed(plan), self.groups, self.device)
         self.planner.prepare(plan)
-        kept = tuple(row for row in range(len(batch.lengths)) if row not in stats.zero_gradient)
-        return _Work(batch, plan.without(stats.zero_gradient), stats, kept)
+        computed = tuple(row for row in range(len(batch.lengths)) if row not in stats.zero_gradient)
+        return _Work(batch, plan.without(stats.zero_gradient), stats, computed)
 
     def _checked(self, batch: LocalBatch, keys: Sequence[str]) -> LocalBatch:
         """Return the batch with these keys checked, media only where the model sees them, and their positions."""
@@ -212,8 +212,8 @@ class Engine:
             return None
         return objective.zero_gradient_rows(view)
 
-    def _check_agreement(self, *facts: object) -> None:
-        check_agreement(agreed_number(facts), "the plan of this step", self.device, self.groups.world)
+    def _check_agreement(self, *metadata: object) -> None:
+        check_agreement(agreed_number(metadata), "the plan of this step", self.device, self.groups.world)
 
     def _micro_batches(self, batch: LocalBatch, plan: StepPlan, keys: Sequence[str] | None = None) -> MicroBatches:
         parts = plan.ranks[self.groups.plan_index]
@@ -253,8 +253,8 @@ class Engine:
             # Ranks that share a micro-batch all have its scores, and they are added over ranks: the first gives them.
             if micro_batch.dummy or micro_batch.ranks[0] != self.groups.plan_index:
                 return
-            found = [scores.log_probs] if scores.entropy is None else [scores.log_probs, scores.entropy]
-            flat[:, _tokens_of(micro_batch, starts)] = torch.stack([row.float() for row in found])
+            columns = [scores.log_probs] if scores.entropy is None else [scores.log_probs, scores.entropy]
+            flat[:, _tokens_of(micro_batch, starts)] = torch.stack([row.float() for row in columns])
 
         scoring = Scoring(self.config.temperature if temperature is None else temperature, entropy)
         self.executor.score(self._micro_batches(local, plan, keys), take, scoring)
@@ -289,9 +289,9 @@ class Engine:
         `also`: directories that hold the same (its files under further names): each appears after those before it.
         """
         self._check_onloaded()
-        facts = {"step": self.step, "skipped_steps": self.guard.skipped} | adapter_facts(self.config.lora)
-        facts["extra"] = dict(extra or {})
-        self._writer.save(Path(directory), self.executor.state(), facts, wait, [Path(path) for path in also])
+        metadata = {"step": self.step, "skipped_steps": self.guard.skipped} | adapter_metadata(self.config.lora)
+        metadata["extra"] = dict(extra or {})
+        self._writer.save(Path(directory), self.executor.state(), metadata, wait, [Path(path) for path in also])
 
     def saves_done(self) -> bool:
         """Return whether what `save` began is whole on disk. Local; `wait_for_saves` raises its errors."""
@@ -311,11 +311,11 @@ class Engine:
         state = self.executor.state()
         shared = self.groups.layout.pp > 1 or self.config.distributed_optimizer
         parts = self.groups.world if shared else None
-        facts = load_checkpoint(Path(directory), state, parts, partial(check_adapter, self.config, state))
+        metadata = load_checkpoint(Path(directory), state, parts, partial(check_adapter, self.config, state))
         self.executor.load_state(state)
-        self.step = int(facts["step"])
-        self.guard = FiniteGuard(self.config, skipped=int(facts.get("skipped_steps", 0)))
-        return dict(facts.get("extra", {}))
+        self.step = int(metadata["step"])
+        self.guard = FiniteGuard(self.config, skipped=int(metadata.get("skipped_steps", 0)))
+        return dict(metadata.get("extra", {}))
 
     def save_hf(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write a directory for AutoModelForCausalLM.from_pretrained, in the dtypes of the source or in `dtype`.

@@ -309,16 +309,16 @@ def test_export_equals_the_state_dict(executor: str) -> None:
 @EXECUTORS
 def test_plain_facts(executor: str) -> None:
     built = engine(executor=executor)
-    facts = built.state_summary()
-    assert facts["world_size"] == 1
-    assert facts["dtype"] == "float32"
-    assert facts["parameters"] == sum(p.numel() for p in tiny_model("dense").parameters())
+    metadata = built.state_summary()
+    assert metadata["world_size"] == 1
+    assert metadata["dtype"] == "float32"
+    assert metadata["parameters"] == sum(p.numel() for p in tiny_model("dense").parameters())
     reason = (
         "on a CPU the plain layers are as fast"
         if executor == "fsdp2"
         else "the plain executor calls stock transformers"
     )
-    assert facts["compiled"] == f"no: {reason}"
+    assert metadata["compiled"] == f"no: {reason}"
     assert built.supports("packed")
     assert not built.supports("tensor_parallel")
 

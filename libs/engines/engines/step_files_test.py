@@ -25,7 +25,7 @@ from engines.proofs.plain_executor import build_plain_engine
 from engines.step import Engine
 from engines.testing.assembled import assemble
 from engines.testing.bigram_executor import Bigram, BigramExecutor
-from engines.testing.edit_manifest import edit_facts
+from engines.testing.edit_manifest import edit_metadata
 from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
 from engines.tiny import tiny_batch, tiny_model
 from engines.weights.model_weights import ModelWeights
@@ -314,7 +314,7 @@ def test_a_checkpoint_without_a_count_has_skipped_nothing(tmp_path: Path) -> Non
     built, other = bigram(), bigram()
     built.train_batch(tiny_batch([5, 7]), SFT())
     built.save(str(tmp_path / "one"))
-    edit_facts(tmp_path / "one", lambda facts: facts.pop("skipped_steps"))
+    edit_metadata(tmp_path / "one", lambda metadata: metadata.pop("skipped_steps"))
     other.load(str(tmp_path / "one"))
     assert (other.step, other.guard.skipped, other.guard.config) == (1, 0, other.config)
 

@@ -276,8 +276,8 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     built.train_batch(batch, Weighted())
     built.guard.skipped = 3
     built.save(tmp_path / "one")
-    facts, _ = read_manifest(tmp_path / "one")
-    assert facts == {"step": 1, "skipped_steps": 3, "world_size": 1, "optimizer": False, "extra": {}}
+    metadata, _ = read_manifest(tmp_path / "one")
+    assert metadata == {"step": 1, "skipped_steps": 3, "world_size": 1, "optimizer": False, "extra": {}}
     other.load(tmp_path / "one")
     assert (other.step, other.guard.skipped) == (1, 3)
     assert torch.equal(other.executor.model.table, built.executor.model.table)

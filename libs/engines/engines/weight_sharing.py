@@ -45,11 +45,11 @@ def shared_parameters(engine: Any) -> SharedParameters | Unsupported:
     if engine._offloaded:
         return Unsupported("the engine is offloaded: its weights are in host memory")
     dtype = compute_dtype(engine.config, engine.device)
-    held = engine.executor.held()
-    reason = next(_reasons(held.items(), dtype, engine.device), None)
+    tensors = engine.executor.held()
+    reason = next(_reasons(tensors.items(), dtype, engine.device), None)
     if reason is not None:
         return Unsupported(reason)
-    lent = {name: _local(tensor) for name, tensor in held.items()}
+    lent = {name: _local(tensor) for name, tensor in tensors.items()}
     return SharedParameters(dict(finite_tensors(lent.items())), lambda: int(engine.step))
 
 

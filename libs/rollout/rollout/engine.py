@@ -1,4 +1,4 @@
-"""What every generation engine promises: the request, the answer and the protocol between them."""
+"""The protocol of generation engines: requests, completions and weight sync."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from seqpack.capability import Supported, Unsupported
 StopReason = Literal["stop", "length", "abort", "deadline"]
 PauseMode = Literal["finish", "abort"]
 OnTokens = Callable[[Sequence[int], Sequence[float]], None]
-"""Takes the ids of tokens just sampled, and their log-probs."""
+"""Function of the ids of newly sampled tokens, and their log-probs."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Sampling:
             raise ValueError("; ".join(found))
 
     def problems(self) -> Iterator[str]:
-        """Yield texts of all that is wrong, each beginning with a field's name."""
+        """Yield a text for each invalid field, beginning with the field's name."""
         if not 0 < self.temperature < float("inf"):
             yield (
                 f"temperature must be above 0 and finite, got {self.temperature}; "
@@ -55,14 +55,14 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """The tokens sampled after one prompt; the sequences speak of the same tokens, in order.
+    """The tokens sampled after one prompt; all sequences have one entry a token, in order.
 
-    `ids` include the stop token that ended them. `log_probs` are those of the distribution that was sampled from:
-    at the temperature used and renormalised over what top-k and top-p left (for greedy: the model's own, at
-    temperature 1). `policy_versions` name, token by token, the weights that made it. A completion that was cut off
-    ("length", "abort", "deadline") holds what was sampled until then, perhaps nothing. `extras` is what an engine tells
-    besides, one entry a token where it is a sequence; "routed_experts" is a `rollout.experts.RoutedExperts` of the
-    prompt's tokens and of `ids`, whose last was sampled and not read, so that its experts are unknown.
+    `ids` include the stop token that ended them. `log_probs` are those of the distribution that was sampled from: at
+    the temperature used and renormalised over what top-k and top-p left (for greedy: the model's own, at temperature
+    1). `policy_versions` are the versions of the weights that sampled each token. A completion that was cut off
+    ("length", "abort", "deadline") holds what was sampled until then, perhaps nothing. `extras` is what an engine adds,
+    one entry a token where it is a sequence; "routed_experts" is a `rollout.experts.RoutedExperts` of the prompt's
+    tokens and of `ids`. The last token was sampled and not read, so its experts are unknown.
     """
 
     ids: tuple[int, ...]
@@ -81,7 +81,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Load:
-    """How busy an engine is, in requests: those that decode, and those that have no place in the batch yet."""
+    """How busy an engine is, in requests: those that decode, and those that wait for a slot in the batch."""
 
     running: int
     waiting: int
@@ -93,19 +93,19 @@ class Load:
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """A generator of tokens whose weights can be replaced while it lives."""
+    """A generator of tokens whose weights can be replaced while it runs."""
 
     @property
     def version(self) -> int:
-        """The number of the weights in use."""
+        """The version of the weights in use."""
         ...
 
     def supports(self, feature: str) -> Supported | Unsupported:
-        """Return whether this engine has a feature (`rollout.capability`). ValueError: nobody knows that name."""
+        """Return whether this engine has a feature (`rollout.capability`). Raise ValueError for an unknown name."""
         ...
 
     def load(self) -> Load:
-        """Return the requests that run and wait at this moment. Returns at once, from any thread."""
+        """Return how many requests run and wait at this moment. Never blocks; any thread may call it."""
         ...
 
     async def generate(
@@ -120,14 +120,13 @@ class RolloutEngine(Protocol):
     ) -> Completion:
         """Sample one completion; concurrent calls are batched.
 
-        At `deadline`, in seconds of `time.monotonic()`, the completion comes back with what it has and stop_reason
-        "deadline". `request_id` is what `cancel` knows the request by. Cancelling the asyncio task that waits here
-        frees the request's place in the batch.
+        At `deadline`, in seconds of `time.monotonic()`, the completion returns with the tokens so far and stop_reason
+        "deadline". `request_id` names the request for `cancel`. Cancelling the asyncio task that waits here frees the
+        request's slot in the batch.
 
-        `on_tokens` hears of the tokens while they are sampled: it is called on this event loop with the ids and
-        log-probs of those that came since the last call, in order. All calls come before this one returns, and together
-        they tell the completion's `ids` and `log_probs`. It must not block; what it raises ends the request and is
-        raised here.
+        `on_tokens` gets the tokens while they are sampled: it is called on this event loop with the ids and log-probs
+        of those that came since the last call, in order. All calls come before this one returns, and together they give
+        the completion's `ids` and `log_probs`. It must not block; what it raises ends the request and is raised here.
 
         Raises:
             ValueError: an empty prompt, an id outside the vocabulary (named), a request longer than the engine holds, a
@@ -136,51 +135,52 @@ class RolloutEngine(Protocol):
         ...
 
     async def cancel(self, request_id: str) -> bool:
-        """End a request: its `generate` returns what it has, with stop_reason "abort", and its place in the batch is
-        free. False where no such request is waiting or running.
+        """End a request: its `generate` returns the tokens so far with stop_reason "abort", and its slot is free.
+
+        Returns False where no such request is waiting or running.
         """
         ...
 
     async def pause(self, mode: PauseMode = "finish") -> None:
-        """Start no new work; return when the running work is finished (or aborted with what it has)."""
+        """Start no new work and return when the running work is finished (or aborted with the tokens so far)."""
         ...
 
     async def resume(self) -> None:
-        """Take up work again, first the requests that waited; old weights kept since a `commit` are let go."""
+        """Resume work, waiting requests first, and drop the old weights that a `commit` kept."""
         ...
 
     async def prepare(self, manifest: Manifest) -> None:
-        """Begin to receive weights. ValueError: not newer than any before, or tensors that do not fit the model."""
+        """Begin a weight sync. Raise ValueError for a version that is not new, or tensors that do not fit the model."""
         ...
 
     async def receive(self, bucket: Bucket) -> int:
-        """Stage a bucket beside the weights in use; the number of elements that still lack (0: whole, and verified).
+        """Stage a bucket beside the weights in use; return the number of missing elements (0: all are checked).
 
-        ValueError: what came is not what the manifest promised, or not finite.
+        Raises ValueError for what the manifest does not promise, or what is not finite.
         """
         ...
 
     async def commit(self, version: int) -> None:
-        """Use the staged weights from the next token on. ValueError, and the old ones stay: they are not whole.
+        """Use the staged weights from the next token on. Raise ValueError, and keep the old ones, where any is missing.
 
-        The old weights are kept, so that `abort` can bring them back, until `resume` or the next `prepare`.
+        The old weights are kept, so that `abort` can restore them, until `resume` or the next `prepare`.
         """
         ...
 
     async def abort(self) -> None:
-        """Drop what is staged, or bring the old weights back after a commit; nothing where there is neither."""
+        """Drop what is staged, or restore the old weights after a commit; without either, do nothing."""
         ...
 
     async def update_weights(self, version: int, pieces: Iterable[Piece]) -> None:
-        """Replace all weights by those of a stream in this process, or raise ValueError and keep all the old ones."""
+        """Replace all weights by those of a stream in this process, or raise ValueError and keep the old ones."""
         ...
 
 
 def check_request(prompt_ids: Sequence[int], sampling: Sampling, vocab_size: int | None, max_length: int) -> None:
-    """Refuse what a model of that vocabulary (None: it is not known here) and length cannot continue.
+    """Raise ValueError for a request that a model of that vocabulary (None: unknown here) and length cannot continue.
 
     Raises:
-        ValueError: an empty prompt, an id outside the vocabulary, or prompt and answer together too long.
+        ValueError: an empty prompt, an id outside the vocabulary, or prompt and completion together too long.
     """
     if not len(prompt_ids):
         raise ValueError("an empty prompt cannot be continued; give at least one token")

@@ -5,9 +5,9 @@ from types import TracebackType
 
 
 class EpisodeFailed(Exception):  # noqa: N818  it names the event, as CancelledError's kin do
-    """An episode broke: its environment, a tool's backend or its reward is down. It is never a reward of zero.
+    """Failure of an episode: its environment, a tool's backend or its reward is down. It is never a reward of zero.
 
-    `retryable` says whether the same task may be played again (a worker was lost, a limit was hit) or would break again
+    `retryable` says whether the same task may be played again (a worker was lost, a limit was hit) or would fail again
     (a reward that isn't a number).
     """
 
@@ -21,11 +21,11 @@ class EpisodeFailed(Exception):  # noqa: N818  it names the event, as CancelledE
 
 
 class NotFiniteError(ValueError):
-    """The model's logits, or the weights on their way to it, hold NaN or infinity."""
+    """NaN or infinity in the model's logits, or in weights that are synced."""
 
 
 class ForwardErrors:
-    """A block whose exception is handed to a function instead of being raised, so that another thread raises it."""
+    """A block whose exception is passed to a function instead of being raised, so that another thread raises it."""
 
     def __init__(self, failed: Callable[[BaseException], None]) -> None:
         self._failed = failed

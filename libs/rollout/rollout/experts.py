@@ -1,4 +1,4 @@
-"""Which experts of a mixture each token of a stream went to, so that a trainer can send it to the same ones.
+"""The experts that read each token of a stream, so that a trainer can send it to the same ones.
 
 "Stabilizing MoE reinforcement learning by aligning training and inference routers" (arXiv 2510.11370) replays them.
 """
@@ -19,7 +19,7 @@ _BYTES = torch.int16.itemsize
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """i16[tokens, layers, k] as bytes, so that it can be compared, hashed and written down.
+    """The experts of each token, i16[tokens, layers, k] as bytes, so that they can be compared, hashed and written.
 
     `layers` counts the layers that have a router, in the order of the model; `k` experts a token. A token whose experts
     are not known has -1 in all of its entries.
@@ -37,8 +37,7 @@ class RoutedExperts:
 
     @classmethod
     def of(cls, experts: Tensor) -> "RoutedExperts":
-        """Return of a tensor [tokens, layers, k] of whole numbers. ValueError: another shape, or a number that is no
-        int16."""
+        """Copy a tensor [tokens, layers, k] of whole numbers. Raise ValueError for another shape, or beyond int16."""
         if experts.dim() != 3 or experts.is_floating_point():
             raise ValueError(
                 f"experts are whole numbers [tokens, layers, k], got {experts.dtype} {tuple(experts.shape)}"
@@ -56,22 +55,22 @@ class RoutedExperts:
         return len(self.data) // self._row
 
     def tensor(self) -> Tensor:
-        """i16[tokens, layers, k], a copy."""
+        """Return a copy as a tensor i16[tokens, layers, k]."""
         flat = torch.frombuffer(bytearray(self.data), dtype=torch.int16) if self.data else torch.zeros(0).short()
         return flat.view(-1, self.layers, self.k)
 
     def plain(self) -> list[Any]:
-        """As JSON holds it."""
+        """Return JSON values."""
         return [self.layers, self.k, base64.b64encode(self.data).decode()]
 
     @classmethod
     def read(cls, plain: Sequence[Any]) -> "RoutedExperts":
-        """Return what `plain` gave."""
+        """Read the result of `plain`."""
         layers, k, data = plain
         return cls(layers, k, base64.b64decode(data, validate=True))
 
     def resized(self, tokens: int) -> "RoutedExperts":
-        """Return the first `tokens`, the experts of those behind the last unknown."""
+        """Return the experts of the first `tokens` tokens; those past the last known one are unknown."""
         if tokens == len(self):
             return self
         kept = self.data[: tokens * self._row]
@@ -79,7 +78,7 @@ class RoutedExperts:
         return RoutedExperts(self.layers, self.k, kept + b"\xff" * (lacking * self._row))
 
     def over(self, other: "RoutedExperts") -> "RoutedExperts":
-        """Return these where they are known, else the other's of the same stream; as long as the longer.
+        """Return these experts where known, else the other's of the same stream, at the length of the longer one.
 
         Raises:
             ValueError: the two are of different models.
@@ -93,5 +92,5 @@ class RoutedExperts:
 
 
 def merged(first: RoutedExperts | None, second: RoutedExperts | None) -> RoutedExperts | None:
-    """Return `first` over `second`, where there are both."""
+    """Return `first.over(second)`, or the one that is not None."""
     return second if first is None else first if second is None else first.over(second)

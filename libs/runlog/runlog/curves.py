@@ -22,7 +22,7 @@ class Kind:
     always: bool = False
     small: bool = False
 
-    def titled(self, name: str) -> str | None:
+    def title_for(self, name: str) -> str | None:
         """Return the title of a metric of this kind; None for any other metric."""
         for pattern in self.match:
             head, _, tail = pattern.partition("{}")
@@ -73,7 +73,7 @@ ROUNDING = 1e-6  # what is smaller throughout is rounding: no curve to put in fr
 
 def kind_of(name: str) -> Kind | None:
     """Return the kind of a metric by its name, perhaps after a prefix ("train/loss"); None for an unknown name."""
-    return next((kind for kind in KINDS if kind.titled(name)), None)
+    return next((kind for kind in KINDS if kind.title_for(name)), None)
 
 
 def series(metrics: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
@@ -89,7 +89,7 @@ def series(metrics: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], l
     return by_name
 
 
-def thin(steps: Sequence[int], values: Sequence[float], limit: int) -> tuple[list[int], list[float]]:
+def downsample(steps: Sequence[int], values: Sequence[float], limit: int) -> tuple[list[int], list[float]]:
     """Return at most `limit` points: means of equal intervals, placed at each interval's last step."""
     if len(steps) <= limit:
         return list(steps), list(values)
@@ -128,14 +128,14 @@ def charts(metrics: Sequence[Mapping[str, Any]], max_points: int) -> list[dict[s
         kind = kind_of(name)
         if _is_flat(kind, values):
             continue
-        xs, ys = thin(steps, values, max_points)
+        xs, ys = downsample(steps, values, max_points)
         marks = kind.marks if kind else name.startswith("eval/")
         percent = kind is not None and kind.percent
         word = _worded(kind)
         made.append(
             {
                 "name": name,
-                "title": (kind.titled(name) if kind else None) or name,
+                "title": (kind.title_for(name) if kind else None) or name,
                 "unit": kind.unit if kind else "",
                 "known": kind is not None,
                 "rounding": not (kind and (kind.always or kind.small)) and max(map(abs, ys)) <= ROUNDING,
@@ -160,7 +160,7 @@ def unchanged(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     rows = []
     for name, values in flat.items():
         kind = kind_of(name)
-        title = (kind.titled(name) if kind else None) or name
+        title = (kind.title_for(name) if kind else None) or name
         rows.append((KINDS.index(kind) if kind else len(KINDS), title, _worded(kind)(values[-1])))
     return [(title, value) for _, title, value in sorted(rows)]
 
@@ -181,7 +181,7 @@ def _place(chart: Mapping[str, Any]) -> tuple[bool, int, str]:
     return chart["rounding"], KINDS.index(kind) if kind else len(KINDS), chart["name"]
 
 
-def headline(metrics: Sequence[Mapping[str, Any]], episodes: int) -> list[dict[str, str]]:
+def key_figures(metrics: Sequence[Mapping[str, Any]], episodes: int) -> list[dict[str, str]]:
     """Return the few numbers at the top of the page: label, value and a note."""
     by_name = series(metrics)
     by_title = {kind.title: by_name[name] for name in reversed(by_name) if (kind := kind_of(name))}

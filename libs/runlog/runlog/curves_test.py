@@ -2,7 +2,7 @@
 
 import pytest
 
-from runlog.curves import charts, headline, kind_of, noisy, smooth, thin, unchanged
+from runlog.curves import charts, key_figures, kind_of, noisy, smooth, downsample, unchanged
 
 RUN = [
     {"step": s, "time": 1000.0 + 2 * s, "reward": s / 10, "loss": 1.0, "train/kl": 0.1 * s, "constant": 3, "odd": s % 3,
@@ -57,11 +57,11 @@ def test_rounding_is_no_curve_to_put_in_front() -> None:
 
 def test_thinning_keeps_the_mean_and_the_last_step() -> None:
     steps, values = list(range(1000)), [float(i % 7) for i in range(1000)]
-    xs, ys = thin(steps, values, 100)
+    xs, ys = downsample(steps, values, 100)
     assert len(xs) == len(ys) == 100
     assert xs[-1] == 999
     assert sum(ys) / 100 == pytest.approx(sum(values) / 1000)
-    assert thin(steps[:50], values[:50], 100) == (steps[:50], values[:50])
+    assert downsample(steps[:50], values[:50], 100) == (steps[:50], values[:50])
 
 
 def test_smoothing_has_no_pull_towards_the_start() -> None:
@@ -78,7 +78,7 @@ def test_only_noise_is_smoothed() -> None:
 
 
 def test_the_headline() -> None:
-    tiles = {t["label"]: t for t in headline(RUN, 12)}
+    tiles = {t["label"]: t for t in key_figures(RUN, 12)}
     assert tiles["Held-out accuracy"]["value"] == "60.0 %"
     assert tiles["Held-out accuracy"]["note"] == "51.0 % before, +9.0 points"
     assert tiles["Reward"]["value"] == "1"
@@ -88,10 +88,10 @@ def test_the_headline() -> None:
 
 
 def test_a_run_of_one_row_has_a_headline() -> None:
-    assert [t["label"] for t in headline([{"step": 1, "loss": 2.0}], 0)] == ["Steps"]
+    assert [t["label"] for t in key_figures([{"step": 1, "loss": 2.0}], 0)] == ["Steps"]
 
 
 def test_the_headline_of_fine_tuning_is_the_held_out_loss() -> None:
-    tiles = headline([{"step": 0, "eval/loss": 2.5}, {"step": 9, "eval/loss": 0.75}], 0)
+    tiles = key_figures([{"step": 0, "eval/loss": 2.5}, {"step": 9, "eval/loss": 0.75}], 0)
     assert tiles[0] == {"label": "Held-out loss", "value": "0.75", "note": "2.5 before"}
     assert tiles[1]["note"] == "no episodes kept"

@@ -19,7 +19,7 @@ except ImportError as error:
     raise ImportError(missing_extra_message("the report needs jinja2", "report")) from error
 
 from runlog import store
-from runlog.curves import charts, headline, series, unchanged
+from runlog.curves import charts, key_figures, series, unchanged
 from runlog.episodes import view
 from runlog.sampling import HELD_OUT, TRAINING, draw_groups
 from runlog.timeline import read_timeline, timeline_svg
@@ -28,7 +28,7 @@ REPORT = "report.html"
 PAGE_BYTES = 1_000_000
 HELD_OUT_SHARE = 0.3  # of the room for episodes
 CHART_SHARE = 0.35  # of the page
-FEWEST_POINTS = 20
+MIN_POINTS = 20
 MOST_UNCHANGED = 200  # metrics that never changed, in a table
 CUTS = ((1200, 20_000), (300, 4_000), (60, 500), (8, 60))  # tokens and characters of an episode that stay
 
@@ -81,8 +81,8 @@ def _charts_within(metrics: Sequence[Mapping[str, Any]], points: int, room: int)
     made = charts(metrics, points)
     longest = max((len(chart["x"]) for chart in made), default=0)
     size = _size(made)
-    while size > room and longest > FEWEST_POINTS:
-        longest = max(FEWEST_POINTS, min(longest // 2, int(longest * room / size)))
+    while size > room and longest > MIN_POINTS:
+        longest = max(MIN_POINTS, min(longest // 2, int(longest * room / size)))
         made = charts(metrics, longest)
         size = _size(made)
     sizes = itertools.accumulate(_size(chart) + 1 for chart in made)
@@ -129,7 +129,7 @@ def _page(
     flat = unchanged(metrics)
     return template.render(
         title=title or run_dir.resolve().name,
-        tiles=headline(metrics, logged),
+        tiles=key_figures(metrics, logged),
         episodes=logged,
         unchanged=flat[:MOST_UNCHANGED],
         more_unchanged=max(0, len(flat) - MOST_UNCHANGED),

@@ -13,7 +13,7 @@ from typing import NamedTuple
 TIMELINE = "timeline.jsonl"
 MOST_SPANS = 600  # in a picture; older ones are left out, and it says so
 WIDTH, LANE, LABEL = 960, 30, 90
-COLOURS = {"train": "#3b76c4", "sample": "#3f9a62", "sync": "#c9662b", "evaluate": "#8a63b8"}
+COLORS = {"train": "#3b76c4", "sample": "#3f9a62", "sync": "#c9662b", "evaluate": "#8a63b8"}
 OTHER = "#888888"
 
 
@@ -102,7 +102,7 @@ def timeline_svg(spans: Sequence[Span]) -> str:
         for span in (s for s in shown if s.lane == lane):
             x, width = LABEL + (span.begin - start) * scale, max(0.5, (span.end - span.begin) * scale)
             text = escape(f"{span.kind}: {span.begin - start:.2f} s to {span.end - start:.2f} s")
-            colour = COLOURS.get(span.kind, OTHER)
+            colour = COLORS.get(span.kind, OTHER)
             parts.append(
                 f'<rect x="{x:.2f}" y="{y + 5}" width="{width:.2f}" height="{LANE - 10}" fill="{colour}">'
                 f"<title>{text}</title></rect>"

@@ -64,7 +64,7 @@ class PlainCluster:
     rollout: PlainRollout = field(default_factory=PlainRollout)
     schedule: PlainSchedule = field(default_factory=PlainSchedule)
     offload: bool = False
-    environment: tuple[str, ...] = ()
+    env: tuple[str, ...] = ()
     changed: tuple[tuple[str, Any], ...] = ()
     apart: str | None = None
     """Why a native sampler has weights of its own, where it has."""

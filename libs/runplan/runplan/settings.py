@@ -137,7 +137,7 @@ class ClusterSettings(Protocol):
         """Whether training's states are in host memory while answers are sampled."""
 
     @property
-    def environment(self) -> tuple[str, ...]:
+    def env(self) -> tuple[str, ...]:
         """Variables that whoever starts the program sets, as NAME=value."""
 
     @property

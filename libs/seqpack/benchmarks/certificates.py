@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 
 from seqpack.planning.balancing import balance
-from seqpack.planning.exact import fewest_bins, least_maximum
+from seqpack.planning.exact import min_bins, least_maximum
 from seqpack.planning.packing import pack
 
 CAPACITY = 120
@@ -37,7 +37,7 @@ def packing(instances: int) -> None:
         for _ in range(instances):
             lengths = [draw(rng) for _ in range(rng.randint(1, 10))]
             plan = pack(lengths, CAPACITY)
-            best = fewest_bins(lengths, CAPACITY)
+            best = min_bins(lengths, CAPACITY)
             optimal += len(plan.bins) == best
             proven += plan.gap == 0
             wrong += plan.lower_bound > best

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from seqpack.planning.balancing import balance
-from seqpack.planning.bounds import bins_bound, heaviest_part_bound
+from seqpack.planning.bounds import bins_bound, max_part_bound
 from seqpack.planning.micro_batches import plan_micro_batches
 from seqpack.planning.mixes import MIXES
 from seqpack.planning.packing import pack
@@ -112,7 +112,7 @@ def balancing(verl: Any) -> None:
         descending = np.sort(costs)[::-1].astype(np.float64)
         mean = costs.sum() / parts
         for equal in (False, True):
-            bound = heaviest_part_bound(descending, parts, equal)
+            bound = max_part_bound(descending, parts, equal)
             ours, plan = timed(partial(balance, items, parts, equal))
             largest = max(plan.loads)
             row(count, parts, equal, "seqpack", largest / mean, f"{largest / bound:.5f}", f"{ours:.1f}", "1.0")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from chat_tools.parsing.literals import UNUSUAL, LiteralError, LiteralParser, loads_plain
+from chat_tools.parsing.literals import FALLBACK, LiteralError, LiteralParser, loads_plain
 from chat_tools.parsing.partial_values import PartialString, PartialValue
 from chat_tools.parsing.preview_tables import Spelling
 from chat_tools.parsing.reader_states import ReaderStates
@@ -21,8 +21,8 @@ _SPACE = re.compile(r"\s*+")
 class BracketStates(ReaderStates):
     """States that read arguments from their opening bracket, or from the text between it and the name (`between`)."""
 
-    def __init__(self, told: StreamedCall, spelling: Spelling, between: re.Pattern[str] | None) -> None:
-        super().__init__(told)
+    def __init__(self, stream_call: StreamedCall, spelling: Spelling, between: re.Pattern[str] | None) -> None:
+        super().__init__(stream_call)
         self.spelling, self.between = spelling, between
         self.state = self._open if between is None else self._lead
         self._key = ""
@@ -48,7 +48,7 @@ class BracketStates(ReaderStates):
         start = _space_end(text, 0)
         if start == len(text):
             return 0
-        if self.told.items:
+        if self.stream_call.items:
             if text[start] != ",":
                 self.state = self.stop
                 return 0
@@ -57,7 +57,7 @@ class BracketStates(ReaderStates):
         if match is None:
             return self.wait(text)
         key, begin = match["key"], match.end()
-        if key in self.told.items:
+        if key in self.stream_call.items:
             self.state = self.stop  # given twice: the last one counts
             return 0
         here = text[begin : begin + self.spelling.longest_quote]
@@ -65,12 +65,12 @@ class BracketStates(ReaderStates):
             return 0  # which quote it is shows in the next character
         self._key = key
         quote = next((quote for quote in self.spelling.quotes if here.startswith(quote)), "")
-        if quote and self.told.may_be_text(key):
-            self.told.begin_string(key)
-            self._string = PartialString(quote, quote in self.spelling.verbatim)
+        if quote and self.stream_call.may_be_text(key):
+            self.stream_call.begin_string(key)
+            self._string = PartialString(quote, quote in self.spelling.raw)
             self.state = self._text
             return begin + len(quote)
-        self._value = PartialValue(self.spelling.quotes, self.spelling.verbatim)
+        self._value = PartialValue(self.spelling.quotes, self.spelling.raw)
         self.state = self._other
         return begin
 
@@ -79,9 +79,9 @@ class BracketStates(ReaderStates):
         string = self._string
         assert string is not None
         read, said = string.read(text)
-        self.told.string(said)
+        self.stream_call.string(said)
         if string.ended:
-            self.told.end_string()
+            self.stream_call.end_string()
             self.state = self._argument
         elif string.lost:
             self.state = self.stop
@@ -95,20 +95,20 @@ class BracketStates(ReaderStates):
         if value.ended:
             self.state = self.stop
             meant = self._meaning(value.text)
-            if meant is not UNUSUAL:
-                self.told.checked_item(self._key, meant)
+            if meant is not FALLBACK:
+                self.stream_call.checked_item(self._key, meant)
                 self.state = self._argument
         return read
 
     def _meaning(self, text: str) -> Any:
-        """Return the value of the text; UNUSUAL where it is not certain."""
+        """Return the value of the text; FALLBACK where it is not certain."""
         try:
             if self.spelling.is_json:
                 return loads_plain(text)
             spelling = self.spelling
-            return LiteralParser(text, [], quotes=spelling.verbatim, bare_keys=spelling.bare_keys).whole()
+            return LiteralParser(text, [], quotes=spelling.raw, bare_keys=spelling.bare_keys).whole()
         except LiteralError:
-            return UNUSUAL
+            return FALLBACK
 
 
 def _space_end(text: str, start: int) -> int:

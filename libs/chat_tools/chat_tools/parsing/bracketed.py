@@ -21,13 +21,13 @@ from chat_tools.parsing.arguments import ToolSet
 from chat_tools.parsing.cursor import CALL_COST, TOO_DENSE, Marks, Reader, Wait
 from chat_tools.parsing.grammar import Format, Json, Pythonic
 from chat_tools.parsing.literals import (
-    UNUSUAL,
+    FALLBACK,
     LiteralError,
     LiteralParser,
     dumps,
     literal_cost,
     loads,
-    loads_noting,
+    loads_with_notes,
     loads_plain,
 )
 from chat_tools.parsing.nested_json import Brackets, find_end
@@ -103,8 +103,8 @@ class BracketReader:
             reason = yield from self._nothing(first)
         self.in_list = False
         if reason is not None:
-            if reader.may_reread() or reason == NOT_A_CALL:
-                reader.rewind(
+            if reader.may_read_again() or reason == NOT_A_CALL:
+                reader.move_back(
                     max(start, self.recorder.cursor)
                 )  # a marker inside what looked like a string may be the end of the block
             return reason
@@ -131,7 +131,7 @@ class BracketReader:
             reader.pos += len(close)
             self.recorder.extend(reader.pos)
         else:
-            reader.rewind(stray)
+            reader.move_back(stray)
             self.recorder.note("the call's closing marker is missing")
 
     def _headed(self, bare: bool) -> Wait[str | None]:
@@ -157,7 +157,7 @@ class BracketReader:
         reader = self.reader
         start = reader.pos
         value = self._at_once()
-        broken = (yield from find_end(reader, self.tables.brackets)) if value is UNUSUAL else ""
+        broken = (yield from find_end(reader, self.tables.brackets)) if value is FALLBACK else ""
         end = reader.pos
         text = reader.slice(start, end)
         reason = broken or self._record(text, name, identifier, end, value, bare)
@@ -171,38 +171,38 @@ class BracketReader:
                 self.reader.pos += len(body.after)
                 self.recorder.extend(self.reader.pos)
             else:
-                self.reader.rewind(end)
+                self.reader.move_back(end)
         return None
 
     def _at_once(self) -> Any:
-        """Move past the object and return it, if all up to the next marker is plain JSON of one; else return UNUSUAL.
+        """Move past the object and return it, if all up to the next marker is plain JSON of one; else return FALLBACK.
 
         In this usual case JSON itself finds the object's end. Not for quotes of another kind.
         """
         reader, tables = self.reader, self.tables
         if tables.quotes or reader.pos < self.no_plain_object_before:
-            return UNUSUAL
+            return FALLBACK
         begin = reader.pos - reader.base
         stop = tables.stop.search(reader.window, begin)
         self.no_plain_object_before = reader.base + stop.start() if stop else reader.end
         if stop is None and not reader.final:
-            return UNUSUAL
+            return FALLBACK
         text = reader.window[begin : stop.start() if stop else None].rstrip()
         if isinstance(tables.body, Json) and tables.body.after:
             text = text.removesuffix(tables.body.after).rstrip()
         if not text.endswith("}"):
-            return UNUSUAL
+            return FALLBACK
         try:
             value = loads_plain(text)
         except LiteralError:
-            return UNUSUAL
-        if value is not UNUSUAL:
+            return FALLBACK
+        if value is not FALLBACK:
             reader.pos += len(text)
             reader.operations += len(text)
         return value
 
     def _record(
-        self, text: str, name: str | None, identifier: str | None, end: int, value: Any = UNUSUAL, bare: bool = False
+        self, text: str, name: str | None, identifier: str | None, end: int, value: Any = FALLBACK, bare: bool = False
     ) -> str | None:
         """Record the call of an object (`value`, if known), or return why it is none.
 
@@ -211,12 +211,12 @@ class BracketReader:
         notes = self.notes = []
         quotes = self.tables.quotes
         try:
-            if value is UNUSUAL and not quotes:
+            if value is FALLBACK and not quotes:
                 value = loads_plain(text)
-            if value is UNUSUAL:
+            if value is FALLBACK:
                 self.reader.charged += literal_cost(text)
                 literal = LiteralParser(text, notes, quotes=quotes, bare_keys=True) if quotes else None
-                value = literal.whole() if literal else loads_noting(text, notes)
+                value = literal.whole() if literal else loads_with_notes(text, notes)
         except LiteralError as error:
             return f"the arguments are neither JSON nor literals: {error}"
         if name is None:
@@ -314,8 +314,8 @@ class BracketReader:
     def _next_element(self, start: int, reason: str) -> Wait[str | None]:
         """Continue with the apparent next element of the list, after one whose brackets do not match."""
         reader = self.reader
-        if reader.may_reread():
-            reader.rewind(start + 1)
+        if reader.may_read_again():
+            reader.move_back(start + 1)
         match = yield from reader.search(self.tables.element)
         if match is None or match.group()[0] not in ",{":
             return reason

@@ -12,7 +12,7 @@ Wait = Generator[None, None, T]
 
 # Rereading (a value read as nested that turns out not to be) may cost this many times the text read so far, then it is
 # refused; this alone makes every parse linear.
-REREAD_FACTOR = 2
+READ_AGAIN_FACTOR = 2
 
 # The scan budget. What is looked at is charged, in units of about a microsecond of a slow core. A text may cost
 # SCAN_BUDGET, and one more for every CHARACTERS_PER_UNIT read; past that, text is passed over unread until enough has
@@ -50,7 +50,7 @@ class Marks(NamedTuple):
         pattern = f"{re.escape(known[0][0])}(?:{'|'.join(rest)})" if same else "|".join(map(re.escape, known))
         return cls(re.compile(pattern), max(map(len, known)), re.compile(f"[{first}]"), tuple(known))
 
-    def begun(self, window: str, start: int) -> int:
+    def partial_match(self, window: str, start: int) -> int:
         """Return the position, from `start` on, of a possible match that the window's end cuts off."""
         while match := self.first.search(window, start):
             start = match.start()
@@ -70,7 +70,7 @@ class Reader:
         self.end = 0
         self.final = False
         self.operations = 0
-        self.reread = 0
+        self.read_again = 0
         self.charged = 0
         self._store: io.StringIO | None = None  # made when a second piece comes
         self.window = ""
@@ -111,17 +111,17 @@ class Reader:
         """Return all of the text."""
         return self.window if self._store is None else self._store.getvalue()
 
-    def rewind(self, pos: int) -> None:
+    def move_back(self, pos: int) -> None:
         """Move back to `pos`."""
-        self.reread += self.pos - pos
+        self.read_again += self.pos - pos
         if pos < self.base:
             window = self.slice(pos, self.end)
             self.window, self.base = window, pos
         self.pos = pos
 
-    def may_reread(self) -> bool:
+    def may_read_again(self) -> bool:
         """Return whether the budget for rereading is left; it depends on the text alone, not on its pieces."""
-        return self.reread <= REREAD_FACTOR * self.pos
+        return self.read_again <= READ_AGAIN_FACTOR * self.pos
 
     def charge(self, units: int) -> bool:
         """Charge for characters to be examined; return False, and charge nothing, where the budget is used up."""
@@ -134,7 +134,7 @@ class Reader:
         """Cap the cost of a call, which began when `before` had been charged, at MAX_CALL_COST."""
         self.charged = min(self.charged, before + MAX_CALL_COST)
 
-    def affordable_from(self) -> int:
+    def allowed_from(self) -> int:
         """Return the position from which the budget allows more."""
         return (self.charged - SCAN_BUDGET) * CHARACTERS_PER_UNIT
 
@@ -148,7 +148,7 @@ class Reader:
             return match
         self.operations += self.end - self.pos
         tail = self.end if self.final else max(self.pos, self.end - marks.longest + 1)  # a mark may have begun here
-        self.pos = self.base + marks.begun(self.window, tail - self.base)
+        self.pos = self.base + marks.partial_match(self.window, tail - self.base)
         return None
 
     def search(self, marks: Marks) -> Wait[re.Match[str] | None]:

@@ -147,7 +147,7 @@ _ALL = (
     ),
     Format(
         "kimi_k3",
-        writer=writing.attributed,
+        writer=writing.with_attributes,
         section=("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
         calls=(('<|open|>call tool="', "<|close|>call<|sep|>"),),
         body=Tagged(

@@ -25,23 +25,23 @@ def loads(text: str, notes: list[str] | None = None) -> Any:
     lists. `notes` collects what was unusual: "duplicate key 'a'", "number 1e999 kept as text".
     """
     value = loads_plain(text)
-    return loads_noting(text, [] if notes is None else notes) if value is UNUSUAL else value
+    return loads_with_notes(text, [] if notes is None else notes) if value is FALLBACK else value
 
 
 def loads_plain(text: str) -> Any:
-    """Return the value of JSON with nothing unusual in it, else UNUSUAL; raise LiteralError for too deep nesting."""
+    """Return the value of JSON with nothing unusual in it, else FALLBACK; raise LiteralError for too deep nesting."""
     try:
         text = text.strip(" \t\n\r")
         value, end = _PLAIN.raw_decode(text)
     except (ValueError, RecursionError):
-        return UNUSUAL
+        return FALLBACK
     if end != len(text):
-        return UNUSUAL
+        return FALLBACK
     _check_depth(text, value)
     return value
 
 
-def loads_noting(text: str, notes: list[str]) -> Any:
+def loads_with_notes(text: str, notes: list[str]) -> Any:
     """Return the value of JSON or a literal, and note what is unusual in it."""
     first: list[str] = []
     try:
@@ -54,19 +54,19 @@ def loads_noting(text: str, notes: list[str]) -> Any:
             object_pairs_hook=lambda pairs: _object(pairs, first),
         )
     except (ValueError, RecursionError):
-        value = UNUSUAL
-    if value is UNUSUAL and "'" in text and '"' not in text and "\\" not in text:
+        value = FALLBACK
+    if value is FALLBACK and "'" in text and '"' not in text and "\\" not in text:
         value = loads_plain(text.replace("'", '"'))  # a literal whose strings are JSON's but for the quotes
-    if value is UNUSUAL:
+    if value is FALLBACK:
         return LiteralParser(text, notes).whole()
     _check_depth(text, value)
     notes.extend(first)
     return value
 
 
-def is_no_value(begun: str) -> bool:
+def is_no_value(prefix: str) -> bool:
     """Return whether text with this beginning is neither JSON nor a literal, whatever follows."""
-    return _NO_VALUE.match(begun) is not None
+    return _NO_VALUE.match(prefix) is not None
 
 
 def literal_cost(text: str) -> int:
@@ -104,7 +104,7 @@ def dumps(value: Any) -> str:
     return text
 
 
-UNUSUAL = object()
+FALLBACK = object()
 _CONTAINERS = frozenset([dict, list])
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _LONG_DIGITS = re.compile(rf"\d{{{_MAX_DIGITS + 1}}}")
@@ -189,7 +189,7 @@ _ESCAPES = {
 }
 
 
-def unescape(text: str) -> str:
+def decode_escapes(text: str) -> str:
     r"""Replace the backslash escapes of JSON and Python strings; an unknown one stays as it is written."""
     if "\\" not in text:
         return text
@@ -273,7 +273,7 @@ class LiteralParser:
                 return value
         if match := _STRING.match(self.text, self.pos):
             self.pos = match.end()
-            return unescape(match[match.lastindex or 0])
+            return decode_escapes(match[match.lastindex or 0])
         if self.bare_keys and (match := _BARE.match(self.text, self.pos)):
             return self._bare(match)
         if match := _NUMBER.match(self.text, self.pos):

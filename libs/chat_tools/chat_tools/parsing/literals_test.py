@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chat_tools.parsing.literals import LiteralError, is_no_value, loads, unescape
+from chat_tools.parsing.literals import LiteralError, is_no_value, loads, decode_escapes
 
 BITS = [
     "true",
@@ -49,4 +49,4 @@ def test_usual_text_is_known_early(begun: str) -> None:
 
 @given(st.text(max_size=20))
 def test_escapes_of_json(text: str) -> None:
-    assert unescape(json.dumps(text)[1:-1]) == text
+    assert decode_escapes(json.dumps(text)[1:-1]) == text

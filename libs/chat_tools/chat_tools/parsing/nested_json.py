@@ -56,11 +56,11 @@ class Brackets:
 
 
 @cache
-def string_inside(quote: str, verbatim: bool) -> re.Pattern[str]:
-    """Return a pattern of a string's inside, up to its possible end; `verbatim` strings have no escapes."""
+def string_inside(quote: str, raw: bool) -> re.Pattern[str]:
+    """Return a pattern of a string's inside, up to its possible end; `raw` strings have no escapes."""
     first, rest = quote[0], quote[1:]
-    escape = "" if verbatim else "\\\\"
-    parts = [rf"[^{first}{escape}]++", *([] if verbatim else [r"\\[\s\S]"])]
+    escape = "" if raw else "\\\\"
+    parts = [rf"[^{first}{escape}]++", *([] if raw else [r"\\[\s\S]"])]
     if rest:
         parts.append(rf"{first}(?!{re.escape(rest)})(?=[\s\S]{{{len(rest)}}})")
     return re.compile(f"(?:{'|'.join(parts)})*+")

@@ -160,7 +160,7 @@ class StreamParser:
     def _pass_over(self) -> Wait[None]:
         """Record text as malformed, unread, until the budget allows more, or up to reasoning, which must be known."""
         reader, tables = self._reader, self.tables
-        goal = reader.affordable_from()
+        goal = reader.allowed_from()
         known = tables.think if self._thought else tables.thinking
         while True:
             match = reader.step(tables.top)
@@ -197,7 +197,7 @@ class StreamParser:
         yield from reader.search(NAME_END)
         name = reader.slice(begin, reader.pos)
         if not (yield from reader.at([header.message])):
-            reader.rewind(begin)
+            reader.move_back(begin)
             recorder.text("content", begin, header.mark)
             return
         reader.pos += len(header.message)
@@ -236,15 +236,15 @@ class StreamParser:
                 return
             start = reader.pos
             if (reader.peek() or (yield from reader.next())) != opening[0]:
-                reader.rewind(start)
+                reader.move_back(start)
                 return
             if not (yield from reader.at([opening])) or not isinstance(self._body, BracketReader):
-                reader.rewind(start)
+                reader.move_back(start)
                 return
             reason = yield from self._body.read(self.tables.bare_close, bare=True)
             reader.cap_call(before)
             if reason == NOT_A_CALL:
-                reader.rewind(start)
+                reader.move_back(start)
                 return
             if reason is not None:
                 yield from self._give_up(reason)
@@ -253,7 +253,7 @@ class StreamParser:
             if (yield from reader.next()) == ";":
                 reader.pos += 1
             else:
-                reader.rewind(after)
+                reader.move_back(after)
 
     def _section(self) -> Wait[None]:
         """Read a wrapper and the calls in it; it ends at its closing marker, or where text begins after a call.
@@ -292,7 +292,7 @@ class StreamParser:
         section = tables.fmt.section
         assert section is not None
         if match is None or reader.pos == start or not self._section_continues(match.group(), section[1], calls):
-            reader.rewind(start)
+            reader.move_back(start)
             return False
         self._recorder.malformed(reader.pos, "text inside the block that is no call")
         reader.charged += MARKER_COST
@@ -326,7 +326,7 @@ class StreamParser:
             if (yield from reader.next()) == self.tables.fmt.opening:
                 yield from self._opening()
                 return
-        reader.rewind(after)
+        reader.move_back(after)
 
     def _give_up(self, reason: str) -> Wait[None]:
         """Record text as malformed up to where something else can begin."""

@@ -1,6 +1,6 @@
 """Values whose end is not here yet: a string decoded piece by piece, anything else up to its own end.
 
-Invariants (tests): whatever the pieces, a string's text is what `unescape` makes of the whole; a value ends at the same
+Invariants (tests): whatever the pieces, a string's text is what `decode_escapes` makes of the whole; a value ends at the same
 character.
 """
 
@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from functools import cache
 
-from chat_tools.parsing.literals import ESCAPE, unescape
+from chat_tools.parsing.literals import ESCAPE, decode_escapes
 from chat_tools.parsing.nested_json import string_inside
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -21,15 +21,15 @@ _CUT = re.compile(  # an escape that the text's end cuts off; a pair of surrogat
 
 
 class PartialString:
-    """A string behind its opening quote. Between `verbatim` quotes there are no escapes.
+    """A string behind its opening quote. Between `raw` quotes there are no escapes.
 
     `ended` after its closing quote; `lost` before a lone surrogate, with which all of the text is spelled anew.
     """
 
-    def __init__(self, quote: str, verbatim: bool) -> None:
-        self.quote, self.verbatim = quote, verbatim
+    def __init__(self, quote: str, raw: bool) -> None:
+        self.quote, self.raw = quote, raw
         self.ended = self.lost = False
-        self._plain = _plain(quote[0], verbatim)
+        self._plain = _plain(quote[0], raw)
 
     def read(self, text: str) -> tuple[int, str]:
         """Return the number of characters of `text` that were read, and their meaning; the rest waits for more."""
@@ -50,7 +50,7 @@ class PartialString:
                 at += 1
             else:
                 escape = None if _CUT.fullmatch(text, at) else ESCAPE.match(text, at)
-                meant = unescape(escape.group()) if escape else ""
+                meant = decode_escapes(escape.group()) if escape else ""
                 self.lost = bool(_SURROGATE.search(meant)) or text[at] != "\\"
                 if escape is None or self.lost:
                     break
@@ -62,10 +62,10 @@ class PartialString:
 class PartialValue:
     """A value that is no string, or one whose type is open. `ended` before the comma or bracket behind it."""
 
-    def __init__(self, quotes: Sequence[str], verbatim: Sequence[str]) -> None:
+    def __init__(self, quotes: Sequence[str], raw: Sequence[str]) -> None:
         self.quotes = quotes
         self.ended = False
-        self._verbatim = verbatim
+        self._verbatim = raw
         self._structure = _structure(tuple(quotes))
         self._parts: list[str] = []
         self._depth = 0
@@ -110,9 +110,9 @@ class PartialValue:
 
 
 @cache
-def _plain(first: str, verbatim: bool) -> re.Pattern[str]:
+def _plain(first: str, raw: bool) -> re.Pattern[str]:
     """Return a pattern of the characters in a string that mean themselves."""
-    escape = "" if verbatim else r"\\"
+    escape = "" if raw else r"\\"
     return re.compile(rf"[^{re.escape(first)}{escape}\ud800-\udfff]++")
 
 

@@ -48,7 +48,7 @@ def test_a_string_in_pieces_means_what_the_whole_means(inside: str, quote: str, 
     text = f"{quote}{inside}{quote}, "
     if len(quote) == 1 and text.startswith(quote * 3):
         return  # another quote than was meant
-    string, parser = PartialString(quote, verbatim=False), LiteralParser(text, [])
+    string, parser = PartialString(quote, raw=False), LiteralParser(text, [])
     read, said = in_pieces(string, text[len(quote) :], size)
     try:
         whole = parser.scalar()
@@ -68,7 +68,7 @@ def test_a_string_in_pieces_means_what_the_whole_means(inside: str, quote: str, 
 def test_between_other_quotes_nothing_is_an_escape(inside: str, size: int) -> None:
     quote = '<|"|>'
     text = inside + quote + "}"
-    string = PartialString(quote, verbatim=True)
+    string = PartialString(quote, raw=True)
     end = text.index(quote)
     assert in_pieces(string, text, size) == (end + len(quote), text[:end])
 

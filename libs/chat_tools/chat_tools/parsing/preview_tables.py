@@ -13,14 +13,14 @@ class Spelling(NamedTuple):
     """The spelling of arguments in brackets: `opening`, then `key` and a value, with commas between.
 
     Values are `is_json`, or else literals. `quotes` are the delimiters of strings, a longer one before what it begins
-    with; between those that are `verbatim` there are no escapes.
+    with; between those that are `raw` there are no escapes.
     """
 
     opening: str
     key: re.Pattern[str]
     quotes: tuple[str, ...]
     is_json: bool = False
-    verbatim: tuple[str, ...] = ()
+    raw: tuple[str, ...] = ()
     bare_keys: bool = False
 
     @property
@@ -122,7 +122,7 @@ class PreviewTables:
         if body.header:
             key = re.compile(r"(?P<key>[A-Za-z_][\w.\-]*+)\s*+:\s*+(?=\S)")
             quotes = (*body.quotes, '"', "'")
-            bare = Spelling("{", key, quotes, verbatim=body.quotes, bare_keys=True)
+            bare = Spelling("{", key, quotes, raw=body.quotes, bare_keys=True)
             self._head(rf"{marked}\s*+{body.header}\s*+(?=\{{)", bare if body.quotes else _JSON)
         if body.objects:
             one, between = (_KEYED_OBJECT, None) if body.keyed else (_OBJECT, _ARGUMENTS)

@@ -16,8 +16,8 @@ class ReaderStates:
     changed the state. In the state `stop` nothing more is emitted before the parser has the call.
     """
 
-    def __init__(self, told: StreamedCall) -> None:
-        self.told = told
+    def __init__(self, stream_call: StreamedCall) -> None:
+        self.stream_call = stream_call
         self.state: Callable[[str], int] = self.stop
 
     def stop(self, text: str) -> int:

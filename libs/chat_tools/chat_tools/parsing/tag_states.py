@@ -16,8 +16,8 @@ _SPACE = re.compile(r"\s*+")
 class TagStates(ReaderStates):
     """States that read arguments as tags or elements, from after the call's name."""
 
-    def __init__(self, told: StreamedCall, tables: PreviewTables) -> None:
-        super().__init__(told)
+    def __init__(self, stream_call: StreamedCall, tables: PreviewTables) -> None:
+        super().__init__(stream_call)
         self.tables = tables
         self.state = self._tag
         self._key = ""
@@ -34,16 +34,16 @@ class TagStates(ReaderStates):
         if match is None or value is None or (body.newlines and len(text) == value.end()):
             return self.wait(text)
         key = match["key"]
-        if key in self.told.items:
+        if key in self.stream_call.items:
             self.state = self.stop  # given twice: the last one counts
             return 0
         self._key, self._value = key, []
         self._is_said = match["text"] == body.kinds[0] if body.attribute else None
-        guessed = (body.guess or self._is_said is False) and not self.told.is_declared(key)
-        self._typed = not self._is_said and (guessed or not self.told.is_text(key))
-        self._may_be_text = self.told.may_be_text(key)
+        guessed = (body.guess or self._is_said is False) and not self.stream_call.is_declared(key)
+        self._typed = not self._is_said and (guessed or not self.stream_call.is_text(key))
+        self._may_be_text = self.stream_call.may_be_text(key)
         if not self._typed:
-            self.told.begin_string(key)
+            self.stream_call.begin_string(key)
         self.state = self._words
         end = value.end()
         return end + 1 if body.newlines and text[end] == "\n" else end
@@ -53,7 +53,7 @@ class TagStates(ReaderStates):
         marks, body = self.tables.marks, self.tables.tagged
         match = marks.pattern.search(text)
         if match is None:
-            sure = marks.begun(text, max(0, len(text) - marks.longest + 1))
+            sure = marks.partial_match(text, max(0, len(text) - marks.longest + 1))
             if body.newlines and sure and text[sure - 1] == "\n":
                 sure -= 1  # it may belong to the closing tag
             self._more(text[:sure])
@@ -67,19 +67,19 @@ class TagStates(ReaderStates):
             self.state = self.stop  # nothing, an empty list or an empty object
             return 0
         if self._typed:
-            call = self.told
+            call = self.stream_call
             assert call.name is not None
             values = call.tools.from_texts(call.name, [(self._key, written, self._is_said)], [], body.guess)
             call.item(self._key, values[self._key])
         else:
-            self.told.end_string()
+            self.stream_call.end_string()
         self.state = self._tag
         return end
 
     def _more(self, text: str) -> None:
         """Read more of a value: emitted at once if it is text, else kept until its end."""
         if not self._typed:
-            self.told.string(text)
+            self.stream_call.string(text)
             return
         self._value.append(text)
         if not self._may_be_text:
@@ -88,8 +88,8 @@ class TagStates(ReaderStates):
         self._may_be_text = len(value) < _LONGEST_DOUBT
         if is_no_value(value):
             self._typed = False
-            self.told.begin_string(self._key)
-            self.told.string(value)
+            self.stream_call.begin_string(self._key)
+            self.stream_call.string(value)
 
     def _closed(self, text: str, match: re.Match[str]) -> int:
         """Return the end of a closing tag, if it certainly is one (an argument or the call's end follows); else 0."""

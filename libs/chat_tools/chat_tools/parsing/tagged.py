@@ -200,8 +200,8 @@ class TaggedReader:
             end = yield from self._nested_value()
             if end is None:
                 self.flat = True
-                self.always_flat = self.always_flat or not self.reader.may_reread()
-                self.reader.rewind(begin)
+                self.always_flat = self.always_flat or not self.reader.may_read_again()
+                self.reader.move_back(begin)
         if end is None:
             end = yield from self._flat_value(properties)
         if end is None:
@@ -255,7 +255,7 @@ class TaggedReader:
                 if kind != "p":
                     return None
             self.notes.append("an argument's closing tag is missing")
-            reader.rewind(at)
+            reader.move_back(at)
             return at
 
     def _known(self, mark: str, properties: Mapping[str, object] | None) -> bool:

@@ -64,7 +64,7 @@ def _attribute(body: Tagged, value: Any) -> str:
     return f'" {body.attribute}="{"true" if isinstance(value, str) else "false"}"' if body.attribute else ""
 
 
-def attributed(fmt: Format, calls: Sequence[Call]) -> str:
+def with_attributes(fmt: Format, calls: Sequence[Call]) -> str:
     """Return calls of Kimi K3: tags with a call's number and an argument's type, without white space."""
     (opening, closing), body = fmt.calls[0], fmt.body
     assert isinstance(body, Tagged)

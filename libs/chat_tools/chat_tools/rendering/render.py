@@ -172,10 +172,10 @@ def _twice(template: ChatTemplate, messages: Sequence[Message], prompted: bool) 
     """
     if not any(message.get("role") == "user" for message in messages):
         return None  # it may need a stand-in
-    marks = render_marked(template, messages, prompted, template.tokenises_text)
+    marks = render_marked(template, messages, prompted, template.tokenizes_text)
     if marks is None:
         return None
-    if template.tokenises_text:
+    if template.tokenizes_text:
         text, blocks = template.text_and_blocks(messages, prompted)
         if text != marks.text:
             return None
@@ -202,7 +202,7 @@ def _apart(template: ChatTemplate, messages: Sequence[Message], prompted: bool, 
     text, cut = template.text_or_cut(messages, prompted)
     plain = text if cut is None else cut.text[: cut.start] + cut.text[cut.end :]
     ids, offsets = encode(template.tokenizer, plain)
-    filled = list(messages) if cut is None else template.stand_in(messages)[0]
+    filled = list(messages) if cut is None else template.placeholder_user(messages)[0]
     official, _, marked = _official(template, filled, prompted)
     if cut is not None:
         official, marked = _without_stand_in(template.tokenizer, official, marked, cut, problems)

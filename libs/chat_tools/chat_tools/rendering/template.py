@@ -142,7 +142,7 @@ class ChatTemplate:
         return _has_generation_marks(self.source)
 
     @property
-    def tokenises_text(self) -> bool:
+    def tokenizes_text(self) -> bool:
         """The tokenisation: True where `apply_chat_template` gives exactly the tokens of its text without `tokenize`.
 
         This holds where the methods are transformers' own, and no option of the call changes them.
@@ -190,7 +190,7 @@ class ChatTemplate:
 
     def trial(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """Render to text as `text` does, faster (`rendering.cached_template`); not for the text that is trained on."""
-        source = cached_source(self.source) if self.tokenises_text else None
+        source = cached_source(self.source) if self.tokenizes_text else None
         return self.text(messages if source is None else _Trial(messages, source), add_generation_prompt)
 
     def text_or_cut(self, messages: Sequence[Message], add_generation_prompt: bool) -> tuple[str, Cut | None]:
@@ -207,7 +207,7 @@ class ChatTemplate:
                 raise ValueError(f"{cut}; put a user message into the list yourself") from error
             return "", cut
 
-    def stand_in(self, messages: Sequence[Message]) -> tuple[list[Message], int]:
+    def placeholder_user(self, messages: Sequence[Message]) -> tuple[list[Message], int]:
         """Return the messages with a stand-in user message after the leading system messages, and its index."""
         at = 0
         while at < len(messages) and messages[at].get("role") in ("system", "developer"):
@@ -217,7 +217,7 @@ class ChatTemplate:
 
     def _with_stand_in(self, messages: Sequence[Message], add_generation_prompt: bool) -> Cut | str | None:
         """Render with a stand-in; return None if the template refuses that too, a reason if it is not found again."""
-        filled, at = self.stand_in(messages)
+        filled, at = self.placeholder_user(messages)
         other = {"role": "user", "content": content_like(filled[at], "other")}
         try:
             full = str(self.apply(filled, add_generation_prompt, tokenize=False))

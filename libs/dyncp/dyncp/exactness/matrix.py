@@ -115,20 +115,20 @@ def must_refuse(cell: Cell, cp_size: int, setup: Setup = CPU) -> bool:
     return undealt or (cell.layout == "zigzag" and cell.kind != "attention")
 
 
-def run_sizes(sizes: Sequence[int], setup: Setup = CPU, everywhere: bool = False) -> dict[int, list[dict[str, Any]]]:
+def run_sizes(sizes: Sequence[int], setup: Setup = CPU, all_blocks: bool = False) -> dict[int, list[dict[str, Any]]]:
     """Run the cells of every group size that this rank takes part in. Collective.
 
-    Groups are ranks 0 .. size - 1; with `everywhere` all blocks of `size` ranks at once, so that every device is warm
+    Groups are ranks 0 .. size - 1; with `all_blocks` all blocks of `size` ranks at once, so that every device is warm
     and none waits long.
     """
     results, world, rank = {}, dist.get_world_size(), dist.get_rank()
     for size in sizes:
-        for start in range(0, world - size + 1 if everywhere else 1, size):
+        for start in range(0, world - size + 1 if all_blocks else 1, size):
             members = list(range(start, start + size))
             group = dist.group.WORLD if size == world else dist.new_group(members)
             if rank in members:
                 mine = group
-        if rank < (world // size if everywhere else 1) * size:
+        if rank < (world // size if all_blocks else 1) * size:
             results[size] = run_cells(mine if size > 1 else None, setup)
     return results
 

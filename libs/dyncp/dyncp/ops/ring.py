@@ -10,7 +10,7 @@ As in Ring Attention with Blockwise Transformers (Liu et al. 2023). With n ranks
 
 Backward:
 5. The same keys and values travel again. A block's gradient needs the row's final log-sum-exp and output alone.
-6. The gradient of a shard of keys and values travels one step behind it: each rank adds its part and hands it on.
+6. The gradient of a shard of keys and values travels one step behind it: each rank adds its part and sends it on.
 7. After the last step the sum goes home, `ring_steps - 1` ranks back.
 
 Held by tests: outputs and all gradients equal one process to 1e-10 in float64, in every layout and group size

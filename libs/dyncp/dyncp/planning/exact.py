@@ -45,7 +45,7 @@ def exact_candidate(problem: Problem, at_most: float, sizes: Sequence[int]) -> t
         return None
     alone = _group_seconds(problem, sizes)
     # A little longer than exactly: the order of additions must not rule out the known plan's own groups.
-    longest = (at_most - (problem.fewest_steps - 1) * problem.least_base) * (1 + 1e-9)
+    longest = (at_most - (problem.min_steps - 1) * problem.least_base) * (1 + 1e-9)
     times = np.unique(alone[alone <= longest])
     pieces = sum(len(firsts) for firsts, _ in _splits(count))
     if not len(times) or pieces * len(times) > MOST_ENTRIES:

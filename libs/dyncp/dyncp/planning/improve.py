@@ -10,7 +10,7 @@ the least time of the step for these sets, because the slowest becomes faster by
 2. Deal the slowest set and another of its step anew, every way there is, where they are few sequences.
 3. Empty the step with the least in it, its sequences one by one into the best sets elsewhere; kept if that is faster.
 4. From the beginning, until nothing helps or the evaluations are used up.
-5. To `KICKED` sequences: a few random moves, then from the beginning; what is no slower is gone on from. Until nothing
+5. To `PERTURBED` sequences: a few random moves, then from the beginning; what is no slower is gone on from. Until nothing
    was gained so often as `MISSES` says, or the evaluations are used up.
 
 Deterministic, the random moves too; never slower than the plan it begins with.
@@ -27,12 +27,12 @@ from dyncp.planning.problem import CandidatePlan, Problem
 
 EVALUATIONS = 300
 """Steps that are timed: some five milliseconds."""
-KICKED = 16
+PERTURBED = 16
 """Up to so many sequences a search goes on beyond the first plan that no change makes faster."""
-KICKED_EVALUATIONS = 1000
+PERTURBED_EVALUATIONS = 1000
 MISSES = 100
 MOST_MOVES = 5
-MOST_DEALT = 7
+MAX_EXCHANGE = 7
 """Sequences of two sets that are dealt every way there is: 63."""
 
 Sets = tuple[tuple[int, ...], ...]
@@ -46,7 +46,7 @@ def improved(problem: Problem, candidate: CandidatePlan, sizes: Sequence[int] | 
     sizes = problem.sizes if sizes is None else sizes
     search = _Search(problem, sizes)
     steps = search.descended([_step((), *(tuple(b.samples) for b in step)) for step in candidate.steps])
-    if len(problem.lengths) <= KICKED:
+    if len(problem.lengths) <= PERTURBED:
         steps = search.kicked(steps)
     total = search.total(steps)
     if total >= candidate.total * (1 - 1e-12):
@@ -61,7 +61,7 @@ class _Search:
     def __init__(self, problem: Problem, sizes: Sequence[int]) -> None:
         self.problem, self.group_sizes = problem, sizes
         self.rooms, self.bases = problem.rooms_of(np.array(sizes)), problem.coefficients_of(sizes)[0]
-        self.left = KICKED_EVALUATIONS if len(problem.lengths) <= KICKED else EVALUATIONS
+        self.left = PERTURBED_EVALUATIONS if len(problem.lengths) <= PERTURBED else EVALUATIONS
         self._widths: dict[tuple[int, ...], list[tuple[int, float]]] = {}
         self._steps: dict[Sets, tuple[float, tuple[int, ...]]] = {}
 
@@ -237,8 +237,8 @@ def _step(others: Sets, *sets: tuple[int, ...]) -> Sets:
 
 
 def _dealt(samples: tuple[int, ...]) -> Iterator[Sets]:
-    """Yield every split of up to `MOST_DEALT` samples into two sets; none for more samples."""
-    if len(samples) <= MOST_DEALT:
+    """Yield every split of up to `MAX_EXCHANGE` samples into two sets; none for more samples."""
+    if len(samples) <= MAX_EXCHANGE:
         for bits in range(1, 1 << len(samples) - 1):
             yield tuple(tuple(i for n, i in enumerate(samples) if bits >> n & 1 == side) for side in (1, 0))
 

@@ -3,7 +3,7 @@
 With W ranks, K steps of times t_1 .. t_K, and groups of any size that the method allows, 1 to W, whether or not the
 searches try it:
 
-1. Steps. All tokens fit into K x W ranks under the cap, so K is at least `fewest_steps`; no step takes less than the
+1. Steps. All tokens fit into K x W ranks under the cap, so K is at least `min_steps`; no step takes less than the
    least base b of any size.
 2. Sizes. Let a plan of `at_most` seconds be known. In a faster one no step takes more than at_most - (K - 1) b, so a
    sequence is in no group of a size in which it alone would take longer. Other sizes are ruled out for it.
@@ -29,7 +29,7 @@ def lower_bound(problem: Problem, at_most: float) -> float:
     """Return a lower bound of any plan's seconds; `at_most` are the seconds of a known plan."""
     if not len(problem.lengths):
         return at_most
-    least, steps = problem.least_base, problem.fewest_steps
+    least, steps = problem.least_base, problem.min_steps
     longest = at_most - (steps - 1) * least
     # A little longer than exactly: sums of floats must not rule out the known plan's own sizes.
     alone, rank_seconds = problem.intervals

@@ -74,7 +74,7 @@ def seconds_of_a_plan(problem: Problem) -> float:
 def test_the_known_plans_own_sizes_are_not_ruled_out_by_rounding(problem: Problem, data: st.DataObject) -> None:
     """`at_most` is just what a sequence takes alone in some size; a little more or less of it changes nothing."""
     alone = sorted({float(s) for s in problem.seconds_alone.flatten() if math.isfinite(s)})
-    at_most = data.draw(st.sampled_from(alone)) + (problem.fewest_steps - 1) * problem.least_base
+    at_most = data.draw(st.sampled_from(alone)) + (problem.min_steps - 1) * problem.least_base
     assume(at_most > 0)
     exact = lower_bound(problem, at_most)
     for factor in (1 - 1e-11, 1 + 1e-11):

@@ -7,10 +7,10 @@
    (`planning/search.py`); a static size whose own bound is above the best so far is left out.
 3. The lower bound (`planning/lower_bound.py`). Done where the best candidate is within `CLOSE_ENOUGH` of it.
 4. Few sequences: the fastest of all plans, by dynamic programming (`planning/exact.py`), which is its own proof.
-   To `FEW`: moves and swaps between groups (`planning/improve.py`), from the best so far with groups of any size and
+   To `SMALL_COUNT`: moves and swaps between groups (`planning/improve.py`), from the best so far with groups of any size and
    from each static candidate with groups of its own, to sixteen sequences beyond the first plan that no change makes
    faster; to `MOST_STATIC` the fastest static plan itself instead.
-5. Lay the groups out over the ranks, and hand out the plan with `lower_bound` and, from it, `gap`.
+5. Lay the groups out over the ranks, and return the plan with `lower_bound` and, from it, `gap`.
 
 Held by tests: every sample once, the cap hard, never slower than any candidate, `lower_bound` never above the optimum
 of an exhaustive search, and for seven sequences on eight ranks the optimum itself.
@@ -26,7 +26,7 @@ from dyncp.planning.exact import MOST_STATIC, exact_candidate, exact_static
 from dyncp.planning.improve import improved
 from dyncp.planning.lower_bound import lower_bound
 from dyncp.planning.methods import Method
-from dyncp.planning.problem import FEW, MANY, CandidatePlan, Problem, laid_out, most_process_groups
+from dyncp.planning.problem import SMALL_COUNT, LARGE_COUNT, CandidatePlan, Problem, laid_out, most_process_groups
 from dyncp.planning.rescale_groups import resized
 from dyncp.planning.search import dynamic_candidates, static_bound, static_candidate
 from dyncp.planning.sizes import Layout, ceil_div, check_layout
@@ -36,12 +36,12 @@ from seqpack.planning.padding import aligned_length
 
 SLACKS = (1.0, 1.15, 1.5, 2.2, 4.0)
 """Time of a step over that of perfect balance, one dynamic candidate each."""
-SLACKS_OF_HUNDREDS = (1.0, 1.15, 1.5, 2.2)
-SLACKS_OF_MANY = (1.15,)
+SLACKS_MEDIUM = (1.0, 1.15, 1.5, 2.2)
+SLACKS_LARGE = (1.15,)
 CLOSE_ENOUGH = 1e-3
 """A candidate this near the lower bound is taken."""
-CLOSE_ENOUGH_FOR_MANY = 0.02
-"""The same for more than `MANY` sequences, where another candidate takes a third of a second."""
+CLOSE_ENOUGH_LARGE = 0.02
+"""The same for more than `LARGE_COUNT` sequences, where another candidate takes a third of a second."""
 
 
 def plan(
@@ -179,7 +179,7 @@ def _fastest_candidate(problem: Problem, limit: int) -> CandidatePlan:
 def _close_enough(problem: Problem) -> float:
     """Return the gap at which a search ends: only rounding where the optimum can be found."""
     count = len(problem.lengths)
-    return 1e-9 if count <= MOST_STATIC else CLOSE_ENOUGH if count <= MANY else CLOSE_ENOUGH_FOR_MANY
+    return 1e-9 if count <= MOST_STATIC else CLOSE_ENOUGH if count <= LARGE_COUNT else CLOSE_ENOUGH_LARGE
 
 
 def _targets(problem: Problem) -> list[float]:
@@ -188,9 +188,9 @@ def _targets(problem: Problem) -> list[float]:
     if not tokens:
         return []
     work = problem.table[1].token * tokens + problem.table[1].pair * float(problem.pairs.sum())
-    even = problem.table[1].base + work / problem.world_size / problem.fewest_steps
+    even = problem.table[1].base + work / problem.world_size / problem.min_steps
     count = len(problem.lengths)
-    slacks = SLACKS if count <= FEW else SLACKS_OF_HUNDREDS if count <= MANY else SLACKS_OF_MANY
+    slacks = SLACKS if count <= SMALL_COUNT else SLACKS_MEDIUM if count <= LARGE_COUNT else SLACKS_LARGE
     return [even * slack for slack in slacks]
 
 
@@ -203,7 +203,7 @@ def _refined(problem: Problem, best: CandidatePlan, bound: float, limit: int) ->
             return best
         return other
 
-    if len(problem.lengths) <= FEW:
+    if len(problem.lengths) <= SMALL_COUNT:
         best = faster(resized(problem, improved(problem, best)))
         for size in problem.static_sizes:
             if static_bound(problem, size) < best.total:

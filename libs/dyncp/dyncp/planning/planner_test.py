@@ -18,7 +18,7 @@ from dyncp.planning.search import _balance, dynamic_candidates, static_candidate
 from dyncp.planning.simulation import trace_lengths
 from dyncp.planning.tight_packing import completed_bins, tight_bins
 from dyncp.planning.types import DynamicPlan
-from seqpack.planning.exact import fewest_bins
+from seqpack.planning.exact import min_bins
 from seqpack.planning.micro_batches import plan_micro_batches
 
 ATTENTION = replace(CostModel(), delta_layers=0, attention_layers=8, query_heads=12, kv_heads=4)
@@ -219,7 +219,7 @@ def test_a_group_is_filled_as_no_choice_fills_it_more(tokens: list[int], spare: 
 def test_groups_are_completed_where_so_few_hold_the_sequences(tokens: list[int], spare: int) -> None:
     """Against every packing: found in the fewest groups there are, and in none fewer."""
     room = max(tokens, default=1) + spare
-    fewest = fewest_bins(tokens, room) if tokens else 0
+    fewest = min_bins(tokens, room) if tokens else 0
     assert fewest == 0 or completed_bins(tokens, room, fewest - 1) is None
     bins = completed_bins(tokens, room, fewest)
     assert bins is not None

@@ -17,9 +17,9 @@ from seqpack.planning.packing import pack
 
 Bins = tuple[tuple[int, ...], ...]
 
-FEW = 64
+SMALL_COUNT = 64
 """Up to so many sequences are packed with every choice of them in view, and improved by moves and swaps."""
-MANY = 2048
+LARGE_COUNT = 2048
 """More sequences than this are planned with fewer attempts."""
 
 
@@ -182,7 +182,7 @@ class Problem:
         return np.append(self.allowed, 0)[np.searchsorted(rooms, self.lengths)]
 
     @cached_property
-    def fewest_steps(self) -> int:
+    def min_steps(self) -> int:
         """A lower bound of the number of steps, by the sum of the lengths."""
         return max(1, ceil_div(int(self.lengths.sum()), self.world_size * self.room(1)))
 
@@ -211,7 +211,7 @@ class Problem:
             needed, room = [tokens[i] for i in samples], self.room(size)
             plan = pack(needed, room)
             bins: Sequence[Sequence[int]] = plan.bins
-            if len(samples) <= FEW and len(bins) > plan.lower_bound:
+            if len(samples) <= SMALL_COUNT and len(bins) > plan.lower_bound:
                 bins = min(bins, tight_bins(needed, room), key=len)
                 if len(bins) > plan.lower_bound:
                     bins = completed_bins(needed, room, len(bins) - 1) or bins

@@ -60,7 +60,7 @@ def test_every_number_is_what_it_says(problem: Problem) -> None:
     static = [s for s in problem.sizes if problem.world_size % s == 0 and all(s in sizes for sizes in holds)]
     assert problem.static_sizes == static
     slots = problem.world_size * problem.room(1)
-    assert problem.fewest_steps == max(1, -(-sum(lengths) // slots))
+    assert problem.min_steps == max(1, -(-sum(lengths) // slots))
 
 
 @given(problems(), st.data())

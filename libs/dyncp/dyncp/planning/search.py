@@ -80,7 +80,7 @@ def _dynamic_candidate(problem: Problem, target: float, wanted: list[int]) -> Ca
     steps = _place_long(problem, [i for i in problem.order if wanted[i] > 1], wanted, target)
     steps = _place_short(problem, [i for i in problem.order if wanted[i] == 1], steps)
     for step in steps:
-        widen_slowest(problem, step)
+        grow_slowest(problem, step)
     return problem.candidate(steps, "dynamic")
 
 
@@ -201,7 +201,7 @@ def _place_short(problem: Problem, samples: list[int], steps: list[list[Bin]]) -
     return [step for step in used if step] or [[]]
 
 
-def widen_slowest(problem: Problem, step: list[Bin]) -> None:
+def grow_slowest(problem: Problem, step: list[Bin]) -> None:
     """Add idle ranks to the slowest group as long as that makes it faster."""
     idle = problem.world_size - sum(b.size for b in step)
     while idle and step:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dyncp.planning.sizes import ceil_div
 
 MOST_UNITS = 16_384
-FILLINGS = 5000
+MAX_FILLS = 5000
 """Fillings of a group that `completed_bins` tries, times sequences: some ten milliseconds."""
 
 
@@ -35,7 +35,7 @@ def completed_bins(tokens: Sequence[int], room: int, bins: int) -> list[list[int
     """Return the indices of the sequences of at most `bins` groups; None where no filling that was tried fits."""
     unit = ceil_div(room, MOST_UNITS)
     weights, whole = [ceil_div(n, unit) for n in tokens], room // unit
-    tries = FILLINGS // max(1, len(tokens))
+    tries = MAX_FILLS // max(1, len(tokens))
 
     def fill(left: list[int], spare: int) -> list[list[int]] | None:
         """Return groups of these indices, shortest first, with at most `spare` units left empty."""

@@ -133,8 +133,8 @@ def _rest(samples: Set, taken: Set) -> Set:
     return tuple(i for i in samples if i not in taken)
 
 
-def small_questions(count: int, seed: int, fewest: int = 1, most_samples: int = 7) -> Iterator[Question]:
-    """Yield questions of `fewest` to `most_samples` sequences on up to eight ranks of 1,024 tokens, of every method and
+def small_questions(count: int, seed: int, min_samples: int = 1, max_samples: int = 7) -> Iterator[Question]:
+    """Yield questions of `min_samples` to `max_samples` sequences on up to eight ranks of 1,024 tokens, of every method and
     layout.
 
     Fixed costs are from 0 to 30 ms. Lengths are uniform up to the widest group's room, or lognormal around 600.
@@ -142,7 +142,7 @@ def small_questions(count: int, seed: int, fewest: int = 1, most_samples: int = 
     rng = np.random.default_rng(seed)
     attention = replace(CostModel(), delta_layers=0, delta=0.0, attention_layers=8, query_heads=12, kv_heads=4)
     for _ in range(count):
-        world, samples, cap = int(rng.integers(1, 9)), int(rng.integers(fewest, most_samples + 1)), 1024
+        world, samples, cap = int(rng.integers(1, 9)), int(rng.integers(min_samples, max_samples + 1)), 1024
         method, layout = METHODS[rng.integers(len(METHODS))], LAYOUTS[rng.integers(len(LAYOUTS))]
         cost = attention if layout == "zigzag" or rng.random() < 0.3 else CostModel()
         fixed = rng.choice([0.0, 1e-3, 8e-3, 30e-3]) if rng.random() < 0.5 else rng.uniform(0.0, 30e-3)

@@ -44,14 +44,14 @@ def digest_of(
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         dist.all_reduce(added, group=group)
     digest = hashlib.blake2b(digest_size=16)
-    for (name, shape, dtype), found in zip(tensors, added.tolist(), strict=True):
-        digest.update(f"{name} {shape} {dtype} {found}\n".encode())
+    for (name, shape, dtype), bits in zip(tensors, added.tolist(), strict=True):
+        digest.update(f"{name} {shape} {dtype} {bits}\n".encode())
     return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
 
 
-def check_base(found: Tensor, own: Tensor, model: str | None) -> None:
+def check_base(saved: Tensor, own: Tensor, model: str | None) -> None:
     """Raise ValueError where the digest of a checkpoint differs from the engine's own."""
-    if not torch.equal(found, own):
+    if not torch.equal(saved, own):
         raise ValueError(
             f"the adapter was trained on another base than {model or 'this module'}: the weights under it differ; "
             "build the engine from the model that the adapter was trained on"

@@ -43,12 +43,12 @@ def add_adapters(model: Any, config: LoraConfig, weights: ModelWeights, dtype: t
     Returns the names of the layers that have one now. ValueError for a target that is no linear layer of the decoder,
     or a rank that is larger than a layer.
     """
-    found = linear_layers(model)
+    layers = linear_layers(model)
     for target in config.targets:
-        if target not in {name.rpartition(".")[2] for name in found}:
-            known = sorted({name.rpartition(".")[2] for name in found})
+        if target not in {name.rpartition(".")[2] for name in layers}:
+            known = sorted({name.rpartition(".")[2] for name in layers})
             raise ValueError(f"lora targets: there is no linear layer {target!r} in this model, but {', '.join(known)}")
-    chosen = {n: m for n, m in found.items() if not config.targets or n.rpartition(".")[2] in config.targets}
+    chosen = {n: m for n, m in layers.items() if not config.targets or n.rpartition(".")[2] in config.targets}
     for name, module in chosen.items():
         smallest = min(module.in_features, module.out_features)
         if config.targets and config.rank > smallest:
@@ -72,8 +72,8 @@ def linear_layers(model: Any) -> dict[str, Any]:
     """
     family = family_of(model.config)
     inside = {module for layer in family.layers(model) for module in layer.modules()}
-    found = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m in inside}
-    return {n: m for n, m in found.items() if not family.routed or n.rpartition(".")[2] not in _OF_EXPERTS}
+    linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m in inside}
+    return {n: m for n, m in linears.items() if not family.routed or n.rpartition(".")[2] not in _OF_EXPERTS}
 
 
 def set_trainable(model: nn.Module, trainable: bool) -> None:

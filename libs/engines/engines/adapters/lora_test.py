@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from engines import EngineConfig, LoraConfig, TrainEngine, base_policy, build_engine, save_adapter
 from engines.adapters.lora import is_adapter, whole
 from engines.families.torch_operations import choose_torch_operations
-from engines.testing.edit_manifest import edit_facts
+from engines.testing.edit_manifest import edit_metadata
 from engines.testing.executors import assert_same, inside, state_of
 from engines.testing.one_rank import one_rank
 from engines.tiny import tiny_batch, tiny_model
@@ -224,7 +224,7 @@ def test_an_adapter_whose_scale_was_not_written_down_loads_with_a_warning(tmp_pa
     built = engine_of(path)
     built.train_batch(tiny_batch(LENGTHS), SFT())
     built.save(tmp_path / "checkpoint")
-    edit_facts(tmp_path / "checkpoint", lambda facts: facts.pop("adapter"))
+    edit_metadata(tmp_path / "checkpoint", lambda metadata: metadata.pop("adapter"))
     other = engine_of(path)
     with pytest.warns(UserWarning, match=r"how its adapters were scaled: .* lora alpha 7.0 and rank_stabilized False"):
         other.load(tmp_path / "checkpoint")

@@ -12,17 +12,17 @@ from engines.config import EngineConfig
 from engines.lora_config import LoraConfig
 from engines.storage.checkpoint import read_tensor
 
-FACT = "adapter"
+ADAPTER_KEY = "adapter"
 """Key in a checkpoint's facts of the fields that make its adapters' scale."""
 _SCALE = ("rank", "alpha", "rank_stabilized")
 
 
-def adapter_facts(config: LoraConfig) -> dict[str, Any]:
+def adapter_metadata(config: LoraConfig) -> dict[str, Any]:
     """Return what a checkpoint records of the scale of its adapters; an empty dict where there are none."""
-    return {FACT: {name: getattr(config, name) for name in _SCALE}} if config.rank else {}
+    return {ADAPTER_KEY: {name: getattr(config, name) for name in _SCALE}} if config.rank else {}
 
 
-def check_adapter(config: EngineConfig, state: Mapping[str, Any], checkpoint: Path, facts: Mapping[str, Any]) -> None:
+def check_adapter(config: EngineConfig, state: Mapping[str, Any], checkpoint: Path, metadata: Mapping[str, Any]) -> None:
     """Raise ValueError where a checkpoint's adapters have another scale or another base. Collective; reads the digest.
 
     `state`: what the checkpoint would be read into; one that has no base's digest has no adapters.
@@ -30,7 +30,7 @@ def check_adapter(config: EngineConfig, state: Mapping[str, Any], checkpoint: Pa
     own = state["model"].get(BASE)
     if own is None:
         return
-    check_scale(config.lora, facts.get(FACT), checkpoint)
+    check_scale(config.lora, metadata.get(ADAPTER_KEY), checkpoint)
     check_base(read_tensor(checkpoint, "model", BASE, torch.empty_like(own)), own, config.model)
 
 

@@ -32,7 +32,7 @@ class Accelerator:
         del given, ranks
         return {}
 
-    def lacks(self, dtype: torch.dtype) -> bool:
+    def missing_dtype(self, dtype: torch.dtype) -> bool:
         """Return whether it is bfloat16 on an older device, which lacks it or emulates it slowly through float32."""
         emulated = False
         return dtype == torch.bfloat16 and not self.module.is_bf16_supported(emulated)
@@ -53,8 +53,8 @@ class Accelerator:
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Return torch's context manager for a stream."""
-        found: AbstractContextManager[Any] = self.module.stream(stream)
-        return found
+        context: AbstractContextManager[Any] = self.module.stream(stream)
+        return context
 
     def current_stream(self) -> Any:
         """Return the stream of the current device that work goes to."""

@@ -33,7 +33,7 @@ class Devices(Protocol):
     def missing(self) -> str | None:
         """Return why there is no such device here; None where there is one."""
 
-    def lacks(self, dtype: torch.dtype) -> bool:
+    def missing_dtype(self, dtype: torch.dtype) -> bool:
         """Return whether the current device has no arithmetic of this dtype."""
 
     def use(self, local_rank: int) -> None:

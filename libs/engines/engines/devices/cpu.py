@@ -22,7 +22,7 @@ class Cpu:
         """Return None: there is always a CPU."""
         return None
 
-    def lacks(self, dtype: torch.dtype) -> bool:
+    def missing_dtype(self, dtype: torch.dtype) -> bool:
         """Return False: torch computes in every dtype on a CPU."""
         del dtype
         return False

@@ -25,5 +25,5 @@ def devices_of(device: str | torch.device) -> Devices:
 
 def accelerators_here() -> list[Devices]:
     """Return the device kinds beside the CPU that this process sees, without importing torch_npu."""
-    asked = ["cuda"] + (["npu"] if "torch_npu" in sys.modules else [])
-    return [_KINDS[kind] for kind in asked if _KINDS[kind].missing() is None]
+    kinds = ["cuda"] + (["npu"] if "torch_npu" in sys.modules else [])
+    return [_KINDS[kind] for kind in kinds if _KINDS[kind].missing() is None]

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from engines.devices.host_layers import use_host_norms
-from engines.devices.layer_matching import CENTRED_NORMS, GATED_NORMS, NORMS
+from engines.devices.layer_matching import CENTERED_NORMS, GATED_NORMS, NORMS
 from engines.families.registry import family_of
 from engines.proofs.family_cases import CASES, Case
 
 
 def normed(model: Any) -> list[Any]:
-    return [m for m in model.modules() if type(m).__name__ in (*NORMS, *CENTRED_NORMS, *GATED_NORMS)]
+    return [m for m in model.modules() if type(m).__name__ in (*NORMS, *CENTERED_NORMS, *GATED_NORMS)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -36,7 +36,7 @@ def test_every_norm_of_every_family(case: Case) -> None:
 def test_other_dtypes_are_the_stock_ones_and_undo_restores() -> None:
     model = CASES[0].model().bfloat16()
     kinds = [type(module) for module in model.modules()]
-    module = next(module for module in normed(model) if type(module).__name__ in CENTRED_NORMS)
+    module = next(module for module in normed(model) if type(module).__name__ in CENTERED_NORMS)
     x = torch.randn(5, module.weight.shape[0]).bfloat16()
     wanted = module(x)
     applied = use_host_norms(model)

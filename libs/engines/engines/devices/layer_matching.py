@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm")
-CENTRED_NORMS = ("Gemma3RMSNorm", "Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
+CENTERED_NORMS = ("Gemma3RMSNorm", "Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
 """Norms whose weight is kept as its distance from one."""
 GATED_NORMS = ("Qwen3NextRMSNormGated", "Qwen3_5RMSNormGated", "Qwen3_5MoeRMSNormGated")
 MLPS = (
@@ -22,7 +22,7 @@ class Forwards:
     """The replacements of a module's forward, by its kind; None: it keeps its own."""
 
     norm: Forward
-    centred_norm: Forward
+    centered_norm: Forward
     gated_norm: Forward
     mlp: Forward | None = None
 
@@ -31,8 +31,8 @@ class Forwards:
         name = type(module).__name__
         if name in NORMS:
             return self.norm
-        if name in CENTRED_NORMS:
-            return self.centred_norm
+        if name in CENTERED_NORMS:
+            return self.centered_norm
         if name in GATED_NORMS and getattr(module, "activation", "silu") == "silu":
             return self.gated_norm
         if name in MLPS and is_silu(module):

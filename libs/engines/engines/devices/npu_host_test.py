@@ -13,7 +13,7 @@ from engines.devices.detect import devices_of
 from engines.proofs.forked_ranks import launch_forked
 from engines.testing.executors import inside
 from engines.testing.npu.build import reason_against
-from engines.testing.npu.path import stand_in_on_path
+from engines.testing.npu.path import fake_npu_on_path
 from engines.testing.vision import samples, vision_model
 from engines.tiny import tiny_batch, tiny_model
 from objectives import SFT
@@ -25,7 +25,7 @@ LENGTHS = [7, 3, 12, 5, 9, 2, 14, 6, 4]
 
 @pytest.fixture(scope="module", autouse=True)
 def stand_in() -> Iterator[None]:
-    with stand_in_on_path():
+    with fake_npu_on_path():
         yield
 
 

@@ -35,7 +35,7 @@ EXPERTS = "npu_grouped_matmul"
 ROTARY = "apply_rotary_pos_emb"
 
 
-def asked_for(config: EngineConfig, device: torch.device) -> bool:
+def npu_operators_enabled(config: EngineConfig, device: torch.device) -> bool:
     """Return whether the operators of NPUs are used. ValueError where they are set off on a device that has none."""
     if config.npu_operators == "off" and device.type != "npu":
         raise ValueError(f"npu_operators is of device npu, this run is on {device.type}: leave it out")
@@ -52,8 +52,8 @@ def use_npu_operators(model: Any) -> Applied:
 
 def apply_to(model: nn.Module, adaptation: Adaptation) -> Applied:
     """Apply an adaptation to this instance, which stores it: once for each model, and freed with it."""
-    held = vars(model).setdefault("_adaptations", {})
-    return apply(adaptation, found=torch_npu().__version__, held=held)
+    applied = vars(model).setdefault("_adaptations", {})
+    return apply(adaptation, found=torch_npu().__version__, held=applied)
 
 
 def _patches(model: Any) -> Iterator[Patch]:

@@ -20,7 +20,7 @@ from engines.proofs.forked_ranks import launch_forked
 from engines.testing.executors import inside
 from engines.testing.npu.build import reason_against
 from engines.testing.npu.operators import CALLS
-from engines.testing.npu.path import stand_in_on_path
+from engines.testing.npu.path import fake_npu_on_path
 from engines.tiny import tiny_batch, tiny_model
 from objectives import GRPO, SFT
 
@@ -47,7 +47,7 @@ BOUND = 2e-5
 
 @pytest.fixture(scope="module", autouse=True)
 def stand_in() -> Iterator[None]:
-    with stand_in_on_path():
+    with fake_npu_on_path():
         yield
 
 
@@ -166,6 +166,6 @@ def test_families_are_complete() -> None:
             name = type(module).__name__
             if "Norm" in name or name.endswith("MLP"):
                 left.add(name)
-    named = {*layer_kinds.NORMS, *layer_kinds.CENTRED_NORMS, *layer_kinds.GATED_NORMS, *layer_kinds.MLPS}
+    named = {*layer_kinds.NORMS, *layer_kinds.CENTERED_NORMS, *layer_kinds.GATED_NORMS, *layer_kinds.MLPS}
     assert left - named == set()
     assert len(left & named) > 8

@@ -19,7 +19,7 @@ from engines.proofs.forked_ranks import launch_forked
 from engines.testing.npu import build
 from engines.testing.npu.build import reason_against
 from engines.testing.npu.canary import canary, raises
-from engines.testing.npu.path import stand_in_on_path
+from engines.testing.npu.path import fake_npu_on_path
 from engines.testing.npu.surface import read_surface, signature
 
 pytestmark = pytest.mark.skipif(reason_against() is not None, reason=str(reason_against()))
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(reason_against() is not None, reason=str(reason_
 
 @pytest.fixture(scope="module", autouse=True)
 def stand_in() -> Iterator[None]:
-    with stand_in_on_path():
+    with fake_npu_on_path():
         yield
 
 

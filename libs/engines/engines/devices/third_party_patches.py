@@ -24,11 +24,11 @@ def changes_made_by(patcher: Callable[[], object], modules: Iterable[ModuleType]
     try:
         patcher()
     finally:
-        found = [_restore(owner, names) for owner, names in zip(owners, before, strict=True)]
-    added = [f"{owner.__name__}.{name}" for owner, (_, names) in zip(owners, found, strict=True) for name in names]
+        changes = [_restore(owner, names) for owner, names in zip(owners, before, strict=True)]
+    added = [f"{owner.__name__}.{name}" for owner, (_, names) in zip(owners, changes, strict=True) for name in names]
     if added:
         raise ValueError(f"names that were not there cannot be undone: {', '.join(added)}")
-    return [patch for patches, _ in found for patch in patches]
+    return [patch for patches, _ in changes for patch in patches]
 
 
 def _owners(modules: Iterable[ModuleType]) -> list[Any]:

@@ -36,8 +36,8 @@ class Scores:
 
 
 LossFunction = Callable[[MicroBatch, Scores], Tensor]
-"""A function that returns a micro-batch's share of the loss, a scalar: summed over micro-batches and ranks it is the loss of the step. It is
-divided by global counts already, so executors add gradients up and never average them."""
+"""A function to a micro-batch's share of the loss, a scalar: summed over micro-batches and ranks it is the loss of the
+step. It is divided by global counts already, so executors sum gradients and never average them."""
 TakeScores = Callable[[MicroBatch, Scores], None]
 
 

@@ -55,8 +55,8 @@ class HostAdamW(torch.optim.AdamW):
     def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Update one weight; its copies on the device are freed before the next one's."""
         device, pins = _device(parameter), _pins(parameter)
-        kept = [_local(parameter), *(_local(state[name]) for name in MOMENTS)]
-        weight, *moments = near = [one.to(device, non_blocking=pins) for one in kept]
+        sources = [_local(parameter), *(_local(state[name]) for name in MOMENTS)]
+        weight, *moments = near = [one.to(device, non_blocking=pins) for one in sources]
         adamw(
             [weight],
             [_local(parameter.grad).to(device, non_blocking=pins)],
@@ -75,7 +75,7 @@ class HostAdamW(torch.optim.AdamW):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
         )
-        for there, here in zip(kept, near, strict=True):
+        for there, here in zip(sources, near, strict=True):
             if there is not here:
                 there.copy_(here, non_blocking=pins)
 
@@ -92,9 +92,9 @@ def _to_host(optimizer: torch.optim.Optimizer) -> None:
     for parameter, state in optimizer.state.items():
         state["step"] = state["step"].to(_device(parameter))
         for name in MOMENTS:
-            kept = _on_host(parameter)
-            _local(kept).copy_(_local(state[name]))
-            state[name] = kept
+            moment = _on_host(parameter)
+            _local(moment).copy_(_local(state[name]))
+            state[name] = moment
 
 
 def _on_host(parameter: Tensor) -> Tensor:

@@ -67,10 +67,10 @@ def _on_disk(names: DiskNames, name: str, shape: Any) -> tuple[str, ...]:
 
 def _holds(pattern: str, name: str, disk: tuple[str, ...]) -> bool:
     """Return whether the pattern names a parameter."""
-    found = [one for one in disk if re.search(pattern, one)]
-    if found and len(found) < len(disk):
-        other = next(one for one in disk if one not in found)
+    matches = [one for one in disk if re.search(pattern, one)]
+    if matches and len(matches) < len(disk):
+        other = next(one for one in disk if one not in matches)
         raise ValueError(
-            f"learning_rates: {pattern!r} names {found[0]} and not {other}, which are one parameter here ({name})"
+            f"learning_rates: {pattern!r} names {matches[0]} and not {other}, which are one parameter here ({name})"
         )
-    return bool(found)
+    return bool(matches)

@@ -20,7 +20,7 @@ from engines.fsdp2.fsdp2_executor import FSDP2Executor
 from engines.inputs.planner_and_inputs import planner_and_inputs
 from engines.parallel.configured_layout import layout_of
 from engines.parallel.groups import ParallelGroups
-from engines.proofs.float64 import Float64Stays
+from engines.proofs.float64 import KeepFloat64
 from engines.proofs.forked_ranks import launch_forked
 from engines.step import Engine
 from engines.testing.executors import inside
@@ -114,7 +114,7 @@ def test_steps_are_those_of_torchs_adamw_with_a_group_for_each_rate() -> None:
     planner, inputs = planner_and_inputs(config, module.config, groups)
     found = ModelWeights.of(family_of(module.config), module)
     began = {name: p.detach().flatten().clone() for name, p in module.named_parameters()}
-    with Float64Stays(), float64_shards():
+    with KeepFloat64(), float64_shards():
         want, after = torchs()
         built = Engine(config, FSDP2Executor(config, groups, module, inputs), planner, found)
         assert curve(built) == pytest.approx(want, rel=1e-12)

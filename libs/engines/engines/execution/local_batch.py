@@ -65,10 +65,10 @@ class LocalBatch:
 
     def require(self, keys: Sequence[str], sees: bool = False) -> None:
         """Raise ValueError naming the keys that are missing, or images where the model `sees` none."""
-        held = self.view.keys()
-        missing = [key for key in keys if key not in held]
+        present = self.view.keys()
+        missing = [key for key in keys if key not in present]
         if missing:
-            raise ValueError(f"the batch lacks {', '.join(missing)}; it has {', '.join(sorted(held))}")
+            raise ValueError(f"the batch lacks {', '.join(missing)}; it has {', '.join(sorted(present))}")
         media = media_keys(self.view)
         if media and not sees:
             raise ValueError(
@@ -101,15 +101,15 @@ def gather_row_stats(
     """
     # Columns by row: trained tokens, group, episode, zero gradient. Maxima of (x, -x) are the largest and smallest that
     # is held; a row held nowhere keeps _ABSENT. The last entry is 1 + the plan index of a rank that lacks a row.
-    held = torch.full((4, len(batch.lengths)), _ABSENT, dtype=torch.int64)
+    columns = torch.full((4, len(batch.lengths)), _ABSENT, dtype=torch.int64)
     view, rows = batch.view, torch.tensor(batch.rows)
-    held[0, rows] = view.row_sums(view.trained).cpu()
+    columns[0, rows] = view.row_sums(view.trained).cpu()
     for column, key in enumerate(("group", "episode"), 1):
-        held[column, rows] = view.columns[key].cpu() if key in view else 0
-    held[3, rows] = 0 if zero is None else zero.to("cpu", torch.int64)
+        columns[column, rows] = view.columns[key].cpu() if key in view else 0
+    columns[3, rows] = 0 if zero is None else zero.to("cpu", torch.int64)
     lacks = _lacking(batch, needed, groups)
-    low = torch.where(held == _ABSENT, held, -held)
-    flat = torch.cat([held.flatten(), low.flatten(), torch.tensor([lacks])]).to(device)
+    low = torch.where(columns == _ABSENT, columns, -columns)
+    flat = torch.cat([columns.flatten(), low.flatten(), torch.tensor([lacks])]).to(device)
     if groups.layout.plan_size > 1:
         dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=groups.plan)
     flat = flat.cpu()

@@ -42,11 +42,11 @@ class StepLoss:
 
     def start(self, group: dist.ProcessGroup | None = None) -> Callable[[], dict[str, float]]:
         """Start to reduce the metrics; the function returned gives them, and the experts' load metrics. Collective."""
-        found = self.metrics.start(group)
+        metrics = self.metrics.start(group)
         if self._load is None:
-            return found
+            return metrics
         load = EarlyRead(reduce_float64(self._load, group))
-        return lambda: {**found(), **load_metrics(load.read())}
+        return lambda: {**metrics(), **load_metrics(load.read())}
 
     def __call__(self, micro_batch: MicroBatch, scores: Scores) -> Tensor:
         """Return the micro-batch's share of the loss, connected to its scores; ValueError where it is not a scalar."""

@@ -37,8 +37,8 @@ class MetricSum:
 
     def sum_of(self, key: str, device: torch.device) -> Tensor:
         """Return this rank's sum of a metric, f64[] or f64[2]; a scalar 0 where there is none."""
-        found = self._sums.get(key)
-        return torch.zeros((), dtype=torch.float64, device=device) if found is None else found
+        total = self._sums.get(key)
+        return torch.zeros((), dtype=torch.float64, device=device) if total is None else total
 
     def reduce(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
         """Return the values over all ranks. A pair becomes sum / count, 0 where nothing was counted. Collective."""
@@ -86,6 +86,6 @@ def check_agreement(number: int, what: str, device: torch.device, group: dist.Pr
         )
 
 
-def agreed_number(facts: object) -> int:
+def agreed_number(data: object) -> int:
     """Return a 52-bit hash of plain facts (numbers, text, tuples, frozen dataclasses of them)."""
-    return int(hashlib.sha256(repr(facts).encode()).hexdigest()[:13], 16)
+    return int(hashlib.sha256(repr(data).encode()).hexdigest()[:13], 16)

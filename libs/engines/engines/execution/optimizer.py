@@ -25,8 +25,8 @@ def build_optimizer(
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not trained:
         raise ValueError("no parameter of the model is trainable: build the engine with trainable=False instead")
-    found = scales or {}
-    return adamw([Updated(p, p.ndim >= 2, found.get(name, 1.0)) for name, p in trained.items()], config)
+    multiples = scales or {}
+    return adamw([Updated(p, p.ndim >= 2, multiples.get(name, 1.0)) for name, p in trained.items()], config)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +121,7 @@ def scale_gradients(module: nn.Module, norm: float, limit: float | None) -> None
         torch._foreach_mul_([shard for shard in shards if shard.numel()], limit / norm)
 
 
-def finite_everywhere(loss: Tensor, group: dist.ProcessGroup | None = None) -> bool:
+def finite_on_all_ranks(loss: Tensor, group: dist.ProcessGroup | None = None) -> bool:
     """Return whether the losses of all ranks are finite; the host waits for them."""
     return not bool(reduce_float64((~loss.detach().isfinite()).double(), group))
 

@@ -17,7 +17,7 @@ from engines.execution.bfloat16_adamw import BFloat16AdamW
 from engines.execution.optimizer import (
     build_optimizer,
     clip_and_step,
-    finite_everywhere,
+    finite_on_all_ranks,
     gradient_norm,
     scale_gradients,
 )
@@ -157,9 +157,9 @@ def test_shards_of_other_ranks_count(exchanged: list[Any]) -> None:
 
 
 def test_the_losses_of_other_ranks_count(exchanged: list[Any]) -> None:
-    assert finite_everywhere(torch.tensor(1.0))
+    assert finite_on_all_ranks(torch.tensor(1.0))
     assert exchanged == []
-    assert not finite_everywhere(torch.tensor(1.0), group=GROUP)
+    assert not finite_on_all_ranks(torch.tensor(1.0), group=GROUP)
     assert [group for _, group in exchanged] == [GROUP]
 
 
@@ -185,8 +185,8 @@ def test_a_loss_that_is_not_finite_makes_no_update(loss: float, kind: type[torch
     assert math.isnan(norm)
     clip_and_step(module, optimizer, norm, 1.0, 0.1)
     assert all(torch.equal(one, other) for one, other in zip(before, module.parameters(), strict=True))
-    assert not finite_everywhere(torch.tensor(loss))
-    assert finite_everywhere(torch.tensor(-3.0))
+    assert not finite_on_all_ranks(torch.tensor(loss))
+    assert finite_on_all_ranks(torch.tensor(-3.0))
 
 
 @pytest.mark.parametrize("kind", [torch.Tensor, Cuda])

@@ -82,10 +82,10 @@ class PrefetchedStep:
 
     def take(self, batch: Any, objective: Any) -> Any:
         """Return, once, what was prepared of this very batch for this objective; None for any other."""
-        found, self._found = self._found, None
-        if found is None or found[0] is not batch or found[1] != objective:
+        prepared, self._found = self._found, None
+        if prepared is None or prepared[0] is not batch or prepared[1] != objective:
             return None
-        return found[2]
+        return prepared[2]
 
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:

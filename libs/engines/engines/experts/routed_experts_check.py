@@ -20,20 +20,20 @@ def check_routed_experts(view: BatchView, layers: int, top_k: int, experts: int)
             f"the batch lacks {ROUTED_EXPERTS}, which routing_replay takes experts from: let the sampler tell them, or "
             "set routing_replay=False"
         )
-    given = flattened(view.parts(ROUTED_EXPERTS))
-    if given.shape[1:] != (layers, top_k) or given.dtype != torch.int16:
+    routed = flattened(view.parts(ROUTED_EXPERTS))
+    if routed.shape[1:] != (layers, top_k) or routed.dtype != torch.int16:
         raise ValueError(
             f"{ROUTED_EXPERTS} must be int16 (tokens, {layers}, {top_k}): so many routed layers and experts a token; "
-            f"got {given.dtype} {tuple(given.shape)}: it was sampled from another model"
+            f"got {routed.dtype} {tuple(routed.shape)}: it was sampled from another model"
         )
-    wrong = (given < -1) | (given >= experts)
+    wrong = (routed < -1) | (routed >= experts)
     if wrong.any():
         _refuse(view, wrong, f"the model's experts are 0 to {experts - 1}, or -1 where that is not known")
-    unknown = given < 0
+    unknown = routed < 0
     if (unknown.any(-1) != unknown.all(-1)).any():
         _refuse(view, unknown.any(-1) != unknown.all(-1), "some of its experts are known and some are not")
     for one, other in combinations(range(top_k), 2):
-        twice = (given[..., one] == given[..., other]) & ~unknown[..., one]
+        twice = (routed[..., one] == routed[..., other]) & ~unknown[..., one]
         if twice.any():
             _refuse(view, twice, "one expert comes twice")
 

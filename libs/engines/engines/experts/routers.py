@@ -38,11 +38,11 @@ class Routers:
 
     def __init__(self, model: Any) -> None:
         """Install the hooks. ValueError for a model without a router."""
-        found = _routers(model)
+        routers = _routers(model)
         self.layers, self.top_k, self.experts = routed_sizes(model)
         self._given: Tensor | None = None
         self._taken: list[Tensor] | None = None
-        self._handles = [m.register_forward_hook(partial(self._route, layer)) for layer, m in enumerate(found)]
+        self._handles = [m.register_forward_hook(partial(self._route, layer)) for layer, m in enumerate(routers)]
 
     @staticmethod
     def of(model: Any) -> "Routers | None":
@@ -74,8 +74,8 @@ class Routers:
         """Replace chosen experts by those that were set: (logits [T, E], weights [T, k], experts i64[T, k])."""
         logits, _, experts = output
         if self._given is not None:
-            given = self._given[:, layer].to(torch.int64)
-            experts = torch.where(given >= 0, given, experts)
+            replayed = self._given[:, layer].to(torch.int64)
+            experts = torch.where(replayed >= 0, replayed, experts)
             weights = torch.softmax(logits, dim=-1, dtype=torch.float32).gather(-1, experts)
             if getattr(router, "norm_topk_prob", True):
                 weights = weights / weights.sum(-1, keepdim=True)

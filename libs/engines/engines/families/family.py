@@ -62,8 +62,8 @@ class Family:
     layer_types: tuple[str, ...] = ("full_attention",)
     """Token mixers that a layer may have."""
     rope_types: tuple[str, ...] = ("default",)
-    """Rotary embeddings whose angles depend on a token's position alone; "dynamic" and "longrope" depend on the longest of a call,
-    so that a packed row would change its neighbours."""
+    """Rotary embeddings whose angles depend on a token's position alone; "dynamic" and "longrope" depend on the longest
+    sequence of a call, so that a packed row would change its neighbours."""
     delta_nets: Mapping[str, PackedForward] = field(default_factory=dict)
     """Packed forward passes of its gated delta net layers, by class."""
     wrappers: tuple[str, ...] = ()
@@ -195,8 +195,8 @@ class Family:
                 )
 
     def _check_rope(self, text: Any) -> None:
-        given = text.rope_parameters or {}
-        for rope in [given, *(part for part in given.values() if isinstance(part, dict))]:
+        parameters = text.rope_parameters or {}
+        for rope in [parameters, *(part for part in parameters.values() if isinstance(part, dict))]:
             kind = rope.get("rope_type", "default")
             if kind not in self.rope_types:
                 raise ValueError(self._refusal(f"rope type {kind!r} is not handled, only {', '.join(self.rope_types)}"))

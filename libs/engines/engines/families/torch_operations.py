@@ -56,10 +56,10 @@ def choose_torch_operations(model: Any) -> TorchOperations:
 def _by_device(layer: type[nn.Module]) -> Callable[..., Tensor]:
     picked: Callable[..., Tensor] = layer.forward
     stock = inspect.unwrap(picked)
-    found = [name for name in _OPERATIONS if isinstance(stock, FunctionType) and name in stock.__code__.co_names]
-    if not isinstance(stock, FunctionType) or not found:
+    operations = [name for name in _OPERATIONS if isinstance(stock, FunctionType) and name in stock.__code__.co_names]
+    if not isinstance(stock, FunctionType) or not operations:
         raise ValueError(f"{layer.__name__} calls none of {', '.join(_OPERATIONS)}")
-    names = {**stock.__globals__, **{name: _torch_function(stock.__globals__[name]) for name in found}}
+    names = {**stock.__globals__, **{name: _torch_function(stock.__globals__[name]) for name in operations}}
     own = FunctionType(stock.__code__, names, stock.__name__, stock.__defaults__, stock.__closure__)
     own.__kwdefaults__ = stock.__kwdefaults__
 
@@ -77,9 +77,9 @@ def _torch_function(operation: Callable[..., Any]) -> Callable[..., Any]:
     known = frozenset(inspect.signature(function).parameters)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        asked = [name for name in _PACKED if kwargs.get(name) is not None]
-        if asked:
-            raise ValueError(f"transformers' {function.__name__} takes no {asked[0]}: pack with adapt_for_packing")
+        packed = [name for name in _PACKED if kwargs.get(name) is not None]
+        if packed:
+            raise ValueError(f"transformers' {function.__name__} takes no {packed[0]}: pack with adapt_for_packing")
         return function(*args, **{name: value for name, value in kwargs.items() if name in known})
 
     return call

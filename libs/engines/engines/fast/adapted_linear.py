@@ -60,9 +60,9 @@ def adapter_grads(d_weights: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 
 def _each(d_weights: tuple[Any, ...]) -> Iterator[Tensor]:
-    for found in d_weights:
-        if isinstance(found, AdapterGrads):
-            yield from found
+    for gradient in d_weights:
+        if isinstance(gradient, AdapterGrads):
+            yield from gradient
 
 
 @cache

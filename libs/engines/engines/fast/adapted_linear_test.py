@@ -10,7 +10,7 @@ from engines.families.registry import family_of
 from engines.fast.compiling import compilations
 from engines.fast.layers import use_layer_functions
 from engines.lora_config import LoraConfig
-from engines.proofs.float64 import Float64Stays
+from engines.proofs.float64 import KeepFloat64
 from engines.scoring.packed_model import adapt_for_packing
 from engines.tiny import tiny_model
 from engines.weights.model_weights import ModelWeights
@@ -65,7 +65,7 @@ def assert_near(found: dict[str, Any], expected: dict[str, Any], bound: float) -
 @pytest.mark.parametrize("targets", [ALL, SOME, ATTENTION])
 def test_equals_the_modules_own_forward(targets: tuple[str, ...]) -> None:
     models = [adapted(targets, functions) for functions in (False, True)]
-    with Float64Stays():
+    with KeepFloat64():
         expected, found = (run(model) for model in models)
     assert_near(found, expected, 1e-9)
     trained = {name for name, value in found.items() if value is not None} - {"logits"}

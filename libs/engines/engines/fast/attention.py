@@ -22,7 +22,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longes
     if not q.is_cuda:
         return _plain(cu_seqlens, q, k, v), q.new_empty(0, dtype=torch.float32)
     most = int(longest)
-    o, normalisers, *_ = torch.ops.aten._flash_attention_forward(
+    o, normalizers, *_ = torch.ops.aten._flash_attention_forward(
         q.contiguous(),
         k.contiguous(),
         v.contiguous(),
@@ -35,7 +35,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longes
         False,
         scale=q.shape[-1] ** -0.5,
     )
-    return o.contiguous(), normalisers.t().contiguous()
+    return o.contiguous(), normalizers.t().contiguous()
 
 
 @causal_attention.register_fake
@@ -46,7 +46,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: Tensor) -> t
 
 @torch.library.custom_op("engines::causal_attention_grad", mutates_args=())
 def causal_attention_grad(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, normalisers: Tensor, cu_seqlens: Tensor, longest: Tensor, grad: Tensor
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, normalizers: Tensor, cu_seqlens: Tensor, longest: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (d q, d k, d v) of `causal_attention`."""
     if not q.is_cuda:
@@ -60,7 +60,7 @@ def causal_attention_grad(
         k.contiguous(),
         v.contiguous(),
         o,
-        normalisers.t().contiguous(),
+        normalizers.t().contiguous(),
         cu_seqlens,
         cu_seqlens,
         most,
@@ -75,7 +75,7 @@ def causal_attention_grad(
 
 @causal_attention_grad.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, normalisers: Tensor, cu_seqlens: Tensor, longest: Tensor, grad: Tensor
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, normalizers: Tensor, cu_seqlens: Tensor, longest: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 

@@ -16,8 +16,8 @@ def grad_of(function: Callable[..., Tensor], operands: Sequence[Tensor], grad: T
     def work() -> tuple[Tensor, ...]:
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in operands]
-            found = torch.autograd.grad(function(*leaves), leaves, grad)
-        return tuple(x.clone(memory_format=torch.contiguous_format) for x in found)
+            grads = torch.autograd.grad(function(*leaves), leaves, grad)
+        return tuple(x.clone(memory_format=torch.contiguous_format) for x in grads)
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(work).result()

@@ -147,22 +147,22 @@ def attention(x: Tensor, w: AttentionWeights, where: Where, eps: float) -> tuple
     n = rms_norm(x, w.norm, eps)
     qg, k, v = project(n, w.q), project(n, w.k), project(n, w.v)
     q, gate, k_turned, v_heads = _attention_operands(qg, k, v, w, where, eps)
-    o, normalisers = causal_attention(q, k_turned, v_heads, where.cu_seqlens, where.longest)
+    o, normalizers = causal_attention(q, k_turned, v_heads, where.cu_seqlens, where.longest)
     y = (to_float32(o) * to_float32(gate).sigmoid()).to(x.dtype).flatten(1)
-    return x + project(y, w.out), (qg, k, v, o, normalisers)
+    return x + project(y, w.out), (qg, k, v, o, normalizers)
 
 
 def attention_grad(
     grad: Tensor, x: Tensor, w: AttentionWeights, kept: Tensors, where: Where, eps: float
 ) -> tuple[Tensor, AttentionWeights]:
     """Return (d x, d weights) of `attention`."""
-    qg, k, v, o, normalisers = kept
+    qg, k, v, o, normalizers = kept
     q, gate, k_turned, v_heads = _attention_operands(qg, k, v, w, where, eps)
     s, f = to_float32(gate).sigmoid(), to_float32(o)
     d_out = weight_grad(grad, (f * s).to(x.dtype).flatten(1), w.out)
     d_y = to_float32(input_grad(grad, w.out).view_as(o))
     d_o, d_gate = (d_y * s).to(x.dtype), (d_y * f * s * (1.0 - s)).to(x.dtype)
-    d_q, d_k, d_v = causal_attention_grad(q, k_turned, v_heads, o, normalisers, where.cu_seqlens, where.longest, d_o)
+    d_q, d_k, d_v = causal_attention_grad(q, k_turned, v_heads, o, normalizers, where.cu_seqlens, where.longest, d_o)
     head = w.q_norm.shape[0]
     q_heads, k_heads = qg.view(qg.shape[0], -1, 2 * head)[..., :head], k.view(k.shape[0], -1, head)
     d_q, d_q_norm = rms_norm_grad(q_heads, w.q_norm, eps, rotate_grad(d_q, where.cos, where.sin))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FEWEST_TOKENS = 2
+MIN_TOKENS = 2
 """Number of tokens below which (a dummy micro-batch is one token) functions run uncompiled."""
 
 ONE_FOR_ALL_SIZES: dict[str, Any] = {"shape_padding": False, "triton.mix_order_reduction_non_strict_mode": True}

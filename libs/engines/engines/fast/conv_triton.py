@@ -9,13 +9,13 @@ import triton.language as tl
 def _convolved(x, weight, position, token, channel, inside, channels, TAPS: tl.constexpr):
     """Convolve a block of tokens in the channels of one head, float32, before the activation."""
     place = tl.load(position + token, mask=inside, other=0)
-    found = tl.zeros((token.shape[0], channel.shape[0]), tl.float32)
+    total = tl.zeros((token.shape[0], channel.shape[0]), tl.float32)
     for back in tl.static_range(TAPS):
         reaches = inside & (place >= back)
         row = x + (token - back).to(tl.int64)[:, None] * channels + channel[None, :]
         tap = tl.load(weight + channel * TAPS + (TAPS - 1 - back)).to(tl.float32)
-        found += tl.load(row, mask=reaches[:, None], other=0.0).to(tl.float32) * tap[None, :]
-    return found
+        total += tl.load(row, mask=reaches[:, None], other=0.0).to(tl.float32) * tap[None, :]
+    return total
 
 
 @triton.jit
@@ -92,9 +92,9 @@ def activation_grad_kernel(
     else:
         source = d_v + wide * (VALUES * HEAD) + (head - 2 * KEYS) * HEAD + feature[None, :]
         g = tl.load(source, mask=inside[:, None], other=0.0).to(tl.float32)
-    found = g * (s * (1.0 + y * (1.0 - s)))
+    result = g * (s * (1.0 + y * (1.0 - s)))
     tl.store(
-        d_y + wide * channels + head * HEAD + feature[None, :], found.to(d_y.dtype.element_ty), mask=inside[:, None]
+        d_y + wide * channels + head * HEAD + feature[None, :], result.to(d_y.dtype.element_ty), mask=inside[:, None]
     )
 
 
@@ -124,7 +124,7 @@ def conv_grad_kernel(
         wide = token.to(tl.int64)[:, None]
         place = tl.load(position + token, mask=inside, other=0)
         own = tl.load(d_y + wide * channels + channel[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-        found = tl.zeros((BLOCK, HEAD), tl.float32)
+        total = tl.zeros((BLOCK, HEAD), tl.float32)
         for back in tl.static_range(TAPS):
             seen = (inside & (place >= back))[:, None]
             past = tl.load(x + (wide - back) * channels + channel[None, :], mask=seen, other=0.0).to(tl.float32)
@@ -134,7 +134,7 @@ def conv_grad_kernel(
             ahead = (later < tokens) & (tl.load(position + later, mask=later < tokens, other=-1) >= back)
             tap = tl.load(weight + channel * TAPS + (TAPS - 1 - back)).to(tl.float32)
             row = d_y + (wide + back) * channels + channel[None, :]
-            found += tl.load(row, mask=ahead[:, None], other=0.0).to(tl.float32) * tap[None, :]
-        tl.store(d_x + wide * channels + channel[None, :], found.to(d_x.dtype.element_ty), mask=inside[:, None])
+            total += tl.load(row, mask=ahead[:, None], other=0.0).to(tl.float32) * tap[None, :]
+        tl.store(d_x + wide * channels + channel[None, :], total.to(d_x.dtype.element_ty), mask=inside[:, None])
     into = partial + tl.program_id(0).to(tl.int64) * channels * TAPS + channel[None, :] * TAPS + tap_number[:, None]
     tl.store(into, d_weight, mask=(tap_number < TAPS)[:, None])

@@ -108,8 +108,8 @@ def prepare_delta_rule(boundaries: Tensor, edges: tuple[int, ...], heads: int) -
 
 
 def _plan(boundaries: Tensor, heads: int) -> Any:
-    found = recall(boundaries, f"plan_{heads}")
-    return _make_plan(boundaries, heads) if found is None else found
+    plan = recall(boundaries, f"plan_{heads}")
+    return _make_plan(boundaries, heads) if plan is None else plan
 
 
 def _make_plan(boundaries: Tensor, heads: int) -> Any:

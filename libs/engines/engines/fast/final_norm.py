@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from engines.fast.compiling import FEWEST_TOKENS, compiled, mark_tokens
+from engines.fast.compiling import MIN_TOKENS, compiled, mark_tokens
 from engines.fast.pointwise import rms_norm, rms_norm_grad
 
 
@@ -54,7 +54,7 @@ class _Norm(Function):
 
 
 def _run(function: Callable[..., Any], backend: str | None, x: Tensor, *rest: Any) -> Any:
-    if backend is None or x.shape[0] < FEWEST_TOKENS:
+    if backend is None or x.shape[0] < MIN_TOKENS:
         return function(x, *rest)
     mark_tokens((x, *(one for one in rest if isinstance(one, Tensor) and one.shape == x.shape)))
     return compiled(function, backend)(x, *rest)

@@ -46,9 +46,9 @@ class _FusedLogProbs(Function):
         for rows in _chunks(hidden.shape[0], chunk):
             logits = hidden[rows] @ weight.t()
             parts.append(statistics(logits, targets[rows], temperature, entropy))
-        log_probs, normalisers, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
+        log_probs, normalizers, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.logits = logits if len(parts) == 1 else None  # overwritten later, so not a saved tensor
-        ctx.save_for_backward(hidden, weight, targets, normalisers, entropies)
+        ctx.save_for_backward(hidden, weight, targets, normalizers, entropies)
         ctx.temperature, ctx.chunk, ctx.entropy = temperature, chunk, entropy
         return log_probs, entropies
 
@@ -56,7 +56,7 @@ class _FusedLogProbs(Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_log_probs, grad_entropies = (grad.contiguous() for grad in grads)
-        hidden, weight, targets, normalisers, entropies = ctx.saved_tensors
+        hidden, weight, targets, normalizers, entropies = ctx.saved_tensors
         chunks = _chunks(hidden.shape[0], ctx.chunk)
         frozen = not ctx.needs_input_grad[1]
         total = torch.zeros_like(weight, dtype=_sum_dtype(weight)) if len(chunks) > 1 and not frozen else None
@@ -66,7 +66,7 @@ class _FusedLogProbs(Function):
             if logits is None:
                 logits = hidden[rows] @ weight.t()
             extra = (entropies[rows], grad_entropies[rows]) if ctx.entropy else ()
-            d_logits = gradient(logits, targets[rows], normalisers[rows], grad_log_probs[rows], ctx.temperature, *extra)
+            d_logits = gradient(logits, targets[rows], normalizers[rows], grad_log_probs[rows], ctx.temperature, *extra)
             torch.mm(d_logits, weight, out=d_hidden[rows])
             if frozen:
                 continue

@@ -72,9 +72,9 @@ def test_bfloat16_errors_are_no_larger_than_the_plain_paths(kept_bytes: int) -> 
 def test_the_gradient_is_written_over_the_logits() -> None:
     h, w, targets = problem()
     logits = (h @ w.t()).detach()
-    log_probs, normalisers, _ = statistics_plain(logits, targets, 1.0, False)
-    expected = gradient_plain(logits, targets, normalisers, torch.ones_like(log_probs), 1.0)
-    assert gradient(logits, targets, normalisers, torch.ones_like(log_probs), 1.0) is logits
+    log_probs, normalizers, _ = statistics_plain(logits, targets, 1.0, False)
+    expected = gradient_plain(logits, targets, normalizers, torch.ones_like(log_probs), 1.0)
+    assert gradient(logits, targets, normalizers, torch.ones_like(log_probs), 1.0) is logits
     assert torch.equal(logits, expected)
 
 

@@ -29,7 +29,7 @@ from engines.fast.blocks import (
     mlp,
     mlp_grad,
 )
-from engines.fast.compiling import FEWEST_TOKENS, compiled, mark_tokens
+from engines.fast.compiling import MIN_TOKENS, compiled, mark_tokens
 from engines.fast.delta_rule import prepare_delta_rule
 from engines.fast.final_norm import use_final_norm
 from engines.fast.sequence_bounds import Sequences
@@ -84,13 +84,13 @@ def use_layer_functions(model: Any, backend: str | None = "inductor") -> LayerFu
 
 def sequences_of(context: PackedContext, text: Any) -> Sequences:
     """Return the boundaries of a context in every form, made at the first call; `text`: the model's text config."""
-    found: Sequences | None = context.derived.get("sequences")
-    if found is None:
+    sequences: Sequences | None = context.derived.get("sequences")
+    if sequences is None:
         edges = context.edges if context.edges is not None else tuple(context.cu_seqlens.tolist())
-        found = context.derived["sequences"] = Sequences.of(context.cu_seqlens, edges, context.positions)
+        sequences = context.derived["sequences"] = Sequences.of(context.cu_seqlens, edges, context.positions)
         if "linear_attention" in text.layer_types:
-            prepare_delta_rule(found.boundaries, edges, text.linear_num_value_heads)
-    return found
+            prepare_delta_rule(sequences.boundaries, edges, text.linear_num_value_heads)
+    return sequences
 
 
 class _Layer:
@@ -197,10 +197,10 @@ def _block(kind: type, eps: float, backend: str | None, adapted: tuple[int, ...]
 def _weights(block: Block, parts: Sequence[Tensor]) -> Any:
     """Return the block's weights from their concatenated tensors, adapters after all others."""
     count = len(block.kind._fields)  # type: ignore[attr-defined]
-    found: list[Any] = list(parts[:count])
+    weights: list[Any] = list(parts[:count])
     for number, place in enumerate(block.adapted or ()):
-        found[place] = Adapted(found[place], *parts[count + 2 * number : count + 2 * number + 2])
-    return block.kind(*found)
+        weights[place] = Adapted(weights[place], *parts[count + 2 * number : count + 2 * number + 2])
+    return block.kind(*weights)
 
 
 class _Call(Function):
@@ -213,13 +213,13 @@ class _Call(Function):
     @staticmethod
     def forward(ctx: Any, block: Block, where: Where, x: Tensor, *weights: Tensor) -> Tensor:
         x, function = x.data, block.forward
-        if x.shape[0] < FEWEST_TOKENS:
+        if x.shape[0] < MIN_TOKENS:
             function = block.plain[0]
         elif function is not block.plain[0]:
             mark_tokens((x, *_token_tensors(where)))
         y: Tensor
-        y, kept = function(x, _weights(block, [w.data for w in weights]), where, block.eps)
-        ctx.save_for_backward(x, *weights, *kept)
+        y, saved = function(x, _weights(block, [w.data for w in weights]), where, block.eps)
+        ctx.save_for_backward(x, *weights, *saved)
         ctx.block, ctx.where, ctx.count = block, where, len(weights)
         return y
 
@@ -228,14 +228,14 @@ class _Call(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         block, where, count = ctx.block, ctx.where, ctx.count
         x, *saved = ctx.saved_tensors
-        weights, kept = _weights(block, [w.data for w in saved[:count]]), tuple(saved[count:])
+        weights, results = _weights(block, [w.data for w in saved[:count]]), tuple(saved[count:])
         grad, x, function = grads[0].contiguous().data, x.data, block.gradient
         tokens = x.shape[0]
-        if tokens < FEWEST_TOKENS:
+        if tokens < MIN_TOKENS:
             function = block.plain[1]
         elif function is not block.plain[1]:
-            mark_tokens((grad, x, *(one for one in kept if one.ndim and one.shape[0] == tokens)))
-        d_x, d_weights = function(grad, x, weights, kept, where, block.eps)
+            mark_tokens((grad, x, *(one for one in results if one.ndim and one.shape[0] == tokens)))
+        d_x, d_weights = function(grad, x, weights, results, where, block.eps)
         frozen = [None] * len(block.kind._fields) if block.adapted is not None else ()
         return None, None, d_x, *frozen, *d_weights
 

@@ -8,7 +8,7 @@ import torch
 
 from engines.fast.compiling import compilations
 from engines.fast.layers import use_layer_functions
-from engines.proofs.float64 import Float64Stays
+from engines.proofs.float64 import KeepFloat64
 from engines.scoring.packed_model import adapt_for_packing
 from engines.tiny import tiny_model
 from seqpack.adapters.context import PackedContext
@@ -67,7 +67,7 @@ def largest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 )
 def test_equals_stock_transformers(changes: dict[str, Any]) -> None:
     ids, weights = inputs(LENGTHS)
-    with Float64Stays():
+    with KeepFloat64():
         expected = run_stock(tiny_model(**changes).double().eval(), ids, LENGTHS, weights)
         found = run_packed(fast_model(None, **changes), ids, LENGTHS, weights)
     assert largest_error(found, expected) < 1e-9
@@ -78,7 +78,7 @@ def test_equals_the_packed_path_in_float64() -> None:
     ids, weights = inputs(LENGTHS)
     plain = tiny_model().double().eval()
     adapt_for_packing(plain)
-    with Float64Stays():
+    with KeepFloat64():
         expected = run_packed(plain, ids, LENGTHS, weights)
         found = run_packed(fast_model(None), ids, LENGTHS, weights)
     assert largest_error(found, expected) < 1e-9

@@ -16,14 +16,14 @@ def statistics(logits: Tensor, targets: Tensor, temperature: float, entropy: boo
     if not logits.is_cuda:
         return statistics_plain(logits, targets, temperature, entropy)
     rows, vocabulary = logits.shape
-    log_probs, normalisers = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
+    log_probs, normalizers = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
     entropies = torch.zeros(rows, dtype=torch.float32, device=logits.device)
     if rows:
         triton_module("log_prob_triton").statistics_kernel[(rows,)](
             logits,
             targets,
             log_probs,
-            normalisers,
+            normalizers,
             entropies,
             vocabulary,
             1.0 / temperature,
@@ -31,13 +31,13 @@ def statistics(logits: Tensor, targets: Tensor, temperature: float, entropy: boo
             BLOCK=4096,
             num_warps=8,
         )
-    return log_probs, normalisers, entropies
+    return log_probs, normalizers, entropies
 
 
 def gradient(
     logits: Tensor,
     targets: Tensor,
-    normalisers: Tensor,
+    normalizers: Tensor,
     grad_log_probs: Tensor,
     temperature: float,
     entropies: Tensor | None = None,
@@ -45,8 +45,8 @@ def gradient(
 ) -> Tensor:
     """Overwrite logits with the gradient of sum(grad_log_probs * log_probs + grad_entropies * entropies)."""
     if not logits.is_cuda:
-        found = gradient_plain(logits, targets, normalisers, grad_log_probs, temperature, entropies, grad_entropies)
-        return logits.copy_(found)
+        result = gradient_plain(logits, targets, normalizers, grad_log_probs, temperature, entropies, grad_entropies)
+        return logits.copy_(result)
     rows, vocabulary = logits.shape
     with_entropy = entropies is not None and grad_entropies is not None
     block = 4096
@@ -54,9 +54,9 @@ def gradient(
         triton_module("log_prob_triton").gradient_kernel[(rows, (vocabulary + block - 1) // block)](
             logits,
             targets,
-            normalisers,
+            normalizers,
             grad_log_probs,
-            entropies if with_entropy else normalisers,
+            entropies if with_entropy else normalizers,
             grad_entropies if with_entropy else grad_log_probs,
             vocabulary,
             1.0 / temperature,
@@ -72,17 +72,17 @@ def statistics_plain(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `statistics` in plain torch."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    normalisers = torch.logsumexp(z, dim=-1)
-    log_probs = z.gather(1, targets[:, None]).squeeze(1) - normalisers
+    normalizers = torch.logsumexp(z, dim=-1)
+    log_probs = z.gather(1, targets[:, None]).squeeze(1) - normalizers
     if not entropy:
-        return log_probs, normalisers, torch.zeros_like(normalisers)
-    return log_probs, normalisers, normalisers - ((z - normalisers[:, None]).exp() * z).sum(-1)
+        return log_probs, normalizers, torch.zeros_like(normalizers)
+    return log_probs, normalizers, normalizers - ((z - normalizers[:, None]).exp() * z).sum(-1)
 
 
 def gradient_plain(
     logits: Tensor,
     targets: Tensor,
-    normalisers: Tensor,
+    normalizers: Tensor,
     grad_log_probs: Tensor,
     temperature: float,
     entropies: Tensor | None = None,
@@ -93,10 +93,10 @@ def gradient_plain(
     d log p_target / d z = onehot - p; d entropy / d z = -p (log p + entropy).
     """
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    log_softmax = z - normalisers[:, None]
+    log_softmax = z - normalizers[:, None]
     probabilities = log_softmax.exp()
-    found = -probabilities * grad_log_probs[:, None]
-    found.scatter_add_(1, targets[:, None], grad_log_probs[:, None])
+    result = -probabilities * grad_log_probs[:, None]
+    result.scatter_add_(1, targets[:, None], grad_log_probs[:, None])
     if entropies is not None and grad_entropies is not None:
-        found -= probabilities * (log_softmax + entropies[:, None]) * grad_entropies[:, None]
-    return (found / temperature).to(logits.dtype)
+        result -= probabilities * (log_softmax + entropies[:, None]) * grad_entropies[:, None]
+    return (result / temperature).to(logits.dtype)

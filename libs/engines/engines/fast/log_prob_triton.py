@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def statistics_kernel(
-    logits, targets, log_probs, normalisers, entropies, vocabulary, inverse, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
+    logits, targets, log_probs, normalizers, entropies, vocabulary, inverse, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Run one program a row: every lane keeps the maximum and the sums of its own columns, joined at the end."""
     row = tl.program_id(0).to(tl.int64)
@@ -29,7 +29,7 @@ def statistics_kernel(
     fade = tl.exp(highest - peak)
     all_of_it = tl.sum(total * fade, 0)
     normaliser = peak + tl.log(all_of_it)
-    tl.store(normalisers + row, normaliser)
+    tl.store(normalizers + row, normaliser)
     target = tl.load(targets + row)
     tl.store(log_probs + row, tl.load(start + target).to(tl.float32) * inverse - normaliser)
     if ENTROPY:
@@ -40,7 +40,7 @@ def statistics_kernel(
 def gradient_kernel(
     logits,
     targets,
-    normalisers,
+    normalizers,
     grad_log_probs,
     entropies,
     grad_entropies,
@@ -55,9 +55,9 @@ def gradient_kernel(
     inside = column < vocabulary
     place = logits + row * vocabulary + column
     gradient = tl.load(grad_log_probs + row)
-    log_p = tl.load(place, mask=inside, other=0.0).to(tl.float32) * inverse - tl.load(normalisers + row)
+    log_p = tl.load(place, mask=inside, other=0.0).to(tl.float32) * inverse - tl.load(normalizers + row)
     p = tl.exp(log_p)
-    found = tl.where(column == tl.load(targets + row), gradient, 0.0) - p * gradient
+    result = tl.where(column == tl.load(targets + row), gradient, 0.0) - p * gradient
     if ENTROPY:
-        found -= p * (log_p + tl.load(entropies + row)) * tl.load(grad_entropies + row)
-    tl.store(place, (found * inverse).to(logits.dtype.element_ty), mask=inside)
+        result -= p * (log_p + tl.load(entropies + row)) * tl.load(grad_entropies + row)
+    tl.store(place, (result * inverse).to(logits.dtype.element_ty), mask=inside)

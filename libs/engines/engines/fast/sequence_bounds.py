@@ -48,8 +48,8 @@ class Sequences:
 
 def known(boundaries: Tensor) -> Tensor:
     """Return the tensor that `Sequences.of` made where it shares memory with `boundaries`; else `boundaries`."""
-    found = _KNOWN.get(boundaries.data_ptr())
-    return boundaries if found is None or found.shape != boundaries.shape else found
+    original = _KNOWN.get(boundaries.data_ptr())
+    return boundaries if original is None or original.shape != boundaries.shape else original
 
 
 def remember(boundaries: Tensor, key: str, value: Any) -> Any:

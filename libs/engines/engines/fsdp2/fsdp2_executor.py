@@ -25,7 +25,7 @@ from engines.config import EngineConfig
 from engines.devices.detect import devices_of
 from engines.devices.host_copies import HostCopies
 from engines.devices.host_layers import use_host_norms
-from engines.devices.npu_layers import asked_for, use_npu_operators
+from engines.devices.npu_layers import npu_operators_enabled, use_npu_operators
 from engines.execution.early_host_read import EarlyRead
 from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
 from engines.execution.learning_rates import rate_scales
@@ -89,7 +89,7 @@ class FSDP2Executor:
         self.model: Any = model
         self._digest: Tensor | None = None
         self.device = device_of(config, model)
-        self.npu_operators = use_npu_operators(model) if asked_for(config, self.device) else None
+        self.npu_operators = use_npu_operators(model) if npu_operators_enabled(config, self.device) else None
         if self.device.type == "cpu":
             use_host_norms(model)
         if config.batching == "packed":
@@ -108,8 +108,8 @@ class FSDP2Executor:
         tower = family_of(model.config).tower(model)
         if tower is not None and config.vision == "frozen":
             tower.requires_grad_(False)
-        found = rate_scales(config, model, names) if trainable else {}
-        self.scales = {f"model.{name}": scale for name, scale in found.items()}  # as the scorer names them
+        scales = rate_scales(config, model, names) if trainable else {}
+        self.scales = {f"model.{name}": scale for name, scale in scales.items()}  # as the scorer names them
         log_probs = fused_log_probs if compiled else token_log_probs
         coefficients = config.router_aux_loss_coef, config.router_z_loss_coef
         self.scorer: Any = TokenScorer(model, config.logit_chunk, log_probs, *coefficients)
@@ -200,12 +200,12 @@ class FSDP2Executor:
     @torch.no_grad()
     def _counts(self, micro_batches: MicroBatches) -> RouterCounts:
         """Run forward on all micro-batches, and return what the router chose in them."""
-        found = []
+        counts = []
         for micro_batch in micro_batches:
             inputs = micro_batch.inputs or self._inputs(micro_batch)
             routing = self.scorer(inputs, 1.0, False, routing=True).routing
-            found.append(self._own_counts(routing, micro_batch, inputs))
-        return self._summed(torch.stack(found).sum(0))
+            counts.append(self._own_counts(routing, micro_batch, inputs))
+        return self._summed(torch.stack(counts).sum(0))
 
     def _own_counts(self, routing: Routing, micro_batch: MicroBatch, inputs: ModelInputs) -> Tensor:
         """Return f32[E + 1]: the choices of each expert, and rows; ranks with one micro-batch count shares of it."""
@@ -232,16 +232,16 @@ class FSDP2Executor:
         counts: RouterCounts | None = None,
     ) -> Scores:
         inputs = micro_batch.inputs or self._inputs(micro_batch)
-        found: ModelScores = self.scorer(inputs, scoring.temperature, scoring.entropy, routing=router is not None)
+        scores: ModelScores = self.scorer(inputs, scoring.temperature, scoring.entropy, routing=router is not None)
         auxiliary = None
-        if router is not None and found.routing is not None:
-            counts = counts or self._summed(self._own_counts(found.routing, micro_batch, inputs))
-            auxiliary = router.loss(self.builder.total(found.routing.terms, inputs), counts)
+        if router is not None and scores.routing is not None:
+            counts = counts or self._summed(self._own_counts(scores.routing, micro_batch, inputs))
+            auxiliary = router.loss(self.builder.total(scores.routing.terms, inputs), counts)
         return Scores(
-            self.builder.collect(found.log_probs, inputs),
-            None if found.entropy is None else self.builder.collect(found.entropy, inputs),
+            self.builder.collect(scores.log_probs, inputs),
+            None if scores.entropy is None else self.builder.collect(scores.entropy, inputs),
             auxiliary,
-            found.load,
+            scores.load,
         )
 
     def optimizer_step(self, lr: float, loss: Tensor) -> SupportsFloat:

@@ -60,7 +60,7 @@ def _moved(tensors: list[Tensor], device: torch.device, copies: HostCopies) -> T
     there = copies.moved(tensors, device)
 
     def take(tensor: Tensor) -> Tensor:
-        found = there.get(id(tensor))
-        return tensor.to(device) if found is None else found
+        moved = there.get(id(tensor))
+        return tensor.to(device) if moved is None else moved
 
     return take

@@ -16,7 +16,7 @@ from engines.fsdp2.fsdp2_executor import FSDP2Executor
 from engines.inputs.planner_and_inputs import planner_and_inputs
 from engines.parallel.configured_layout import layout_of, shards_of
 from engines.parallel.groups import ParallelGroups
-from engines.proofs.float64 import Float64Stays
+from engines.proofs.float64 import KeepFloat64
 from engines.proofs.forked_ranks import launch_forked
 from engines.step import Engine
 from engines.testing.expert_parallel import float64_shards, gradients, weights
@@ -113,7 +113,7 @@ def exact(shards: int | None = None) -> tuple[Any, ...]:
     found = ModelWeights.of(family_of(module.config), module)
     groups = ParallelGroups.make(layout_of(config, dist.get_world_size()))
     planner, inputs = planner_and_inputs(config, module.config, groups)
-    with Float64Stays(), float64_shards():
+    with KeepFloat64(), float64_shards():
         built = Engine(config, FSDP2Executor(config, groups, module, inputs), planner, found)
         rows = [(row["loss"], row["grad_norm"]) for row in curve(built)]
         return rows, weights(built)

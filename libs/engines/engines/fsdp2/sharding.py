@@ -40,8 +40,8 @@ def lies_whole(config: EngineConfig, model: nn.Module, device: torch.device, dty
     the same, and so does a setting that is FSDP2's own.
     """
     alone = dist.get_world_size() == 1 and device.type == "cpu"
-    asked = config.weights == "sharded" or config.parameters_on_host or not config.reshard_after_forward
-    return alone and not asked and all(one.dtype == dtype for one in model.parameters())
+    sharded = config.weights == "sharded" or config.parameters_on_host or not config.reshard_after_forward
+    return alone and not sharded and all(one.dtype == dtype for one in model.parameters())
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
@@ -88,5 +88,5 @@ def whole(tensor: Tensor) -> Tensor:
         return tensor
     cut = any(tensor.device_mesh.size(axis) > 1 for axis in sharding_axes(tensor))
     near: Any = tensor.to(devices_of(tensor.device_mesh.device_type).current())  # it may be kept on the host
-    found: Tensor = near.full_tensor() if cut else near.to_local()
-    return found
+    result: Tensor = near.full_tensor() if cut else near.to_local()
+    return result

@@ -68,8 +68,8 @@ class ImageReader:
                 raise ValueError(f"picture {number}: {error}") from error
         if not opened:
             raise ValueError("there is no picture to read")
-        found = self.processor(images=opened, return_tensors="pt")
-        return found["pixel_values"].to(torch.float32), found["image_grid_thw"].to(torch.int64)
+        patches = self.processor(images=opened, return_tensors="pt")
+        return patches["pixel_values"].to(torch.float32), patches["image_grid_thw"].to(torch.int64)
 
 
 def as_text(picture: Any) -> str:
@@ -91,9 +91,9 @@ def open_image(picture: Any) -> Image.Image:
     if isinstance(picture, Mapping):  # as the datasets library writes images to Parquet
         picture = picture.get("bytes") or picture.get("path")
     if isinstance(picture, str) and picture.startswith("data:"):
-        _, found, text = picture.partition(_BASE64)
+        _, separator, text = picture.partition(_BASE64)
         try:
-            picture = base64.b64decode(text, validate=True) if found else None
+            picture = base64.b64decode(text, validate=True) if separator else None
         except binascii.Error as error:
             raise ValueError(f"a data URI is not base64: {error}") from error
     if isinstance(picture, bytes):

@@ -35,10 +35,10 @@ def with_positions(view: BatchView, settings: VisionSettings) -> BatchView:
     Multi-axis positions that the batch has already are kept. ValueError names the sample whose tokens, grids and
     patches do not fit each other, or a key that is missing or unknown.
     """
-    found = media_keys(view)
-    if not found:
+    media = media_keys(view)
+    if not media:
         return view
-    for key in found:
+    for key in media:
         if key not in KEYS:
             raise ValueError(f"the batch has {key}, which no vision tower here reads: leave it out")
     for pair in KINDS.values():

@@ -12,8 +12,8 @@ def embeddings(decoder: Any, tower: nn.Module, input_ids: Tensor, vision: Vision
 
     Slots count the flattened tokens. Connected to the tower even where no token takes a feature.
     """
-    found = decoder.get_input_embeddings()(input_ids)
-    features = tower(vision.patches, grid_thw=vision.grid_thw).pooler_output.to(found.dtype)
-    flat = found.flatten(0, -2).index_put((vision.slots,), features[vision.features])
-    result: Tensor = flat.view(found.shape)
+    embedded = decoder.get_input_embeddings()(input_ids)
+    features = tower(vision.patches, grid_thw=vision.grid_thw).pooler_output.to(embedded.dtype)
+    flat = embedded.flatten(0, -2).index_put((vision.slots,), features[vision.features])
+    result: Tensor = flat.view(embedded.shape)
     return result

@@ -77,8 +77,8 @@ class VisionInputs:
         """Return these inputs with the images `needed` (sorted) alone."""
         sizes = self.grid_thw.prod(-1)
         of_patch = torch.repeat_interleave(sizes)
-        kept = torch.isin(owner, needed)
-        new_place = kept.cumsum(0) - 1
+        keep = torch.isin(owner, needed)
+        new_place = keep.cumsum(0) - 1
         return VisionInputs(
             self.patches[torch.isin(of_patch, needed)],
             self.grid_thw[needed],

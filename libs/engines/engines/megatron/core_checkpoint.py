@@ -43,8 +43,8 @@ def _patches() -> list[Patch]:
 
 
 BY_THREADS = Adaptation("megatron-core's checkpoints by threads", "megatron-core", VERSIONS, _patches)
-"""A writer by threads: megatron-core's forks processes, which a process of `engines.launch` may not (`daemonic processes are not allowed to
-have children`), and one that uses a GPU had better not."""
+"""Writing by threads: megatron-core forks processes, which a process of `engines.launch` may not (`daemonic processes
+are not allowed to have children`), and one that uses a GPU should not."""
 
 
 def save_core_checkpoint(engine: TrainEngine, directory: str | Path) -> None:
@@ -81,9 +81,9 @@ def load_core_checkpoint(engine: TrainEngine, directory: str | Path) -> None:
     # What is read into is apart from the parameters: those of a factory are put together first.
     targets = {name: part.data for name, part in own.items()}
     with adapted(executor.device):
-        found = dist_checkpointing.load(own, str(directory))
+        loaded = dist_checkpointing.load(own, str(directory))
     for name, target in targets.items():
-        target.copy_(found[name])
+        target.copy_(loaded[name])
     zero_padding(executor.parameters)
     if executor.updates is not None:
         for part, master in executor.updates.updated():

@@ -114,16 +114,16 @@ class MegatronExecutor:
         split = stages.split(len(sizes.layer_types), groups.layout.pp)
         with adapted(self.device):
             self.stages = self._built(sizes, split)
-            held = self._add_adapters(weights.held(self.stages, self.place, split))
+            mapped = self._add_adapters(weights.held(self.stages, self.place, split))
             self.tower = Tower.of(model, self.place, dtype, self.device, trainable and config.vision == "trained")
-            self.parameters = match(self.stages, (*held, *trained_in(self.stages[0], self.tower)))
+            self.parameters = match(self.stages, (*mapped, *trained_in(self.stages[0], self.tower)))
             zero_padding(self.parameters)
             self.chunks = self._wrapped() if trainable else [stage.requires_grad_(False) for stage in self.stages]
             trained, frozen = ([p for p in self.parameters if p.parameter.requires_grad is x] for x in (True, False))
             self.updates, self.updated_by = updates_for(config, self.chunks, trained, groups.world, scales)
-            kept = self._dtypes if trainable else {}
-            self.seeing = [frozen_values(one, kept) for one in frozen_in(self.tower)]
-            self.frozen = [*(frozen_values(one, kept) for one in frozen), *self.seeing]
+            disk_dtypes = self._dtypes if trainable else {}
+            self.seeing = [frozen_values(one, disk_dtypes) for one in frozen_in(self.tower)]
+            self.frozen = [*(frozen_values(one, disk_dtypes) for one in frozen), *self.seeing]
             self._fill(live_tensors(model) if disk is None else DiskTensors(disk))
             if self.updates is not None:
                 self.updates.publish()
@@ -292,11 +292,11 @@ class MegatronExecutor:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         chosen = hidden.squeeze(1).index_select(0, inputs.rows)
         head = self.stages[-1].head[: self.vocabulary.stop - self.vocabulary.start]
-        given = scoring.temperature, self.config.logit_chunk, scoring.entropy
+        args = scoring.temperature, self.config.logit_chunk, scoring.entropy
         if isinstance(self.compiled, Supported) and group.size() == 1:
-            log_probs, entropies = fused_log_probs(chosen, head, inputs.targets, *given)
+            log_probs, entropies = fused_log_probs(chosen, head, inputs.targets, *args)
         else:
-            log_probs, entropies = shared_log_probs(chosen, head, inputs.targets, *given, group, self.vocabulary.start)
+            log_probs, entropies = shared_log_probs(chosen, head, inputs.targets, *args, group, self.vocabulary.start)
         return Scores(
             self.builder.collect(log_probs, inputs),
             None if entropies is None else self.builder.collect(entropies, inputs),
@@ -394,5 +394,5 @@ def _scorer_names(tensors: dict[str, Any]) -> dict[str, Any]:
 
 def _dtype(config: EngineConfig, model: Any, device: torch.device) -> torch.dtype:
     """Return the dtype that the layers compute in: a model that is more exact than float32 keeps its own."""
-    kept: torch.dtype = next(model.parameters()).dtype
-    return kept if kept == torch.float64 else compute_dtype(config, device)
+    own: torch.dtype = next(model.parameters()).dtype
+    return own if own == torch.float64 else compute_dtype(config, device)

@@ -109,8 +109,8 @@ def _made(rank: int, key: Any, every: list[tuple[int, ...]]) -> dist.ProcessGrou
         _MADE["world"] = world
     if key not in _MADE:
         waits = world_timeout()  # torch's own time otherwise, whatever the world's is
-        found = [dist.new_group(list(ranks), timeout=waits) for ranks in every]
-        _MADE[key] = next(group for group, ranks in zip(found, every, strict=True) if rank in ranks)
+        groups = [dist.new_group(list(ranks), timeout=waits) for ranks in every]
+        _MADE[key] = next(group for group, ranks in zip(groups, every, strict=True) if rank in ranks)
     result: dist.ProcessGroup = _MADE[key]
     return result
 

@@ -46,7 +46,7 @@ class StepPlan:
         own = sorted({row for part in self.ranks[index] for row in part.rows})
         return tuple(own) or (self.lengths.index(min(self.lengths)),)
 
-    def renumbered(self, rows: Sequence[int], lengths: tuple[int, ...]) -> "StepPlan":
+    def with_rows(self, rows: Sequence[int], lengths: tuple[int, ...]) -> "StepPlan":
         """Return the plan for a batch with these lengths, whose row rows[i] is row i of this plan."""
         ranks = tuple(
             tuple(part._replace(rows=tuple(rows[row] for row in part.rows)) for part in parts) for parts in self.ranks
@@ -57,11 +57,11 @@ class StepPlan:
         """Drop these rows where they are, then micro-batches that are empty on every rank; at least one stays."""
         if not rows:
             return self
-        kept = [[tuple(row for row in part.rows if row not in rows) for part in parts] for parts in self.ranks]
-        used = [m for m in range(self.num_micro_batches) if any(parts[m] for parts in kept)] or [0]
+        remaining = [[tuple(row for row in part.rows if row not in rows) for part in parts] for parts in self.ranks]
+        used = [m for m in range(self.num_micro_batches) if any(parts[m] for parts in remaining)] or [0]
         ranks = tuple(
             tuple(PlannedRows(own[m], self.ranks[i][m].ranks if own[m] else (i,)) for m in used)
-            for i, own in enumerate(kept)
+            for i, own in enumerate(remaining)
         )
         return replace(self, ranks=ranks)
 

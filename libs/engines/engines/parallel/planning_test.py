@@ -72,7 +72,7 @@ def test_renumbered(sizes: list[int], size: int) -> None:
     plan = DataParallelPlanner(CAP, size).plan(sizes)
     rows = [3 * i + 1 for i in range(len(sizes))]
     every = tuple(sizes[(i - 1) // 3] if i in rows else 1 for i in range(3 * len(sizes)))
-    other = plan.renumbered(rows, every)
+    other = plan.with_rows(rows, every)
     assert held(other) == {rows[row]: indices for row, indices in held(plan).items()}
     assert other.lengths == every
     assert other.hash == plan.hash

@@ -31,42 +31,42 @@ def split_layers(layers: int, stages: int, chunks: int = 1, first: int | None = 
     problems = split_problems(layers, stages, chunks, first, last)
     if problems:
         raise ValueError("; ".join(problems))
-    given = _given(stages, first, last)
-    each = (layers - sum(given.values())) // max(1, stages - len(given))
-    return tuple((given.get(stage, each) // chunks,) * chunks for stage in range(stages))
+    fixed = _given(stages, first, last)
+    each = (layers - sum(fixed.values())) // max(1, stages - len(fixed))
+    return tuple((fixed.get(stage, each) // chunks,) * chunks for stage in range(stages))
 
 
 def split_problems(
     layers: int, stages: int, chunks: int = 1, first: int | None = None, last: int | None = None
 ) -> list[str]:
     """Return every reason against a split by `split_layers`, each with sizes that would do."""
-    given = _given(stages, first, last)
-    free, rest = stages - len(given), layers - sum(given.values())
+    fixed = _given(stages, first, last)
+    free, rest = stages - len(fixed), layers - sum(fixed.values())
     each, over = divmod(rest, free) if free else (0, rest)
-    found = []
+    problems = []
     if rest < free or (over and not free):
-        found.append(
-            f"first and last stage hold {sum(given.values())} of {layers} layers, which leaves {rest} for "
+        problems.append(
+            f"first and last stage hold {sum(fixed.values())} of {layers} layers, which leaves {rest} for "
             f"{free} stages: change first_stage_layers and last_stage_layers, or lower pipeline_parallel"
         )
     elif over:
-        found.append(
+        problems.append(
             f"{rest} layers do not divide over {free} stages: set first_stage_layers and last_stage_layers "
             f"(such as {_uneven(layers, stages)}), or choose pipeline_parallel from {_divisors(layers)}"
         )
-    counts = [*given.values(), *([each] if free and not found else [])]
+    counts = [*fixed.values(), *([each] if free and not problems else [])]
     odd = [count for count in counts if count % chunks]
     if odd:
-        found.append(
+        problems.append(
             f"a stage of {odd[0]} layers does not divide into {chunks} chunks: lower virtual_pipeline_parallel to a "
             f"divisor of {gcd(*counts)}"
         )
     elif layers % chunks:  # whatever the stages' sizes become
-        found.append(
+        problems.append(
             f"{layers} layers do not divide into {chunks} chunks a stage: lower virtual_pipeline_parallel to a divisor "
             f"of {layers}"
         )
-    return found
+    return problems
 
 
 def _given(stages: int, first: int | None, last: int | None) -> dict[int, int]:

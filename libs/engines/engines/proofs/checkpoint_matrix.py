@@ -117,8 +117,8 @@ def resume_all(cases: Sequence[Case]) -> Iterator[tuple[Case, bool, bool]]:
     for ranks in sorted({case.ranks for case in cases}):
         own = [case for case in cases if case.ranks == ranks]
         with _folder() as folder:
-            for case, found in zip(own, launch_forked(_resume, (own, folder), ranks), strict=True):
-                yield case, *found
+            for case, equal in zip(own, launch_forked(_resume, (own, folder), ranks), strict=True):
+                yield case, *equal
 
 
 def move_all(cases: Sequence[Case], worlds: Sequence[int]) -> Iterator[tuple[Case, int, int, bool, float]]:
@@ -126,8 +126,8 @@ def move_all(cases: Sequence[Case], worlds: Sequence[int]) -> Iterator[tuple[Cas
     with _folder() as folder:
         saved = {ranks: launch_forked(_save, (cases, folder / str(ranks)), ranks) for ranks in worlds}
         for loaded in worlds:
-            found = launch_forked(_load, (cases, [folder / str(ranks) for ranks in worlds]), loaded)
-            for ranks, row in zip(worlds, found, strict=True):
+            results = launch_forked(_load, (cases, [folder / str(ranks) for ranks in worlds]), loaded)
+            for ranks, row in zip(worlds, results, strict=True):
                 for case, (digest, loss), (want, next_loss) in zip(cases, row, saved[ranks], strict=True):
                     yield case, ranks, loaded, digest == want, abs(loss - next_loss)
 
@@ -151,7 +151,7 @@ def _run(built: Any, first: int, last: int) -> list[dict[str, float]]:
 
 
 def _resume(cases: Sequence[Case], folder: Path) -> list[tuple[bool, bool]]:
-    found = []
+    results = []
     for number, case in enumerate(cases):
         built, resumed = _engine(case), _engine(case, seed=7)
         _run(built, 0, 2)
@@ -161,8 +161,8 @@ def _resume(cases: Sequence[Case], folder: Path) -> list[tuple[bool, bool]]:
         built.wait_for_saves()
         resumed.load(folder / str(number))
         _move_out_and_in(case, resumed)
-        found.append((_run(resumed, 2, 4) == want, _digest(resumed) == _digest(built)))
-    return found
+        results.append((_run(resumed, 2, 4) == want, _digest(resumed) == _digest(built)))
+    return results
 
 
 def _move_out_and_in(case: Case, built: Any) -> None:
@@ -172,26 +172,26 @@ def _move_out_and_in(case: Case, built: Any) -> None:
 
 
 def _save(cases: Sequence[Case], folder: Path) -> list[tuple[str, float]]:
-    found = []
+    results = []
     for number, case in enumerate(cases):
         built = _engine(case)
         _run(built, 0, 2)
         _move_out_and_in(case, built)
         built.save(folder / str(number))
-        found.append((_digest(built), _run(built, 2, 3)[0]["loss"]))
-    return found
+        results.append((_digest(built), _run(built, 2, 3)[0]["loss"]))
+    return results
 
 
 def _load(cases: Sequence[Case], folders: Sequence[Path]) -> list[list[tuple[str, float]]]:
-    found: list[list[tuple[str, float]]] = []
+    results: list[list[tuple[str, float]]] = []
     for folder in folders:
-        found.append([])
+        results.append([])
         for number, case in enumerate(cases):
             built = _engine(case, seed=7)
             built.load(folder / str(number))
             _move_out_and_in(case, built)
-            found[-1].append((_digest(built), _run(built, 2, 3)[0]["loss"]))
-    return found
+            results[-1].append((_digest(built), _run(built, 2, 3)[0]["loss"]))
+    return results
 
 
 def _digest(built: Any) -> str:

@@ -57,18 +57,18 @@ class Row:
     """Relative difference of the router's loss; None where the config asks for none."""
     names_and_dtypes: bool
     """Whether an export's files equal those that transformers wrote."""
-    reloaded: float
+    after_reload: float
     """Difference of logits, after export and from_pretrained."""
 
     @property
     def problems(self) -> list[str]:
         """The values that are beyond their bounds."""
-        found = [] if self.names_and_dtypes else ["exported files differ from those of transformers"]
+        problems = [] if self.names_and_dtypes else ["exported files differ from those of transformers"]
         for name, bound in _BOUNDS.items():
             value = getattr(self, name)
             if value is not None and not value <= bound:
-                found.append(f"{name} {value:.1e} > {bound:.0e}")
-        return found
+                problems.append(f"{name} {value:.1e} > {bound:.0e}")
+        return problems
 
 
 _BOUNDS = {
@@ -97,7 +97,7 @@ def measure(case: Case, lengths: Sequence[int] = LENGTHS) -> Row:
     for name, builder in (("padded", PaddedInputs()), ("packed", PackedInputs())):
         got[name] = _engine(copy.deepcopy(model), packed, builder, adapt=name == "packed")
     one, other = got["packed"], got["padded"]
-    same, reloaded = _round_trip(case, packed)
+    same, after_reload = _round_trip(case, packed)
     return Row(
         case=str(case),
         log_prob_packed=float((one.log_probs - want.log_probs).abs().max()),
@@ -106,15 +106,15 @@ def measure(case: Case, lengths: Sequence[int] = LENGTHS) -> Row:
         gradient_padded=_worst_gradient(other.gradients, want.gradients),
         auxiliary=_relative(want.auxiliary, one.auxiliary, other.auxiliary),
         names_and_dtypes=same,
-        reloaded=reloaded,
+        after_reload=after_reload,
     )
 
 
-def _relative(want: Tensor | None, *found: Tensor | None) -> float | None:
+def _relative(want: Tensor | None, *values: Tensor | None) -> float | None:
     """Return the worst relative difference; infinite where only one of the two has a router's loss."""
-    if want is None and not any(one is not None for one in found):
+    if want is None and not any(one is not None for one in values):
         return None
-    return max(float("inf") if one is None or want is None else float((one / want - 1).abs()) for one in found)
+    return max(float("inf") if one is None or want is None else float((one / want - 1).abs()) for one in values)
 
 
 def _objective(log_probs: Tensor, auxiliary: Tensor | None) -> Tensor:

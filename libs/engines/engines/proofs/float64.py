@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 PRODUCTS = (Tensor.matmul, Tensor.__matmul__, torch.matmul)
 
 
-class Float64Stays(TorchFunctionMode):
+class KeepFloat64(TorchFunctionMode):
     """A mode in which nothing turns a float64 tensor into float32: norms, softmaxes and losses keep float64.
 
     Models and libraries compute such parts in float32 at least, whatever the dtype of their weights is; two that agree
@@ -20,8 +20,8 @@ class Float64Stays(TorchFunctionMode):
         """Run a function of torch, with float64 in place of float32."""
         del types
         kwargs = dict(kwargs or {})
-        given = [part for arg in args for part in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-        wide = any(isinstance(part, Tensor) and part.dtype == torch.float64 for part in given)
+        parts = [part for arg in args for part in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        wide = any(isinstance(part, Tensor) and part.dtype == torch.float64 for part in parts)
         if wide and func is Tensor.float:
             return args[0]
         if wide and kwargs.get("dtype") is torch.float32:

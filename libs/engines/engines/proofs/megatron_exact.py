@@ -18,7 +18,7 @@ from engines.parallel.configured_layout import layout_of
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.layout import ParallelLayout
 from engines.parallel.planning import DataParallelPlanner
-from engines.proofs.float64 import Float64Stays
+from engines.proofs.float64 import KeepFloat64
 from engines.proofs.megatron_layouts import LENGTHS, OPTIONS, STEPS, TRAINED, LayoutCase, exported_by, model_of
 from engines.proofs.plain_executor import PlainExecutor
 from engines.proofs.plain_router import PlainRouterExecutor
@@ -43,7 +43,7 @@ EXACT = (
     LayoutCase("Qwen3.5 MoE", {"pipeline_parallel": 2, "expert_parallel": 2, "context_parallel": "dynamic"}),
     LayoutCase(LOSSES, {"tensor_parallel": 2, "expert_parallel": 2}),
 )
-"""Cases without recomputed layers, which autograd computes outside of `Float64Stays`."""
+"""Cases without recomputed layers, which autograd computes outside of `KeepFloat64`."""
 
 
 def exact_steps(case: LayoutCase, objective: Objective) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
@@ -52,12 +52,12 @@ def exact_steps(case: LayoutCase, objective: Objective) -> tuple[list[dict[str, 
     module = _module(case.model)
     weights = ModelWeights.of(family_of(module.config), module)
     groups = ParallelGroups.make(layout_of(config, dist.get_world_size()))
-    with Float64Stays():
+    with KeepFloat64():
         planner, inputs = planner_and_inputs(config, module.config, groups)
         executor = MegatronExecutor(config, groups, module, inputs)
-        found = _run(Engine(config, executor, planner, weights), objective)
+        results = _run(Engine(config, executor, planner, weights), objective)
     release()
-    return found
+    return results
 
 
 def stock_steps(model: str, objective: Objective) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
@@ -66,7 +66,7 @@ def stock_steps(model: str, objective: Objective) -> tuple[list[dict[str, float]
     weights = ModelWeights.of(family_of(module.config), module)
     groups = ParallelGroups.make(ParallelLayout())
     config, plain = replace(CONFIG, **TRAINED.get(model, {})), PlainRouterExecutor if model == LOSSES else PlainExecutor
-    with Float64Stays():
+    with KeepFloat64():
         executor: Executor = plain(config, groups, module)
         return _run(Engine(config, executor, DataParallelPlanner(config.max_tokens_per_rank, 1), weights), objective)
 

@@ -313,14 +313,14 @@ def relative(one: float, other: float) -> float:
 def rows_of_table(cases: Sequence[LayoutCase], alone: dict[str, Measured], ranks: list[Measured]) -> list[list[str]]:
     """Return a line for each case: the largest differences from FSDP2 on one process."""
     rows = []
-    for case, found in zip(cases, ranks, strict=True):
+    for case, got in zip(cases, ranks, strict=True):
         want = alone[case.model]
-        steps = list(zip(want.curve, found.curve, strict=True))
+        steps = list(zip(want.curve, got.curve, strict=True))
         loss, norm = (max(relative(a[key], b[key]) for a, b in steps) for key in ("loss", "grad_norm"))
-        resumed = max(relative(want.resumed["itself"]["loss"], one["loss"]) for one in found.resumed.values())
-        same = found.same_bits and _same_bits(want.exported, found.exported)
-        scores = max(float((a - b).abs().max()) for a, b in zip(want.scores, found.scores, strict=True))
-        weights = largest_difference(want.trained, found.trained)
+        resumed = max(relative(want.resumed["itself"]["loss"], one["loss"]) for one in got.resumed.values())
+        same = got.same_bits and _same_bits(want.exported, got.exported)
+        scores = max(float((a - b).abs().max()) for a, b in zip(want.scores, got.scores, strict=True))
+        weights = largest_difference(want.trained, got.trained)
         numbers = [f"{value:.0e}" for value in (loss, norm, scores, weights, resumed)]
         rows.append([case.model, case.layout, *numbers, "same" if same else "differ"])
     return rows

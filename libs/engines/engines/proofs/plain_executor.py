@@ -16,7 +16,7 @@ from engines.capability import Supported, Unsupported
 from engines.config import EngineConfig
 from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
 from engines.execution.micro_batches import MicroBatch, MicroBatches
-from engines.execution.optimizer import finite_everywhere
+from engines.execution.optimizer import finite_on_all_ranks
 from engines.families.registry import family_of
 from engines.families.torch_operations import choose_torch_operations
 from engines.launch import ensure_group
@@ -93,12 +93,12 @@ class PlainExecutor:
             first = 0 * logits[:1, 0]
             log_probs += [first, table[:-1].gather(1, ids[1:, None]).squeeze(1)]
             entropies += [first, -(table.exp() * table).sum(-1)[:-1]]
-        found = [torch.where(micro_batch.wanted, torch.cat(rows), 0.0) for rows in (log_probs, entropies)]
-        return Scores(found[0], found[1] if scoring.entropy else None)
+        scores = [torch.where(micro_batch.wanted, torch.cat(rows), 0.0) for rows in (log_probs, entropies)]
+        return Scores(scores[0], scores[1] if scoring.entropy else None)
 
     def optimizer_step(self, lr: float, loss: Tensor) -> Tensor:
         """Clip and update with torch's own functions."""
-        if not finite_everywhere(loss, self.groups.world):
+        if not finite_on_all_ranks(loss, self.groups.world):
             return torch.tensor(torch.nan)
         limit = float("inf") if self.config.grad_clip is None else self.config.grad_clip
         norm = float(nn.utils.clip_grad_norm_(self.parameters, limit))

@@ -27,8 +27,8 @@ class PlainRouterExecutor(PlainExecutor):
     def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
         """Run one backward pass of the whole step."""
         self.optimizer.zero_grad()
-        for kept in self.logits.values():
-            kept.clear()
+        for logits in self.logits.values():
+            logits.clear()
         scored = [(micro_batch, self._scores(micro_batch, scoring)) for micro_batch in micro_batches]
         share = self.auxiliary() / len(scored)
         total = [loss(micro_batch, replace(scores, auxiliary=share)) for micro_batch, scores in scored]
@@ -37,7 +37,7 @@ class PlainRouterExecutor(PlainExecutor):
     def auxiliary(self) -> Tensor:
         """Return Switch's loss, pooled over layers and tokens, plus ST-MoE's z-loss, a token mean for each layer."""
         text = self.model.config.get_text_config()
-        layers = [torch.cat([part.reshape(-1, text.num_experts) for part in kept]) for kept in self.logits.values()]
+        layers = [torch.cat([part.reshape(-1, text.num_experts) for part in logits]) for logits in self.logits.values()]
         rows = torch.cat(layers)
         probabilities = rows.exp() / rows.exp().sum(-1, keepdim=True)
         chosen = torch.zeros_like(rows)
@@ -45,7 +45,7 @@ class PlainRouterExecutor(PlainExecutor):
             chosen[place, row.topk(text.num_experts_per_tok).indices] = 1
         balance = text.num_experts * (chosen.mean(0) * probabilities.mean(0)).sum()
         z_loss = torch.stack([layer.exp().sum(-1).log().square().mean() for layer in layers]).sum()
-        given = self.config.router_aux_loss_coef
-        coefficient = text.router_aux_loss_coef * text.output_router_logits if given is None else given
+        override = self.config.router_aux_loss_coef
+        coefficient = text.router_aux_loss_coef * text.output_router_logits if override is None else override
         auxiliary: Tensor = coefficient * balance + self.config.router_z_loss_coef * z_loss
         return auxiliary

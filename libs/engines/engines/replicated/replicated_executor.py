@@ -166,7 +166,7 @@ class ReplicatedExecutor(FSDP2Executor):
     def move(self, device: torch.device) -> None:
         """Move weights, rests and moments."""
         self.exchange.settle()
-        take = move_all(self.scorer, (kept for one in self.masters for kept in one.beside()), device, self._host)
+        take = move_all(self.scorer, (tensor for one in self.masters for tensor in one.beside()), device, self._host)
         for one in self.masters:
             one.move(take)
         devices_of(self.device).release()

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from engines.proofs.float64 import Float64Stays
+from engines.proofs.float64 import KeepFloat64
 from engines.scoring.packed_model import adapt_for_packing, packed_logits
 from engines.tiny import tiny_batch, tiny_model
 from seqpack.adapters.context import PackedContext
@@ -40,7 +40,7 @@ def test_isolated(kind: str) -> None:
     model: Any = tiny_model(kind).double()
     model.set_experts_implementation("eager")  # the grouped matrix product of experts has no float64
     batch = tiny_batch(LENGTHS)
-    with Float64Stays():
+    with KeepFloat64():
         want = one_by_one(model, batch)
         want_grads = gradients(model, want)
         adapt_for_packing(model)

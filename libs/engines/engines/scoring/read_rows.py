@@ -36,12 +36,12 @@ def compute_read_rows(model: Any) -> tuple[nn.Module, ...]:
         return ()
     layer: Any = family.layers(model)[-1]
     mixer, _ = next(iter(family.mixers(layer)))
-    found = [*(module for name, module in mixer.named_children() if name in _OF_A_ROW), layer.mlp]
+    modules = [*(module for name, module in mixer.named_children() if name in _OF_A_ROW), layer.mlp]
     here = _Rows()
     mixer.forward = MethodType(here.told(mixer.forward), mixer)
-    for module in found:
+    for module in modules:
         module.forward = MethodType(here.over(module.forward), module)
-    return tuple(found)
+    return tuple(modules)
 
 
 class _Rows:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engines.families.registry import family_of
-from engines.proofs.float64 import Float64Stays
+from engines.proofs.float64 import KeepFloat64
 from engines.scoring.packed_model import adapt_for_packing
 from engines.scoring.read_rows import READ, compute_read_rows
 from engines.tiny import tiny_batch, tiny_model
@@ -35,7 +35,7 @@ def outcome(model: Any, rows: Tensor, say: bool) -> tuple[Tensor, dict[str, Tens
     if say:
         context.derived[READ] = rows
     model.zero_grad()
-    with Float64Stays() if model.dtype == torch.float64 else nullcontext():
+    with KeepFloat64() if model.dtype == torch.float64 else nullcontext():
         hidden = packed_hidden(model, packed.values["input_ids"], packed.position_ids, context).index_select(0, rows)
         (hidden * torch.sin(torch.arange(hidden.numel(), dtype=hidden.dtype)).view_as(hidden)).sum().backward()
     return hidden.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

@@ -33,12 +33,12 @@ Check = Callable[[Path, Mapping[str, Any]], None]
 def save_checkpoint(
     directory: Path,
     state: dict[str, Any],
-    facts: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     random: Mapping[str, Any] | None = None,
     group: Group = None,
     also: Sequence[Path] = (),
 ) -> None:
-    """Write `state` (nested dicts with "model" and perhaps "optimizer"), random states and `facts` (plain JSON).
+    """Write `state` (nested dicts with "model" and perhaps "optimizer"), random states and `metadata` (plain JSON).
 
     Collective. The directory appears, or is replaced, only when everything is on disk. `random`: what `random_state`
     gave, by default now. `group`: the ranks, on a backend of the CPU where another thread has collectives of its own.
@@ -56,7 +56,7 @@ def save_checkpoint(
 
     def finish() -> None:
         if rank == 0:
-            write_manifest(temporary, {**facts, **own}, files)
+            write_manifest(temporary, {**metadata, **own}, files)
             replace_directory(temporary, directory)
             for further in also:
                 repeat_directory(directory, further)
@@ -74,27 +74,27 @@ def load_checkpoint(
     to refuse. ValueError for a directory that is no checkpoint, is damaged, or whose tensors are not those of the
     model; `state` is then as it was.
     """
-    found = existing(directory)
-    facts, files = read_manifest(found)
-    if "optimizer" in state and not facts["optimizer"]:
+    source = existing(directory)
+    metadata, files = read_manifest(source)
+    if "optimizer" in state and not metadata["optimizer"]:
         raise ValueError(f"{directory} holds no optimizer: load it into an engine built with trainable=False")
     names = sorted(files)[_rank() :: _world_size()]  # each rank reads some of them
-    for problem in _gathered(None, check_files(found, files, names)):
+    for problem in _gathered(None, check_files(source, files, names)):
         if problem is not None:
             raise ValueError(problem)
-    _check_tensors(found, state, _shapes(state["model"], parts))
+    _check_tensors(source, state, _shapes(state["model"], parts))
     if check is not None:
-        check(found, facts)
+        check(source, metadata)
     wanted = dict(state)
     if "optimizer" in state:
         # Rates, decay and the like (`param_groups`) are those of the run that goes on: its moments are read.
         wanted["optimizer"] = {key: value for key, value in state["optimizer"].items() if key != "param_groups"}
     with _own_errors():
-        dcp.load(wanted, checkpoint_id=str(found))
-    if facts["world_size"] == _world_size():
-        _set_random_state(torch.load(found / _random_file()))
+        dcp.load(wanted, checkpoint_id=str(source))
+    if metadata["world_size"] == _world_size():
+        _set_random_state(torch.load(source / _random_file()))
     _gathered(None, None)
-    return facts
+    return metadata
 
 
 def read_tensor(directory: Path, part: str, name: str, into: torch.Tensor) -> torch.Tensor:

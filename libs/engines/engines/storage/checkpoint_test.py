@@ -10,7 +10,7 @@ import torch
 from engines import EngineConfig, build_engine
 from engines.storage import checkpoint
 from engines.storage.checkpoint import load_checkpoint, save_checkpoint
-from engines.testing.edit_manifest import edit_facts
+from engines.testing.edit_manifest import edit_metadata
 from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
 from engines.tiny import tiny_batch, tiny_config, tiny_model
 from objectives import SFT
@@ -77,7 +77,7 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
 def test_random_numbers_of_another_world_size_are_left_alone(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "one", small(2.0), {})
     (tmp_path / "one" / "random_0.pt").unlink()
-    edit_facts(tmp_path / "one", lambda facts: facts.update(world_size=2))
+    edit_metadata(tmp_path / "one", lambda metadata: metadata.update(world_size=2))
     state = small()
     torch.manual_seed(5)
     load_checkpoint(tmp_path / "one", state)

@@ -43,10 +43,10 @@ def save(target: Path, value: float) -> None:
 
 def value_of(target: Path) -> Any:
     read = state(0.0)
-    facts = load_checkpoint(target, read)
+    metadata = load_checkpoint(target, read)
     values = set(read["model"]["layers.0.weight"].flatten().tolist())
-    assert values == {float(facts["step"])}
-    return facts["step"]
+    assert values == {float(metadata["step"])}
+    return metadata["step"]
 
 
 def watch(folder: Path, operation: Callable[[str], None]) -> None:

@@ -20,20 +20,20 @@ Hashes = Mapping[str, Mapping[str, int | str]]
 
 def hash_files(directory: Path, names: Iterable[str]) -> dict[str, dict[str, int | str]]:
     """Return size and hash of these files."""
-    found: dict[str, dict[str, int | str]] = {}
+    hashes: dict[str, dict[str, int | str]] = {}
     for name in names:
         with (directory / name).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        found[name] = {"bytes": (directory / name).stat().st_size, "sha256": digest}
-    return found
+        hashes[name] = {"bytes": (directory / name).stat().st_size, "sha256": digest}
+    return hashes
 
 
-def write_manifest(directory: Path, facts: Mapping[str, Any], files: Hashes) -> None:
+def write_manifest(directory: Path, metadata: Mapping[str, Any], files: Hashes) -> None:
     """Write facts (plain JSON) and hashes. RuntimeError unless `files` are those of the directory."""
     there = {path.name for path in directory.iterdir()}
     if there != files.keys():
         raise RuntimeError(f"{directory}: nobody wrote or nobody hashed {sorted(there ^ files.keys())}")
-    content = {**facts, "format": FORMAT, "files": dict(sorted(files.items()))}
+    content = {**metadata, "format": FORMAT, "files": dict(sorted(files.items()))}
     (directory / MANIFEST).write_text(json.dumps({**content, "sha256": _own_hash(content)}, indent=1) + "\n")
 
 

@@ -36,10 +36,10 @@ def refused(path: Path, words: str) -> None:
 
 
 def test_the_manifest_names_every_file(whole: Path) -> None:
-    facts, files = read_manifest(whole)
+    metadata, files = read_manifest(whole)
     assert set(files) | {MANIFEST} == {path.name for path in whole.iterdir()}
     assert {"__0_0.distcp", ".metadata", "random_0.pt"} == set(files)
-    assert facts == {"step": 7, "extra": {"cursor": 3}, "world_size": 1, "optimizer": True}
+    assert metadata == {"step": 7, "extra": {"cursor": 3}, "world_size": 1, "optimizer": True}
     assert files["random_0.pt"]["bytes"] == (whole / "random_0.pt").stat().st_size
 
 

@@ -32,18 +32,18 @@ class CheckpointWriter:
         self,
         directory: Path,
         state: dict[str, Any],
-        facts: Mapping[str, Any],
+        metadata: Mapping[str, Any],
         wait: bool = True,
         also: Sequence[Path] = (),
     ) -> None:
         """Write a checkpoint; without `wait` return as soon as the state has been copied to host memory."""
         self.wait()
         if wait:
-            save_checkpoint(directory, state, facts, also=also)
+            save_checkpoint(directory, state, metadata, also=also)
             return
         if self._group is None and dist.is_initialized():
             self._group = dist.new_group(backend="gloo", timeout=world_timeout())
-        args = (directory, on_host(state), dict(facts), random_state(), self._group, tuple(also))
+        args = (directory, on_host(state), dict(metadata), random_state(), self._group, tuple(also))
         # No daemon: a process that ends in order finishes what it began to write.
         self._thread = threading.Thread(target=self._write, args=args, name="checkpoint")
         self._thread.start()

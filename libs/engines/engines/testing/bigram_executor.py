@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from engines.capability import Supported, Unsupported
 from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
 from engines.execution.micro_batches import MicroBatch, MicroBatches
-from engines.execution.optimizer import finite_everywhere
+from engines.execution.optimizer import finite_on_all_ranks
 from engines.parallel.groups import ParallelGroups
 
 
@@ -69,7 +69,7 @@ class BigramExecutor:
 
     def optimizer_step(self, lr: float, loss: Tensor) -> Tensor:
         """Make one step of gradient descent."""
-        if not finite_everywhere(loss, self.groups.world):
+        if not finite_on_all_ranks(loss, self.groups.world):
             return torch.tensor(torch.nan)
         gradient = self.model.table.grad
         assert gradient is not None

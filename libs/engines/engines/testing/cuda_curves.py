@@ -65,15 +65,15 @@ def curve(kind: str, dtype: str, mode: str, cap: int, lengths: list[int], object
 
 def curves() -> dict[tuple[str, str, str], Curve]:
     """Return every curve by (dtype, mode, kind). Collective."""
-    found, world = {}, dist.get_world_size()
+    results, world = {}, dist.get_world_size()
     for dtype in BOUNDS:
         for mode in MODES if world > 1 else ["off"]:
             cap = CAP // world if mode != "off" else max(LENGTHS)
             grpo = GRPO(kl_coef=0.1, entropy_coef=0.01)
-            found[dtype, mode, "grpo"] = curve("dense", dtype, mode, cap, LENGTHS, grpo)
+            results[dtype, mode, "grpo"] = curve("dense", dtype, mode, cap, LENGTHS, grpo)
             # One short sequence: all ranks but one stand by with a row of one token.
-            found[dtype, mode, "lonely"] = curve("dense", dtype, mode, cap, [9], SFT())
+            results[dtype, mode, "lonely"] = curve("dense", dtype, mode, cap, [9], SFT())
             for kind in KINDS:
-                found[dtype, mode, kind] = curve(kind, dtype, mode, cap, LENGTHS, SFT())
-                print(dist.get_rank(), dtype, mode, kind, found[dtype, mode, kind], flush=True)
-    return found
+                results[dtype, mode, kind] = curve(kind, dtype, mode, cap, LENGTHS, SFT())
+                print(dist.get_rank(), dtype, mode, kind, results[dtype, mode, kind], flush=True)
+    return results

@@ -14,8 +14,8 @@ Curves = dict[tuple[str, str, str], Curve]
 
 def needs_devices(world: int) -> pytest.MarkDecorator:
     """Skip where there are fewer devices."""
-    found = torch.cuda.device_count()
-    return pytest.mark.skipif(found < world, reason=f"needs {world} CUDA devices, found {found}")
+    count = torch.cuda.device_count()
+    return pytest.mark.skipif(count < world, reason=f"needs {world} CUDA devices, found {count}")
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +30,8 @@ def alone() -> Iterator[Curves]:
 @pytest.fixture(scope="module")
 def together(request: pytest.FixtureRequest) -> Curves:
     """Return the curves of the file's `WORLD` devices."""
-    found: Curves = launch(curves, (), world_size=request.module.WORLD, device="cuda")
-    return found
+    results: Curves = launch(curves, (), world_size=request.module.WORLD, device="cuda")
+    return results
 
 
 @pytest.mark.parametrize("what", ["grpo", "lonely", *KINDS])

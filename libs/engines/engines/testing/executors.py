@@ -47,9 +47,9 @@ def weights(built: TrainEngine) -> dict[str, Tensor]:
 
 def assert_same_weights(one: TrainEngine, other: TrainEngine, tolerance: float = 1e-5) -> None:
     """Raise AssertionError naming the first tensor in which two engines differ."""
-    found = weights(other)
+    others = weights(other)
     for name, value in weights(one).items():
-        torch.testing.assert_close(found[name], value, atol=tolerance, rtol=tolerance, msg=name)
+        torch.testing.assert_close(others[name], value, atol=tolerance, rtol=tolerance, msg=name)
 
 
 def state_of(built: TrainEngine) -> dict[str, Any]:

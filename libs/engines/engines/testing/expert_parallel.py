@@ -25,7 +25,7 @@ from engines.parallel.groups import ParallelGroups
 from engines.parallel.layout import ParallelLayout
 from engines.parallel.planning import DataParallelPlanner
 from engines.proofs.family_cases import CASES as FAMILY_CASES
-from engines.proofs.float64 import Float64Stays
+from engines.proofs.float64 import KeepFloat64
 from engines.proofs.plain_executor import PlainExecutor
 from engines.step import Engine
 from engines.tiny import tiny_batch, tiny_model
@@ -76,7 +76,7 @@ class Found(NamedTuple):
 def model_of(case: Case) -> Any:
     """Return the model of a case, always the same."""
     if case.model == "qwen3_moe":
-        return next(found for found in FAMILY_CASES if found.model_type == "qwen3_moe").model()
+        return next(one for one in FAMILY_CASES if one.model_type == "qwen3_moe").model()
     return tiny_model(case.model, scale=4.0, num_hidden_layers=LAYERS)
 
 
@@ -165,14 +165,14 @@ def exact(kind: str, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
     config = replace(config, router_aux_loss_coef=0.0)  # the plain executor has no router's loss
     module = cast_parameters(model_of(Case(kind)), torch.float64)
     module.config._experts_implementation = "eager"  # transformers' default has no float64
-    found = ModelWeights.of(family_of(module.config), module)
+    model_weights = ModelWeights.of(family_of(module.config), module)
     groups = ParallelGroups.make(ParallelLayout.of_world(dist.get_world_size(), ep=max(ranks, 1)))
-    with Float64Stays(), float64_shards():
+    with KeepFloat64(), float64_shards():
         executor: Any = (
             FSDP2Executor(config, groups, module, PackedInputs()) if ranks else PlainExecutor(config, groups, module)
         )
         planner = DataParallelPlanner(config.max_tokens_per_rank, groups.layout.plan_size)
-        engine = Engine(config, executor, planner, found)
+        engine = Engine(config, executor, planner, model_weights)
         curve = [engine.train_batch(batch_of(Case(), seed), SFT())["loss"] for seed in range(STEPS)]
         return curve, weights(engine)
 

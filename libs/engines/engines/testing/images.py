@@ -53,8 +53,8 @@ def media_sample(
 
 def model_arguments(sample: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return a single sample as the arguments of a transformers model."""
-    given = {key: sample[key][None] for key in ("input_ids", "mm_token_type_ids")}
+    arguments = {key: sample[key][None] for key in ("input_ids", "mm_token_type_ids")}
     for pixels, grid in (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw")):
         if len(sample[grid]):
-            given |= {pixels: sample[pixels], grid: sample[grid]}
-    return given
+            arguments |= {pixels: sample[pixels], grid: sample[grid]}
+    return arguments

@@ -64,11 +64,11 @@ def curve(device: str, dtype: str, backend: str, model: str, objective: Objectiv
 
 def layout_curves(device: str, dtypes: list[str], objective: Objective) -> dict[tuple[str, str], Curve]:
     """Return the curves of every layout that has as many ranks as the process group. Collective."""
-    found = {}
+    results = {}
     for name, (model, sizes) in (LAYOUTS if dist.get_world_size() == 2 else PRODUCTS).items():
         for dtype in dtypes:
-            found[name, dtype] = curve(device, dtype, "megatron", model, objective, **sizes)
-            print(dist.get_rank(), name, dtype, found[name, dtype], flush=True)  # which one a failed run was at
+            results[name, dtype] = curve(device, dtype, "megatron", model, objective, **sizes)
+            print(dist.get_rank(), name, dtype, results[name, dtype], flush=True)  # which one a failed run was at
         release()
         dist.barrier()
-    return found
+    return results

@@ -35,8 +35,8 @@ def alone() -> Iterator[Curves]:
 def together(request: pytest.FixtureRequest) -> Curves:
     """Return the layouts' curves, by name and dtype."""
     arguments = ("cuda", list(BOUNDS), OBJECTIVE)
-    found: Curves = launch(layout_curves, arguments, world_size=request.module.WORLD, device="cuda")
-    return found
+    results: Curves = launch(layout_curves, arguments, world_size=request.module.WORLD, device="cuda")
+    return results
 
 
 def test_same_curve_as_fsdp2_on_one_device(together: Curves, alone: Curves, dtype: str, layout: str) -> None:

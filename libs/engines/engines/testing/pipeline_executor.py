@@ -24,7 +24,7 @@ from engines.capability import Supported, Unsupported
 from engines.config import EngineConfig
 from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
 from engines.execution.micro_batches import MicroBatch, MicroBatches
-from engines.execution.optimizer import finite_everywhere
+from engines.execution.optimizer import finite_on_all_ranks
 from engines.parallel.groups import ParallelGroups
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -106,12 +106,12 @@ class PipelineExecutor:
             received.requires_grad_(torch.is_grad_enabled())
         rows = []
         for start, end in pairwise(packed.cu_seqlens.tolist()):
-            given = (
+            inputs = (
                 {"input_ids": packed.values["input_ids"][None, start:end]}
                 if received is None
                 else {"inputs_embeds": received[None, start:end]}
             )
-            rows.append(self.base(**given, use_cache=False).last_hidden_state[0])
+            rows.append(self.base(**inputs, use_cache=False).last_hidden_state[0])
         output = torch.cat(rows)
         if not self._last:
             dist.send(output.detach(), self.stages[self.stage + 1])
@@ -128,7 +128,7 @@ class PipelineExecutor:
 
     def optimizer_step(self, lr: float, loss: Tensor) -> Tensor:
         """Clip by the norm over all stages."""
-        if not finite_everywhere(loss, self.groups.world):
+        if not finite_on_all_ranks(loss, self.groups.world):
             return torch.tensor(torch.nan)
         square = sum((p.grad.double().square().sum() for p in self.own.values()), torch.zeros((), dtype=torch.float64))
         dist.all_reduce(square, group=self.groups.pipeline)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engines.proofs.megatron_layouts import largest_difference
 
-UNLIKE = ("plan_hash", "micro_batches", "fill")
+LAYOUT_METRICS = ("plan_hash", "micro_batches", "fill")
 """Metrics that depend on the layout itself."""
 
 
@@ -17,17 +17,17 @@ def assert_same_step(want: Mapping[str, float], got: Mapping[str, float]) -> Non
     """Compare all metrics of a step. Megatron's routers do not count the tokens of each expert."""
     left, right = ({k: v for k, v in row.items() if not k.startswith("expert")} for row in (want, got))
     assert left.keys() == right.keys()
-    for key in left.keys() - set(UNLIKE):
+    for key in left.keys() - set(LAYOUT_METRICS):
         assert right[key] == pytest.approx(left[key], rel=1e-5, abs=1e-6), key
 
 
-def assert_same_run(want: Any, found: Any) -> None:
+def assert_same_run(want: Any, got: Any) -> None:
     """Compare the metrics of every step, the scores of every batch, and the weights after them."""
-    for left, right in zip(want.curve, found.curve, strict=True):
+    for left, right in zip(want.curve, got.curve, strict=True):
         assert_same_step(left, right)
-    for left, right in zip(want.scores, found.scores, strict=True):
+    for left, right in zip(want.scores, got.scores, strict=True):
         torch.testing.assert_close(right, left, atol=1e-5, rtol=1e-5)
-    assert largest_difference(want.trained, found.trained) < 1e-5
+    assert largest_difference(want.trained, got.trained) < 1e-5
 
 
 def assert_same_bits(want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> None:

@@ -88,17 +88,17 @@ def stock_gradients(module: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str,
 
 def gradients(built: Any, batch: Any) -> dict[str, Tensor]:
     """Return the gradients of all parameters of an engine in a supervised step, right before the update."""
-    found: dict[str, Tensor] = {}
+    grads: dict[str, Tensor] = {}
     step = built.executor.optimizer_step
 
     def spied(lr: float, loss: Tensor) -> Any:
         parameters = built.executor.model.named_parameters()
-        found.update({n: whole(p.grad).clone() for n, p in parameters if p.grad is not None})
+        grads.update({n: whole(p.grad).clone() for n, p in parameters if p.grad is not None})
         return step(lr, loss)
 
     built.executor.optimizer_step = spied
     built.train_batch(batch, SFT())
-    return found
+    return grads
 
 
 def assert_close_gradients(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:

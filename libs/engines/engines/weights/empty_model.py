@@ -50,19 +50,19 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 
 
 def _fill_buffers(model: Any, module: nn.Module, prefix: str, saved: set[str]) -> None:
-    found = {
+    buffers = {
         name: buffer
         for name, buffer in module.named_buffers(recurse=False)
         if f"{prefix}.{name}".removeprefix(".") not in saved
     }
-    for name, buffer in found.items():
+    for name, buffer in buffers.items():
         if not buffer.is_floating_point():
             raise ValueError(
                 f"buffer {prefix}.{name} is {buffer.dtype}: only floating-point ones are known to be right"
             )
         setattr(module, name, torch.full_like(buffer, torch.nan, device="cpu"))
-    if found:
+    if buffers:
         model._init_weights(module)
-    for name in found:
+    for name in buffers:
         if getattr(module, name).isnan().any():
             raise ValueError(f"transformers says nothing of buffer {prefix}.{name}, which is in no checkpoint")

@@ -27,9 +27,9 @@ def model_directory(model: str | Path) -> Path:
     many = dist.is_initialized() and dist.get_world_size() > 1
     if not many:
         return _result(_fetched(str(model)))
-    found: list[Any] = [_fetched(str(model)) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found, src=0)
-    first = _result(found[0])
+    fetched: list[Any] = [_fetched(str(model)) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(fetched, src=0)
+    first = _result(fetched[0])
     return first if first.is_dir() else _result(_fetched(str(model)))
 
 

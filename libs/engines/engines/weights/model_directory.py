@@ -41,12 +41,12 @@ class ModelDirectory:
         tensors: dict[str, DiskTensor] = {}
         files = _files(path)
         for file, indexed in files.items():
-            found = _header(file)
-            for name in sorted(indexed - found.keys()):
+            header = _header(file)
+            for name in sorted(indexed - header.keys()):
                 raise ValueError(f"{path / INDEX} says that {file.name} holds {name}, which it does not")
-            for name in sorted(found.keys() & tensors.keys()):
+            for name in sorted(header.keys() & tensors.keys()):
                 raise ValueError(f"{file} and {tensors[name].file} both hold {name}: remove one of them")
-            tensors |= found
+            tensors |= header
         return ModelDirectory(path, tensors)
 
     def rows(self, name: str, rows: slice | None = None) -> Tensor:
@@ -54,20 +54,20 @@ class ModelDirectory:
 
         Nothing else of the file is read or mapped. ValueError where the file has become shorter.
         """
-        found = self.tensors[name]
-        assert found.dtype is not None, f"{name} is quantised"
-        shape = found.shape if rows is None else (rows.stop - rows.start, *found.shape[1:])
-        tensor = torch.empty(shape, dtype=found.dtype)
+        entry = self.tensors[name]
+        assert entry.dtype is not None, f"{name} is quantised"
+        shape = entry.shape if rows is None else (rows.stop - rows.start, *entry.shape[1:])
+        tensor = torch.empty(shape, dtype=entry.dtype)
         if tensor.numel() == 0:
             return tensor
-        skipped = 0 if rows is None else rows.start * math.prod(found.shape[1:]) * tensor.element_size()
-        with found.file.open("rb", buffering=0) as file:
-            file.seek(found.offset + skipped)
+        skipped = 0 if rows is None else rows.start * math.prod(entry.shape[1:]) * tensor.element_size()
+        with entry.file.open("rb", buffering=0) as file:
+            file.seek(entry.offset + skipped)
             into = memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
             while into:
                 count = file.readinto(into)
                 if not count:
-                    raise ValueError(f"{found.file} ends within {name}: copy the checkpoint again")
+                    raise ValueError(f"{entry.file} ends within {name}: copy the checkpoint again")
                 into = into[count:]
         return tensor
 

@@ -95,17 +95,17 @@ def _check_present(names: DiskNames, live: Mapping[str, Tensor], source: ModelDi
     dtypes: dict[str, torch.dtype] = {}
     for name, tensor in live.items():
         for part in names.parts(name, tensor.shape):
-            found = source.tensors.get(part.name)
+            entry = source.tensors.get(part.name)
             wanted = tuple(tensor[part.index].shape) if part.index else tuple(tensor.shape)
-            if found is None:
+            if entry is None:
                 raise ValueError(
                     f"{source.path} lacks {part.name}: the checkpoint is not whole, or its config is another's"
                 )
-            if found.shape != wanted:
-                raise ValueError(f"{found.file}: {part.name} has shape {found.shape}, the config says {wanted}")
-            if found.dtype is None:
-                raise ValueError(f"{found.file}: {part.name} is quantised, and quantised weights cannot be trained")
-            dtypes[part.name] = found.dtype
+            if entry.shape != wanted:
+                raise ValueError(f"{entry.file}: {part.name} has shape {entry.shape}, the config says {wanted}")
+            if entry.dtype is None:
+                raise ValueError(f"{entry.file}: {part.name} is quantised, and quantised weights cannot be trained")
+            dtypes[part.name] = entry.dtype
     return dtypes
 
 

@@ -77,8 +77,8 @@ def _edited(config: Mapping[str, Any], weights: ModelWeights, dtype: torch.dtype
 
 
 def _most_common(dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
-    found = list(dtypes.values())
-    return max(set(found), key=found.count)
+    values = list(dtypes.values())
+    return max(set(values), key=values.count)
 
 
 def _part(directory: Path, number: int) -> Path:

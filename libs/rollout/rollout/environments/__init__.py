@@ -1,1 +1,1 @@
-"""What an agent acts in: the protocol of environments, and those that come with the library."""
+"""The environments of an agent: their protocol, and those that come with the library."""

@@ -1,4 +1,4 @@
-"""Environments whose code blocks: called in threads of their own, so that no game holds up sampling."""
+"""Environments whose code blocks: called in threads of their own, so that sampling goes on."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +10,10 @@ ENVIRONMENTS = Workers("environment")
 
 
 async def call(key: str, timeout: float, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Return what the function gives, and raise what it raises; `key` is the environment's name, `timeout` in seconds.
+    """Call a function of environment `key` in a thread, for at most `timeout` seconds; raise what it raises.
 
     Raises:
-        EpisodeFailed: no answer in time, or too many earlier calls that still run.
+        EpisodeFailed: no result in time, or too many earlier calls still run.
     """
     try:
         ended = await ENVIRONMENTS.run(key, timeout, function, *args, **options)

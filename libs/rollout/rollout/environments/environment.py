@@ -65,7 +65,7 @@ class EpisodeContext:
 
 @dataclass(frozen=True)
 class Observation:
-    """The first messages of an episode, and the tools that the model is told of."""
+    """The first messages of an episode, and the tools that the model is offered."""
 
     messages: Sequence[Message]
     tools: Sequence[Tool] = ()
@@ -73,11 +73,11 @@ class Observation:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What follows a reply.
+    """What an environment returns for a reply.
 
     `messages` go to the model next; `done` ends the episode, as "limit" where a limit of the environment's own did so
-    (`cut_off`). `metrics` are numbers for the run's tables, the last value of a name counts. `context`: the
-    conversation goes on from these messages instead of all that was said so far (compaction), followed by `messages`.
+    (`cut_off`). `metrics` are numbers for the run's tables; the last value of a name counts. With `context` the
+    conversation continues from these messages instead of all earlier ones (compaction), followed by `messages`.
     """
 
     messages: tuple[Message, ...] = ()
@@ -134,19 +134,19 @@ class Environment(Protocol):
     """
 
     async def open(self, context: EpisodeContext) -> Observation:
-        """Begin."""
+        """Begin the episode and return its first messages and tools."""
         ...
 
     async def step(self, reply: Reply) -> StepResult:
-        """Answer one reply, one that a limit cut off included (`finished` is False)."""
+        """Return what follows a reply, also one that a limit cut off (`finished` is False)."""
         ...
 
     async def finish(self, end: End) -> Score:
-        """Score the episode, however it ended."""
+        """Return the score of the episode, however it ended."""
         ...
 
     async def close(self) -> None:
-        """Let go of everything; called once, whatever happened before."""
+        """Release all resources; called once, whatever happened before."""
         ...
 
 

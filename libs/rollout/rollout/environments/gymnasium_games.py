@@ -1,7 +1,7 @@
-"""Gymnasium's environments in words: `GymnasiumTask("FrozenLake-v1", actions=(...))` is an environment factory.
+"""Gymnasium's environments as text: `GymnasiumTask("FrozenLake-v1", actions=(...))` is an environment factory.
 
-Needs the extra `gymnasium`. What is played must speak: render as "ansi", or observe text (or small numbers); its
-actions are text, or a choice among a few (a `Discrete` space).
+Needs the extra `gymnasium`. A game must have a text form: it renders as "ansi", or its observations are text (or small
+numbers); its actions are text, or a choice among a few (a `Discrete` space).
 """
 
 import re
@@ -71,12 +71,12 @@ class GymnasiumTask:
 
     @property
     def name(self) -> str:
-        """What the environment is called."""
+        """Name of the environment."""
         made = self.environment
         return made if isinstance(made, str) else getattr(made, "__qualname__", type(made).__qualname__)
 
     def __call__(self) -> "GymnasiumEnvironment":
-        """Return an episode."""
+        """Return the environment of one episode."""
         return GymnasiumEnvironment(self)
 
 
@@ -92,7 +92,7 @@ class GymnasiumEnvironment:
         self._cut_off = False  # by a limit of gymnasium's (`truncated`)
 
     async def open(self, context: EpisodeContext) -> Observation:
-        """Make and reset it, by the task's seed."""
+        """Make the environment and reset it with the task's seed."""
         options = {**self._task.options, **context.data.get("options", {})}
         observed = await self._call(self._reset, options, game_seed(context))
         instructions = self._task.instructions
@@ -105,7 +105,7 @@ class GymnasiumEnvironment:
         return Observation([{"role": "user", "content": f"{instructions}\n\n{observed}"}])
 
     async def step(self, reply: Reply) -> StepResult:
-        """Take the action, or ask for one."""
+        """Return what follows the reply's action, or ask for an action."""
         if not reply.finished:
             return StepResult(metrics=self._metrics())
         action = self._action(reply.content)
@@ -121,14 +121,14 @@ class GymnasiumEnvironment:
         return StepResult(messages, done=done, metrics=self._metrics(), cut_off=self._cut_off)
 
     async def finish(self, end: End) -> Score:
-        """Return the sum of the rewards."""
+        """Return the sum of the rewards as the score."""
         reward = self._reward
         if end != "done" and self._task.cut_off_reward is not None:
             reward = self._task.cut_off_reward
         return Score(reward, {"return": self._reward})
 
     async def close(self) -> None:
-        """Close it."""
+        """Close the environment."""
         if self._env is not None:
             env, self._env = self._env, None
             await self._call(env.close)
@@ -184,7 +184,7 @@ class GymnasiumEnvironment:
         return self._seen(observation), bool(terminated or truncated)
 
     def _seen(self, observation: Any) -> str:
-        """Return what it shows, in words: its text, its picture in letters, or its numbers."""
+        """Return an observation as text: its own text, the "ansi" rendering, or its numbers."""
         if isinstance(observation, str):
             return observation
         if self._env.render_mode == "ansi":
@@ -196,8 +196,7 @@ class GymnasiumEnvironment:
 
 
 def colours_in_words(text: str) -> str:
-    """Return a terminal's colours, which say where the player stands, as words: `{red S}`, within others `{blue {red
-    S}}`."""
+    """Replace a terminal's colours, which mark the player's place, by words: `{red S}`, nested `{blue {red S}}`."""
 
     def word(found: re.Match[str]) -> str:
         codes = [int(code) for code in found[1].split(";") if code.isdigit()]
@@ -218,7 +217,7 @@ def _render_modes(spec: Any) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Return numbers of NumPy as Python's, for print."""
+    """Return NumPy's numbers as Python's, for printing."""
     if isinstance(value, tuple | list):
         return type(value)(_plain(part) for part in value)
     if isinstance(value, dict):

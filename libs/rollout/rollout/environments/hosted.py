@@ -1,10 +1,10 @@
-"""Somebody's environment in a thread of its own: whatever its methods do, sampling goes on.
+"""A user's environment in a thread of its own: whatever its methods do, sampling goes on.
 
 1. Each environment has one thread with one event loop, from its making to its close: what it binds to either (a
    client, a lock, a database) holds from method to method, and its own tasks go on between them.
-2. A method that gives no answer in time fails the episode, to be tried again. One that awaits is cancelled; one that
-   blocks keeps its thread, which nobody waits for, and closes the environment when it comes free.
-3. Threads that are left behind are counted by the environment's name; past a bound no more of it are made.
+2. A method that does not return in time fails the episode, to be tried again. One that awaits is cancelled; one that
+   blocks keeps its thread, which nothing waits for, and closes the environment when it returns.
+3. Abandoned threads are counted by the environment's name; past a bound no more of its environments are made.
 4. A conversation with the policy that an environment begins (a sub-agent) is played on the loop that samples.
 """
 
@@ -38,7 +38,7 @@ GRACE = 1.0  # seconds in which a thread that was given up may still close its e
 
 
 async def host(factory: EnvironmentFactory) -> Environment:
-    """Make the environment of an episode: as it is where the factory is marked `instant`, else in a thread of its own.
+    """Make the environment of an episode: on this loop where the factory is marked `instant`, else in a thread.
 
     Raises whatever the factory raises, EpisodeFailed where its earlier environments hang, and ValueError for a
     `timeout` of the factory that is no number above 0.
@@ -67,7 +67,7 @@ class HostedEnvironment:
         self._end: asyncio.Event
 
     async def start(self) -> None:
-        """Begin the thread, and make the environment in it."""
+        """Start the thread, and make the environment in it."""
         self._life = asyncio.ensure_future(ENVIRONMENTS.run(self._name, math.inf, self._live))
         try:
             await asyncio.wait((self._ready, self._life), return_when=asyncio.FIRST_COMPLETED)
@@ -81,23 +81,23 @@ class HostedEnvironment:
                 await self._leave()
 
     async def open(self, context: EpisodeContext) -> Observation:
-        """Return the environment's own; its conversations are played outside."""
+        """Open the environment; its conversations are played on the loop that samples."""
         inside = replace(context, converse=partial(self._converse, context.converse))
         opening: Observation = await self._call("open()", self._environment.open, inside)
         return opening
 
     async def step(self, reply: Reply) -> StepResult:
-        """Return the environment's own."""
+        """Run the environment's own step in the thread."""
         outcome: StepResult = await self._call("step()", self._environment.step, reply)
         return outcome
 
     async def finish(self, end: End) -> Score:
-        """Return the environment's own."""
+        """Return the environment's own score."""
         score: Score = await self._call("finish()", self._environment.finish, end)
         return score
 
     async def close(self) -> None:
-        """The environment's own, and the end of its thread."""
+        """Close the environment, then end its thread."""
         try:
             if self._given_up:
                 self._timeout = min(self._timeout, GRACE)
@@ -106,7 +106,7 @@ class HostedEnvironment:
             await self._leave()
 
     async def _call(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what the method gives, or what it raises."""
+        """Call a method in the thread: return its result, or raise what it raises."""
         answer = self._begun_inside(function, arguments)
         answered = False
         try:
@@ -125,9 +125,9 @@ class HostedEnvironment:
         return ended.value
 
     def _begun_inside(self, function: Callable[..., Any], arguments: Sequence[Any]) -> "asyncio.Future[Ended]":
-        """Return a call on the thread's loop, cancelled with what is returned, which waits for it on this one.
+        """Start a call on the thread's loop; return a future on this loop, whose cancellation cancels the call.
 
-        It begins in any case, also where it was cancelled before the thread came free: close() has to be called.
+        The call begins in any case, also where it was cancelled before the thread came free: close() has to be called.
         `asyncio.run_coroutine_threadsafe` promises no such thing: Python 3.13.5 began it, 3.13.18 does not.
         """
         inside, outside = self._inside, self._outside
@@ -162,7 +162,7 @@ class HostedEnvironment:
         return answer
 
     async def _leave(self) -> None:
-        """Let the thread end: at once, or when it comes free."""
+        """Let the thread end now, or when its method returns."""
         try:
             if self._ready.done():
                 self._inside.call_soon_threadsafe(self._end.set)
@@ -193,7 +193,7 @@ class HostedEnvironment:
 
 
 class OutsideConversation:
-    """A `Conversation` for an environment in a thread: what it does is done on the loop that samples."""
+    """A `Conversation` for an environment in a thread: its methods run on the loop that samples."""
 
     def __init__(self, conversation: Any, outside: asyncio.AbstractEventLoop) -> None:
         self._conversation, self._outside = conversation, outside
@@ -204,17 +204,17 @@ class OutsideConversation:
         return await asyncio.wrap_future(future)
 
     def say(self, messages: Sequence[Message]) -> bool:
-        """Add what others say."""
+        """Add the messages of others."""
         result: bool = _there(self._outside, self._conversation.say, messages)
         return result
 
     def go_on_from(self, messages: Sequence[Message]) -> bool:
-        """Go on from other messages."""
+        """Start a new stream from other messages."""
         result: bool = _there(self._outside, self._conversation.go_on_from, messages)
         return result
 
     def fork(self, agent: str) -> "OutsideConversation":
-        """Return a branch."""
+        """Return a branch of the conversation."""
         return OutsideConversation(_there(self._outside, self._conversation.fork, agent), self._outside)
 
     def __getattr__(self, name: str) -> Any:
@@ -222,7 +222,7 @@ class OutsideConversation:
 
 
 async def _attempt(function: Callable[..., Any], arguments: Sequence[Any]) -> Ended:
-    """Somebody else's code: what it raises is data, and ends no loop."""
+    """Run a user's code; what it raises is returned as data and ends no loop."""
     try:
         value = function(*arguments)
         return Ended(await value if asyncio.iscoroutine(value) or hasattr(value, "__await__") else value)
@@ -231,7 +231,7 @@ async def _attempt(function: Callable[..., Any], arguments: Sequence[Any]) -> En
 
 
 def _there(loop: asyncio.AbstractEventLoop, function: Callable[..., T], *arguments: Any) -> T:
-    """Call a plain function on another loop, and wait for what it gives; only this thread waits."""
+    """Call a plain function on another loop and wait for its result in this thread alone."""
 
     async def call() -> T:
         return function(*arguments)

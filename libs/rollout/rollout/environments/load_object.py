@@ -1,4 +1,4 @@
-"""What a user brings, by name: `FILE.py:NAME` or `package.module:name`."""
+"""User code by name: `FILE.py:NAME` or `package.module:name`."""
 
 import difflib
 import hashlib
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def load_object(spec: str, kind: str, of: type | tuple[type, ...] | None = None) -> Any:
-    """Return the object that `spec` names; `kind` says in errors what it was wanted for ("reward", "environment").
+    """Load the object that `spec` names; errors call it by its `kind` ("reward", "environment").
 
     A file is imported once, however often it is named, and can import its neighbours: its folder is put at the end of
     `sys.path`. NAME may be dotted (`Class.attribute`). What the user's own code raises is raised as it is.

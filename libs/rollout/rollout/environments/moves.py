@@ -1,4 +1,4 @@
-"""Games in words: which game an episode plays, and which move a reply makes."""
+"""Games as text: the seed of an episode's game, and the move in a reply."""
 
 import re
 
@@ -18,7 +18,6 @@ def game_seed(context: EpisodeContext) -> int:
 
 
 def last_move(text: str) -> str | None:
-    """Return what stands in the last square brackets of a reply, the answer after any reasoning; None where there are
-    none."""
+    """Return the text in the last square brackets of a reply; None where there are none."""
     moves = BRACKETED.findall(text)
     return moves[-1].strip() if moves else None

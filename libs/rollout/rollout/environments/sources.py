@@ -1,4 +1,4 @@
-"""Where tasks come from: rows with stable ids, in an order that goes on where it stopped."""
+"""Sources of tasks: rows with stable ids, in an order that goes on where it stopped."""
 
 import hashlib
 import random
@@ -28,11 +28,11 @@ class TaskRow:
 
     @property
     def key(self) -> str:
-        """What tells the task from all others of a run: environment/id, or the id where it names no environment."""
+        """Key that tells the task from all others of a run: environment/id, or the id where it names no environment."""
         return f"{self.environment}/{self.id}" if self.environment else self.id
 
     def seed(self, run: int | None) -> int | None:
-        """Return the seed of this row's episodes in a run with that seed: whatever its place among others."""
+        """Return the seed of this row's episodes in a run with that seed, wherever the row stands."""
         return None if run is None else derive_seed(run, "task", self.draw or self.key, self.visit)
 
 
@@ -41,7 +41,7 @@ class TaskSource(Protocol):
 
     @property
     def name(self) -> str:
-        """What the source is called in tables."""
+        """Name of the source in tables."""
         ...
 
     def tasks(self, step: int, count: int) -> list[TaskRow]:
@@ -49,20 +49,20 @@ class TaskSource(Protocol):
         ...
 
     def held_out(self) -> list[TaskRow]:
-        """Return the tasks of evaluations, none of which is trained on."""
+        """Return the evaluation tasks, none of which is trained on."""
         ...
 
     def cursor(self) -> dict[str, Any]:
-        """Return where the source is, as JSON can write it: saved with a checkpoint."""
+        """Return the position of the source as JSON values, which a checkpoint saves."""
         ...
 
     def restore(self, cursor: Mapping[str, Any]) -> None:
-        """Go on from a cursor. ValueError: it is another source's."""
+        """Continue from a cursor. Raise ValueError for the cursor of another source."""
         ...
 
 
 class RowSource:
-    """Rows of data, asked in an endless pass that is shuffled anew for every epoch.
+    """Rows of data in an endless pass that is shuffled anew for every epoch.
 
     The order follows from `seed` and the rows' number alone. Steps may ask for different counts; each begins where the
     one before it ended. Raises ValueError for no rows, and an id that two rows have.
@@ -84,7 +84,7 @@ class RowSource:
         self._fingerprint = hashlib.blake2b("\0".join(ids).encode(), digest_size=8).hexdigest()
 
     def tasks(self, step: int, count: int) -> list[TaskRow]:
-        """Return the next rows. ValueError: a step before the last one that was asked for."""
+        """Return the next rows. Raise ValueError for a step before the last one that was asked for."""
         if step < self._step:
             raise ValueError(f"task source {self.name!r} is at step {self._step}: step {step} is over")
         if step > self._step:
@@ -97,12 +97,12 @@ class RowSource:
         return list(self._held_out)
 
     def cursor(self) -> dict[str, Any]:
-        """Return the step, where it began and ended, and what tells these rows from others."""
+        """Return the step, where it began and ended, and a fingerprint of the rows."""
         place = {"step": self._step, "start": self._start, "end": self._end}
         return {"name": self.name, "seed": self._seed, "rows": self._fingerprint, **place}
 
     def restore(self, cursor: Mapping[str, Any]) -> None:
-        """Go on from a cursor of a source with the same name, seed and rows."""
+        """Continue from a cursor of a source with the same name, seed and rows."""
         for what, mine in (("name", self.name), ("seed", self._seed), ("rows", self._fingerprint)):
             if cursor.get(what) != mine:
                 raise ValueError(
@@ -119,5 +119,5 @@ class RowSource:
 
 @lru_cache(maxsize=4)
 def epoch_order(seed: int, epoch: int, size: int) -> tuple[int, ...]:
-    """Return the order of an epoch: a permutation of `size` places."""
+    """Return the order of an epoch: a permutation of `size` indices."""
     return tuple(random.Random(derive_seed(seed, "epoch", epoch)).sample(range(size), size))

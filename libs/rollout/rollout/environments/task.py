@@ -1,4 +1,4 @@
-"""The environment that most tasks need: messages, tools, and a reward for the answer."""
+"""The environment that most tasks need: messages, tools, and a reward for the completion."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,11 +12,11 @@ from rollout.tools.tool import Tool, ToolResult, call_id, call_tools
 from rollout.tools.workers import REWARDS, OverrunError, RefusedError
 
 Reward = Callable[..., float | Score | Awaitable[float | Score]]
-"""Scores an answer, given the reply and the results of all tool calls; it may block, or be async."""
+"""Function that scores a reply, given the results of all tool calls; it may block, or be async."""
 
 
 class RewardArguments(TypedDict, total=False):
-    """What a reward is told by keyword, where it asks for it."""
+    """Keyword arguments that a reward may ask for."""
 
     end: End
 
@@ -27,9 +27,9 @@ class Task:
 
     A turn with tool calls is answered with their results, all calls of a turn side by side; the first turn without ends
     the episode and `reward(reply, tool_results)` scores it, in a thread of its own (`rollout.tools.workers.instant`
-    marks one that cannot block). A turn that holds an unreadable call is told so, and may be tried again. An episode
-    that a limit ended scores `cut_off_reward`, or by the reward function where that is None; with
-    `reward_takes_end` the function is told how the episode ended, by the keyword `end`. A reward that takes longer than
+    marks one that cannot block). A turn with an unreadable call gets the reason as its result, and may be tried again.
+    An episode that a limit ended scores `cut_off_reward`, or by the reward function where that is None; with
+    `reward_takes_end` the function gets how the episode ended as the keyword `end`. A reward that takes longer than
     `reward_timeout` seconds fails the episode, to be tried again.
     """
 
@@ -61,7 +61,7 @@ class TaskEnvironment:
         return Observation(self._task.messages, self._task.tools)
 
     async def step(self, reply: Reply) -> StepResult:
-        """Run the calls of a finished turn, or end."""
+        """Run the tool calls of a finished turn, or end the episode."""
         self._reply = reply
         if not (reply.finished and self._task.tools and (reply.tool_calls or reply.problems)):
             return StepResult(metrics=self._metrics())
@@ -75,7 +75,7 @@ class TaskEnvironment:
         return StepResult(tuple(messages), done=False, metrics=self._metrics())
 
     async def finish(self, end: End) -> Score:
-        """Return the reward function's score of an answer; `cut_off_reward` where a limit ended the episode."""
+        """Return the reward function's score of the last reply; `cut_off_reward` where a limit ended the episode."""
         task = self._task
         if end != "done" and task.cut_off_reward is not None:
             return Score(task.cut_off_reward)
@@ -83,7 +83,7 @@ class TaskEnvironment:
         return await score_of(task.reward, self._reply, tuple(self._results), timeout=task.reward_timeout, told=told)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Return at once: there is nothing to release."""
 
     def _metrics(self) -> dict[str, float]:
         if not self._task.tools:
@@ -109,11 +109,11 @@ async def score_of(
     timeout: float = 60.0,
     told: RewardArguments = NO_ARGUMENTS,
 ) -> Score:
-    """Call a reward function where it can't stall sampling; what it raises, it raises here.
+    """Call a reward function where it can't block sampling; what it raises is raised here.
 
     Raises:
-        EpisodeFailed: it gave no answer in time, or too many of its earlier calls still run; both may be tried again.
-            It gave a text, or raised what would end the program; tried again, it would do the same.
+        EpisodeFailed: it returned nothing in time, or too many of its earlier calls still run; both may be tried again.
+            It returned a text, or raised what would end the program; tried again, it would do the same.
     """
     name = getattr(reward, "__qualname__", type(reward).__qualname__)
     try:

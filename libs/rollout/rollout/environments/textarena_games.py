@@ -57,7 +57,7 @@ class TextArenaTask:
 
 
 class TextArenaEnvironment:
-    """One game."""
+    """One game of TextArena."""
 
     def __init__(self, task: TextArenaTask) -> None:
         self._task = task
@@ -66,12 +66,12 @@ class TextArenaEnvironment:
         self._invalid = 0
 
     async def open(self, context: EpisodeContext) -> Observation:
-        """Set the game up, by the task's seed."""
+        """Make the game with the task's seed and return its first text."""
         board = await self._call(self._reset, game_seed(context))
         return Observation([{"role": "user", "content": f"{board}\n\n{self._task.instructions}"}])
 
     async def step(self, reply: Reply) -> StepResult:
-        """Make the move, and say what the game says."""
+        """Make the move of the reply and return the game's response."""
         if not reply.finished:
             return StepResult(metrics=self._metrics())
         move = last_move(reply.content)
@@ -79,7 +79,7 @@ class TextArenaEnvironment:
         return StepResult(() if done else ({"role": "user", "content": text},), done=done, metrics=self._metrics())
 
     async def finish(self, end: End) -> Score:
-        """Return the game's reward."""
+        """Return the game's reward as the score."""
         if end != "done":
             return Score(self._task.cut_off_reward, {"game": self._task.cut_off_reward})
         rewards, _ = await self._call(self._game.close)
@@ -87,7 +87,7 @@ class TextArenaEnvironment:
         return Score(reward, {"game": reward})
 
     async def close(self) -> None:
-        """Let go of the game."""
+        """Drop the game."""
         self._game = None
 
     async def _call(self, function: Any, *arguments: Any) -> Any:
@@ -121,7 +121,7 @@ class TextArenaEnvironment:
         return done, self._said()
 
     def _said(self) -> str:
-        """Return what the game said since it was last asked, without the player's own moves."""
+        """Return the game's text since the last call, without the player's own moves."""
         _, observations = self._game.get_observation()
         own = textarena.ObservationType.PLAYER_ACTION
         return "\n".join(text.strip() for _, text, kind in observations if kind != own)

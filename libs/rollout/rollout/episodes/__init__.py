@@ -1,1 +1,1 @@
-"""Episodes: played turn by turn, kept as exact token streams, made into training batches."""
+"""Episodes: played turn by turn, recorded as exact token streams, made into training batches."""

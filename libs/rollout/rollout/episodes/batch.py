@@ -22,11 +22,11 @@ def to_batch(episodes: Sequence[Episode]) -> TensorDict:
 
     Jagged `input_ids`, `position_ids`, `loss_mask`, `rollout_log_probs`, `policy_version`, all (B, j) and aligned;
     `reward` (B,) float32 and `group` (B,) int64, the episode's own in each of its rows; `episode` (B,) int64, the
-    episode's place in `episodes`, by which a group counts an episode of several rows once; `episode_tokens` (B,) int64,
-    all that it sampled, by which a mean over answers does. ValueError when nothing is left.
+    episode's index in `episodes`, by which a group counts an episode of several rows once; `episode_tokens` (B,) int64,
+    the number of tokens sampled in the whole episode, for means over episodes. Raises ValueError when no row is left.
 
-    Where an engine told which experts tokens went to, `routed_experts` (B, j, layers, k) int16, -1 where unknown.
-    Where an episode shows images, every row has `pixel_values`, `image_grid_thw` (none of a row of text) and
+    Where an engine returned routed experts, `routed_experts` (B, j, layers, k) int16, -1 where unknown. Where an
+    episode shows images, every row has `pixel_values`, `image_grid_thw` (none of a row of text) and
     `mm_token_type_ids`; videos likewise.
     """
     scored = [(place, episode) for place, episode in enumerate(episodes) if episode.score is not None]
@@ -38,7 +38,7 @@ def to_batch(episodes: Sequence[Episode]) -> TensorDict:
     lengths = [len(segment.ids) for segment in segments]
 
     def column(entries: Iterable[Sequence[float]], dtype: torch.dtype) -> Tensor:
-        """Return (B, j) from one tensor of all rows: a tensor made for each costs ten times as much."""
+        """Return a column (B, j) from one tensor of all rows: a tensor made for each costs ten times as much."""
         return jagged_from_values(torch.tensor(list(chain.from_iterable(entries)), dtype=dtype), lengths)
 
     columns: dict[str, Tensor] = {
@@ -59,7 +59,7 @@ def to_batch(episodes: Sequence[Episode]) -> TensorDict:
 
 
 def _experts(segments: Sequence[Segment]) -> dict[str, list[Tensor]]:
-    """i16[tokens, layers, k] of each row; nothing where no row has any. ValueError: rows of two models."""
+    """Return i16[tokens, layers, k] of each row, {} where no row has any. Raise ValueError for rows of two models."""
     told = [s.routed_experts for s in segments if s.routed_experts is not None]
     if not told:
         return {}
@@ -71,8 +71,7 @@ def _experts(segments: Sequence[Segment]) -> dict[str, list[Tensor]]:
 
 
 def _media(segments: Sequence[Segment]) -> dict[str, list[Tensor]]:
-    """Return the media of all rows by key, an empty tensor for a row without any of a kind; nothing where no row has
-    any."""
+    """Return the media of all rows by key, an empty tensor for a row without a kind; {} where no row has any."""
     shown = [segment.media or {} for segment in segments]
     empty = {key: torch.as_tensor(value)[:0] for media in shown for key, value in media.items() if key != TYPES}
     if not empty:
@@ -82,6 +81,6 @@ def _media(segments: Sequence[Segment]) -> dict[str, list[Tensor]]:
 
 
 def _types(segment: Segment, media: Mapping[str, Any]) -> Tensor:
-    """i64[tokens]: those of the prompt that were given, then text."""
+    """Return the token types i64[tokens] of a row: those given for the prompt, then text."""
     own = torch.as_tensor(media.get(TYPES, ()), dtype=torch.int64)
     return torch.cat([own, own.new_zeros(len(segment.ids) - len(own))])

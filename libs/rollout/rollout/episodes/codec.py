@@ -1,4 +1,4 @@
-"""Episodes as bytes, for a ledger and between processes: JSON, exact to the bit of every log-probability."""
+"""Episodes as bytes, for a ledger and between processes: JSON, exact to the bit of every log-prob."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from rollout.experts import RoutedExperts
 
 
 def encode_episodes(episodes: Sequence[Episode]) -> bytes:
-    """ValueError: media are no tensors, or messages hold something that JSON cannot write.
+    """Encode episodes. Raise ValueError for media that are no tensors, and messages that JSON cannot write.
 
     Pictures in messages are left out of their image parts: what the model saw of them is in the segments' media.
     """
@@ -22,7 +22,7 @@ def encode_episodes(episodes: Sequence[Episode]) -> bytes:
 
 
 def decode_episodes(data: bytes) -> list[Episode]:
-    """Return what `encode_episodes` was given; messages come back in JSON's types."""
+    """Decode the bytes of `encode_episodes`; messages have JSON's types."""
     return [_episode(row) for row in json.loads(data)]
 
 
@@ -60,7 +60,7 @@ def _segment(
     experts: list[Any] | None = None,
     media: dict[str, Any] | None = None,
 ) -> Segment:
-    """Return `experts` and `media` lack in what was written before they were kept."""
+    """Return a segment from its record; older records lack `experts` and `media`."""
     streams = (tuple(ids), tuple(map(bool, mask)), tuple(log_probs), tuple(versions))
     routed = None if experts is None else RoutedExperts.read(experts)
     shown = None if media is None else read_media(media)

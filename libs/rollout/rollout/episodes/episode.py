@@ -1,4 +1,4 @@
-"""What an episode leaves behind."""
+"""The record of an episode."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,19 +39,19 @@ class Episode:
 
     @property
     def reward(self) -> float:
-        """Its score's reward. ValueError where it failed."""
+        """Reward of the episode. Raises ValueError where it failed."""
         if self.score is None:
             raise ValueError(f"episode {self.id} failed and has no reward: {self.error}")
         return self.score.reward
 
     @property
     def sampled(self) -> int:
-        """How many tokens were sampled in it."""
+        """Number of tokens sampled in the episode."""
         return sum(segment.sampled for segment in self.segments)
 
 
 def failures(episodes: Sequence[Episode]) -> dict[str, int]:
-    """Return how many episodes failed, by reason, the commonest first."""
+    """Count failed episodes by reason, the most frequent first."""
     counts: dict[str, int] = {}
     for episode in episodes:
         if episode.error is not None:

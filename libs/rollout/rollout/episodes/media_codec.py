@@ -1,4 +1,4 @@
-"""What a stream shows, as JSON: tensors by dtype, shape and bytes, exact to the bit, and never a pickle."""
+"""Media of a stream as JSON: tensors by dtype, shape and bytes, exact to the bit, and never a pickle."""
 
 import base64
 import math
@@ -26,12 +26,12 @@ DTYPES = {
 
 
 def plain_media(media: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors and lists of whole numbers by key, as JSON holds them. ValueError names a value that is neither."""
+    """Convert tensors and lists of whole numbers to JSON values, by key. Raise ValueError for other values."""
     return {key: _plain(key, value) for key, value in media.items()}
 
 
 def read_media(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `plain_media` gave, tensors on the CPU. ValueError: the bytes are not those of the shape."""
+    """Read the result of `plain_media`, tensors on the CPU. Raise ValueError where bytes do not fit a shape."""
     return {key: _tensor(value) if isinstance(value, dict) else value for key, value in plain.items()}
 
 

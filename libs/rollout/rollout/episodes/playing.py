@@ -1,11 +1,10 @@
-"""Episodes: the model speaks, the environment answers, until one of them is done or a limit is reached.
+"""Playing episodes: reply and environment step in turn, until the episode is done or a limit is reached.
 
 1. The environment opens; its messages begin a conversation.
-2. Turn by turn: sample a reply, show it to the environment, add what it says (or go on from what it puts in place).
+2. Turn by turn: sample a reply, pass it to the environment, add its messages (or continue from its new context).
 3. However that ends, `finish(end)` scores it, and `close()` is called once.
-4. What an environment or a reward raises fails the episode and nobody else; it is played again with the same seed, so
-   that a lost machine does not choose among a model's answers, then reported. `EpisodeFailed(retryable=False)` is
-   reported at once.
+4. What an environment or a reward raises fails this episode alone; it is played again with the same seed, so that a
+   lost machine does not select among completions, then reported. `EpisodeFailed(retryable=False)` is reported at once.
 """
 
 import asyncio
@@ -37,12 +36,12 @@ CLOSE_TIMEOUT = 60.0
 
 
 class _Late(Exception):  # noqa: N818  not an error: time is up
-    """A deadline passed while the environment was asked."""
+    """The deadline passed while the environment was called."""
 
 
 @dataclass
 class _Play:
-    """An episode under way."""
+    """A running episode."""
 
     context: EpisodeContext
     group: int
@@ -53,7 +52,7 @@ class _Play:
     environment_s: float = 0.0
 
     def ended(self, end: End, score: Score | None, error: str | None) -> Episode:
-        """Return the episode, with all that was sampled in it."""
+        """Return the episode with all that was sampled in it."""
         context, main = self.context, self.main
         return Episode(
             id=f"{context.key}/{context.index}/{context.attempt}",
@@ -81,7 +80,7 @@ class _Play:
         return next((c for c in self.conversations if not c.agent), None)
 
     async def ask(self, answer: Awaitable[T], what: str, deadline: float | None = None) -> T:
-        """Await the environment. EpisodeFailed: whatever it raised; _Late: the deadline passed meanwhile."""
+        """Await a call of the environment. Raise EpisodeFailed for what it raises, _Late past the deadline."""
         begun = time.monotonic()
         limit: asyncio.Timeout | None = None
         try:
@@ -111,7 +110,7 @@ async def run_episode(
     deadline: float | None = None,
     group: int = 0,
 ) -> Episode:
-    """Play one episode; one that fails comes back with its error, and is not tried again here.
+    """Play one episode; one that fails returns with its error, and is not tried again here.
 
     Sampling stops at the chat's stop tokens besides `sampling.stop_token_ids`. `max_turns` bounds the replies of the
     episode's own conversation, `max_tokens` the tokens of it: each of its streams has at most as many, prompt and turns
@@ -137,13 +136,13 @@ async def run_group(
     max_tokens: int | None = None,
     deadline: float | None = None,
 ) -> list[Episode]:
-    """Play `size` episodes of one task at once, in order of their index.
+    """Play `size` episodes of one task at once; return them in order of their index.
 
-    One that fails in a way that may pass is begun again, up to `attempts` times in all, while its siblings go on. The
-    seed in `sampling` is the run's: the row's id, its visit and the index give each episode its own. A factory's
-    `score_group` scores them against one another at the end. A factory with a `run_group` of its own plays the group
-    instead (`AgentTask`: an agent that drives itself). When this call is cancelled, or an engine fails, every episode
-    is cancelled and its environment closed.
+    An episode that fails in a way that may pass is played again, up to `attempts` times in all, while its siblings go
+    on. The seed in `sampling` is the run's: the row's id, its visit and the index give each episode its own. A
+    factory's `score_group` scores them against one another at the end. A factory with a `run_group` of its own plays
+    the group instead (`AgentTask`: an agent that drives itself). When this call is cancelled, or an engine fails, every
+    episode is cancelled and its environment closed.
     """
     if size < 1 or attempts < 1:
         raise ValueError(f"a group has at least 1 episode and each at least 1 attempt, got {size} and {attempts}")
@@ -168,8 +167,7 @@ async def run_group(
 
 
 async def together(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of all, in order; where one raises or the caller is cancelled, all are cancelled and
-    awaited."""
+    """Return all results, in order. Where one raises or the caller is cancelled, cancel and await all."""
     tasks = [asyncio.ensure_future(job) for job in jobs]
     try:
         return list(await asyncio.gather(*tasks))
@@ -193,7 +191,7 @@ async def _play(
     deadline: float | None,
     group: int,
 ) -> tuple[Episode, bool]:
-    """Return the episode, and whether it failed in a way that may pass."""
+    """Play one episode; return it, and whether it failed in a way that may pass."""
     if max_turns < 1:
         raise ValueError(f"max_turns must be at least 1, got {max_turns}")
     context = context or EpisodeContext("task", seed=sampling.seed)
@@ -221,7 +219,7 @@ async def _play(
 
 
 class _Timed(Conversation):
-    """A conversation whose sampling is timed for its episode, its calls counted; branches are part of it too."""
+    """A conversation that adds its sampling time and tool calls to an episode; its branches do so too."""
 
     def __init__(self, play: _Play, *arguments: Any, **options: Any) -> None:
         self._play = play
@@ -264,7 +262,7 @@ async def _in_environment(
     max_turns: int,
     deadline: float | None,
 ) -> tuple[End, Score]:
-    """Open, play, score, close; the last whatever happened."""
+    """Open the environment, play, score, and close it whatever happened."""
     environment = await play.ask(host(factory), "the environment's factory")
     whole = False
     try:
@@ -282,13 +280,13 @@ async def _in_environment(
 
 
 def attended(engine: RolloutEngine) -> AbstractContextManager[None]:
-    """Around turns that ask an engine time and again: one that gathers requests hears who is yet to ask."""
+    """Return a context for turns that call an engine again and again: in rounds the engine waits for the next call."""
     tell = getattr(engine, "attended", None)
     return nullcontext() if tell is None else tell()
 
 
 async def _close(play: _Play, environment: Environment, limit: float | None) -> EpisodeFailed | None:
-    """Return what went wrong, not raised: the reason for which the episode ends must not be lost to it."""
+    """Close the environment; return its failure instead of raising it, so that an earlier one is not lost."""
     try:
         await play.ask(environment.close(), "close()", None if limit is None else time.monotonic() + limit)
     except EpisodeFailed as failed:
@@ -299,7 +297,7 @@ async def _close(play: _Play, environment: Environment, limit: float | None) -> 
 
 
 async def _turns(play: _Play, environment: Environment, begin: Begin, max_turns: int, deadline: float | None) -> End:
-    """Play turn by turn, and say how it ended."""
+    """Play turn by turn and return how the episode ended."""
     try:
         opening = await play.ask(environment.open(play.context), "open()", deadline)
         try:

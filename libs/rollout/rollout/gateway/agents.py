@@ -1,8 +1,8 @@
 """Agents: programs that drive themselves and reach the policy through a gateway, played as episodes.
 
-An agent is called with an `AgentSlot` (where the policy answers, and which episode it is) and gives the episode's
-score. It may be async or block: it runs in a thread of its own, with an event loop of its own, and can't hold up
-sampling. Its requests are recorded token by token; what it does between them is its own affair.
+An agent is called with an `AgentSlot` (the policy's address, and the episode) and returns the episode's score. It may
+be async or block: it runs in a thread of its own, with an event loop of its own, and can't hold up sampling. Its
+requests are recorded token by token.
 
 Truncation is no failure: where a limit of the episode (turns, tokens, time) ended the agent, the episode scores
 `cut_off_reward`. Anything else that the agent raises fails the episode, as an environment's errors do.
@@ -35,10 +35,10 @@ GRACE = 30.0  # seconds after a deadline in which an agent may still answer
 
 @dataclass(frozen=True)
 class AgentSlot:
-    """What an agent is given: the policy's address and key for an OpenAI client, and the episode.
+    """Arguments of an agent: the policy's address and key for an OpenAI client, and the episode.
 
-    Requests with another session id belong to the episode too once `join` has named them (for agents whose
-    framework mints its own ids and sends them as X-Session-ID beside the gateway's token).
+    Requests with another session id belong to the episode too once `join` has named them (for agents whose framework
+    makes its own ids and sends them as X-Session-ID beside the gateway's token).
     """
 
     base_url: str
@@ -52,7 +52,7 @@ class AgentSlot:
     sessions: dict[str, str] = field(repr=False)  # session id -> the agent's name in the episode, "" its own
 
     def join(self, session_id: str, agent: str = "") -> None:
-        """Open another session for this episode, in the name of a sub-agent ("": the episode's own)."""
+        """Open another session for this episode, for a sub-agent of that name ("": the episode's own)."""
         seed = None if self.sampling is None else self.sampling.seed
         sampling = self.sampling
         if sampling is not None and seed is not None:
@@ -63,7 +63,7 @@ class AgentSlot:
 
 Seat = AgentSlot  # its earlier name
 Agent = Callable[[AgentSlot], Score | float | Awaitable[Score | float]]
-"""Plays one episode and scores it. It may have `score_group(episodes)`, as an environment's factory may."""
+"""Function that plays and scores one episode. It may have `score_group(episodes)`, as an environment's factory may."""
 
 
 async def run_agent(
@@ -78,7 +78,7 @@ async def run_agent(
     cut_off_reward: float = 0.0,
     group: int = 0,
 ) -> Episode:
-    """Play one episode; one that fails comes back with its error.
+    """Play one episode; one that fails returns with its error.
 
     `sampling` (None: the gateway's) holds the defaults of the agent's requests; `context.seed` fixes what is sampled
     where requests come one after another. The limits are those of `SessionLimits`, for each session of the episode;
@@ -123,10 +123,10 @@ async def run_agents(
 
 @dataclass(frozen=True)
 class AgentTask:
-    """An agent where an environment factory is wanted: `run_group(AgentTask(agent), engine, chat, ...)`.
+    """An agent in place of an environment factory: `run_group(AgentTask(agent), engine, chat, ...)`.
 
-    Its requests are sampled as the run says, whatever temperature the agent asks for (`own_sampling=False`: as it
-    asks), and are refused past the run's limits.
+    Its requests are sampled with the run's settings, whatever temperature the agent asks for (with `own_sampling=False`
+    as it asks), and are refused past the run's limits.
     """
 
     agent: Agent
@@ -134,18 +134,18 @@ class AgentTask:
     own_sampling: bool = True
 
     def __call__(self) -> NoReturn:
-        """No environment is made: ValueError."""
+        """Raise ValueError: an agent is no environment."""
         raise ValueError("an agent drives itself and can't be put inside an environment: give AgentTask to run_group")
 
     def rows(self) -> list[TaskRow] | None:
-        """Return the tasks that the agent brings, by its own `rows()`; None where it brings none."""
+        """Return the tasks that the agent brings, by its own `rows()`; None where it has none."""
         own = getattr(self.agent, "rows", None)
         return None if own is None else list(own())
 
     async def run_group(
         self, engine: RolloutEngine, chat: Chat, sampling: Sampling, *, size: int, **options: Any
     ) -> list[Episode]:
-        """Return the episodes of a group, each through a session of a gateway that lives as long."""
+        """Play the episodes of a group through sessions of a gateway that is open as long."""
         async with TokenGateway(engine, chat, sampling=sampling, own_sampling=self.own_sampling) as gateway:
             options |= {"sampling": sampling, "cut_off_reward": self.cut_off_reward}
             return await run_agents(self.agent, gateway, size=size, **options)
@@ -162,7 +162,7 @@ async def _play(
     cut_off_reward: float,
     group: int,
 ) -> tuple[Episode, bool]:
-    """Return the episode, and whether it failed in a way that may pass."""
+    """Play one episode; return it, and whether it failed in a way that may pass."""
     context = context or EpisodeContext("task", seed=None if sampling is None else sampling.seed)
     if sampling is not None and not sampling.greedy:
         sampling = replace(sampling, seed=context.seed)
@@ -211,8 +211,7 @@ async def _play(
 
 
 async def _asked(agent: Agent, slot: AgentSlot, deadline: float | None) -> tuple[End, Score | None]:
-    """Return how the agent ended, and its score; None where a limit ended it. EpisodeFailed: whatever else it
-    raised."""
+    """Run the agent; return how it ended, and its score (None after a limit). Raise EpisodeFailed if it raises."""
     name = getattr(agent, "__qualname__", type(agent).__qualname__)
     left = float("inf") if deadline is None else max(0.0, deadline - time.monotonic()) + GRACE
     try:

@@ -1,4 +1,4 @@
-"""A request's answer as OpenAI's API has it: one object, or the chunks of a stream that add up to it."""
+"""Responses in OpenAI's format: one object, or the chunks of a stream that add up to it."""
 
 import json
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from rollout.gateway.sampling_choice import Choice, log_prob_entries
 
 @dataclass(frozen=True)
 class CompletionHeader:
-    """What every object of an answer says of itself."""
+    """Fields that every object of a response has."""
 
     id: str
     created: int
@@ -23,15 +23,14 @@ class CompletionHeader:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def chunk(self, choice: dict[str, Any], prompt_ids: Sequence[int] | None = None) -> dict[str, Any]:
-        """Return a `chat.completion.chunk` with a piece of one choice; `prompt_ids` for a client that asked for token
-        ids."""
+        """Return a `chat.completion.chunk` with a piece of one choice; `prompt_ids` if the client wants token ids."""
         chunk = self.object("chat.completion.chunk") | {"choices": [choice]}
         return chunk if prompt_ids is None else chunk | {"prompt_token_ids": list(prompt_ids)}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a request is answered with, ready to be sent."""
+    """The response to a request, ready to be sent."""
 
     head: CompletionHeader
     prompt_ids: Sequence[int]
@@ -52,17 +51,17 @@ class Answer:
         return body | {"prompt_token_ids": list(self.prompt_ids)} if request.token_ids else body
 
     def usage(self) -> dict[str, int]:
-        """Return tokens of the prompt and of all answers, stop tokens included."""
+        """Count the tokens of the prompt and of all completions, stop tokens included."""
         given, sampled = len(self.prompt_ids), sum(len(choice.completion.ids) for choice in self.choices)
         return {"prompt_tokens": given, "completion_tokens": sampled, "total_tokens": given + sampled}
 
     def usage_chunk(self) -> dict[str, Any]:
-        """Return the last chunk of a stream that was asked to say what it used."""
+        """Return the last chunk of a stream, with its usage."""
         return self.head.object("chat.completion.chunk") | {"choices": [], "usage": self.usage()}
 
 
 def event(chunk: dict[str, Any]) -> bytes:
-    """Return one server-sent event."""
+    """Return the bytes of one server-sent event."""
     return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 

@@ -1,4 +1,4 @@
-"""A chat-completion request as it comes over the wire: read whole, checked whole, refused by the name of what is wrong.
+"""Chat-completion requests: read and checked as a whole, refused with the name of the wrong parameter.
 
 Nothing is ignored: a parameter without an effect here is a `RequestError` unless it has its neutral value.
 """
@@ -51,7 +51,7 @@ ToolChoice = Literal["auto", "none", "required", "function"]
 
 
 class RequestError(Exception):
-    """A request that is answered with an error: HTTP status, message, and what of it is wrong."""
+    """A request that gets an error as its response: HTTP status, message, and the parameter."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -60,23 +60,23 @@ class RequestError(Exception):
         self.code = code
 
     def body(self) -> dict[str, Any]:
-        """Return the error in OpenAI's shape."""
+        """Return the error in OpenAI's format."""
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 def refuse(message: str, param: str | None = None, code: str | None = None) -> NoReturn:
-    """Raise the RequestError of a request that is wrong in itself (400)."""
+    """Raise the RequestError of an invalid request (400)."""
     raise RequestError(400, message, param, code)
 
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """One request, checked. `settings` are the fields of `Sampling` that it names; `stop` are texts.
+    """One checked request. `settings` are the fields of `Sampling` that it names; `stop` are texts.
 
-    `n` answers are sampled. `tool_choice` is "auto", "none", "required", or with `function` the name of the one to be
-    called.
+    `n` completions are sampled. `tool_choice` is "auto", "none", "required", or with `function` the name of the tool to
+    be called.
     """
 
     model: str
@@ -94,16 +94,16 @@ class ChatRequest:
 
     @property
     def may_call(self) -> bool:
-        """Whether what reads as a call is one: where no tool is offered, or none wanted, it is text."""
+        """Whether a call in the text counts as one: without tools, or with tool_choice "none", it is text."""
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
     def forces_call(self) -> bool:
-        """Whether the answer has to begin with a call."""
+        """Whether the completion has to begin with a call."""
         return self.tool_choice in ("required", "function")
 
     def sampling(self, default: Sampling) -> Sampling:
-        """Return `default` with what the request names; a temperature of 0 is greedy."""
+        """Return `default` with the request's own settings; a temperature of 0 is greedy."""
         settings = dict(self.settings)
         if settings.get("temperature") == 0:
             del settings["temperature"]
@@ -118,7 +118,7 @@ class ChatRequest:
 
 
 def read_json(body: bytes) -> Any:
-    """Return a body as JSON; RequestError for what is none, for NaN and infinities, and for nesting beyond reason."""
+    """Parse a body as JSON. Raise RequestError for other text, NaN and infinities, and for nesting that is too deep."""
     try:
         value = json.loads(body, parse_constant=_no_constant)
         if b"\\u" in body:  # an escape may be half of a character, which is no text
@@ -129,8 +129,7 @@ def read_json(body: bytes) -> Any:
 
 
 def read_request(body: Any, model: str) -> ChatRequest:
-    """Return the request in a decoded body. RequestError (400, or 404 for another model than `model`) names the
-    parameter."""
+    """Return the request in a decoded body. Raise RequestError (400, or 404 for another model) with the parameter."""
     if not isinstance(body, dict):
         refuse(f"the body must be a JSON object, got {type(body).__name__}")
     given = {name: value for name, value in body.items() if value is not None}
@@ -171,8 +170,7 @@ def read_request(body: Any, model: str) -> ChatRequest:
 
 
 def read_messages(given: Any) -> tuple[Message, ...]:
-    """Return messages as templates want them: content as text, arguments as values, tool messages with the tool's
-    name."""
+    """Return messages as templates need them: text contents, parsed arguments, tool messages with the tool's name."""
     if not isinstance(given, list) or not given:
         refuse("messages must be a list of at least one message", "messages")
     messages: list[Message] = []
@@ -192,8 +190,7 @@ def read_messages(given: Any) -> tuple[Message, ...]:
 
 
 def read_message(message: Mapping[str, Any], where: str, names: dict[str, str]) -> Message:
-    """Return one message; `names` are the tools' names by the ids of the calls before it, to which its own are
-    added."""
+    """Return one message. `names` maps the ids of earlier calls to their tools, and gets the message's own calls."""
     role = message["role"]
     read: dict[str, Any] = {"role": role, "content": _content(message.get("content"), f"{where}.content")}
     allowed = {"role", "content"}
@@ -221,7 +218,7 @@ def read_message(message: Mapping[str, Any], where: str, names: dict[str, str]) 
 
 
 def _content(content: Any, where: str) -> str:
-    """Return text, or the text of parts; RequestError for media."""
+    """Return the text of a content. Raise RequestError for media."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -291,7 +288,7 @@ def _tools(given: Any) -> tuple[Tool, ...]:
 
 
 def _tool_choice(given: Any, tools: Sequence[Tool]) -> tuple[ToolChoice, str | None]:
-    """Return what the model is asked to call: one of three words, or "function" and a name."""
+    """Return the tool choice: one of three words, or "function" and the tool's name."""
     if given is None or given == "auto" or given == "none":
         return given or "auto", None
     function = given.get("function") if isinstance(given, dict) and given.get("type") == "function" else None
@@ -369,5 +366,5 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def tools_key(tools: Sequence[Tool]) -> str:
-    """Return the tools of a conversation as one text, equal where they are."""
+    """Return the tools of a conversation as one text, which is equal for equal tools."""
     return json.dumps([tool.schema for tool in tools], sort_keys=True)

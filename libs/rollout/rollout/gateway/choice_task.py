@@ -1,9 +1,8 @@
-"""A request under way: its choices are sampled side by side, told as they come, and recorded together.
+"""A running request: its choices are sampled side by side, streamed as they come, and recorded together.
 
-1. Each choice is a request of the engine's; one that the engine breaks off (for new weights, say) goes on from its own
+1. Each choice is a request to the engine; one that the engine aborts (for a weight sync, say) continues from its own
    tokens.
-2. Where the engine tells its tokens as it samples them, a stream's client is told at once, and a stop text ends the
-   engine's work.
+2. Where the engine streams tokens, a stream's client gets them at once, and a stop text ends the engine's work.
 3. When all choices are whole the turn is recorded; where one fails or the client leaves, all are cancelled and nothing
    is.
 """
@@ -29,7 +28,7 @@ MAX_IDLE_ABORTS = 3  # aborts in a row that brought no token, after which a requ
 
 
 class ChoiceTask:
-    """One request, from its first token to its record. `number` names it to the engine."""
+    """One request, from its first token to its record. `number` is its name for the engine."""
 
     def __init__(
         self, engine: RolloutEngine, chat: Chat, live: LiveSession, turn: Turn, request: ChatRequest, number: str
@@ -48,7 +47,7 @@ class ChoiceTask:
         return chunks
 
     async def run(self, samplings: Sequence[Sampling]) -> Answer:
-        """Sample the choices and record them. RequestError: what the engine refuses, or a spent budget."""
+        """Sample the choices and record them. Raise RequestError where the engine refuses, or the budget is spent."""
         live, limit = self._live, samplings[0].max_new_tokens
         granted = await live.budget.take(limit * len(samplings))
         used, begun = 0, time.monotonic()
@@ -114,11 +113,10 @@ async def sample(
     on_tokens: OnTokens | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Completion:
-    """Return one completion, whatever pauses there are: an answer that the engine breaks off goes on from its own
-    tokens, and each token keeps the version that made it. `on_tokens` hears of tokens as they are sampled; once
-    `stopped` says so the engine's work is ended.
+    """Sample one completion through pauses of the engine, continuing from its own tokens after each abort.
 
-    Raises RequestError (503) where the engine breaks off again and again without a token.
+    Each token keeps the version that sampled it. `on_tokens` gets tokens as they are sampled; once `stopped` is true
+    the engine's work is ended. Raises RequestError (503) where the engine aborts again and again without a token.
     """
     ids: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
@@ -152,7 +150,7 @@ async def _generate(
     on_tokens: OnTokens | None,
     stopped: Callable[[], bool],
 ) -> Completion:
-    """Return one request of the engine's, ended when enough was heard of it."""
+    """Sample one request of the engine's, and cancel it once `stopped` is true."""
     if on_tokens is None:
         return await engine.generate(prompt_ids, sampling, request_id=request_id, deadline=deadline)
     ending: list[asyncio.Task[bool]] = []

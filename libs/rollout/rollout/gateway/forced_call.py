@@ -1,9 +1,8 @@
-"""`tool_choice` without a grammar: the beginning of a call is given, so that the model can only go on with it.
+"""`tool_choice` without a grammar: the beginning of a call is given, so that the model can only continue it.
 
 The beginning is what the chat template writes for a call, token by token up to where the offered tools (or the named
 one's arguments) first differ. It is given, not sampled: nothing of it is trained, and the log-probs of what follows are
-exactly those of a model that read it. What the model then writes is its own: arguments that no parser can read are
-content, as ever.
+exactly those of a model that read it. The model writes the rest itself: arguments that no parser can read are content.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ ARGUMENTS: tuple[dict[str, Any], ...] = ({}, {"a": "a"}, {"z": 1})  # what they 
 
 
 def forced_call(chat: Chat, tools: Sequence[Tool], name: str | None) -> list[int]:
-    """Return the tokens with which a turn begins that calls `name` (None: any of the tools).
+    """Return the tokens that begin a turn which calls `name` (None: any of the tools).
 
     Raises ValueError where the template's calls do not begin in a way that forces one.
     """
@@ -37,7 +36,7 @@ def forced_call(chat: Chat, tools: Sequence[Tool], name: str | None) -> list[int
 
 
 def _turn(chat: Chat, tools: Sequence[Tool], name: str, arguments: dict[str, Any]) -> str:
-    """Return a turn that makes this call, from where the generation prompt ends."""
+    """Render a turn that makes this call, from where the generation prompt ends."""
     asked: list[Message] = [{"role": "user", "content": "x"}]
     call = {"type": "function", "id": "call00000", "function": {"name": name, "arguments": arguments}}
     turn: Message = {"role": "assistant", "content": "", "tool_calls": [call]}

@@ -1,20 +1,20 @@
-"""What a session of the gateway leaves behind: the exact tokens of its conversations.
+"""The record of a gateway's session: the exact tokens of its conversations.
 
 Strategy
-1. A conversation is a stream of tokens: what was given, what was sampled, in order. After each sampled turn it has a
-   mark: the key of the messages so far (with the answer as the client got it) and how many tokens they are.
-2. A request whose messages begin with a marked conversation and go on with what others say extends it: the new
-   messages alone are tokenised, and stand after the recorded tokens.
-3. At the end of a stream that no other request is extending, the stream itself goes on. Elsewhere (a branch, a retry,
-   two requests at once) a new stream begins with the recorded tokens, which are not trained there.
-4. A request for several choices has them all sampled after the same tokens. The first goes on with the stream, each
-   other begins one as a branch does: every choice was the policy's, and what an agent makes of them (the best, a vote)
-   hangs on all. A request may go on from any of them.
+1. A conversation is a stream of prompt tokens and sampled tokens, in order. After each sampled turn it has a mark: the
+   key of the messages so far (with the response as the client got it) and the number of their tokens.
+2. A request whose messages begin with a marked conversation and continue with messages of others extends it: the new
+   messages alone are tokenised, and appended to the recorded tokens.
+3. At the end of a stream that no other request is extending, the stream itself is extended. Elsewhere (a branch, a
+   retry, two requests at once) a new stream begins with the recorded tokens, which are not trained there.
+4. A request for several choices has them all sampled after the same tokens. The first extends the stream, each other
+   begins one as a branch does: every choice was the policy's, and what an agent makes of them (the best, a vote)
+   depends on all. A request may continue from any of them.
 5. Any other request begins a new stream with its whole conversation: another system prompt, other tools, a compacted
    history, a sub-agent.
 
 Invariants (tests): a sampled token is trained in exactly one stream, with the log-prob and version that it was sampled
-with; a turn that was not answered leaves nothing; ids before a mark never change.
+with; a turn without a response leaves no record; ids before a mark never change.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from rollout.tools.tool_stats import ToolStats
 
 @dataclass(frozen=True)
 class Mark:
-    """Where a sampled turn ends: the first `tokens` tokens of `stream`, which are these messages.
+    """The end of a sampled turn: the first `tokens` tokens of `stream`, which are these messages.
 
     `stop` is the token that ended the turn, None where a limit or a stop text did.
     """
@@ -46,9 +46,9 @@ class Mark:
 
 @dataclass
 class Turn:
-    """A request under way: its prompt, and where the answer will be recorded.
+    """A running request: its prompt, and the stream that will record its completion.
 
-    `given` are the last tokens of the prompt: the beginning of the answer, where it was given.
+    `given` are the last tokens of the prompt: the beginning of the completion, where it was given.
     """
 
     prompt_ids: list[int]
@@ -76,7 +76,7 @@ class Recorder:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The streams in which something was sampled, as they are now, in the order in which they began."""
+        """The streams with a sampled token, as they are now, in the order in which they began."""
         return tuple(segment for segment in (stream.segment() for stream in self.streams) if segment.sampled)
 
     def number_call(self) -> int:
@@ -85,10 +85,9 @@ class Recorder:
         return self.calls - 1
 
     def begin(self, request: ChatRequest, given: Sequence[int] = ()) -> Turn:
-        """Find or begin the stream of a request, whose answer begins with `given`. The turn must be ended by `commit`
-        or `abandon`.
+        """Find or begin the stream of a request whose completion begins with `given`.
 
-        Raises ValueError for messages that the chat template does not take.
+        The turn must be ended by `commit` or `abandon`. Raises ValueError for messages that the chat template refuses.
         """
         keys = conversation_keys(request)
         last = max((i for i, m in enumerate(request.messages) if m["role"] == "assistant"), default=-1)
@@ -109,13 +108,12 @@ class Recorder:
         return turn
 
     def _continued(self, mark: Mark, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int] | None:
-        """Return the recorded tokens and those of what follows; None where the template would rewrite what is
-        recorded."""
+        """Return the recorded tokens and those of new messages; None where the template would rewrite the former."""
         following = self.chat.follow(mark.messages, messages, tools, mark.stop)
         return None if following is None else [*mark.stream.ids[: mark.tokens], *following]
 
     def commit(self, turn: Turn, choices: Sequence[tuple[Completion, Message]]) -> None:
-        """Record a turn: its prompt, and of each choice what was sampled and the answer as the client gets it."""
+        """Record a turn: its prompt, and of each choice the sampled tokens and the message that the client gets."""
         for index, (completion, answer) in enumerate(choices):
             stream = turn.stream if index == 0 else Stream()
             if not stream.ids:
@@ -132,12 +130,12 @@ class Recorder:
             self.tally.called(made, (tool.name for tool in turn.tools))
 
     def abandon(self, turn: Turn) -> None:
-        """Let go of a turn's stream; where the turn was not committed, the session is as it was before."""
+        """Release a turn's stream; where the turn was not committed, the session is as it was before."""
         self.busy.discard(id(turn.stream))
 
 
 def conversation_keys(request: ChatRequest) -> list[bytes]:
-    """Return one key a message: of the tools and all messages up to it."""
+    """Return a key for each message, made from the tools and all messages up to it."""
     key = hashlib.blake2b(tools_key(request.tools).encode(), digest_size=16).digest()
     keys = []
     for message in request.messages:

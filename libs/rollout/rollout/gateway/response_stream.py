@@ -1,7 +1,7 @@
-"""How an answer reaches a client: at once, or as a stream whose deltas leave as tokens are sampled, from a connection
-that is watched while the engine works.
+"""The transport of a response: as one object, or as a stream whose deltas leave as tokens are sampled.
 
-A delta never says what a later one would take back. Where nothing is to be told, comments keep a stream alive.
+The connection is watched while the engine works. A delta never contradicts a later one. Without news, comments keep a
+stream alive.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ KEEP_ALIVE = 10.0  # seconds between the comments of a stream that waits
 
 
 class ResponseStream(Response):
-    """Waits for the work (`task` runs it), watches the connection, and sends one object or a stream."""
+    """A response that waits for the work (`task` runs it), watches the connection, and sends one object or a stream."""
 
     def __init__(self, work: ChoiceTask, task: "asyncio.Task[Answer]", live: LiveSession, chat: Chat) -> None:
         self._work, self._task, self._live, self._chat = work, task, live, chat
@@ -27,7 +27,7 @@ class ResponseStream(Response):
         task.add_done_callback(lambda _: work.news.set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer the request, or cancel the work where the client leaves."""
+        """Send the response, or cancel the work where the client leaves."""
         gone = asyncio.create_task(_until_gone(receive))
         gone.add_done_callback(lambda _: self._work.news.set())
         try:

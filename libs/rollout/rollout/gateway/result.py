@@ -1,4 +1,4 @@
-"""What a session recorded, as data."""
+"""The record of a session, as data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from rollout.gateway.session import LiveSession
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """The segments of a session, in the order in which they began, and what became of its requests.
+    """The segments of a session, in the order in which they began, and the counts of its requests.
 
-    `turns` were answered, `cancelled` ones lost their client, `refused` ones failed after they had begun. `messages` is
-    the longest conversation, for people; `generate_s` the seconds that requests spent in the engine, summed; `tools`
+    `turns` got a response, `cancelled` ones lost their client, `refused` ones failed after they had begun. `messages`
+    is the longest conversation, for people; `generate_s` the seconds that requests spent in the engine, summed; `tools`
     says how often each tool was called, failed and took too long (`rollout.tools.tool_stats`).
     """
 
@@ -28,7 +28,7 @@ class SessionRecord:
 
     @classmethod
     def of(cls, live: LiveSession) -> "SessionRecord":
-        """Copy what an open session has recorded so far."""
+        """Copy the record of an open session so far."""
         recorder = live.recorder
         counts = (recorder.turns, live.cancelled, live.refused)
         return cls(live.id, recorder.segments, recorder.messages, *counts, live.generate_s, recorder.tally.metrics)

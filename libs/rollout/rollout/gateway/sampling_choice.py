@@ -1,4 +1,4 @@
-"""One answer to a request: read from its tokens while they come, then whole."""
+"""One choice of a response: parsed from its tokens while they come, then as a whole."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,10 +14,9 @@ from rollout.gateway.turn_message import Delta, TurnMessage
 
 @dataclass(frozen=True)
 class Choice:
-    """One of a request's answers: `message` is as the API has it, `recorded` as a client will send it back.
+    """One of a response's choices: `message` is as the API has it, `recorded` as a client will send it back.
 
-    `completion` holds the tokens that are recorded: where a stop text ended the answer, up to the one that completes
-    it.
+    `completion` holds the tokens that are recorded: where a stop text ended it, up to the one that completes the text.
     """
 
     index: int
@@ -28,7 +27,7 @@ class Choice:
 
 
 class ChoiceReader:
-    """Reads a choice's tokens as they are sampled, in the pieces of a stream.
+    """Parser of a choice's tokens into the pieces of a stream, as they are sampled.
 
     `prefill`: what the prompt holds of the turn. `stop_ids` end it. `number` numbers calls that bring no id.
     """
@@ -53,19 +52,19 @@ class ChoiceReader:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop text is complete: what is sampled now is sampled in vain."""
+        """Whether a stop text is complete, so that further tokens are not needed."""
         return self._text.kept is not None
 
     def feed(self, ids: Sequence[int], log_probs: Sequence[float]) -> list[dict[str, Any]]:
-        """Take tokens, and return the choices of a stream's chunks that they make."""
+        """Append tokens and return the stream's choices that they complete."""
         self._log_probs += log_probs
         return self._pieces(self._message.feed(self._text.feed(ids)))
 
     def finish(self, completion: Completion) -> tuple[Choice, list[dict[str, Any]]]:
-        """Take what the engine gave in the end: the choice, and the last pieces of its stream.
+        """Append the rest of the engine's completion; return the choice and the last pieces of its stream.
 
-        What could not be read as a call stays in the content as the model wrote it. RuntimeError where the engine told
-        other tokens on the way.
+        What could not be read as a call stays in the content as the model wrote it. Raises RuntimeError where the
+        engine streamed other tokens before.
         """
         known = len(self._text.ids)
         if tuple(self._text.ids) != completion.ids[:known]:
@@ -89,7 +88,7 @@ class ChoiceReader:
         return choice, [*pieces, self._piece({}, len(completion.ids), reason)]
 
     def _pieces(self, deltas: Sequence[Delta]) -> list[dict[str, Any]]:
-        """Deltas for a stream; the first of them has all that is known of the tokens since the last."""
+        """Return the stream's pieces of deltas; the first one has the log-probs of all tokens since the last piece."""
         if not deltas:
             return []
         begins = [] if self._begun else [{"role": "assistant", "content": ""}]
@@ -113,12 +112,12 @@ class ChoiceReader:
 
 
 def decode(chat: Chat, ids: Sequence[int]) -> str:
-    """Return the ids' text, special tokens included."""
+    """Decode ids into text, special tokens included."""
     return str(chat.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def log_prob_entries(chat: Chat, ids: Sequence[int], log_probs: Sequence[float]) -> list[dict[str, Any]]:
-    """Return one entry a sampled token, its stop token included. A token that is no whole character has no bytes."""
+    """Return an entry for each sampled token, the stop token included; one that is no whole character has no bytes."""
     entries = []
     for token, log_prob in zip(ids, log_probs, strict=True):
         text = decode(chat, [token])

@@ -1,11 +1,11 @@
-"""TokenGateway: any agent that speaks OpenAI's chat completions samples from a rollout engine, and its tokens are kept.
+"""TokenGateway: agents sample from a rollout engine by OpenAI's chat completions, and their tokens are recorded.
 
 Strategy
 1. A request names its session by the session's key (`gateway.key(id)`), or by X-Session-ID beside the master token.
-2. The session's recorder finds the tokens that the messages go on from (recorder.py); the engine samples after them.
-3. While the engine works, the connection is watched (reply.py) and a stream's deltas leave as tokens are sampled
-   (work.py). Where the client leaves, the engine's work is cancelled and the session stays as it was. Otherwise the
-   turn is recorded, then the rest of it sent.
+2. The session's recorder finds the tokens that the messages continue (recorder.py); the engine samples after them.
+3. While the engine works, the connection is watched (response_stream.py) and a stream's deltas leave as tokens are
+   sampled (choice_task.py). Where the client leaves, the engine's work is cancelled and the session stays as it was.
+   Otherwise the turn is recorded, then the rest of it sent.
 
 Security: loopback unless told otherwise; a token, compared in constant time; a session's key opens that session alone;
 JSON only, of bounded size; nothing is evaluated or unpickled.
@@ -101,7 +101,7 @@ class TokenGateway:
     # -- life ------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Bind the port and serve. OSError where the port is taken."""
+        """Bind the port and serve. Raise OSError where the port is taken."""
         if self._serving is not None:
             raise ValueError("the gateway is running already")
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
@@ -127,7 +127,7 @@ class TokenGateway:
             await asyncio.sleep(0.005)
 
     async def aclose(self) -> None:
-        """Cancel what runs, answer no more, free the port. What was recorded stays readable."""
+        """Cancel all requests, refuse further ones, free the port. Records stay readable."""
         for session in list(self._sessions):
             await self._stop(session)
         if self._server is not None and self._serving is not None:
@@ -146,22 +146,22 @@ class TokenGateway:
 
     @property
     def base_url(self) -> str:
-        """What an OpenAI client takes as `base_url`."""
+        """The `base_url` for an OpenAI client."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._port}/v1"
 
     @property
     def open_sessions(self) -> int:
-        """How many sessions are open."""
+        """Number of open sessions."""
         return len(self._sessions)
 
     @property
     def in_flight(self) -> int:
-        """How many requests the engine works on."""
+        """Number of requests that the engine works on."""
         return sum(map(len, self._works.values()))
 
     def key(self, session_id: str) -> str:
-        """Return the API key that opens this session and no other. It does not open the session by itself."""
+        """Return the API key of this session alone. The call itself opens no session."""
         if not 0 < len(session_id) <= MAX_SESSION_ID or not session_id.isascii() or not session_id.isprintable():
             raise ValueError(f"a session id has 1 to {MAX_SESSION_ID} printable ASCII characters, got {session_id!r}")
         seal = hmac.new(self.token.encode(), session_id.encode(), hashlib.sha256).hexdigest()
@@ -175,9 +175,9 @@ class TokenGateway:
         limits: SessionLimits | None = None,
         budget: TokenBudget | None = None,
     ) -> None:
-        """Open a session with settings of its own. The first request of an unknown session opens it with the gateway's.
+        """Open a session with its own settings; the first request of an unknown session opens one with the gateway's.
 
-        `budget` is what it shares with other sessions of one episode (None: `limits.max_tokens` of its own).
+        `budget` is shared with other sessions of one episode (None: `limits.max_tokens` of its own).
 
         Raises ValueError for an id that is taken or not printable, and where `max_sessions` are open.
         """
@@ -194,16 +194,15 @@ class TokenGateway:
         self._works[session_id] = set()
 
     def session(self, session_id: str) -> SessionRecord:
-        """Return what a session has recorded so far. KeyError for one that is not open."""
+        """Return the record of an open session so far. Raise KeyError for one that is not open."""
         return SessionRecord.of(self._sessions[session_id])
 
     def limit_hit(self, session_id: str) -> End | None:
-        """Return the limit of an open session that refused a request or cut an answer off, if one did. KeyError: not
-        open."""
+        """Return the limit that refused a request or cut a completion off, if any. Raise KeyError if not open."""
         return self._sessions[session_id].limit_hit
 
     async def close(self, session_id: str) -> SessionRecord:
-        """End a session: cancel what runs, forget it, return what it recorded. KeyError for one that is not open."""
+        """Cancel a session's requests, delete it and return its record. Raise KeyError for one that is not open."""
         live = self._sessions[session_id]
         await self._stop(session_id)
         self._sessions.pop(session_id, None)
@@ -258,13 +257,12 @@ class TokenGateway:
         return ResponseStream(work, task, live, self.chat)
 
     def _ended(self, live: LiveSession, number: str, work: "asyncio.Task[Answer]") -> None:
-        """Whatever ended a turn early leaves the session as it was before."""
+        """Release the turn of a request that ended; without a record the session is as it was before."""
         live.recorder.abandon(live.running.pop(number)[0])
         self._works.get(live.id, set()).discard(work)
 
     def _authorised(self, request: Request) -> str | None:
-        """Return the session that the request may use; None for the master token alone. RequestError (401)
-        otherwise."""
+        """Return the session of a request's key; None for the master token. Raise RequestError (401) otherwise."""
         session_id: str
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         named: str | None = request.headers.get(SESSION_HEADER)
@@ -306,11 +304,11 @@ class TokenGateway:
 
 
 class _Server(uvicorn.Server):
-    """A server inside somebody else's event loop: signals stay with whoever runs that."""
+    """A server inside a running event loop: signals stay with the owner of the loop."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
+        """Skip signal handlers."""
         yield
 
 

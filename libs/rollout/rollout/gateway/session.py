@@ -1,4 +1,4 @@
-"""A session of the gateway: what it may use, and what it leaves behind."""
+"""A session of the gateway: its limits, its recorder and its running requests."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,12 @@ from rollout.seeds import derive_seed
 
 @dataclass(frozen=True)
 class SessionLimits:
-    """What a session may use; None is no bound.
+    """Limits of a session; None is no bound.
 
-    `max_turns` counts answers (a request for n choices has n); `max_tokens` bounds the prompt and each answer of a
-    request together, and all that is sampled in the session (`TokenGateway.open(budget=...)`: in several sessions);
-    `deadline` is in seconds of `time.monotonic()`: past it a running answer comes back with what it has, and later
-    requests are refused.
+    `max_turns` counts completions (a request for n choices has n); `max_tokens` bounds the prompt and each completion
+    of a request together, and all that is sampled in the session (`TokenGateway.open(budget=...)`: in several
+    sessions); `deadline` is in seconds of `time.monotonic()`: past it a running completion returns with the tokens so
+    far, and later requests are refused.
     """
 
     max_turns: int | None = None
@@ -39,7 +39,7 @@ class SessionLimits:
 
 @dataclass
 class LiveSession:
-    """An open session: its settings, its recorder and the requests under way (by the engine's id)."""
+    """An open session: its settings, its recorder and the running requests (by the engine's id)."""
 
     id: str
     sampling: Sampling
@@ -55,7 +55,7 @@ class LiveSession:
     closed: bool = False
 
     def begin(self, request: ChatRequest, chat: Chat) -> tuple[Turn, list[Sampling]]:
-        """Return a turn for a request, and how to sample each of its choices.
+        """Return a turn for a request, and the sampling settings of each of its choices.
 
         Raises RequestError past a limit, and for what the template refuses.
         """
@@ -96,12 +96,12 @@ class LiveSession:
             self.refuse_past("max_tokens", f"all {self.budget.total} tokens are sampled")
 
     def refuse_past(self, limit: End, reason: str) -> NoReturn:
-        """Refuse a request past a limit, and remember which."""
+        """Refuse a request past a limit, and remember the limit."""
         self.limit_hit = limit
         refuse(reason, code="context_length_exceeded" if limit == "max_tokens" else limit)
 
     def _turn_samplings(self, turn: Turn, request: ChatRequest, sampling: Sampling, chat: Chat) -> list[Sampling]:
-        """Return the stop tokens, the room that is left, and each choice's own seed."""
+        """Return the settings of each choice: stop tokens, most new tokens, and a seed of its own."""
         stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *chat.stop_ids)))
         limit = sampling.max_new_tokens
         if self.limits.max_tokens is not None:
@@ -118,7 +118,7 @@ class LiveSession:
         return [first, *(replace(first, seed=derive_seed(seed, "choice", i)) for i in range(1, request.n))]
 
     def record(self, turn: Turn, choices: Sequence[Choice]) -> None:
-        """Keep what was answered."""
+        """Record the choices of a response."""
         self.recorder.commit(turn, [(choice.completion, choice.recorded) for choice in choices])
         if any(choice.completion.stop_reason == "deadline" for choice in choices):
             self.limit_hit = "deadline"

@@ -1,8 +1,8 @@
-"""The text of a turn as its tokens come: whole characters, up to a stop text.
+"""The text of a turn while its tokens come: whole characters, up to a stop text.
 
-1. Tokens are decoded in a window that begins at a whole character; what ends in half a character waits for the next.
-2. Text in which a stop text may have begun waits until it is known whether it did.
-3. The turn ends with the fewest tokens whose text holds a stop text: what was sampled after them was in vain.
+1. Tokens are decoded in a window that begins at a whole character; a last half character waits for the next token.
+2. Text that may be the beginning of a stop text waits for more tokens.
+3. The turn ends with the fewest tokens whose text holds a stop text: later tokens are dropped.
 
 Invariants (tests): however the tokens are cut, the pieces add up to the same text, and `kept` is the same.
 """
@@ -15,7 +15,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class TurnDetokenizer:
-    """Takes the ids of one turn as they are sampled. `stop_ids` end a turn and are no text of it.
+    """Decoder of the ids of one turn as they are sampled. `stop_ids` end a turn and are no text of it.
 
     `kept` is None until a stop text is complete, then the number of the turn's first tokens that stay.
     """
@@ -32,12 +32,12 @@ class TurnDetokenizer:
         self.kept: int | None = None
 
     def feed(self, ids: Sequence[int]) -> str:
-        """Take more ids and return the text that they make sure of; what comes after a stop text is passed over."""
+        """Append ids and return the text that is certain now; text after a stop text is skipped."""
         self.ids += ids
         return self._advance(final=False)
 
     def finish(self) -> str:
-        """Return what still waited: nobody adds to it."""
+        """Return the text that still waited: no tokens follow."""
         return self._advance(final=True)
 
     def _advance(self, final: bool) -> str:
@@ -60,8 +60,7 @@ class TurnDetokenizer:
         return piece
 
     def _stop_from(self, start: int) -> int | None:
-        """Return where the text ends, if from `start` on there is a stop text; `kept` and `text` are then those of the
-        end."""
+        """Return where a stop text at or after `start` ends the text, or None; then set `kept` and `text`."""
         if not any(self.text.find(stop, start) >= 0 for stop in self._stops):
             return None
         self.kept = fewest_with(self._decode, self.ids, self._stops)
@@ -71,7 +70,7 @@ class TurnDetokenizer:
         return end
 
     def _waiting(self) -> int:
-        """Return how many of the last characters a stop text may have begun in."""
+        """Return how many of the last characters may begin a stop text."""
         for count in range(min(self._longest - 1, len(self.text)), 0, -1):
             if any(stop.startswith(self.text[-count:]) for stop in self._stops):
                 return count
@@ -79,8 +78,7 @@ class TurnDetokenizer:
 
 
 def fewest_with(decode: Decode, ids: Sequence[int], stops: Sequence[str]) -> int:
-    """Return the fewest tokens whose text holds a stop text, by bisection: all of them do, and so do all longer
-    beginnings."""
+    """Return the fewest tokens whose text holds a stop text, by bisection: longer beginnings hold it too."""
     low, high = 1, len(ids)
     while low < high:
         middle = (low + high) // 2

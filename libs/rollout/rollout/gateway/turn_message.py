@@ -1,4 +1,4 @@
-"""A turn's text as the parts of OpenAI's message: chat_tools' fold, with the gateway's calls, each whole."""
+"""A turn's text as the parts of OpenAI's message: chat_tools' parser, with each of the gateway's calls whole."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,10 +8,10 @@ from chat_tools.serving.turn_message import Delta as Delta
 
 
 class TurnMessage(turn_message.TurnMessage):
-    """Takes the text of one turn and gives the deltas of its message; a call is told when it is whole.
+    """Parser of one turn's text into the deltas of its message; a call is sent when it is whole.
 
-    `prefill` is what the prompt holds of the turn. `number` hands out the numbers of calls, by which those that bring
-    no id get one. Without `may_call` a call is text.
+    `prefill` is what the prompt holds of the turn. `number` returns the numbers of calls, by which those that bring no
+    id get one. Without `may_call` a call is text.
     """
 
     def __init__(

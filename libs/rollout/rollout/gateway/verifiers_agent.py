@@ -49,12 +49,12 @@ from rollout.errors import EpisodeFailed
 from rollout.gateway.agents import AgentSlot, AgentTask
 
 _MAY_PASS = frozenset({"HarnessError", "ToolsetError", "SandboxError", "InterceptionError", "TunnelError"})
-"""verifiers' names for trouble of programs, tool servers and connections, not of a task's own code."""
+"""verifiers' names for failures of programs, tool servers and connections, not of a task's own code."""
 MAX_CALLS = 64  # rounds of tool calls in one turn, after which a loop that does not end is ended
 
 
 class InProcessHarness(vf.Harness[HarnessConfig]):
-    """A chat loop in this process: it calls the task's tools until the model answers without a call."""
+    """A chat loop in this process: it calls the task's tools until the model's turn has no call."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -101,7 +101,7 @@ class InProcessHarness(vf.Harness[HarnessConfig]):
 
 
 async def _called(live: Any, dispatch: Any, call: Any) -> Any:
-    """Return what a tool answers; a call that cannot be made is the model's news."""
+    """Call a tool and return its result; a call that cannot be made returns an error text for the model."""
     name = call.function.name
     if name not in dispatch:
         return f"Error: there is no tool {name!r}; available: {', '.join(dispatch) or 'none'}"
@@ -115,7 +115,7 @@ class ProgramHarness(NullHarness):
         super().__init__(config or HarnessConfig(id="null"))
 
     async def setup(self, runtime: Any) -> None:
-        """Nothing is fetched."""
+        """Return at once: nothing has to be fetched."""
 
     async def launch(self, ctx: Any, trace: Any, runtime: Any, *arguments: Any, **options: Any) -> ProgramResult:
         """Run the program to its end."""
@@ -123,7 +123,7 @@ class ProgramHarness(NullHarness):
 
 
 class _ThisPython:
-    """A runtime in which a script is run by the Python that runs us; for the rest, the runtime itself."""
+    """A runtime in which scripts are run by this process's Python; otherwise the wrapped runtime."""
 
     def __init__(self, runtime: Any) -> None:
         self._runtime = runtime
@@ -146,9 +146,9 @@ class _ThisPython:
 class VerifiersAgent:
     """The tasks of a verifiers taskset, each played by the policy; called with a slot, it plays and scores one.
 
-    `harness()` makes the agent's program. With `environment` (an `Env`, whose taskset this is) its `run(task, agents)`
+    `harness()` makes the agent's program. With `environment` (an `Env` with this taskset) its `run(task, agents)`
     directs the episode: every role is the policy's, and the score is the mean over the traces of trainable roles.
-    Rewards become the score's parts, metrics too. Raises ValueError for a taskset without end.
+    Rewards become the score's components, metrics too. Raises ValueError for a taskset without end.
     """
 
     taskset: Any
@@ -163,14 +163,13 @@ class VerifiersAgent:
         object.__setattr__(self, "tasks", {task.key: task for task in self.taskset})
 
     def rows(self) -> list[TaskRow]:
-        """Return the tasks, by verifiers' own keys."""
+        """Return the tasks, keyed as verifiers does."""
         return [TaskRow(key) for key in self.tasks]
 
     async def run_group(
         self, engine: RolloutEngine, chat: Chat, sampling: Sampling, *, size: int, **options: Any
     ) -> list[Episode]:
-        """Return the episodes of a group, as those of `AgentTask`: a `VerifiersAgent` stands where an environment
-        does."""
+        """Play the episodes of a group, as `AgentTask` does, so that this stands in place of an environment factory."""
         return await AgentTask(self).run_group(engine, chat, sampling, size=size, **options)
 
     async def __call__(self, slot: AgentSlot) -> Score:
@@ -206,7 +205,7 @@ class VerifiersAgent:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Hold what all episodes share (the taskset's tool servers, what an `Env` starts), else made for each."""
+        """Share the taskset's tool servers, and what an `Env` starts, among episodes; else each makes its own."""
         async with self._shared_tools() as shared:
             self.held.append(shared)
             try:
@@ -226,7 +225,7 @@ class VerifiersAgent:
 
 
 class _PolicyAgent(vf.Agent):
-    """A role that is played by the policy: its traces are sessions of the episode."""
+    """A role that the policy plays: its traces are sessions of the episode."""
 
     def __init__(
         self,
@@ -267,10 +266,10 @@ class _PolicyAgent(vf.Agent):
 
 
 def _score(played: Sequence[Any]) -> Score:
-    """Return the mean of the trainable traces' rewards. EpisodeFailed where none was played.
+    """Return the mean of the trainable traces' rewards. Raise EpisodeFailed where none was played.
 
-    RuntimeError or, where trying again may help, OSError: one of them failed. It is no EpisodeFailed, so that a limit
-    whose refusal broke the rollout ends the episode as a limit does (`rollout.gateway.agents`).
+    Raises RuntimeError or, where trying again may help, OSError, if one of them failed. It is no EpisodeFailed, so that
+    a limit whose refusal broke the rollout ends the episode as a limit does (`rollout.gateway.agents`).
     """
     traces = [trace for trace in played if trace.agent.trainable]
     if not traces:
@@ -295,7 +294,7 @@ _KEYS_LOCK = threading.Lock()
 
 @contextmanager
 def _key_in_environment(slot: AgentSlot) -> Iterator[str]:
-    """The name of a variable that holds the gateway's token while an episode needs it: verifiers reads keys there.
+    """Set a variable to the gateway's token while an episode needs it, where verifiers reads keys; yield its name.
 
     The programs that it starts inherit no variable with API_KEY in its name.
     """

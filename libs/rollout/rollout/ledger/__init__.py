@@ -1,1 +1,1 @@
-"""What a run issued, finished and trained, written ahead: it survives a kill."""
+"""The ledger of a run: which groups were issued, finished and trained, written ahead, so that it survives a kill."""

@@ -1,10 +1,10 @@
-"""`RolloutLedger`: an append-only file that says where every group of an asynchronous run is.
+"""`RolloutLedger`: an append-only file with the state of every group of an asynchronous run.
 
-1. Written ahead: a group is recorded before it is sampled, its payload before anyone is told that it is there, a step
-   before it is trained. So at any kill the file knows at least what was done.
-2. A checkpoint holds the weights of a step. A run that goes on from it trains the recorded steps after it again, on the
-   same groups with the same payloads, and then goes on: no group is skipped, and in the history of the weights that are
-   left none is trained twice. Groups that were being sampled begin again.
+1. Written ahead: a group is recorded before it is sampled, its payload before `finished` returns, a step before it is
+   trained. So at any kill the file holds at least what was done.
+2. A checkpoint holds the weights of a step. A run that resumes from it trains the recorded steps after it again, on the
+   same groups with the same payloads, and then goes on: no group is skipped, and in the history of the remaining
+   weights none is trained twice. Groups that were being sampled begin again.
 3. Every record is handed to the operating system at once: a killed process loses nothing. `fsync="steps"` also waits
    for the disk at steps, checkpoints and compactions: a machine that loses its power loses at most what was sampled
    since, and samples it again. "always" waits at every record, "never" at none.
@@ -49,9 +49,9 @@ _COPY_BYTES = 1 << 20
 class RolloutLedger:
     """The ledger of one run; a context manager. One process at a time may hold it.
 
-    `step`: that of the checkpoint that the run goes on from, 0 where there is none; None: of the last one that the
-    ledger was told of. What was being sampled when the run ended
-    is in `state.missing()`, what was recorded beyond the checkpoint in `state.batches`.
+    `step`: that of the checkpoint that the run resumes from, 0 where there is none; None: of the last checkpoint in the
+    ledger. Groups that were being sampled when the run ended are in `state.missing()`, steps that were recorded after
+    the checkpoint in `state.batches`.
 
     After an error of a disk that is full, open it anew.
 
@@ -87,23 +87,23 @@ class RolloutLedger:
         self.close()
 
     def begun(self, group: int, version: int) -> None:
-        """A group is about to be sampled by the weights `version`."""
+        """Record that a group is about to be sampled with the weights of `version`."""
         self.state.begin(group, version)
         self._append(Kind.BEGUN, begun_body(group, version))
 
     def finished(self, group: int, payload: bytes = b"") -> None:
-        """A group is sampled; `payload` is what `payload(group)` gives back until a checkpoint holds it."""
+        """Record that a group is sampled; `payload(group)` returns its payload until a checkpoint holds it."""
         offset = self._end + HEAD_BYTES + NUMBER_BYTES
         self.state.finish(group, offset, len(payload))
         self._append(Kind.FINISHED, number_body(group, payload))
 
     def again(self, group: int) -> None:
-        """A group broke with its sampler, and may be begun again."""
+        """Record that a group failed with its sampler, and may begin again."""
         self.state.again(group)
         self._append(Kind.AGAIN, number_body(group))
 
     def train(self, step: int, groups: Sequence[int]) -> None:
-        """A step is about to be trained on these groups; for a recorded step that is repeated, nothing."""
+        """Record that a step is about to be trained on these groups; do nothing for a step that is repeated."""
         if step in self.state.batches:
             self.state.train(step, groups)
             return
@@ -111,22 +111,22 @@ class RolloutLedger:
         self._append(Kind.TRAIN, numbers_body(step, groups), barrier=True)
 
     def saved(self, step: int) -> None:
-        """A checkpoint of this step is whole, on disk: what it holds is never repeated. May compact."""
+        """Record that a checkpoint of this step is whole on disk: its steps are never repeated. May compact."""
         self.state.save(step)
         self._append(Kind.SAVED, number_body(step), barrier=True)
         if self._end > 2 * self._live() + _SLACK:
             self.compact()
 
     def payload(self, group: int) -> bytes:
-        """Return what `finished` was given. KeyError: the group is not sampled, or a checkpoint holds it."""
+        """Return the payload of a sampled group. Raise KeyError where it is not sampled, or a checkpoint holds it."""
         found = self.state.sampled[group]
         return os.pread(self._file, found.length, found.offset)
 
     def compact(self) -> bool:
         """Rewrite the file with what is still needed: whole or not at all, whenever the process ends.
 
-        False: the disk has no room for it, which is warned of once; the file is as it was, and a later checkpoint tries
-        again.
+        Returns False where the disk is too full for it, with one warning; the file is as it was, and a later checkpoint
+        tries again.
         """
         part = self.path.with_suffix(".part")
         new = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
@@ -155,13 +155,13 @@ class RolloutLedger:
         return True
 
     def close(self) -> None:
-        """Let go of the file. Nothing is held back in memory."""
+        """Close the file. Nothing is buffered in memory."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
 
     def _locked(self) -> int:
-        """Return the file, made where it was not there, held by this process alone."""
+        """Return the file, made where it was not there, locked by this process alone."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -172,7 +172,7 @@ class RolloutLedger:
         return file
 
     def _read(self) -> int:
-        """Fold the records into the state, drop a torn tail; where the next record goes."""
+        """Apply all records to the state, drop a torn tail; return where the next record goes."""
         size = os.fstat(self._file).st_size
         if size < len(MAGIC):
             os.ftruncate(self._file, 0)
@@ -190,7 +190,7 @@ class RolloutLedger:
         return end
 
     def _fold(self, data: memoryview) -> int:
-        """Take in every whole record; where the last one ends."""
+        """Apply every whole record to the state; return where the last one ends."""
         state, end = self.state, len(MAGIC)
         begun, finished = int(Kind.BEGUN), int(Kind.FINISHED)  # an enumeration's member costs as much as a record
         for kind, begin, end in records(data, len(MAGIC)):
@@ -227,7 +227,7 @@ class RolloutLedger:
             os.fsync(self._file)
 
     def _write(self, data: bytes) -> None:
-        """Append whole, or cut the file back to what it was. ValueError: the disk is full."""
+        """Append all bytes, or cut the file back to what it was. Raise ValueError where the disk is full."""
         at = self._end
         try:
             done = os.pwrite(self._file, data, at)
@@ -252,12 +252,12 @@ class RolloutLedger:
             )
 
     def _live(self) -> int:
-        """About how many bytes a compacted file has."""
+        """Estimate the bytes of a compacted file."""
         sampled = sum(found.length for found in self.state.sampled.values())
         return sampled + 64 * (len(self.state.sampled) + len(self.state.running)) + 16 * len(self.state.done.begins)
 
     def _write_live(self, file: int) -> tuple[dict[int, Sampled], int]:
-        """Write the state into a file; where its payloads lie there, and its length."""
+        """Write the state into a file; return where its payloads lie there, and its length."""
         state, end, moved = self.state, 0, {}
         buffer = bytearray(MAGIC)
 
@@ -287,7 +287,7 @@ class RolloutLedger:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without the garbage collector, which would walk a million new entries again and again, and all stay."""
+    """Disable the garbage collector meanwhile: it would walk a million new entries again and again, and all stay."""
     on = gc.isenabled()
     gc.disable()
     try:

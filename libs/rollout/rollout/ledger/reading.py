@@ -40,8 +40,7 @@ def records(data: memoryview, start: int) -> Iterator[tuple[int, int, int]]:
 
 
 def torn(data: memoryview, at: int) -> bool:
-    """Return whether nothing that checks follows the bad record at `at`: a record that does is not the tail of a
-    write."""
+    """Return whether the bad record at `at` is a torn tail: no valid record follows it."""
     for begin in _candidates(data, at + 1):
         length, crc, kind = HEAD.unpack_from(data, begin)
         if zlib.crc32(data[begin + HEAD_BYTES : begin + HEAD_BYTES + length], _SEEDS[kind]) == crc:
@@ -50,7 +49,7 @@ def torn(data: memoryview, at: int) -> bool:
 
 
 def _candidates(data: memoryview, start: int) -> Iterator[int]:
-    """Yield where a record may begin."""
+    """Yield the offsets at which a record may begin."""
     for first in range(start, len(data) - _LEAST + 1, _CHUNK):
         # copied: an array over the file itself would hold it open
         chunk = np.frombuffer(bytes(data[first : first + _CHUNK + _LEAST - 1]), np.uint8)

@@ -21,16 +21,16 @@ NUMBER_BYTES, BEGUN_BYTES = _NUMBER.size, _BEGUN.size
 
 
 class Kind(IntEnum):
-    """What a record says."""
+    """The kinds of records."""
 
     BASE = 1
-    """Steps done, and ranges of the groups that they trained: what compaction leaves of everything before."""
+    """Steps done, and ranges of the groups that they trained: what compaction keeps of all earlier records."""
     BEGUN = 2
     """A group is about to be sampled, with this version."""
     FINISHED = 3
     """A group is sampled; its payload follows."""
     AGAIN = 4
-    """A group broke with its sampler: what was sampled of it is gone."""
+    """A group failed with its sampler: what was sampled of it is gone."""
     TRAIN = 5
     """A step is about to be trained on these groups."""
     SAVED = 6
@@ -43,32 +43,32 @@ def frame(kind: Kind, body: bytes) -> bytes:
 
 
 def number_body(number: int, payload: bytes = b"") -> bytes:
-    """Return of FINISHED (with its payload), AGAIN and SAVED."""
+    """Return the body of FINISHED (with its payload), AGAIN and SAVED."""
     return _NUMBER.pack(number) + payload
 
 
 def begun_body(number: int, version: int) -> bytes:
-    """Return of BEGUN."""
+    """Return the body of BEGUN."""
     return _BEGUN.pack(number, version)
 
 
 def numbers_body(first: int, numbers: Sequence[int]) -> bytes:
-    """Return of TRAIN (step, groups) and BASE (steps done, begins and ends of ranges)."""
+    """Return the body of TRAIN (step, groups) and BASE (steps done, begins and ends of ranges)."""
     return struct.pack(f"<{len(numbers) + 1}q", first, *numbers)
 
 
 def read_number(data: memoryview, begin: int) -> int:
-    """Return the number in front of a body."""
+    """Read the number at the beginning of a body."""
     return int(_NUMBER.unpack_from(data, begin)[0])
 
 
 def read_begun(data: memoryview, begin: int) -> tuple[int, int]:
-    """Group and version."""
+    """Read group and version."""
     number, version = _BEGUN.unpack_from(data, begin)
     return number, version
 
 
 def read_numbers(data: memoryview, begin: int, end: int) -> tuple[int, tuple[int, ...]]:
-    """Return what `numbers_body` wrote."""
+    """Read the numbers of `numbers_body`."""
     first, *rest = struct.unpack_from(f"<{(end - begin) // 8}q", data, begin)
     return first, tuple(rest)

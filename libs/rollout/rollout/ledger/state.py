@@ -1,4 +1,4 @@
-"""What a ledger's records come to."""
+"""The state that a ledger's records add up to."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Sampled(NamedTuple):
-    """A group that is sampled: the version that it was begun with, and where its payload lies in the file."""
+    """A sampled group: the version that it began with, and where its payload lies in the file."""
 
     version: int
     offset: int
@@ -29,7 +29,7 @@ class Ranges:
         return sum(self.ends) - sum(self.begins)
 
     def add_all(self, numbers: Iterable[int]) -> None:
-        """Add numbers that are not in it."""
+        """Add numbers that are not in the set."""
         pairs = sorted([*zip(self.begins, self.ends, strict=True), *((n, n + 1) for n in numbers)])
         self.begins, self.ends = [], []
         for begin, end in pairs:
@@ -40,48 +40,49 @@ class Ranges:
                 self.ends.append(end)
 
     def pairs(self) -> list[int]:
-        """begin, end, begin, end, ..."""
+        """Return begin, end, begin, end, ..."""
         return [number for pair in zip(self.begins, self.ends, strict=True) for number in pair]
 
 
 @dataclass
 class LedgerState:
-    """Where every group is. A group is in one of `running`, `sampled`, `done`; those of `batches` are in `sampled` too.
+    """The state of every group, which is in one of `running`, `sampled`, `done`; those of `batches` are in `sampled`
+    too.
 
     Groups move to `done` when a checkpoint holds the step that trained them. Until then they stay, with their payload:
-    a run that goes on from the checkpoint before trains the same steps on them again.
+    a run that resumes from the checkpoint before trains the same steps on them again.
     """
 
     saved: int = 0
     """The step of the last checkpoint."""
     done: Ranges = field(default_factory=Ranges)
     running: dict[int, int] = field(default_factory=dict)
-    """By group: the version of the weights that it was begun with."""
+    """Version of the weights that a running group began with, by group."""
     sampled: dict[int, Sampled] = field(default_factory=dict)
     batches: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """By step after `saved`: the groups that it trains."""
+    """Groups of each step after `saved`, by step."""
     taken: dict[int, int] = field(default_factory=dict)
-    """By group: the step of `batches` that trains it."""
+    """Step of `batches` that trains a group, by group."""
 
     def begin(self, group: int, version: int) -> None:
-        """ValueError: it has begun already, and did not fail."""
+        """Add a running group. Raise ValueError where it has begun already, and did not fail."""
         if group in self.running or group in self.sampled or group in self.done:
             raise ValueError(f"group {group} was begun already: it would be trained twice")
         self.running[group] = version
 
     def finish(self, group: int, offset: int, length: int) -> None:
-        """ValueError: it is not being sampled."""
+        """Move a group from `running` to `sampled`. Raise ValueError where it is not being sampled."""
         self._check_running(group)
         self.sampled[group] = Sampled(self.running.pop(group), offset, length)
 
     def again(self, group: int) -> None:
-        """ValueError: it is not being sampled."""
+        """Remove a running group. Raise ValueError where it is not being sampled."""
         self._check_running(group)
         del self.running[group]
 
     def train(self, step: int, groups: Sequence[int]) -> None:
-        """ValueError: not the next step, a group that is not sampled, one that another step trains; or the step is
-        recorded, with other groups."""
+        """Add a step and its groups. Raise ValueError for a step that is not the next one, a group that is not sampled
+        or that another step trains, and a recorded step with other groups."""
         if step in self.batches:
             if self.batches[step] != tuple(groups):
                 raise ValueError(f"step {step} was recorded with other groups: a run that goes on repeats it as it was")
@@ -99,7 +100,7 @@ class LedgerState:
         self.taken.update(dict.fromkeys(groups, step))
 
     def save(self, step: int) -> None:
-        """The steps up to this one need not be repeated. ValueError: it was never trained."""
+        """Move the groups of all steps up to this one to `done`. Raise ValueError where it was never trained."""
         if not self.saved <= step <= self.saved + len(self.batches):
             raise ValueError(f"a checkpoint of step {step} cannot follow {self.saved} and {len(self.batches)} steps")
         ended: list[int] = []
@@ -112,12 +113,12 @@ class LedgerState:
 
     @property
     def next(self) -> int:
-        """The lowest number that was never begun."""
+        """The lowest group number that never began."""
         highest = max((*self.running, *self.sampled, *self.done.ends[-1:], -1))
         return highest if self.done.ends and highest == self.done.ends[-1] else highest + 1
 
     def missing(self) -> list[int]:
-        """Return numbers below `next` that are not sampled and not done: they failed, or ran when the run ended."""
+        """Return the groups below `next` that are not sampled and not done: they failed, or ran when the run ended."""
         holes = [
             n for b, e in zip([0, *self.done.ends], [*self.done.begins, self.next], strict=True) for n in range(b, e)
         ]

@@ -1,4 +1,4 @@
-"""Which decoder a module gets."""
+"""Choice of a decoder for a module."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ from rollout.native.lean.lean_decoder import LeanDecoder
 
 
 def decoder_of(model: nn.Module, pad_token_id: int, choice: DecoderChoice, experts: bool = False) -> Decoder[Any]:
-    """Return the lean decoder where it can and may stand for the module, else the module's own forward.
+    """Return the lean decoder where it can replace the module's own forward, else one that calls the module.
 
-    `experts`: note which experts tokens go to, which the module's own forward tells.
+    With `experts` it records the experts of each token, which only the module's own forward tells.
     """
     if choice not in ("auto", "lean", "module"):
         raise ValueError(f'decoder is "auto", "lean" or "module", got {choice!r}')

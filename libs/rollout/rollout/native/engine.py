@@ -1,8 +1,8 @@
 """The native engine: continuous batching over a plain Hugging Face module in this process.
 
-The batch (`rollout.native.scheduler.batch`) belongs to whoever holds the lock, one decode step at a time: the decoding
-thread, which works while async requests are there, a caller of `generate_batch`, or an exchange of weights. Event loops
-never wait for the lock: they post what they want done between two steps.
+The holder of a lock owns the batch (`rollout.native.scheduler.batch`), one decode step at a time: the decoding thread,
+which works while there are async requests, a caller of `generate_batch`, or a weight sync. Event loops never wait for
+the lock: they post jobs, which run between two steps.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ from seqpack.capability import Supported, Unsupported
 
 
 class NativeEngine:
-    """Samples from a causal language model of transformers (any module with its `forward` and `config`).
+    """The engine for a causal language model of transformers (any module with its `forward` and `config`).
 
     Requests join and leave between any two decode steps. `generate_batch` is the synchronous core; the async methods
     are the RolloutEngine protocol. The module is used as it is: nothing is patched.
@@ -58,18 +58,18 @@ class NativeEngine:
         prefill_tokens: prompt tokens of one forward pass, and of the read prompts that are kept while anything runs.
         decoder: "lean" reads the module's weights in a forward pass of its own (Qwen3.5, Qwen3, Qwen2, Llama,
             Mistral), "module" calls the module's; "auto" takes the first that can.
-        on_commit: what a swap of weights does to the caches of running rows. "keep": they go on from what the old
-            weights computed, which costs nothing (and log-probs of later tokens differ from a teacher-forced pass of
-            the new weights). "recompute": prompt and tokens so far are read again by the new weights.
-        admit: when an async request may begin. "any_step": beside whatever runs. "rounds": with all that were asked
-            while the last ones ran, once those are done and every episode under way has asked
+        on_commit: what a weight sync does to the caches of running rows. "keep": they stay as the old weights computed
+            them, which costs nothing (and log-probs of later tokens differ from a teacher-forced pass of the new
+            weights). "recompute": prompt and tokens so far are read again by the new weights.
+        admit: when an async request may begin. "any_step": beside whatever runs. "rounds": together with all requests
+            that came while the last round ran, once that is done and every running episode has sent its request
             (`rollout.native.scheduler.gang_scheduling`); then equal runs give equal bits whatever threads do.
-        keep_tokens: memory, in tokens, for the states of finished requests: a prompt that goes on from all tokens of
-            one (the next turn of a conversation) is read from there. Least recently used ones go first, and all of
-            them when the weights change; a round in which no prompt goes on from any ends them too. A delta net's state
-            counts as the tokens whose keys and values take as much. 0: nothing is kept.
-        routed_experts: completions tell which experts their tokens went to (`rollout.experts`); ValueError for a module
-            that has no router known here.
+        keep_tokens: size of the prefix cache in tokens. It holds states of finished requests: a prompt that continues
+            all tokens of one (the next turn of a conversation) is read from there. Least recently used ones are dropped
+            first, and all of them when the weights change or no prompt of a round continues any. A delta net's state
+            counts as the tokens whose keys and values take as much. 0: no cache.
+        routed_experts: completions have the experts of their tokens (`rollout.experts`); ValueError for a module that
+            has no router known here.
     """
 
     def __init__(
@@ -123,26 +123,26 @@ class NativeEngine:
 
     @property
     def version(self) -> int:
-        """The number of the weights in use."""
+        """The version of the weights in use."""
         return self._weights.version
 
     def supports(self, feature: str) -> Supported | Unsupported:
-        """Return whether this engine has the feature; ValueError lists the features for an unknown name."""
+        """Return whether this engine has the feature. Raise ValueError with all features for an unknown name."""
         return feature_of(NATIVE, feature)
 
     def load(self) -> Load:
-        """Return the requests that decode and those that wait, from any thread."""
+        """Return how many requests decode and wait; any thread may call it."""
         slots = [r.slot for r in tuple(self._asked) if not r.done]
         return Load(len(slots) - slots.count(None), slots.count(None))
 
     @property
     def decode_steps(self) -> int:
-        """Decode steps so far; the first token of a request comes from the prefill."""
+        """Number of decode steps so far; the first token of a request comes from the prefill."""
         return self._batch.decode_steps
 
     @property
     def prefilled_tokens(self) -> int:
-        """Prompt tokens read so far; a prompt that several requests share counts once."""
+        """Number of prompt tokens read so far; a prompt that several requests share counts once."""
         return self._batch.prefilled_tokens
 
     # -- the asynchronous face -------------------------------------------------------------------------------------
@@ -157,15 +157,15 @@ class NativeEngine:
         deadline: float | None = None,
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """Sample one completion, beside whatever else runs. Cancelling the task frees the slot at the next step.
+        """Sample one completion beside other requests. Cancelling the task frees the slot at the next step.
 
         Args:
             prompt_ids: the tokens to continue.
-            sampling: how.
-            media: images and videos that the prompt shows, where the module is a vision-language model
+            sampling: how to choose tokens.
+            media: images and videos of the prompt, where the module is a vision-language model
                 (`rollout.native.decoders.media.seen_prompt`).
-            request_id: what `cancel` calls it.
-            deadline: seconds of `time.monotonic()`; past it the completion comes back with what it has.
+            request_id: name of the request for `cancel`.
+            deadline: seconds of `time.monotonic()`; past it the completion returns with the tokens so far.
             on_tokens: called after each step with the ids and log-probs of the new tokens; see `RolloutEngine`.
         """
         self._check(prompt_ids, sampling)
@@ -190,19 +190,19 @@ class NativeEngine:
                     self._end(request, "abort")
 
     def attended(self) -> contextlib.AbstractContextManager[None]:
-        """Around an episode, which asks time and again: in rounds, the next one waits for it (`GangScheduler`)."""
+        """Return a context for an episode, which sends request after request: a round waits for its next one."""
         return contextlib.nullcontext() if self._rounds is None else self._rounds.attended()
 
     async def cancel(self, request_id: str) -> bool:
-        """End a request before the next step: its `generate` returns what it has, with stop_reason "abort". False where
-        no such request is waiting or running.
+        """End a request before the next step: its `generate` returns the tokens so far, with stop_reason "abort".
+
+        Returns False where no such request is waiting or running.
         """
         return self._open.cancel(request_id)
 
     async def pause(self, mode: PauseMode = "finish") -> None:
-        """Let no waiting request begin, and return once nothing runs. "abort" ends what runs before its next step: the
-        completions come back with what they have and stop_reason "abort".
-        """
+        """Start no waiting request, and return once nothing runs. "abort" ends running requests before their next step:
+        their completions return with the tokens so far and stop_reason "abort"."""
         check_pause(mode)
         quiet: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -221,25 +221,23 @@ class NativeEngine:
             raise
 
     async def resume(self) -> None:
-        """Run the requests that waited, and new ones; old weights kept since a commit are let go."""
+        """Run the waiting requests and new ones, and drop the old weights that a commit kept."""
         self._weights.settle()
         self._post(self._release)
 
     def _post(self, job: Callable[[], None]) -> None:
-        """Have something done before the next step, or at once where nothing runs. Returns at once."""
+        """Schedule a job before the next step, or at once where nothing runs. Never blocks."""
         self._thread.post(job)
         self._thread.start()
 
     def forget(self) -> None:
-        """Let go of the kept states of finished requests. Who changes what the module computes by other means than its
-        parameters or this engine (an adapter switched off) calls this.
-        """
+        """Clear the prefix cache. Callers change what the module computes by other means than its parameters or this
+        engine (by switching an adapter off), and then call this."""
         self._post(self._batch.forget)
 
     def _add(self, requests: list[SequenceRequest]) -> None:
-        """Have a round of requests begin in one step. A round of first turns alone begins with nothing kept: what
-        another phase of a run left behind must not decide its bits.
-        """
+        """Add a round of requests in one step. A round of first turns alone begins with an empty prefix cache: what
+        another phase of a run has cached must not decide its bits."""
 
         def add() -> None:
             if not any(map(self._batch.continues, requests)):
@@ -250,13 +248,13 @@ class NativeEngine:
         self._post(add)
 
     def _end(self, request: SequenceRequest, reason: StopReason) -> None:
-        """Answer a request with what it has before the next step."""
+        """End a request before the next step, with the tokens so far."""
         if self._rounds is not None:
             self._rounds.hurry(request)
         self._post(lambda: self._batch.end(request, reason))
 
     async def _begin(self) -> None:
-        """See that the posted requests are begun; the first of many gives the others a few turns to ask as well."""
+        """Start the posted requests; the first of many lets other coroutines send theirs before."""
         loop, me = asyncio.get_running_loop(), asyncio.current_task()
         settled = self._thread.awake
         if not settled and self._leader is not None and not self._leader.done() and self._leader.get_loop() is loop:
@@ -273,7 +271,7 @@ class NativeEngine:
         self._batch.held = False
 
     def _turn(self) -> bool:
-        """Return one step of the decoding thread; whether there is more to do."""
+        """Run one step of the decoding thread; return whether there is more to do."""
         with self._lock, self._sampling():
             self._thread.run_posted()
             self._step()
@@ -285,13 +283,13 @@ class NativeEngine:
             self._batch.step()
 
     def _failed(self, error: BaseException) -> None:
-        """A step broke: everyone who waits hears of it, and the engine begins anew."""
+        """Fail all requests after a step that raised, and begin with an empty batch."""
         with self._lock:
             self._batch.drop_all(error)
             self._tell()
 
     def _tell(self) -> None:
-        """Send the answers of a step, and tell those who wait for quiet."""
+        """Send the completions of a step, and notify those who wait until nothing runs."""
         if self._idle and not self._batch.running:
             for quiet in self._idle:
                 self._answers.put(quiet, None)
@@ -301,11 +299,11 @@ class NativeEngine:
     # -- weights ---------------------------------------------------------------------------------------------------
 
     async def prepare(self, manifest: Manifest) -> None:
-        """Begin to stage new weights beside those in use, which go on sampling."""
+        """Begin to stage new weights beside those in use; sampling goes on."""
         self._weights.prepare(manifest)
 
     async def receive(self, bucket: Bucket) -> int:
-        """Stage a bucket; the number of elements that still lack."""
+        """Stage a bucket and return the number of missing elements."""
         return self._weights.receive(bucket.pieces())
 
     async def commit(self, version: int) -> None:
@@ -317,16 +315,15 @@ class NativeEngine:
         await self._between_steps(self._weights.abort)
 
     async def update_weights(self, version: int, pieces: Iterable[Piece]) -> None:
-        """Replace the weights between two decode steps; what runs goes on with the new ones. See `load_weights`."""
+        """Replace the weights between two decode steps; running requests continue with them. See `load_weights`."""
         stage(self._weights, version, pieces)
         await self._between_steps(self._weights.commit, version)
         self._weights.settle()
 
     def load_weights(self, version: int, pieces: Iterable[Piece]) -> None:
-        """Replace every parameter. All or nothing: pieces are collected and checked first (one more copy of the weights
-        in memory), and a ValueError about any of them leaves the old weights and version in place. Persistent buffers
-        may be left out; of tied weights one name is enough. The stream is read to its end whatever happens.
-        """
+        """Replace every parameter, or none. Pieces are collected and checked first (one more copy of the weights in
+        memory), and a ValueError about any of them leaves the old weights and version in place. Persistent buffers may
+        be left out; of tied weights one name is enough. The stream is read to its end whatever happens."""
         stage(self._weights, version, pieces)
         self._exchanged(self._weights.commit, version)
         self._weights.settle()
@@ -335,7 +332,7 @@ class NativeEngine:
         await asyncio.get_running_loop().run_in_executor(self._exchange, self._exchanged, exchange, *arguments)
 
     def _exchanged(self, exchange: Callable[..., None], *arguments: int) -> None:
-        """Change the weights while nothing reads them, and let the batch know."""
+        """Change the weights while nothing reads them, then notify the batch."""
         with self._lock, self._sampling():
             before = self._weights.version
             exchange(*arguments)
@@ -347,8 +344,7 @@ class NativeEngine:
     def generate_batch(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]
     ) -> list[Completion]:
-        """Return one completion a prompt, in order. `sampling` is one for all or one each. Async requests go on beside
-        it."""
+        """Return one completion a prompt, in order, beside async requests. `sampling` is one for all, or one each."""
         settings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
         if len(settings) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(settings)} sampling settings; give one, or one each")
@@ -382,7 +378,7 @@ class NativeEngine:
 
     @contextlib.contextmanager
     def _sampling(self) -> Iterator[None]:
-        """Without gradients, the module in eval mode."""
+        """Disable gradients, and put the module into eval mode, inside the block."""
         training = self._model.training
         if training:
             self._model.eval()

@@ -1,4 +1,4 @@
-"""The tensors of a module that a transfer of weights replaces, and how a stream of them is staged."""
+"""The tensors of a module that a weight sync replaces, and how a stream of them is staged."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from rollout.sync.staging import WeightStaging
 
 
 def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], list[str]]:
-    """Tensors to load by name, other names of tied ones, and the names that may be left out (persistent buffers)."""
+    """Return the tensors to load by name, other names of tied ones, and the optional names (persistent buffers)."""
     targets: dict[str, Tensor] = dict(model.named_parameters())
     aliases: dict[str, str] = {}
     first = {id(p): name for name, p in targets.items()}

@@ -4,12 +4,12 @@
                                           |
                                           +----abort-----> borrowed, of the version before
 
-A hand-over copies nothing: the trainer has written its update into the tensors already. So there is no way back to old
-values, and what two phases mean is this: `offer` looks through all of them (names, shapes, types, devices, finite
-values) and changes nothing, `commit` gives what is there its number and has all that was derived from the old values
-made anew. Until then nothing is sampled, for the values are of no version: who asks gets `StaleWeightsError`. `abort`
-drops an offer; after a commit it takes the number back, and again nothing is sampled before the next one. A step that
-made no update (its gradient was not finite) leaves values and version as they were, and sampling goes on.
+A weight sync copies nothing: the trainer has written its update into the tensors already. So there is no way back to
+old values, and the two phases are these: `offer` checks all tensors (names, shapes, types, devices, finite values) and
+changes nothing, `commit` gives the present values their version and renews all that was derived from the old ones.
+Until then the values have no version and nothing is sampled: a request raises `StaleWeightsError`. `abort` drops an
+offer; after a commit it takes the version back, and again nothing is sampled before the next one. A step that made no
+update (its gradient was not finite) leaves values and version as they were, and sampling goes on.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -41,12 +41,12 @@ class Lent(Protocol):
 
     @property
     def updates(self) -> Callable[[], int]:
-        """A count that is another one once the trainer has changed their values."""
+        """Function that returns a count which changes whenever the trainer has changed the values."""
         ...
 
 
 class StaleWeightsError(RuntimeError):
-    """The trainer has changed the weights that a sampler borrows, and has not handed them over."""
+    """The trainer has changed the weights that a sampler borrows, and has not synced them."""
 
 
 class SharingEngine(NativeEngine):
@@ -74,7 +74,7 @@ class SharingEngine(NativeEngine):
         return Unsupported(BORROWED) if feature in COPIES else answer
 
     async def offer(self, version: int, lent: Lent) -> None:
-        """Look through new weights, and change nothing. ValueError as for the engine's own, or for a used number."""
+        """Check new weights and change nothing. Raise ValueError as the constructor does, or for a used version."""
         self._weights.offer(version, lent)
 
     def _step(self) -> None:
@@ -84,7 +84,7 @@ class SharingEngine(NativeEngine):
 
 
 class BorrowedWeights(WeightStaging):
-    """The weights of a module that are another's tensors; see the module's text. It does not lock (`WeightStaging`)."""
+    """The weights of a module that are the trainer's tensors; see the module's docstring. Not locked."""
 
     def __init__(self, model: nn.Module, lent: Lent, version: int) -> None:
         super().__init__(*named_tensors(model), version=version)
@@ -96,7 +96,7 @@ class BorrowedWeights(WeightStaging):
         self._take(lent)
 
     def check(self) -> None:
-        """StaleWeightsError where what is there is not the version in use."""
+        """Raise StaleWeightsError where the present values are not those of the version in use."""
         if self._lost is not None:
             raise StaleWeightsError(self._lost)
         if self._updates() != self._at:
@@ -106,7 +106,7 @@ class BorrowedWeights(WeightStaging):
             )
 
     def offer(self, version: int, lent: Lent) -> None:
-        """Look through new weights. ValueError, and nothing is offered: they can't be taken, or the number was used."""
+        """Check new weights. Raise ValueError, and offer nothing, for unfit weights or a used version."""
         self._offered = self._earlier = None
         if version <= self._newest:
             raise ValueError(f"weights {version} are not newer than {self._newest}, the newest so far; count upwards")
@@ -114,7 +114,7 @@ class BorrowedWeights(WeightStaging):
         self._offered = version, lent
 
     def commit(self, version: int) -> None:
-        """Let what was offered be `version`. ValueError where another version was, or none."""
+        """Make the offered weights `version`. Raise ValueError where another version was offered, or none."""
         if self._offered is None or self._offered[0] != version:
             raise ValueError(f"cannot commit weights {version}: offer them first")
         self._take(self._offered[1])
@@ -122,7 +122,7 @@ class BorrowedWeights(WeightStaging):
         self._version = self._newest = version
 
     def abort(self) -> None:
-        """Drop an offer; after a commit that is not settled take its number back, and let nothing be sampled."""
+        """Drop an offer; after a commit that is not settled take its version back, and refuse sampling."""
         self._offered = None
         if self._earlier is not None:
             self._lost = (
@@ -132,15 +132,15 @@ class BorrowedWeights(WeightStaging):
             self._version, self._earlier = self._earlier, None
 
     def settle(self) -> None:
-        """A commit stands; nothing was kept."""
+        """Make a commit final; no old weights were kept."""
         self._earlier = None
 
     def prepare(self, manifest: Manifest) -> None:
-        """ValueError: copies would be written over the trainer's weights."""
+        """Raise ValueError: copies would be written over the trainer's weights."""
         raise ValueError(f"weights {manifest.version} are not taken: {BORROWED}")
 
     def receive(self, pieces: Iterable[Piece]) -> int:
-        """ValueError: see `prepare`."""
+        """Raise ValueError; see `prepare`."""
         del pieces
         raise ValueError(BORROWED)
 
@@ -151,7 +151,7 @@ class BorrowedWeights(WeightStaging):
         self._updates, self._at, self._lost = lent.updates, lent.updates(), None
 
     def _look_through(self, tensors: Mapping[str, Tensor]) -> None:
-        """ValueError names the first tensor that the module can't have as its own."""
+        """Raise ValueError with the first tensor that the module can't share."""
         assembler, first = self._new_assembler(), next(iter(tensors.values()), None)
         seen: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
@@ -173,7 +173,7 @@ class BorrowedWeights(WeightStaging):
 def adopt(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Make tensors the parameters and buffers of a module, in place of those of their names; tied ones stay tied.
 
-    Where they are that already nothing changes. Other buffers are brought to their device.
+    Where they are the module's own already nothing changes. Other buffers are moved to their device.
     """
     targets, aliases, _ = named_tensors(model)
     found = {name: (targets[aliases.get(name, name)], tensor.detach()) for name, tensor in tensors.items()}

@@ -87,7 +87,7 @@ def _devices(spec: RunSpec) -> list[str]:
     count = devices.module.device_count()  # type: ignore[attr-defined]
     lines = [f"{count} devices for {spec.processes} ranks a node"]
     if count < spec.processes:
-        lines = [f"missing: {lines[0]}; set --processes {count}, or take more nodes (--cluster.pools.nodes)"]
+        lines = [f"missing: {lines[0]}; set --nproc-per-node {count}, or take more nodes (--pools.nodes)"]
     planned, figures = spec.cluster.pools.device_memory_gib, devices.memory()
     if planned is not None and figures is not None and figures.total < 0.95 * planned * GIB:
         lines.append(f"missing: a device has {figures.total / GIB:.0f} GiB, the plan counts on {planned:g}")

@@ -120,7 +120,7 @@ def test_devices_are_counted_and_their_memory_held_to_the_plan(monkeypatch: pyte
     monkeypatch.setattr(Npu, "module", Cards)
     monkeypatch.setattr(accelerator.Accelerator, "memory", lambda self: MemoryFigures(0, 0, 32 * 2**30))
     lines = npu(cluster=PlainCluster(pools=PlainPools(device_memory_gib=64)))
-    assert "missing: 1 devices for 2 ranks a node; set --processes 1" in lines[3]
+    assert "missing: 1 devices for 2 ranks a node; set --nproc-per-node 1" in lines[3]
     assert lines[4] == "missing: a device has 32 GiB, the plan counts on 64"
     lines = npu(processes=1, cluster=PlainCluster(pools=PlainPools(device_memory_gib=32)))
     assert lines[3] == "1 devices for 1 ranks a node"

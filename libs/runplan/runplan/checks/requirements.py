@@ -11,10 +11,10 @@ from rollout.config import Backend
 from runplan.run_spec import RunSpec
 
 # Fields, or groups of them, that nothing obeys yet.
-UNOBEYED = {
+UNSUPPORTED_SETTINGS = {
     "pools.nodes": "no test has run more than one machine",
-    "pools.placement": "sampling on nodes of its own is Ray's: say --cluster.rollout.ray-workers",
-    "pools.rollout_nodes": "sampling on nodes of its own is Ray's: say --cluster.rollout.ray-workers",
+    "pools.placement": "sampling on nodes of its own is Ray's: say --rollout.ray-workers",
+    "pools.rollout_nodes": "sampling on nodes of its own is Ray's: say --rollout.ray-workers",
     "rollout": "the native engine holds a whole model on each device and has no options of its own",
 }
 # Fields of the sampler that vLLM answers for, by rollout's features.
@@ -37,27 +37,27 @@ VLLM_FIELDS: dict[str, Supported | Unsupported] = {
     "rollout.admit": Unsupported("vLLM lets requests begin as it sees fit: leave it out"),
 }
 EXPERTS_OF_COPIES = Unsupported(
-    "experts over the copies of the model in vLLM (--cluster.rollout.dp) ran on a CPU alone, no accelerator has run it:"
-    " set --cluster.rollout.device cpu, or have each copy hold all experts, over its own workers: set ep to tp"
+    "experts over the copies of the model in vLLM (--rollout.dp) ran on a CPU alone, no accelerator has run it:"
+    " set --rollout.device cpu, or have each copy hold all experts, over its own workers: set ep to tp"
 )
 EXPERTS_OF_COPIES_ON_A_CPU = Supported("rollout/vllm/experts_over_copies_test.py")
 SHARED_BY_WORKERS = Unsupported(
-    "copies of several workers each, or that share experts, never shared a device: set --cluster.rollout.tp 1 and ep 1,"
+    "copies of several workers each, or that share experts, never shared a device: set --rollout.tp 1 and ep 1,"
     " or leave it out"
 )
-UNSAMPLED = Unsupported("a supervised run samples nothing: leave it at its default")
+NO_SAMPLING = Unsupported("a supervised run samples nothing: leave it at its default")
 UNKNOWN_SIZE = Unsupported(
     "the recipe does not know the model's sizes, so that nothing can be held against it: leave it out"
 )
 OFFLOAD = Supported("apps/grpo/tests/offload_test.py::test_training_is_on_the_host_while_answers_are_sampled")
 OVERLAP = Unsupported(
-    "sampling and training overlap, on devices of their own: leave it out, or use --cluster.schedule.mode sync"
+    "sampling and training overlap, on devices of their own: leave it out, or use --schedule.mode sync"
 )
 REFERENCE = Supported("apps/grpo/tests/lora_test.py::test_the_policy_is_held_to_a_frozen_model_beside_it")
 RAY = Unsupported("engines.launch starts ranks in process, by spawning or under torchrun; it does not start Ray's")
 RAY_GPUS = Supported("apps/grpo/tests/ray_gpu_test.py")
 RAY_SAMPLERS = Supported("apps/grpo/tests/schedule_ray_test.py")
-RAY_SLEEP = Unsupported("vLLM in Ray's workers never slept between two rounds: set --cluster.rollout.no-sleep")
+RAY_SLEEP = Unsupported("vLLM in Ray's workers never slept between two rounds: set --rollout.no-sleep")
 RAY_APART = Supported("apps/grpo/tests/ray_pools_test.py")
 RAYS = ("rollout.ray_", "rollout.weight_transport")
 """Beginnings of the fields that Ray's samplers alone obey."""
@@ -73,7 +73,7 @@ SAMPLERS = {name: RolloutConfig(backend=name) for name in get_args(Backend)}
 """Those that rollout answers for."""
 OTHER_SAMPLER = Supported("the sampler checks its own settings")
 IMAGES = Supported("apps/grpo/tests/images_test.py::test_a_column_of_images_may_have_any_name")
-UNSEEN = Unsupported("the model is trained on text: set --engine.vision to frozen or trained")
+NO_VISION = Unsupported("the model is trained on text: set --engine.vision to frozen or trained")
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Requirement:
 
 def requirements(spec: RunSpec) -> list[Requirement]:
     """Return all that the run requires beyond one device and text, each with its answer."""
-    changed = [(path, value) for path, value in spec.cluster.changed if path != "environment"]
+    changed = [(path, value) for path, value in spec.cluster.changed if path != "env"]
     every = [*_engine_requirements(spec), *(_cluster_requirement(spec, path, value) for path, value in changed)]
     if spec.cluster.schedule.mode != "sync":
         every += _schedule(spec)
@@ -138,7 +138,7 @@ def _family(model_type: str) -> Supported | Unsupported:
 
 
 def _cluster_requirement(spec: RunSpec, path: str, value: Any) -> Requirement:
-    feature = f"--cluster.{path.replace('_', '-')} {value}"
+    feature = f"--{path.replace('_', '-')} {value}"
     if path == "media.images_column":
         return Requirement(feature, _images(spec))
     if path == "pools.device_memory_gib":
@@ -146,7 +146,7 @@ def _cluster_requirement(spec: RunSpec, path: str, value: Any) -> Requirement:
             feature, UNKNOWN_SIZE if spec.origin is None else Supported("the plan's memory is held against it")
         )
     if spec.app == "sft" and path.split(".")[0] in ("rollout", "schedule", "offload"):
-        return Requirement(feature, UNSAMPLED)
+        return Requirement(feature, NO_SAMPLING)
     if path == "offload":
         return Requirement(feature, OFFLOAD if spec.cluster.schedule.mode == "sync" else OVERLAP)
     if spec.cluster.rollout.engine == "vllm" and path.startswith("rollout.") and not path.startswith(RAYS):
@@ -175,7 +175,7 @@ def _cluster_requirement(spec: RunSpec, path: str, value: Any) -> Requirement:
     if parts[0] == "schedule":
         return Requirement(feature, Supported("apps/grpo/tests/schedules_test.py"))
     names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-    return Requirement(feature, Unsupported(next(UNOBEYED[name] for name in names if name in UNOBEYED)))
+    return Requirement(feature, Unsupported(next(UNSUPPORTED_SETTINGS[name] for name in names if name in UNSUPPORTED_SETTINGS)))
 
 
 def _vllm_experts(spec: RunSpec) -> Supported | Unsupported:
@@ -197,7 +197,7 @@ def _sampler(spec: RunSpec, feature: str) -> Supported | Unsupported:
 
 
 def _images(spec: RunSpec) -> Supported | Unsupported:
-    return UNSEEN if spec.engine.vision == "off" else IMAGES
+    return NO_VISION if spec.engine.vision == "off" else IMAGES
 
 
 def _schedule(spec: RunSpec) -> list[Requirement]:

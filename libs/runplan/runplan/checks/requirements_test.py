@@ -16,9 +16,9 @@ def answers(engine: str) -> dict[str, bool]:
 
 def test_a_sampler_of_somebody_elses_answers_for_its_own_settings() -> None:
     assert answers("mine.py:Backend") == {
-        "--cluster.rollout.engine mine.py:Backend": True,
-        "--cluster.rollout.tp 2": True,
+        "--rollout.engine mine.py:Backend": True,
+        "--rollout.tp 2": True,
         "images shown to the sampler": True,
     }
-    assert answers("native")["--cluster.rollout.tp 2"] is False
-    assert answers("vllm")["--cluster.rollout.tp 2"] is True
+    assert answers("native")["--rollout.tp 2"] is False
+    assert answers("vllm")["--rollout.tp 2"] is True

@@ -38,7 +38,7 @@ MEGATRON = Rate(0.24, "a dense 0.67B hybrid, nothing fused,", "under Megatron on
 
 
 def rate_of(shape: ModelShape, engine: EngineConfig, ranks: int) -> Rate:
-    """Return the measured row whose layers compute as this run's do, or nearest to it: see `unlike`."""
+    """Return the measured row whose layers compute as this run's do, or nearest to it: see `not_measured`."""
     width = width_of(engine)
     if shape.experts:
         return EXPERTS
@@ -50,7 +50,7 @@ def rate_of(shape: ModelShape, engine: EngineConfig, ranks: int) -> Rate:
     return COMPILED_SHARDED if sharded else COMPILED
 
 
-def unlike(shape: ModelShape, engine: EngineConfig) -> list[str]:
+def not_measured(shape: ModelShape, engine: EngineConfig) -> list[str]:
     """Return what of this run no row was measured with, besides its size."""
     differences = []
     if shape.experts and engine.backend == "megatron":

@@ -6,7 +6,7 @@ import pytest
 
 from engines import EngineConfig, LoraConfig
 from engines.tiny import tiny_config
-from runplan.estimates.rates import COMPILED, COMPILED_SHARDED, EXPERTS, FUSED, MEGATRON, PLAIN, Rate, rate_of, unlike
+from runplan.estimates.rates import COMPILED, COMPILED_SHARDED, EXPERTS, FUSED, MEGATRON, PLAIN, Rate, rate_of, not_measured
 from runplan.model.model_shape import ModelShape, shape_of
 
 HEADS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
@@ -40,4 +40,4 @@ def test_a_run_has_the_row_that_computes_as_it_does(
 ) -> None:
     engine = EngineConfig(device="cuda", **settings)
     assert rate_of(shape, engine, ranks) is rate
-    assert unlike(shape, engine) == apart
+    assert not_measured(shape, engine) == apart

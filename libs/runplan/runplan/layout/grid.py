@@ -79,8 +79,8 @@ def grid_problems(ranks: int, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int 
         flags = {"--engine.tensor-parallel": tp, "--engine.context-parallel": cp, "--engine.pipeline-parallel": pp}
         wrong = ", ".join(flag for flag, size in flags.items() if size > 1)
         problems.append(
-            f"{ranks} ranks are no multiple of {sizes}: use {_near(ranks, model)} ranks (--processes, "
-            f"--cluster.pools.nodes), or smaller sizes ({wrong})"
+            f"{ranks} ranks are no multiple of {sizes}: use {_near(ranks, model)} ranks (--nproc-per-node, "
+            f"--pools.nodes), or smaller sizes ({wrong})"
         )
     if not rest and stage % (etp * ep):
         fitting = [size for size in range(1, stage + 1) if stage % (size * etp) == 0]

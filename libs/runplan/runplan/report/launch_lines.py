@@ -5,14 +5,14 @@ from runplan.run_spec import RunSpec
 
 def launch_lines(spec: RunSpec) -> list[str]:
     """Return one command for a single process or machine, torchrun on every node, or Ray where pools are separate."""
-    variables = "".join(f"{entry} " for entry in spec.cluster.environment)
+    variables = "".join(f"{entry} " for entry in spec.cluster.env)
     flags = f"--recipe {spec.recipe}" + (" --model DIR --data FILE" if spec.needs_model else "")
     nodes = spec.cluster.pools.nodes
     ahead = spec.cluster.schedule.mode != "sync"
     if spec.cluster.pools.placement == "separate" or (ahead and nodes > 1):
         return _ray_lines(spec, variables, flags)
     if nodes == 1:
-        return [f"{variables}bazel run //apps/{spec.app} -- {flags} --processes {spec.processes}"]
+        return [f"{variables}bazel run //apps/{spec.app} -- {flags} --nproc-per-node {spec.processes}"]
     where = f"on each node r of 0..{nodes - 1}, HEAD being node 0, with the same folder on all:"
     command = (
         f"{variables}torchrun --nnodes {nodes} --nproc-per-node {spec.processes} --node-rank r "

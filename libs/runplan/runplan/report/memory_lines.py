@@ -144,13 +144,13 @@ def _pool(spec: RunSpec, shape: ModelShape, width: int, states: States, peak: Pe
     weights = vllm_weights(shape, layout)
     line = f"{_gib(weights)} of weights a device"
     if memory is None or not layout.memory_share:
-        return [*lines, f"{line}; its cache takes what vLLM is let (--cluster.rollout.memory-share)"], []
+        return [*lines, f"{line}; its cache takes what vLLM is let (--rollout.memory-share)"], []
     room = layout.memory_share * memory * GIB - weights
     if room <= 0:
         problem = (
             f"{weights / GIB:.0f} GiB of weights do not fit {layout.memory_share:.0%} of a device of {memory:g} GiB"
         )
-        return [*lines, line], [f"{problem}: raise --cluster.rollout.tp, or --cluster.rollout.memory-share"]
+        return [*lines, line], [f"{problem}: raise --rollout.tp, or --rollout.memory-share"]
     each, fixed = cache_bytes(shape, layout.tp), state_bytes(shape, layout.tp)
     fits = int(room / (each * spec.longest + fixed))
     lines.append(f"{line}, {_gib(room)} for caches, graphs and activations: {fits} sequences of {spec.longest} tokens")
@@ -177,12 +177,12 @@ def _shared(spec: RunSpec, states: States, trains: float, stays: float, memory: 
     line = f"of {memory:g} GiB of a device {trains:.1f} are taken in training's turn (vLLM {beside}), {samples:.1f} in "
     problems = []
     if alone and trains >= memory:
-        fix = "lower --cluster.rollout.memory-share" + ("" if layout.sleep else ", or set --cluster.rollout.sleep")
+        fix = "lower --rollout.memory-share" + ("" if layout.sleep else ", or set --rollout.sleep")
         problems.append(
             f"{trains:.0f} GiB in training's turn, vLLM's share {beside}, do not fit a device of {memory:g} GiB: {fix}"
         )
     if samples >= memory:
-        fix = "lower --cluster.rollout.memory-share" + ("" if offload else ", or set --cluster.offload")
+        fix = "lower --rollout.memory-share" + ("" if offload else ", or set --offload")
         problems.append(f"{samples:.0f} GiB in vLLM's turn, {rests}, do not fit a device of {memory:g} GiB: {fix}")
     return [f"{line}vLLM's ({rests})"], problems
 

@@ -214,7 +214,7 @@ def _rollout(plan: Plan, spec: RunSpec, shape: ModelShape | None) -> None:
         lines.append(f"{rollout.copies_per_device} copies share a device, each with memory and a processor of its own")
     if spec.rollout_ranks % size and not _on_processors(spec, size):
         plan.problems.append(
-            f"{spec.rollout_ranks} sampling devices are no multiple of tp x dp = {size}: change --cluster.rollout.tp "
+            f"{spec.rollout_ranks} sampling devices are no multiple of tp x dp = {size}: change --rollout.tp "
             "or the number of nodes"
         )
     elif rollout.engine != "native":
@@ -224,11 +224,11 @@ def _rollout(plan: Plan, spec: RunSpec, shape: ModelShape | None) -> None:
     if accepted is not None and accepted < spec.longest:
         plan.problems.append(
             f"the sampling engine accepts {accepted} tokens, a sequence may have {spec.longest}: raise "
-            "--cluster.rollout.max-model-tokens"
+            "--rollout.max-model-tokens"
         )
     if shape is not None and shape.heads % rollout.tp:
         plan.problems.append(
-            f"{shape.heads} heads do not divide over rollout tp = {rollout.tp}: lower it (--cluster.rollout.tp)"
+            f"{shape.heads} heads do not divide over rollout tp = {rollout.tp}: lower it (--rollout.tp)"
         )
     if spec.engine.routing_replay:
         lines.append(f"the sampler tells each token's experts (--engine.routing-replay): {_experts(spec)}")

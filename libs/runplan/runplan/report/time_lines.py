@@ -1,13 +1,13 @@
 """Lines on the time of a step: seconds where a device of its kind was measured, else the operations to divide."""
 
-from runplan.estimates.rates import PEAK, rate_of, unlike
+from runplan.estimates.rates import PEAK, rate_of, not_measured
 from runplan.estimates.step_time import StepWork, training_flops, training_seconds
 from runplan.layout.batches import BatchPlan, bubble_share
 from runplan.layout.grid import Grid
 from runplan.model.model_shape import ModelShape
 from runplan.run_spec import RunSpec
 
-PETA = 1e15
+UNIT = 1e15
 EXAMPLE = 0.1
 """PFLOPS, to show the division by."""
 
@@ -15,7 +15,7 @@ EXAMPLE = 0.1
 def time_lines(spec: RunSpec, shape: ModelShape, grid: Grid, batches: BatchPlan) -> list[str]:
     """Return lines on the time of a step; none for devices that are neither measured nor NPUs."""
     step, device = step_of(spec, grid, batches), spec.engine.device
-    all_ranks = training_flops(shape, step) / PETA
+    all_ranks = training_flops(shape, step) / UNIT
     counted = f"{_short(all_ranks)} PFLOP, {_short(all_ranks / step.ranks)} a rank"
     if device in PEAK:
         lines = _estimated(spec, shape, step, counted)
@@ -51,16 +51,16 @@ def _estimated(spec: RunSpec, shape: ModelShape, step: StepWork, counted: str) -
         f"{seconds:.0f} s of training's arithmetic a step, were all sequences at full length ({counted})",
         f"at {rate.share:.0%} of {peak / 1e12:.0f} TFLOPS a device, {rate}",
     ]
-    apart = unlike(shape, spec.engine)
+    apart = not_measured(shape, spec.engine)
     return [*lines, f"no row was measured with {', '.join(apart)}"] if apart else lines
 
 
 def _left_to_divide(shape: ModelShape, step: StepWork, counted: str) -> list[str]:
     """Return a step's operations on NPUs, which nobody measured, and what to do with a rate that somebody measured."""
-    each = training_flops(shape, step) / PETA / step.ranks
+    each = training_flops(shape, step) / UNIT / step.ranks
     works = 1 - bubble_share(step.micro_batches, step.stages, step.chunks)
     waiting = f" / {works:.2f}, as stages wait for one another" if step.stages > 1 else ""
-    seconds = training_seconds(shape, step, EXAMPLE * PETA)
+    seconds = training_seconds(shape, step, EXAMPLE * UNIT)
     return [
         f"{counted}: training's arithmetic of a step, were all sequences at full length",
         f"seconds = {_short(each)} / the PFLOPS that your devices reach{waiting}; no NPU was measured here",

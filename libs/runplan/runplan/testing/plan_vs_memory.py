@@ -87,8 +87,8 @@ WIDE_HEAD = {"vocab_size": 65_536, "num_hidden_layers": 24}
 DEEP = {"vocab_size": 8192, "num_hidden_layers": 96}
 EXPERTS = {"vocab_size": 8192, "num_hidden_layers": 16, "num_experts": 64, "moe_intermediate_size": 128}
 OTHER = {"vocab_size": 32_768, "num_hidden_layers": 40, "intermediate_size": 1536}
-FEW_EXPERTS = {"vocab_size": 16_384, "num_hidden_layers": 12, "num_experts": 32, "moe_intermediate_size": 256}
-FAT_EXPERTS = {"vocab_size": 32_768, "num_hidden_layers": 8, "num_experts": 16, "moe_intermediate_size": 512}
+NARROW_EXPERTS = {"vocab_size": 16_384, "num_hidden_layers": 12, "num_experts": 32, "moe_intermediate_size": 256}
+WIDE_EXPERTS = {"vocab_size": 32_768, "num_hidden_layers": 8, "num_experts": 16, "moe_intermediate_size": 512}
 MEGATRON = {"backend": "megatron"}
 CASES = (
     MemoryCase("dense", DEEP),
@@ -99,10 +99,10 @@ CASES = (
     MemoryCase("moe", EXPERTS, MEGATRON),
     MemoryCase("attention", WIDE_HEAD, MEGATRON),
     MemoryCase("dense", OTHER),
-    MemoryCase("moe", FEW_EXPERTS),
+    MemoryCase("moe", NARROW_EXPERTS),
     MemoryCase("dense", OTHER, MEGATRON),
-    MemoryCase("moe", FEW_EXPERTS, MEGATRON, lengths=(1800, 7, 955, 61, 402, 1290, 19)),
-    MemoryCase("moe", FAT_EXPERTS, MEGATRON, lengths=(3000, 5, 5, 48, 777)),
+    MemoryCase("moe", NARROW_EXPERTS, MEGATRON, lengths=(1800, 7, 955, 61, 402, 1290, 19)),
+    MemoryCase("moe", WIDE_EXPERTS, MEGATRON, lengths=(3000, 5, 5, 48, 777)),
     MemoryCase("dense", DEEP, ranks=2),
     MemoryCase("moe", EXPERTS, ranks=2),
     MemoryCase("dense", WIDE_HEAD, {**MEGATRON, "tensor_parallel": 2}, ranks=2),

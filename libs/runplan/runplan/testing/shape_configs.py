@@ -48,7 +48,7 @@ def as_config(shape: ModelShape) -> PretrainedConfig:
     return Qwen3_5MoeTextConfig(shared_expert_intermediate_size=shape.shared_expert_intermediate, **sizes)
 
 
-def seeing_config(shape: ModelShape) -> PretrainedConfig:
+def vlm_config(shape: ModelShape) -> PretrainedConfig:
     """Return that of the checkpoint that holds decoder and tower."""
     tower = shape.vision
     assert tower is not None
@@ -72,7 +72,7 @@ def seeing_config(shape: ModelShape) -> PretrainedConfig:
 def assert_counted(shape: ModelShape) -> None:
     """Hold the counts of decoder and tower to the real module, on the meta device."""
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(seeing_config(shape))
+        model = AutoModelForImageTextToText.from_config(vlm_config(shape))
     assert tower_parameters(shape) == sum(p.numel() for p in model.model.visual.parameters())
     assert count_parameters(shape).total + tower_parameters(shape) == sum(p.numel() for p in model.parameters())
-    assert shape_of(seeing_config(shape), shape.name).vision == shape.vision
+    assert shape_of(vlm_config(shape), shape.name).vision == shape.vision

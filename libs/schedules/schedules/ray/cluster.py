@@ -50,7 +50,7 @@ def ray_module(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ValueError(
-            f"--cluster.rollout.ray-workers needs ray ({error}): with Bazel, run //apps/grpo:ray, which brings it, or "
+            f"--rollout.ray-workers needs ray ({error}): with Bazel, run //apps/grpo:ray, which brings it, or "
             "//apps/grpo:vllm, which brings vLLM too; else pip install 'tessera-rollout[ray]'"
         ) from error
 

@@ -39,9 +39,9 @@ def refusal(found: Sequence[str], mode: Mode, world: int, done: int) -> str | No
     if before != mode:
         return (
             f"this run was begun under another schedule, and a checkpoint of {before} does not say what {mode} has "
-            f"sampled ahead: go on with --cluster.schedule.mode {before}, or begin a new run from its export (--model)"
+            f"sampled ahead: go on with --schedule.mode {before}, or begin a new run from its export (--model)"
         )
     return (
         f"this run has {len(found)} ranks, and the answers that each sampled ahead are in its ledger: go on with "
-        f"--processes {len(found)}, not {world}"
+        f"--nproc-per-node {len(found)}, not {world}"
     )

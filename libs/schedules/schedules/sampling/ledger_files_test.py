@@ -18,12 +18,12 @@ def test_a_run_goes_on_by_its_own_schedule_alone(before: Mode, after: Mode) -> N
         assert found is None
     else:
         assert found is not None
-        assert f"go on with --cluster.schedule.mode {before}" in found
+        assert f"go on with --schedule.mode {before}" in found
 
 
 def test_ranks_that_sampled_ahead_stay_as_many() -> None:
-    assert (refusal(RANKS, "one_step_off", 1, 4) or "").endswith("go on with --processes 2, not 1")
-    assert (refusal(RANKS[:1], "one_step_off", 2, 4) or "").endswith("go on with --processes 1, not 2")
+    assert (refusal(RANKS, "one_step_off", 1, 4) or "").endswith("go on with --nproc-per-node 2, not 1")
+    assert (refusal(RANKS[:1], "one_step_off", 2, 4) or "").endswith("go on with --nproc-per-node 1, not 2")
 
 
 @pytest.mark.parametrize("mode", FOUND)

@@ -72,8 +72,8 @@ class PackedBatchSampler:
     def fingerprint(self) -> int:
         """The 52-bit hash of all that an epoch's plan depends on except the rank; states and ranks compare it."""
         costs = None if self.cost is None else [float(c) for c in self._costs(range(len(self.lengths)))]
-        said = (self.lengths, self.max_tokens, self.world_size, self.shuffle, self.seed, self.drop_last, self.window)
-        return plan_hash(repr((*said, costs, self.align, self.bucket)))
+        parts = (self.lengths, self.max_tokens, self.world_size, self.shuffle, self.seed, self.drop_last, self.window)
+        return plan_hash(repr((*parts, costs, self.align, self.bucket)))
 
     @property
     def steps(self) -> list[tuple[Row, ...]]:

@@ -80,9 +80,9 @@ class PackedStream(IterableDataset[list[Sample]]):
     def settings(self) -> dict[str, Any]:
         """Settings that the rows depend on, as plain data. With shard="rows" a state holds for any rank."""
         bucket = list(self.bucket) if isinstance(self.bucket, tuple) else self.bucket
-        said = {"max_tokens": self.max_tokens, "align": self.align, "bucket": bucket, "lookahead": self.lookahead}
+        shared = {"max_tokens": self.max_tokens, "align": self.align, "bucket": bucket, "lookahead": self.lookahead}
         own = {"rank": self.rank} if self.shard == "samples" else {}
-        return {**said, "world_size": self.world_size, "shard": self.shard, **own}
+        return {**shared, "world_size": self.world_size, "shard": self.shard, **own}
 
     def __iter__(self) -> Iterator[list[Sample]]:
         """Yield this rank's (and worker's) rows; after a loaded state, the rows that follow it."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 Batch = TypeVar("Batch", Tensor, "TensorDict")
-Selectable = TypeVar("Selectable", Tensor, "TensorDict", BatchView)
+BatchLike = TypeVar("BatchLike", Tensor, "TensorDict", BatchView)
 
 
 def num_samples(x: Any) -> int:
@@ -37,7 +37,7 @@ def num_samples(x: Any) -> int:
     raise ValueError(f"expected a tensor, a jagged NestedTensor or a TensorDict, got {type(x).__name__}")
 
 
-def index_select(x: Selectable, indices: Sequence[int] | Tensor) -> Selectable:
+def index_select(x: BatchLike, indices: Sequence[int] | Tensor) -> BatchLike:
     """Return the samples at `indices`, in that order, repeats allowed. ValueError names an index out of range.
 
     Of a `BatchView` the result is a view too, and no token is copied.
@@ -46,7 +46,7 @@ def index_select(x: Selectable, indices: Sequence[int] | Tensor) -> Selectable:
         raise ValueError("indices must be integers; turn a mask into indices with mask.nonzero().squeeze(1)")
     if isinstance(x, BatchView):
         return x.select(indices)
-    result: Selectable = take(x, check_indices(indices, num_samples(x)))
+    result: BatchLike = take(x, check_indices(indices, num_samples(x)))
     return result
 
 

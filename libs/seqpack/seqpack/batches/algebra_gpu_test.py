@@ -36,22 +36,22 @@ def seconds() -> Iterator[None]:
     print(f"{time.perf_counter() - start:.1f} s on {DEVICE}")
 
 
-@pytest.mark.parametrize("law", algebra_laws.LAWS)
+@pytest.mark.parametrize("law", algebra_laws.PROPERTIES)
 @FIXED
 @given(st.data())
 def test_law_of_the_algebra(law: str, data: st.DataObject) -> None:
-    algebra_laws.LAWS[law](data, DEVICE)
+    algebra_laws.PROPERTIES[law](data, DEVICE)
 
 
-@pytest.mark.parametrize("law", jagged_laws.LAWS)
+@pytest.mark.parametrize("law", jagged_laws.PROPERTIES)
 def test_law_of_the_layout(law: str) -> None:
-    jagged_laws.LAWS[law](DEVICE)
+    jagged_laws.PROPERTIES[law](DEVICE)
 
 
-@pytest.mark.parametrize("journey", batch_laws.BATCH_JOURNEYS)
+@pytest.mark.parametrize("transfer", batch_laws.BATCH_TRANSFERS)
 @pytest.mark.parametrize("sizes", batch_laws.LENGTHS, ids=str)
-def test_batches_of_everything(sizes: list[int], journey: str) -> None:
-    batch_laws.check_batches_of_everything(sizes, journey, DEVICE)
+def test_batches_of_everything(sizes: list[int], transfer: str) -> None:
+    batch_laws.check_batches_of_everything(sizes, transfer, DEVICE)
 
 
 def test_batches_padded_and_back() -> None:
@@ -81,8 +81,8 @@ def test_packed_rows_and_back(data: st.DataObject) -> None:
         }
         for i, n in enumerate(sizes)
     ]
-    journey = data.draw(st.sampled_from(sorted(batch_laws.BATCH_JOURNEYS)))
-    batch = batch_laws.BATCH_JOURNEYS[journey](make_batch(samples).to(DEVICE), DEVICE)
+    transfer = data.draw(st.sampled_from(sorted(batch_laws.BATCH_TRANSFERS)))
+    batch = batch_laws.BATCH_TRANSFERS[transfer](make_batch(samples).to(DEVICE), DEVICE)
     check_batch(batch)
     assert lengths(batch) == sizes
     packed = pack_sequences(batch, rows, align, bucket=data.draw(st.sampled_from([None, 5 * align])))

@@ -14,25 +14,25 @@ from tensordict import NonTensorStack, TensorDict
 from seqpack.batches.algebra import chunk, concat, from_padded, index_select, split, to_padded, unbind
 from seqpack.batches.batch import make_batch
 from seqpack.batches.jagged import jagged, ragged_dim
-from seqpack.testing.algebra_laws import LAWS
+from seqpack.testing.algebra_laws import PROPERTIES
 from seqpack.testing.batch_laws import (
-    BATCH_JOURNEYS,
+    BATCH_TRANSFERS,
     LENGTHS,
     check_batches_of_everything,
     check_batches_padded_and_back,
 )
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("law", PROPERTIES)
 @given(st.data())
 def test_law(law: str, data: st.DataObject) -> None:
-    LAWS[law](data, "cpu")
+    PROPERTIES[law](data, "cpu")
 
 
-@pytest.mark.parametrize("journey", BATCH_JOURNEYS)
+@pytest.mark.parametrize("transfer", BATCH_TRANSFERS)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_batches_of_everything(lengths: list[int], journey: str) -> None:
-    check_batches_of_everything(lengths, journey)
+def test_batches_of_everything(lengths: list[int], transfer: str) -> None:
+    check_batches_of_everything(lengths, transfer)
 
 
 def test_batches_padded_and_back() -> None:

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from seqpack.batches.jagged import jagged, jagged_from_values, join, pad, ragged, unpad
-from seqpack.testing.jagged_laws import LAWS, mrope
+from seqpack.testing.jagged_laws import PROPERTIES, mrope
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("law", PROPERTIES)
 def test_law(law: str) -> None:
-    LAWS[law]("cpu")
+    PROPERTIES[law]("cpu")
 
 
 @pytest.mark.parametrize(

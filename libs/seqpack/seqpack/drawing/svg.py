@@ -34,10 +34,10 @@ svg text {{ fill: var(--soft); font-size: 11px; font-variant-numeric: tabular-nu
 """
 
 
-def page(title: str, facts: Iterable[tuple[str, str]], sections: Iterable[str]) -> str:
+def page(title: str, fields: Iterable[tuple[str, str]], sections: Iterable[str]) -> str:
     """Return the whole document; facts are (label, value)."""
-    tiles = "".join(f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in facts)
-    return PAGE.format(title=escape(title), facts=tiles, body="\n".join(sections), width=WIDTH)
+    tiles = "".join(f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in fields)
+    return PAGE.format(title=escape(title), fields=tiles, body="\n".join(sections), width=WIDTH)
 
 
 def section(title: str, note: str, *drawings: str) -> str:
@@ -68,12 +68,12 @@ def text(x: float, y: float, words: str, anchor: str = "start") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
-def shade(value: float, scale: Sequence[float]) -> str:
-    """Return the colour of a value between the boundaries that `shades` chose."""
+def color_of(value: float, scale: Sequence[float]) -> str:
+    """Return the colour of a value between the boundaries that `color_bounds` chose."""
     return RAMP[sum(value > bound for bound in scale)]
 
 
-def shades(values: Sequence[float]) -> list[float]:
+def color_bounds(values: Sequence[float]) -> list[float]:
     """Return four boundaries that give each colour a fifth of the values."""
     ordered = sorted(values)
     return [ordered[len(ordered) * step // 5] for step in range(1, 5)] if ordered else []

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from seqpack.drawing.svg import WIDTH, drawing, legend, line, page, rect, section, shade, shades, text
+from seqpack.drawing.svg import WIDTH, drawing, legend, line, page, rect, section, color_of, color_bounds, text
 from seqpack.planning.balancing import BalancePlan
 from seqpack.planning.micro_batches import MicroBatchPlan
 from seqpack.planning.packing import PackPlan
@@ -33,7 +33,7 @@ def render(plan_json: str) -> str:
 
 
 def _pack_page(plan: PackPlan) -> str:
-    facts = [
+    fields = [
         ("sequences", f"{len(plan.lengths):,}"),
         ("tokens", f"{sum(plan.lengths):,}"),
         ("capacity", f"{plan.capacity:,}"),
@@ -42,14 +42,14 @@ def _pack_page(plan: PackPlan) -> str:
         ("gap", f"{plan.gap:.3%}"),
         ("fill", f"{plan.fill:.2%}"),
     ]
-    return page("Packing plan", facts, [_bins_section("Bins", plan.bins, plan.lengths, plan.capacity)])
+    return page("Packing plan", fields, [_bins_section("Bins", plan.bins, plan.lengths, plan.capacity)])
 
 
 def _micro_batch_page(plan: MicroBatchPlan) -> str:
     tokens = [t for rank in plan.tokens for t in rank]
     totals = [sum(rank) for rank in plan.loads]
     mean = sum(totals) / len(totals)
-    facts = [
+    fields = [
         ("sequences", f"{len(plan.lengths):,}"),
         ("tokens", f"{sum(plan.lengths):,}"),
         ("ranks x micro-batches", f"{len(plan.ranks)} x {plan.num_micro_batches}"),
@@ -68,18 +68,18 @@ def _micro_batch_page(plan: MicroBatchPlan) -> str:
         _bars_section("Load of each rank", "Cost of all its micro-batches; dashed: the mean.", totals, "rank", mean),
         _bins_section("Micro-batches", bins, aligned, plan.max_tokens, "in the order of ranks"),
     ]
-    return page("Micro-batch plan", facts, sections)
+    return page("Micro-batch plan", fields, sections)
 
 
 def _balance_page(plan: BalancePlan) -> str:
-    facts = [
+    fields = [
         ("costs", f"{len(plan.costs):,}"),
         ("parts", f"{len(plan.parts):,}"),
         ("max / mean", f"{plan.max_over_mean:.5f}"),
         ("over the lower bound", f"{plan.gap:.3%}"),
     ]
     note = "Cost of each part; dashed: the lower bound, which no plan can beat for the heaviest part."
-    return page("Balance plan", facts, [_bars_section("Parts", note, plan.loads, "part", plan.lower_bound)])
+    return page("Balance plan", fields, [_bars_section("Parts", note, plan.loads, "part", plan.lower_bound)])
 
 
 def _bins_section(
@@ -97,7 +97,7 @@ def _bins_section(
     detailed = sum(len(bins[b]) for b in chosen) <= MOST_SEQUENCES
     if not detailed:
         notes.append(f"Sequences are not told apart: more than {MOST_SEQUENCES:,}.")
-    scale = shades(lengths)
+    scale = color_bounds(lengths)
     rows = [chosen[start : start + COLUMNS] for start in range(0, len(chosen), COLUMNS)]
     height = max(70, 260 - 20 * len(rows))
     step = min(36.0, WIDTH / max(1, min(COLUMNS, len(chosen))))
@@ -128,7 +128,7 @@ def _column(
         top -= part
         gap = 0.6 if part > 2 else 0.0
         shapes.append(
-            rect(x, top + gap, width, part - gap, shade(lengths[i], scale), f"{tip}\nsequence {i}: {lengths[i]:,}")
+            rect(x, top + gap, width, part - gap, color_of(lengths[i], scale), f"{tip}\nsequence {i}: {lengths[i]:,}")
         )
     return shapes
 
@@ -153,7 +153,7 @@ def _lockstep_section(plan: MicroBatchPlan) -> str:
             shapes.append(
                 rect(x + busy, y + 1, box - busy - 1, high - 2, ".idle", f"{tip}\nwaits {slowest[m] - load:,.4g}")
             )
-            shapes.append(rect(x, y + 1, busy - 1, high - 2, shade(tokens[r][m] / plan.max_tokens, FILLS), tip))
+            shapes.append(rect(x, y + 1, busy - 1, high - 2, color_of(tokens[r][m] / plan.max_tokens, FILLS), tip))
             x += box
     waiting = 1 - sum(map(sum, loads)) / (total * len(loads)) if sum(slowest) else 0.0
     note = f"Time goes to the right, as long as the cost; {waiting:.2%} of it is waiting.<br>Fill of a micro-batch:"

@@ -8,7 +8,7 @@ from math import fsum
 
 import numpy as np
 
-from seqpack.planning.bounds import Floats, heaviest_part_bound
+from seqpack.planning.bounds import Floats, max_part_bound
 from seqpack.planning.checks import Array, check_costs, check_positive_int
 from seqpack.planning.plan_json import from_json, plan_hash, to_json
 
@@ -64,7 +64,7 @@ def balance(costs: Sequence[float] | Array, num_parts: int, equal_size: bool = F
     count = check_positive_int(num_parts, "num_parts")
     values = check_costs(costs)
     order = np.argsort(-values, kind="stable")
-    bound = heaviest_part_bound(values[order], count, equal_size)
+    bound = max_part_bound(values[order], count, equal_size)
     greedy = _longest_first_equal if equal_size else _longest_first
     parts = greedy(values[order].tolist(), order.tolist(), count)
     exchange(parts, values, bound * (1 + CLOSE_ENOUGH), equal_size)

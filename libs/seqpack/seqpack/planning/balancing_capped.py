@@ -64,7 +64,7 @@ def balance_capped(
     room. `slots` is a multiple of `together`, the slots that run at the same time.
     """
     units = cost_units(costs)
-    parts = costliest_first(sizes, units.tolist(), slots, cap)
+    parts = largest_cost_first(sizes, units.tolist(), slots, cap)
     if parts is None:
         parts = [list(items) for items in start] + [[] for _ in range(slots - len(start))]
     state = Slots.of(parts, np.array(sizes, dtype=np.int64), units, cap)
@@ -81,7 +81,7 @@ def cost_units(costs: Sequence[float]) -> Ints:
     return np.rint(values / total * UNITS).astype(np.int64) if total > 0 else np.zeros(len(values), dtype=np.int64)
 
 
-def costliest_first(sizes: Sequence[int], costs: Sequence[int], slots: int, cap: int) -> list[list[int]] | None:
+def largest_cost_first(sizes: Sequence[int], costs: Sequence[int], slots: int, cap: int) -> list[list[int]] | None:
     """Assign each item, the costliest first, to the cheapest slot that has room; return None when no slot has.
 
     Slots without room for the present item wait, ordered by their room, until an item comes that fits.

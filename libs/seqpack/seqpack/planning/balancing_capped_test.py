@@ -10,7 +10,7 @@ from seqpack.planning.balancing_capped import (
     Slots,
     balance_capped,
     cost_units,
-    costliest_first,
+    largest_cost_first,
     even_out,
 )
 from seqpack.planning.bounds import Ints
@@ -92,7 +92,7 @@ def test_one_exchange_equals_trying_all(heavy: list[tuple[int, int]], light: lis
 def test_a_better_start_is_used_when_dealing_by_cost_runs_out_of_room() -> None:
     # Costliest first puts 5 to 4 and leaves no room for 6; the packing 6 + 4 and 5 + 5 does.
     sizes, costs = [4, 5, 5, 6], [8.0, 9.0, 1.0, 0.5]
-    assert costliest_first(sizes, cost_units(costs).tolist(), 2, 10) is None
+    assert largest_cost_first(sizes, cost_units(costs).tolist(), 2, 10) is None
     parts = balance_capped(sizes, costs, 2, 10, pack(sizes, 10).bins)
     assert sorted(map(sorted, parts)) == [[0, 3], [1, 2]]
 

@@ -84,7 +84,7 @@ def bins_bound(descending: Ints, capacity: int, enough: int) -> int:
     return best
 
 
-def heaviest_part_bound(descending: Floats, parts: int, equal_size: bool) -> float:
+def max_part_bound(descending: Floats, parts: int, equal_size: bool) -> float:
     """Return a cost that some part must reach.
 
     The mean; the largest cost; for each j, of the j * parts + 1 largest costs some part holds j + 1, at least the j

@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 from seqpack.planning.bounds import (
     best_slope_bound,
     bins_bound,
-    heaviest_part_bound,
+    max_part_bound,
     rounding_bound,
     slope_bound,
     threshold_bound,
     volume_bound,
 )
-from seqpack.planning.exact import fewest_bins, least_maximum
+from seqpack.planning.exact import min_bins, least_maximum
 
 slopes = st.integers(1, 40).flatmap(lambda q: st.tuples(st.integers(q, 7 * q), st.just(q)))
 
@@ -25,7 +25,7 @@ def descending(lengths: list[int]) -> np.ndarray:
 def test_every_bound_is_below_the_optimum(
     given_lengths: list[int], capacity: int, k: int, slope: tuple[int, int]
 ) -> None:
-    optimum = fewest_bins(given_lengths, capacity)
+    optimum = min_bins(given_lengths, capacity)
     array = descending(given_lengths)
     p, q = slope
     assert volume_bound(array, capacity) <= optimum
@@ -52,7 +52,7 @@ def test_each_bound_sees_what_the_others_do_not() -> None:
     array = np.repeat(lengths, counts)[::-1]
     others = [rounding_bound(lengths, counts, 100, k) for k in range(2, 12)]
     assert max(volume_bound(array, 100), threshold_bound(array, 100), *others) == 3
-    assert best_slope_bound(lengths, counts, 100) == fewest_bins(array.tolist(), 100) == bins_bound(array, 100, 9) == 4
+    assert best_slope_bound(lengths, counts, 100) == min_bins(array.tolist(), 100) == bins_bound(array, 100, 9) == 4
     # A pair and its leftovers: 60 + 40 fit, 60 + 41 do not.
     assert threshold_bound(descending([60, 60, 41, 41]), 100) == 3
 
@@ -75,7 +75,7 @@ def test_threshold_bound_equals_its_definition() -> None:
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(1, 4), st.booleans())
 def test_heaviest_part_bound_is_below_the_optimum(costs: list[int], parts: int, equal_size: bool) -> None:
     array = descending(costs).astype(np.float64)
-    assert heaviest_part_bound(array, parts, equal_size) <= least_maximum(costs, parts, equal_size) + 1e-9
+    assert max_part_bound(array, parts, equal_size) <= least_maximum(costs, parts, equal_size) + 1e-9
 
 
 @pytest.mark.parametrize(
@@ -91,4 +91,4 @@ def test_heaviest_part_bound_is_below_the_optimum(costs: list[int], parts: int, 
     ],
 )
 def test_heaviest_part_bound(costs: list[float], parts: int, equal_size: bool, bound: float) -> None:
-    assert heaviest_part_bound(np.array(costs, dtype=np.float64), parts, equal_size) == bound
+    assert max_part_bound(np.array(costs, dtype=np.float64), parts, equal_size) == bound

@@ -6,7 +6,7 @@ from functools import cache
 MAX_ITEMS = 14
 
 
-def fewest_bins(lengths: Sequence[int], capacity: int) -> int:
+def min_bins(lengths: Sequence[int], capacity: int) -> int:
     """Return the least number of bins that can hold the lengths; ValueError past 14 items.
 
     For each set of items the pair (bins, fill of the last bin) is kept, the least in this order: a set filled item

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpack.planning.exact import fewest_bins, least_maximum
+from seqpack.planning.exact import min_bins, least_maximum
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(20, 45))
@@ -14,7 +14,7 @@ def test_fewest_bins_against_every_assignment(lengths: list[int], capacity: int)
         loads = [sum(n for n, h in zip(lengths, homes, strict=True) if h == b) for b in set(homes)]
         if max(loads) <= capacity:
             best = min(best, len(loads))
-    assert fewest_bins(lengths, capacity) == best
+    assert min_bins(lengths, capacity) == best
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(1, 4), st.booleans())
@@ -30,6 +30,6 @@ def test_least_maximum_against_every_assignment(costs: list[int], parts: int, eq
 
 def test_too_many_items_are_refused() -> None:
     with pytest.raises(ValueError, match="15 items are too many"):
-        fewest_bins([1] * 15, 3)
+        min_bins([1] * 15, 3)
     with pytest.raises(ValueError, match="15 items are too many"):
         least_maximum([1] * 15, 3)

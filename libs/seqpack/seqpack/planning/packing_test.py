@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import seqpack.planning.packing
-from seqpack.planning.exact import fewest_bins
+from seqpack.planning.exact import min_bins
 from seqpack.planning.mixes import MIXES
 from seqpack.planning.packing import CLOSE_ENOUGH, Bins, PackPlan, best_fit, exact_fit, pack
 from seqpack.planning.padding import Bucket, packed_geometry, usable_capacity
@@ -77,7 +77,7 @@ def test_the_capacity_holds_after_padding_and_the_bound_counts_it(
     assert plan.lower_bound == pack(aligned, usable_capacity(capacity, align, bucket)).lower_bound
     assert PackPlan.from_json(plan.to_json()) == plan
     if len(lengths) <= 9:
-        assert plan.lower_bound <= fewest_bins(aligned, usable_capacity(capacity, align, bucket)) <= len(plan.bins)
+        assert plan.lower_bound <= min_bins(aligned, usable_capacity(capacity, align, bucket)) <= len(plan.bins)
 
 
 # Lengths with nothing short among them, over the capacity, and what best fit decreasing leaves of it.
@@ -118,7 +118,7 @@ def test_bound_and_bins_enclose_the_optimum(shape: str) -> None:
     @given(st.lists(SHAPES[shape], min_size=1, max_size=10), st.integers(CAPACITY, CAPACITY + 40))
     def check(lengths: list[int], capacity: int) -> None:
         plan = pack(lengths, capacity)
-        optimum = fewest_bins(lengths, capacity)
+        optimum = min_bins(lengths, capacity)
         assert plan.lower_bound <= optimum <= len(plan.bins)
         # Best fit decreasing: at most 11/9 of the optimum and 2/3 (Dosa 2007 for first fit, the same for best fit).
         assert len(plan.bins) <= 11 / 9 * optimum + 6 / 9

@@ -1,6 +1,6 @@
 """What the jagged algebra must do on any device, held against plain lists of tensors that stay on the CPU.
 
-Each law of `LAWS` draws its own case, so that a test needs no more than `LAWS[name](data, device)` under `given`.
+Each law of `PROPERTIES` draws its own case, so that a test needs no more than `PROPERTIES[name](data, device)` under `given`.
 """
 
 import io
@@ -34,7 +34,7 @@ def pickled(x: Any) -> Any:
 
 
 # Ways of travel, each `(x, device) -> x`; the last stop is the device again.
-JOURNEYS: dict[str, Callable[[Any, str], Any]] = {
+TRANSFERS: dict[str, Callable[[Any, str], Any]] = {
     "as it is": lambda x, _: x,
     "pickle": lambda x, _: pickled(x),
     "save": lambda x, _: saved(x),
@@ -50,17 +50,17 @@ class Case:
 
     tensors: Samples
     dim: int
-    journey: str
+    transfer: str
     device: str
 
-    def travelled(self, x: Any) -> Any:
+    def transferred(self, x: Any) -> Any:
         """Return `x` after it was moved as the case says."""
-        return JOURNEYS[self.journey](x, self.device)
+        return TRANSFERS[self.transfer](x, self.device)
 
     def nested(self, tensors: Samples | None = None) -> Tensor:
         """Return the samples, or others of the kind, as a jagged tensor of the device after the journey."""
         chosen = self.tensors if tensors is None else tensors
-        x: Tensor = self.travelled(jagged(moved(chosen, self.device), self.dim))
+        x: Tensor = self.transferred(jagged(moved(chosen, self.device), self.dim))
         return x
 
     def check(self, left: Samples, right: Samples) -> None:
@@ -101,10 +101,10 @@ def cases(draw: st.DrawFn, device: str) -> Case:
         shape = [n if d == dim else size for d, size in enumerate(beside)]
         values = torch.arange(torch.Size(shape).numel()).reshape(shape) + 7 * i
         made.append((values % 3 == 0) if dtype == torch.bool else values.to(dtype))
-    return Case(made, dim, draw(st.sampled_from(sorted(JOURNEYS))), device)
+    return Case(made, dim, draw(st.sampled_from(sorted(TRANSFERS))), device)
 
 
-def index_select_takes_the_samples_asked_for(data: st.DataObject, device: str) -> None:
+def index_select_takes_the_given_samples(data: st.DataObject, device: str) -> None:
     """Assert it for a list and a tensor of indices, repeats included."""
     case = data.draw(cases(device))
     x = case.nested()
@@ -127,12 +127,12 @@ def chunk_then_concat_is_the_identity(data: st.DataObject, device: str) -> None:
     assert max(counts) - min(counts) <= 1
     assert counts == sorted(counts, reverse=True)
     case.check([s for piece in pieces for s in unbind(piece)], case.tensors)
-    back = concat([case.travelled(piece) for piece in pieces])
+    back = concat([case.transferred(piece) for piece in pieces])
     case.check(unbind(back), case.tensors)
     assert ragged_dim(back) == case.dim
 
 
-def split_cuts_where_it_is_told(data: st.DataObject, device: str) -> None:
+def split_cuts_at_the_given_sizes(data: st.DataObject, device: str) -> None:
     """Assert it for a list of sizes, some of them zero, and for one size."""
     case = data.draw(cases(device))
     x, total = case.nested(), len(case.tensors)
@@ -178,13 +178,13 @@ def padded_and_back_is_the_identity(data: st.DataObject, device: str) -> None:
     assert to_padded(case.nested()).shape[dim + 1] == max(lengths)
 
 
-def whatever_dimension_torch_chose_is_settled(data: st.DataObject, device: str) -> None:
+def inferred_ragged_dimension_is_fixed(data: st.DataObject, device: str) -> None:
     """Assert that shards laid out by torch, which differs where lengths are equal, join as their lists do."""
     case, count = data.draw(cases(device)), data.draw(st.integers(1, 4))
     tensors = case.tensors
     shards = [tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]]
     made = [torch.nested.as_nested_tensor(moved(s, device), layout=torch.jagged) for s in shards if s]
-    x = concat([case.travelled(nested) for nested in made])
+    x = concat([case.transferred(nested) for nested in made])
     case.check(unbind(x), tensors)
     rows = data.draw(st.lists(st.integers(0, len(tensors) - 1), min_size=1, max_size=6))
     case.check(unbind(index_select(concat(chunk(x, count)), rows)), [tensors[i] for i in rows])
@@ -214,7 +214,7 @@ def gradients_equal_those_of_plain_tensors(data: st.DataObject, device: str) -> 
         assert torch.allclose(expected, torch.zeros_like(a) if b.grad is None else b.grad.cpu())
 
 
-def dense_tensors_obey_the_same_laws(data: st.DataObject, device: str) -> None:
+def dense_tensors_have_the_same_properties(data: st.DataObject, device: str) -> None:
     """Assert that chunks are torch's, and that nothing is padded."""
     values = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=6))
     count = data.draw(st.integers(1, 4))
@@ -225,16 +225,16 @@ def dense_tensors_obey_the_same_laws(data: st.DataObject, device: str) -> None:
     assert to_padded(x) is x
 
 
-LAWS: dict[str, Callable[[st.DataObject, str], None]] = {
+PROPERTIES: dict[str, Callable[[st.DataObject, str], None]] = {
     law.__name__: law
     for law in (
-        index_select_takes_the_samples_asked_for,
+        index_select_takes_the_given_samples,
         chunk_then_concat_is_the_identity,
-        split_cuts_where_it_is_told,
+        split_cuts_at_the_given_sizes,
         concat_joins_batches_of_any_lengths,
         padded_and_back_is_the_identity,
-        whatever_dimension_torch_chose_is_settled,
+        inferred_ragged_dimension_is_fixed,
         gradients_equal_those_of_plain_tensors,
-        dense_tensors_obey_the_same_laws,
+        dense_tensors_have_the_same_properties,
     )
 }

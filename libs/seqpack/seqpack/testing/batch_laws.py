@@ -9,12 +9,12 @@ from torch import Tensor
 
 from seqpack.batches.algebra import chunk, concat, from_padded, index_select, num_samples, split, to_padded, unbind
 from seqpack.batches.jagged import jagged
-from seqpack.testing.algebra_laws import JOURNEYS, assert_same, pickled
+from seqpack.testing.algebra_laws import TRANSFERS, assert_same, pickled
 
 Rows = list[dict[str, Any]]
 
-BATCH_JOURNEYS: dict[str, Callable[[Any, str], Any]] = {
-    **JOURNEYS,
+BATCH_TRANSFERS: dict[str, Callable[[Any, str], Any]] = {
+    **TRANSFERS,
     "consolidate": lambda x, _: x.consolidate(),
     "consolidate and pickle": lambda x, _: pickled(x.consolidate()),
     "consolidate and pickle twice": lambda x, _: pickled(pickled(x.consolidate())),
@@ -72,14 +72,14 @@ def assert_samples(batch: TensorDict, rows: Rows, device: str = "cpu") -> None:
                 assert sample[key] == value
 
 
-def check_batches_of_everything(lengths: list[int], journey: str, device: str = "cpu") -> None:
+def check_batches_of_everything(lengths: list[int], transfer: str, device: str = "cpu") -> None:
     """Chunk, concat, index, split and unbind a batch of everything after a journey."""
 
-    def travelled(x: Any) -> Any:
-        return BATCH_JOURNEYS[journey](x, device)
+    def transferred(x: Any) -> Any:
+        return BATCH_TRANSFERS[transfer](x, device)
 
     batch, rows = batch_of(lengths, device)
-    batch = travelled(batch)
+    batch = transferred(batch)
     assert_samples(batch, rows, device)
     for count in (1, 2, 3, len(rows) + 1):
         pieces = chunk(batch, count)
@@ -88,7 +88,7 @@ def check_batches_of_everything(lengths: list[int], journey: str, device: str = 
         for piece in pieces:
             assert_samples(piece, rows[start : start + num_samples(piece)], device)
             start += num_samples(piece)
-        assert_samples(concat([travelled(p) for p in pieces]), rows, device)
+        assert_samples(concat([transferred(p) for p in pieces]), rows, device)
     order = [*reversed(range(len(rows))), 0]
     assert_samples(index_select(batch, order), [rows[i] for i in order], device)
     assert_samples(index_select(batch, []), [], device)

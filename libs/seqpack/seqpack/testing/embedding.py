@@ -30,7 +30,7 @@ def watched(embedding: nn.Module) -> Iterator[list[Tensor]]:
 
 
 @contextmanager
-def rounded_anew(embedding: nn.Module, seed: int) -> Iterator[None]:
+def perturbed_rounding(embedding: nn.Module, seed: int) -> Iterator[None]:
     """Change every number of the embedding's outputs by one unit in its last place, up or down at random."""
     generator = torch.Generator().manual_seed(seed)
 

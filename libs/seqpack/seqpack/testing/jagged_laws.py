@@ -1,4 +1,4 @@
-"""What the jagged layout must do on any device: each law of `LAWS` is called with a device and asserts."""
+"""What the jagged layout must do on any device: each law of `PROPERTIES` is called with a device and asserts."""
 
 from collections.abc import Callable
 from itertools import product
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from seqpack.batches.jagged import jagged, jagged_from_values, join, pad, ragged, ragged_dim, samples_of, select, unpad
-from seqpack.testing.algebra_laws import JOURNEYS, assert_same, pickled
+from seqpack.testing.algebra_laws import TRANSFERS, assert_same, pickled
 
 
 def mrope(*lengths: int, device: str = "cpu") -> list[Tensor]:
@@ -16,7 +16,7 @@ def mrope(*lengths: int, device: str = "cpu") -> list[Tensor]:
     return [(torch.arange(3 * n).view(3, n) + 100 * i).to(device) for i, n in enumerate(lengths)]
 
 
-def ragged_dimension_is_the_one_asked_for(device: str) -> None:
+def ragged_dimension_is_the_given_one(device: str) -> None:
     """Assert it for equal lengths, one sample and empty samples."""
     for lengths in [(4, 2), (3, 3), (1,), (1, 1), (5,), (0, 2), (0,)]:
         samples = mrope(*lengths, device=device)
@@ -30,11 +30,11 @@ def ragged_dimension_is_the_one_asked_for(device: str) -> None:
         assert_same(samples_of(y), [s.T for s in mrope(*lengths)], device)
 
 
-def layout_survives_pickle_save_and_copies(device: str) -> None:
+def layout_is_kept_by_pickle_save_and_copies(device: str) -> None:
     """Assert that the ragged dimension stays, whatever the lengths."""
     for lengths in [(4, 2), (3, 3), (1,)]:
         x = jagged(mrope(*lengths, device=device))
-        for copy in [x.detach(), *(travel(x, device) for travel in JOURNEYS.values())]:
+        for copy in [x.detach(), *(travel(x, device) for travel in TRANSFERS.values())]:
             assert ragged_dim(copy) == 1
             assert_same(samples_of(copy), mrope(*lengths), device)
 
@@ -45,10 +45,10 @@ def wrong_label_of_the_ragged_dimension_is_put_right(device: str) -> None:
     x: Any = torch.nested.as_nested_tensor([s.to(device) for s in samples], layout=torch.jagged)
     x._ragged_idx = 2
     assert_same(samples_of(x), samples, device)
-    travelled = pickled(x)
-    assert tuple(travelled.shape)[2] != 2, "the label should be wrong by now"
-    assert_same(samples_of(travelled), samples, device)
-    assert_same(samples_of(join([travelled, jagged([s.to(device) for s in samples])])), samples * 2, device)
+    transferred = pickled(x)
+    assert tuple(transferred.shape)[2] != 2, "the label should be wrong by now"
+    assert_same(samples_of(transferred), samples, device)
+    assert_same(samples_of(join([transferred, jagged([s.to(device) for s in samples])])), samples * 2, device)
 
 
 def bounds_are_explicit_so_that_torch_pads_right_too(device: str) -> None:
@@ -72,7 +72,7 @@ def holes_are_skipped(device: str) -> None:
     assert_same(samples_of(join([x, x])), expected * 2, device)
 
 
-def join_settles_layouts_that_torch_chose_by_equal_lengths(device: str) -> None:
+def join_fixes_layouts_that_torch_inferred_from_equal_lengths(device: str) -> None:
     """Assert it for a shard that is ragged along 0 of a sample, and neighbours that are along 1."""
     equal = torch.nested.as_nested_tensor(mrope(4, device=device), layout=torch.jagged)
     other = jagged(mrope(5, 6, device=device))
@@ -115,15 +115,15 @@ def neighbours_are_a_view_and_others_a_copy(device: str) -> None:
     assert pad(select(x, [])).shape == (0, 3, 0)
 
 
-LAWS: dict[str, Callable[[str], None]] = {
+PROPERTIES: dict[str, Callable[[str], None]] = {
     law.__name__: law
     for law in (
-        ragged_dimension_is_the_one_asked_for,
-        layout_survives_pickle_save_and_copies,
+        ragged_dimension_is_the_given_one,
+        layout_is_kept_by_pickle_save_and_copies,
         wrong_label_of_the_ragged_dimension_is_put_right,
         bounds_are_explicit_so_that_torch_pads_right_too,
         holes_are_skipped,
-        join_settles_layouts_that_torch_chose_by_equal_lengths,
+        join_fixes_layouts_that_torch_inferred_from_equal_lengths,
         join_without_any_difference_takes_the_last_dimension,
         pad_and_unpad_carry_gradients,
         neighbours_are_a_view_and_others_a_copy,

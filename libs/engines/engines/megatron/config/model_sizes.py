@@ -14,7 +14,7 @@ DENSE = ("qwen3", "qwen3_5_text")
 ROUTED = ("qwen3_moe", "qwen3_5_moe_text")
 GATED = ("qwen3_5_text", "qwen3_5_moe_text")
 """Model types whose attention has an output gate, and whose norms keep their weight as a distance from one."""
-MBRIDGED = ("qwen2", "llama")
+MBRIDGE_TYPES = ("qwen2", "llama")
 """Model types whose weights go by the tables of mbridge (`megatron.external_mappings.mbridge`): those that have run."""
 MBRIDGE = "0.15.1"
 EVEN = StageSizes()
@@ -50,7 +50,7 @@ class ExpertSizes:
     top_k: int
     intermediate: int
     shared: int
-    normalised: bool
+    normalized: bool
     """Whether the chosen experts' weights are normalised to sum to one."""
 
 
@@ -89,8 +89,8 @@ class ModelSizes:
         return range(start, min(start + self.vocab_rows(tp), self.vocab))
 
     @staticmethod
-    def of(config: Any, seeing: bool = False) -> "ModelSizes":
-        """Read a transformers config that `supported` admits; `seeing`: that of its vision-language model."""
+    def of(config: Any, vision: bool = False) -> "ModelSizes":
+        """Read a transformers config that `supported` admits; `vision`: that of its vision-language model."""
         text = config.get_text_config()
         layers = int(text.num_hidden_layers)
         types = tuple(getattr(text, "layer_types", None) or ["full_attention"] * layers)
@@ -126,7 +126,7 @@ class ModelSizes:
             delta=delta,
             experts=experts,
             padding=getattr(text, "pad_token_id", None),
-            decoder="model.language_model." if seeing else "model.",
+            decoder="model.language_model." if vision else "model.",
         )
 
 
@@ -149,21 +149,21 @@ def stage_sizes(settings: EngineConfig) -> StageSizes:
 def refuse_unsupported_model(settings: EngineConfig, config: Any, layout: ParallelLayout) -> None:
     """Raise ValueError with the reason where a model of this transformers config cannot run on this layout."""
     answer = supported(config, layout, stage_sizes(settings))
-    if settings.lora.rank and config.get_text_config().model_type in MBRIDGED:
+    if settings.lora.rank and config.get_text_config().model_type in MBRIDGE_TYPES:
         answer = Unsupported("adapters beside weights that mbridge maps have not been run")
     if isinstance(answer, Unsupported):
         raise ValueError(f"backend='megatron' cannot run this: {answer.reason}; use backend='fsdp2', or change it")
 
 
 def _family(text: Any) -> str | None:
-    known = (*DENSE, *ROUTED, *MBRIDGED)
+    known = (*DENSE, *ROUTED, *MBRIDGE_TYPES)
     if text.model_type not in known:
         return f"{text.model_type!r} has no Megatron layer specification, only {', '.join(known)} have one"
-    if text.model_type in MBRIDGED and (found := _installed("mbridge")) != MBRIDGE:
+    if text.model_type in MBRIDGE_TYPES and (version := _installed("mbridge")) != MBRIDGE:
         wanted = missing_extra_message(
             f"weights of {text.model_type!r} go by the tables of mbridge {MBRIDGE}", "mbridge"
         )
-        return wanted if found is None else f"{wanted} (mbridge {found} has not been run)"
+        return wanted if version is None else f"{wanted} (mbridge {version} has not been run)"
     for switch in ("attention_bias", "mlp_bias"):
         if getattr(text, switch, False):
             return f"{switch}=True has not been run"
@@ -201,7 +201,7 @@ def _layout(sizes: ModelSizes, layout: ParallelLayout) -> str | None:
         return f"vocabulary {sizes.vocab} leaves a rank of tensor_parallel={layout.tp} without rows"
     if sizes.experts is None and layout.ep * layout.etp > 1:
         return f"expert_parallel={layout.ep} and expert_tensor_parallel={layout.etp} need a model with experts"
-    if sizes.experts is not None and sizes.experts.top_k == 1 and sizes.experts.normalised:
+    if sizes.experts is not None and sizes.experts.top_k == 1 and sizes.experts.normalized:
         return "one expert a token whose weight is made one is nothing that megatron-core's router does"
     if sizes.experts is not None and sizes.experts.experts % layout.ep:
         return f"{sizes.experts.experts} experts cannot be split over expert_parallel={layout.ep}"

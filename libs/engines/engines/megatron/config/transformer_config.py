@@ -80,7 +80,7 @@ def _experts(sizes: ModelSizes, layout: ParallelLayout) -> dict[str, Any]:
         "moe_router_topk": experts.top_k,
         "moe_ffn_hidden_size": experts.intermediate,
         "moe_router_load_balancing_type": "none",
-        "moe_router_pre_softmax": not experts.normalised,
+        "moe_router_pre_softmax": not experts.normalized,
         "moe_grouped_gemm": False,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,

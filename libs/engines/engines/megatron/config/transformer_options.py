@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 RUN: Mapping[str, type] = {"deallocate_pipeline_outputs": bool, "microbatch_group_size_per_vp_stage": int}
 """Options that `layouts_test` has run: they change the pipeline's schedule, not its results."""
 
-ELSEWHERE: Mapping[str, str] = {
+REPLACEMENTS: Mapping[str, str] = {
     "max_seqlen_per_dp_cp_rank": "max_tokens_per_rank, the one cap on a rank's tokens",
     "hybrid_context_parallel": "context_parallel='dynamic'",
     "context_parallel_size": "context_parallel='static:N'",
@@ -37,8 +37,8 @@ def checked_options(given: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[s
             raise ValueError(
                 f"transformer_options: {name} follows from the model or from other settings of the engine: leave it out"
             )
-        if name in ELSEWHERE:
-            raise ValueError(f"transformer_options: {name} is set by {ELSEWHERE[name]}: leave it out")
+        if name in REPLACEMENTS:
+            raise ValueError(f"transformer_options: {name} is set by {REPLACEMENTS[name]}: leave it out")
         if name not in RUN:
             raise ValueError(
                 f"transformer_options: {name} has not been run; {', '.join(RUN)} have. A row of "

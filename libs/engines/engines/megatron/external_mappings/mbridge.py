@@ -55,13 +55,13 @@ def bridge_of(config: Any, sizes: ModelSizes, tp: int = 1, states: Any = None) -
         def _weight_name_mapping_mcore_to_hf(self, name: str) -> list[str]:
             for part, fused in FUSED.items():
                 name = name.replace(part, fused)
-            found: list[str] = super()._weight_name_mapping_mcore_to_hf(name)
-            return found
+            names: list[str] = super()._weight_name_mapping_mcore_to_hf(name)
+            return names
 
     states = states or import_module("mbridge.core.parallel_states").ParallelStates()
-    told = copy.deepcopy(config)
-    told.head_dim = sizes.head_dim  # where a config lacks it, or has None, it is read in two ways
-    made = OwnTables(told, torch.float32, states, make_vocab_size_divisible_by=tp)
+    config_copy = copy.deepcopy(config)
+    config_copy.head_dim = sizes.head_dim  # where a config lacks it, or has None, it is read in two ways
+    made = OwnTables(config_copy, torch.float32, states, make_vocab_size_divisible_by=tp)
     made.vocab_size, made.padded_vocab_size = sizes.vocab, sizes.vocab_rows(tp) * tp
     for field, name in SAME.items():
         ours = len(sizes.layer_types) if name == "layers" else getattr(sizes, name)
@@ -94,14 +94,14 @@ class MbridgeMap:
         """See `WeightMap`."""
         del split  # layers tell their numbers
         bridge = bridge_of(self.config, self.sizes, place.layout.tp)
-        asked = _Asked(bridge, self.shapes, place)
+        probe = _Asked(bridge, self.shapes, place)
         out = []
         for chunk, stage in enumerate(stages):
             everywhere = bridge._weight_name_mapping_mcore_local_to_global(stage)
             for name, parameter in stage.named_parameters():
-                held = asked.held(chunk, name, everywhere[name], tuple(parameter.shape))
+                mapped = probe.held(chunk, name, everywhere[name], tuple(parameter.shape))
                 copied = self.sizes.tied and name == "output_layer.weight"  # of the first stage's embedding
-                out.append(replace(held, speaks=False) if copied else held)
+                out.append(replace(mapped, speaks=False) if copied else mapped)
         return tuple(out)
 
 
@@ -151,9 +151,9 @@ class _Asked:
             return ()
         if shape[1] == wholes[0][1]:
             return (0,)
-        found = self._own(name, [torch.arange(wholes[0][1]).unsqueeze(0)], (1, shape[1]))
-        assert found == list(range(found[0], found[0] + shape[1])), f"{name}: its columns are no run"
-        return (found[0],)
+        columns = self._own(name, [torch.arange(wholes[0][1]).unsqueeze(0)], (1, shape[1]))
+        assert columns == list(range(columns[0], columns[0] + shape[1])), f"{name}: its columns are no run"
+        return (columns[0],)
 
     def _own(self, name: str, numbers: list[Tensor], shape: Shape) -> list[int]:
         """Return this rank's part of the numbers, of shape `shape`, once mbridge has joined and split them."""
@@ -166,11 +166,11 @@ class _Asked:
 
 def _runs(rows: Sequence[int], starts: Sequence[int]) -> list[tuple[int, int]]:
     """Return (first, size) of each run of consecutive rows within a tensor; rows count from 1, `first` from 0."""
-    found: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     for row in rows:
         number = row - 1
-        if found and number == sum(found[-1]) and number not in starts:
-            found[-1] = found[-1][0], found[-1][1] + 1
+        if runs and number == sum(runs[-1]) and number not in starts:
+            runs[-1] = runs[-1][0], runs[-1][1] + 1
         else:
-            found.append((number, 1))
-    return found
+            runs.append((number, 1))
+    return runs

@@ -21,7 +21,7 @@ from transformers import CONFIG_MAPPING, AutoConfig
 from engines import EngineConfig, LoraConfig, build_engine
 from engines.launch import ensure_group
 from engines.megatron.config import model_sizes as sizes
-from engines.megatron.config.model_sizes import MBRIDGED, ModelSizes, supported
+from engines.megatron.config.model_sizes import MBRIDGE_TYPES, ModelSizes, supported
 from engines.megatron.external_mappings.mbridge import bridge_of
 from engines.megatron.runtime.cuda_calls import adapted
 from engines.megatron.runtime.process_groups import release
@@ -52,7 +52,7 @@ MODELS = ("Qwen2, tied", "Llama", "Llama, tied")
 SIZES = {"tensor_parallel": 2, "pipeline_parallel": 2}
 REFUSED = {"windows, yarn": "sliding-window", "tied, biases, linear rope": "attention_bias=True"}
 """Switches of cases of these families that have not run, and what is said."""
-SWITCHES = [case for case in CASES if case.model_type in MBRIDGED and case.switches not in REFUSED]
+SWITCHES = [case for case in CASES if case.model_type in MBRIDGE_TYPES and case.switches not in REFUSED]
 
 
 Weights = dict[str, Tensor]
@@ -180,11 +180,11 @@ def test_a_tied_model_leaves_the_tables_of_later_ones_alone() -> None:
 def test_what_has_not_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = ParallelLayout()
     known = set(mbridge.AutoBridge.list_supported_models()) & set(CONFIG_MAPPING)
-    assert set(MBRIDGED) < known
-    for kind in sorted(known - {*MBRIDGED, *sizes.DENSE, *sizes.ROUTED} - {"mimo", "deepseek_v3"}):
+    assert set(MBRIDGE_TYPES) < known
+    for kind in sorted(known - {*MBRIDGE_TYPES, *sizes.DENSE, *sizes.ROUTED} - {"mimo", "deepseek_v3"}):
         answer = supported(AutoConfig.for_model(kind), layout)
         assert not answer, kind
-    refused = [case for case in CASES if case.model_type in MBRIDGED and case.switches in REFUSED]
+    refused = [case for case in CASES if case.model_type in MBRIDGE_TYPES and case.switches in REFUSED]
     assert len(refused) == len(REFUSED)
     for case in refused:
         with pytest.raises(ValueError, match=REFUSED[case.switches]):

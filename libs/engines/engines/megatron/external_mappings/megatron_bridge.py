@@ -84,21 +84,21 @@ def our_names(config: object) -> dict[str, Names]:
     tensors."""
     sizes = ModelSizes.of(config)
     split = ((len(sizes.layer_types),),)
-    found: dict[str, Names] = {}
-    for held in held_by(sizes, ParallelLayout(), 0, split):
-        stock = {re.sub(r"\b\d+\b", "*", piece.tensor) for piece in held.pieces}
+    table: dict[str, Names] = {}
+    for mapped in held_by(sizes, ParallelLayout(), 0, split):
+        stock = {re.sub(r"\b\d+\b", "*", piece.tensor) for piece in mapped.pieces}
         one = {re.sub(r"experts\.down_proj$", "experts.*.down_proj.weight", name) for name in stock}
         for name in [name for name in one if name.endswith("experts.gate_up_proj")]:
             one.remove(name)
             one |= {name.replace("experts.gate_up_proj", f"experts.*.{x}_proj.weight") for x in ("gate", "up")}
-        found[re.sub(r"\b\d+\b", "*", held.name)] = frozenset(one)
-    return found
+        table[re.sub(r"\b\d+\b", "*", mapped.name)] = frozenset(one)
+    return table
 
 
 def peer_names(source: str, function: str) -> dict[str, Names]:
     """Read a table from the source of one of Megatron-Bridge's files."""
     tree = ast.parse(source)
-    found: dict[str, Names] = {}
+    table: dict[str, Names] = {}
     wanted = (function, "_moe_routed_expert_mappings")
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef) or node.name not in wanted:
@@ -112,8 +112,8 @@ def peer_names(source: str, function: str) -> dict[str, Names]:
         for names in _entries(node, named):
             own = [FUSED.get(name, name) for name in names if _is_ours(name)]
             if own:
-                found.setdefault(own[0], frozenset(name for name in names if not _is_ours(name)))
-    return {name: stock for name, stock in found.items() if not name.endswith("weight*")}  # grouped experts
+                table.setdefault(own[0], frozenset(name for name in names if not _is_ours(name)))
+    return {name: stock for name, stock in table.items() if not name.endswith("weight*")}  # grouped experts
 
 
 def _entries(node: ast.AST, named: Mapping[str, str]) -> Iterator[list[str]]:
@@ -154,9 +154,9 @@ def main(wheel: str) -> int:
     with zipfile.ZipFile(wheel) as archive:
         for model, (file, function) in FILES.items():
             source = archive.read(f"megatron/bridge/models/qwen/{file}").decode()
-            found = {name: stock for name, stock in peer_names(source, function).items() if "mtp" not in name}
-            differs = [name for name in found.keys() | PEER[model].keys() if found.get(name) != PEER[model].get(name)]
-            print(f"{model}: {len(found)} parameters, {len(differs)} differ {sorted(differs)}")
+            table = {name: stock for name, stock in peer_names(source, function).items() if "mtp" not in name}
+            differs = [name for name in table.keys() | PEER[model].keys() if table.get(name) != PEER[model].get(name)]
+            print(f"{model}: {len(table)} parameters, {len(differs)} differ {sorted(differs)}")
             wrong += len(differs)
     return int(wrong > 0)
 

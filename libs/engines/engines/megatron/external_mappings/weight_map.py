@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from engines.families.registry import family_of
-from engines.megatron.config.model_sizes import MBRIDGED, ModelSizes
+from engines.megatron.config.model_sizes import MBRIDGE_TYPES, ModelSizes
 from engines.megatron.external_mappings.mbridge import MbridgeMap
 from engines.megatron.weights.bridge import MappedParameter, Place, Shape, held_by, tensor_shapes
 from engines.parallel.stages import Split
@@ -47,6 +47,6 @@ class OwnMap:
 
 def weight_map(model: Any) -> WeightMap:
     """Return the map for a transformers model that `engines.megatron.config.model_sizes.supported` admits."""
-    if model.config.get_text_config().model_type in MBRIDGED:
+    if model.config.get_text_config().model_type in MBRIDGE_TYPES:
         return MbridgeMap.of(model)
     return OwnMap(ModelSizes.of(model.config, family_of(model.config).sees(model)))

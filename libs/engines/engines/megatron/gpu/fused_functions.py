@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from engines.fast import pointwise
-from engines.fast.compiling import FEWEST_TOKENS, compiled, mark_tokens
+from engines.fast.compiling import MIN_TOKENS, compiled, mark_tokens
 
 
 class FusedFunction(NamedTuple):
@@ -42,16 +42,16 @@ class _Call(Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         tensors = ctx.saved_tensors
-        found = _run(ctx.piece.gradient, ctx.backend, *tensors, *ctx.rest, grads[0].contiguous())
-        missing = len(tensors) + len(ctx.rest) - len(found)
-        return None, None, *found, *(None,) * missing
+        gradients = _run(ctx.piece.gradient, ctx.backend, *tensors, *ctx.rest, grads[0].contiguous())
+        missing = len(tensors) + len(ctx.rest) - len(gradients)
+        return None, None, *gradients, *(None,) * missing
 
 
 def _run(function: Callable[..., Any], backend: str | None, *operands: Any) -> Any:
     """Run a function, compiled once for every number of tokens."""
     bare = [one.data if isinstance(one, Tensor) else one for one in operands]
     tokens = bare[0].shape[0]
-    if backend is None or tokens < FEWEST_TOKENS:
+    if backend is None or tokens < MIN_TOKENS:
         return function(*bare)
     mark_tokens([one for one in bare if isinstance(one, Tensor) and one.ndim > 1 and one.shape[0] == tokens])
     return compiled(function, backend)(*bare)

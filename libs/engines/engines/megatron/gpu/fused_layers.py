@@ -21,7 +21,7 @@ from engines.families.registry import family_of
 from engines.megatron.gpu.fused_functions import DECAY, GATE, GATED_NORM, NORM, ROTATE, SWIGLU, run
 from engines.megatron.model.attention import PackedCoreAttention
 from engines.megatron.model.delta_net import PackedDeltaNet
-from engines.megatron.model.norms import CentredNorm
+from engines.megatron.model.norms import CenteredNorm
 from engines.megatron.runtime.cuda_calls import VERSIONS
 
 PIECES = Supported("megatron/gpu/fused_layers_cuda_test.py::test_a_bfloat16_curve_is_that_of_plain_layers")
@@ -46,14 +46,14 @@ def fused_pieces(
 
 def use_fused_pieces(stage: nn.Module, backend: str | None = "inductor") -> Applied:
     """Make a stage of dense Qwen3.5 compute by fused pieces, and return what was changed."""
-    held = vars(stage).setdefault("_adaptations", {})
+    applied = vars(stage).setdefault("_adaptations", {})
     patches = list(_patches(stage, backend))
-    return apply(Adaptation("fused pieces", "megatron-core", VERSIONS, lambda: patches), held=held)
+    return apply(Adaptation("fused pieces", "megatron-core", VERSIONS, lambda: patches), held=applied)
 
 
 def _patches(stage: nn.Module, backend: str | None) -> Iterator[Patch]:
     fused = {
-        CentredNorm: FusedNorm,
+        CenteredNorm: FusedNorm,
         PackedDeltaNet: FusedDeltaNet,
         PackedCoreAttention: FusedCoreAttention,
         SelfAttention: FusedSelfAttention,
@@ -76,7 +76,7 @@ def _is_plain(config: Any) -> bool:
     return config.gated_linear_unit and not any(others)
 
 
-class FusedNorm(CentredNorm):
+class FusedNorm(CenteredNorm):
     """A norm in one kernel."""
 
     backend: str | None

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from engines.megatron.config.model_sizes import ModelSizes
 from engines.megatron.model.attention import PackedCoreAttention, PackedTokens
 from engines.megatron.model.delta_net import DeltaNetParts, PackedDeltaNet
-from engines.megatron.model.norms import CentredNorm, Norm
+from engines.megatron.model.norms import CenteredNorm, Norm
 from engines.megatron.model.router import Router
 
 
@@ -68,7 +68,7 @@ def stage_spec(sizes: ModelSizes, layers: range, recompute: bool) -> Transformer
 
 
 def _norm(sizes: ModelSizes) -> type[Norm]:
-    return CentredNorm if sizes.gated else Norm
+    return CenteredNorm if sizes.gated else Norm
 
 
 def _layer(sizes: ModelSizes, kind: str, recompute: bool) -> ModuleSpec:

@@ -28,7 +28,7 @@ class Norm(nn.Module):
         return (wide * (self.weight.to(wide.dtype) + self.offset)).to(x.dtype)
 
 
-class CentredNorm(Norm):
+class CenteredNorm(Norm):
     """A norm whose weight is kept as its distance from one."""
 
     offset = 1.0

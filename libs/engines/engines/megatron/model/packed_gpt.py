@@ -111,10 +111,10 @@ def rotary_of(module: Any) -> torch.nn.Module:
 def angles(rotary: Any, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin [T, R] at positions i64[T] or [axes, T], in the dtype of `like`."""
     if positions.ndim == 1:
-        given = positions.unsqueeze(0)
+        axes = positions.unsqueeze(0)
         if hasattr(rotary, "mrope_section"):
-            given = given.expand(3, 1, -1)
+            axes = axes.expand(3, 1, -1)
     else:
-        given = positions[-3:].unsqueeze(1)  # a fourth row before them counts tokens
-    cos, sin = rotary(like, given)
+        axes = positions[-3:].unsqueeze(1)  # a fourth row before them counts tokens
+    cos, sin = rotary(like, axes)
     return cos.squeeze(0), sin.squeeze(0)

@@ -57,8 +57,8 @@ class Balance:
         if given is not None:
             taken = [_merged(given, flat.detach().topk(self.loss.top_k, dim=-1).indices)]
         if self.counts is None:
-            found = self.loss.routing([flat.detach()], counted, taken)
-            self._sums += torch.cat([found.chosen, found.terms, found.rows[None]])
+            sums = self.loss.routing([flat.detach()], counted, taken)
+            self._sums += torch.cat([sums.chosen, sums.terms, sums.rows[None]])
             return logits
         share = self.loss.loss(self.loss.routing([flat], counted, taken).terms, self.counts)
         with_loss: Tensor = _WithLoss.apply(logits, share)
@@ -122,10 +122,10 @@ class _Told:
         """
         assert default_compute_topk is not None
         values, own = default_compute_topk(scores, topk, num_groups, group_topk)
-        given = self.router.given
-        if given is None:
+        replayed = self.router.given
+        if replayed is None:
             return values, own
-        taken = _merged(given, own)
+        taken = _merged(replayed, own)
         return scores.gather(1, taken), taken
 
 

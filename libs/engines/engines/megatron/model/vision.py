@@ -56,9 +56,9 @@ class Tower:
         """Copy the tower of `model`, the transformers module, which keeps its own. `trained`: with gradients."""
         self.settings = VisionSettings.of(model.config)
         self.place = place
-        found = family_of(model.config).tower(model)
-        assert found is not None
-        self.tower: nn.Module = cast_parameters(copy.deepcopy(found), dtype).eval().requires_grad_(trained)
+        tower = family_of(model.config).tower(model)
+        assert tower is not None
+        self.tower: nn.Module = cast_parameters(copy.deepcopy(tower), dtype).eval().requires_grad_(trained)
         allocate(self.tower, device)
         self.trained = trained
         self.held = tuple(self._held(name, tuple(p.shape)) for name, p in self.tower.named_parameters())

@@ -22,7 +22,7 @@ from engines.megatron.runtime.process_groups import release
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.layout import ParallelLayout
 from engines.parallel.planning import DataParallelPlanner
-from engines.proofs.float64 import Float64Stays
+from engines.proofs.float64 import KeepFloat64
 from engines.proofs.forked_ranks import launch_forked
 from engines.proofs.megatron_layouts import exported_by, largest_difference
 from engines.step import Engine
@@ -122,7 +122,7 @@ def exact(name: str, layout: ParallelLayout | None) -> Exact:
     module.config._experts_implementation = "eager"  # transformers' default has no float64
     config = EngineConfig(**OPTIONS | {"grad_clip": None, "vision": "frozen"} | fields)
     rows = [make(10 * step) for step, make in enumerate(STEPS)]
-    with Float64Stays():
+    with KeepFloat64():
         if layout is None:
             return plain(as_stock(module), rows, config)
         weights = ModelWeights.of(family_of(module.config), module)

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from engines.config import EngineConfig
 from engines.devices.adaptations import Adaptation, Applied, Patch
 from engines.devices.layer_matching import with_forward
-from engines.devices.npu_layers import apply_to, asked_for
+from engines.devices.npu_layers import apply_to, npu_operators_enabled
 from engines.devices.npu_operators import VERSIONS, rms_norm, rotary_of_tokens, swiglu_halves
 from engines.megatron.model.attention import PackedCoreAttention
-from engines.megatron.model.norms import CentredNorm, Norm
+from engines.megatron.model.norms import CenteredNorm, Norm
 
 
 class NpuMLP(MLP):
@@ -40,7 +40,7 @@ class NpuSharedExpertMLP(SharedExpertMLP, NpuMLP):
 def use_npu_operators(stage: nn.Module, config: EngineConfig) -> Applied | None:
     """Make a stage compute by the NPU's operators, and return what was changed; None elsewhere, and where `config`
     switches them off. ValueError for a torch_npu of another version."""
-    if not asked_for(config, next(stage.parameters()).device):
+    if not npu_operators_enabled(config, next(stage.parameters()).device):
         return None
     return apply_to(stage, Adaptation("NPU operators", "torch_npu", VERSIONS, lambda: list(_patches(stage))))
 
@@ -72,7 +72,7 @@ class NpuCoreAttention(PackedCoreAttention):
 
 
 def _norm(self: Any, x: Tensor) -> Tensor:
-    if not isinstance(self, CentredNorm):
+    if not isinstance(self, CenteredNorm):
         return rms_norm(x, self.weight, self.eps)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return rms_norm(wide, self.weight.to(wide.dtype) + self.offset, self.eps).to(x.dtype)

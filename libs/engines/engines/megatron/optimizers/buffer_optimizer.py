@@ -47,7 +47,7 @@ class Stepped:
         state: dict[str, Any] = self.optimizer.state[self.master]
         return state
 
-    def begun(self) -> dict[str, Tensor]:
+    def ensure_state(self) -> dict[str, Tensor]:
         """Return moments and `step` f32[], zeros before the first step; a checkpoint is read into them."""
         if not self.state:
             self.state["step"] = torch.zeros((), dtype=torch.float32, device=self.master.device)
@@ -57,11 +57,11 @@ class Stepped:
     @property
     def steps(self) -> float:
         """The number of steps so far, as read from a checkpoint."""
-        return float(self.begun()["step"])
+        return float(self.ensure_state()["step"])
 
     def go_on(self, steps: float) -> None:
         """Set the number of steps."""
-        self.begun()["step"].fill_(steps)
+        self.ensure_state()["step"].fill_(steps)
 
 
 class Updates(ABC):
@@ -143,13 +143,13 @@ class Updates(ABC):
 
     def state(self, shapes: Mapping[str, Shape]) -> dict[str, dict[str, Any]]:
         """Return moments and step of every transformers tensor that this rank updates; loading writes into them."""
-        kept = {part: one.begun() for part, one in zip(self.parts, self.stepped, strict=True)}
+        moments = {part: one.ensure_state() for part, one in zip(self.parts, self.stepped, strict=True)}
         out: dict[str, dict[str, Any]] = {}
         for moment in MOMENTS:
-            stored = {part: state[moment].view(-1) for part, state in kept.items()}
+            stored = {part: state[moment].view(-1) for part, state in moments.items()}
             for name, tensor in boxed(self.parts, shapes, stored.__getitem__).items():
                 out.setdefault(name, {})[moment] = tensor
-        states = dict(zip(self.stepped, kept.values(), strict=True))
+        states = dict(zip(self.stepped, moments.values(), strict=True))
         for name, one in self._asked().items():
             out[name]["step"] = states[one]["step"]
         return out
@@ -197,13 +197,13 @@ class TorchUpdates(Updates):
 
 def _scale(one: HeldParameter, scales: Mapping[str, float]) -> float:
     """Return a parameter's multiple of the learning rate; ValueError where its tensors have different ones."""
-    found = {piece.tensor: scales.get(piece.tensor, 1.0) for piece in one.held.pieces}
-    if len(set(found.values())) > 1:
+    multiples = {piece.tensor: scales.get(piece.tensor, 1.0) for piece in one.held.pieces}
+    if len(set(multiples.values())) > 1:
         raise ValueError(
-            f"learning_rates give {' and '.join(found)} different rates, and Megatron holds them as one parameter: "
+            f"learning_rates give {' and '.join(multiples)} different rates, and Megatron holds them as one parameter: "
             "name them alike, or set backend='fsdp2'"
         )
-    return next(iter(found.values()), 1.0)
+    return next(iter(multiples.values()), 1.0)
 
 
 def _parts(
@@ -218,7 +218,7 @@ def _parts(
 
 def _own_ranges(chunks: Sequence[Any]) -> dict[nn.Parameter, tuple[int, int]]:
     """Return each parameter's elements in this rank's share of the buckets, which are split evenly over ranks."""
-    found = {}
+    ranges = {}
     for chunk in chunks:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             for bucket in buffer.buckets:
@@ -228,8 +228,8 @@ def _own_ranges(chunks: Sequence[Any]) -> dict[nn.Parameter, tuple[int, int]]:
                     start, stop, _ = buffer.param_index_map[parameter]
                     first, last = max(start, low), min(stop, low + size)
                     if first < last:
-                        found[parameter] = (first - start, last - start)
-    return found
+                        ranges[parameter] = (first - start, last - start)
+    return ranges
 
 
 def gradient_of(part: Part) -> Tensor:

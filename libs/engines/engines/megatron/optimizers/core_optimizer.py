@@ -32,7 +32,7 @@ class SteppedByGroup(Stepped):
     read: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float32))
     """Value that a checkpoint writes and reads as `step`."""
 
-    def begun(self) -> dict[str, Tensor]:
+    def ensure_state(self) -> dict[str, Tensor]:
         """See `Stepped`. Neither of these optimizers makes moments where there are some."""
         if not self.state:
             self.state.update({name: torch.zeros_like(self.master.detach()) for name in MOMENTS})
@@ -63,10 +63,10 @@ class CoreUpdates(Updates):
         self.inner = [one.optimizer for one in self.core.chained_optimizers if one.optimizer is not None]
         for optimizer in self.inner:
             _set_up(optimizer, config)
-        found = {one.flat.data_ptr(): one for one in self._masters()}
-        self.stepped = tuple(_of(part, found) for part in self.parts)
-        if len(found) != len(self.parts):
-            raise RuntimeError(f"megatron-core's optimizer updates {len(found)} tensors, of {len(self.parts)} parts")
+        masters = {one.flat.data_ptr(): one for one in self._masters()}
+        self.stepped = tuple(_of(part, masters) for part in self.parts)
+        if len(masters) != len(self.parts):
+            raise RuntimeError(f"megatron-core's optimizer updates {len(masters)} tensors, of {len(self.parts)} parts")
 
     def _masters(self) -> Iterator[Stepped]:
         for optimizer in self.inner:
@@ -120,10 +120,10 @@ def _set_up(optimizer: torch.optim.Optimizer, config: EngineConfig) -> None:
             group["fused"], group["foreach"] = True, False
 
 
-def _of(part: Part, found: dict[int, Stepped]) -> Stepped:
+def _of(part: Part, masters: dict[int, Stepped]) -> Stepped:
     """Return the master of a part: megatron-core's copy where there is one, else the parameter's own memory."""
     copied = getattr(part.one.parameter, "main_param", None)
-    one = found.get((part.values if copied is None else copied).data_ptr())
+    one = masters.get((part.values if copied is None else copied).data_ptr())
     if one is None or one.flat.numel() != part.stop - part.start:
         raise RuntimeError(f"megatron-core's optimizer does not update {part.one.held.name} from {part.start} on")
     return one

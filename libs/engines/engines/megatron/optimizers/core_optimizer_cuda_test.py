@@ -67,7 +67,7 @@ def held(built: TrainEngine) -> Held:
     updates = inside(built).updates
     found: Held = {}
     for part, one in zip(updates.parts, updates.stepped, strict=True):
-        state = one.begun()
+        state = one.ensure_state()
         found |= {(part.one.held.name, name): state[name].detach().flatten() for name in (*MOMENTS, "step")}
         found[part.one.held.name, "master"] = one.flat
     return {key: value.clone() for key, value in found.items()}

@@ -23,7 +23,7 @@ from engines.megatron.runtime.process_groups import release
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.layout import ParallelLayout
 from engines.parallel.planning import DataParallelPlanner
-from engines.proofs.float64 import Float64Stays
+from engines.proofs.float64 import KeepFloat64
 from engines.proofs.forked_ranks import launch_forked
 from engines.proofs.megatron_layouts import (
     LENGTHS,
@@ -111,7 +111,7 @@ def exact(kind: Any) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     module = cast_parameters(model_of("Qwen3.5"), torch.float64)
     held = ModelWeights.of(family_of(module.config), module)
     groups = ParallelGroups.make(ParallelLayout())
-    with Float64Stays():
+    with KeepFloat64():
         executor = MegatronExecutor(config, groups, module, PackedInputs())
         built = Engine(config, executor, DataParallelPlanner(config.max_tokens_per_rank, 1), held)
         assert isinstance(executor.updates, CoreUpdates) is (kind == "core")

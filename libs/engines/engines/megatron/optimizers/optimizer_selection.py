@@ -52,8 +52,8 @@ def updates_for(
     if scales is None:
         return None, name_of(None)
     own, reason = choose(config, next(chunks[0].parameters()).device, chunks[0].config.params_dtype)
-    given = config, chunks, parameters, world
-    updates = CoreUpdates(*given) if own else TorchUpdates(*given, scales)
-    told = f"{updates} ({reason})"
-    LOG.info("optimizer: %s", told)
-    return updates, told
+    arguments = config, chunks, parameters, world
+    updates = CoreUpdates(*arguments) if own else TorchUpdates(*arguments, scales)
+    text = f"{updates} ({reason})"
+    LOG.info("optimizer: %s", text)
+    return updates, text

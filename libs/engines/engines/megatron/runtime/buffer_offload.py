@@ -22,12 +22,12 @@ class Moved:
         self._kept: list[tuple[torch.UntypedStorage, Tensor]] = []
         self._forgotten: list[tuple[torch.UntypedStorage, int]] = []
 
-    def away(self, kept: Iterable[Tensor], forgotten: Iterable[Tensor]) -> None:
-        """Free these tensors' memory: the bytes of `kept` are copied to the host, those of `forgotten` are lost.
+    def offload(self, kept: Iterable[Tensor], dropped: Iterable[Tensor]) -> None:
+        """Free these tensors' memory: the bytes of `kept` are copied to the host, those of `dropped` are lost.
 
         Nothing may touch them until they are back.
         """
-        for storage in _storages(forgotten):
+        for storage in _storages(dropped):
             self._forgotten.append((storage, storage.nbytes()))
             storage.resize_(0)
         storages = _storages(kept)
@@ -54,9 +54,9 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     """Return the storages that have memory, each once."""
-    found = {}
+    storages = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.nbytes():
-            found[storage.data_ptr()] = storage
-    return list(found.values())
+            storages[storage.data_ptr()] = storage
+    return list(storages.values())

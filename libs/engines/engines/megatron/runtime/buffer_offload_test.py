@@ -38,7 +38,7 @@ def test_buffers_go_away_and_come_back(name: str) -> None:
     assert {p.untyped_storage().data_ptr() for p in executor.stages[0].parameters()} <= held
     trained = [p for p in executor.stages[0].parameters() if p.requires_grad]
     trained[0].main_grad.fill_(torch.nan)  # what a gradient was, nobody reads again
-    moved.away(kept, [buffer.grad_data for buffer in buffers])
+    moved.offload(kept, [buffer.grad_data for buffer in buffers])
     every = [*kept, *(p.main_grad for p in trained)]
     assert {tensor.untyped_storage().nbytes() for tensor in every} == {0}
     moved.back()

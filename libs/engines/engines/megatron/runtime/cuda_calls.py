@@ -101,8 +101,8 @@ _TYPE = Tensor.type
 
 def _type_of_cudas(tensor: Tensor, *given: Any, **options: Any) -> Any:
     """Return `tensor.type()` as on a GPU: optimizers choose by this name whether a parameter needs a float32 master."""
-    found = _TYPE(tensor, *given, **options)
-    return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
+    name = _TYPE(tensor, *given, **options)
+    return name.replace("torch.", "torch.cuda.") if isinstance(name, str) else name
 
 
 @cache

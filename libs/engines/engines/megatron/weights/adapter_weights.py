@@ -90,8 +90,8 @@ def adapted_linears(
     held: Sequence[MappedParameter], shapes: Mapping[str, Shape], place: Place
 ) -> tuple[AdaptedLinear, ...]:
     """Map the adapters of a rank; `shapes` includes those of the adapters (`with_adapters`)."""
-    found = (_adapted(one, shapes, place) for one in held)
-    return tuple(one for one in found if one is not None)
+    linears = (_adapted(one, shapes, place) for one in held)
+    return tuple(one for one in linears if one is not None)
 
 
 def _adapted(one: MappedParameter, shapes: Mapping[str, Shape], place: Place) -> AdaptedLinear | None:
@@ -190,13 +190,13 @@ class Adapters:
 
     def merged(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the base's tensors, each with its adapter added, from tensors in the order of `with_adapters`."""
-        kept: dict[str, Tensor] = {}
+        pairs: dict[str, Tensor] = {}
         for name, tensor in tensors:
             a, b = _pair(name)
             if is_adapter(name):
-                kept[name] = tensor
-            elif a in kept:
-                yield name, tensor + (kept.pop(b) @ kept.pop(a)) * self.scale
+                pairs[name] = tensor
+            elif a in pairs:
+                yield name, tensor + (pairs.pop(b) @ pairs.pop(a)) * self.scale
             else:
                 yield name, tensor
 
@@ -229,12 +229,12 @@ def frozen_values(one: HeldParameter, dtypes: Mapping[str, torch.dtype]) -> tupl
 
     `dtypes`: of the transformers tensors, where that matters. The copy is in host memory: only exports need it.
     """
-    part, kept = Part.whole(one), one.parameter.dtype
+    part, dtype = Part.whole(one), one.parameter.dtype
     for piece in one.held.pieces:
-        kept = torch.promote_types(kept, dtypes.get(piece.tensor, kept))
-    if kept == one.parameter.dtype:
+        dtype = torch.promote_types(dtype, dtypes.get(piece.tensor, dtype))
+    if dtype == one.parameter.dtype:
         return part, part.values
-    return part, torch.zeros(part.stop - part.start, dtype=kept)
+    return part, torch.zeros(part.stop - part.start, dtype=dtype)
 
 
 def frozen_digest(
@@ -250,6 +250,6 @@ def frozen_digest(
     """
     sums = {name: torch.zeros((), dtype=torch.int64, device=device) for name in dtypes}
     for part, values in frozen:
-        for name, box, found in boxes_of(part, values) if part.owned else ():
-            sums[name] += sum_of_bits(found.to(device, dtypes[name]), box.start, shapes[name])
+        for name, box, elements in boxes_of(part, values) if part.owned else ():
+            sums[name] += sum_of_bits(elements.to(device, dtypes[name]), box.start, shapes[name])
     return digest_of([(name, shapes[name], dtype) for name, dtype in dtypes.items()], list(sums.values()), group)

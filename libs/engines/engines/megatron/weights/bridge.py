@@ -202,8 +202,8 @@ class _Maker:
         """Return the map of a matrix with a row a token, as many on each rank: the last one's may be padded."""
         rows = self.sizes.vocab_rows(self.tp)
         start = self.tp_rank * rows
-        held = self.joined(name, [(tensor, start, min(rows, self.sizes.vocab - start))])
-        return replace(held, shape=(rows, self.sizes.hidden), padding=rows - held.shape[0])
+        joined = self.joined(name, [(tensor, start, min(rows, self.sizes.vocab - start))])
+        return replace(joined, shape=(rows, self.sizes.hidden), padding=rows - joined.shape[0])
 
     def rows(self, name: str, parts: list[str | tuple[str, int, int]]) -> MappedParameter:
         """Return the map of parts that are sharded along dimension 0, each on its own, then joined. A part is a tensor

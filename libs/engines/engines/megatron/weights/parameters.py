@@ -131,12 +131,12 @@ def whole_tensors(
     """
     owned: dict[str, list[tuple[Box, Tensor]]] = {}
     for part, values in parts:
-        for name, box, found in boxes_of(part, values) if part.owned else ():
-            owned.setdefault(name, []).append((box, found))
+        for name, box, elements in boxes_of(part, values) if part.owned else ():
+            owned.setdefault(name, []).append((box, elements))
     for name, shape in shapes.items():
         whole = torch.zeros(shape, dtype=like.dtype, device=like.device)
-        for box, found in owned.get(name, ()):
-            whole[box.index] = found.to(like.device)
+        for box, elements in owned.get(name, ()):
+            whole[box.index] = elements.to(like.device)
         if dist.get_world_size() > 1:
             dist.all_reduce(whole.view(torch.uint8))
         yield name, whole
@@ -151,11 +151,11 @@ def boxed(
     `value` gives the flat tensor that is stored for a part: its weights, or a moment of it. Boxes are of the
     transformers tensor, so a checkpoint fits any layout.
     """
-    found: dict[str, list[tuple[Box, Tensor, bool]]] = {}
+    tensors: dict[str, list[tuple[Box, Tensor, bool]]] = {}
     for part in parts:
         for name, box, stored in boxes_of(part, value(part).detach()):
-            found.setdefault(name, []).append((box, stored, part.owned))
-    return {name: BoxedTensor(shapes[name], tuple(boxes)) for name, boxes in found.items()}
+            tensors.setdefault(name, []).append((box, stored, part.owned))
+    return {name: BoxedTensor(shapes[name], tuple(boxes)) for name, boxes in tensors.items()}
 
 
 class BoxedTensor(torch.Tensor):

@@ -59,11 +59,11 @@ def folder() -> Path:
     sources."""
     sources = sorted([*HERE.glob("*.h"), *HERE.glob("*.cpp")])
     digest = hashlib.sha256("".join([torch.__version__, *(path.read_text() for path in sources)]).encode())
-    found = Path(tempfile.gettempdir()) / f"{NAME}_{os.getuid()}_{digest.hexdigest()[:16]}"
-    found.mkdir(mode=0o700, exist_ok=True)
-    if found.stat().st_uid != os.getuid() or found.stat().st_mode & 0o022:
-        raise ValueError(f"{found} can be written by others: remove it")
-    return found
+    cache = Path(tempfile.gettempdir()) / f"{NAME}_{os.getuid()}_{digest.hexdigest()[:16]}"
+    cache.mkdir(mode=0o700, exist_ok=True)
+    if cache.stat().st_uid != os.getuid() or cache.stat().st_mode & 0o022:
+        raise ValueError(f"{cache} can be written by others: remove it")
+    return cache
 
 
 def build(path: Path) -> None:
@@ -87,5 +87,5 @@ def loaded(name: str) -> list[str]:
     torch brings the library of C++, and two of them do not mix: some compilers link a part of their own into ours, and
     formatting a number ended the process then.
     """
-    found = (line.split(maxsplit=5)[5:] for line in Path("/proc/self/maps").read_text().splitlines())
-    return sorted({path[0] for path in found if path and Path(path[0]).name.startswith(name)})[:1]
+    paths = (line.split(maxsplit=5)[5:] for line in Path("/proc/self/maps").read_text().splitlines())
+    return sorted({path[0] for path in paths if path and Path(path[0]).name.startswith(name)})[:1]

@@ -11,7 +11,7 @@ def canary(
     device: str, synchronize: Callable[[], Any], calls: Callable[[], int], allocated: Callable[[], int]
 ) -> dict[str, bool]:
     """Return, by name of each check, whether `device` passes it."""
-    counted, held = calls(), allocated()
+    counted, before = calls(), allocated()
     there, here = torch.ones(1024, device=device), torch.ones(1024)
     late = (there * 2).to("cpu", non_blocking=True)
     early = bool(late.isnan().all())
@@ -28,7 +28,7 @@ def canary(
         ),
         "copies arrive late": early and bool((late == 2).all()),
         "operators are counted": calls() > counted,
-        "memory is counted": allocated() >= held + there.nbytes,
+        "memory is counted": allocated() >= before + there.nbytes,
     }
 
 

@@ -55,8 +55,8 @@ def npu_grouped_matmul(
     x [m, k], weight [groups, k, n], result [m, n]. 2 splits what is summed over: x [m, k], weight [k, n], result
     [groups, m, n].
     """
-    if given := sorted(name for name, value in others.items() if value is not None):
-        raise NotImplementedError(f"npu_grouped_matmul with {', '.join(given)} is not in the stand-in")
+    if unsupported := sorted(name for name, value in others.items() if value is not None):
+        raise NotImplementedError(f"npu_grouped_matmul with {', '.join(unsupported)} is not in the stand-in")
     if len(x) != 1 or len(weight) != 1 or split_item not in (2, 3) or group_list is None:
         raise NotImplementedError("the stand-in's npu_grouped_matmul has one x, one weight, split_item 2 or 3")
     ends = group_list if group_list_type == 0 else group_list.cumsum(0)

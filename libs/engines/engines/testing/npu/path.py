@@ -10,7 +10,7 @@ SITE = Path(__file__).with_name("site")
 
 
 @contextmanager
-def stand_in_on_path() -> Iterator[None]:
+def fake_npu_on_path() -> Iterator[None]:
     """Put the stand-in on the path of processes started inside the block; this one does not import it."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(SITE), *([before] if before else [])])

@@ -27,11 +27,11 @@ def read_surface(wheel: Path) -> dict[str, Any]:
         modules = _Modules(archive)
         functions, classes, variables = {}, {}, []
         for name in sorted(modules.exports("torch_npu.npu")):
-            found = modules.find("torch_npu.npu", name)
-            if isinstance(found, ast.FunctionDef):
-                functions[name] = ast.unparse(found.args)
-            elif isinstance(found, ast.ClassDef):
-                classes[name] = _initializer(found)
+            definition = modules.find("torch_npu.npu", name)
+            if isinstance(definition, ast.FunctionDef):
+                functions[name] = ast.unparse(definition.args)
+            elif isinstance(definition, ast.ClassDef):
+                classes[name] = _initializer(definition)
             else:
                 variables.append(name)  # assigned, or made when the module is imported
         described = yaml.safe_load(archive.read(OPERATORS))
@@ -64,8 +64,8 @@ class _Modules:
 
     def exports(self, module: str) -> list[str]:
         """Return `__all__` of a module."""
-        found = self.tree(module)
-        for node in found[0].body if found else ():
+        tree = self.tree(module)
+        for node in tree[0].body if tree else ():
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
                 return list(ast.literal_eval(node.value))
         raise ValueError(f"{module} has no __all__ in this wheel")
@@ -73,10 +73,10 @@ class _Modules:
     def find(self, module: str, name: str) -> ast.AST | None:
         """Return the definition behind a name of a module, through imports; None for anything but functions and
         classes."""
-        found = self.tree(module)
-        if found is None:
+        parsed = self.tree(module)
+        if parsed is None:
             return None
-        tree, package = found
+        tree, package = parsed
         for node in _statements(tree.body):
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
                 return node
@@ -118,8 +118,8 @@ def _initializer(node: ast.ClassDef) -> str | None:
 
 def _nodes(library: bytes) -> Iterator[str]:
     """Yield NpuRmsNorm for a class NpuRmsNormBackward0, from mangled names, which begin with their length."""
-    for found in re.finditer(rb"at_npu8autograd9generated(\d+)", library):
-        name = library[found.end() : found.end() + int(found[1])].decode(errors="replace")
+    for match in re.finditer(rb"at_npu8autograd9generated(\d+)", library):
+        name = library[match.end() : match.end() + int(match[1])].decode(errors="replace")
         if whole := re.fullmatch(r"(\w+)Backward\d+", name):
             yield whole[1]
 

@@ -45,20 +45,20 @@ def signature(arguments: str) -> inspect.Signature:
     """Return a signature from the text of its arguments, with their defaults where these are literals."""
     node = ast.parse(f"def f({arguments}): pass").body[0]
     assert isinstance(node, ast.FunctionDef)
-    given = node.args
+    parsed = node.args
     kinds = inspect.Parameter
-    found = []
-    plain = [*given.posonlyargs, *given.args]
-    missing = [None] * (len(plain) - len(given.defaults))
-    for argument, default in zip(plain, [*missing, *given.defaults], strict=True):
-        found.append(kinds(argument.arg, kinds.POSITIONAL_OR_KEYWORD, default=_default(default)))
-    if given.vararg:
-        found.append(kinds(given.vararg.arg, kinds.VAR_POSITIONAL))
-    for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
-        found.append(kinds(argument.arg, kinds.KEYWORD_ONLY, default=_default(default)))
-    if given.kwarg:
-        found.append(kinds(given.kwarg.arg, kinds.VAR_KEYWORD))
-    return inspect.Signature(found)
+    parameters = []
+    plain = [*parsed.posonlyargs, *parsed.args]
+    missing = [None] * (len(plain) - len(parsed.defaults))
+    for argument, default in zip(plain, [*missing, *parsed.defaults], strict=True):
+        parameters.append(kinds(argument.arg, kinds.POSITIONAL_OR_KEYWORD, default=_default(default)))
+    if parsed.vararg:
+        parameters.append(kinds(parsed.vararg.arg, kinds.VAR_POSITIONAL))
+    for argument, default in zip(parsed.kwonlyargs, parsed.kw_defaults, strict=True):
+        parameters.append(kinds(argument.arg, kinds.KEYWORD_ONLY, default=_default(default)))
+    if parsed.kwarg:
+        parameters.append(kinds(parsed.kwarg.arg, kinds.VAR_KEYWORD))
+    return inspect.Signature(parameters)
 
 
 def _default(node: ast.expr | None) -> Any:

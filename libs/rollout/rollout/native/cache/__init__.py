@@ -1,1 +1,1 @@
-"""Decoding states that are kept for prompts that come again or go on."""
+"""Caches of decoding states, for prompts that come again or continue earlier ones."""

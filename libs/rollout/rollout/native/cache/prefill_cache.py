@@ -1,4 +1,4 @@
-"""Prompts that were read already: a prompt that comes again, at once or later, is not computed again."""
+"""Prefill cache: a prompt that comes again, at once or later, is not computed again."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from rollout.native.decoders.decoder import Cache, Past
 
 
 class PrefilledPrompt(NamedTuple, Generic[Cache]):
-    """A prompt that was read: its place in a prefill, and the logits [V] after it."""
+    """A prompt that was read: its row in a prefill's cache, and the logits [V] after it."""
 
     past: Past[Cache]
     logits: Tensor
 
 
 class PrefillCache(Generic[Cache]):
-    """The newest prefills, `max_tokens` prompt tokens of them together and always the last one."""
+    """The newest prefills, of at most `max_tokens` prompt tokens together, and always the last one."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -26,11 +26,11 @@ class PrefillCache(Generic[Cache]):
         self._tokens = 0
 
     def get(self, prompt: tuple[int, ...]) -> PrefilledPrompt[Cache] | None:
-        """Return what is known of a prompt."""
+        """Return the prefilled prompt, or None."""
         return self._known.get(prompt)
 
     def add(self, prompts: Sequence[tuple[int, ...]], logits: Tensor, cache: Cache) -> None:
-        """Keep a prefill of distinct prompts that are not known yet, and let the oldest go."""
+        """Add a prefill of distinct new prompts, and drop the oldest beyond the bound."""
         for pick, prompt in enumerate(prompts):
             self._known[prompt] = PrefilledPrompt(Past(cache, pick), logits[pick])
         size = sum(map(len, prompts))
@@ -43,7 +43,7 @@ class PrefillCache(Generic[Cache]):
                 del self._known[prompt]
 
     def clear(self) -> None:
-        """Forget all: the weights are others now, or nothing runs."""
+        """Drop all prefills: the weights have changed, or nothing runs."""
         self._known.clear()
         self._ages.clear()
         self._tokens = 0

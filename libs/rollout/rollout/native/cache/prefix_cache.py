@@ -1,4 +1,4 @@
-"""Streams of finished requests whose decoding state is kept, so that a prompt that goes on from one is not read again.
+"""Prefix cache: decoding states of finished streams, so that a prompt that continues one is not read again.
 
 A delta net's state can be continued from its end alone, so a stream serves the prompts that begin with all of its
 tokens and have more. The longest such stream is found by bisection in an order of their bytes:
@@ -21,7 +21,7 @@ from rollout.native.decoders.decoder import Cache, Past
 
 
 class CachedPrefix(NamedTuple, Generic[Cache]):
-    """A kept stream that a prompt begins with, and the number of its tokens."""
+    """A cached stream that a prompt begins with, and the number of its tokens."""
 
     past: Past[Cache]
     length: int
@@ -37,7 +37,7 @@ class _Group(Generic[Cache]):
 
 
 class PrefixCache(Generic[Cache]):
-    """Caches of finished streams, of a size of `max_tokens` together."""
+    """Caches of finished streams, of a size of at most `max_tokens` together."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -55,14 +55,14 @@ class PrefixCache(Generic[Cache]):
         return self._max_tokens
 
     def known(self, stream: bytes) -> bool:
-        """Return whether a stream is kept already; it counts as used."""
+        """Return whether a stream is cached; if so it counts as used."""
         place = self._places.get(stream)
         if place is not None:
             self._groups.move_to_end(place[0])
         return place is not None
 
     def longest(self, prompt: Sequence[int]) -> CachedPrefix[Cache] | None:
-        """Return the longest kept stream that is shorter than the prompt and that the prompt begins with."""
+        """Return the longest cached stream that the prompt begins with and that is shorter than the prompt."""
         query = stream_of(prompt[:-1]) if self._order else b""
         while query:
             at = bisect_right(self._order, query)
@@ -77,7 +77,7 @@ class PrefixCache(Generic[Cache]):
         return None
 
     def add(self, streams: Sequence[bytes], cache: Cache, size: int) -> None:
-        """Keep a cache of distinct streams that are not known, of at most `max_tokens`, and let the oldest go."""
+        """Add a cache of distinct new streams, of at most `max_tokens`, and drop the oldest beyond the bound."""
         assert size <= self._max_tokens
         group = _Group(cache, streams, size)
         self._groups[group] = None
@@ -90,7 +90,7 @@ class PrefixCache(Generic[Cache]):
             self._drop(next(iter(self._groups)))
 
     def clear(self) -> None:
-        """Forget all: the weights are others now."""
+        """Drop all streams: the weights have changed."""
         self._places.clear()
         self._order.clear()
         self._groups.clear()
@@ -108,12 +108,12 @@ _WIDTH = array("I").itemsize
 
 
 def stream_of(tokens: Sequence[int]) -> bytes:
-    """Return tokens as bytes of one width each: compared, hashed and searched as a whole."""
+    """Return tokens as bytes of equal width, which are compared, hashed and searched as a whole."""
     return array("I", tokens).tobytes()
 
 
 def _common(a: bytes, b: bytes) -> int:
-    """Return how many bytes two strings begin with in common."""
+    """Return how many first bytes two strings have in common."""
     size = min(len(a), len(b))
     different = int.from_bytes(a[:size], "big") ^ int.from_bytes(b[:size], "big")
     return size - (different.bit_length() + 7) // 8

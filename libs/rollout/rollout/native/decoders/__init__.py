@@ -1,1 +1,1 @@
-"""What the scheduler asks of a model, and the decoder that runs the module's own forward."""
+"""The protocol between scheduler and model, and the decoder that runs the module's own forward."""

@@ -1,14 +1,14 @@
-"""Whether a module's weights are still those that were read."""
+"""A fingerprint of a module's weights, by which changes are seen."""
 
 import torch
 from torch import nn
 
 _PROBED = 4
-"""Elements of each parameter that are compared by value."""
+"""Number of elements of each parameter that are compared by value."""
 
 
 def fingerprint(model: nn.Module) -> tuple[object, ...] | None:
-    """Changes when a parameter is replaced or written to. None where that cannot be told.
+    """Return a value that changes when a parameter is replaced or written to; None where changes can't be seen.
 
     torch counts the writes to a tensor, but not those through `.data`, nor any to a tensor made in inference mode: of
     each parameter a few elements are compared as well, which a step of training changes in nearly all of them. NaN is

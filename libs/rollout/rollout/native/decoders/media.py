@@ -1,11 +1,11 @@
-"""Prompts with images: what tells them apart, and how a vision-language module of transformers reads them.
+"""Prompts with images: their identity, and how a vision-language module of transformers reads them.
 
-A `SeenPrompt` is the tokens of a prompt together with what they show. It is equal to another only where both the tokens
-and the images are, so that whatever knows prompts by their tokens (those that come again) never takes one picture for
-another. States of prompts with images are not kept for prompts that go on from them: those are read again.
+A `SeenPrompt` is the tokens of a prompt together with its media. It is equal to another only where both the tokens and
+the images are, so that a cache by tokens (of prompts that come again) never confuses two pictures. States of prompts
+with images are not kept in the prefix cache: prompts that continue them are read again.
 
-The module's own forward pass is given embeddings in which the tower's features stand in their tokens' places, and the
-positions of `seqpack.batches.mrope`, which are those of the trainer. A sampled token that happens to be the image
+The module's own forward pass is given embeddings in which the tower's features replace those of the image tokens, and
+the positions of `seqpack.batches.mrope`, which are those of the trainer. A sampled token that happens to be the image
 token is text: the prompt's token types say what is an image.
 """
 
@@ -26,7 +26,7 @@ _KEYS = frozenset([TYPES, *(key for pair in KINDS.values() for key in pair)])
 
 @dataclass(frozen=True, eq=False)
 class Media:
-    """What a prompt shows: patches [P, numbers] and grids i64[n, 3] by kind, and the types of the prompt's tokens."""
+    """Media of a prompt: patches [P, values] and grids i64[n, 3] by kind, and the types of the prompt's tokens."""
 
     types: tuple[int, ...]
     patches: Mapping[int, Tensor]
@@ -35,7 +35,7 @@ class Media:
 
 
 class SeenPrompt(tuple[int, ...]):
-    """A prompt's tokens with what they show; made by `seen_prompt`."""
+    """A prompt's tokens with its media; made by `seen_prompt`."""
 
     media: Media
 
@@ -50,12 +50,12 @@ class SeenPrompt(tuple[int, ...]):
 
 
 def shown(prompt: Sequence[int]) -> bytes:
-    """Return a digest of what a prompt shows; empty for text."""
+    """Return a digest of a prompt's media; empty for text."""
     return prompt.media.digest if isinstance(prompt, SeenPrompt) else b""
 
 
 def followed(prompt: tuple[int, ...], ids: Iterable[int]) -> tuple[int, ...]:
-    """Return a prompt with tokens of text after it, and the same images."""
+    """Return a prompt with tokens of text appended, and the same images."""
     if not isinstance(prompt, SeenPrompt):
         return (*prompt, *ids)
     longer = SeenPrompt((*prompt, *ids))
@@ -69,11 +69,11 @@ def tower_of(model: Any) -> Any:
 
 
 def seen_prompt(model: Any, prompt_ids: Sequence[int], media: Mapping[str, Any]) -> SeenPrompt:
-    """Check what a prompt shows, and join the two.
+    """Check the media of a prompt, and join them with its tokens.
 
-    `media`: `pixel_values` f32[patches, numbers] with `image_grid_thw` i64[n, 3], the same of videos, and
-    `mm_token_type_ids`, one for each token or for the first of them (text follows). ValueError for a module that sees
-    nothing, and for media that do not fit the prompt or the module.
+    `media`: `pixel_values` f32[patches, values] with `image_grid_thw` i64[n, 3], the same of videos, and
+    `mm_token_type_ids`, one for each token or for the first of them (text follows). Raises ValueError for a module
+    without a vision tower, and for media that do not fit the prompt or the module.
     """
     if tower_of(model) is None:
         raise ValueError(f"{type(model).__name__} has no vision tower: it samples from text alone, leave media out")
@@ -84,8 +84,8 @@ def seen_prompt(model: Any, prompt_ids: Sequence[int], media: Mapping[str, Any])
 
 
 def checked_media(length: int, media: Mapping[str, Any], numbers: int, merge_size: int) -> Media:
-    """Return what a prompt of so many tokens shows to a tower whose patches have `numbers` and are merged by
-    `merge_size` along each side. ValueError as for `seen_prompt`."""
+    """Return the media of a prompt of `length` tokens, or raise ValueError as `seen_prompt` does. The tower's patches
+    have `numbers` values and are merged by `merge_size` along each side."""
     unknown = sorted(set(media) - _KEYS)
     if unknown or TYPES not in media:
         raise ValueError(f"media are {', '.join(sorted(_KEYS))}, got {', '.join(sorted(media)) or 'nothing'}")
@@ -105,7 +105,8 @@ def checked_media(length: int, media: Mapping[str, Any], numbers: int, merge_siz
 
 
 class SeenInputs(NamedTuple):
-    """Of a padded batch: embeddings [n, L, H], positions i64[3, n, L], and i64[n, 1] how far a next one is ahead."""
+    """Inputs of a padded batch: embeddings [n, L, H], positions i64[3, n, L], and i64[n, 1] how far the next is ahead.
+    """
 
     embeddings: Tensor
     positions: Tensor
@@ -113,7 +114,7 @@ class SeenInputs(NamedTuple):
 
 
 def seen_inputs(model: Any, ids: Tensor, mask: Tensor, prompts: Sequence[Sequence[int]]) -> SeenInputs:
-    """Embed prompts, some of them with images, that stand padded on the left in ids i64[n, L]; mask bool[n, L]."""
+    """Embed prompts, some with images, that are padded on the left in ids i64[n, L]; mask bool[n, L]."""
     types = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
         if isinstance(prompt, SeenPrompt):

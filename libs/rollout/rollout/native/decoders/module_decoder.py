@@ -22,7 +22,7 @@ from rollout.native.decoders.routers import Routers
 class ModuleDecoder:
     """A `Decoder` that calls the module; ValueError where its caches have layers that cannot be joined here.
 
-    `routers`: those of the module, where the experts that tokens go to are to be noted.
+    `routers`: those of the module, where the experts of tokens are to be recorded.
     """
 
     def __init__(self, model: nn.Module, pad_token_id: int = 0, routers: Routers | None = None) -> None:
@@ -42,15 +42,14 @@ class ModuleDecoder:
                 )
 
     def refresh(self, always: bool = False) -> bool:
-        """Return the module's forward pass reads its weights itself; whether they have changed."""
+        """Return whether the module's weights have changed; its forward pass reads them itself."""
         before, self._read = self._read, fingerprint(self._model)
         return always or self._read is None or self._read != before
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], pasts: Sequence[Past[Rows]] | None = None
     ) -> tuple[Tensor, Rows]:
-        """Return one padded pass over the prompts; with pasts, one a length, for padding would stand between the
-        two."""
+        """Run one padded pass over the prompts; with pasts, one a length, as padding would stand between the two."""
         if pasts is None:
             return self._prefill(prompts)
         lengths: dict[int, list[int]] = {}
@@ -61,7 +60,7 @@ class ModuleDecoder:
         return torch.cat([logits for logits, _ in parts])[order], joined([rows for _, rows in parts]).pick(order)
 
     def _continue(self, prompts: Sequence[Sequence[int]], pasts: Sequence[Past[Rows]]) -> tuple[Tensor, Rows]:
-        """Return one pass over prompts of one length after their pasts."""
+        """Run one pass over prompts of one length after their pasts."""
         rows = joined([cache.pick(torch.tensor([pick], device=self.device)) for cache, pick in pasts])
         ids = torch.tensor([list(p) for p in prompts], device=self.device)
         rows.mask = torch.cat([rows.mask, torch.ones_like(ids, dtype=torch.bool)], dim=1)
@@ -105,7 +104,7 @@ class ModuleDecoder:
         return kept
 
     def size(self, lengths: Sequence[int]) -> int:
-        """See `Decoder`. Rows stand padded to the longest."""
+        """Return the memory of rows padded to the longest; see `Decoder`."""
         assert self._rows is not None
         return len(lengths) * (max(lengths) + self._rows.state_tokens)
 
@@ -115,7 +114,7 @@ class ModuleDecoder:
         self._rows.put(self._rows.pick(torch.tensor(sources, device=self.device)), targets)
 
     def release(self, slot: int) -> None:
-        """Its row sees nothing any more but what it is fed from here on."""
+        """Clear the mask of the slot's row, which then sees only what it is fed from here on."""
         if self._rows is not None:
             self._rows.mask[slot] = False
 
@@ -135,7 +134,7 @@ class ModuleDecoder:
         self._rows = None
 
     def _forward(self, ids: Tensor, positions: Tensor, rows: Rows, embeddings: Tensor | None = None) -> Tensor:
-        """Return logits [n, V] after the last column; `embeddings` [n, L, H] stand in the place of those of the ids."""
+        """Return logits [n, V] after the last column; `embeddings` [n, L, H], where given, replace those of the ids."""
         if self._routers is None:
             return self._logits(ids, positions, rows, embeddings)
         with self._routers.noted() as chosen:

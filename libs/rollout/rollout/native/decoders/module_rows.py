@@ -1,6 +1,6 @@
-"""Rows of transformers' caches: picked, joined, padded, cropped.
+"""Operations on rows of transformers' caches: pick, join, pad, crop.
 
-Rows stand aligned at their newest column: row r's tokens are the true columns of mask[r], which end at the last one.
+Rows are aligned at their newest column: row r's tokens are the true columns of mask[r], which end at the last one.
 """
 
 import copy
@@ -15,14 +15,13 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 KINDS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
-"""The cache layers that are understood here."""
+"""The supported cache layers."""
 
 
 @dataclass
 class Rows:
     """Caches of n rows over L columns: `mask` [n, L] bool, `positions` [n, 1] of each row's next token, and where they
-    are noted the `experts` [n, L, layers, k] int16 of each token.
-    """
+    are recorded the `experts` [n, L, layers, k] int16 of each token."""
 
     cache: DynamicCache
     mask: Tensor
@@ -30,7 +29,7 @@ class Rows:
     experts: Tensor | None = None
 
     def pick(self, rows: Tensor) -> "Rows":
-        """Copies of the given rows, int64 [m]."""
+        """Copy the given rows, int64 [m]."""
         cache = copy.copy(self.cache)
         cache.layers = [_copied(layer) for layer in self.cache.layers]
         for layer in cache.layers:
@@ -39,7 +38,7 @@ class Rows:
 
     @property
     def state_tokens(self) -> int:
-        """Tokens whose keys and values take the memory of one row's states of fixed size."""
+        """Number of tokens whose keys and values take the memory of one row's states of fixed size."""
         tensors = [(x, columns) for layer in self.cache.layers for x, columns in _tensors(layer)]
         state, token = 0, 1
         for x, columns in tensors:
@@ -50,7 +49,7 @@ class Rows:
         return -(-state // token)
 
     def put(self, other: "Rows", slots: Sequence[int]) -> None:
-        """Write other's rows over (or behind) the rows at `slots`; whoever is shorter is padded on the left."""
+        """Write other's rows over (or behind) the rows at `slots`; the shorter side is padded on the left."""
         width, count = max(self.mask.shape[1], other.mask.shape[1]), max(self.mask.shape[0], max(slots) + 1)
         self._widen(width)
         other._widen(width)
@@ -64,7 +63,7 @@ class Rows:
             _change(mine, lambda x, _, source=source: _written(x, next(source), at, count))  # type: ignore[misc]
 
     def keep(self, count: int) -> None:
-        """The first `count` rows alone, without the columns that none of them uses."""
+        """Drop all but the first `count` rows, and the columns that none of them uses."""
         self.mask, self.positions = self.mask[:count], self.positions[:count]
         used = self.mask.any(dim=0)
         first = int(used.long().argmax()) if bool(used.any()) else used.numel() - 1
@@ -98,7 +97,7 @@ def _written(mine: Tensor, theirs: Tensor, at: Tensor, count: int) -> Tensor:
 
 
 def _copied(layer: Any) -> Any:
-    """Return a layer of its own whose tensors are still the other's."""
+    """Return a new layer that shares the other's tensors."""
     new = copy.copy(layer)
     for name, value in vars(layer).items():
         if isinstance(value, dict):
@@ -107,7 +106,7 @@ def _copied(layer: Any) -> Any:
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
-    """Return rows of several, in order; the first part's are changed."""
+    """Return the rows of several caches, in order; the first part's are changed."""
     rows = parts[0]
     for part in parts[1:]:
         count = rows.mask.shape[0]
@@ -116,7 +115,7 @@ def joined(parts: Sequence[Rows]) -> Rows:
 
 
 def _tensors(layer: Any) -> list[tuple[Tensor, int | None]]:
-    """Return a layer's tensors with their columns, in the order in which `_change` meets them."""
+    """Return a layer's tensors with their columns, in the order in which `_change` visits them."""
     found: list[tuple[Tensor, int | None]] = []
 
     def note(x: Tensor, columns: int | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the routers of a module choose while it runs: hooks on them for the length of one forward pass."""
+"""Recording of the experts that a module's routers choose: hooks on them during one forward pass."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ ROUTERS = ("Qwen3MoeTopKRouter", "Qwen3NextTopKRouter", "Qwen3_5MoeTopKRouter")
 
 
 class Routers:
-    """The routers of a module, in order. ValueError: it has none of a kind that is known here."""
+    """The routers of a module, in order. Raises ValueError where it has none of a known kind."""
 
     def __init__(self, model: nn.Module) -> None:
         self._routers = [module for module in model.modules() if type(module).__name__ in ROUTERS]
@@ -27,7 +27,7 @@ class Routers:
 
     @contextmanager
     def noted(self) -> Iterator[list[Tensor]]:
-        """Within it, what each router chooses, [tokens, k], is appended to the list, layer by layer."""
+        """Append what each router chooses, [tokens, k], to the list that it yields, layer by layer."""
         chosen: list[Tensor] = []
         handles = [router.register_forward_hook(lambda _m, _i, out: chosen.append(out[2])) for router in self._routers]
         try:
@@ -37,7 +37,7 @@ class Routers:
                 handle.remove()
 
     def table(self, chosen: list[Tensor], rows: int) -> Tensor:
-        """i16[rows, columns, layers, k] of one forward pass over padded rows."""
+        """Return the choices of one forward pass over padded rows: i16[rows, columns, layers, k]."""
         assert len(chosen) == len(self._routers)
         return torch.stack([one.view(rows, -1, one.shape[-1]) for one in chosen], dim=2).to(torch.int16)
 

@@ -1,4 +1,4 @@
-"""Prompts that go on from where kept rows ended: one packed pass over the new tokens alone."""
+"""Prompts that continue cached rows: one packed pass over the new tokens alone."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -15,7 +15,7 @@ from seqpack.ops.varlen_attention import buckets
 
 
 class Continued:
-    """The `Mixers` of m rows of T new tokens together, each after its past; `cache` is what they are after both."""
+    """The `Mixers` of m rows of T new tokens together, each after its past; `cache` holds the state after both."""
 
     def __init__(self, fed: Sequence[int], pasts: Sequence[Past[PackedCache]], device: torch.device) -> None:
         starts = {id(cache): [0, *accumulate(cache.lengths)] for cache, _ in pasts}
@@ -27,14 +27,14 @@ class Continued:
         self._masks = [self._mask(group, device) for group in self._groups]
 
     def convolve(self, index: int, x: Tensor, weight: Tensor) -> Tensor:
-        """Return each row over its own past, which begins with the inputs that were kept."""
+        """Convolve each row's new tokens after the cached inputs of its past."""
         assert index == len(self.cache.conv)
         past = torch.stack([cache.conv[index][pick] for cache, pick, _, _ in self._pasts])
         self.cache.conv.append(causal_conv1d_state(x, self._cu_fed, weight.shape[1], past))
         return causal_conv1d(x, weight, None, self._cu_fed, "silu", past)
 
     def recur(self, index: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """Return each row from its kept state."""
+        """Run the recurrence of each row from its cached state."""
         assert index == len(self.cache.state)
         past = torch.stack([cache.state[index][pick] for cache, pick, _, _ in self._pasts])
         o, final = gated_delta_rule(q, k, v, g, beta, self._cu_fed, initial_state=past, output_final_state=True)
@@ -43,7 +43,7 @@ class Continued:
         return o
 
     def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Return each row's new tokens to its past and to themselves."""
+        """Compute the attention of each row's new tokens to its past and to themselves."""
         assert index == len(self.cache.kv)
         rows: list[Tensor] = []
         for (cache, _, start, length), new in zip(
@@ -62,7 +62,7 @@ class Continued:
         return torch.cat(outputs)
 
     def _mask(self, group: Sequence[int], device: torch.device) -> Tensor:
-        """Return which columns the new tokens of a group's rows see, bool [b, 1, s, n]: all up to their own."""
+        """Return the columns that the new tokens of a group's rows see, bool [b, 1, s, n]: all up to their own."""
         past = torch.tensor([self._pasts[i][3] for i in group], device=device)
         fed, total = max(self._fed[i] for i in group), max(self.cache.lengths[i] for i in group)
         own = past[:, None] + torch.arange(fed, device=device)

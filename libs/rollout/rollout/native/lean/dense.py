@@ -20,7 +20,7 @@ from rollout.native.lean.model_weights import (
 
 
 def read_dense(model: nn.Module) -> ModelWeights:
-    """Return the present weights of a causal language model of these families."""
+    """Read the present weights of a causal language model of these families."""
     text: Any = model.model
     head: Any = model.lm_head
     eps = eps_of(text.norm.variance_epsilon, text.norm.weight)

@@ -1,4 +1,4 @@
-"""The models that the lean pass is written for, and whether it can stand for a module's own forward."""
+"""The model families of the lean pass, and the check whether it can replace a module's own forward."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from rollout.native.lean.qwen3_5 import read_qwen3_5
 
 @dataclass(frozen=True)
 class LeanFamily:
-    """How the weights of a class of models are read, and how many planes of positions its rotary module takes."""
+    """How to read the weights of a model class, and the number of axes of positions that its rotary module takes."""
 
     read: Callable[[nn.Module], ModelWeights]
     position_axes: int
@@ -41,7 +41,7 @@ _PLAIN = {
 
 
 def family_of(model: nn.Module) -> LeanFamily:
-    """Return the family of a module; ValueError where `refusal` finds something that the lean pass would leave out."""
+    """Return the family of a module. Raise ValueError where `refusal` names something that the lean pass lacks."""
     reason = refusal(model)
     if reason is not None:
         raise ValueError(f"the lean decoder cannot run this model: {reason}")
@@ -49,9 +49,9 @@ def family_of(model: nn.Module) -> LeanFamily:
 
 
 def refusal(model: nn.Module) -> str | None:
-    """Return why the lean pass cannot stand for this module's own forward, or None where it can.
+    """Return why the lean pass cannot replace this module's own forward, or None where it can.
 
-    It reads weights, so it must be sure that nothing else acts: exact classes (an adapter replaces them), no hooks.
+    It reads weights, so nothing else may act: exact classes (an adapter replaces them), no hooks.
     """
     if type(model) not in _FAMILIES:
         names = ", ".join(sorted(cls.__name__ for cls in _FAMILIES))

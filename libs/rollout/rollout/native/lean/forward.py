@@ -1,7 +1,7 @@
 """The forward pass over tokens in one dimension, written once for packed prompts and for decode steps.
 
-T tokens stand side by side: those of packed prompts, or the newest one of each row. Everything that looks beyond a
-token (convolution, recurrence, attention) is asked of a `Mixers`, which knows what T means and keeps the caches.
+T tokens are side by side: those of packed prompts, or the newest one of each row. Layers that look beyond a token
+(convolution, recurrence, attention) are methods of a `Mixers`, which knows what T means and keeps the caches.
 """
 
 from typing import Protocol
@@ -16,23 +16,23 @@ from rollout.native.lean.rotary import Rotation
 
 
 class Mixers(Protocol):
-    """What looks beyond a token; `index` counts the layers of the kind."""
+    """Layers that look beyond a token; `index` counts the layers of the kind."""
 
     def convolve(self, index: int, x: Tensor, weight: Tensor) -> Tensor:
-        """Causal convolution and silu of x [T, D]."""
+        """Return the causal convolution and silu of x [T, D]."""
         ...
 
     def recur(self, index: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """Gated delta rule of q, k [T, Hk, Dk], v [T, Hv, Dv], g, beta [T, Hv]: [T, Hv, Dv]."""
+        """Return the gated delta rule of q, k [T, Hk, Dk], v [T, Hv, Dv], g, beta [T, Hv]: [T, Hv, Dv]."""
         ...
 
     def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Softmax attention of q [T, Hq, D] over each sequence's k, v [T, Hkv, D] so far: [T, Hq, D]."""
+        """Return softmax attention of q [T, Hq, D] to each sequence's k, v [T, Hkv, D] so far: [T, Hq, D]."""
         ...
 
 
 def hidden_states(weights: ModelWeights, ids: Tensor, turn: Rotation, mixers: Mixers) -> Tensor:
-    """States [T, H] of ids [T] after the last norm; its factor is in the head."""
+    """Return the states [T, H] of ids [T] after the last norm; its factor is in the head."""
     h = embedding(ids, weights.embed)
     for layer in weights.layers:
         x = _norm(h, weights.eps)
@@ -54,7 +54,7 @@ def _norm(x: Tensor, eps: Tensor) -> Tensor:
 
 
 def _delta_net(w: DeltaWeights, h: Tensor, x: Tensor, index: int, mixers: Mixers) -> Tensor:
-    """h + the delta net of x."""
+    """Add the delta net of x to h."""
     qkv, z, b, a = w.project(x)
     keys = w.key_heads * w.key_dim
     y, count = mixers.convolve(index, qkv, w.conv), x.shape[0]
@@ -73,7 +73,7 @@ def _delta_net(w: DeltaWeights, h: Tensor, x: Tensor, index: int, mixers: Mixers
 
 
 def _attention(w: AttentionWeights, h: Tensor, x: Tensor, index: int, turn: Rotation, mixers: Mixers) -> Tensor:
-    """h + the attention of x."""
+    """Add the attention of x to h."""
     both, v, gate = w.split(x)
     if w.norm is not None:
         both = _norm(both, w.eps) * w.norm if x.dtype == w.norm.dtype else _scaled_norm(both, w.norm, w.eps)
@@ -84,5 +84,5 @@ def _attention(w: AttentionWeights, h: Tensor, x: Tensor, index: int, turn: Rota
 
 
 def _scaled_norm(x: Tensor, factor: Tensor, eps: Tensor) -> Tensor:
-    """Norm and factor of a narrow type: rounded once, as the module does."""
+    """Compute norm and factor of a narrow type, rounded once as in the module."""
     return (_norm(x.float(), eps) * factor).to(x.dtype)

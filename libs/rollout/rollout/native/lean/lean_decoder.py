@@ -45,7 +45,7 @@ class LeanDecoder:
     def prefill(
         self, prompts: Sequence[Sequence[int]], pasts: Sequence[Past[PackedCache]] | None = None
     ) -> tuple[Tensor, PackedCache]:
-        """Return one packed pass over the prompts."""
+        """Run one packed pass over the prompts."""
         device = self._weights.embed.device
         fed = [len(p) for p in prompts]
         before = [0] * len(fed) if pasts is None else [cache.lengths[pick] for cache, pick in pasts]
@@ -59,7 +59,7 @@ class LeanDecoder:
         return logits, mixers.cache if isinstance(mixers, Continued) else mixers
 
     def experts(self, pick: int, cache: PackedCache | None = None) -> None:
-        """See `Decoder`. The models that are written here have none."""
+        """Return None: the families here have no experts."""
 
     def keep(self, slots: Sequence[int]) -> PackedCache:
         """See `Decoder`."""

@@ -1,9 +1,9 @@
-"""What the lean pass reads of a module: its own parameters, and small tensors derived from them.
+"""Weights of the lean pass: the module's own parameters, and small tensors derived from them.
 
 Large matrices are the module's own tensors. Projections of one input whose matrices are small together are joined into
 one, transposed, with the factors of the norm before them multiplied in: there a step's time is the number of calls, not
 of multiplications. Derived tensors are copies, so `read` is called again when the module's weights have changed
-(`fingerprint`). Who reads them is a file a family: `qwen3_5`, `dense`.
+(`fingerprint`). Each family has a file that reads them: `qwen3_5`, `dense`.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from rollout.native.lean.product import Matrix, product
 
 JOIN_ELEMENTS = 1 << 22
-"""Matrices of one input are joined where they have at most so many elements together."""
+"""Most elements of all matrices of one input together for which they are joined."""
 
 
 @dataclass(frozen=True)
 class Projection:
-    """One input [T, H], several outputs: by one joined matrix, or by matrices [size, H] of their own.
+    """One input [T, H], several outputs: by one joined matrix, or by separate matrices [size, H].
 
     `factor` [H] multiplies the input first; None where it is multiplied into the matrix. `shift` is added to the joined
     output.
@@ -64,7 +64,7 @@ class Projection:
         return self.joined(self._scaled(x), self.shift)
 
     def added_to(self, h: Tensor, x: Tensor) -> Tensor:
-        """h + the one output of x."""
+        """Add the only output of x to h."""
         if self.joined is None or self.shift is not None:
             return h + self(x)[0]
         return self.joined(self._scaled(x), h)
@@ -91,8 +91,7 @@ class DeltaWeights:
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """Softmax attention, gated or not. `norm` [Hq + Hkv, D]: the factors of the norms of queries and keys, None where
-    there are no such norms.
+    """Softmax attention, gated or not. `norm` [Hq + Hkv, D]: factors of the norms of queries and keys, or None.
 
     `project` gives q, k, v and, if gated, the gate where it is joined; else q (with the gate, head by head), k and v.
     """
@@ -108,7 +107,7 @@ class AttentionWeights:
     gated: bool
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Queries and keys [T, Hq + Hkv, D], values [T, Hkv, D], gate [T, Hq * D] or None."""
+        """Return queries and keys [T, Hq + Hkv, D], values [T, Hkv, D], gate [T, Hq * D] or None."""
         if self.project.joined is None:
             return self._apart(x)
         y, count = self.project.whole(x), self.heads + self.kv_heads
@@ -139,7 +138,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """The whole model. The norms' factors stand in the projections behind them; `eps` [1] is theirs."""
+    """The whole model. The norms' factors are in the projections after them; `eps` [1] is theirs."""
 
     embed: Tensor
     layers: tuple[LayerWeights, ...]
@@ -163,12 +162,12 @@ def joinable(parts: Sequence[tuple[Tensor, Tensor | None]]) -> bool:
 
 
 def wide(x: Tensor) -> Tensor:
-    """Float32, or float64 as it is: the type in which norms, decays and states are computed."""
+    """Cast to float32, except from float64: the type in which norms, decays and states are computed."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def pair(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of a linear layer."""
+    """Return weight and bias of a linear layer."""
     return layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
 
 

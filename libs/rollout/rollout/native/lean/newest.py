@@ -1,17 +1,17 @@
-"""Softmax attention of each row's newest token to all that is in its slot."""
+"""Softmax attention of each row's newest token to all tokens in its slot."""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 FUSED_WIDTH = 64
-"""Keys of a token, all heads together, up to which a row's heads stand in one product."""
+"""Most dimensions of a token's keys, all heads together, for which a row's heads are one product."""
 FUSED_ROWS = 32
-"""Rows from which they do."""
+"""Least number of rows for which they are."""
 
 
 def attend_newest(q: Tensor, kv: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention of q [n, Hq, D] to keys and values kv [n, span, 2, Hkv, D]: [n, Hq, D].
+    """Return attention of q [n, Hq, D] to keys and values kv [n, span, 2, Hkv, D]: [n, Hq, D].
 
     `mask` [n, 1, 1, span] is added to the scores; the first Hq / Hkv queries share the first head of keys, and so on.
     """
@@ -27,8 +27,8 @@ def attend_newest(q: Tensor, kv: Tensor, mask: Tensor | None, scale: float) -> T
 
 
 def _fused(q: Tensor, kv: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Return one product a row: each query is zero but for its own head's dimensions, so that what small heads cost, a
-    call for each, is paid once a row."""
+    """Compute one product a row instead of one a head, which saves calls for small heads: each query is zero but for
+    its own head's dimensions."""
     n, _, _, kv_heads, dim = kv.shape
     keys, values = kv.flatten(3).unbind(2)  # [n, span, Hkv * D]
     own = torch.eye(kv_heads, dtype=q.dtype).mul_(scale)[:, None, :, None]

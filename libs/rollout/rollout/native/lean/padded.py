@@ -11,7 +11,7 @@ from seqpack.ops.varlen_attention import buckets
 
 
 class Padded:
-    """Where the tokens of packed prompts stand once prompts of like lengths are padded to their longest."""
+    """Indices that pad packed prompts of like lengths to their longest."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         starts = [0, *accumulate(lengths)]
@@ -29,7 +29,7 @@ class Padded:
         self._back = back
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Return each prompt to itself: q [T, Hq, D], k and v [T, Hkv, D] to [T, Hq, D]."""
+        """Return causal attention within each prompt: q [T, Hq, D], k and v [T, Hkv, D] to [T, Hq, D]."""
         outputs: list[Tensor] = []
         for taken, count, longest in self._groups:
             queries, keys, values = (

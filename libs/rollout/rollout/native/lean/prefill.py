@@ -1,4 +1,4 @@
-"""Prompts side by side in one packed pass: no padding, and the caches that decoding goes on from."""
+"""Prompts side by side in one packed pass: no padding, and the caches that decoding continues from."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from seqpack.ops import attention, causal_conv1d, causal_conv1d_state, gated_del
 
 @dataclass
 class PackedCache:
-    """Caches after m prompts of T tokens together; it is the pass's `Mixers` and keeps what each layer leaves.
+    """Caches after m prompts of T tokens together; it is the pass's `Mixers` and keeps the state of each layer.
 
     `kv` [T, 2, Hkv, D] an attention layer; `conv` [m, D, K - 1] and `state` [m, Hv, Dk, Dv] a delta net.
     """
@@ -31,17 +31,17 @@ class PackedCache:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> "PackedCache":
-        """Return an empty one for prompts of these lengths."""
+        """Return an empty cache for prompts of these lengths."""
         return cls(tuple(lengths), torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device))
 
     def convolve(self, index: int, x: Tensor, weight: Tensor) -> Tensor:
-        """Return each prompt over its own past; its last K - 1 inputs are kept."""
+        """Convolve each prompt by itself, and keep its last K - 1 inputs."""
         assert index == len(self.conv)
         self.conv.append(causal_conv1d_state(x, self.cu_seqlens, weight.shape[1]))
         return causal_conv1d(x, weight, None, self.cu_seqlens, "silu")
 
     def recur(self, index: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """Return each prompt from a zero state; its last state is kept."""
+        """Run the recurrence of each prompt from a zero state, and keep its last state."""
         assert index == len(self.state)
         o, final = gated_delta_rule(q, k, v, g, beta, self.cu_seqlens, output_final_state=True)
         assert final is not None
@@ -49,7 +49,7 @@ class PackedCache:
         return o
 
     def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Return each prompt to itself; keys and values are kept."""
+        """Return causal attention within each prompt, and keep keys and values."""
         assert index == len(self.kv)
         self.kv.append(torch.stack([k, v], dim=1))
         if self._padded is not None:
@@ -57,13 +57,13 @@ class PackedCache:
         return attention(q, k, v, self.cu_seqlens, scale, max_seqlen=max(self.lengths))
 
     def tokens_of(self, picks: Sequence[int]) -> Tensor:
-        """Return where the tokens of the picked prompts stand, prompt by prompt, int64."""
+        """Return the indices of the tokens of the picked prompts, prompt by prompt, int64."""
         starts = [0, *accumulate(self.lengths)]
         return spans([starts[i] for i in picks], [self.lengths[i] for i in picks], self.cu_seqlens.device)
 
 
 def spans(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
-    """start, start + 1, ..., start + length - 1 of each, one after another, int64."""
+    """Return start, start + 1, ..., start + length - 1 of each, one after another, int64."""
     sizes = torch.tensor(lengths)
     ends = sizes.cumsum(0)
     shifts = torch.tensor(starts) - (ends - sizes)  # from where a span stands in the result to what it says there

@@ -1,6 +1,6 @@
-"""Matrix products on a CPU, each number of tokens by what is quickest there.
+"""Matrix products on a CPU, by the fastest way for each number of tokens.
 
-Torch hands float32 products to MKL. oneDNN, which torch has beside it, does those of many tokens at twice the rate
+Torch gives float32 products to MKL. oneDNN, which torch has beside it, computes those of many tokens at twice the rate
 where MKL does not know the processor (an AMD EPYC with AVX-512: 240 against 105 GFLOP/s), and costs 8 microseconds more
 a call; a matrix that it packed once is not brought into its layout at every call. One token's product waits for the
 matrix to be read: by MKL at 21 to 29 GB/s there; as a weighted sum of rows, which is what `embedding_bag` makes, at 33
@@ -33,7 +33,7 @@ _PACK: Any = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None) if _ONEDN
 
 
 def worthwhile(x: Tensor, outputs: int) -> bool:
-    """Return whether oneDNN should multiply x [T, H] by a matrix of so many outputs, as it lies in the module."""
+    """Return whether oneDNN should multiply x [T, H] by the module's own matrix of so many outputs."""
     return (
         x.shape[0] >= MIN_ROWS
         and x.shape[0] * x.shape[1] * outputs >= WORTHWHILE
@@ -44,7 +44,7 @@ def worthwhile(x: Tensor, outputs: int) -> bool:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, H] times the transpose of weight [N, H], plus bias [N]: [T, N]. Without gradients."""
+    """Return x [T, H] times the transpose of weight [N, H], plus bias [N]: [T, N]. Without gradients."""
     if worthwhile(x, weight.shape[0]):
         done: Tensor = _ONEDNN(x, weight, bias, "none", [], "")
         return done
@@ -53,7 +53,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A copy of a matrix of N outputs of H inputs, in the layouts that products read quickest. Without gradients.
+    """A copy of a matrix of N outputs of H inputs, in the layouts that products read fastest. Without gradients.
 
     `columns` [H, N]; `special`: float32 on a CPU, where torch has oneDNN.
     """
@@ -69,12 +69,12 @@ class Matrix:
 
     @functools.cached_property
     def packed(self) -> Tensor:
-        """As oneDNN lays it out; made when several tokens ask for the first time."""
+        """The matrix in oneDNN's layout; made at the first product of several tokens."""
         made: Tensor = _PACK(self.columns.t().contiguous(), PACKED_FOR)
         return made
 
     def __call__(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
-        """x [T, H] times the matrix, plus shift [N] or [T, N]: [T, N]."""
+        """Multiply x [T, H] by the matrix, plus shift [N] or [T, N]: [T, N]."""
         rows, columns = x.shape[0], self.columns
         if self.special:
             if rows == 1 and columns.numel() >= READ_ONCE:
@@ -87,7 +87,7 @@ class Matrix:
 
 
 def _read_once(x: Tensor, columns: Tensor) -> Tensor:
-    """x [1, H] times columns [H, N]: the sum of its rows, each times its element of x; a part of them a thread."""
+    """Return x [1, H] times columns [H, N] as a sum of weighted rows; each thread sums a part of them."""
     order, begins = _order(x.shape[1], min(torch.get_num_threads(), x.shape[1]))
     parts = torch.embedding_bag(columns, order, begins, False, 0, False, x.view(-1))[0]
     return parts if parts.shape[0] == 1 else parts.sum(0, keepdim=True)

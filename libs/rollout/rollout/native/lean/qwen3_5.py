@@ -20,7 +20,7 @@ from rollout.native.lean.model_weights import (
 
 
 def read_qwen3_5(model: nn.Module) -> ModelWeights:
-    """Return the present weights of a module of exact class Qwen3_5ForCausalLM."""
+    """Read the present weights of a module of exact class Qwen3_5ForCausalLM."""
     text: Any = model.model
     head: Any = model.lm_head
     layers: list[LayerWeights] = []
@@ -93,7 +93,7 @@ def _attention(net: qwen.Qwen3_5Attention, before: Tensor) -> AttentionWeights:
 
 
 def _halves(x: Tensor | None, heads: int, dim: int) -> tuple[Any, Any]:
-    """Return the rows of q_proj that make queries, and those that make the gate; they alternate head by head."""
+    """Return the rows of q_proj for the queries, and those for the gate; they alternate head by head."""
     if x is None:
         return None, None
     parts = x.unflatten(0, (heads, 2, dim))

@@ -26,8 +26,7 @@ class Rotation:
 
 class Rotary:
     """A table over positions that grows as they do; its module takes positions [axes, T]. Text has one position for all
-    axes of the multi-axis rotary, which asks for them as [axes, 1, T].
-    """
+    axes of the multi-axis rotary, which takes them as [axes, 1, T]."""
 
     def __init__(self, module: nn.Module, head_dim: int, like: Tensor, axes: int) -> None:
         self._module = module
@@ -58,5 +57,5 @@ class Rotary:
 
 
 def head_dim_of(config: Any) -> int:
-    """Dimensions of a head, which older configurations leave to be counted."""
+    """Return the dimensions of a head, which older configurations leave out."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

@@ -1,7 +1,7 @@
 """Slots of decoding rows: keys and values by position, convolution and recurrent states, advanced one token a step.
 
-Row r's keys and values of its position p lie at kv[r, p]: rows of any length stand side by side, a step writes each
-row's newest at its own length, and what lies behind a row's length is masked. Both dimensions grow by doubling.
+Row r's keys and values of its position p are at kv[r, p]: rows of any length are side by side, a step writes each row's
+newest at its own length, and positions past a row's length are masked. Both dimensions grow by doubling.
 """
 
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ class Slots:
             mine.index_copy_(0, rows, state.index_select(0, chosen).to(mine.dtype))
 
     def keep(self, slots: Sequence[int]) -> PackedCache:
-        """Copies of rows, packed."""
+        """Copy rows into a packed cache."""
         source, rows = self._tokens_of(slots), torch.tensor(slots, device=self._device)
         cache = PackedCache.of([self.lengths[s] for s in slots], self._device)
         cache.kv = [kv.flatten(0, 1).index_select(0, source) for kv in self._kv]
@@ -84,7 +84,7 @@ class Slots:
                 state.index_copy_(0, rows, state.index_select(0, chosen))
 
     def begin(self, n: int) -> None:
-        """Prepare a step of the first n rows: where each writes, and what each sees."""
+        """Prepare a step of the first n rows: the positions that each writes, and the mask of what each sees."""
         lengths = self.lengths[:n]
         self._reserve(n, max(lengths) + 1)
         self._n, self._span = n, max(lengths) + 1
@@ -97,7 +97,7 @@ class Slots:
             self._mask.masked_fill_(hidden[:, None, None], float("-inf"))
 
     def end(self) -> None:
-        """The rows of the step are one token longer."""
+        """Count one more token for each row of the step."""
         for row in range(self._n):
             self.lengths[row] += 1
 
@@ -113,13 +113,13 @@ class Slots:
         return gated_delta_rule_step(q, k, v, g, beta, self._state[index].narrow(0, 0, self._n), inplace=True)[0]
 
     def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Write the newest keys and values, attend to all of each row."""
+        """Write the newest keys and values; return attention to all tokens of each row."""
         kv = self._kv[index]
         kv.flatten(0, 1).index_copy_(0, self._writes, torch.stack([k, v], dim=1))
         return attend_newest(q, kv.narrow(0, 0, self._n).narrow(1, 0, self._span), self._mask, scale)
 
     def _tokens_of(self, slots: Sequence[int]) -> Tensor:
-        """Return where the tokens of slots stand in the flat buffers of keys and values, slot by slot, int64."""
+        """Return the indices of slots' tokens in the flat buffers of keys and values, slot by slot, int64."""
         return spans([s * self._length for s in slots], [self.lengths[s] for s in slots], self._device)
 
     @property
@@ -127,7 +127,7 @@ class Slots:
         return self._kv[0].dtype if self._kv else torch.float32
 
     def _reserve(self, rows: int, length: int) -> None:
-        """Room for so many rows of so many tokens."""
+        """Allocate at least `rows` rows of `length` tokens."""
         if length > self._length:
             self._length = max(MIN_LENGTH, 2 * self._length, length)
             self._kv = [_grown(kv, 1, self._length) for kv in self._kv]

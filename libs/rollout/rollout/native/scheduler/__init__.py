@@ -1,1 +1,1 @@
-"""Which requests decode together, when they begin, and how their results are delivered."""
+"""The scheduler: which requests decode together, when they begin, and how their results are delivered."""

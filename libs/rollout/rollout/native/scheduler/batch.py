@@ -3,19 +3,19 @@
 A step does four things:
 
 1. Admit: waiting requests take free slots, first come first served. Prompts not read yet are prefilled, equal ones
-   once, from the end of a kept stream where one is a prefix; each admitted request gets its first token, and those that
-   it ends never take a slot.
-2. Compact: where too few of the slots below the highest one in use work, rows move down into the free ones.
+   once, from the end of a cached stream where one is a prefix; each admitted request gets its first token, and those
+   that it ends never take a slot.
+2. Compact: where too few of the slots below the highest one in use are taken, rows move down into the free ones.
 3. Decode: every row is fed its newest token and gets its next.
-4. Keep: the state of rows that ended is copied out of their slots, for prompts that go on from there. It is the state
-   after all of their tokens but the last, which was never fed. Rows that a swap of weights struck under way are not
-   kept: their state is a mixture.
+4. Keep: the state of rows that ended goes into the prefix cache, for prompts that continue them. It is the state after
+   all of their tokens but the last, which was never fed. Rows that ran during a weight sync are not cached: their state
+   is a mixture.
 
-Between steps every row's newest token has not been fed yet, so no logits wait: a swap of weights between two steps
-changes the version of the next token of each row and of none before.
+Between steps every row's newest token has not been fed yet, so no logits wait: a weight sync between two steps changes
+the version of the next token of each row and of none before.
 
-Invariants: a request is waiting, or in exactly one slot, or done; done ones were answered once; the slots in use are
-among the first `max_rows`; what is kept was computed by the present weights alone.
+Invariants: a request is waiting, or in exactly one slot, or done; done ones got one result; the slots in use are among
+the first `max_rows`; the prefix cache was computed by the present weights alone.
 """
 
 import math
@@ -40,7 +40,7 @@ class ContinuousBatch:
     """The requests of one decoder. Not thread-safe: its owner lets one thread in at a time.
 
     `max_rows` bounds the slots, `prefill_tokens` the prompt tokens of one prefill (a longer prompt has one of its own)
-    and those kept for prompts that come again, `keep_tokens` the memory of finished streams that are kept.
+    and of the prefill cache, `keep_tokens` the size of the prefix cache.
     """
 
     def __init__(
@@ -77,20 +77,20 @@ class ContinuousBatch:
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for a slot."""
+        """Number of requests that wait for a slot."""
         return len(self._waiting)
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether a step has anything to do."""
         return bool(self._rows) or (bool(self._waiting) and not self.held)
 
     def add(self, request: SequenceRequest) -> None:
-        """Let a request wait for a slot."""
+        """Append a request to those that wait for a slot."""
         self._waiting.append(request)
 
     def end(self, request: SequenceRequest, outcome: StopReason | BaseException) -> None:
-        """Answer a request with what it has and free its slot; nothing where it is done."""
+        """Finish a request with the tokens so far and free its slot; do nothing where it is done."""
         if request.done:
             return
         if request.slot is None:
@@ -100,7 +100,7 @@ class ContinuousBatch:
         request.finish(outcome)
 
     def drop_all(self, error: BaseException) -> None:
-        """Answer everyone with an error, and begin anew."""
+        """Fail all requests with an error, and clear everything."""
         dropped = dict.fromkeys([*self.running, *self._joining, *self._waiting])
         self._leaving = []
         self._kept.clear()
@@ -116,7 +116,7 @@ class ContinuousBatch:
                 request.finish(error)
 
     def swap(self, version: int, recompute: bool) -> None:
-        """Take note of new weights: read prompts are forgotten, and the rows' caches are kept or computed again."""
+        """Record new weights: clear the prefill and prefix caches, and keep or recompute the rows' caches."""
         self.version = version
         self._epoch += 1
         self._park()
@@ -135,18 +135,18 @@ class ContinuousBatch:
                 row.epoch = self._epoch
 
     def continues(self, request: SequenceRequest) -> bool:
-        """Return whether a request's prompt goes on from a kept stream."""
+        """Return whether a request's prompt continues a cached stream."""
         return not shown(request.prompt) and self._kept.longest(request.prompt) is not None
 
     def forget(self) -> None:
-        """Let go of the kept streams."""
+        """Clear the prefix cache."""
         self._kept.clear()
 
     def step(self) -> None:
-        """Admit, compact, decode, keep. Without gradients; `drop_all` is what follows an exception.
+        """Admit, compact, decode, keep. Without gradients; after an exception call `drop_all`.
 
-        A batch that has run empty is as new by the step's end, before anybody hears of an answer: who asks next must
-        not find it one way or the other by chance.
+        A batch that has run empty is reset by the step's end, before any result is delivered: the next request must not
+        depend on when it comes.
         """
         self._park()
         if not self._rows and self.decoder.refresh():
@@ -183,7 +183,7 @@ class ContinuousBatch:
         self._joining = []
 
     def _read(self, requests: Sequence[SequenceRequest]) -> list[PrefilledPrompt[Any]]:
-        """Return what is known of the requests' prompts, after prefilling those of which nothing is."""
+        """Return the prefilled prompts of the requests, after prefilling the unknown ones."""
         found = {p: self._prefixes.get(p) for p in dict.fromkeys(r.prompt for r in requests)}
         unread = sorted((p for p, known in found.items() if known is None), key=len)
         kept = {p: None if shown(p) else self._kept.longest(p) for p in unread}
@@ -200,7 +200,7 @@ class ContinuousBatch:
     def _prefill(
         self, prompts: Sequence[tuple[int, ...]], kept: Sequence[CachedPrefix[Any]] = ()
     ) -> tuple[Tensor, Any]:
-        """Read prompts, from the beginning or all of them from the end of a kept stream."""
+        """Read prompts, from their beginning or all of them from the end of a cached stream."""
         if not kept:
             self.prefilled_tokens += sum(map(len, prompts))
             return self.decoder.prefill(prompts)
@@ -209,7 +209,7 @@ class ContinuousBatch:
         return self.decoder.prefill(fed, [k.past for k in kept])
 
     def _seat(self, staying: Sequence[tuple[SequenceRequest, PrefilledPrompt[Any]]]) -> None:
-        """Give requests the lowest free slots and copy their caches there, a prefill at a time."""
+        """Place requests in the lowest free slots and copy their caches there, a prefill at a time."""
         free = (i for i, row in enumerate([*self._rows, *[None] * len(staying)]) if row is None)
         by_cache: dict[int, tuple[Any, list[int], list[int]]] = {}
         for request, known in staying:
@@ -246,7 +246,7 @@ class ContinuousBatch:
         self._columns = None
 
     def _trim(self) -> None:
-        """Let go of free slots above the highest one in use."""
+        """Drop free slots above the highest one in use."""
         while self._rows and self._rows[-1] is None:
             self._rows.pop()
             self._columns = None
@@ -271,7 +271,7 @@ class ContinuousBatch:
         return torch.tensor(drawn, dtype=torch.float64, device=self._device)[:, None]
 
     def _take(self, request: SequenceRequest, token: int, log_prob: float) -> bool:
-        """Append a sampled token; whether the request goes on."""
+        """Append a sampled token; return whether the request goes on."""
         end: StopReason | ValueError | None
         if math.isfinite(log_prob):
             end = request.take(token, log_prob, self.version)
@@ -294,7 +294,7 @@ class ContinuousBatch:
             request.slot = None
 
     def _park(self) -> None:
-        """Keep the state of the rows that ended since the last step, and release their slots."""
+        """Keep the state of the rows that ended since the last step in the prefix cache, and release their slots."""
         if not self._leaving:
             return
         leaving, self._leaving = self._leaving, []
@@ -317,7 +317,7 @@ class ContinuousBatch:
 
 
 def _parts(items: Sequence[Any], sizes: Sequence[int], most: int) -> Iterator[Sequence[Any]]:
-    """Cut items, in order, into runs of at most `most` together; a larger one is a run of its own."""
+    """Cut items, in order, into parts of at most `most` together; a larger item is a part of its own."""
     begin, held = 0, 0
     for i, size in enumerate(sizes):
         if i > begin and held + size > most:

@@ -9,10 +9,10 @@ from rollout.errors import ForwardErrors
 
 
 class DecodeThread:
-    """Calls `step()` again and again, in one thread, as long as it says that there is more; sleeps otherwise.
+    """A thread that calls `step()` again and again as long as it returns True, and sleeps otherwise.
 
-    `post` hands over something to do between two steps; `start` wakes the thread. Neither waits. An exception of a step
-    goes to `failed`, in the thread, which then sleeps until there is something new.
+    `post` schedules a job between two steps; `start` wakes the thread. Neither waits. An exception of a step is passed
+    to `failed`, in the thread, which then sleeps until there is new work.
     """
 
     def __init__(self, step: Callable[[], bool], failed: Callable[[BaseException], None]) -> None:
@@ -29,18 +29,18 @@ class DecodeThread:
         return self._awake
 
     def post(self, job: Callable[[], None]) -> None:
-        """Have something done between two steps: by this thread once it is awake, or by whoever calls `run_posted`."""
+        """Schedule a job between two steps: by this thread once it is awake, or by a caller of `run_posted`."""
         self._posted.append(job)
 
     def start(self) -> None:
-        """Wake the thread; nothing where it is awake."""
+        """Wake the thread; do nothing where it is awake."""
         with self._mutex:
             if not self._awake:
                 self._awake = True
                 self._executor.submit(self._run)
 
     def run_posted(self) -> None:
-        """Do what was posted, in order. The caller sees to it that no step runs meanwhile."""
+        """Run the posted jobs, in order. The caller ensures that no step runs meanwhile."""
         while self._posted:
             self._posted.popleft()()
 

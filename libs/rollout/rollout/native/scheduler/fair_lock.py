@@ -1,4 +1,4 @@
-"""A lock that is handed on in the order of asking."""
+"""A lock that is passed on in the order of requests."""
 
 import threading
 from collections import deque
@@ -6,9 +6,9 @@ from types import TracebackType
 
 
 class FairLock:
-    """As `threading.Lock` in a with statement, first come first served.
+    """A lock as `threading.Lock` in a with statement, first come first served.
 
-    A thread that releases it and asks again at once, as a decode loop does, comes after those that were waiting.
+    A thread that releases it and acquires it again at once, as a decode loop does, comes after those that were waiting.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class FairLock:
             self._held = False
 
     def _give_up(self, turn: threading.Event) -> None:
-        """An exception (Ctrl-C) came while waiting: leave the queue, or hand on a turn that came at that moment."""
+        """Leave the queue after an exception (Ctrl-C) while waiting, or pass on a turn that came at that moment."""
         with self._mutex:
             if turn in self._queue:
                 self._queue.remove(turn)

@@ -1,13 +1,13 @@
 """Requests that begin together, so that a run repeats to the bit.
 
-Which rows share a decode step decides the last bits of their log-probs. Where requests join at any step, that hangs on
-how fast a thread was; in rounds it follows from the requests alone.
+Which rows share a decode step decides the last bits of their log-probs. Where requests join at any step, that depends
+on the speed of threads; in rounds it follows from the requests alone.
 
-1. Who asks while a round runs begins with the next one.
-2. Who will ask again says so (`attended`): the next round waits until all of them have asked, so that neither a slow
-   environment nor a fast one splits it.
-3. It waits no longer than the last round took, `PATIENCE` seconds at least: an environment that hangs costs the others
-   so much and no more.
+1. A request that comes while a round runs begins with the next one.
+2. A caller that will send more requests uses `attended`: the next round waits until all such callers have sent one, so
+   that neither a slow environment nor a fast one splits it.
+3. It waits at most as long as the last round took, or `PATIENCE` seconds: an environment that hangs delays the others
+   no longer.
 """
 
 import asyncio
@@ -20,9 +20,9 @@ from rollout.native.scheduler.request import SequenceRequest
 from rollout.open_requests import settle
 
 SETTLE_TURNS = 16
-"""Turns of the event loop before a round begins, so that whoever goes on without waiting for anything else can ask."""
+"""Turns of the event loop before a round begins, in which coroutines that wait for nothing else send requests."""
 PATIENCE = 0.25
-"""Seconds that a round waits at least for those who are yet to ask."""
+"""Seconds that a round waits at least for missing requests."""
 
 
 def _order(request: SequenceRequest) -> tuple[int, bytes, tuple[int, ...], int]:
@@ -30,7 +30,7 @@ def _order(request: SequenceRequest) -> tuple[int, bytes, tuple[int, ...], int]:
 
 
 class GangScheduler:
-    """Hands requests over in rounds, each in an order of content.
+    """A queue that starts requests in rounds, each sorted by content.
 
     Used from one event loop at a time; with another loop it starts anew.
     """
@@ -41,7 +41,7 @@ class GangScheduler:
         self._start_anew()
 
     def ask(self, request: SequenceRequest, answer: "asyncio.Future[Any]") -> None:
-        """Let a request begin with the next round. Its part in the round ends when its answer is there."""
+        """Add a request to the next round. It leaves the round when `answer` is done."""
         self._here()
         self._asked.append(request)
         answer.add_done_callback(lambda _: self._leave(request))
@@ -49,7 +49,7 @@ class GangScheduler:
 
     @contextmanager
     def attended(self) -> Iterator[None]:
-        """Within it somebody asks time and again, one request after another: a round waits for the next one."""
+        """Count a caller that sends one request after another inside: a round waits for its next one."""
         self._here()
         mine = self._loop
         self._present += 1
@@ -61,7 +61,7 @@ class GangScheduler:
                 self._news.set()
 
     def hurry(self, request: SequenceRequest) -> None:
-        """Let a request that still waits for its round begin now: somebody wants to end it."""
+        """Start a request that still waits for its round now, because it is to be ended."""
         if request in self._asked:
             self._asked.remove(request)
             self._begin([request])
@@ -102,7 +102,7 @@ class GangScheduler:
             self._begin(begun)
 
     async def _all_asked(self) -> None:
-        """Return once everybody present has asked, or nobody waits any more, or patience is at its end."""
+        """Wait until all present callers have sent a request, or none is waiting, or the time is over."""
         try:
             async with asyncio.timeout(max(PATIENCE, self._took)):
                 while 0 < len(self._asked) < self._present:

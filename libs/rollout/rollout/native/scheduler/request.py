@@ -1,4 +1,4 @@
-"""One request while it is sampled: its prompt, its numbers, the tokens so far."""
+"""One request while it is sampled: its prompt, its random numbers, the tokens so far."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,8 +12,7 @@ _BLOCK = 64
 
 
 def uniforms_of(seed: int) -> Iterator[float]:
-    """Yield numbers in [0, 1), float64, one a token: a stream of its own for each seed, whoever else is sampled beside
-    it."""
+    """Yield numbers in [0, 1), float64, one a token: a stream for each seed, whatever else is in the batch."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield from torch.rand(_BLOCK, dtype=torch.float64, generator=generator).tolist()
@@ -28,16 +27,16 @@ class SequenceRequest:
     seed: int
     answer: Callable[[Completion | BaseException], None]
     told: Callable[[int, float], None] | None = None
-    """Hears of every token and its log-prob when it is taken."""
+    """Function that gets every token and its log-prob when it is taken."""
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     slot: int | None = None
     epoch: int = 0
-    """Of the weights that computed all of the slot's state."""
+    """Number of the weights that computed all of the slot's state."""
     done: bool = False
     experts: RoutedExperts | None = None
-    """Of the tokens that were read, where somebody notes them."""
+    """Experts of the tokens that were read, where they are recorded."""
 
     def __post_init__(self) -> None:
         self.uniforms = uniforms_of(self.seed)
@@ -45,7 +44,7 @@ class SequenceRequest:
         self._limit = self.sampling.max_new_tokens
 
     def take(self, token: int, log_prob: float, version: int) -> StopReason | None:
-        """Append a token; why it was the last, or None."""
+        """Append a token; return why it was the last, or None."""
         self.ids.append(token)
         self.log_probs.append(log_prob)
         self.versions.append(version)
@@ -56,11 +55,11 @@ class SequenceRequest:
         return "length" if len(self.ids) == self._limit else None
 
     def note(self, experts: RoutedExperts | None) -> None:
-        """Keep the experts of tokens of which none were kept before."""
+        """Add the experts of tokens for which there are none yet."""
         self.experts = merged(self.experts, experts)
 
     def finish(self, outcome: StopReason | BaseException) -> None:
-        """Answer with what there is, or with an error."""
+        """Call `answer` with the tokens so far, or with an error."""
         assert not self.done
         self.done = True
         if isinstance(outcome, BaseException):

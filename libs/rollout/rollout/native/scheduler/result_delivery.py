@@ -1,4 +1,4 @@
-"""Answers on their way from the thread that decodes to the event loops that wait."""
+"""Delivery of results from the decoding thread to the event loops that wait."""
 
 import asyncio
 import contextlib
@@ -11,18 +11,18 @@ from rollout.errors import ForwardErrors
 
 
 class ResultDelivery:
-    """Collects what futures are to be told; `send` wakes each loop once, however many of its futures are answered."""
+    """Results for futures; `send` wakes each loop once, however many of its futures get one."""
 
     def __init__(self) -> None:
         self._collected: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
 
     def put(self, future: "asyncio.Future[Any]", answer: Any) -> None:
-        """Have a future told its result, or an exception."""
+        """Store a future's result, or an exception."""
         self._post(future, lambda: _resolve(future, answer))
 
     def stream(self, future: "asyncio.Future[Any]", on_tokens: OnTokens) -> Callable[[int, float], None]:
-        """Return a function that takes a token and its log-prob for `on_tokens`, which hears of it in the loop of the
-        future whose answer it is part of. What `on_tokens` raises becomes the future's exception."""
+        """Return a function that takes a token and its log-prob and passes them to `on_tokens` in the future's loop.
+        What `on_tokens` raises becomes the future's exception."""
         fresh: deque[tuple[int, float]] = deque()
 
         def deliver() -> None:
@@ -42,7 +42,7 @@ class ResultDelivery:
         self._collected.setdefault(future.get_loop(), []).append(call)
 
     def send(self) -> None:
-        """Hand over what was collected, from any thread; nobody listens any more where a loop is closed."""
+        """Send all stored results, from any thread; those of closed loops are dropped."""
         collected, self._collected = self._collected, {}
         for loop, calls in collected.items():
             with contextlib.suppress(RuntimeError):

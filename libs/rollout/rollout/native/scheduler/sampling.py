@@ -25,7 +25,7 @@ class SamplingRows:
 
     @classmethod
     def build(cls, settings: Sequence[Sampling], device: torch.device) -> "SamplingRows":
-        """Columns on `device` from one Sampling a row."""
+        """Build the columns on `device` from one Sampling a row."""
         heated = any(s.temperature != 1 for s in settings)
         filters = any(s.top_k or s.top_p < 1 for s in settings)
         greedy = [s.greedy for s in settings]
@@ -39,8 +39,7 @@ class SamplingRows:
 
 
 def sampled_log_probs(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Return log-probs (n, V) float32 of the distribution that is sampled from; -inf where a filter took a token
-    out."""
+    """Return log-probs (n, V) float32 of the distribution that is sampled from; -inf for filtered tokens."""
     logits = logits.float()
     if rows.temperature is not None:
         logits = logits / rows.temperature
@@ -63,11 +62,11 @@ def _filter(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def choose(logits: Tensor, rows: SamplingRows, uniforms: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return tokens (n,) int64 and their log-probabilities (n,) float32, by one number in [0, 1) a row: `uniforms` (n,
-    1) float64, None where all rows are greedy.
+    """Choose tokens (n,) int64 and return them with their log-probs (n,) float32.
 
-    Inverse CDF: the first token whose cumulative probability exceeds the number, which is scaled to the CDF's last
-    value so that a token of probability zero is never chosen.
+    `uniforms` (n, 1) float64 in [0, 1), one a row, are None where all rows are greedy. Inverse CDF: the first token
+    whose cumulative probability exceeds the number, which is scaled to the CDF's last value so that a token of
+    probability zero is never chosen.
     """
     log_probs = sampled_log_probs(logits, rows)
     if rows.all_greedy or uniforms is None:
