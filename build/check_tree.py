@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from house import check_house
+from public_words import check_public_words, public_names, read_exceptions, read_field
 from readmes import check_installs, check_links, check_numbers, check_reached, check_screens
 
 # Spelled so that this file does not hold them itself.
@@ -95,6 +96,7 @@ def main() -> int:
     ]
     sources = {name: Path(name).read_text() for name in names if name.endswith(".py")}
     complaints += check_house(sources) + check_numbers(Path("README.md").read_text(), sources)
+    complaints += check_public_words(public_names(sources), read_field(), read_exceptions())
     print("\n".join(complaints))
     print(f"{len(names)} tracked files, {len(complaints)} complaints")
     return int(bool(complaints))

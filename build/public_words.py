@@ -1,14 +1,15 @@
 """Words of the public names of libraries and apps, compared with those of other packages for post-training.
 
-Newcomers know TRL, verl, torchtitan, vLLM and PyTorch. So each word of a public name occurs in an identifier of one of
-them (field_words.txt.gz, written by proofs/field_words.py from their wheels), or it is a line of
-field_words_exceptions.txt: the word, then why no word of the field says it.
+Newcomers know TRL, verl, torchtitan, vLLM and PyTorch. So each word of a public name, or its singular, occurs in an
+identifier of one of them (field_words.txt.gz, written by proofs/field_words.py from their wheels), or it is a line of
+field_words_exceptions.txt: the word, then why no word of the field says it. Aliases, which keep an earlier name
+(`old = new`, `old = renamed("new")`), may have other words.
 """
 
 import ast
 import gzip
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 FIELD = Path(__file__).parent / "field_words.txt.gz"
@@ -23,26 +24,31 @@ def words(name: str) -> list[str]:
     return [word.lower() for word in WORD.findall(name)]
 
 
+def read_field() -> set[str]:
+    """Return the words of the field's identifiers."""
+    return set(gzip.decompress(FIELD.read_bytes()).decode().split())
+
+
 def read_exceptions() -> dict[str, str]:
     """Return the words that the field lacks, with the reasons for them."""
-    lines = EXCEPTIONS.read_text().splitlines() if EXCEPTIONS.exists() else []
+    lines = EXCEPTIONS.read_text().splitlines()
     return {word: reason for word, _, reason in (line.partition(" ") for line in lines if line)}
 
 
-def public_names(root: Path) -> dict[str, str]:
-    """Return the public names of the libraries and apps below a folder, each with the place of the last one."""
+def public_names(texts: Mapping[str, str]) -> dict[str, str]:
+    """Return the public names of the libraries' and apps' files, by path, each with the last file that has it."""
     names: dict[str, str] = {}
-    for path in sorted([*root.glob("libs/*/*/**/*.py"), *root.glob("apps/**/*.py")]):
-        place = path.relative_to(root).as_posix()
-        if is_public(place):
-            names |= dict.fromkeys((name for name in names_of(place, ast.parse(path.read_text()))), place)
+    for path, text in texts.items():
+        if is_public(path):
+            names |= dict.fromkeys(names_of(path, ast.parse(text)), path)
     return names
 
 
 def is_public(path: str) -> bool:
     """Return whether others import a file: neither a test nor a benchmark."""
-    inner = {"benchmarks", "tests", "site"}.isdisjoint(PurePosixPath(path).parts)
-    return inner and not path.endswith("_test.py")
+    parts = PurePosixPath(path).parts
+    shipped = parts[0] == "apps" or (parts[0] == "libs" and len(parts) > 3)
+    return shipped and {"benchmarks", "tests", "site"}.isdisjoint(parts) and not path.endswith("_test.py")
 
 
 def names_of(path: str, tree: ast.Module) -> Iterator[str]:
@@ -63,6 +69,8 @@ def _defined(body: list[ast.stmt]) -> Iterator[str]:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                 if not name.startswith("_") or name == "__init__":
                     yield from (one for one in (name, *_arguments(node)) if not one.startswith("_"))
+            case ast.Assign(value=ast.Name() | ast.Call(func=ast.Name(id="renamed"))):
+                pass  # an alias
             case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
                 yield from [] if name.startswith("_") else [name]
 
@@ -83,18 +91,27 @@ def names_by_word(names: Mapping[str, str]) -> dict[str, list[str]]:
     return result
 
 
-def check_public_words(root: Path) -> list[str]:
+def missing_words(ours: Iterable[str], field: Collection[str]) -> list[str]:
+    """Return the words of ours that the field has neither as they are nor in the singular."""
+    return [word for word in ours if not any(form in field for form in (word, *_singulars(word)))]
+
+
+def _singulars(word: str) -> list[str]:
+    endings = {"ies": "y", "es": "", "s": ""}
+    return [word.removesuffix(plural) + end for plural, end in endings.items() if word.endswith(plural)]
+
+
+def check_public_words(names: Mapping[str, str], field: Collection[str], exceptions: Mapping[str, str]) -> list[str]:
     """Return complaints about words that the field lacks, and about exceptions that no name needs."""
-    names, exceptions = public_names(root), read_exceptions()
-    field = set(gzip.decompress(FIELD.read_bytes()).decode().split())
-    complaints = [
-        f"{names[holders[0]]}: {holders[0]}: {word!r} is in no identifier of TRL, verl, torchtitan, vLLM or PyTorch: "
-        f"take a word of theirs, or give a reason in build/{EXCEPTIONS.name}"
-        for word, holders in names_by_word(names).items()
-        if word not in field and word not in exceptions
-    ]
     used = names_by_word(names)
-    unneeded = [word for word in exceptions if word in field or word not in used]
-    reasonless = [word for word, reason in exceptions.items() if not reason]
-    complaints += [f"build/{EXCEPTIONS.name}: {word!r} is of the field, or of no public name" for word in unneeded]
-    return complaints + [f"build/{EXCEPTIONS.name}: {word!r} has no reason" for word in reasonless]
+    complaints = [
+        f"{names[used[word][0]]}: {used[word][0]}: {word!r} is in no identifier of TRL, verl, torchtitan, vLLM or "
+        f"PyTorch: take a word of theirs, or give a reason in build/{EXCEPTIONS.name}"
+        for word in missing_words(used, {*field, *exceptions})
+    ]
+    needed = {form for word in missing_words(used, field) for form in (word, *_singulars(word))}
+    return complaints + [
+        f"build/{EXCEPTIONS.name}: {word!r} has no reason, or is of the field, or of no public name"
+        for word, reason in exceptions.items()
+        if not reason or word not in needed
+    ]

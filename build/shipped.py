@@ -58,8 +58,9 @@ def imported(node: ast.AST, deep: bool = True) -> Iterator[str]:
         elif isinstance(child, ast.ImportFrom) and child.module:
             yield child.module
             yield from (f"{child.module}.{alias.name}" for alias in child.names)
-        elif isinstance(child, ast.Constant) and isinstance(child.value, str) and re.fullmatch(r"[\w.]+", child.value):
-            yield f"'{child.value}"
+        elif isinstance(child, ast.Constant) and isinstance(child.value, str):
+            if re.fullmatch(r"[\w.]+(:\w+)?", child.value):
+                yield f"'{child.value.partition(':')[0]}"
         yield from imported(child, deep)
 
 
@@ -83,7 +84,7 @@ def imports(path: Path) -> frozenset[str]:
 
 @cache
 def mentions(path: Path) -> frozenset[str]:
-    """Return the imports of a module, and each string in it that could be a module's name (`_EXPORTS`, commands)."""
+    """Return the imports of a module, and each string in it that could name a module (`_EXPORTS`, "module:object")."""
     return frozenset(name.removeprefix("'") for name in imported(ast.parse(path.read_text())))
 
 

@@ -75,7 +75,7 @@ def picture(boxes: list[Box], arrows: list[Arrow], width: int, height: int) -> s
     return head + "\n".join(item.svg() for item in [*arrows, *boxes]) + "\n</svg>\n"
 
 
-def house() -> str:
+def architecture() -> str:
     """Return the drawing of the libraries, the apps, and which may import which."""
     boxes = [
         Box(
@@ -86,17 +86,18 @@ def house() -> str:
             ("thin: they compose the libraries below, and may import all of them",),
             "app",
         ),
-        Box("runlog", 640, 120, 200, ("progress, metrics, report",)),
-        Box("runplan", 20, 110, 260, ("memory, time, requirements",)),
-        Box("rollout", 20, 190, 240, ("generation, episodes, tools", "weight transfer: receiving")),
-        Box("objectives", 300, 190, 200, ("advantages, losses,", "KL, off-policy weights")),
-        Box("engines", 540, 210, 300, ("families, weights", "one step over executors: FSDP2, ...")),
-        Box("dyncp", 600, 330, 240, ("plan, split, attend, merge", "over groups of ranks")),
-        Box("chat_tools", 20, 445, 240, ("messages to tokens and masks", "text to tool calls")),
+        Box("schedules", 20, 110, 260, ("sync, one step off, fully async", "weight sync and its checks")),
+        Box("runplan", 300, 110, 280, ("memory, time and requirements", "of a run, from its configs")),
+        Box("runlog", 640, 110, 200, ("progress, metrics, report",)),
+        Box("rollout", 20, 230, 260, ("generation, episodes, tools", "weight transfer: receiving")),
+        Box("objectives", 300, 230, 200, ("advantages, losses,", "KL, off-policy weights")),
+        Box("engines", 540, 230, 300, ("families, weights", "one step over executors: FSDP2, ...")),
+        Box("dyncp", 600, 350, 240, ("plan, split, attend, merge", "over groups of ranks")),
+        Box("chat_tools", 20, 465, 240, ("messages to tokens and masks", "text to tool calls")),
         Box(
             "seqpack",
             360,
-            445,
+            465,
             400,
             (
                 "plans, packed batches, costs; the batch and its totals",
@@ -105,16 +106,17 @@ def house() -> str:
         ),
     ]
     arrows = [
-        Arrow(((140, 161), (140, 190))),
-        Arrow(((280, 140), (560, 140), (560, 210))),
-        Arrow(((140, 258), (140, 445))),
-        Arrow(((220, 258), (380, 445))),
-        Arrow(((400, 258), (480, 445))),
-        Arrow(((720, 278), (720, 330))),
-        Arrow(((560, 278), (540, 445))),
-        Arrow(((700, 398), (660, 445))),
+        Arrow(((140, 178), (140, 230))),
+        Arrow(((340, 178), (340, 204), (230, 204), (230, 230))),
+        Arrow(((560, 178), (560, 230))),
+        Arrow(((140, 298), (140, 465))),
+        Arrow(((220, 298), (380, 465))),
+        Arrow(((400, 298), (480, 465))),
+        Arrow(((720, 298), (720, 350))),
+        Arrow(((570, 298), (540, 465))),
+        Arrow(((700, 418), (660, 465))),
     ]
-    return picture(boxes, arrows, 860, 530)
+    return picture(boxes, arrows, 860, 550)
 
 
 def step() -> str:
@@ -137,7 +139,7 @@ def step() -> str:
             ),
         ),
         Box("engine.export_weights", 230, 232, 210, ("WeightPiece: name, shape,", "offset, flat")),
-        Box("rollout engine", 20, 232, 150, ("version + 1",)),
+        Box("sampler", 20, 232, 150, ("weight sync,", "version + 1")),
     ]
     arrows = [
         Arrow(((170, 75), (230, 75)), "task"),
@@ -152,9 +154,9 @@ def step() -> str:
 
 
 def main() -> None:
-    """Write docs/house.svg and docs/step.svg."""
+    """Write docs/architecture.svg and docs/step.svg."""
     docs = Path(os.environ.get("BUILD_WORKSPACE_DIRECTORY", ".")) / "docs"
-    for name, text in {"house": house(), "step": step()}.items():
+    for name, text in {"architecture": architecture(), "step": step()}.items():
         (docs / f"{name}.svg").write_text(text)
         print(f"docs/{name}.svg")
 

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any, Literal, get_args
 
 from apps.common.samplers import check_sampler, sampler_backend
-from apps.common.vllm_arguments import FLAG, vllm_arguments
+from apps.grpo.sampling.vllm_arguments import FLAG, vllm_arguments
 from engines import EngineConfig
 from schedules.config import ScheduleConfig
 

@@ -7,7 +7,7 @@ import pytest
 
 from apps.common.cluster import Cluster, Media, Pools, RolloutLayout, changed_fields, kept_apart
 from apps.common.run.config_file import dump_config, load_config
-from apps.common.vllm_arguments import INSTEAD, vllm_arguments
+from apps.grpo.sampling.vllm_arguments import INSTEAD, vllm_arguments
 from engines import EngineConfig
 from rollout.vllm.settings.arguments import OWNED
 from runplan.estimates.buffers import shares_weights

@@ -13,7 +13,7 @@ from apps.grpo.build import RunBuilder
 from apps.grpo.config import GrpoConfig, WarmStart
 from apps.grpo.sampling.native import NativeBackend
 from apps.grpo.sampling.source import RunSampler
-from apps.grpo.testing.recipe import RECIPE, BabbleTasks
+from apps.grpo.testing.recipe import RECIPE, AsciiTasks
 from apps.grpo.testing.schedules import ASYNC, SYNC, small
 from apps.grpo.train import train
 from objectives import GRPO
@@ -72,7 +72,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
 @pytest.fixture
 def start() -> Iterator[RunBuilder]:
     with Runner() as runner:
-        tasks, tokenizer = BabbleTasks(4), cast(Any, None)
+        tasks, tokenizer = AsciiTasks(4), cast(Any, None)
         yield RunBuilder(small(Path("run"), SYNC), tasks, tokenizer, MODEL, Path("run"), 0, None, None, runner)
 
 
@@ -161,7 +161,7 @@ def test_a_warm_start_is_made_once_and_not_after_the_first_step(
 def test_a_sampler_of_ones_own_is_refused_beside_those_that_the_run_starts(tmp_path: Path) -> None:
     given = ScriptedEngine(lambda prompt, turn: [0])
     with pytest.raises(ValueError, match="hand no engine to train"):
-        train(small(tmp_path, ASYNC), BabbleTasks(4), given, model=MODEL, run_dir=tmp_path)
+        train(small(tmp_path, ASYNC), AsciiTasks(4), given, model=MODEL, run_dir=tmp_path)
     layout = replace(RECIPE.config.cluster.rollout, ray_workers=1)
     with pytest.raises(ValueError, match="hand no engine to train"):
-        train(cluster(RECIPE.config, rollout=layout), BabbleTasks(4), given, model=MODEL, run_dir=tmp_path)
+        train(cluster(RECIPE.config, rollout=layout), AsciiTasks(4), given, model=MODEL, run_dir=tmp_path)

@@ -21,7 +21,7 @@ from chat_tools import formats
 from engines.capability import refuse_unsupported
 from engines.loading import resolve_device
 from rollout import EpisodeContext, Observation, TaskRow
-from rollout.environments.hosted import host
+from rollout.environments.thread_environment import host
 from schedules.ray.cluster import ray_module
 
 T = TypeVar("T")

@@ -76,12 +76,12 @@ def warm_start(
         shutil.rmtree(folder, ignore_errors=True)
     engine = build_engine(replace(warm_start_engine(config), model=str(model)))
     session, trainer = session_of(engine)
-    stop_tokens, pictures = stop_tokens_of(model, tokenizer), session.chat.pictures
+    stop_tokens, image_processor = stop_tokens_of(model, tokenizer), session.chat.image_processor
 
-    @lru_cache(maxsize=1 << 16 if pictures is None else 0)  # pictures are large, and seldom shown twice
+    @lru_cache(maxsize=1 << 16 if image_processor is None else 0)  # pictures are large, and seldom shown twice
     def sample_at(written: str) -> Sample:
         messages, tools = json.loads(written)
-        return sample_of(tokenizer, messages, tools, stop_tokens, pictures)
+        return sample_of(tokenizer, messages, tools, stop_tokens, image_processor)
 
     def batch_at(step: int) -> TensorDict:  # demonstrations of small tasks come again
         return batch_of([sample_at(json.dumps([c.messages, c.tools])) for c in demonstrations(config, step)])

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from apps.common.data.answers import exact_reward
 from apps.grpo.config import GrpoConfig
 from apps.grpo.tasks.prompt_tasks import Conversation
-from apps.quickstart.shapes import PictureProblem, picture_problems
+from apps.quickstart.shapes import ImageProblem, image_problems
 from apps.quickstart.sum_tasks import refuse_file_options
 from rollout import Reply, Task, TaskRow
 from rollout.seeds import derive_seed
@@ -20,7 +20,7 @@ from rollout.tools.workers import instant
 
 
 @dataclass(frozen=True)
-class PictureTasks:
+class ImageTasks:
     """Tasks of a picture and a question; the held-out ones are the same for every seed, so that runs compare."""
 
     eval_prompts: int
@@ -34,12 +34,12 @@ class PictureTasks:
 
     def held_out(self) -> list[TaskRow]:
         """Return pictures that are never trained on."""
-        stream = picture_problems(random.Random(0), held_out=True)
+        stream = image_problems(random.Random(0), held_out=True)
         return [_row(problem) for problem in itertools.islice(stream, self.eval_prompts)]
 
     def environment(self, row: TaskRow) -> Task:
         """Return the task of one picture."""
-        problem: PictureProblem = row.data["problem"]
+        problem: ImageProblem = row.data["problem"]
 
         @instant
         def reward(reply: Reply, results: Sequence[ToolResult]) -> float:
@@ -56,7 +56,7 @@ class PictureTasks:
         """Do nothing: there is no state."""
 
 
-def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> PictureTasks:
+def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> ImageTasks:
     """Return tasks of one turn; the reward is 1 for the right number in a box, else 0.
 
     Raises:
@@ -68,7 +68,7 @@ def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> Pictur
         raise ValueError("--max-turns has no effect where no tool can be called: leave it at 1")
     if config.engine.vision == "off":
         raise ValueError("the tasks are pictures: set --engine.vision to trained or frozen")
-    return PictureTasks(config.data.eval_prompts, config.seed)
+    return ImageTasks(config.data.eval_prompts, config.seed)
 
 
 def demonstrations(config: GrpoConfig, step: int) -> list[Conversation]:
@@ -77,19 +77,19 @@ def demonstrations(config: GrpoConfig, step: int) -> list[Conversation]:
     return [Conversation([_question(p), {"role": "assistant", "content": p.solution}]) for p in chosen]
 
 
-def _question(problem: PictureProblem) -> dict[str, Any]:
-    parts = [{"type": "image", "image": problem.picture}, {"type": "text", "text": problem.question}]
+def _question(problem: ImageProblem) -> dict[str, Any]:
+    parts = [{"type": "image", "image": problem.image}, {"type": "text", "text": problem.question}]
     return {"role": "user", "content": parts}
 
 
-def _step_problems(seed: int, step: int, count: int) -> list[PictureProblem]:
-    return list(itertools.islice(picture_problems(random.Random(derive_seed(seed, "pictures", step))), count))
+def _step_problems(seed: int, step: int, count: int) -> list[ImageProblem]:
+    return list(itertools.islice(image_problems(random.Random(derive_seed(seed, "pictures", step))), count))
 
 
-def _rows(name: str, chosen: Iterable[PictureProblem]) -> list[TaskRow]:
+def _rows(name: str, chosen: Iterable[ImageProblem]) -> list[TaskRow]:
     return [replace(_row(problem), draw=f"{name}/{i}") for i, problem in enumerate(chosen)]
 
 
-def _row(problem: PictureProblem) -> TaskRow:
+def _row(problem: ImageProblem) -> TaskRow:
     """Return the row of a picture; its id is the drawing and the question, in any step of any run."""
-    return TaskRow(f"{problem.drawn} {problem.question}", {"problem": problem})
+    return TaskRow(f"{problem.spec} {problem.question}", {"problem": problem})

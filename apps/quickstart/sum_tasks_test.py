@@ -8,7 +8,7 @@ import pytest
 
 from apps.grpo.config import DataConfig, GrpoConfig
 from apps.quickstart.arithmetic import addition
-from apps.quickstart.image_tasks import PictureTasks
+from apps.quickstart.image_tasks import ImageTasks
 from apps.quickstart.sum_tasks import SumTasks, as_task, sum_tasks
 from rollout import TaskRow
 from rollout.chat.messages import Reply
@@ -47,8 +47,8 @@ def test_a_task_has_one_id_in_every_step_and_run() -> None:
     def look(task: TaskRow) -> str:
         return repr(task.data["problem"])
 
-    def pictures(seed: int) -> PictureTasks:
-        return PictureTasks(eval_prompts=32, seed=seed)
+    def pictures(seed: int) -> ImageTasks:
+        return ImageTasks(eval_prompts=32, seed=seed)
 
     for made in (tasks, pictures):
         rows = [row for seed in (0, 1) for step in range(40) for row in made(seed).tasks(step, 64)]

@@ -22,7 +22,7 @@ _IMAGE_PART = (
 )
 
 
-def seeing_tokenizer() -> PreTrainedTokenizerFast:
+def vision_tokenizer() -> PreTrainedTokenizerFast:
     """Return the quickstart's tokenizer with the tokens of images, and a template that writes them."""
     tokenizer = build_tokenizer()
     tokens = [AddedToken(t, special=True, normalized=False) for t in (VISION_START, VISION_END, IMAGE, VIDEO)]
@@ -32,17 +32,17 @@ def seeing_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def ensure_seeing_model(directory: Path, seed: int, make_config: MakeConfig = tiny_config) -> Path:
-    """Call `save_seeing_model` unless the directory is there already; a kill leaves all of it or nothing."""
-    return made_once(directory, lambda temporary: save_seeing_model(temporary, seed, make_config))
+def ensure_vision_model(directory: Path, seed: int, make_config: MakeConfig = tiny_config) -> Path:
+    """Call `save_vision_model` unless the directory is there already; a kill leaves all of it or nothing."""
+    return made_once(directory, lambda temporary: save_vision_model(temporary, seed, make_config))
 
 
-def save_seeing_model(directory: Path, seed: int, make_config: MakeConfig = tiny_config) -> Path:
+def save_vision_model(directory: Path, seed: int, make_config: MakeConfig = tiny_config) -> Path:
     """Write an untrained model with its tokenizer and the settings of its images, as a Hugging Face directory.
 
     `make_config`: of its text part.
     """
-    tokenizer = seeing_tokenizer()
+    tokenizer = vision_tokenizer()
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in (PAD, TURN_END)}
     text = make_config(len(tokenizer), ids[PAD], ids[TURN_END])
     config = Qwen3_5Config(

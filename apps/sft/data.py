@@ -16,9 +16,9 @@ from apps.sft.config import DataConfig
 from apps.sft.reading.selection import Samples, Usable, usable_of
 from apps.sft.reading.sources import Source
 from apps.sft.reading.split import split_against, split_off
-from apps.sft.reading.tokenised import tokenise
+from apps.sft.reading.tokenized import tokenize_file
 from rollout import calculator
-from rollout.chat.images import Pictures
+from rollout.chat.images import ImageProcessor
 
 
 @dataclass(slots=True)
@@ -65,24 +65,24 @@ def load_conversations(
     tokenizer: PreTrainedTokenizerBase,
     stop_tokens: tuple[str, ...] | None = None,
     cache: Path = Path("tokens"),
-    pictures: Pictures | None = None,
+    image_processor: ImageProcessor | None = None,
     images_column: str | None = None,
 ) -> Conversations:
     """Read the sources and, where it is given, the held-out file.
 
     Identical rows are on one side: without a held-out file a share of the different ones is held out; what is in a
     held-out file of its own is removed from the training rows, and counted. `stop_tokens`: see
-    `samples.encode_messages`. `cache`: where tokens are kept, see `reading.tokenised`. `pictures`: how images are read,
+    `samples.encode_messages`. `cache`: where tokens are kept, see `reading.tokenized`. `image_processor`: reads images,
     where the model sees; they may be in `images_column`, "images" unless it is named.
 
     Raises:
         ValueError: a file or a row can't be used, or too little is left; the text names the row and the remedy.
     """
     skipped = Skipped()
-    columns = config.columns if pictures is None else replace(config.columns, images=images_column or "images")
+    columns = config.columns if image_processor is None else replace(config.columns, images=images_column or "images")
 
     def usable(path: Path) -> Usable:
-        store = tokenise(path, columns, tokenizer, stop_tokens, cache, config.data_processes, pictures)
+        store = tokenize_file(path, columns, tokenizer, stop_tokens, cache, config.data_processes, image_processor)
         selected = usable_of(store, config.max_tokens, config.truncation)
         for reason, rows in selected.left_out:
             for row in rows:
@@ -95,11 +95,11 @@ def load_conversations(
     keys = [key for file in files for key in file.keys]
     if config.eval_data is None:
         split = split_off(keys, config.eval_share)
-        held_out = Samples.of(files, split.held_out, pictures)
+        held_out = Samples.of(files, split.held_out, image_processor)
     else:
         other = usable(config.eval_data)
         split = split_against(keys, other.keys)
-        held_out = Samples.of([other], split.held_out, pictures)
+        held_out = Samples.of([other], split.held_out, image_processor)
     places = [(number, row) for number, file in enumerate(files) for row in file.rows]
     for i in split.removed:
         number, row = places[i]
@@ -109,7 +109,7 @@ def load_conversations(
     weights = tuple(source.weight for source in sources if source.weight is not None)
     names = tuple((source.path.name, _digest(own)) for source, own in zip(sources, of_files, strict=True))
     conversations = Conversations(
-        Samples.of(files, split.train, pictures), held_out, skipped, sizes, weights or None, names
+        Samples.of(files, split.train, image_processor), held_out, skipped, sizes, weights or None, names
     )
     if not all(sizes) or not conversations.held_out:
         short = sources[sizes.index(0) if 0 in sizes else 0].path

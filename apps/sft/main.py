@@ -16,7 +16,7 @@ from apps.common.cli.command_line import CommandLine
 from apps.common.cli.environment import restart_with
 from apps.common.cli.peer_flags import SFT as PEERS
 from apps.common.cli.plan_command import answer_without_running
-from apps.common.data.images import pictures_of
+from apps.common.data.images import image_processor_of
 from apps.common.data.model_files import check_model_directory
 from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
 from apps.common.run.config_file import write_config
@@ -181,7 +181,7 @@ def _conversations(
 ) -> Conversations:
     """Tokenise on rank 0; load the result on the other ranks, or tokenise again where their disk has none."""
     cache = config.data.cache_dir or run_dir.absolute().parent / "tokens"
-    stops, pictures = stop_tokens_of(model, tokenizer), pictures_of(config.engine, model)
+    stops, pictures = stop_tokens_of(model, tokenizer), image_processor_of(config.engine, model)
     column = config.cluster.media.images_column
 
     def load() -> Conversations:

@@ -19,7 +19,7 @@ from pathlib import Path
 BUILD = Path(__file__).parents[1]
 sys.path.insert(0, str(BUILD))  # a script of a folder below
 
-from public_words import FIELD, names_by_word, public_names, read_exceptions, words  # noqa: E402
+from public_words import FIELD, missing_words, names_by_word, public_names, read_exceptions, words  # noqa: E402
 
 
 def identifiers(tree: ast.AST) -> Iterator[str]:
@@ -66,8 +66,10 @@ def main() -> None:
     counts = {name: of_package(Path(folder)) for name, _, folder in (one.partition("=") for one in asked.packages)}
     held = sorted(set().union(*counts.values()))
     FIELD.write_bytes(gzip.compress("\n".join(held).encode(), mtime=0))
-    ours = names_by_word(public_names(BUILD.parent))
-    missing = sorted(set(ours) - set(held) - set(read_exceptions()))
+    root = BUILD.parent
+    files = [path for folder in ("libs", "apps") for path in root.glob(f"{folder}/**/*.py")]
+    ours = names_by_word(public_names({path.relative_to(root).as_posix(): path.read_text() for path in files}))
+    missing = sorted(set(missing_words(ours, set(held))) - set(read_exceptions()))
     print({name: len(count) for name, count in counts.items()}, f"{len(held)} words, {FIELD.stat().st_size} bytes")
     print(f"{len(ours)} words of our public names, {len(missing)} missing: {' '.join(missing)}")
     if asked.report:

@@ -5,7 +5,7 @@ package that it needs; with the file as it was, its result found in the cache; w
 with a module that cannot be imported, which must be what runs; and with a change in a package that it does not need.
 By default the target is //libs/runlog:wheel, whose backend is of the hub @pypi_tools. For a test, with the hub @pypi:
 
-    ./bazelw run //build/proofs:hub_change -- --test //libs/objectives:kl_test @pypi//torch @pypi//ray
+    ./bazelw run //build/proofs:hub_change -- --test //libs/objectives:objectives_test @pypi//torch @pypi//ray
 """
 
 import argparse

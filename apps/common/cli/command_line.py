@@ -11,9 +11,9 @@ from typing import Any, Generic, Literal, NoReturn, TypeVar
 
 import tyro
 
-from apps.common.cli.brief_help import MORE, help_flags
 from apps.common.cli.flags import SettingsError, as_type, changed, flag, flag_type, leaves
 from apps.common.cli.peer_flags import peer_hints
+from apps.common.cli.short_help import MORE, help_flags
 from apps.common.run.config_file import CONFIG_NAME, dump_config, load_config
 from apps.common.run.divergence import DivergenceError
 from apps.common.run.run_dir import newest_run
@@ -33,7 +33,7 @@ class CommandLine(Generic[C]):
     recipes: Mapping[str, C]
     runs: Path
     """Where runs are, newest last, for --resume without --run-dir."""
-    usual: str = "quickstart"
+    default_recipe: str = "quickstart"
     """The recipe where none is named."""
     by_flag: Mapping[str, str] = field(default_factory=dict)
     """The recipe where none is named, but this flag is given; the first that applies."""
@@ -86,8 +86,8 @@ class CommandLine(Generic[C]):
         if "--resume" in argv:
             return self._earlier_run(_peek(argv, "--run-dir"))
         flags = {word.split("=")[0] for word in argv}
-        usual = next((recipe for flag, recipe in self.by_flag.items() if flag in flags), self.usual)
-        recipe = _peek(argv, "--recipe") or usual
+        default_recipe = next((recipe for flag, recipe in self.by_flag.items() if flag in flags), self.default_recipe)
+        recipe = _peek(argv, "--recipe") or default_recipe
         if recipe not in self.recipes:
             near = difflib.get_close_matches(recipe, self.recipes, n=1)
             meant = f", perhaps you meant {near[0]!r}" if near else ""

@@ -28,7 +28,7 @@ RECIPES = {"small": Config(), "large": Config(recipe="large", steps=100)}
 
 
 def run(*argv: str, runs: Path = Path("nowhere")) -> Config:
-    return CommandLine("app", Config, RECIPES, runs, usual="small", fixed=("recipe",)).parse(argv)
+    return CommandLine("app", Config, RECIPES, runs, default_recipe="small", fixed=("recipe",)).parse(argv)
 
 
 def test_no_flags_give_the_first_recipe() -> None:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from engines import EngineConfig
 from engines.media.image_reader import ImageReader
-from rollout.chat.images import Pictures
+from rollout.chat.images import ImageProcessor
 
 
-def pictures_of(engine: EngineConfig, model: Path | None) -> Pictures | None:
+def image_processor_of(engine: EngineConfig, model: Path | None) -> ImageProcessor | None:
     """Return the reader of images for the model in a directory; None for a model that is trained on text alone.
 
     Raises:
@@ -16,4 +16,4 @@ def pictures_of(engine: EngineConfig, model: Path | None) -> Pictures | None:
     if engine.vision == "off" or model is None:
         return None
     reader = ImageReader.of(model)
-    return Pictures(reader, reader.numbers, reader.merge_size)
+    return ImageProcessor(reader, reader.numbers, reader.merge_size)

@@ -11,7 +11,7 @@ class DivergenceError(RuntimeError):
     """The loss is no number any more, or far above that of guessing."""
 
 
-WORSE_THAN_GUESSING = 10.0
+WORSE_THAN_RANDOM = 10.0
 
 
 def check_loss(step: int, nats: float, vocab_size: int) -> None:
@@ -21,7 +21,7 @@ def check_loss(step: int, nats: float, vocab_size: int) -> None:
     that still are.
     """
     guessing = math.log(vocab_size)
-    if not nats <= WORSE_THAN_GUESSING * guessing:
+    if not nats <= WORSE_THAN_RANDOM * guessing:
         raise DivergenceError(
             f"step {step}: the held-out loss is {nats:.3g} nats a token where guessing has {guessing:.3g}; nothing is "
             "exported. Lower --engine.lr"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from apps.quickstart.arithmetic import Problem, addition
-from apps.quickstart.shapes import PictureProblem, picture_problems, stretched
+from apps.quickstart.shapes import ImageProblem, image_problems, resized
 
 ROWS = 96
 SIZES = ((32, 32), (48, 40), (24, 56))
@@ -23,10 +23,10 @@ def write_rows(path: Path, row_of: Callable[[Problem], dict[str, Any]], digits: 
     return path
 
 
-def write_picture_rows(path: Path, row_of: Callable[[PictureProblem, str], dict[str, Any]], seed: int) -> Path:
+def write_image_rows(path: Path, row_of: Callable[[ImageProblem, str], dict[str, Any]], seed: int) -> Path:
     """Write one row a picture, made by `row_of` from a `data:` URI; pictures have different sizes."""
-    chosen = itertools.islice(picture_problems(random.Random(seed)), ROWS)
-    rows = (row_of(problem, stretched(problem, SIZES[i % len(SIZES)])) for i, problem in enumerate(chosen))
+    chosen = itertools.islice(image_problems(random.Random(seed)), ROWS)
+    rows = (row_of(problem, resized(problem, SIZES[i % len(SIZES)])) for i, problem in enumerate(chosen))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 

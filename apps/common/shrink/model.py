@@ -18,7 +18,7 @@ from transformers import (
 
 from apps.quickstart.model import set_time_steps
 from apps.quickstart.tokenizer import PAD, TURN_END, build_tokenizer
-from apps.quickstart.vision import save_image_settings, seeing_tokenizer, vision_fields
+from apps.quickstart.vision import save_image_settings, vision_fields, vision_tokenizer
 from runplan.model.model_shape import ModelShape
 
 WRAPPERS = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
@@ -102,12 +102,12 @@ def transformers_config(shape: ModelShape, pad_token_id: int, eos_token_id: int)
         WRAPPERS[shape.model_type],
         text_config={"model_type": shape.model_type, **text},
         tie_word_embeddings=shape.tied_embeddings,
-        **vision_fields(seeing_tokenizer(), shape.hidden),
+        **vision_fields(vision_tokenizer(), shape.hidden),
     )
 
 
 def _tokenizer_of(shape: ModelShape) -> PreTrainedTokenizerFast:
-    return seeing_tokenizer() if shape.vision else build_tokenizer()
+    return vision_tokenizer() if shape.vision else build_tokenizer()
 
 
 def _text_fields(shape: ModelShape) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def silence_output(errors: Path | None = None) -> None:
+def discard_output(errors: Path | None = None) -> None:
     """Discard the output of this process from now on; write errors to a file where one is named."""
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (for the life of the process)
     if errors is not None:

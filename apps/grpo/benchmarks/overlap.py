@@ -41,7 +41,7 @@ STOPS = tuple(range(0, 277, 56))
 
 WAITS = {
     "waiting for answers": "wait_for_rollout",
-    "for probes": "wait_for_probes",
+    "for probes": "wait_for_weight_checks",
     "training": "train",
     "waiting for a sync": "wait_for_sync",
     "weights": "export_and_update_weights",

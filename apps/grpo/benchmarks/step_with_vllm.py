@@ -40,7 +40,7 @@ SHOWN = (
     "rollout_s",
     "wait_for_rollout_s",
     "train_s",
-    "wait_for_probes_s",
+    "wait_for_weight_checks_s",
     "wait_for_sync_s",
     "export_and_update_weights_s",
 )

@@ -170,7 +170,7 @@ def _steps(metrics: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [row for row in metrics if row.get("time/train_s") is not None]
 
 
-def timeline_picture(forecast: Forecast) -> str:
+def timeline_image(forecast: Forecast) -> str:
     """Return the forecast's timeline as an SVG, drawn as in a run's report."""
     return timeline_svg([Span(*span) for span in forecast.spans])
 
@@ -204,7 +204,7 @@ def main() -> None:
     splits = choose_pools(staleness_settings(config, options.staleness), workload, options.devices)
     print(forecast_table(splits))
     path = options.run_dir / "forecast.html"
-    path.write_text(f"<!doctype html><meta charset=utf-8>{timeline_picture(splits[0])}\n", encoding="utf-8")
+    path.write_text(f"<!doctype html><meta charset=utf-8>{timeline_image(splits[0])}\n", encoding="utf-8")
     print(f"the fastest, drawn: {path}")
 
 

@@ -7,7 +7,7 @@ rate they end as high (69.8 and 70.8 %), by way of falls of ten points.
 from apps.grpo.config import DataConfig, GrpoConfig, WarmStart
 from apps.grpo.recipe import Recipe
 from apps.quickstart.image_tasks import demonstrations, make_tasks
-from apps.quickstart.vision import ensure_seeing_model
+from apps.quickstart.vision import ensure_vision_model
 from engines import EngineConfig
 from rollout import Sampling
 
@@ -31,6 +31,6 @@ RECIPE = Recipe(
         sampling=Sampling(max_new_tokens=5),
     ),
     make_tasks=make_tasks,
-    make_model=ensure_seeing_model,
+    make_model=ensure_vision_model,
     demonstrations=demonstrations,
 )

@@ -7,7 +7,7 @@ from apps.common.cluster import Cluster, RolloutLayout
 from apps.grpo.recipe import Recipe
 from apps.grpo.recipes import quickstart_image
 from apps.quickstart.model import served_config
-from apps.quickstart.vision import ensure_seeing_model
+from apps.quickstart.vision import ensure_vision_model
 
 RECIPE = Recipe(
     config=replace(
@@ -16,6 +16,6 @@ RECIPE = Recipe(
         cluster=Cluster(rollout=RolloutLayout(engine="vllm")),
     ),
     make_tasks=quickstart_image.RECIPE.make_tasks,
-    make_model=functools.partial(ensure_seeing_model, make_config=served_config),
+    make_model=functools.partial(ensure_vision_model, make_config=served_config),
     demonstrations=quickstart_image.RECIPE.demonstrations,
 )

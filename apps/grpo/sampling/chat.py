@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from apps.common.data.images import pictures_of
+from apps.common.data.images import image_processor_of
 from apps.common.data.template_options import template_options
 from apps.common.data.tokenizer import end_of_turn
 from apps.grpo.config import GrpoConfig
@@ -22,7 +22,9 @@ def chat_of(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase, model: Path 
     end = end_of_turn(tokenizer) if stops is None else None
     options = template_options(config.plugins.template_options)
     form = tool_format_of(config, tokenizer) or "qwen3_xml"  # some format, of calls that nobody makes (`check_prompts`)
-    return Chat(tokenizer, end, form, stop_tokens=stops, pictures=pictures_of(config.engine, model), **options)
+    return Chat(
+        tokenizer, end, form, stop_tokens=stops, image_processor=image_processor_of(config.engine, model), **options
+    )
 
 
 def tool_format_of(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:

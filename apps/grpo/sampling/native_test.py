@@ -17,7 +17,7 @@ from apps.grpo.registry import recipes
 from apps.grpo.sampling.native import NativeBackend, admission
 from apps.grpo.testing.recipe import RECIPE
 from apps.quickstart.model import ensure_tiny_model
-from apps.quickstart.vision import ensure_seeing_model
+from apps.quickstart.vision import ensure_vision_model
 from engines.families.torch_operations import _OPERATIONS
 from rollout import Completion, OnTokens, Sampling
 from schedules.config import Mode, ScheduleConfig
@@ -78,7 +78,7 @@ def test_kernels_that_transformers_picked_are_left_alone_in_host_memory(
 ) -> None:
     """Where flash-linear-attention is installed its kernels stand in these places, and take no tensor of a CPU."""
     config = recipes()["quickstart-image"].config
-    ensure_seeing_model(tmp_path / "model", 0)
+    ensure_vision_model(tmp_path / "model", 0)
 
     def sampled() -> Completion:
         engine = NativeBackend().build(config, tmp_path / "model", 0)

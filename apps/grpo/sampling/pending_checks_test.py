@@ -51,7 +51,7 @@ def test_the_answers_of_those_that_live_count(deaths: int) -> None:
     samplers: Any = Answering(told(answers_of(tiny_model(scale=2.0), False), {"weights/pause_ms": 1.0}), deaths)
     probes = WeightCheck(episodes(), 3, lambda: samplers)
     assert samplers.asked == [PROMPTS], "asked at once"
-    assert 0 < probes.metrics(GrpoTrainer(RECIPE.config, engine), Leader())["weights/probe/abs"] < 1e-5
+    assert 0 < probes.metrics(GrpoTrainer(RECIPE.config, engine), Leader())["weights/check/abs"] < 1e-5
     assert samplers.asked == [PROMPTS] * (1 + deaths)
 
 
@@ -80,7 +80,7 @@ def test_a_hand_over_before_any_prompt_is_known_is_proven_by_the_first() -> None
     assert samplers.asked == []
     proofs.known(episodes())
     assert samplers.asked == [PROMPTS]
-    assert 0 < proofs.run(GrpoTrainer(RECIPE.config, engine), Leader())["weights/probe/abs"] < 1e-5
+    assert 0 < proofs.run(GrpoTrainer(RECIPE.config, engine), Leader())["weights/check/abs"] < 1e-5
     proofs.known(episodes())
     assert proofs.run(GrpoTrainer(RECIPE.config, engine), Leader()) == {}
     proofs.synced(3)

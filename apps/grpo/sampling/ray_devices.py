@@ -33,7 +33,7 @@ def ray_settings(config: GrpoConfig, ranks: int) -> RaySettings | None:
         cpus=layout.ray_cpus,
         gpus=gpus_each(config),
         address=cluster_address(config),
-        devices=devices_handed_out(config, ranks) if cluster_address(config) is None else None,
+        devices=sampler_devices(config, ranks) if cluster_address(config) is None else None,
         transport=transport_of(config),
         nodes=pools.rollout_nodes if pools.placement == "separate" else None,
         environment=variables,
@@ -66,7 +66,7 @@ def transport_of(config: GrpoConfig) -> Transport:
     return "nccl" if here and samples_on_cuda(config) and gpus_each(config) >= 1 else "objects"
 
 
-def devices_handed_out(config: GrpoConfig, ranks: int) -> tuple[str, ...] | None:
+def sampler_devices(config: GrpoConfig, ranks: int) -> tuple[str, ...] | None:
     """Return the CUDA devices, as CUDA_VISIBLE_DEVICES names them, that a cluster of this machine has for samplers:
     those after the first `ranks`, which train. None where samplers compute elsewhere, and Ray may count as it likes."""
     return devices_left(_visible(), ranks) if samples_on_cuda(config) else None

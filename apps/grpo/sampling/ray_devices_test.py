@@ -10,7 +10,7 @@ import torch
 
 from apps.common.cluster import RolloutLayout
 from apps.grpo.config import GrpoConfig
-from apps.grpo.sampling.ray_devices import check_ray_devices, devices_handed_out, devices_left, gpus_each, transport_of
+from apps.grpo.sampling.ray_devices import check_ray_devices, devices_left, gpus_each, sampler_devices, transport_of
 from apps.grpo.testing.schedules import small
 from engines import EngineConfig
 from schedules.config import ScheduleConfig
@@ -34,9 +34,9 @@ def asked(device: Any = "cuda", processes: int = 1, **layout: Any) -> GrpoConfig
 def test_a_cluster_of_this_machine_hands_out_what_no_rank_trains_on() -> None:
     assert devices_left(("2", "3", "4"), 1) == ("3", "4")
     assert devices_left(("2",), 2) == ()
-    assert devices_handed_out(asked(), 1) == ("3", "4", "5")
-    assert devices_handed_out(asked(), 3) == ("5",)
-    assert devices_handed_out(asked("cpu"), 1) is None
+    assert sampler_devices(asked(), 1) == ("3", "4", "5")
+    assert sampler_devices(asked(), 3) == ("5",)
+    assert sampler_devices(asked("cpu"), 1) is None
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_vllm_on_the_cpu_beside_a_cuda_trainer_has_no_device() -> None:
     config = asked()
     beside = replace(config.cluster.rollout, engine="vllm", device="cpu")
     config = replace(config, cluster=replace(config.cluster, rollout=beside))
-    assert (gpus_each(config), transport_of(config), devices_handed_out(config, 1)) == (0.0, "objects", None)
+    assert (gpus_each(config), transport_of(config), sampler_devices(config, 1)) == (0.0, "objects", None)
     check_ray_devices(config, CUDA)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from apps.common.cluster import RolloutLayout
-from apps.common.vllm_arguments import FLAG, vllm_arguments
+from apps.grpo.sampling.vllm_arguments import FLAG, vllm_arguments
 from apps.grpo.config import GrpoConfig
 from engines.devices.detect import devices_of
 from engines.loading import resolve_device

@@ -49,7 +49,7 @@ def prove_on_a_rank(scales: tuple[float, ...]) -> list[Any]:
     )
     episodes: Any = [SimpleNamespace(group=i, segments=[segment_of(prompt)]) for i, prompt in enumerate(PROMPTS)]
     try:
-        return gather_lists([check_weights(session, GrpoTrainer(GrpoConfig(), engine), episodes)["weights/probe/abs"]])
+        return gather_lists([check_weights(session, GrpoTrainer(GrpoConfig(), engine), episodes)["weights/check/abs"]])
     except WeightsNotTakenError as error:
         return gather_lists([str(error)])
 

@@ -53,7 +53,7 @@ def test_the_trainers_own_weights_pass_and_others_do_not(kind: str) -> None:
     sent = [decode_completion(json.loads(json.dumps(encode_completion(answer)))) for answer in answers]
     assert sent == answers
     good = told(sent, {"weights/pause_ms": 1.0})
-    assert compare_checks(trainer, PROMPTS, [good], 3)["weights/probe/abs"] < 1e-5
+    assert compare_checks(trainer, PROMPTS, [good], 3)["weights/check/abs"] < 1e-5
     assert compare_checks(trainer, PROMPTS, [good, told(sent, {"weights/pause_ms": 2.0})], 3)["weights/pause_ms"] == 2
     assert compare_checks(trainer, PROMPTS, [], 3) == {}
     with pytest.raises(WeightsNotTakenError, match="of version 3"):
@@ -65,10 +65,10 @@ def test_the_trainers_own_weights_pass_and_others_do_not(kind: str) -> None:
         compare_checks(trainer, PROMPTS, [good], 3)
     fresh = [encode_completion(answer) for answer in answers_of(newer, replay)]
     now = {"answers": fresh, "dtype": "float32", "metrics": {"weights/pause_ms": 1.0}}
-    assert compare_checks(trainer, PROMPTS, [now, now], 3)["weights/probe/abs"] < 1e-5
+    assert compare_checks(trainer, PROMPTS, [now, now], 3)["weights/check/abs"] < 1e-5
     with pytest.raises(WeightsNotTakenError, match="log-probs of sampler 1 of 3"):
         compare_checks(trainer, PROMPTS, [now, good, now], 3)
     copies = {**now, "answers": [*fresh, *good["answers"]]}  # of one sampler, whose second copy of the model is stale
     with pytest.raises(WeightsNotTakenError, match="log-probs of sampler 2 of 3"):
         compare_checks(trainer, PROMPTS, [now, copies], 3)
-    assert compare_checks(trainer, PROMPTS, [{**now, "answers": [*fresh, *fresh]}], 3)["weights/probe/abs"] < 1e-5
+    assert compare_checks(trainer, PROMPTS, [{**now, "answers": [*fresh, *fresh]}], 3)["weights/check/abs"] < 1e-5

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from apps.common.shrink.data import nested, write_picture_rows, write_rows
+from apps.common.shrink.data import nested, write_image_rows, write_rows
 from apps.common.shrink.fields import (
     Change,
     Difference,
@@ -20,7 +20,7 @@ from apps.grpo.recipe import Recipe
 from apps.grpo.tasks.prompt_tasks import IMAGE_MARK
 from apps.quickstart.arithmetic import Problem
 from apps.quickstart.model import ensure_tiny_model
-from apps.quickstart.shapes import PictureProblem
+from apps.quickstart.shapes import ImageProblem
 
 STEPS, TOKENS = 4, 128
 DIGITS = 20
@@ -78,14 +78,14 @@ def _write_data(config: GrpoConfig, recipe: Recipe, path: Path) -> Path:
     """Write sums, or pictures where the recipe's rows have images, in the recipe's columns."""
     data, images = config.data, config.cluster.media.images_column
 
-    def row(problem: Problem | PictureProblem) -> dict[str, Any]:
-        text = f"{IMAGE_MARK}{problem.question}" if isinstance(problem, PictureProblem) else problem.question
+    def row(problem: Problem | ImageProblem) -> dict[str, Any]:
+        text = f"{IMAGE_MARK}{problem.question}" if isinstance(problem, ImageProblem) else problem.question
         question = text if recipe.origin is None else [{"role": "user", "content": text}]
         return nested(data.prompt_column, question) | nested(data.answer_column, problem.answer)
 
     if images is None:
         return write_rows(path, row, DIGITS, config.seed)
-    return write_picture_rows(path, lambda problem, picture: row(problem) | {images: [picture]}, config.seed)
+    return write_image_rows(path, lambda problem, picture: row(problem) | {images: [picture]}, config.seed)
 
 
 def _sizes(config: GrpoConfig, short: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from apps.grpo.tasks.prompt_tasks import PromptTasks
 from apps.grpo.testing.plugins import Digits
 from rollout import EpisodeContext, Reply, Score, TaskRow
 from rollout.environments.environment import End
-from rollout.environments.mixed_tasks import deal_prompts
+from rollout.environments.mixed_tasks import split_prompts
 from rollout.environments.system_prompt import SystemPrompt, with_system_prompt
 
 EXAMPLES = "apps.grpo.testing.plugins"
@@ -94,7 +94,7 @@ def test_a_reward_that_names_end_scores_cut_off_answers_and_others_are_not_asked
         (load_environment, f"{EXAMPLES}:Digit", "did you mean Digits"),
         (load_environment, f"{EXAMPLES}:NUMBER", "is a int"),
         (load_environment, f"{EXAMPLES}:Halved", "no async method step, finish, close"),
-        (load_environment, f"{EXAMPLES}:Demanding", "wants level to be made"),
+        (load_environment, f"{EXAMPLES}:NeedsArgument", "wants level to be made"),
         (load_reward, f"{EXAMPLES}:NUMBER", "a function is needed"),
         (load_reward, f"{EXAMPLES}:by_others", "takes .completion, solution.: name its arguments reply, reference"),
         (lambda spec: load_tools([spec]), f"{EXAMPLES}:NUMBER", "a rollout.Tool, or a function"),
@@ -204,7 +204,7 @@ def test_every_environment_has_its_share_to_within_one(weights: list[float], cou
     shares = [weight / sum(weights) for weight in weights]
     dealt = [0] * len(shares)
     for count in counts:
-        more = deal_prompts(count, shares, dealt)
+        more = split_prompts(count, shares, dealt)
         assert sum(more) == count
         assert min(more) >= 0
         dealt = [a + b for a, b in zip(dealt, more, strict=True)]

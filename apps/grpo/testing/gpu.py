@@ -8,7 +8,7 @@ from transformers import Qwen3_5TextConfig
 from apps.grpo.recipe import Recipe
 from apps.grpo.testing.recipe import RECIPE
 from apps.quickstart.model import ensure_tiny_model, tiny_config
-from rollout.testing.gpu_served import HEADS, SIZES
+from rollout.vllm.testing.gpu_served import HEADS, SIZES
 
 TRITON = ('additional_config={"gdn_prefill_backend":"triton"}',)
 """Of `RolloutLayout.vllm`: delta nets that need no compiler at the start."""

@@ -14,8 +14,8 @@ from apps.common.testing.weight_delta import load_tensors
 from apps.grpo.config import GrpoConfig
 from apps.grpo.registry import recipes
 from apps.grpo.testing.schedules import shared_config
-from apps.quickstart.image_tasks import PictureTasks
-from apps.quickstart.vision import ensure_seeing_model
+from apps.quickstart.image_tasks import ImageTasks
+from apps.quickstart.vision import ensure_vision_model
 from rollout import Reply, Task, TaskRow
 from rollout.tools.tool import ToolResult
 from rollout.tools.workers import instant
@@ -23,7 +23,7 @@ from schedules.config import ScheduleConfig
 
 
 @dataclass(frozen=True)
-class OddTasks(PictureTasks):
+class OddTasks(ImageTasks):
     """The same pictures with another reward: 1 for a response of an odd number of characters."""
 
     def environment(self, row: TaskRow) -> Task:
@@ -47,11 +47,11 @@ NATIVE = replace(recipes()["quickstart-image"], make_tasks=make_odd_tasks)
 """quickstart-image with those tasks."""
 SERVED = replace(recipes()["quickstart-image-vllm"], make_tasks=make_odd_tasks)
 """quickstart-image-vllm with those tasks."""
-SHARED = replace(SERVED, make_model=functools.partial(ensure_seeing_model, make_config=shared_config))
+SHARED = replace(SERVED, make_model=functools.partial(ensure_vision_model, make_config=shared_config))
 """With a model whose heads two of vLLM's workers can share."""
 
 
-def pictured(run_dir: Path, mode: str = "sync", engine: str = "vllm", **changes: Any) -> GrpoConfig:
+def image_config(run_dir: Path, mode: str = "sync", engine: str = "vllm", **changes: Any) -> GrpoConfig:
     """Return the configuration of a run of three steps from random weights; `changes` are of its sampler's layout."""
     config = (SERVED if engine == "vllm" else NATIVE).config
     ahead = {"staleness_threshold": 1.0, "partial_rollout": True} if mode == "fully_async" else {}

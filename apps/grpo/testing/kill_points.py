@@ -2,7 +2,7 @@
 
 The driver (rank 0) decides and records. The worker samples outside of it: the process of a fully async run, or one of
 Ray's actors in any schedule. A rank trains beside it and is not the first. A role arms its points in its own process,
-where the run's tasks arrive (`testing.schedules.SampledTasks`, `testing.ranks.ArrivingTasks`).
+where the run's tasks arrive (`testing.schedules.SampledTasks`, `testing.ranks.PreparedTasks`).
 """
 
 import functools
@@ -22,8 +22,8 @@ _FOLLOWING = "schedules.fully_async.follower"
 _CHECKPOINT = "engines.storage.checkpoint:_write_own"
 
 DRIVER = {
-    "a group before it is recorded as issued": KillPoint(f"{_LEDGER}.begun", "before", 6),
-    "a group after it is recorded as issued": KillPoint(f"{_LEDGER}.begun", "after", 6),
+    "a group before it is recorded as issued": KillPoint(f"{_LEDGER}.started", "before", 6),
+    "a group after it is recorded as issued": KillPoint(f"{_LEDGER}.started", "after", 6),
     "a group before it is recorded": KillPoint(f"{_LEDGER}.finished", "before", 7),
     "a group after it is recorded": KillPoint(f"{_LEDGER}.finished", "after", 10),
     "a step before it is recorded": KillPoint(f"{_LEDGER}.train", "before", 3),
@@ -82,7 +82,7 @@ RANK = {
 """Of a rank of a fully asynchronous run that is not the first."""
 
 RANK_AHEAD = {
-    "answers before they are recorded as asked for": KillPoint(f"{_LEDGER}.begun", "before", 3),
+    "answers before they are recorded as asked for": KillPoint(f"{_LEDGER}.started", "before", 3),
     "answers before they are recorded": KillPoint(f"{_LEDGER}.finished", "before", 3),
     "answers after they are recorded": KillPoint(f"{_LEDGER}.finished", "after", 3),
     "a step before it is recorded": KillPoint(f"{_LEDGER}.train", "before", 3),
@@ -110,13 +110,13 @@ RANK_POINTS: dict[str, Points] = {"sync": RANK_IN_TURN, "one_step_off": RANK_AHE
 """Of a rank that is not the first, by schedule."""
 
 
-def killing(run_dir: Path, points: Points, *names: str) -> Prepare:
+def kill_at_points(run_dir: Path, points: Points, *names: str) -> Prepare:
     """Return what to prepare a role's processes with: the first ends at the first point, its successor at the second,
     ..."""
     return functools.partial(_arm, [(points[name], _told(run_dir, name)) for name in names])
 
 
-def killed_at(run_dir: Path, *names: str) -> list[str]:
+def ended_at(run_dir: Path, *names: str) -> list[str]:
     """Return the points at which a process has ended."""
     return [name for name in names if _told(run_dir, name).exists()]
 

@@ -67,7 +67,7 @@ class Closed(Digits):
         raise OSError("the door is locked")
 
 
-class Stuck(Digits):
+class FailsToClose(Digits):
     """An environment that fails to close."""
 
     async def close(self) -> None:
@@ -75,7 +75,7 @@ class Stuck(Digits):
         raise OSError("the door is stuck")
 
 
-class Shut(Closed, Stuck):
+class Shut(Closed, FailsToClose):
     """An environment that fails to open and to close."""
 
 
@@ -97,7 +97,7 @@ class Halved:
         return Observation(({"role": "user", "content": "x"},))
 
 
-class Demanding(Digits):
+class NeedsArgument(Digits):
     """An environment that needs an argument."""
 
     def __init__(self, level: int) -> None:

@@ -17,7 +17,7 @@ from apps.common.run import export
 from apps.grpo import train
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
-from apps.grpo.testing.recipe import RECIPE, BabbleTasks
+from apps.grpo.testing.recipe import RECIPE, AsciiTasks
 from apps.grpo.testing.schedules import ASYNC, Prepare, assert_nothing_lost, note_start, nothing, small, watched
 from engines import TrainEngine
 from rollout import Episode
@@ -25,7 +25,7 @@ from schedules.fully_async.follower import TrainBatch
 
 
 @dataclass(frozen=True)
-class ArrivingTasks(BabbleTasks):
+class PreparedTasks(AsciiTasks):
     """Tasks that prepare the process they arrive in.
 
     Rank 0 records its steps and each rank its weights; rank r runs entry r of `prepare`, a sampling process `sampler`.
@@ -39,7 +39,7 @@ class ArrivingTasks(BabbleTasks):
         return _arrived, (self.eval_prompts, self.run_dir, self.prepare, self.sampler)
 
 
-def _arrived(eval_prompts: int, run_dir: Path, prepare: tuple[Prepare, ...], sampler: Prepare) -> ArrivingTasks:
+def _arrived(eval_prompts: int, run_dir: Path, prepare: tuple[Prepare, ...], sampler: Prepare) -> PreparedTasks:
     if not dist.is_initialized():  # no rank: the process that samples
         sampler()
     else:
@@ -48,7 +48,7 @@ def _arrived(eval_prompts: int, run_dir: Path, prepare: tuple[Prepare, ...], sam
         _tell_batches(run_dir)
         _tell_weights(run_dir)
         (prepare[dist.get_rank() : dist.get_rank() + 1] or (nothing,))[0]()
-    return ArrivingTasks(eval_prompts, run_dir=run_dir, prepare=prepare, sampler=sampler)
+    return PreparedTasks(eval_prompts, run_dir=run_dir, prepare=prepare, sampler=sampler)
 
 
 def _tell_weights(run_dir: Path) -> None:
@@ -79,13 +79,13 @@ def on_ranks(run_dir: Path, **changes: Any) -> GrpoConfig:
 
 
 def go_on_ranks(run_dir: Path, *prepare: Prepare, sampler: Prepare = nothing, **changes: Any) -> None:
-    """Run from the start, or resume the run of the folder; see `on_ranks` and `ArrivingTasks`."""
+    """Run from the start, or resume the run of the folder; see `on_ranks` and `PreparedTasks`."""
     run_dir.mkdir(exist_ok=True)
     resume = note_start(run_dir)
 
-    def make_tasks(config: GrpoConfig, tokenizer: object) -> ArrivingTasks:
+    def make_tasks(config: GrpoConfig, tokenizer: object) -> PreparedTasks:
         del tokenizer
-        return ArrivingTasks(config.data.eval_prompts, run_dir=run_dir, prepare=prepare, sampler=sampler)
+        return PreparedTasks(config.data.eval_prompts, run_dir=run_dir, prepare=prepare, sampler=sampler)
 
     run(on_ranks(run_dir, resume=resume, **changes), replace(RECIPE, make_tasks=make_tasks))
 

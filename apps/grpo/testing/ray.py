@@ -18,8 +18,8 @@ from apps.grpo.testing.schedules import (
     nothing,
     sampled_recipe,
     small,
-    unwatched,
     watched,
+    without_recording,
 )
 from schedules.config import ScheduleConfig
 
@@ -42,6 +42,6 @@ def apart(run_dir: Path, schedule: ScheduleConfig, nodes: int, workers: int, **c
 def go_in_ray(config: GrpoConfig, sampler: Prepare = nothing) -> None:
     """Run from the start, or resume the run of the folder, with its steps recorded; `sampler` prepares its actors."""
     assert config.run_dir is not None
-    with unwatched():
+    with without_recording():
         watched(config.run_dir)
         run(replace(config, resume=note_start(config.run_dir)), sampled_recipe(sampler))

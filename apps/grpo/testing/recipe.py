@@ -30,7 +30,7 @@ from rollout.environments.environment import End
 from rollout.tools.workers import instant
 
 
-class Babble:
+class AsciiEnvironment:
     """An environment of as many turns as allowed; a turn's reward is the share of its ASCII characters."""
 
     def __init__(self, number: int) -> None:
@@ -57,7 +57,7 @@ class Babble:
         """Do nothing."""
 
 
-class Troubled(Babble):
+class HangEnvironment(AsciiEnvironment):
     """An environment whose tool hangs for odd numbers, and which itself hangs for multiples of five.
 
     The part "timed_out" of a score counts the calls that the tool's limit ended.
@@ -87,7 +87,7 @@ async def _hang() -> str:
 
 
 @dataclass(frozen=True)
-class BabbleTasks:
+class AsciiTasks:
     """Tasks of consecutive numbers; the held-out ones come first."""
 
     eval_prompts: int
@@ -104,7 +104,7 @@ class BabbleTasks:
 
     def environment(self, row: TaskRow) -> EnvironmentFactory:
         """Return the environment of the row's number."""
-        return instant(functools.partial(Babble, row.data["number"]))  # with a thread's timing, last bits would differ
+        return instant(functools.partial(AsciiEnvironment, row.data["number"]))  # threads change last bits
 
     def cursor(self) -> dict[str, Any]:
         """Return nothing: a step's tasks follow from its number."""
@@ -115,15 +115,15 @@ class BabbleTasks:
 
 
 @dataclass(frozen=True)
-class TroubledTasks(BabbleTasks):
+class HangTasks(AsciiTasks):
     """Tasks of which some hang."""
 
     def environment(self, row: TaskRow) -> EnvironmentFactory:
         """Return the environment of the row's number, some of which hang."""
-        return functools.partial(Troubled, row.data["number"])
+        return functools.partial(HangEnvironment, row.data["number"])
 
 
-class Held(Babble):
+class Held(AsciiEnvironment):
     """An environment whose turn ends once the file `gate` is there, or after a minute."""
 
     def __init__(self, number: int, gate: Path) -> None:
@@ -140,7 +140,7 @@ class Held(Babble):
 
 
 @dataclass(frozen=True)
-class HeldTasks(BabbleTasks):
+class HeldTasks(AsciiTasks):
     """Tasks of which only the held-out ones end before the file `gate` is there."""
 
     gate: Path = field(kw_only=True)
@@ -151,20 +151,20 @@ class HeldTasks(BabbleTasks):
         return super().environment(row) if number < self.eval_prompts else functools.partial(Held, number, self.gate)
 
 
-def make_troubled_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> TroubledTasks:
+def make_hang_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> HangTasks:
     """Return tasks with as many held-out numbers as the configuration asks for."""
     del tokenizer
-    return TroubledTasks(config.data.eval_prompts)
+    return HangTasks(config.data.eval_prompts)
 
 
 def _row(number: int) -> TaskRow:
     return TaskRow(f"number-{number}", {"number": number})
 
 
-def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> BabbleTasks:
+def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> AsciiTasks:
     """Return tasks with as many held-out numbers as the configuration asks for."""
     del tokenizer
-    return BabbleTasks(config.data.eval_prompts)
+    return AsciiTasks(config.data.eval_prompts)
 
 
 RECIPE = Recipe(

@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 from apps.common.cluster import Cluster, RolloutLayout
 from apps.common.run.checkpoints import last_checkpoint
 from apps.common.run.config_file import CONFIG_NAME
-from apps.common.testing.process_kills import silence_output
+from apps.common.testing.process_kills import discard_output
 from apps.common.testing.weight_delta import assert_trained
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
 from apps.grpo.recipe import Recipe
 from apps.grpo.registry import recipes
-from apps.grpo.testing.recipe import RECIPE, BabbleTasks
+from apps.grpo.testing.recipe import RECIPE, AsciiTasks
 from apps.quickstart.model import ensure_tiny_model, served_config
 from rollout.control.staleness import Train
 from schedules.config import ScheduleConfig
@@ -63,7 +63,7 @@ def served(run_dir: Path, layout: RolloutLayout, schedule: ScheduleConfig, **cha
     )
 
 
-def proofs(steps: list[dict[str, Any]], name: str = "weights/probe/abs") -> list[float]:
+def proofs(steps: list[dict[str, Any]], name: str = "weights/check/abs") -> list[float]:
     """Return the results of each weight check, from the rows of all steps.
 
     Where training and sampling are processes of their own, a row has the check of the weight sync before it, and the
@@ -131,7 +131,7 @@ def watched(run_dir: Path) -> None:
 
 
 @contextmanager
-def unwatched() -> Iterator[None]:
+def without_recording() -> Iterator[None]:
     """Restore the process afterwards, so that it records no steps."""
     ahead, steps = FullyAsyncSchedule._train, [(kind, kind.step) for kind in (SyncSchedule, OneStepOffSchedule)]
     try:
@@ -194,7 +194,7 @@ def nothing() -> None:
 
 
 @dataclass(frozen=True)
-class SampledTasks(BabbleTasks):
+class SampledTasks(AsciiTasks):
     """Tasks that run `sampler` in the sampling process (spawned, or an actor) when they arrive there."""
 
     sampler: Prepare = field(kw_only=True)
@@ -223,7 +223,7 @@ def go(
 ) -> None:
     """Run in a child, from the start or resumed; `prepare` and `sampler` prepare it and its sampling processes."""
     os.setpgid(0, 0)
-    silence_output(run_dir.parent / f"{run_dir.name}.err")
+    discard_output(run_dir.parent / f"{run_dir.name}.err")
     watched(run_dir)
     resume = note_start(run_dir)
     prepare()

@@ -13,7 +13,7 @@ import torch
 
 from apps.common.testing.weight_delta import load_tensors
 from apps.grpo.main import run
-from apps.grpo.testing.images import NATIVE, assert_tower_moved, pictured
+from apps.grpo.testing.images import NATIVE, assert_tower_moved, image_config
 from apps.grpo.testing.schedules import proofs, rows
 from rollout import Episode
 from rollout.sync.pieces import Bucket
@@ -55,20 +55,20 @@ def test_a_run_on_pictures_is_the_same_with_ray_as_without(tmp_path: Path, monke
         return sampled[-1]
 
     monkeypatch.setattr(RolloutSession, "gather", gather)
-    run(pictured(tmp_path / "plain", engine="native"), NATIVE)
+    run(image_config(tmp_path / "plain", engine="native"), NATIVE)
     expected, sampled[:] = streams(sampled), []
-    run(pictured(tmp_path / "ray", engine="native", ray_workers=2), NATIVE)
+    run(image_config(tmp_path / "ray", engine="native", ray_workers=2), NATIVE)
     assert streams(sampled) == expected
     left, right = (load_tensors(tmp_path / name / "export") for name in ("plain", "ray"))
     assert all(torch.equal(left[name], right[name]) for name in left)
     assert_tower_moved(tmp_path / "ray")
-    assert all(0 < row["weights/probe/abs"] < 1e-5 for row in rows(tmp_path / "ray")[1:])
+    assert all(0 < row["weights/check/abs"] < 1e-5 for row in rows(tmp_path / "ray")[1:])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_fully_asynchronous_every_sampler_sees_by_the_new_tower(tmp_path: Path, workers: int) -> None:
     """In the run's own sampling process, and in Ray's actors."""
-    run(pictured(tmp_path, "fully_async", "native", ray_workers=workers), NATIVE)
+    run(image_config(tmp_path, "fully_async", "native", ray_workers=workers), NATIVE)
     steps = rows(tmp_path)[1:]
     assert [row["weights/version"] for row in steps] == [1, 2, 3]
     assert [row["rollout/failed_episodes"] for row in steps] == [0, 0, 0]
@@ -110,4 +110,4 @@ def test_one_sampler_with_another_tower_stops_the_run(
     monkeypatch.setattr(WorkerProcess, "receive", receive_alone)
     who = "sampler 1 of 2" if workers else "the sampler"
     with pytest.raises(WeightsNotTakenError, match=f"log-probs of {who}, of version 1"):
-        run(pictured(tmp_path, mode, "native", ray_workers=workers), NATIVE)
+        run(image_config(tmp_path, mode, "native", ray_workers=workers), NATIVE)

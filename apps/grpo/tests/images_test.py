@@ -20,7 +20,7 @@ from apps.grpo.main import configure, run
 from apps.grpo.registry import recipes
 from apps.grpo.tasks.prompt_tasks import prompt_tasks
 from apps.quickstart.image_tasks import make_tasks
-from apps.quickstart.shapes import BAR, CELL, CELLS, INK, PictureProblem, draw, is_held_out, picture_problems
+from apps.quickstart.shapes import BAR, CELL, CELLS, SHAPE_COLORS, ImageProblem, draw, image_problems, is_held_out
 from schedules.config import Mode, ScheduleConfig
 
 RECIPE = recipes()["quickstart-image"].config
@@ -29,8 +29,8 @@ SMALL_GAP = 1e-3
 """Between the sampler's log-probs and the trainer's: both see the same image in the same place, or it is far larger."""
 
 
-def some(count: int, held_out: bool = False, seed: int = 3) -> list[PictureProblem]:
-    return list(itertools.islice(picture_problems(random.Random(seed), held_out), count))
+def some(count: int, held_out: bool = False, seed: int = 3) -> list[ImageProblem]:
+    return list(itertools.islice(image_problems(random.Random(seed), held_out), count))
 
 
 @pytest.mark.parametrize("held_out", [False, True])
@@ -38,23 +38,23 @@ def test_what_is_drawn_is_what_is_asked(held_out: bool) -> None:
     """Read back from the pixels: the ink in the middle of a cell, the height of a bar."""
     for problem in some(60, held_out):
         assert is_held_out(problem) == held_out
-        picture = draw(problem.drawn)
+        image = draw(problem.spec)
         if problem.question.startswith("bar"):
             column = (int(problem.question[4]) - 1) * CELL + CELL // 2
-            filled = sum(picture.getpixel((column, y)) == BAR for y in range(CELLS * CELL))
+            filled = sum(image.getpixel((column, y)) == BAR for y in range(CELLS * CELL))
             assert str(filled * 2 / CELL) == f"{problem.answer}.0"
             continue
         found = 0
         for y, x in itertools.product(range(CELLS), repeat=2):
-            middle, corner = (picture.getpixel((x * CELL + at, y * CELL + at)) for at in (CELL // 2, 1))
-            if middle in INK and (corner in INK) == (SHAPE_OF[problem.question] == "s"):
+            middle, corner = (image.getpixel((x * CELL + at, y * CELL + at)) for at in (CELL // 2, 1))
+            if middle in SHAPE_COLORS and (corner in SHAPE_COLORS) == (SHAPE_OF[problem.question] == "s"):
                 found += 1
         assert str(found) == problem.answer
 
 
 def test_the_two_sides_never_meet_and_seeds_differ() -> None:
     trained, held_out = some(500), some(200, held_out=True)
-    assert not {(p.drawn, p.question) for p in trained} & {(p.drawn, p.question) for p in held_out}
+    assert not {(p.spec, p.question) for p in trained} & {(p.spec, p.question) for p in held_out}
     assert some(5, seed=1) != some(5, seed=2)
     assert {p.answer for p in trained} == set("01234567")
 
@@ -110,7 +110,7 @@ def geo3k(path: Path, count: int = 24, broken: int | None = None) -> Path:
     out = []
     for number, problem in enumerate(some(count)):
         png = io.BytesIO()
-        draw(problem.drawn).resize((48, 40)).save(png, format="PNG")
+        draw(problem.spec).resize((48, 40)).save(png, format="PNG")
         data = b"no picture" if number == broken else png.getvalue()
         images = [{"bytes": data, "path": f"{number}.png"}]
         out.append({"images": images, "problem": f"<image>{problem.question}", "answer": problem.answer})

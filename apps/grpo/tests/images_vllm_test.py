@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from apps.grpo.main import run
-from apps.grpo.testing.images import SERVED, SHARED, assert_tower_moved, pictured
+from apps.grpo.testing.images import SERVED, SHARED, assert_tower_moved, image_config
 from apps.grpo.testing.schedules import proofs, rows
 from rollout import VllmEngine
 from rollout.sync.pieces import Bucket
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 )
 def test_a_run_trains_the_tower_and_vllm_sees_by_it(tmp_path: Path, mode: Mode, tp: int) -> None:
     """In one process of vLLM's, and in two workers that share each matrix; beside training in a process of its own."""
-    run(pictured(tmp_path, mode, tp=tp), SHARED if tp > 1 else SERVED)
+    run(image_config(tmp_path, mode, tp=tp), SHARED if tp > 1 else SERVED)
     steps = rows(tmp_path)[1:]
     assert [row["weights/version"] for row in steps] == [1, 2, 3]
     assert [row["rollout/failed_episodes"] for row in steps] == [0, 0, 0]
@@ -53,4 +53,4 @@ def test_a_tower_that_stays_old_stops_the_run(
 
     monkeypatch.setattr(receiver, "receive", receive)
     with pytest.raises(WeightsNotTakenError, match="does not sample from the trainer's weights"):
-        run(pictured(tmp_path, mode), SERVED)
+        run(image_config(tmp_path, mode), SERVED)

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from apps.common.cli.command_line import main
 from apps.common.run.config_file import CONFIG_NAME
 from apps.common.testing.process_kills import (
+    discard_output,
     run_in_child,
-    silence_output,
     start_child,
     wait_for_content,
     wait_for_exit,
@@ -42,7 +42,7 @@ def small(run_dir: Path, **changes: Any) -> GrpoConfig:
 
 def go(run_dir: Path, kill_at: int | None = None, when: When = "before", log: Path | None = None) -> None:
     """The child: a run that kills itself at a rename, or counts its renames into `log`."""
-    silence_output()
+    discard_output()
     seen = watch_renames(run_dir, kill_at, when)
     resume = kill_at is None and (run_dir / CONFIG_NAME).is_file()
     run(small(run_dir, resume=resume), RECIPE)
@@ -89,7 +89,7 @@ def test_a_kill_at_any_rename(whole: Whole, tmp_path: Path, when: When) -> None:
 
 def interrupted(run_dir: Path, said: Path, **changes: Any) -> None:
     """The child: a run under the command line's own handling of Ctrl-C, which comes as a signal."""
-    silence_output(said)
+    discard_output(said)
     main(lambda: run(small(run_dir, steps=2000, **changes), RECIPE))
 
 

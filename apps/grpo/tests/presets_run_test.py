@@ -21,7 +21,7 @@ from apps.common.data.presets import BOXED
 from apps.common.testing.weight_delta import assert_trained
 from apps.grpo.main import configure, run
 from apps.quickstart.model import save_tiny_model
-from apps.quickstart.vision import save_seeing_model
+from apps.quickstart.vision import save_vision_model
 
 SAME = {
     "gsm8k": {"1,000": "1000", "12": "12.0", "7": "7"},
@@ -61,7 +61,7 @@ def rows_of(layout: str, count: int = 24) -> list[dict[str, Any]]:
 def taught(layout: str, path: Path) -> Path:
     """A model that ends its answers as `SAME` says them, each about as often, whatever is asked in this layout."""
     sees = layout == "geo3k"
-    (save_seeing_model if sees else save_tiny_model)(path, 0)
+    (save_vision_model if sees else save_tiny_model)(path, 0)
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(path)
     end, unseen = tokenizer.eos_token_id, -100

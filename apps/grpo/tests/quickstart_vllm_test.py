@@ -131,7 +131,7 @@ def test_sampler_and_trainer_agree_as_far_as_bfloat16_goes(learned: Learned) -> 
     assert max(row["log_prob_difference"] for row in rows) < 0.02
     assert max(row["train/mismatch/p99"] for row in rows) < 0.3
     assert min(row["train/mismatch/ess"] for row in rows) > 0.99
-    assert max(row["weights/probe/abs"] for row in rows) < 0.03
+    assert max(row["weights/check/abs"] for row in rows) < 0.03
 
 
 def test_each_hand_over_is_measured(learned: Learned) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from apps.grpo.testing.kill_points import RANK_POINTS, killed_at, killing
+from apps.grpo.testing.kill_points import RANK_POINTS, ended_at, kill_at_points
 from apps.grpo.testing.ranks import digests, go_on_ranks
 from apps.grpo.testing.schedules import ASYNC, ONE, SYNC, assert_nothing_lost, nothing, same_weights, small
 from engines.launch import RankError
@@ -32,8 +32,8 @@ def test_a_killed_rank_loses_nothing(tmp_path: Path, whole: dict[str, Path], mod
     """All ranks end; gone on with, both have the same weights, and those of a run that nobody killed."""
     run_dir, schedule = tmp_path / "run", SCHEDULES[mode]
     with pytest.raises(RankError, match="rank 1 died with exit code -9"):
-        go_on_ranks(run_dir, nothing, killing(run_dir, RANK_POINTS[mode], point), schedule=schedule)
-    assert killed_at(run_dir, point) == [point]
+        go_on_ranks(run_dir, nothing, kill_at_points(run_dir, RANK_POINTS[mode], point), schedule=schedule)
+    assert ended_at(run_dir, point) == [point]
     go_on_ranks(run_dir, schedule=schedule)
     assert_nothing_lost(run_dir, small(run_dir, schedule))
     assert len(set(digests(run_dir))) == 1
@@ -50,10 +50,10 @@ def test_a_training_rank_killed_at_all_points_loses_nothing(tmp_path: Path, sche
     run_dir = tmp_path / "run"
     changes: dict[str, Any] = {"schedule": schedule, "steps": 28, "eval_every": 2}
     for number in range(len(points)):
-        assert len(killed_at(run_dir, *points)) == number
+        assert len(ended_at(run_dir, *points)) == number
         with pytest.raises(RankError, match="rank 1 died with exit code -9"):
-            go_on_ranks(run_dir, nothing, killing(run_dir, points, *points), **changes)
-    go_on_ranks(run_dir, nothing, killing(run_dir, points, *points), **changes)
+            go_on_ranks(run_dir, nothing, kill_at_points(run_dir, points, *points), **changes)
+    go_on_ranks(run_dir, nothing, kill_at_points(run_dir, points, *points), **changes)
     assert_nothing_lost(run_dir, small(run_dir, **changes))
     assert len(set(digests(run_dir))) == 1
     if schedule is not ASYNC:

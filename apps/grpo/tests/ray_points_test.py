@@ -11,7 +11,7 @@ import pytest
 
 from apps.common.run.config_file import CONFIG_NAME
 from apps.grpo.main import run
-from apps.grpo.testing.kill_points import ACTOR, killed_at, killing
+from apps.grpo.testing.kill_points import ACTOR, ended_at, kill_at_points
 from apps.grpo.testing.ray import SCHEDULES, go_in_ray, in_ray
 from apps.grpo.testing.recipe import RECIPE
 from apps.grpo.testing.schedules import SYNC, assert_nothing_lost, rows, same_weights, small
@@ -44,8 +44,8 @@ def test_a_killed_actor_is_replaced_and_nothing_is_lost(
 ) -> None:
     """In turn the weights are those of a run that nobody killed."""
     run_dir = tmp_path / "run"
-    go_in_ray(in_ray(run_dir, schedule), killing(run_dir, ACTOR, point))
-    assert killed_at(run_dir, point) == [point]
+    go_in_ray(in_ray(run_dir, schedule), kill_at_points(run_dir, ACTOR, point))
+    assert ended_at(run_dir, point) == [point]
     assert_nothing_lost(run_dir, small(run_dir, schedule))
     assert [row["weights/version"] for row in rows(run_dir)[1:]] == [1, 2, 3, 4]
     if schedule is SYNC:
@@ -58,8 +58,8 @@ def test_one_that_dies_while_the_first_pool_begins_ends_the_run_which_goes_on(
 ) -> None:
     run_dir = tmp_path / "run"
     with pytest.raises(WorkerDied):
-        go_in_ray(in_ray(run_dir, schedule), killing(run_dir, ACTOR, BEGINS))
-    assert killed_at(run_dir, BEGINS) == [BEGINS]
+        go_in_ray(in_ray(run_dir, schedule), kill_at_points(run_dir, ACTOR, BEGINS))
+    assert ended_at(run_dir, BEGINS) == [BEGINS]
     assert (run_dir / CONFIG_NAME).is_file()  # from which it goes on
     go_in_ray(in_ray(run_dir, schedule))
     assert_nothing_lost(run_dir, small(run_dir, schedule))
@@ -70,6 +70,6 @@ def test_one_that_dies_while_the_next_pool_begins_is_replaced_too(tmp_path: Path
     """An actor is lost amid generation, and of those that take over one before it has begun."""
     run_dir = tmp_path / "run"
     points = ["amid generation", BEGINS]
-    go_in_ray(in_ray(run_dir, schedule), killing(run_dir, ACTOR, *points))
-    assert killed_at(run_dir, *points) == points
+    go_in_ray(in_ray(run_dir, schedule), kill_at_points(run_dir, ACTOR, *points))
+    assert ended_at(run_dir, *points) == points
     assert_nothing_lost(run_dir, small(run_dir, schedule))

@@ -54,7 +54,7 @@ def test_two_ranks_with_ray_end_with_the_weights_of_two_without(
     assert rows(tmp_path / "ray")[0]["run/world_size"] == 2
     assert rewards(tmp_path / "ray") == rewards(tmp_path / "plain")
     assert same_weights(tmp_path / "plain", tmp_path / "ray")
-    assert all(0 < row["weights/probe/abs"] < 1e-4 for row in rows(tmp_path / "ray")[1:])
+    assert all(0 < row["weights/check/abs"] < 1e-4 for row in rows(tmp_path / "ray")[1:])
     run(small(tmp_path / "one", schedule), RECIPE)
     assert rewards(tmp_path / "ray")[0] == rewards(tmp_path / "one")[0]
     start, one, two = (weights(tmp_path / at) for at in ("one/model", "one/export", "ray/export"))

@@ -14,10 +14,10 @@ import pytest
 import apps.grpo.step as step
 from apps.common.run.checkpoints import last_checkpoint
 from apps.common.testing.process_kills import (
+    discard_output,
     hang_at_call,
     kill_at_call,
     run_in_child,
-    silence_output,
     start_child,
     wait_for_exit,
 )
@@ -42,7 +42,7 @@ def test_a_full_disk_stops_the_run_with_the_reason_and_it_goes_on_later(tmp_path
 
 def full(run_dir: Path) -> None:
     """The child: a disk that has no room for the ledger's third group; a limit of the kernel would stop the report."""
-    silence_output(run_dir.parent / "err")
+    discard_output(run_dir.parent / "err")
     real, calls = RolloutLedger.finished, 0
 
     def no_room(file: int, data: bytes, at: int) -> Never:

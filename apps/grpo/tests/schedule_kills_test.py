@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from apps.common.testing.process_kills import silence_output, start_child, wait_for_exit
+from apps.common.testing.process_kills import discard_output, start_child, wait_for_exit
 from apps.grpo.testing.ranks import go_on_ranks, on_ranks
 from apps.grpo.testing.schedules import ASYNC, assert_nothing_lost, go, small
 
@@ -50,7 +50,7 @@ def test_kills_at_twenty_random_moments(tmp_path: Path) -> None:
 def go_on_two_ranks(run_dir: Path, **changes: Any) -> None:
     """The child: two ranks, from the start or from where the folder stands."""
     os.setpgid(0, 0)
-    silence_output(run_dir.parent / f"{run_dir.name}.err")
+    discard_output(run_dir.parent / f"{run_dir.name}.err")
     go_on_ranks(run_dir, **changes)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from apps.common.testing.process_kills import run_in_child
-from apps.grpo.testing.kill_points import DRIVER, WORKER, killed_at, killing
+from apps.grpo.testing.kill_points import DRIVER, WORKER, ended_at, kill_at_points
 from apps.grpo.testing.schedules import ASYNC, assert_nothing_lost, go, small
 
 
@@ -19,7 +19,7 @@ from apps.grpo.testing.schedules import ASYNC, assert_nothing_lost, go, small
 def test_a_killed_driver_loses_nothing(tmp_path: Path, point: str) -> None:
     """The driver trains too; its sampling process ends with it, and the run is gone on with."""
     run_dir = tmp_path / "run"
-    assert run_in_child(go, run_dir, ASYNC, killing(run_dir, DRIVER, point)) == -signal.SIGKILL
+    assert run_in_child(go, run_dir, ASYNC, kill_at_points(run_dir, DRIVER, point)) == -signal.SIGKILL
     assert run_in_child(go, run_dir, ASYNC) == 0
     assert_nothing_lost(run_dir, small(run_dir, ASYNC))
 
@@ -28,8 +28,8 @@ def test_a_killed_driver_loses_nothing(tmp_path: Path, point: str) -> None:
 def test_a_killed_rollout_worker_loses_nothing(tmp_path: Path, point: str) -> None:
     """Another one takes over; the first of all, where it can't even begin, ends the run, which is gone on with."""
     run_dir = tmp_path / "run"
-    code = run_in_child(go, run_dir, ASYNC, sampler=killing(run_dir, WORKER, point))
-    assert killed_at(run_dir, point) == [point]
+    code = run_in_child(go, run_dir, ASYNC, sampler=kill_at_points(run_dir, WORKER, point))
+    assert ended_at(run_dir, point) == [point]
     if point == "while it begins":
         assert code == 1
         code = run_in_child(go, run_dir, ASYNC)

@@ -260,7 +260,7 @@ def test_one_sampler_of_several_with_other_weights_stops_the_run(
 
 def test_every_hand_over_is_proven(tmp_path: Path) -> None:
     run(in_ray(tmp_path / "run", SYNC, **SHORT), RECIPE)
-    assert all(0 < row["weights/probe/abs"] < 1e-5 for row in rows(tmp_path / "run")[1:])
+    assert all(0 < row["weights/check/abs"] < 1e-5 for row in rows(tmp_path / "run")[1:])
 
 
 def test_what_the_cluster_cannot_hold_is_refused_before_anything_is_sampled(tmp_path: Path) -> None:

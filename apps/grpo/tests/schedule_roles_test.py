@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from apps.common.testing.process_kills import run_in_child
-from apps.grpo.testing.kill_points import RANK, WORKER, killed_at, killing
+from apps.grpo.testing.kill_points import RANK, WORKER, ended_at, kill_at_points
 from apps.grpo.testing.ranks import go_on_ranks, on_ranks, sound
 from apps.grpo.testing.schedules import ASYNC, assert_nothing_lost, go, nothing, rows, small
 from engines.launch import RankError
@@ -25,8 +25,8 @@ RANK_ENDS = ("a step before it is trained", "a checkpoint amid its writing")
 def test_a_rollout_worker_killed_again_and_again_loses_nothing(tmp_path: Path) -> None:
     """The run goes on by itself: with its present weights, each process that takes over ends at the next point."""
     run_dir = tmp_path / "run"
-    assert run_in_child(go, run_dir, ASYNC, sampler=killing(run_dir, WORKER, *ENDS), steps=8) == 0
-    assert killed_at(run_dir, *ENDS) == list(ENDS)
+    assert run_in_child(go, run_dir, ASYNC, sampler=kill_at_points(run_dir, WORKER, *ENDS), steps=8) == 0
+    assert ended_at(run_dir, *ENDS) == list(ENDS)
     assert_nothing_lost(run_dir, small(run_dir, ASYNC, steps=8))
     assert [row["weights/version"] for row in rows(run_dir)[1:]] == list(range(1, 9))
 
@@ -36,7 +36,7 @@ def test_a_killed_training_rank_ends_the_run_which_goes_on(tmp_path: Path) -> No
     run_dir = tmp_path / "run"
     for killed in range(len(RANK_ENDS)):
         with pytest.raises(RankError, match="rank 1 died with exit code -9"):
-            go_on_ranks(run_dir, nothing, killing(run_dir, RANK, *RANK_ENDS))
-        assert len(killed_at(run_dir, *RANK_ENDS)) == killed + 1
+            go_on_ranks(run_dir, nothing, kill_at_points(run_dir, RANK, *RANK_ENDS))
+        assert len(ended_at(run_dir, *RANK_ENDS)) == killed + 1
     go_on_ranks(run_dir)
     sound(run_dir, on_ranks(run_dir))

@@ -15,7 +15,7 @@ import ray
 from apps.common.cluster import RolloutLayout
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
-from apps.grpo.testing.images import SERVED, assert_tower_moved, pictured
+from apps.grpo.testing.images import SERVED, assert_tower_moved, image_config
 from apps.grpo.testing.schedules import proofs, rows, served
 from rollout.workers.ray_local import SMALL_STORE, local_ray
 from rollout.workers.ray_pool import RayPool
@@ -102,7 +102,7 @@ def test_one_step_behind_each_of_two_samplers_takes_each_steps_weights(tmp_path:
 @pytest.mark.parametrize("mode", ["sync", "fully_async"])
 def test_two_samplers_see_by_each_steps_tower(tmp_path: Path, mode: Mode) -> None:
     """Proven by the pictures of the step in each of them."""
-    run(pictured(tmp_path, mode, ray_workers=2), SERVED)
+    run(image_config(tmp_path, mode, ray_workers=2), SERVED)
     assert_proven(tmp_path, 3)
     assert [row["rollout/failed_episodes"] for row in rows(tmp_path)[1:]] == [0, 0, 0]
     assert_tower_moved(tmp_path)

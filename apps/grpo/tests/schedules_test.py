@@ -16,7 +16,7 @@ from apps.common.cluster import Cluster
 from apps.common.run.reporter import Reporter
 from apps.common.testing.weight_delta import assert_trained
 from apps.grpo.main import configure, run
-from apps.grpo.testing.recipe import RECIPE, HeldTasks, make_troubled_tasks
+from apps.grpo.testing.recipe import RECIPE, HeldTasks, make_hang_tasks
 from apps.grpo.testing.schedules import ASYNC, ONE, assert_timed, rows, small
 from engines.launch import RankError
 from rollout.control.staleness import Train
@@ -212,7 +212,7 @@ def test_hung_environment_and_tool_timeout(tmp_path: Path, monkeypatch: pytest.M
         return result
 
     monkeypatch.setattr(FullyAsyncSchedule, "_train", train)
-    run(config, replace(RECIPE, make_tasks=make_troubled_tasks))
+    run(config, replace(RECIPE, make_tasks=make_hang_tasks))
     assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1, 2, 3]
     found = {
         (int(e.task_id[7:]), e.end == "deadline", e.score and e.score.reward_components["timed_out"]) for e in trained

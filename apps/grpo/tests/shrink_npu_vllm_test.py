@@ -36,7 +36,7 @@ def test_a_recipe_runs_through_device_npu_with_its_own_sampler(
     assert "device --rollout.device  auto -> cpu" in output
     assert [row["weights/version"] for row in rows] == [1, 2]
     assert [row["rollout/failed_episodes"] for row in rows] == [0, 0]
-    assert max(row["weights/probe/abs"] for row in rows) < 0.05
+    assert max(row["weights/check/abs"] for row in rows) < 0.05
     check(name, "bfloat16", output, rows, tmp_path / "run")
 
 

@@ -31,7 +31,7 @@ def test_a_script_with_images_runs_from_end_to_end_through_two_workers(
     steps = rows(run_dir)[1:]
     assert [row["weights/version"] for row in steps] == [1, 2]
     assert [row["rollout/failed_episodes"] for row in steps] == [0, 0]
-    assert max(row["weights/probe/abs"] for row in steps) < 0.04
+    assert max(row["weights/check/abs"] for row in steps) < 0.04
     before, after = (load_tensors(run_dir / at) for at in ("model", "export"))
     tower = [key for key in before if key.startswith("model.visual.")]
     assert sum(not before[key].equal(after[key]) for key in tower) > len(tower) / 2

@@ -28,7 +28,7 @@ def assert_proven(run_dir: Path, lost: list[float]) -> None:
     logged = rows(run_dir)[1:]
     assert [row["weights/version"] for row in logged] == [1, 2, 3]
     assert [row["rollout/failed_episodes"] for row in logged] == [0, 0, 0]
-    assert proofs(logged, "rollout/lost_copies") == lost
+    assert proofs(logged, "rollout/lost_replicas") == lost
     assert max(proofs(logged)) < 0.03
 
 

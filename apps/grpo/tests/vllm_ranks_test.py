@@ -23,6 +23,6 @@ def test_both_ranks_samplers_take_each_steps_weights(tmp_path: Path, mode: Mode)
     assert logged[0]["run/world_size"] == 2
     assert [row["weights/version"] for row in logged[1:]] == [1, 2, 3]
     assert [row["rollout/failed_episodes"] for row in logged[1:]] == [0, 0, 0]
-    assert max(row["weights/probe/abs"] for row in logged[1:]) < 0.03
+    assert max(row["weights/check/abs"] for row in logged[1:]) < 0.03
     if mode == "sync":
         assert max(row["log_prob_difference"] for row in logged[1:]) < 0.03

@@ -16,7 +16,7 @@ from apps.quickstart.tokenizer import build_tokenizer
 from apps.sft.config import DataConfig
 from apps.sft.data import write_demonstrations
 from apps.sft.reading.examples import Columns
-from apps.sft.reading.tokenised import tokenise
+from apps.sft.reading.tokenized import tokenize_file
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
             DataConfig(task="calculator", demonstrations=options.rows), 0, Path(made, "a.jsonl")
         )
         started, used = time.perf_counter(), time.process_time()
-        store = tokenise(path, Columns(), tokenizer, None, Path(made, "tokens"), options.processes)
+        store = tokenize_file(path, Columns(), tokenizer, None, Path(made, "tokens"), options.processes)
         seconds, used = time.perf_counter() - started, time.process_time() - used
         facts = {"rows": len(store), "tokens": int(store.lengths.sum()), "megabytes": path.stat().st_size / 1e6}
     rates = {

@@ -13,12 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from apps.common.data.images import pictures_of
+from apps.common.data.images import image_processor_of
 from apps.common.data.tokenizer import load_tokenizer
-from apps.quickstart.vision import ensure_seeing_model
+from apps.quickstart.vision import ensure_vision_model
 from apps.sft.reading.examples import Columns
 from apps.sft.reading.store import Store
-from apps.sft.reading.tokenised import tokenise
+from apps.sft.reading.tokenized import tokenize_file
 from engines import EngineConfig
 
 ROWS, PICTURE = 150, 750_000
@@ -57,21 +57,21 @@ def most_mib() -> int:
 
 def growth(path: Path, model: Path, processes: int) -> tuple[int, Path]:
     """In a process of its own: by how many MiB tokenising a file raises its memory, and the store."""
-    tokenizer, pictures = load_tokenizer(model), pictures_of(EngineConfig(vision="frozen"), model)
+    tokenizer, image_processor = load_tokenizer(model), image_processor_of(EngineConfig(vision="frozen"), model)
     columns, stops = Columns(images="images"), None
     small = path.with_name("small.jsonl")
     small.write_text(
         json.dumps({"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]})
     )
-    tokenise(small, columns, tokenizer, stops, path.parent / "small", processes, pictures)
+    tokenize_file(small, columns, tokenizer, stops, path.parent / "small", processes, image_processor)
     before = most_mib()
-    store = tokenise(path, columns, tokenizer, stops, path.parent / "tokens", processes, pictures)
+    store = tokenize_file(path, columns, tokenizer, stops, path.parent / "tokens", processes, image_processor)
     return most_mib() - before, store.path
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ensure_seeing_model(tmp_path_factory.mktemp("seeing") / "model", 0)
+    return ensure_vision_model(tmp_path_factory.mktemp("seeing") / "model", 0)
 
 
 @pytest.mark.parametrize(("name", "processes", "most"), CASES)

@@ -77,8 +77,8 @@ def _picture(picture: Any, column: str) -> str:
         raise ValueError(f"{column}: {error}") from error
 
 
-def _image_parts(pictures: Sequence[str]) -> list[dict[str, Any]]:
-    return [{"type": "image", "image": picture} for picture in pictures]
+def _image_parts(image_processor: Sequence[str]) -> list[dict[str, Any]]:
+    return [{"type": "image", "image": picture} for picture in image_processor]
 
 
 def _text_parts(text: str) -> list[dict[str, Any]]:

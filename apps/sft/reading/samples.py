@@ -11,18 +11,18 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from chat_tools import Rendered, images, read_stop_tokens, render
-from rollout.chat.images import Pictures, images_of, without_images
+from rollout.chat.images import ImageProcessor, images_of, without_images
 from seqpack.batches.batch import make_batch
 from seqpack.batches.mrope import grid_tokens
 
 Sample = Mapping[str, Any]
 
 
-class PictureError(ValueError):
+class ImageError(ValueError):
     """An image of a conversation that can't be read; the text names it."""
 
 
-class UnprovenMaskError(ValueError):
+class UnverifiedMaskError(ValueError):
     """A conversation whose assistant's tokens can't be proven; the text says why."""
 
 
@@ -46,26 +46,28 @@ def encode_messages(
     tools: Sequence[Any] | None = None,
     stop_tokens: Sequence[str] | None = None,
     trained_from: int = 0,
-    pictures: Pictures | None = None,
+    image_processor: ImageProcessor | None = None,
 ) -> Encoded:
     """Render one conversation by the tokenizer's own chat template.
 
     `stop_tokens`: those that stop the model (`stop_tokens_of`), which a turn may end with and is trained to; without
     them, those that the tokenizer and the template tell of. Of turns before message `trained_from` nothing is trained.
-    `pictures` reads its images, where it may have some.
+    `image_processor` reads its images, where it may have some.
 
     Raises:
-        PictureError: an image can't be read.
-        UnprovenMaskError: the mask can't be trusted, or the ids are not those of `apply_chat_template`.
+        ImageError: an image can't be read.
+        UnverifiedMaskError: the mask can't be trusted, or the ids are not those of `apply_chat_template`.
         ValueError, jinja2.TemplateError: the template refuses the messages.
     """
-    images = images_of(messages) if pictures is not None else []
-    if pictures is not None and images:
-        rendered = _rendered(tokenizer, messages, tools, stop_tokens, pictures, _read(pictures, images)[1])
+    images = images_of(messages) if image_processor is not None else []
+    if image_processor is not None and images:
+        rendered = _rendered(
+            tokenizer, messages, tools, stop_tokens, image_processor, _read(image_processor, images)[1]
+        )
     else:
         rendered = render(tokenizer, list(messages), tools=list(tools) if tools else None, stop_tokens=stop_tokens)
     if rendered.problems:
-        raise UnprovenMaskError(rendered.problems[0])
+        raise UnverifiedMaskError(rendered.problems[0])
     mask = rendered.assistant_mask
     if trained_from:
         first = min((span.token_start for span in rendered.spans if span.message >= trained_from), default=len(mask))
@@ -99,11 +101,11 @@ def sample_of(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Any] | None = None,
     stop_tokens: Sequence[str] | None = None,
-    pictures: Pictures | None = None,
+    image_processor: ImageProcessor | None = None,
 ) -> Sample:
-    """Return one conversation as a sample; see `encode_messages`. `pictures` reads its images, where it has any."""
-    if pictures is not None:
-        return _seen_sample(tokenizer, messages, tools, stop_tokens, pictures)
+    """Return one conversation as a sample; see `encode_messages`. `image_processor` reads its images."""
+    if image_processor is not None:
+        return _seen_sample(tokenizer, messages, tools, stop_tokens, image_processor)
     encoded = encode_messages(tokenizer, messages, tools, stop_tokens)
     return as_sample(encoded.ids, encoded.mask)
 
@@ -113,25 +115,25 @@ def _seen_sample(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Any] | None,
     stop_tokens: Sequence[str] | None,
-    pictures: Pictures,
+    image_processor: ImageProcessor,
 ) -> Sample:
     """Return a sample of a model that sees; samples of text alone have the keys of images too."""
-    media = _read(pictures, images_of(messages))
-    rendered = _rendered(tokenizer, messages, tools, stop_tokens, pictures, media[1])
+    media = _read(image_processor, images_of(messages))
+    rendered = _rendered(tokenizer, messages, tools, stop_tokens, image_processor, media[1])
     if rendered.problems:
-        raise UnprovenMaskError(rendered.problems[0])
+        raise UnverifiedMaskError(rendered.problems[0])
     return {**as_sample(rendered.ids, rendered.assistant_mask), **_media_entries(rendered.mm_token_type_ids, media)}
 
 
-def media_of(types: Sequence[int], images: Sequence[str], pictures: Pictures) -> dict[str, Tensor]:
+def media_of(types: Sequence[int], images: Sequence[str], image_processor: ImageProcessor) -> dict[str, Tensor]:
     """Return the images of a sample as a batch's entries; nothing for a sample of text. `types`: one entry a token.
 
     Raises:
-        PictureError: an image can't be read.
+        ImageError: an image can't be read.
         ValueError: the images have other numbers of tokens than `types` says.
     """
-    media = _read(pictures, images)
-    tokens = sum(grid_tokens(grid, pictures.merge_size) for grid in media[1].tolist())
+    media = _read(image_processor, images)
+    tokens = sum(grid_tokens(grid, image_processor.merge_size) for grid in media[1].tolist())
     if tokens != sum(types):
         raise ValueError(f"its images have {tokens} tokens, they had {sum(types)}: a file of them has changed")
     return _media_entries(types, media)
@@ -142,14 +144,14 @@ def _media_entries(types: Sequence[int], media: tuple[Tensor, Tensor]) -> dict[s
     return {"mm_token_type_ids": torch.tensor(types, dtype=torch.int64), **dict(named)}
 
 
-def _read(pictures: Pictures, images: Sequence[Any]) -> tuple[Tensor, Tensor]:
+def _read(image_processor: ImageProcessor, images: Sequence[Any]) -> tuple[Tensor, Tensor]:
     """Return patches f32[P, numbers] and grids i64[n, 3]."""
     if not images:
-        return torch.empty(0, pictures.numbers), torch.empty(0, 3, dtype=torch.int64)
+        return torch.empty(0, image_processor.numbers), torch.empty(0, 3, dtype=torch.int64)
     try:
-        return pictures.read(images)
+        return image_processor.read(images)
     except ValueError as error:
-        raise PictureError(str(error)) from error
+        raise ImageError(str(error)) from error
 
 
 def _rendered(
@@ -157,16 +159,16 @@ def _rendered(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Any] | None,
     stop_tokens: Sequence[str] | None,
-    pictures: Pictures,
+    image_processor: ImageProcessor,
     grids: Tensor,
 ) -> Rendered:
-    counts = [grid_tokens(grid, pictures.merge_size) for grid in grids.tolist()]
+    counts = [grid_tokens(grid, image_processor.merge_size) for grid in grids.tolist()]
     return render(
         tokenizer,
         without_images(messages),
         tools=list(tools) if tools else None,
         stop_tokens=stop_tokens,
-        media=[images(counts, pictures.token)],
+        media=[images(counts, image_processor.token)],
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from apps.sft.reading.samples import Sample, media_of
 from apps.sft.reading.store import Store
-from rollout.chat.images import Pictures
+from rollout.chat.images import ImageProcessor
 
 Truncation = Literal["skip", "left", "right"]
 """What is done with a row that is too long: leave it out, or cut tokens off at its beginning or its end."""
@@ -78,15 +78,15 @@ class Samples(Sequence[Sample]):
     files: tuple[tuple[Store, int, Truncation], ...]
     places: np.ndarray
     """i64[n, 2]: the file of each sample, and its entry there."""
-    pictures: Pictures | None = None
+    image_processor: ImageProcessor | None = None
     """How images are read, where the model sees: then every sample has their entries, also one of text."""
 
     @staticmethod
-    def of(files: Sequence[Usable], chosen: Sequence[int], pictures: Pictures | None = None) -> "Samples":
+    def of(files: Sequence[Usable], chosen: Sequence[int], image_processor: ImageProcessor | None = None) -> "Samples":
         """Return the samples at `chosen` of all usable entries of all files, numbered through."""
         every = [np.stack([np.full(len(file.entries), n), file.entries], axis=1) for n, file in enumerate(files)]
         stores = tuple((file.store, file.max_tokens, file.truncation) for file in files)
-        return Samples(stores, np.concatenate(every)[np.asarray(chosen, dtype=np.int64)], pictures)
+        return Samples(stores, np.concatenate(every)[np.asarray(chosen, dtype=np.int64)], image_processor)
 
     def __len__(self) -> int:
         return len(self.places)
@@ -97,7 +97,7 @@ class Samples(Sequence[Sample]):
     def __getitem__(self, index: slice) -> "Samples": ...
     def __getitem__(self, index: int | slice) -> "Sample | Samples":
         if isinstance(index, slice):
-            return Samples(self.files, self.places[index], self.pictures)
+            return Samples(self.files, self.places[index], self.image_processor)
         file, entry = (int(part) for part in self.places[index])
         store, max_tokens, truncation = self.files[file]
         ids, mask = cut(*store.tokens(entry), max_tokens, truncation)
@@ -106,13 +106,13 @@ class Samples(Sequence[Sample]):
             "position_ids": torch.arange(len(ids)),
             "loss_mask": torch.from_numpy(mask),
         }
-        return sample if self.pictures is None else {**sample, **self._media(store, entry, len(ids))}
+        return sample if self.image_processor is None else {**sample, **self._media(store, entry, len(ids))}
 
     def _media(self, store: Store, entry: int, length: int) -> dict[str, Tensor]:
-        assert self.pictures is not None
+        assert self.image_processor is not None
         types, images = store.images(entry)
         try:
-            return media_of(types if images else [0] * length, images, self.pictures)
+            return media_of(types if images else [0] * length, images, self.image_processor)
         except ValueError as error:
             raise ValueError(f"row {store.rows[entry]} of the file tokenised in {store.path.name}: {error}") from error
 

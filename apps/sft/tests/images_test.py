@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from apps.common.data.images import pictures_of
+from apps.common.data.images import image_processor_of
 from apps.common.data.tokenizer import load_tokenizer
 from apps.common.testing.weight_delta import load_tensors
-from apps.quickstart.shapes import PictureProblem, draw, picture_problems, stretched
-from apps.quickstart.vision import IMAGE, ensure_seeing_model
+from apps.quickstart.shapes import ImageProblem, draw, image_problems, resized
+from apps.quickstart.vision import IMAGE, ensure_vision_model
 from apps.sft.config import SftConfig
 from apps.sft.data import Conversations, load_conversations
 from apps.sft.main import configure, run
@@ -33,18 +33,18 @@ SIZES = [(32, 32), (48, 40), (24, 56)]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ensure_seeing_model(tmp_path_factory.mktemp("seeing") / "model", 0)
+    return ensure_vision_model(tmp_path_factory.mktemp("seeing") / "model", 0)
 
 
-def problems(count: int = 40) -> list[PictureProblem]:
-    return list(itertools.islice(picture_problems(random.Random(5)), count))
+def problems(count: int = 40) -> list[ImageProblem]:
+    return list(itertools.islice(image_problems(random.Random(5)), count))
 
 
-def picture(number: int, problem: PictureProblem) -> str:
-    return stretched(problem, SIZES[number % len(SIZES)])
+def picture(number: int, problem: ImageProblem) -> str:
+    return resized(problem, SIZES[number % len(SIZES)])
 
 
-def conversation(problem: PictureProblem, first: Sequence[Any]) -> list[dict[str, Any]]:
+def conversation(problem: ImageProblem, first: Sequence[Any]) -> list[dict[str, Any]]:
     """A user's turn that begins with `first`, and its answer."""
     turn = {"role": "user", "content": [*first, {"type": "text", "text": problem.question}]}
     return [turn, {"role": "assistant", "content": problem.solution}]
@@ -99,9 +99,11 @@ def config(model: Path, data: Path, run_dir: Path, *more: str) -> SftConfig:
 
 def load(model: Path, path: Path, *more: str) -> Conversations:
     settings = config(model, path, path.parent / "unused", "--engine.vision", "frozen", *more)
-    pictures, column = pictures_of(settings.engine, model), settings.cluster.media.images_column
+    image_processor, column = image_processor_of(settings.engine, model), settings.cluster.media.images_column
     cache = path.parent / "tokens"
-    return load_conversations(settings.data, [Source(path)], load_tokenizer(model), None, cache, pictures, column)
+    return load_conversations(
+        settings.data, [Source(path)], load_tokenizer(model), None, cache, image_processor, column
+    )
 
 
 def assert_same(found: Sequence[Sample], wanted: Sequence[Sample]) -> None:
@@ -130,8 +132,8 @@ def test_every_layout_of_rows_gives_the_samples_of_grpo(model: Path, tmp_path: P
         sorted(found, key=lambda s: (s["input_ids"].tolist(), s["pixel_values"].sum().item())) for found in samples
     ]
     assert_same(*by_ids)
-    pictures = pictures_of(EngineConfig(vision="frozen"), model)
-    direct = [sample_of(load_tokenizer(model), row["messages"], pictures=pictures) for row in in_parts()]
+    image_processor = image_processor_of(EngineConfig(vision="frozen"), model)
+    direct = [sample_of(load_tokenizer(model), row["messages"], image_processor=image_processor) for row in in_parts()]
     direct.sort(key=lambda s: (s["input_ids"].tolist(), s["pixel_values"].sum().item()))
     assert_same(by_ids[0], direct)
     counts = [int((s["input_ids"] == load_tokenizer(model).convert_tokens_to_ids(IMAGE)).sum()) for s in direct]
@@ -246,14 +248,14 @@ def test_another_picture_of_as_many_bytes_in_the_same_file_is_noticed(model: Pat
     """What was tokenised is used again while pictures are as they were, and made anew when a file has changed."""
     rows, file = in_a_column("bare"), tmp_path / "one.bmp"  # as many bytes for as many pixels
     rows[7]["images"] = [str(file)]
-    path, drawn = write(tmp_path / "a.jsonl", rows), draw(problems()[7].drawn)
-    drawn.resize((32, 128)).save(file)
+    path, spec = write(tmp_path / "a.jsonl", rows), draw(problems()[7].spec)
+    spec.resize((32, 128)).save(file)
     first, size = load(model, path), file.stat().st_size
     (store,) = tmp_path.rglob("*.arrow")
     modified = store.stat().st_mtime_ns
     assert_same(load(model, path).train, first.train)
     assert store.stat().st_mtime_ns == modified  # read, not written
-    drawn.resize((64, 64)).save(file)
+    spec.resize((64, 64)).save(file)
     assert file.stat().st_size == size
     conversations = load(model, path)
     assert store.stat().st_mtime_ns > modified
@@ -274,14 +276,14 @@ def test_rows_with_images_are_left_out_where_they_are_too_long_and_others_cut(mo
 
 
 def test_pictures_stand_in_the_order_of_their_places() -> None:
-    def pictures(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
+    def image_processor(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
         return [part["image"] for message in messages for part in message["content"] if part.get("type") == "image"]
 
     bare = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]}] * 2
-    assert pictures(with_row_images(bare, ["a", "b", "c", "d"], "images")) == ["a", "b", "c", "d"]
+    assert image_processor(with_row_images(bare, ["a", "b", "c", "d"], "images")) == ["a", "b", "c", "d"]
     marked = [{"role": "user", "content": "<image>x<image>"}, {"role": "user", "content": "y<image>z"}]
     actual = with_row_images(marked, ["a", "b", "c"], "images")
-    assert pictures(actual) == ["a", "b", "c"]
+    assert image_processor(actual) == ["a", "b", "c"]
     assert [part.get("text", part.get("image")) for part in actual[1]["content"]] == ["y", "c", "z"]
     for rows, given, words in (
         (bare, ["a"], "has 1 images for 4 places"),

@@ -19,10 +19,10 @@ from apps.common.run.checkpoints import last_checkpoint
 from apps.common.run.config_file import CONFIG_NAME
 from apps.common.run.reporter import Reporter
 from apps.common.testing.process_kills import (
+    discard_output,
     hang_at_call,
     kill_at_call,
     run_in_child,
-    silence_output,
     start_child,
     wait_for_content,
     wait_for_exit,
@@ -65,7 +65,7 @@ def go(
     run_dir: Path, kill_at: int | None = None, when: When = "before", point: str | None = None, log: Path | None = None
 ) -> None:
     """The child: a run that kills itself at a rename or a named point, or counts its renames into `log`."""
-    silence_output()
+    discard_output()
     seen = watch_renames(run_dir, kill_at, when)
     if point is not None:
         kill_at_call(*POINTS[point])
@@ -122,7 +122,7 @@ def test_a_kill_at_a_named_point(whole: Whole, tmp_path: Path, point: str) -> No
 
 def overtaken(run_dir: Path) -> None:
     """The child: its first checkpoint never gets its manifest, and it is killed when the next step is logged."""
-    silence_output()
+    discard_output()
     hang_at_call(checkpoint_module, "write_manifest")
     kill_at_call(Reporter, "step", 3, "after")
     run(small(run_dir))
@@ -141,7 +141,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_which_counts_only_when_i
 
 def interrupted(run_dir: Path, said: Path) -> None:
     """The child: a run under the command line's own handling of Ctrl-C, which comes as a signal."""
-    silence_output(said)
+    discard_output(said)
     main(lambda: run(small(run_dir, steps=2000)))
 
 

@@ -39,16 +39,16 @@ def engine(name: str, seconds: int | None, **options: Any) -> Any:
 
 def times(folder: Path) -> list[list[float]]:
     """Train and save beside it; after each engine how long the groups of this process wait, in seconds."""
-    found = []
+    timeouts = []
     for name in SETTINGS:
         built = engine(name, LONG)
         built.train_batch(tiny_batch(LENGTHS), SFT())
         built.save(folder / name, wait=False)
         built.wait_for_saves()
         groups = distributed_c10d._world.pg_map
-        found.append([group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups])
+        timeouts.append([group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups])
         release()
-    return found
+    return timeouts
 
 
 def test_every_group_has_the_time_of_the_settings(tmp_path: Path) -> None:

@@ -50,15 +50,15 @@ def batch(seed: int = 0) -> TensorDict:
 
 def test_fused_kernels_are_there() -> None:
     """Otherwise the tests below say nothing about them."""
-    found = backends("cuda", torch.bfloat16)
-    print({op: [name for name, there in table.items() if there.available] for op, table in found.items()})
+    tables = backends("cuda", torch.bfloat16)
+    print({op: [name for name, there in table.items() if there.available] for op, table in tables.items()})
     for op, names in {
         "attention": ["varlen"],
         "causal_conv1d": ["causal_conv1d", "fla"],
         "gated_delta_rule": ["fla"],
     }.items():
-        reasons = {name: found[op][name].reason for name in names}
-        assert any(found[op][name].available for name in names), f"{op}: {reasons}"
+        reasons = {name: tables[op][name].reason for name in names}
+        assert any(tables[op][name].available for name in names), f"{op}: {reasons}"
 
 
 def test_isolated_in_bfloat16() -> None:
@@ -103,9 +103,9 @@ def test_float32_equals_float64() -> None:
         (logits.log_softmax(-1) * weights.to(logits)).sum().backward()
         return {"logits": logits.detach(), **{name: p.grad for name, p in adapted.named_parameters()}}
 
-    expected, found = run(model().double(), "cpu"), run(model().to("cuda"), "cuda")
+    expected, got = run(model().double(), "cpu"), run(model().to("cuda"), "cuda")
     errors = {
-        name: ((found[name].cpu().double() - value).norm() / value.norm()).item() for name, value in expected.items()
+        name: ((got[name].cpu().double() - value).norm() / value.norm()).item() for name, value in expected.items()
     }
     print(dict(sorted(errors.items(), key=lambda item: -item[1])[:4]))
     assert errors.pop("logits") < 1e-5
@@ -172,29 +172,29 @@ def given_gradients(built: Any, given: list[dict[str, torch.Tensor]]) -> Any:
 
 def test_moments_on_the_host_change_no_bit(tmp_path: Path) -> None:
     """Nor a checkpoint's; and the device is free of them."""
-    found: list[Any] = []
-    given: list[dict[str, torch.Tensor]] = []
+    runs: list[Any] = []
+    grads: list[dict[str, torch.Tensor]] = []
     for host in (False, True):
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         options = {"optimizer_on_host": host, "weights": "sharded", "grad_clip": 0.1}
-        built = given_gradients(engine(**options), given)
+        built = given_gradients(engine(**options), grads)
         steps = [built.train_batch(batch(seed), SFT())["grad_norm"] for seed in range(2)]
         torch.cuda.synchronize()
-        noted = sum(grad.nbytes for step in given for grad in step.values())
-        held = torch.cuda.memory_allocated() - before - (0 if host else noted)
+        noted = sum(grad.nbytes for step in grads for grad in step.values())
+        used = torch.cuda.memory_allocated() - before - (0 if host else noted)
         built.save(tmp_path / str(host))
         other = engine(**options)
         other.load(tmp_path / str(host))
         steps.append(built.train_batch(batch(2), SFT())["grad_norm"])
-        steps.append(given_gradients(other, given[2:]).train_batch(batch(2), SFT())["grad_norm"])
+        steps.append(given_gradients(other, grads[2:]).train_batch(batch(2), SFT())["grad_norm"])
         weights = [{p.name: p.flat.cpu() for p in one.export_weights(max_bytes=2**40)} for one in (built, other)]
         moments = [
             s[name].to_local() for s in built.executor.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")
         ]
-        found.append((steps, weights, held, sum(moment.nbytes for moment in moments), {m.is_pinned() for m in moments}))
+        runs.append((steps, weights, used, sum(moment.nbytes for moment in moments), {m.is_pinned() for m in moments}))
         del built, other, moments
-    (plain, want, full, size, _), (lean, got, less, _, pinned) = found
+    (plain, want, full, size, _), (lean, got, less, _, pinned) = runs
     assert pinned == {True}
     assert plain == lean
     assert lean[2] == lean[3]
@@ -206,23 +206,23 @@ def test_moments_on_the_host_change_no_bit(tmp_path: Path) -> None:
 
 def test_parameters_on_the_host_change_no_bit() -> None:
     """Of weights after three steps; and the device is free of them, of their gradients and moments."""
-    found: list[Any] = []
-    given: list[dict[str, torch.Tensor]] = []
+    runs: list[Any] = []
+    grads: list[dict[str, torch.Tensor]] = []
     for host in (True, False):  # in this order, gradients are noted on the host
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         options = {"optimizer_on_host": host, "parameters_on_host": host, "weights": "sharded", "grad_clip": 0.1}
-        built = given_gradients(engine(**options), given)
-        held = torch.cuda.memory_allocated() - before
+        built = given_gradients(engine(**options), grads)
+        used = torch.cuda.memory_allocated() - before
         steps = [built.train_batch(batch(seed), SFT())["grad_norm"] for seed in range(3)]
         peak = torch.cuda.max_memory_allocated() - before
         weights = {p.name: p.flat.cpu() for p in built.export_weights(max_bytes=2**40)}
         parameters = list(built.executor.model.parameters())
         places = {(p.device.type, p.to_local().is_pinned()) for p in parameters}
-        found.append((steps, weights, peak, held, sum(p.to_local().nbytes for p in parameters), places))
+        runs.append((steps, weights, peak, used, sum(p.to_local().nbytes for p in parameters), places))
         del built, parameters
-    (lean, got, less, left, size, places), (plain, want, full, there, _, _) = found
+    (lean, got, less, left, size, places), (plain, want, full, there, _, _) = runs
     print(f"peak {full} bytes on the device, {less} with parameters on the host; {size} of parameters")
     assert places == {("cpu", True)}
     assert lean == plain
@@ -249,9 +249,9 @@ def test_offload_goes_to_pinned_memory_that_is_kept(weights: str) -> None:
 def test_offload_frees_the_device() -> None:
     built = engine()
     built.train_batch(batch(), SFT())
-    held = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_allocated()
     size = sum(p.numel() for p in built.executor.model.parameters()) * 12
     built.offload()
-    assert held - torch.cuda.memory_allocated() > 0.9 * size
+    assert before - torch.cuda.memory_allocated() > 0.9 * size
     built.onload()
     assert built.train_batch(batch(), SFT())["skipped"] == 0.0

@@ -84,9 +84,9 @@ def test_a_fault_of_native_code_says_where_it_was(number: int, capfd: pytest.Cap
         RankError, match=rf"rank 1 died with exit code -{number} \(SIG(ABRT|SEGV)\) and said nothing; the stacks"
     ):
         launch(fault, (number,), world_size=2)
-    told = capfd.readouterr().err
-    assert "Fatal Python error" in told
-    assert "in fault" in told
+    stderr = capfd.readouterr().err
+    assert "Fatal Python error" in stderr
+    assert "in fault" in stderr
 
 
 @pytest.mark.parametrize(

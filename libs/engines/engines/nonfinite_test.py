@@ -43,17 +43,17 @@ def test_skip_ends_at_the_tenth_in_a_row(loss: float, norm: float) -> None:
 
 
 def test_tensors_are_handed_on_until_one_is_not_finite() -> None:
-    given = [
+    tensors = [
         ("a", torch.ones(2)),
         ("b", torch.tensor([1, 2])),
         ("c", torch.tensor([1.0, math.inf])),
         ("d", torch.ones(1)),
     ]
-    found = finite_tensors(given)
-    assert next(found) == given[0]
-    assert next(found) == given[1]
+    checked = finite_tensors(tensors)
+    assert next(checked) == tensors[0]
+    assert next(checked) == tensors[1]
     with pytest.raises(NonFiniteError, match=r"^c has values that are not finite"):
-        next(found)
+        next(checked)
     with pytest.raises(NonFiniteError, match=r"^n has"):
         list(finite_tensors([("n", torch.tensor([math.nan, 0.0]).bfloat16())]))
-    assert len(list(finite_tensors(given[:2]))) == 2
+    assert len(list(finite_tensors(tensors[:2]))) == 2

@@ -79,8 +79,8 @@ def test_same_steps_on_every_rank_of_every_stage(
     results: tuple[dict[str, Any], list[dict[str, Any]]], what: str
 ) -> None:
     alone, everyone = results
-    for found in everyone:
-        for left, right in zip(alone["resumed" if what == "again" else what], found[what], strict=True):
+    for result in everyone:
+        for left, right in zip(alone["resumed" if what == "again" else what], result[what], strict=True):
             assert left.keys() == right.keys()
             for key in left:
                 if key not in ("plan_hash", "micro_batches", "fill"):
@@ -89,8 +89,8 @@ def test_same_steps_on_every_rank_of_every_stage(
 
 def test_same_weights_and_scores(results: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
     alone, everyone = results
-    for found in everyone:
+    for result in everyone:
         for name, value in alone["weights"].items():
-            torch.testing.assert_close(found["weights"][name], value, atol=1e-5, rtol=1e-5, msg=name)
-        for left, right in zip(alone["scores"], found["scores"], strict=True):
+            torch.testing.assert_close(result["weights"][name], value, atol=1e-5, rtol=1e-5, msg=name)
+        for left, right in zip(alone["scores"], result["scores"], strict=True):
             torch.testing.assert_close(right, left, atol=2e-5, rtol=2e-5)

@@ -98,7 +98,7 @@ def test_rows_without_a_signal_are_not_computed_and_change_nothing(executor: str
     batch = tiny_batch(LENGTHS)
     rows = list(batch["advantages"].unbind())
     keep = [True, False, False, True, False, True, True, False]
-    batch["advantages"] = jagged([row * kept for row, kept in zip(rows, keep, strict=True)])
+    batch["advantages"] = jagged([row * weight for row, weight in zip(rows, keep, strict=True)])
     results = [
         engine(executor=executor, max_tokens_per_rank=20, skip_zero_gradient_rows=skip).train_batch(batch, GRPO())
         for skip in (True, False)
@@ -221,7 +221,7 @@ def test_the_inputs_of_a_layer_are_freed_once_they_are_on_the_host(moved: bool) 
     class Looking(SFT):
         def __call__(self, *args: Any) -> Any:
             gc.collect()
-            alive.append([found() is not None for found in inputs])
+            alive.append([reference() is not None for reference in inputs])
             return objective(*args)
 
     built.train_batch(tiny_batch(LENGTHS), Looking())

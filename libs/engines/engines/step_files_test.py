@@ -158,9 +158,9 @@ def test_media_and_routes_are_checked_as_the_model_takes_them(
     monkeypatch.setattr(engines.step, "routed_sizes", lambda model: (len(model.table), 3, 4))
     built, batch = bigram(routing_replay=True), Batch()
     built.vision = vision
-    found = built._checked(batch, ("advantages",))
+    result = built._checked(batch, ("advantages",))
     assert batch.asked == (("advantages",), vision is not None)
-    assert found == (batch if vision is None else ("positions", vision))
+    assert result == (batch if vision is None else ("positions", vision))
     assert checked == [("the rows", 48, 3, 4)]
 
 
@@ -246,7 +246,7 @@ def test_a_saved_model_is_loaded_by_transformers(tmp_path: Path, dtype: torch.dt
     assert again.dtype == (dtype or torch.float32)
     assert json.loads((target / "config.json").read_text())["dtype"] == str(again.dtype).removeprefix("torch.")
     files = [load_file(path) for path in target.glob("*.safetensors")]
-    assert {tensor.dtype for held in files for tensor in held.values()} == {again.dtype}
+    assert {tensor.dtype for tensors in files for tensor in tensors.values()} == {again.dtype}
     want = dict(built.executor.tensors())
     for name, tensor in again.state_dict().items():
         assert torch.equal(tensor, want[name].to(tensor.dtype)), name
@@ -277,10 +277,10 @@ def test_other_ranks_gather_one_tensor_at_a_time_and_write_nothing(
 ) -> None:
     """Rank 1 takes part in the gathering of every tensor, keeps none, and waits for rank 0."""
     built, alive, barriers = plain(), [], []
-    given = dict(built.executor.tensors())
+    parameters = dict(built.executor.tensors())
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in given.items():
+        for name, tensor in parameters.items():
             copy = tensor.detach().clone()
             alive.append(weakref.ref(copy))
             assert sum(one() is not None for one in alive) <= 2  # what is handed on, and what comes next
@@ -298,7 +298,7 @@ def test_other_ranks_gather_one_tensor_at_a_time_and_write_nothing(
     monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 1)
     monkeypatch.setattr(torch.distributed, "barrier", lambda: barriers.append(list(tmp_path.iterdir())))
     built.save_hf(tmp_path / "export")
-    assert len(alive) == len(given)
+    assert len(alive) == len(parameters)
     assert exported == [{"carried": False}]
     assert barriers == [[]]
     monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 0)

@@ -103,15 +103,15 @@ def by_hand(
     tokens, rows = sum(map(sum, masks)), sum(map(any, masks))
     loss, scores = torch.zeros((), dtype=torch.float64), []
     for ids, mask, advantages in zip(batch["input_ids"].unbind(), masks, batch["advantages"].unbind(), strict=True):
-        found = [[0.0, 0.0]]
+        row_scores = [[0.0, 0.0]]
         for place in range(1, len(ids)):
             probabilities = torch.softmax(table[ids[place - 1]] / temperature, 0)
             chosen, spread = probabilities[ids[place]].log(), -(probabilities * probabilities.log()).sum()
-            found.append([chosen.item(), spread.item()])
+            row_scores.append([chosen.item(), spread.item()])
             if mask[place]:
                 loss = loss - advantages[place] * chosen / tokens
                 loss = loss - 0.1 * spread / rows if entropy else loss
-        scores.append(found)
+        scores.append(row_scores)
     loss.backward()
     return loss.item(), table.grad, scores
 
@@ -139,21 +139,21 @@ def test_a_step_is_that_of_the_whole_batch(
 
     masks = [row.tolist() for row in batch["loss_mask"].unbind()]
     trained = {row for row, mask in enumerate(masks) if any(mask)}
-    kept = [row for row in range(len(lengths)) if entropy or (row in trained and row not in idle)]
+    computed = [row for row in range(len(lengths)) if entropy or (row in trained and row not in idle)]
     totals = Totals(sum(map(sum, masks)), len(trained), len({row // 2 for row in trained}))
     assert set(objective.totals) == {totals}
-    assert sorted(row for micro_batch in built.executor.seen for row in micro_batch.rows) == kept
-    plan = built.plan([lengths[row] for row in kept or [0]])
+    assert sorted(row for micro_batch in built.executor.seen for row in micro_batch.rows) == computed
+    plan = built.plan([lengths[row] for row in computed or [0]])
     assert {key: value for key, value in result.items() if key not in ("loss", "grad_norm", "nll", "worst/max")} == {
         "lr": LR,
         "step": 1.0,
         "tokens": sum(lengths),
         "sequences": len(lengths),
         "trained_tokens": totals.tokens,
-        "computed_tokens": sum(lengths[row] for row in kept),
-        "computed_sequences": len(kept),
+        "computed_tokens": sum(lengths[row] for row in computed),
+        "computed_sequences": len(computed),
         "micro_batches": plan.num_micro_batches,
-        "fill": pytest.approx(sum(lengths[row] for row in kept or [0]) / (cap * plan.num_micro_batches)),
+        "fill": pytest.approx(sum(lengths[row] for row in computed or [0]) / (cap * plan.num_micro_batches)),
         "plan_hash": plan.hash,
         "skipped": 0.0,
         "skipped_steps": 0.0,
@@ -199,10 +199,10 @@ def test_parts_in_any_order(
     assert set(objectives[0].totals) == set(objectives[1].totals)
     torch.testing.assert_close(parts.executor.model.table, whole.executor.model.table, atol=1e-6, rtol=1e-6)
     scores = whole.forward(batch, entropy=True)
-    found = whole.forward(part, entropy=True)
+    scored = whole.forward(part, entropy=True)
     for key in ("log_probs", "entropy"):
         for place, row in enumerate(order):
-            torch.testing.assert_close(found[key][place], scores[key][row])
+            torch.testing.assert_close(scored[key][place], scores[key][row])
 
 
 def whole_idle(batch: TensorDict, row: int) -> bool:

@@ -225,15 +225,15 @@ def test_executors_agree_on_two_ranks(results: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize("executor", BUILD)
 def test_ranks_that_hold_their_own_rows_give_the_whole_batchs_steps(results: tuple[Any, ...], executor: str) -> None:
-    found = results[1]["parts", executor]
-    assert_same_curve(found["whole", "curve"], found["parts", "curve"])
-    assert_same_curve(found["whole", "lonely"], found["parts", "lonely"])
-    for name, value in found["whole", "weights"].items():
-        torch.testing.assert_close(found["parts", "weights"][name], value, atol=1e-5, rtol=1e-5, msg=name)
-    whole, held = found["whole", "scores"][0], found["parts", "scores"]
-    assert sorted(row for rows in held for row in rows) == list(range(len(LENGTHS)))
-    assert all(len(rows) < len(LENGTHS) for rows in held)
-    for rows in held:
+    results_by_kind = results[1]["parts", executor]
+    assert_same_curve(results_by_kind["whole", "curve"], results_by_kind["parts", "curve"])
+    assert_same_curve(results_by_kind["whole", "lonely"], results_by_kind["parts", "lonely"])
+    for name, value in results_by_kind["whole", "weights"].items():
+        torch.testing.assert_close(results_by_kind["parts", "weights"][name], value, atol=1e-5, rtol=1e-5, msg=name)
+    whole, local = results_by_kind["whole", "scores"][0], results_by_kind["parts", "scores"]
+    assert sorted(row for rows in local for row in rows) == list(range(len(LENGTHS)))
+    assert all(len(rows) < len(LENGTHS) for rows in local)
+    for rows in local:
         for row, values in rows.items():
             for value, want in zip(values, whole[row], strict=True):
                 torch.testing.assert_close(value, want, atol=1e-5, rtol=1e-5)

@@ -30,9 +30,9 @@ def engine(kind: str = "dense", **options: Any) -> Any:
 
 
 def lent(built: Any) -> SharedParameters:
-    found = shared_parameters(built)
-    assert isinstance(found, SharedParameters), found
-    return found
+    shared = shared_parameters(built)
+    assert isinstance(shared, SharedParameters), shared
+    return shared
 
 
 def places(tensors: Any) -> dict[str, int]:
@@ -162,6 +162,6 @@ def on_two_ranks() -> dict[str, Any]:
 
 
 def test_two_ranks_that_hold_weights_whole_lend_them() -> None:
-    found = launch_forked(on_two_ranks, (), world_size=2)
-    assert found.pop("sharded").startswith("2 ranks share the weights, each has a part of ")
-    assert found == {f"{name} {step}": ([], True) for name in WHOLE for step in range(2)}
+    results = launch_forked(on_two_ranks, (), world_size=2)
+    assert results.pop("sharded").startswith("2 ranks share the weights, each has a part of ")
+    assert results == {f"{name} {step}": ([], True) for name in WHOLE for step in range(2)}

@@ -28,8 +28,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from objectives.registry import Registry
-from seqpack.batches.algebra import index_select
 from seqpack.batches.jagged import flattened, is_jagged, jagged_from_values, ragged
+from seqpack.batches.operations import index_select
 
 BatchFunction = Callable[[TensorDict], Tensor]
 LENGTH = "response_length"

@@ -115,7 +115,7 @@ def main() -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
     if on_device:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[1:])  # of the samplers: the first one is the sender's
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[1:])  # of samplers; the first one is the sender's
     with local_ray(cpus=max(asked.workers)):
         if on_device:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)

@@ -28,7 +28,7 @@ def main() -> None:
         compacting = 0.0
         for step in range(1, steps + 1):
             while fresh < min(steps * BATCH, step * BATCH + AHEAD):
-                ledger.begun(fresh, step - 1)
+                ledger.started(fresh, step - 1)
                 ledger.finished(fresh, payload)
                 fresh += 1
             ledger.train(step, range((step - 1) * BATCH, step * BATCH))
@@ -56,7 +56,7 @@ def main() -> None:
         whole = Path(folder) / "whole"
         with RolloutLedger(whole) as ledger:
             for entry in range(options.entries):
-                ledger.begun(entry, 0)
+                ledger.started(entry, 0)
                 ledger.finished(entry, payload)
         seconds, size = time.perf_counter() - begun, whole.stat().st_size
         begun = time.perf_counter()

@@ -42,7 +42,7 @@ def timed(model: Qwen3_5ForCausalLM, keep_tokens: int, case: tuple[int, ...]) ->
     engine = NativeEngine(model, max_length=2048, keep_tokens=keep_tokens)
     began = time.process_time()
     streams = talk(engine, count, turns, said, new, vocab)
-    return time.process_time() - began, engine.prefilled_tokens, streams
+    return time.process_time() - began, engine.num_prefill_tokens, streams
 
 
 def main() -> None:

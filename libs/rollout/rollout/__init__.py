@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from rollout.episodes.batch import to_batch as to_batch
     from rollout.episodes.episode import Episode as Episode
     from rollout.episodes.episode import failures as failures
-    from rollout.episodes.playing import run_episode as run_episode
-    from rollout.episodes.playing import run_group as run_group
+    from rollout.episodes.runner import run_episode as run_episode
+    from rollout.episodes.runner import run_group as run_group
     from rollout.errors import EpisodeFailed as EpisodeFailed
     from rollout.errors import NotFiniteError as NotFiniteError
     from rollout.gateway.agents import AgentSlot as AgentSlot
@@ -131,8 +131,8 @@ _EXPORTS = {
     "python_tool": "rollout.tools.python_tool",
     "run_agent": "rollout.gateway.agents",
     "run_agents": "rollout.gateway.agents",
-    "run_episode": "rollout.episodes.playing",
-    "run_group": "rollout.episodes.playing",
+    "run_episode": "rollout.episodes.runner",
+    "run_group": "rollout.episodes.runner",
     "share_weights": "rollout.sync.transfer",
     "simulate": "rollout.control.simulation",
     "supports": "rollout.capability",

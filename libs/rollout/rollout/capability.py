@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 
+from rollout.backends import EachBackend
 from rollout.config import RolloutConfig
-from rollout.openai.settings import capability as openai
-from rollout.vllm.limits import capability as vllm
 from seqpack.capability import Supported, Unsupported
 
 NATIVE: dict[str, Supported | Unsupported] = {
@@ -38,13 +37,8 @@ def feature_of(features: Mapping[str, Supported | Unsupported], feature: str) ->
     return features[feature]
 
 
-BACKENDS: dict[str, Supported | Unsupported] = {
-    "native": NATIVE["cpu"],
-    "vllm": vllm.VLLM["cpu"],
-    "openai": openai.OPENAI["cpu"],
-}
-
-FEATURES = {"native": NATIVE, "vllm": vllm.VLLM, "openai": openai.OPENAI}
+FEATURES = EachBackend(lambda backend: backend.features)
+BACKENDS = EachBackend(lambda backend: backend.features["cpu"])
 
 
 def supports(config: RolloutConfig, feature: str) -> Supported | Unsupported:

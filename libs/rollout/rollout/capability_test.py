@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from rollout.capability import NATIVE, feature_of
-from rollout.openai.settings.capability import OPENAI
-from rollout.vllm.limits.capability import VLLM
+from rollout.backends import ENGINE_BACKENDS
+from rollout.capability import FEATURES, NATIVE, feature_of
 from seqpack.capability import Unsupported
 
 
-def test_every_answer_has_its_evidence_or_its_reason() -> None:
+@pytest.mark.parametrize("backend", ENGINE_BACKENDS)
+def test_every_answer_has_its_evidence_or_its_reason(backend: str) -> None:
     here = Path(__file__).parent
-    for feature, answer in [*NATIVE.items(), *VLLM.items(), *OPENAI.items()]:
+    for feature, answer in FEATURES[backend].items():
         if isinstance(answer, Unsupported):
             assert len(answer.reason) > 20, feature
             continue

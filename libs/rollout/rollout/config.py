@@ -1,23 +1,19 @@
 """Every setting of a rollout engine, checked when it is made."""
 
-from dataclasses import dataclass, field, fields
-from typing import Literal, get_args
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Literal, get_args
 
-from rollout.openai.settings.config import OpenAIConfig
-from rollout.vllm.settings.config import VllmConfig
+from rollout.backends import ENGINE_BACKENDS, OwnSettings, load
+
+if TYPE_CHECKING:  # imported where they are used
+    from rollout.openai.settings.config import OpenAIConfig
+    from rollout.vllm.settings.config import VllmConfig
 
 Backend = Literal["native", "vllm", "openai"]
 DecoderChoice = Literal["auto", "lean", "module"]
 OnCommit = Literal["keep", "recompute"]
 Admission = Literal["any_step", "rounds"]
 KEEP_TOKENS = 65536
-_NESTED: dict[str, type[VllmConfig] | type[OpenAIConfig]] = {"vllm": VllmConfig, "openai": OpenAIConfig}
-_OF_A_SERVER = ("prefill_tokens", "compact_below", "decoder", "on_commit", "admit", "keep_tokens", "routed_experts")
-_WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
-    "native": ("vllm", "openai"),
-    "vllm": ("compact_below", "decoder", "admit", "keep_tokens", "openai"),
-    "openai": (*_OF_A_SERVER, "vllm"),
-}
 
 
 @dataclass(frozen=True)
@@ -47,9 +43,9 @@ class RolloutConfig:
     """Whether completions say which experts of a mixture read their tokens, for a trainer that replays them."""
     seed: int = 0
     """Seed for requests that bring none of their own."""
-    vllm: VllmConfig = field(default_factory=VllmConfig)
+    vllm: OwnSettings["VllmConfig"] = OwnSettings()
     """Further settings of vLLM."""
-    openai: OpenAIConfig = field(default_factory=OpenAIConfig)
+    openai: OwnSettings["OpenAIConfig"] = OwnSettings()
     """Address and settings of the server."""
 
     def __post_init__(self) -> None:
@@ -74,19 +70,20 @@ class RolloutConfig:
             raise ValueError(f"seed must be a whole number, got {self.seed!r}")
         if not 0 <= self.compact_below <= 1:
             raise ValueError(f"compact_below is a share in [0, 1], got {self.compact_below!r}")
-        for name, kind in _NESTED.items():
-            if not isinstance(getattr(self, name), kind):
-                raise ValueError(f"{name} is a {kind.__name__}, got {getattr(self, name)!r}")
-        if self.routed_experts and self.vllm.experts_over_copies and self.vllm.tensor_parallel > 1:
-            raise ValueError(
-                "routed_experts can't be told where copies of several workers share experts, as each worker routes a "
-                "part of the tokens: set tensor_parallel=1, or leave experts_over_copies off"
-            )
-        if self.routed_experts and self.vllm.graph_sizes:
-            raise ValueError(
-                "routed_experts are noted by Python between layers, which a graph leaves out: no graph_sizes"
-            )
+        self._check_backend()
+
+    def _check_backend(self) -> None:
+        """Raise ValueError for settings of another backend, or that this one refuses together."""
+        backend = ENGINE_BACKENDS[self.backend]
         for item in fields(self):
-            usual = _NESTED[item.name]() if item.name in _NESTED else item.default
-            if item.name in _WITHOUT_EFFECT[self.backend] and getattr(self, item.name) != usual:
+            if isinstance(item.default, OwnSettings):
+                item.default.check(self)
+        if backend.settings_check is not None:
+            load(backend.settings_check)(self)
+        for item in fields(self):
+            if isinstance(item.default, OwnSettings):
+                idle = item.name != self.backend and not item.default.is_default(self)
+            else:
+                idle = item.name in backend.ignored and getattr(self, item.name) != item.default
+            if idle:
                 raise ValueError(f"{item.name} has no effect with backend {self.backend!r}: leave it out")

@@ -16,7 +16,7 @@ class EpisodeFailed(Exception):  # noqa: N818  it names the event, as CancelledE
         self.reason = reason
         self.retryable = retryable
 
-    def __reduce__(self) -> tuple[type["EpisodeFailed"], tuple[str, bool]]:  # crosses processes whole
+    def __reduce__(self) -> tuple[type["EpisodeFailed"], tuple[str, bool]]:  # pickles with all fields
         return type(self), (self.reason, self.retryable)
 
 

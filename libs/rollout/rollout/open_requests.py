@@ -1,4 +1,4 @@
-"""What a request has in every engine besides its tokens: a name, a deadline, and others that are about to ask too."""
+"""State that every engine keeps of requests: names, deadlines, and a wait for other requests that are about to come."""
 
 import asyncio
 import time
@@ -10,14 +10,14 @@ from rollout.engine import PauseMode, StopReason
 
 R = TypeVar("R")
 SETTLE_TURNS = 3
-"""Turns of the event loop before requests begin, so that every coroutine that is about to ask can ask."""
+"""Turns of the event loop before requests begin, so that every coroutine that is about to send one can do so."""
 
 
 class OpenRequests(Generic[R]):
-    """The requests that are not answered, by the names that their callers gave them; its length counts those.
+    """The unfinished requests by the names that their callers gave them; its length counts them.
 
-    `end(request, reason)` is the engine's own way to answer a request early with what it has. It is called on the
-    request's event loop by a deadline, and wherever `cancel` is called.
+    `end(request, reason)` is the engine's way to end a request early with the tokens so far. It is called on the
+    request's event loop by a deadline, and by `cancel`.
     """
 
     def __init__(self, end: Callable[[R, StopReason], None]) -> None:
@@ -29,7 +29,7 @@ class OpenRequests(Generic[R]):
 
     @contextmanager
     def opened(self, request: R, request_id: str | None, deadline: float | None) -> Iterator[None]:
-        """Inside, the request can be cancelled by its name and ends at its deadline, in `time.monotonic()` seconds.
+        """Register a request inside the block: its name for `cancel`, and its deadline in `time.monotonic()` seconds.
 
         Raises:
             ValueError: the name is in use.
@@ -51,7 +51,7 @@ class OpenRequests(Generic[R]):
                 del self._by_id[request_id]
 
     def cancel(self, request_id: str) -> bool:
-        """End a request with what it has, and stop_reason "abort". False: nobody of that name waits or runs."""
+        """End a request with the tokens so far, as "abort". Return False where no request of that name is open."""
         request = self._by_id.get(request_id)
         if request is not None:
             self._end(request, "abort")
@@ -59,12 +59,12 @@ class OpenRequests(Generic[R]):
 
 
 async def settle(turns: int = SETTLE_TURNS) -> None:
-    """Let others on this event loop ask as well."""
+    """Yield to other coroutines on this event loop, so that they can send requests too."""
     for _ in range(turns):
         await asyncio.sleep(0)
 
 
 def check_pause(mode: PauseMode) -> None:
-    """ValueError: no such way to pause."""
+    """Raise ValueError for an unknown mode."""
     if mode not in get_args(PauseMode):
         raise ValueError(f'pause mode is "finish" or "abort", got {mode!r}')

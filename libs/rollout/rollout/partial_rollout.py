@@ -1,4 +1,4 @@
-"""Interrupted generations that go on from their tokens: what partial rollouts are, for any engine."""
+"""Partial rollouts for any engine: interrupted completions continue from their tokens."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,12 +10,12 @@ from rollout.seeds import derive_seed
 
 
 class ResumableEngine:
-    """An engine whose `pause("abort")` interrupts answers without ending them; all else is the engine's own.
+    """An engine whose `pause("abort")` interrupts completions without ending them; all else is the wrapped engine's.
 
-    What an answer has when it is interrupted becomes the end of its prompt: once the engine goes on, perhaps with other
-    weights, the rest is sampled after it. So every token's log-prob is that of the weights whose version it names. A
-    seeded request draws the rest from a seed of its own, which follows from how much there was: the first stream of
-    numbers is not used twice. An answer that is cancelled, or reaches its deadline, ends as ever.
+    The tokens of an interrupted completion become the end of its prompt: once the engine resumes, perhaps with other
+    weights, the rest is sampled after them. So every token's log-prob is that of the weights whose version it has. A
+    seeded request draws the rest with another seed, which follows from the number of its tokens: the first stream of
+    numbers is not used twice. A completion that is cancelled, or reaches its deadline, ends as in any engine.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
@@ -44,18 +44,18 @@ class ResumableEngine:
     async def _part(
         self, prompt_ids: Sequence[int], sampling: Sampling, media: Mapping[str, Any] | None, options: dict[str, Any]
     ) -> tuple[Completion, bool]:
-        """Return what comes until the end or an interruption, and whether it was one."""
+        """Sample until the end or an interruption; return the tokens, and whether it was interrupted."""
         before = self._pauses
         found = await self._engine.generate(prompt_ids, sampling, media, **options)
         return found, found.stop_reason == "abort" and self._pauses > before
 
     async def pause(self, mode: PauseMode = "finish") -> None:
-        """Hold sampling; "abort" interrupts what runs, which goes on after `resume`."""
+        """Pause sampling; "abort" interrupts running completions, which continue after `resume`."""
         self._pauses += mode == "abort"
         await self._engine.pause(mode)
 
     async def cancel(self, request_id: str) -> bool:
-        """End a request with what it has."""
+        """End a request with the tokens so far."""
         self._cancelled.add(request_id)
         found = await self._engine.cancel(request_id)
         if not found:
@@ -67,8 +67,8 @@ class ResumableEngine:
 
 
 def _joined(first: Completion, second: Completion) -> Completion:
-    """Return two parts of one answer. Extras that are one entry a token are put together, others are the second's;
-    experts are those that a token went to first."""
+    """Join two parts of one completion. Extras with one entry a token are concatenated, others are the second's; the
+    experts of a token are its first ones."""
     extras = dict(second.extras)
     for name, value in first.extras.items():
         if isinstance(value, RoutedExperts):

@@ -1,4 +1,4 @@
-"""What a run of many devices would be, computed from its settings alone: no GPU, no weights, no processes."""
+"""The plan of a run on many devices, computed from its settings alone: no GPU, no weights, no processes."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Memory and time of a step from an engine's config and a model's: nothing else of a run is asked."""
+"""Memory and time of a step from an engine's config and a model's, without further settings of a run."""
 
 from transformers import PretrainedConfig
 
@@ -14,7 +14,7 @@ from runplan.run_spec import RunSpec
 
 
 def memory(config: EngineConfig, model_config: PretrainedConfig, ranks: int = 1) -> Peak:
-    """Return the most memory that a training step takes on a rank, were its micro-batches full.
+    """Return the peak memory of a training step on a rank with full micro-batches.
 
     Raises:
         ValueError: the sizes do not divide the ranks or the layers.
@@ -28,7 +28,7 @@ def memory(config: EngineConfig, model_config: PretrainedConfig, ranks: int = 1)
 def step_time(
     config: EngineConfig, model_config: PretrainedConfig, sequences: int, length: int, ranks: int = 1
 ) -> float:
-    """Return the seconds that a step's training computes: `sequences` of `length` tokens, on all ranks together.
+    """Return the seconds of a step's training: `sequences` of `length` tokens, on all ranks together.
 
     Raises:
         ValueError: no device of its kind was measured, or the sizes do not divide.

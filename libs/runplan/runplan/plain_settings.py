@@ -1,4 +1,4 @@
-"""The settings of a run as plain dataclasses, for a program that has none of its own: one machine by default."""
+"""The settings of a run as plain dataclasses, for a program without settings of its own: one machine by default."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -36,7 +36,7 @@ class PlainRollout:
 
     @property
     def devices(self) -> int:
-        """Devices that one engine spans."""
+        """Number of devices that one engine spans."""
         return self.tp * self.dp // self.copies_per_device
 
     @property
@@ -67,7 +67,7 @@ class PlainCluster:
     env: tuple[str, ...] = ()
     changed: tuple[tuple[str, Any], ...] = ()
     apart: str | None = None
-    """Why a native sampler has weights of its own, where it has."""
+    """Why a native sampler has weights of its own; None where it shares training's."""
 
     def weights_apart(self, engine: EngineConfig) -> str | None:  # noqa: ARG002  as the protocol has it
         """Return `apart`."""

@@ -1,4 +1,4 @@
-"""What a plan is made of: the settings of a run, whatever it trains."""
+"""The input of a plan: the settings of a run, whatever it trains."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -31,16 +31,16 @@ class RunSpec:
     needs_model: bool = True
     origin: Origin | None = None
     model_type: str | None = None
-    """Of the model that is named, where there is one to look at; the origin's counts before it."""
+    """Model type of the named model, where its config can be read; the origin, if any, takes precedence."""
 
     @property
     def ranks(self) -> int:
-        """Ranks that train."""
+        """Number of ranks that train."""
         return self.processes * self.cluster.pools.nodes
 
     @property
     def rollout_ranks(self) -> int:
-        """Devices that sample: those that train, unless pools are separate, or one process samples beside all ranks."""
+        """Number of sampling devices: those that train, unless pools are separate or one process samples for all."""
         pools, rollout = self.cluster.pools, self.cluster.rollout
         if pools.placement == "separate":
             return self.processes * pools.rollout_nodes
@@ -49,12 +49,12 @@ class RunSpec:
 
     @property
     def shards(self) -> int:
-        """Ranks that share a copy of the weights under FSDP2; ValueError where they do not divide those that train."""
+        """Number of ranks that share a copy of the weights under FSDP2; ValueError where it does not divide them."""
         return shards_of(self.engine, self.ranks)
 
     @property
     def context_parallel(self) -> int:
-        """Ranks that always share a sequence; 1 where they are chosen anew for each micro-batch."""
+        """Number of ranks that always share a sequence; 1 where it is chosen for each micro-batch."""
         size = parse_context_parallel(self.engine.context_parallel)
         return 1 if size == "dynamic" else size
 
@@ -81,11 +81,11 @@ class RunSpec:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """What the ranks that share a sequence hold of a micro-batch together."""
+        """Tokens of a micro-batch on the ranks that share a sequence, together."""
         return (self.ranks if self.dynamic else self.context_parallel) * self.engine.max_tokens_per_rank
 
     def batches(self, grid: Grid) -> BatchPlan:
-        """Split a step's sequences; ValueError where they do not fit."""
+        """Split a step's sequences. Raise ValueError where they do not fit."""
         dp = 1 if self.dynamic else grid.dp
         return plan_batches(self.rows * self.group, self.mini_batches, dp, self.longest, self.micro_batch_tokens)
 

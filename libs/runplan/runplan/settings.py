@@ -1,6 +1,6 @@
-"""What a plan reads of the settings of a run, as protocols: any objects with these attributes will do.
+"""The settings of a run that a plan reads, as protocols: any objects with these attributes will do.
 
-How the model is spread over training ranks is the engine's own (`engines.EngineConfig`).
+The parallelism of training is the engine's own setting (`engines.EngineConfig`).
 """
 
 from collections.abc import Sequence
@@ -10,23 +10,23 @@ from engines import EngineConfig
 
 
 class PoolSettings(Protocol):
-    """Machines that train, and those that sample."""
+    """Machines that train, and machines that sample."""
 
     @property
     def nodes(self) -> int:
-        """Machines that train."""
+        """Number of machines that train."""
 
     @property
     def placement(self) -> Literal["colocated", "separate"]:
-        """Whether training and sampling take turns on the same devices."""
+        """Whether training and sampling take turns on the same devices ("colocated"), or have "separate" ones."""
 
     @property
     def rollout_nodes(self) -> int:
-        """Machines that sample, where the placement is "separate"."""
+        """Number of machines that sample, where the placement is "separate"."""
 
     @property
     def device_memory_gib(self) -> float | None:
-        """Memory of a device, where it is known."""
+        """GiB of memory of a device, where it is known."""
 
 
 class RolloutSettings(Protocol):
@@ -34,27 +34,27 @@ class RolloutSettings(Protocol):
 
     @property
     def engine(self) -> str:
-        """What samples: "native", "vllm", "openai", or the name of another sampler."""
+        """Sampler: "native", "vllm", "openai", or the name of another one."""
 
     @property
     def tp(self) -> int:
-        """Workers that share each matrix."""
+        """Number of workers that share each matrix."""
 
     @property
     def dp(self) -> int:
-        """Copies of the model in one engine."""
+        """Number of copies of the model in one engine."""
 
     @property
     def ep(self) -> int:
-        """Workers that share the experts."""
+        """Number of workers that share the experts."""
 
     @property
     def copies_per_device(self) -> int:
-        """Copies of the model that share a device."""
+        """Number of copies of the model that share a device."""
 
     @property
     def devices(self) -> int:
-        """Devices that one engine spans."""
+        """Number of devices that one engine spans."""
 
     @property
     def experts_over_copies(self) -> bool:
@@ -70,11 +70,11 @@ class RolloutSettings(Protocol):
 
     @property
     def ray_workers(self) -> int:
-        """Samplers in actors of a Ray cluster; 0 without Ray."""
+        """Number of samplers in actors of a Ray cluster; 0 without Ray."""
 
     @property
     def weight_transport(self) -> str:
-        """How new weights reach Ray's samplers."""
+        """Transport of weight sync to Ray's samplers."""
 
     @property
     def admit(self) -> str | None:
@@ -86,19 +86,19 @@ class RolloutSettings(Protocol):
 
     @property
     def sleep(self) -> bool:
-        """Whether vLLM gives its memory back while its devices train."""
+        """Whether vLLM frees its memory while its devices train."""
 
     @property
     def device(self) -> Literal["auto", "cpu"]:
-        """What vLLM computes on; "auto": what training has."""
+        """Device that vLLM computes on; "auto": training's."""
 
 
 class ScheduleSettings(Protocol):
-    """Who waits for whom between sampling and training."""
+    """The schedule between sampling and training."""
 
     @property
     def mode(self) -> str:
-        """The schedule."""
+        """Name of the schedule."""
 
     @property
     def stale_share(self) -> float:
@@ -106,7 +106,7 @@ class ScheduleSettings(Protocol):
 
     @property
     def parameter_sync_step(self) -> int:
-        """Optimizer steps between two transfers of weights."""
+        """Optimizer steps between two weight syncs."""
 
     @property
     def required_batches(self) -> int:
@@ -114,7 +114,7 @@ class ScheduleSettings(Protocol):
 
     @property
     def interrupts(self) -> bool:
-        """Whether generation is interrupted for new weights."""
+        """Whether sampling is interrupted for new weights (partial rollout)."""
 
 
 class ClusterSettings(Protocol):
@@ -130,15 +130,15 @@ class ClusterSettings(Protocol):
 
     @property
     def schedule(self) -> ScheduleSettings:
-        """Who waits for whom."""
+        """The schedule."""
 
     @property
     def offload(self) -> bool:
-        """Whether training's states are in host memory while answers are sampled."""
+        """Whether training's states are in host memory while the engine samples."""
 
     @property
     def env(self) -> tuple[str, ...]:
-        """Variables that whoever starts the program sets, as NAME=value."""
+        """Environment variables to set when the program is started, as NAME=value."""
 
     @property
     def changed(self) -> Sequence[tuple[str, Any]]:

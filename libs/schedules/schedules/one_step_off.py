@@ -108,7 +108,7 @@ class OneStepOffSchedule:
         """Sample the episodes of a step, where no earlier run has them in the ledger."""
         self._rows = self._session.tasks.tasks(step, self._session.settings.prompts_per_step)
         if step not in self._ledger.state.sampled:
-            self._ledger.begun(step, self._session.sampler.version)
+            self._ledger.started(step, self._session.sampler.version)
             self._sampling = RolloutThread(self._session.rollout_local(self._rows))
 
     def _ended(self, step: int, trained: bool = False) -> list[Episode]:
@@ -122,7 +122,7 @@ class OneStepOffSchedule:
         if not all_agree(episodes is not None):  # one's sampler died; its weights are gone: the present ones sample
             if episodes is None:
                 self._ledger.again(step)
-                self._ledger.begun(step, self._session.sampler.version)
+                self._ledger.started(step, self._session.sampler.version)
             again = self._session.run(lambda: self._session.rollout_local(self._rows), trained)
             episodes = again if episodes is None else episodes
         assert episodes is not None

@@ -28,4 +28,4 @@ def test_the_example_trains_fully_asynchronously(tmp_path: Path) -> None:
     assert [row["step"] for row in steps] == [0, 1, 2, 3]
     assert [row["weights/version"] for row in steps] == [1.0, 2.0, 3.0, 4.0]
     assert all(row["loss"] == row["loss"] for row in steps)
-    assert all(0 < row["weights/probe/abs"] < 1e-3 for row in steps[1:]), "each sync is checked at the next step"
+    assert all(0 < row["weights/check/abs"] < 1e-3 for row in steps[1:]), "each sync is checked at the next step"

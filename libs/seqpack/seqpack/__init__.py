@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from seqpack.batches.algebra import chunk as chunk
-    from seqpack.batches.algebra import concat as concat
-    from seqpack.batches.algebra import from_padded as from_padded
-    from seqpack.batches.algebra import index_select as index_select
-    from seqpack.batches.algebra import split as split
-    from seqpack.batches.algebra import to_padded as to_padded
-    from seqpack.batches.algebra import unbind as unbind
     from seqpack.batches.batch import check_batch as check_batch
     from seqpack.batches.batch import lengths as lengths
     from seqpack.batches.batch import make_batch as make_batch
     from seqpack.batches.batch import view_batch as view_batch
     from seqpack.batches.objective import Objective as Objective
+    from seqpack.batches.operations import chunk as chunk
+    from seqpack.batches.operations import concat as concat
+    from seqpack.batches.operations import from_padded as from_padded
+    from seqpack.batches.operations import index_select as index_select
+    from seqpack.batches.operations import split as split
+    from seqpack.batches.operations import to_padded as to_padded
+    from seqpack.batches.operations import unbind as unbind
     from seqpack.batches.packed import PackedBatch as PackedBatch
     from seqpack.batches.packed import pack_each as pack_each
     from seqpack.batches.packed import pack_sequences as pack_sequences
@@ -61,10 +61,10 @@ _EXPORTS = {
     "alignment": "seqpack.planning.padding",
     "balance": "seqpack.planning.balancing",
     "check_batch": "seqpack.batches.batch",
-    "chunk": "seqpack.batches.algebra",
-    "concat": "seqpack.batches.algebra",
-    "from_padded": "seqpack.batches.algebra",
-    "index_select": "seqpack.batches.algebra",
+    "chunk": "seqpack.batches.operations",
+    "concat": "seqpack.batches.operations",
+    "from_padded": "seqpack.batches.operations",
+    "index_select": "seqpack.batches.operations",
     "lengths": "seqpack.batches.batch",
     "make_batch": "seqpack.batches.batch",
     "model_flops": "seqpack.planning.family_flops",
@@ -73,9 +73,9 @@ _EXPORTS = {
     "pack_sequences": "seqpack.batches.packed",
     "packed_geometry": "seqpack.planning.padding",
     "plan_micro_batches": "seqpack.planning.micro_batches",
-    "split": "seqpack.batches.algebra",
-    "to_padded": "seqpack.batches.algebra",
-    "unbind": "seqpack.batches.algebra",
+    "split": "seqpack.batches.operations",
+    "to_padded": "seqpack.batches.operations",
+    "unbind": "seqpack.batches.operations",
     "unpack_sequences": "seqpack.batches.packed",
     "unpack_tokens": "seqpack.batches.packed",
     "usable_capacity": "seqpack.planning.padding",

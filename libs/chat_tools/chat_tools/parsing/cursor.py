@@ -63,7 +63,7 @@ class Marks(NamedTuple):
 class Reader:
     """A growing text with a position, in characters from its beginning. `operations` counts the characters examined."""
 
-    __slots__ = ("_store", "base", "charged", "end", "final", "operations", "pos", "reread", "window")
+    __slots__ = ("_store", "base", "charged", "end", "final", "operations", "pos", "read_again", "window")
 
     def __init__(self) -> None:
         self.pos = 0

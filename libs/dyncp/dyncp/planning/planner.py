@@ -7,9 +7,9 @@
    (`planning/search.py`); a static size whose own bound is above the best so far is left out.
 3. The lower bound (`planning/lower_bound.py`). Done where the best candidate is within `CLOSE_ENOUGH` of it.
 4. Few sequences: the fastest of all plans, by dynamic programming (`planning/exact.py`), which is its own proof.
-   To `SMALL_COUNT`: moves and swaps between groups (`planning/improve.py`), from the best so far with groups of any size and
-   from each static candidate with groups of its own, to sixteen sequences beyond the first plan that no change makes
-   faster; to `MOST_STATIC` the fastest static plan itself instead.
+   To `SMALL_COUNT`: moves and swaps between groups (`planning/local_search.py`), from the best so far with groups of
+   any size and from each static candidate with groups of its own, to sixteen sequences beyond the first plan that no change
+   makes faster; to `MOST_STATIC` the fastest static plan itself instead.
 5. Lay the groups out over the ranks, and return the plan with `lower_bound` and, from it, `gap`.
 
 Held by tests: every sample once, the cap hard, never slower than any candidate, `lower_bound` never above the optimum
@@ -23,10 +23,10 @@ import numpy as np
 
 from dyncp.planning.cost import Coefficients, CostModel, Topology
 from dyncp.planning.exact import MOST_STATIC, exact_candidate, exact_static
-from dyncp.planning.improve import improved
+from dyncp.planning.local_search import improved
 from dyncp.planning.lower_bound import lower_bound
 from dyncp.planning.methods import Method
-from dyncp.planning.problem import SMALL_COUNT, LARGE_COUNT, CandidatePlan, Problem, laid_out, most_process_groups
+from dyncp.planning.problem import LARGE_COUNT, SMALL_COUNT, CandidatePlan, Problem, laid_out, most_process_groups
 from dyncp.planning.rescale_groups import resized
 from dyncp.planning.search import dynamic_candidates, static_bound, static_candidate
 from dyncp.planning.sizes import Layout, ceil_div, check_layout

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dyncp.planning.cost import CostModel, Topology
-from dyncp.planning.improve import improved
+from dyncp.planning.local_search import improved
 from dyncp.planning.methods import METHODS
 from dyncp.planning.planner import make_problem, plan, predicted_seconds, static_plan
 from dyncp.planning.problem import Bin, Problem

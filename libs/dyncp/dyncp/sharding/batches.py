@@ -11,7 +11,7 @@ from dyncp.comm.collectives import gathered
 from dyncp.comm.plan_hash import communication_device
 from dyncp.planning.types import DynamicPlan
 from dyncp.sharding.batch_rows import KeyForm, Row, from_rows, key_forms, to_rows
-from seqpack.batches.algebra import index_select
+from seqpack.batches.operations import index_select
 
 Records = dict[int, Row]
 

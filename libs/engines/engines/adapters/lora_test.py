@@ -68,17 +68,17 @@ def log_probs_of(model: Any, ids: Tensor) -> Tensor:
 
 def gradients(built: TrainEngine, batch: TensorDict) -> dict[str, Tensor]:
     """Of the adapters, right before the update."""
-    found = {}
+    grads = {}
     step = inside(built).optimizer_step
 
     def spied(lr: float, loss: Tensor) -> Any:
         parameters = inside(built).model.named_parameters()
-        found.update({n: whole(p.grad).clone() for n, p in parameters if p.grad is not None})
+        grads.update({n: whole(p.grad).clone() for n, p in parameters if p.grad is not None})
         return step(lr, loss)
 
     inside(built).optimizer_step = spied
     built.train_batch(batch, SFT())
-    return found
+    return grads
 
 
 CASES = [
@@ -101,8 +101,8 @@ def test_log_probs_and_gradients_are_those_of_peft(
     save_adapter(built, tmp_path / "adapter")
     model = stock(path, tmp_path / "adapter")
     rows = [log_probs_of(model, ids) for ids in batch["input_ids"].unbind()]
-    found = built.forward(batch)["log_probs"].values()
-    assert float((found - torch.cat(rows)).detach().abs().max()) < 1e-5
+    scores = built.forward(batch)["log_probs"].values()
+    assert float((scores - torch.cat(rows)).detach().abs().max()) < 1e-5
     mask = batch["loss_mask"].values()
     (-(torch.cat(rows) * mask).sum() / mask.sum()).backward()
     wanted = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
@@ -121,12 +121,12 @@ def test_a_merged_export_is_pefts(tmp_path: Path, dtype: torch.dtype) -> None:
     built.save_hf(tmp_path / "merged")
     base = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     wanted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().state_dict()
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=dtype).state_dict()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=dtype).state_dict()
     before = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).state_dict()
-    assert found.keys() == wanted.keys() == before.keys()
+    assert merged.keys() == wanted.keys() == before.keys()
     for name, tensor in wanted.items():
-        assert torch.equal(found[name], tensor), name
-    assert sum(not torch.equal(found[name], before[name]) for name in found) == len(adapters(built)) // 2
+        assert torch.equal(merged[name], tensor), name
+    assert sum(not torch.equal(merged[name], before[name]) for name in merged) == len(adapters(built)) // 2
     files = [load_file(tmp_path / folder / "model.safetensors") for folder in ("base", "merged")]
     assert {n: t.dtype for n, t in files[0].items()} == {n: t.dtype for n, t in files[1].items()}
     live = {piece.name: piece.flat for piece in built.export_weights(live=True, max_bytes=2**40)}

@@ -49,11 +49,11 @@ def results_of(built: TrainEngine, folder: Path | None = None) -> dict[str, Any]
 
 
 def on_two(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {mode: results_of(engine(mode), folder if mode == "off" else None) for mode in MODES}
+    results: dict[str, Any] = {mode: results_of(engine(mode), folder if mode == "off" else None) for mode in MODES}
     again = engine()
     again.load(folder / "one")  # what one rank wrote
-    found["next"] = again.train_batch(tiny_batch(LENGTHS, seed=9), SFT())["loss"]
-    return found
+    results["next"] = again.train_batch(tiny_batch(LENGTHS, seed=9), SFT())["loss"]
+    return results
 
 
 def alone(folder: Path) -> dict[str, Any]:

@@ -86,17 +86,17 @@ def test_settings_are_read_back_and_ranges_that_meet_are_refused(
     timeout: int, host: tuple[int, int], npu: tuple[int, int]
 ) -> None:
     assume(host[0] <= host[1] and npu[0] <= npu[1])
-    given = {TIMEOUT: str(timeout), HOST_PORTS: "{}-{}".format(*host), NPU_PORTS: "{}-{}".format(*npu)}
+    variables = {TIMEOUT: str(timeout), HOST_PORTS: "{}-{}".format(*host), NPU_PORTS: "{}-{}".format(*npu)}
     if set(range(host[0], host[1] + 1)) & set(range(npu[0], npu[1] + 1)):
         with pytest.raises(ValueError, match="share ports"):
-            HcclSettings.read(given)
+            HcclSettings.read(variables)
         return
-    settings = HcclSettings.read(given)
-    assert settings.environment() == given
-    room = min(host[1] - host[0], npu[1] - npu[0]) + 1
-    settings.check_room(room)
-    with pytest.raises(ValueError, match=f"has {room} ports for {room + 1} ranks"):
-        settings.check_room(room + 1)
+    settings = HcclSettings.read(variables)
+    assert settings.environment() == variables
+    ports = min(host[1] - host[0], npu[1] - npu[0]) + 1
+    settings.check_room(ports)
+    with pytest.raises(ValueError, match=f"has {ports} ports for {ports + 1} ranks"):
+        settings.check_room(ports + 1)
 
 
 def test_what_the_environment_says_stays() -> None:

@@ -56,26 +56,26 @@ def there_and_back() -> dict[str, Any]:
     copies, device = HostCopies(), devices_of("npu").current()
     kinds: list[Any] = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
     wanted = [torch.arange(60 + i).view(-1, 3 if i % 3 == 0 else 1).to(kind) for i, kind in enumerate(kinds)]
-    found: dict[str, Any] = {"pointers": [], "equal": [], "pinned": []}
+    results: dict[str, Any] = {"pointers": [], "equal": [], "pinned": []}
     for extra in (0, 1, 2):
         values = [want + extra for want in wanted] + [torch.ones(9)] * (extra == 2)
-        given = [value.to(device) for value in values]
-        got = copies.moved([*given, given[0]], torch.device("cpu"))
-        host = [got[id(tensor)] for tensor in given]
+        sources = [value.to(device) for value in values]
+        got = copies.moved([*sources, sources[0]], torch.device("cpu"))
+        host = [got[id(tensor)] for tensor in sources]
         back = copies.moved(host, device)
-        found["equal"] += [torch.equal(one, value) for one, value in zip(host, values, strict=True)]
-        found["equal"] += [torch.equal(back[id(one)].cpu(), value) for one, value in zip(host, values, strict=True)]
-        found["pinned"] += [tensor.is_pinned() for tensor in host]
-        found["pointers"].append([tensor.data_ptr() for tensor in host][: len(wanted)])
-    return found
+        results["equal"] += [torch.equal(one, value) for one, value in zip(host, values, strict=True)]
+        results["equal"] += [torch.equal(back[id(one)].cpu(), value) for one, value in zip(host, values, strict=True)]
+        results["pinned"] += [tensor.is_pinned() for tensor in host]
+        results["pointers"].append([tensor.data_ptr() for tensor in host][: len(wanted)])
+    return results
 
 
 @ON_NPU
 def test_what_comes_back_is_what_went_and_memory_is_kept() -> None:
-    found = on_npu(there_and_back)
-    assert all(found["equal"])
-    assert all(found["pinned"])
-    assert found["pointers"][0] == found["pointers"][1]
+    results = on_npu(there_and_back)
+    assert all(results["equal"])
+    assert all(results["pinned"])
+    assert results["pointers"][0] == results["pointers"][1]
 
 
 def allocated(devices: Any) -> int:
@@ -104,7 +104,7 @@ def moved_engine(weights: str, lame: bool) -> dict[str, Any]:
     built.train_batch(batch, SFT())
     before, devices, places = state_of(built), devices_of("npu"), []
     for _ in range(2):
-        held = allocated(devices)
+        at_first = allocated(devices)
         built.offload()
         left = allocated(devices)
         parameters = list(inside(built).model.parameters())
@@ -115,7 +115,7 @@ def moved_engine(weights: str, lame: bool) -> dict[str, Any]:
     again = float(built.train_batch(batch, SFT())["loss"])
     size = sum(value.nbytes for value in before.values() if isinstance(value, torch.Tensor) and value.ndim)
     return {
-        "freed": held - left, "size": size, "same": places[0] == places[1], "pinned": pinned,
+        "freed": at_first - left, "size": size, "same": places[0] == places[1], "pinned": pinned,
         "loss": again, "said": said,
     }  # fmt: skip
 
@@ -125,17 +125,17 @@ def moved_engine(weights: str, lame: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("weights", ["sharded", "replicated"])
 def test_an_engine_goes_to_memory_that_is_kept(weights: str, ranks: int) -> None:
     """And frees the device of all that it is made of; where nothing can be pinned, too, and says so."""
-    found, lame = (on_npu(moved_engine, weights, lame, ranks=ranks) for lame in (False, True))
-    print(found)
-    assert found["freed"] >= 0.99 * found["size"] > 0 if weights == "sharded" else found["freed"] > 0
-    assert (lame["freed"], lame["loss"]) == (found["freed"], found["loss"])
+    results, lame = (on_npu(moved_engine, weights, lame, ranks=ranks) for lame in (False, True))
+    print(results)
+    assert results["freed"] >= 0.99 * results["size"] > 0 if weights == "sharded" else results["freed"] > 0
+    assert (lame["freed"], lame["loss"]) == (results["freed"], results["loss"])
     assert lame["pinned"] == {False}
     assert all("cannot be pinned, moves are slower (cannot lock" in text for text in lame["said"])
     assert lame["said"]
-    assert not found["said"]
+    assert not results["said"]
     if ranks == 1:
-        assert found["pinned"] == {True}
-        assert found["same"]
+        assert results["pinned"] == {True}
+        assert results["same"]
 
 
 def moved_megatron() -> tuple[int, int, float, float]:
@@ -149,9 +149,9 @@ def moved_megatron() -> tuple[int, int, float, float]:
         if moves:
             before, size = state_of(built), sum(tensor.nbytes for tensor in inside(built)._kept())
             for _ in range(2):
-                held = allocated(devices)
+                at_first = allocated(devices)
                 built.offload()
-                freed = held - allocated(devices)
+                freed = at_first - allocated(devices)
                 assert all(content.is_pinned() for _, content in inside(built)._moved._kept)
                 built.onload()
             assert_same(state_of(built), before)

@@ -25,9 +25,9 @@ def test_every_norm_of_every_family(case: Case) -> None:
         results = []
         for module in (left, right):
             leaf, z = x.clone().requires_grad_(), gate.clone().requires_grad_()
-            given = (leaf, z) if type(module).__name__ in GATED_NORMS else (leaf,)
-            y = module(*given)
-            grads = torch.autograd.grad((y * towards).sum(), [*given, module.weight])
+            inputs = (leaf, z) if type(module).__name__ in GATED_NORMS else (leaf,)
+            y = module(*inputs)
+            grads = torch.autograd.grad((y * towards).sum(), [*inputs, module.weight])
             results.append([y, *grads])
         for a, b in zip(*results, strict=True):
             torch.testing.assert_close(b, a, rtol=2e-5, atol=2e-6)

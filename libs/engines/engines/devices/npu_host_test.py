@@ -54,29 +54,29 @@ def with_parameters_on(host: bool, kind: str, source: str, folder: str) -> tuple
     built.onload()
     memory = devices_of("npu").memory()
     assert memory is not None
-    held = memory.allocated
+    resident = memory.allocated
     other = build_engine(config, model_of(kind))
     other.load(folder)
     steps += [timeless(one.train_batch(batches[2], SFT())) for one in (built, other)]
     weights = [{p.name: p.flat.cpu().clone() for p in one.export_weights(max_bytes=2**40)} for one in (built, other)]
     scores = built.forward(batches[0])["log_probs"].values().cpu()
     parameters = list(inside(built).model.parameters())
-    places = [{t.device.type for t in found} for found in (parameters, inside(built).model.buffers())]
+    places = [{t.device.type for t in tensors} for tensors in (parameters, inside(built).model.buffers())]
     places.append({part.flat.device.type for part in built.export_weights()})  # gathered by the device's collectives
-    return held, places, sum(p.to_local().nbytes for p in parameters), steps, weights, scores
+    return resident, places, sum(p.to_local().nbytes for p in parameters), steps, weights, scores
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("dense", 1), ("moe", 2), ("vision", 2)])
 def test_parameters_on_the_host_change_no_bit(kind: str, ranks: int, tmp_path: Path) -> None:
     """Nor a checkpoint's, nor after an offload; a tower finds its positions where the device is, not the parameters."""
     model_of(kind).save_pretrained(tmp_path / "source")
-    found = [
+    runs = [
         launch_forked(
             with_parameters_on, (host, kind, str(tmp_path / "source"), str(tmp_path / str(host))), ranks, device="npu"
         )
         for host in (True, False)
     ]
-    (lean, places, size, steps, weights, scores), (full, plain_places, _, wanted, plain, plain_scores) = found
+    (lean, places, size, steps, weights, scores), (full, plain_places, _, wanted, plain, plain_scores) = runs
     assert (places, plain_places) == ([{"cpu"}, {"npu"}, {"npu"}], [{"npu"}] * 3)
     assert steps == wanted
     assert steps[2] == steps[3]

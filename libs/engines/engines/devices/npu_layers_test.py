@@ -72,8 +72,8 @@ def run_all(device: str, ranks: int) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("ranks", CASES)
 def test_steps_by_npu_operators_equal_the_cpus(ranks: int) -> None:
     wanted = launch_forked(run_all, ("cpu", ranks), ranks)
-    found = launch_forked(run_all, ("npu", ranks), ranks, device="npu")
-    for case, here, there in zip(CASES[ranks], wanted, found, strict=True):
+    got = launch_forked(run_all, ("npu", ranks), ranks, device="npu")
+    for case, here, there in zip(CASES[ranks], wanted, got, strict=True):
         print(case)
         for ours, theirs in zip(there[:3], here[:3], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=BOUND, atol=BOUND)
@@ -126,8 +126,8 @@ def undone_in_an_engine() -> tuple[Any, ...]:
     before = set(CALLS)
     inside(fast).npu_operators.undo()
     CALLS.clear()
-    found = [built.forward(batch)["log_probs"].values().cpu() for built in (fast, plain)]
-    return torch.equal(*found), before, dict(CALLS)
+    scores = [built.forward(batch)["log_probs"].values().cpu() for built in (fast, plain)]
+    return torch.equal(*scores), before, dict(CALLS)
 
 
 def test_undone_in_an_engine_the_plain_one_is_left() -> None:

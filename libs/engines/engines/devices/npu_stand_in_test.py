@@ -63,9 +63,9 @@ def canaries() -> dict[str, bool]:
 
 
 def test_the_stand_in_is_a_device_of_its_own_and_an_alias_is_not() -> None:
-    found = on_npu(canaries)
-    assert len(found) == 9
-    assert all(found.values()), found
+    checks = on_npu(canaries)
+    assert len(checks) == 9
+    assert all(checks.values()), checks
     alias = canary("cpu", lambda: None, lambda: 0, lambda: 0)
     assert not any(alias.values()), alias
 
@@ -103,9 +103,9 @@ def misuses_raise() -> dict[str, bool]:
 
 
 def test_misuse_raises() -> None:
-    found = on_npu(misuses_raise)
-    assert len(found) == 12
-    assert all(found.values()), found
+    checks = on_npu(misuses_raise)
+    assert len(checks) == 12
+    assert all(checks.values()), checks
 
 
 def test_the_surface_is_the_wheels() -> None:
@@ -185,13 +185,13 @@ def values_and_gradients(
     device: str,
     dtype: torch.dtype,
 ) -> list[torch.Tensor]:
-    given = [t.detach().clone().to(device) for t in inputs]
-    given = [t.to(dtype).requires_grad_() if t.is_floating_point() else t for t in given]
-    found = function(*given, *rest)
-    found = list(found) if isinstance(found, list | tuple) else [found]
-    sum((y * y.detach().cos()).sum() for y in found).backward()
-    gradients = [t.grad for t in given if t.is_floating_point()]
-    return [value.detach().cpu().double() for value in [*found, *gradients]]
+    operands = [t.detach().clone().to(device) for t in inputs]
+    operands = [t.to(dtype).requires_grad_() if t.is_floating_point() else t for t in operands]
+    outputs = function(*operands, *rest)
+    outputs = list(outputs) if isinstance(outputs, list | tuple) else [outputs]
+    sum((y * y.detach().cos()).sum() for y in outputs).backward()
+    gradients = [t.grad for t in operands if t.is_floating_point()]
+    return [value.detach().cpu().double() for value in [*outputs, *gradients]]
 
 
 def operators_by_torch_npu() -> dict[str, list[torch.Tensor]]:
@@ -203,8 +203,8 @@ def operators_by_torch_npu() -> dict[str, list[torch.Tensor]]:
 
 def test_operators_equal_their_formulas() -> None:
     """Values and gradients against float64."""
-    found = on_npu(operators_by_torch_npu)
+    got = on_npu(operators_by_torch_npu)
     for name, (plain, inputs, _) in operator_cases().items():
         wanted = values_and_gradients(plain, inputs, (), "cpu", torch.float64)
-        for here, there in zip(wanted, found[name], strict=True):
+        for here, there in zip(wanted, got[name], strict=True):
             torch.testing.assert_close(there, here, rtol=1e-5, atol=1e-5, msg=f"{name}: {{}}".format)

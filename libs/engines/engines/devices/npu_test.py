@@ -117,8 +117,8 @@ def same(found: tuple[Any, ...], wanted: tuple[Any, ...], where: str) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_steps_equal_the_cpus(ranks: int) -> None:
     """SFT and GRPO, dense and MoE, packed and padded: metrics, weights and scores to the bit."""
-    wanted, found = launch_forked(run_all, ("cpu",), ranks), on_npu(run_all, "npu", ranks=ranks)
-    for case, there, here in zip(cases(), found, wanted, strict=True):
+    wanted, got = launch_forked(run_all, ("cpu",), ranks), on_npu(run_all, "npu", ranks=ranks)
+    for case, there, here in zip(cases(), got, wanted, strict=True):
         print(case)
         same(there, here, "npu")
 
@@ -136,21 +136,21 @@ MEGATRON: dict[int, list[dict[str, Any]]] = {
 
 def run_megatron(device: Literal["cpu", "npu"], ranks: int) -> list[tuple[Any, ...]]:
     """Nothing is compiled on either device: the compiler's code for a CPU rounds differently."""
-    found = []
+    results = []
     with sdpa_kernel(SDPBackend.MATH), planted(dist, "all_reduce", all_reduce_of_hccl), set_stance("force_eager"):
         for case in MEGATRON[ranks]:
             options = (("backend", "megatron"), *case.get("options", ()))
-            found.append(run(device, **{**case, "options": options}))
+            results.append(run(device, **{**case, "options": options}))
             release()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("ranks", MEGATRON)
 def test_megatron_steps_equal_the_cpus(ranks: int) -> None:
     """Tensor, expert, pipeline and context parallelism: metrics, weights and scores to the bit."""
     wanted = launch_forked(run_megatron, ("cpu", ranks), ranks)
-    found = on_npu(run_megatron, "npu", ranks, ranks=ranks)
-    for case, there, here in zip(MEGATRON[ranks], found, wanted, strict=True):
+    got = on_npu(run_megatron, "npu", ranks, ranks=ranks)
+    for case, there, here in zip(MEGATRON[ranks], got, wanted, strict=True):
         print(case)
         same(there, here, "npu")
 
@@ -199,8 +199,8 @@ def with_moments_on(host: bool, folder: str) -> tuple[Any, ...]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_moments_on_the_host_change_no_bit(ranks: int, tmp_path: Path) -> None:
     """They never stay on the device: not after a step, an offload, a checkpoint; and save what they weigh there."""
-    found = [on_npu(with_moments_on, host, str(tmp_path / str(host)), ranks=ranks) for host in (True, False)]
-    (lean, places, moments, steps, weights), (full, plain_places, _, wanted, plain_weights) = found
+    runs = [on_npu(with_moments_on, host, str(tmp_path / str(host)), ranks=ranks) for host in (True, False)]
+    (lean, places, moments, steps, weights), (full, plain_places, _, wanted, plain_weights) = runs
     assert (places, plain_places) == ({"cpu"}, {"npu"})
     assert steps == [steps[0]] * 2 == wanted
     assert [name for name, value in weights.items() if not torch.equal(value, plain_weights[name])] == []

@@ -112,11 +112,11 @@ def test_steps_are_those_of_torchs_adamw_with_a_group_for_each_rate() -> None:
     config, module = config_of(grad_clip=None), model().double()  # the norm that clips is float32
     groups = ParallelGroups.make(layout_of(config, 1))
     planner, inputs = planner_and_inputs(config, module.config, groups)
-    found = ModelWeights.of(family_of(module.config), module)
+    model_weights = ModelWeights.of(family_of(module.config), module)
     began = {name: p.detach().flatten().clone() for name, p in module.named_parameters()}
     with KeepFloat64(), float64_shards():
         want, after = torchs()
-        built = Engine(config, FSDP2Executor(config, groups, module, inputs), planner, found)
+        built = Engine(config, FSDP2Executor(config, groups, module, inputs), planner, model_weights)
         assert curve(built) == pytest.approx(want, rel=1e-12)
         own = weights(built)
     assert own.keys() == after.keys()
@@ -155,8 +155,8 @@ def test_what_has_a_rate_of_zero_keeps_its_bits_and_counts_in_the_norm(kind: str
 
 def values(built: Any) -> dict[str, torch.Tensor]:
     """Of what is trained."""
-    found = inside(built).state()["model"]
-    return {name: whole(value) for name, value in found.items() if name != "lora_base"}
+    state = inside(built).state()["model"]
+    return {name: whole(value) for name, value in state.items() if name != "lora_base"}
 
 
 def test_a_first_step_of_adapters_is_as_long_as_its_rate() -> None:

@@ -24,13 +24,13 @@ def part(batch: TensorDict, rows: tuple[int, ...]) -> LocalBatch:
 
 def test_rows_are_tuples_and_have_places() -> None:
     batch = tiny_batch([4, 6, 5])
-    held = LocalBatch(view_batch(batch).select([2, 0]), (2, 0), (4, 6, 5))
-    assert (held.rows, held.lengths) == ((2, 0), (4, 6, 5))
-    assert held.view.lengths == (5, 4)
-    assert held.view is held.view
-    assert held.places([0, 2, 2]) == [1, 0, 0]
+    local = LocalBatch(view_batch(batch).select([2, 0]), (2, 0), (4, 6, 5))
+    assert (local.rows, local.lengths) == ((2, 0), (4, 6, 5))
+    assert local.view.lengths == (5, 4)
+    assert local.view is local.view
+    assert local.places([0, 2, 2]) == [1, 0, 0]
     with pytest.raises(KeyError):
-        held.places([1])
+        local.places([1])
 
 
 @pytest.mark.parametrize(
@@ -54,11 +54,11 @@ def test_row_zero_and_the_last_row_fit() -> None:
 
 
 def test_what_is_required() -> None:
-    held = part(tiny_batch([5, 3]).select("input_ids", "loss_mask"), (0, 1))
-    held.require(())
-    held.require(("loss_mask", "input_ids"))
+    local = part(tiny_batch([5, 3]).select("input_ids", "loss_mask"), (0, 1))
+    local.require(())
+    local.require(("loss_mask", "input_ids"))
     with pytest.raises(ValueError, match=r"^the batch lacks advantages, reward; it has input_ids, loss_mask$"):
-        held.require(("advantages", "loss_mask", "reward"))
+        local.require(("advantages", "loss_mask", "reward"))
     batch = tiny_batch([5, 3]).select("input_ids", "loss_mask")
     for key in ("pixel_values", "image_grid_thw"):
         batch[key] = jagged([torch.zeros(2, 4)] * 2, 0)
@@ -95,17 +95,17 @@ class Ranks:
 
     def run(self, call: Callable[[int, Any], Any]) -> list[Any]:
         """The result or error of each rank; what a rank brings does not depend on the others."""
-        found: list[Any] = []
+        results: list[Any] = []
         for final in (False, True):
-            found = []
+            results = []
             for index in range(self.size):
                 try:
-                    found.append(call(index, self.of(index)))
+                    results.append(call(index, self.of(index)))
                 except ValueError as error:
-                    found.append(str(error))
+                    results.append(str(error))
             if not final and self.brought:
                 self.reduced = torch.stack(self.brought).amax(0)
-        return found
+        return results
 
 
 @pytest.fixture
@@ -128,33 +128,33 @@ def test_gathered_facts_are_those_of_the_whole_batch(
     zero = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths))))
     skip = data.draw(st.booleans())
     owner = data.draw(st.lists(st.integers(0, size - 1), min_size=len(lengths), max_size=len(lengths)))
-    held = []
+    parts = []
     for index in range(size):
         rows = {row for row, rank in enumerate(owner) if rank == index} | data.draw(
             st.sets(st.integers(0, len(lengths) - 1), min_size=1)
         )
-        held.append(tuple(data.draw(st.permutations(sorted(rows)))))
+        parts.append(tuple(data.draw(st.permutations(sorted(rows)))))
     with pytest.MonkeyPatch.context() as patch:
         ranks = Ranks(patch, size)
 
         def call(index: int, groups: Any) -> Any:
-            one = part(batch, held[index])
-            own = zero[list(held[index])] if skip else None
-            return gather_row_stats(one, own, [row for row in held[index] if owner[row] == index], groups, CPU)
+            one = part(batch, parts[index])
+            own = zero[list(parts[index])] if skip else None
+            return gather_row_stats(one, own, [row for row in parts[index] if owner[row] == index], groups, CPU)
 
-        found = ranks.run(call)
+        results = ranks.run(call)
     want = row_stats(view_batch(batch), zero if skip else None)
-    assert found == [want] * size
+    assert results == [want] * size
     assert set(ranks.groups) == (set() if size == 1 else {"the plan's"})
 
 
 def test_a_row_that_no_rank_holds_counts_nothing(patch: pytest.MonkeyPatch) -> None:
     """Rows that nobody computes may be held by nobody: they are not trained, and are in no group."""
     batch = tiny_batch([5, 4, 6])
-    (found,) = Ranks(patch, 1).run(lambda _, groups: gather_row_stats(part(batch, (0, 2)), None, [0, 2], groups, CPU))
+    (stats,) = Ranks(patch, 1).run(lambda _, groups: gather_row_stats(part(batch, (0, 2)), None, [0, 2], groups, CPU))
     one, other = (view_batch(batch).select([row]).totals for row in (0, 2))
-    assert found.totals == Totals(one.tokens + other.tokens, 2, 2)
-    assert found.zero_gradient == frozenset()
+    assert stats.totals == Totals(one.tokens + other.tokens, 2, 2)
+    assert stats.zero_gradient == frozenset()
 
 
 def test_large_group_numbers_stay_apart(patch: pytest.MonkeyPatch) -> None:
@@ -193,10 +193,10 @@ def test_rows_that_differ_are_named_on_every_rank(patch: pytest.MonkeyPatch, key
         other["group"] = torch.tensor([0, 7, 1])
     else:
         odd = torch.tensor([False, True, False])
-    given = [(batch, zero), (other, odd)]
+    inputs = [(batch, zero), (other, odd)]
 
     def call(index: int, groups: Any) -> Any:
-        whole, mask = given[index]
+        whole, mask = inputs[index]
         return gather_row_stats(part(whole, (0, 1, 2)), mask, [index], groups, CPU)
 
     want = "ranks hold different rows under the number 1: number the rows alike on every rank"
@@ -215,8 +215,8 @@ def test_a_rank_that_lacks_a_row_is_named_on_every_rank(patch: pytest.MonkeyPatc
 
         want = f"rank {lacking} of the plan lacks a row that it is to compute: give each rank at least "
         want += "engine.plan(lengths).rows_of(rank)"
-        told: list[Any] = [frozenset()] * 2 if lacking is None else [want] * 2
-        assert Ranks(patch, 2).run(facts) == told
+        expected: list[Any] = [frozenset()] * 2 if lacking is None else [want] * 2
+        assert Ranks(patch, 2).run(facts) == expected
         ranks = Ranks(patch, 2)
         assert ranks.run(held) == ([None] * 2 if lacking is None else [want] * 2)
         assert set(ranks.groups) == {"the plan's"}

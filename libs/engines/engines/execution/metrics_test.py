@@ -47,8 +47,8 @@ def test_shares_scale_sums_and_not_maxima() -> None:
     collected = MetricSum()
     collected.add({"sum": torch.tensor(2.0), "mean": torch.tensor([3.0, 4.0]), "gap/max": torch.tensor(5.0)}, 0.5)
     collected.add({"sum": torch.tensor(2.0), "mean": torch.tensor([3.0, 2.0]), "gap/max": torch.tensor(-1.0)}, 0.25)
-    found = collected.reduce()
-    assert found == {"sum": 1.5, "mean": pytest.approx(2.25 / 2.5), "gap/max": 5.0}
+    reduced = collected.reduce()
+    assert reduced == {"sum": 1.5, "mean": pytest.approx(2.25 / 2.5), "gap/max": 5.0}
     assert all(value.dtype == torch.float64 for value in collected._sums.values())
 
 

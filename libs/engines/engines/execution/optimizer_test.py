@@ -134,15 +134,15 @@ class Cuda(torch.Tensor):
 @pytest.fixture
 def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """(dtype, group) of each sum over the ranks of GROUP, two of them; others have one rank, and sum nothing."""
-    given = []
+    calls = []
 
     def all_reduce(values: torch.Tensor, op: Any, group: Any = None) -> None:
-        given.append((values.dtype, group))
+        calls.append((values.dtype, group))
         values.add_(144.0)
 
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2 if group == GROUP else 1)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    return given
+    return calls
 
 
 def test_shards_of_other_ranks_count(exchanged: list[Any]) -> None:

@@ -30,12 +30,12 @@ def test_a_prefetched_batch_gives_the_same_step() -> None:
     batches = [tiny_batch([7, 3, 12, 5], seed=seed) for seed in range(4)]
     objective = GRPO()
     expected = [plain.train_batch(batch, objective) for batch in batches]
-    found = []
+    got = []
     for batch, following in zip(batches, [*batches[1:], None], strict=True):
         if following is not None:
             early.prefetch(following, objective)
-        found.append(early.train_batch(batch, objective))
-    assert found == expected
+        got.append(early.train_batch(batch, objective))
+    assert got == expected
 
 
 def test_another_batch_or_objective_is_prepared_in_time() -> None:
@@ -62,16 +62,16 @@ def test_parts_are_refused() -> None:
 
 
 def test_what_is_ahead_is_taken_once() -> None:
-    kept, batch, objective = PrefetchedStep(), object(), object()
-    for asked in ((object(), objective), (batch, object())):
-        kept.ask(batch, objective, lambda: 7)
-        kept.run()
-        assert kept.take(*asked) is None
-    kept.ask(batch, objective, lambda: 7)
-    assert kept.take(batch, objective) is None  # not run yet
-    kept.run()
-    assert kept.take(batch, objective) == 7
-    assert kept.take(batch, objective) is None
+    step, batch, objective = PrefetchedStep(), object(), object()
+    for request in ((object(), objective), (batch, object())):
+        step.ask(batch, objective, lambda: 7)
+        step.run()
+        assert step.take(*request) is None
+    step.ask(batch, objective, lambda: 7)
+    assert step.take(batch, objective) is None  # not run yet
+    step.run()
+    assert step.take(batch, objective) == 7
+    assert step.take(batch, objective) is None
 
 
 def test_every_tensor_is_found_once() -> None:
@@ -84,8 +84,8 @@ def test_every_tensor_is_found_once() -> None:
     base.extra = (hidden, base)  # type: ignore[attr-defined]
     context = PackedContext(torch.zeros(2), 1)
     context.derived["more"] = torch.zeros(3)
-    found = list(tensors_in(Holder({"a": [base, context]}, base)))
-    assert [id(one) for one in found] == [id(base), id(hidden), id(context.cu_seqlens), id(context.derived["more"])]
+    tensors = list(tensors_in(Holder({"a": [base, context]}, base)))
+    assert [id(one) for one in tensors] == [id(base), id(hidden), id(context.cu_seqlens), id(context.derived["more"])]
 
 
 def group_of(ranks: tuple[int, ...]) -> Any:
@@ -157,14 +157,14 @@ def test_micro_batches_ahead_are_the_micro_batches(cuda: Cuda, begin: bool) -> N
         if begin:
             made.begin()
             assert cuda.happened == [("made", (3, 1)), ("recorded", "cpu")]
-        found = []
+        taken = []
         for number, one in enumerate(made):
             assert not cuda.on_own_stream()
             assert cuda.happened[-1] == ("waited", (device, number))
-            found.append(one)
+            taken.append(one)
         assert [what for what, _ in cuda.happened] == ["made", "recorded", "waited"] * 3
-        assert [one.inputs for one in found] == [("inputs of", part.rows) for part in parts]
-        for one, want in zip(found, source, strict=True):
+        assert [one.inputs for one in taken] == [("inputs of", part.rows) for part in parts]
+        for one, want in zip(taken, source, strict=True):
             assert (one.rows, one.ranks, one.group) == (want.rows, want.ranks, want.group)
             assert torch.equal(one.wanted, want.wanted)
             assert one.packed.values.keys() == want.packed.values.keys() == {"input_ids"}
@@ -173,13 +173,13 @@ def test_micro_batches_ahead_are_the_micro_batches(cuda: Cuda, begin: bool) -> N
 
 def test_memory_is_kept_for_the_stream_that_reads_it(cuda: Cuda) -> None:
     """Tensors of the device alone: the allocator would give those of another stream away too early."""
-    kept = []
+    recorded = []
 
     class OnDevice(torch.Tensor):
         device = torch.device("cuda")
 
         def record_stream(self, stream: Any) -> None:
-            kept.append(self)
+            recorded.append(self)
 
     batch = view_batch(tiny_batch([5]))
     source = MicroBatches(
@@ -187,4 +187,4 @@ def test_memory_is_kept_for_the_stream_that_reads_it(cuda: Cuda) -> None:
     )
     inputs = torch.zeros(3).as_subclass(OnDevice)
     list(PrefetchedMicroBatches(source, lambda micro_batch: {"ids": inputs, "host": torch.zeros(2)}))
-    assert [id(one) for one in kept] == [id(inputs)]
+    assert [id(one) for one in recorded] == [id(inputs)]

@@ -55,13 +55,13 @@ def routers_of(stock: Any) -> list[Any]:
 
 def chosen_by(stock: Any, batch: TensorDict) -> list[torch.Tensor]:
     """i16[tokens, layers, k] a row: what the routers of the stock model choose, one sequence at a time."""
-    rows, found = [], []
-    handles = [router.register_forward_hook(lambda _m, _i, out: found.append(out[2])) for router in routers_of(stock)]
+    rows, chosen = [], []
+    handles = [router.register_forward_hook(lambda _m, _i, out: chosen.append(out[2])) for router in routers_of(stock)]
     with torch.no_grad():
         for ids in batch["input_ids"].unbind():
-            found.clear()
+            chosen.clear()
             stock(input_ids=ids[None], use_cache=False)
-            rows.append(torch.stack(found, dim=1).to(torch.int16))
+            rows.append(torch.stack(chosen, dim=1).to(torch.int16))
     for handle in handles:
         handle.remove()
     return rows
@@ -89,9 +89,9 @@ def other_experts(count: int, layers: int = LAYERS, seed: int = 1) -> list[torch
 def test_replaying_its_own_choice_changes_nothing(kind: str, options: dict[str, Any]) -> None:
     batch = tiny_batch(LENGTHS)
     plain = build_engine(config(**options), model(kind, 0.5))
-    told = with_experts(batch, chosen_by(model(kind).eval(), batch))
+    routed = with_experts(batch, chosen_by(model(kind).eval(), batch))
     replayed = build_engine(config(routing_replay=True, **options), model(kind, 0.5))
-    assert plain.train_batch(batch, SFT()) == replayed.train_batch(told, SFT())
+    assert plain.train_batch(batch, SFT()) == replayed.train_batch(routed, SFT())
     other = weights(replayed)
     assert all(torch.equal(value, other[name]) for name, value in weights(plain).items())
 
@@ -108,8 +108,8 @@ class Forced:
         logits = F.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
         probabilities = F.softmax(logits, dtype=torch.float, dim=-1)
         own = torch.topk(probabilities, TOP_K, dim=-1).indices
-        given = self.row[:, layer].long()
-        taken = torch.stack([g if g[0] >= 0 else o for g, o in zip(given, own, strict=True)])
+        forced = self.row[:, layer].long()
+        taken = torch.stack([g if g[0] >= 0 else o for g, o in zip(forced, own, strict=True)])
         value = torch.stack([p[t] for p, t in zip(probabilities, taken, strict=True)])
         if getattr(router, "norm_topk_prob", True):
             value = value / value.sum(-1, keepdim=True)
@@ -134,16 +134,16 @@ def test_the_experts_of_another_are_those_of_stock_transformers(kind: str, optio
     loss = forced.loss(batch, rows)
     loss.backward()
     built = build_engine(config(routing_replay=True, router_aux_loss_coef=0.0, **options), made)
-    told = with_experts(batch, rows)
+    routed = with_experts(batch, rows)
     inside(built).optimizer_step = lambda rate, loss: torch.ones(())  # gradients stay for a look
-    assert built.train_batch(told, SFT())["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert built.train_batch(routed, SFT())["loss"] == pytest.approx(loss.item(), rel=1e-5)
     want = {name: parameter.grad for name, parameter in forced.stock.named_parameters()}
     for name, parameter in inside(built).model.named_parameters():
         grad = 0 * whole(parameter.data) if parameter.grad is None else whole(parameter.grad)
         expected = torch.zeros_like(grad) if want[name] is None else want[name]
         torch.testing.assert_close(grad, expected, atol=2e-5, rtol=1e-4, msg=name)
     free = build_engine(config(**options), model(kind)).forward(batch)["log_probs"].values()
-    scores = built.forward(told)["log_probs"].values()
+    scores = built.forward(routed)["log_probs"].values()
     assert (scores - free).abs().max() > 5e-3  # other experts were taken, in scoring too
 
 

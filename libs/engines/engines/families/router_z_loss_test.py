@@ -101,17 +101,17 @@ def test_it_is_a_mean_over_tokens_and_a_sum_over_layers() -> None:
     loss = RouterLoss(0.0, experts=2, top_k=1, layers=3, z_coefficient=0.5)
     logits = [torch.full((4, 2), value, dtype=torch.float64) for value in (1.0, 2.0, 3.0)]
     counted = torch.tensor([True, True, False, True])
-    found = loss.routing(logits, counted)
+    sums = loss.routing(logits, counted)
     partition = [value + torch.log(torch.tensor(2.0, dtype=torch.float64)) for value in (1.0, 2.0, 3.0)]
     want = 0.5 * sum(value**2 for value in partition)
-    torch.testing.assert_close(loss.loss(found.terms, RouterCounts(found.chosen, found.rows)), want)
+    torch.testing.assert_close(loss.loss(sums.terms, RouterCounts(sums.chosen, sums.rows)), want)
 
 
 def test_layers_with_experts_are_counted_as_transformers_places_them() -> None:
     for changes in ({}, {"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}):
         made = tiny_model("next", **changes)
-        found = [m for m in made.modules() if type(m).__name__.endswith("TopKRouter")]
-        assert routed_layers(made.config) == len(found)
+        routers = [m for m in made.modules() if type(m).__name__.endswith("TopKRouter")]
+        assert routed_layers(made.config) == len(routers)
     assert routed_layers(tiny_config("vision_moe").get_text_config()) == 4
 
 

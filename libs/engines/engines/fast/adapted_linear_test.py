@@ -50,9 +50,9 @@ def run(model: Any, lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> dict[s
     logits = model.get_output_embeddings()(packed_hidden(model, ids, positions, context))
     weights = torch.randn(logits.shape, generator=generator, dtype=torch.float64).to(logits.dtype)
     (logits.log_softmax(-1) * weights).sum().backward()
-    found = {"logits": logits.detach()} | {name: p.grad for name, p in model.named_parameters()}
+    results = {"logits": logits.detach()} | {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
-    return found
+    return results
 
 
 def assert_near(found: dict[str, Any], expected: dict[str, Any], bound: float) -> None:
@@ -66,9 +66,9 @@ def assert_near(found: dict[str, Any], expected: dict[str, Any], bound: float) -
 def test_equals_the_modules_own_forward(targets: tuple[str, ...]) -> None:
     models = [adapted(targets, functions) for functions in (False, True)]
     with KeepFloat64():
-        expected, found = (run(model) for model in models)
-    assert_near(found, expected, 1e-9)
-    trained = {name for name, value in found.items() if value is not None} - {"logits"}
+        expected, got = (run(model) for model in models)
+    assert_near(got, expected, 1e-9)
+    trained = {name for name, value in got.items() if value is not None} - {"logits"}
     assert trained
     assert all(is_adapter(name) for name in trained)
 
@@ -78,8 +78,8 @@ def test_the_base_alone_where_adapters_are_off() -> None:
     with without_adapters(model), without_adapters(plain), torch.no_grad():
         ids, positions = torch.arange(2, 12), torch.arange(10)
         context = PackedContext(torch.tensor([0, 10], dtype=torch.int32), 10, edges=(0, 10))
-        found, expected = (packed_hidden(one, ids, positions, context) for one in (model, plain))
-    assert (found - expected).norm() <= 2e-5 * expected.norm()
+        got, expected = (packed_hidden(one, ids, positions, context) for one in (model, plain))
+    assert (got - expected).norm() <= 2e-5 * expected.norm()
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -52,8 +52,8 @@ def gradients(built: Any, data: TensorDict) -> tuple[float, dict[str, torch.Tens
     work = built._agree_on(data, SFT())
     loss = StepLoss(SFT(), work.stats.totals)
     built.executor.train(built._micro_batches(work.batch, work.plan), loss, Scoring())
-    found = {name: p.grad for name, p in built.executor.scorer.named_parameters() if p.requires_grad}
-    whole = {name: (g.full_tensor() if hasattr(g, "full_tensor") else g).double() for name, g in found.items()}
+    shards = {name: p.grad for name, p in built.executor.scorer.named_parameters() if p.requires_grad}
+    whole = {name: (g.full_tensor() if hasattr(g, "full_tensor") else g).double() for name, g in shards.items()}
     return float(loss.share(built.device)), whole
 
 
@@ -171,9 +171,9 @@ def test_a_prefetched_batch_gives_the_same_step() -> None:
     plain, ahead = engine(compile="on", max_tokens_per_rank=1024), engine(compile="on", max_tokens_per_rank=1024)
     for data, following in zip(batches, [*batches[1:], batches[0]], strict=True):
         ahead.prefetch(following, objective)
-        expected, found = plain.train_batch(data, objective), ahead.train_batch(data, objective)
-        assert found["micro_batches"] > 1
-        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-3)
+        expected, got = plain.train_batch(data, objective), ahead.train_batch(data, objective)
+        assert got["micro_batches"] > 1
+        assert got["loss"] == pytest.approx(expected["loss"], rel=1e-3)
 
 
 def test_scores_are_those_that_are_trained_on() -> None:
@@ -208,9 +208,9 @@ def test_log_prob_kernels_equal_plain_ones(vocabulary: int, temperature: float) 
     targets = torch.randint(0, vocabulary, (300,), generator=generator, device="cuda")
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 1e-5)):
         low = logits.to(dtype)
-        found = statistics(low, targets, temperature, True)
+        got = statistics(low, targets, temperature, True)
         expected = statistics_plain(low, targets, temperature, True)
-        for mine, other, slack in zip(found, expected, (1, 1, 20), strict=True):  # entropies are differences
+        for mine, other, slack in zip(got, expected, (1, 1, 20), strict=True):  # entropies are differences
             torch.testing.assert_close(mine, other, rtol=bound, atol=slack * bound)
         grads = [torch.randn(300, generator=generator, device="cuda") for _ in range(2)]
         operands = (targets, expected[1], grads[0], temperature, expected[2], grads[1])
@@ -233,8 +233,8 @@ def test_convolution_kernels_equal_plain_ones(lengths: list[int]) -> None:
     expected += conv_heads_grad(x.cpu(), weight.cpu(), position.cpu(), *(g.cpu() for g in grads))
     for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
         operands = x.to(dtype), weight.to(dtype), position
-        found = conv_heads(*operands, keys, 128) + conv_heads_grad(*operands, *(g.to(dtype) for g in grads))
-        for mine, other in zip(found, expected, strict=True):
+        got = conv_heads(*operands, keys, 128) + conv_heads_grad(*operands, *(g.to(dtype) for g in grads))
+        for mine, other in zip(got, expected, strict=True):
             assert mine.dtype == dtype
             assert float((mine.cpu().float() - other).norm() / other.norm()) < bound
 

@@ -69,8 +69,8 @@ def test_equals_stock_transformers(changes: dict[str, Any]) -> None:
     ids, weights = inputs(LENGTHS)
     with KeepFloat64():
         expected = run_stock(tiny_model(**changes).double().eval(), ids, LENGTHS, weights)
-        found = run_packed(fast_model(None, **changes), ids, LENGTHS, weights)
-    assert largest_error(found, expected) < 1e-9
+        got = run_packed(fast_model(None, **changes), ids, LENGTHS, weights)
+    assert largest_error(got, expected) < 1e-9
 
 
 def test_equals_the_packed_path_in_float64() -> None:
@@ -80,8 +80,8 @@ def test_equals_the_packed_path_in_float64() -> None:
     adapt_for_packing(plain)
     with KeepFloat64():
         expected = run_packed(plain, ids, LENGTHS, weights)
-        found = run_packed(fast_model(None), ids, LENGTHS, weights)
-    assert largest_error(found, expected) < 1e-9
+        got = run_packed(fast_model(None), ids, LENGTHS, weights)
+    assert largest_error(got, expected) < 1e-9
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -95,8 +95,8 @@ def test_traced_whole_and_once(backend: str | None) -> None:
         ids, weights = inputs(lengths, torch.float32, step)
         model.zero_grad()
         plain.zero_grad()
-        found, expected = (run_packed(one, ids, lengths, weights) for one in (model, plain))
-        assert largest_error(found, expected) < 1e-5
+        got, expected = (run_packed(one, ids, lengths, weights) for one in (model, plain))
+        assert largest_error(got, expected) < 1e-5
         counts.append(compilations() - before)
     assert counts == [8] * len(counts)
 
@@ -104,8 +104,8 @@ def test_traced_whole_and_once(backend: str | None) -> None:
 def test_one_token_runs_uncompiled() -> None:
     torch._dynamo.reset()
     model, before = fast_model("eager", torch.float32), compilations()
-    given = inputs((1,), torch.float32)
-    run_packed(model, given[0], (1,), given[1])
+    ids_and_weights = inputs((1,), torch.float32)
+    run_packed(model, ids_and_weights[0], (1,), ids_and_weights[1])
     assert compilations() == before
 
 

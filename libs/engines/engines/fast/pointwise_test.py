@@ -31,9 +31,9 @@ def check(
     function: Callable[..., Any], gradient: Callable[..., Any], operands: Sequence[torch.Tensor], shape: tuple[int, ...]
 ) -> None:
     grad = randn(*shape, seed=9)
-    found = gradient(*operands, grad)
-    found = found if isinstance(found, tuple) else (found,)
-    for mine, autograd in zip(found, by_autograd(function, operands, grad), strict=True):
+    grads = gradient(*operands, grad)
+    grads = grads if isinstance(grads, tuple) else (grads,)
+    for mine, autograd in zip(grads, by_autograd(function, operands, grad), strict=True):
         torch.testing.assert_close(mine, autograd, rtol=1e-10, atol=1e-10)
 
 

@@ -101,20 +101,20 @@ def run(name: str, shards: int | None = None) -> tuple[Any, ...]:
     built.executor.optimizer_step = looked
     rows = curve(built)
     own = [own_part(p).part.detach().flatten() for p in built.executor.scorer.parameters()]
-    held = gathered((sum(p.numel() for p in own), hash(tuple(torch.cat(own).tolist()))))
+    owned = gathered((sum(p.numel() for p in own), hash(tuple(torch.cat(own).tolist()))))
     scores = built.forward(batch_of(built))["log_probs"].values()
-    return rows, seen, weights(built), scores, held
+    return rows, seen, weights(built), scores, owned
 
 
 def exact(shards: int | None = None) -> tuple[Any, ...]:
     """Losses, norms and weights in float64."""
     config = config_of(shards)
     module = tiny_model("dense", scale=2.0, num_hidden_layers=2).double()
-    found = ModelWeights.of(family_of(module.config), module)
+    model_weights = ModelWeights.of(family_of(module.config), module)
     groups = ParallelGroups.make(layout_of(config, dist.get_world_size()))
     planner, inputs = planner_and_inputs(config, module.config, groups)
     with KeepFloat64(), float64_shards():
-        built = Engine(config, FSDP2Executor(config, groups, module, inputs), planner, found)
+        built = Engine(config, FSDP2Executor(config, groups, module, inputs), planner, model_weights)
         rows = [(row["loss"], row["grad_norm"]) for row in curve(built)]
         return rows, weights(built)
 
@@ -180,17 +180,17 @@ def crossings() -> list[tuple[float, list[int]]]:
 
     for name in ("dense", "one micro-batch"):
         built = engine(name, 2)
-        found: list[int] = []
+        sizes: list[int] = []
 
-        def counted(tensor: torch.Tensor, *args: Any, found: list[int] = found, **options: Any) -> Any:
+        def counted(tensor: torch.Tensor, *args: Any, sizes: list[int] = sizes, **options: Any) -> Any:
             group = options.get("group")
-            found += [tensor.numel()] if group is not None and dist.get_process_group_ranks(group) == [0, 2] else []
+            sizes += [tensor.numel()] if group is not None and dist.get_process_group_ranks(group) == [0, 2] else []
             return stock(tensor, *args, **options)
 
         dist.all_reduce = counted
         row = curve(built, [0])[0]
         dist.all_reduce = stock
-        counts.append((row["micro_batches"], found))
+        counts.append((row["micro_batches"], sizes))
     return counts
 
 
@@ -262,13 +262,13 @@ def test_float64_steps_are_those_of_one_process(found: tuple[Any, ...], ranks: i
 @pytest.mark.parametrize("name", CASES)
 def test_copies_have_equal_bits_and_shards_their_share(found: tuple[Any, ...], name: str) -> None:
     (everything, _), *_ = found[0][1]["runs"][name][4]
-    held = found[0][4]["runs"][name][4]
-    assert held[0] == held[2]
-    assert held[1] == held[3]
-    assert held[0] != held[1]
+    shards = found[0][4]["runs"][name][4]
+    assert shards[0] == shards[2]
+    assert shards[1] == shards[3]
+    assert shards[0] != shards[1]
     if name in ON_TWO:  # a shard of each copy is all of it
         assert [size for size, _ in found[0][2]["runs"][name][4]] == [everything] * 2
-    assert everything / 2 <= max(size for size, _ in held) < 0.6 * everything
+    assert everything / 2 <= max(size for size, _ in shards) < 0.6 * everything
 
 
 def test_gradients_cross_the_copies_once_a_step(found: tuple[Any, ...]) -> None:
@@ -289,10 +289,10 @@ def test_a_checkpoint_fits_any_layout(found: tuple[Any, ...], case: str) -> None
     """Every bit of the weights; the next step is that of the run that went on."""
     results, loaded, _ = found
     worlds = {"one": results[1][case], "two": results[2].get(case), "four": results[4][case]}
-    saved = {(name, case): kept for name, kept in (worlds | {"copies": results[2][case, 1]}).items()}
-    loads = [(name, kept) for (name, _), kept in results[4]["loaded"].items()]
+    saved = {(name, case): result for name, result in (worlds | {"copies": results[2][case, 1]}).items()}
+    loads = [(name, result) for (name, _), result in results[4]["loaded"].items()]
     loads += [each for every in loaded.values() for each in every.items()]
-    loads = [(name, kept) for name, kept in loads if name in saved]
+    loads = [(name, result) for name, result in loads if name in saved]
     assert len(loads) == {"dense": 4 + 2 + 3 * 4, "adapters": 2 + 3 * 2}[case]
     for name, (read, after) in loads:
         before, straight, _ = saved[name]

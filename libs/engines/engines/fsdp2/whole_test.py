@@ -79,7 +79,7 @@ def test_each_goes_on_from_the_others_checkpoint(tmp_path: Path, kind: Any, firs
 )
 def test_settings_do_the_same(tmp_path: Path, options: dict[str, Any]) -> None:
     """Steps, a move away and back, and checkpoints from which the other way goes on."""
-    found = []
+    runs = []
     for weights, other in (("auto", "sharded"), ("sharded", "auto")):
         built = engine(weights, tiny_model("dense", seed=0), **options)
         losses = [built.train_batch(batch(seed), SFT())["loss"] for seed in range(2)]
@@ -88,9 +88,9 @@ def test_settings_do_the_same(tmp_path: Path, options: dict[str, Any]) -> None:
         built.save(tmp_path / weights)
         resumed = engine(other, tiny_model("dense", seed=1), **options)
         resumed.load(tmp_path / weights)
-        found.append((losses, *(one.train_batch(batch(2), SFT())["loss"] for one in (built, resumed))))
-        assert found[-1][1] == found[-1][2]
-    assert found[0] == found[1]
+        runs.append((losses, *(one.train_batch(batch(2), SFT())["loss"] for one in (built, resumed))))
+        assert runs[-1][1] == runs[-1][2]
+    assert runs[0] == runs[1]
 
 
 def test_a_model_on_disk_keeps_its_tied_head(tmp_path: Path) -> None:

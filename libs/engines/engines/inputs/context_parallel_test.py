@@ -107,27 +107,27 @@ def assert_same_curve(one: list[dict[str, float]], two: list[dict[str, float]]) 
 
 
 def test_same_curves_scores_and_weights(alone: dict[str, Any], together: tuple[int, dict[str, Any]]) -> None:
-    world, found = together
+    world, ranks = together
     for mode in MODES[world]:
-        assert_same_curve(alone["grpo"], found[mode]["grpo"])
-        for left, right in zip(alone["scores"], found[mode]["scores"], strict=True):
+        assert_same_curve(alone["grpo"], ranks[mode]["grpo"])
+        for left, right in zip(alone["scores"], ranks[mode]["scores"], strict=True):
             torch.testing.assert_close(right, left, atol=2e-5, rtol=2e-5, msg=mode)
         for name, value in alone["weights"].items():
-            torch.testing.assert_close(found[mode]["weights"][name], value, atol=2e-5, rtol=2e-5, msg=f"{mode} {name}")
+            torch.testing.assert_close(ranks[mode]["weights"][name], value, atol=2e-5, rtol=2e-5, msg=f"{mode} {name}")
 
 
 def test_every_rank_issues_the_same_collectives(together: tuple[int, dict[str, Any]]) -> None:
-    world, found = together
+    world, results = together
     for mode in MODES[world]:
-        counts = found[mode]["collectives"]
+        counts = results[mode]["collectives"]
         assert all(count == counts[0] for count in counts), (mode, counts)
         assert sum(counts[0].values()) > 0
 
 
 def test_attention_models_use_zigzag(alone: dict[str, Any], together: tuple[int, dict[str, Any]]) -> None:
-    world, found = together
+    world, results = together
     if world == 4:
-        assert_same_curve(alone["attention"], found["attention"])
+        assert_same_curve(alone["attention"], results["attention"])
 
 
 def test_one_sequence_for_the_whole_world(alone: dict[str, Any], together: tuple[int, dict[str, Any]]) -> None:

@@ -45,8 +45,8 @@ Curve = tuple[list[float], list[float], Tensor]  # losses, gradient norms, score
 
 def engine(module: Any = None, vision: Any = "trained", **options: Any) -> TrainEngine:
     usual: dict[str, Any] = {"device": "cpu", "lr": 1e-2, "eps": 1e-3, "max_tokens_per_rank": 64, "weight_decay": 0.1}
-    given = None if "model" in options else module or model()
-    return build_engine(EngineConfig(**usual | options, vision=vision), given)
+    source = None if "model" in options else module or model()
+    return build_engine(EngineConfig(**usual | options, vision=vision), source)
 
 
 @pytest.mark.parametrize("kind", ["vision", "vision_moe"])
@@ -65,9 +65,9 @@ def test_packed_rows_equal_stock_transformers_one_at_a_time(
 ) -> None:
     rows, module = make(), model(kind)
     stock, built = as_stock(copy.deepcopy(module)), engine(module, **options)
-    found = built.forward(make_batch(rows))["log_probs"]
+    scores = built.forward(make_batch(rows))["log_probs"]
     with torch.no_grad():
-        for mine, theirs in zip(found.unbind(), stock_scores(stock, rows), strict=True):
+        for mine, theirs in zip(scores.unbind(), stock_scores(stock, rows), strict=True):
             assert float((mine - theirs).abs().max()) < 1e-5
     got, want = gradients(built, make_batch(rows)), stock_gradients(stock, rows)
     assert_close_gradients(got, want)
@@ -86,10 +86,10 @@ def test_a_frozen_tower_stays_bit_for_bit_and_the_rest_learns_as_with_a_trained_
     module.save_pretrained(tmp_path / "source")
     files = load_file(tmp_path / "source/model.safetensors")
     rows = make_batch(samples())
-    found = {}
+    grads = {}
     for vision in ("frozen", "trained"):
         built = engine(vision=vision, model=str(tmp_path / "source"), lr=0.1, eps=1e-8)
-        found[vision] = gradients(built, rows)
+        grads[vision] = gradients(built, rows)
         built.save_hf(tmp_path / vision)
         written = load_file(tmp_path / vision / "model.safetensors")
         assert written.keys() == files.keys()
@@ -101,9 +101,9 @@ def test_a_frozen_tower_stays_bit_for_bit_and_the_rest_learns_as_with_a_trained_
         with torch.no_grad():
             for mine, theirs in zip(scored, stock_scores(as_stock(again), samples()), strict=True):
                 assert float((mine - theirs).abs().max()) < 1e-5
-    assert not any(name.startswith(TOWER) for name in found["frozen"])
-    for name, grad in found["frozen"].items():
-        assert torch.equal(grad, found["trained"][name]), name
+    assert not any(name.startswith(TOWER) for name in grads["frozen"])
+    for name, grad in grads["frozen"].items():
+        assert torch.equal(grad, grads["trained"][name]), name
 
 
 def test_a_checkpoint_is_read_and_resumed(tmp_path: Path) -> None:
@@ -123,8 +123,8 @@ def test_text_alone_is_trained_as_before_and_a_text_model_refuses_images(tmp_pat
     text = engine(vision="off", model=str(tmp_path))
     seeing = engine(model=str(tmp_path))
     batch = tiny_batch([6, 9], vocab=40)
-    found = [built.forward(batch)["log_probs"].values() for built in (text, seeing)]
-    assert float((found[0] - found[1]).abs().max()) < 1e-6
+    scores = [built.forward(batch)["log_probs"].values() for built in (text, seeing)]
+    assert float((scores[0] - scores[1]).abs().max()) < 1e-6
     with pytest.raises(ValueError, match="leave them out, or set vision='frozen'"):
         text.forward(make_batch(samples()))
 
@@ -238,10 +238,10 @@ def test_two_ranks_equal_one() -> None:
     single = [curve(), curve(vision="frozen")]
     alone = engine().train_batch(make_batch(samples()), SFT())["loss"]
     dist.destroy_process_group()
-    found = launch_forked(on_two, world_size=2)
+    results = launch_forked(on_two, world_size=2)
     ensure_group("cpu")
-    for got, want in zip(found[:4], [single[0]] * 3 + [single[1]], strict=True):
+    for got, want in zip(results[:4], [single[0]] * 3 + [single[1]], strict=True):
         assert got[0] == pytest.approx(want[0], rel=1e-4, abs=1e-5)
         assert got[1] == pytest.approx(want[1], rel=1e-3)
         assert float((got[2] - want[2]).abs().max()) < 1e-3
-    assert found[4] == pytest.approx(alone, rel=1e-5)
+    assert results[4] == pytest.approx(alone, rel=1e-5)

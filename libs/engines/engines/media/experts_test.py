@@ -77,8 +77,8 @@ class Forced:
     def route(self, layer: int, router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = F.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
         probabilities = F.softmax(logits, dtype=torch.float, dim=-1)
-        own, given = torch.topk(probabilities, TOP_K, dim=-1).indices, self.row[:, layer].long()
-        taken = torch.stack([g if g[0] >= 0 else o for g, o in zip(given, own, strict=True)])
+        own, forced = torch.topk(probabilities, TOP_K, dim=-1).indices, self.row[:, layer].long()
+        taken = torch.stack([g if g[0] >= 0 else o for g, o in zip(forced, own, strict=True)])
         value = torch.stack([p[t] for p, t in zip(probabilities, taken, strict=True)])
         return logits, value / value.sum(-1, keepdim=True), taken
 
@@ -95,8 +95,8 @@ def test_replayed_experts_are_those_of_stock_transformers() -> None:
     forced = Forced(as_stock(copy.deepcopy(module)))
     built = engine(copy.deepcopy(module), routing_replay=True, router_aux_loss_coef=0.0)
     scores = torch.cat(forced.scores(rows, experts))
-    found = built.forward(with_experts(rows, experts))["log_probs"].values()
-    assert float((found - scores).detach().abs().max()) < 1e-5
+    got = built.forward(with_experts(rows, experts))["log_probs"].values()
+    assert float((got - scores).detach().abs().max()) < 1e-5
     free = torch.cat(stock_scores(as_stock(module), rows))
     assert float((free - scores).detach().abs().max()) > 5e-3  # they are others than the router's
     masks = torch.cat([row["loss_mask"] & (torch.arange(len(row["loss_mask"])) > 0) for row in rows])
@@ -146,9 +146,9 @@ def on_two() -> list[Curve]:
 def test_two_ranks_equal_one() -> None:
     trained, frozen = curve(), curve(vision="frozen")
     dist.destroy_process_group()
-    found = launch_forked(on_two, world_size=2)
+    results = launch_forked(on_two, world_size=2)
     ensure_group("cpu")
-    for got, want in zip(found, [trained] * 3 + [frozen], strict=True):
+    for got, want in zip(results, [trained] * 3 + [frozen], strict=True):
         for mine, theirs in zip(got[0], want[0], strict=True):
             assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
         assert float((got[1] - want[1]).abs().max()) < 1e-3
@@ -157,9 +157,9 @@ def test_two_ranks_equal_one() -> None:
 def test_the_stock_model_sees_its_images() -> None:
     """What the tests above compare with sees its images: without them it says something else."""
     (row, *_), module = samples(), as_stock(vision_model("vision_moe"))
-    given = model_arguments(row)
+    arguments = model_arguments(row)
     with torch.no_grad():
         seen = stock_scores(module, [row])[0]
         other = stock_scores(module, [row | {"pixel_values": -row["pixel_values"]}])[0]
-    assert given["pixel_values"].shape == row["pixel_values"].shape
+    assert arguments["pixel_values"].shape == row["pixel_values"].shape
     assert float((seen - other).abs().max()) > 1e-3

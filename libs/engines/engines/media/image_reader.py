@@ -61,9 +61,9 @@ class ImageReader:
     def __call__(self, pictures: Sequence[Any]) -> tuple[Tensor, Tensor]:
         """Read pictures as `open_image` takes them; ValueError names one that cannot be read."""
         opened = []
-        for number, picture in enumerate(pictures):
+        for number, image in enumerate(pictures):
             try:
-                opened.append(open_image(picture))
+                opened.append(open_image(image))
             except ValueError as error:
                 raise ValueError(f"picture {number}: {error}") from error
         if not opened:
@@ -72,36 +72,36 @@ class ImageReader:
         return patches["pixel_values"].to(torch.float32), patches["image_grid_thw"].to(torch.int64)
 
 
-def as_text(picture: Any) -> str:
+def as_text(image: Any) -> str:
     """Return a picture of a dataset's row as JSON holds it: its path, or a `data:` URI. ValueError for other rows."""
-    if isinstance(picture, Mapping):
-        picture = picture.get("bytes") or picture.get("path")
-    if isinstance(picture, bytes):
-        return f"data:application/octet-stream{_BASE64}{base64.b64encode(picture).decode()}"
-    if not isinstance(picture, str):
-        raise ValueError(f"a {type(picture).__name__} is no picture of a file: its bytes, or its path")
-    return picture
+    if isinstance(image, Mapping):
+        image = image.get("bytes") or image.get("path")
+    if isinstance(image, bytes):
+        return f"data:application/octet-stream{_BASE64}{base64.b64encode(image).decode()}"
+    if not isinstance(image, str):
+        raise ValueError(f"a {type(image).__name__} is no picture of a file: its bytes, or its path")
+    return image
 
 
-def open_image(picture: Any) -> Image.Image:
+def open_image(image: Any) -> Image.Image:
     """Open a picture as RGB: a PIL image, a path, bytes, a `data:` URI, or a row of a dataset (`bytes`, `path`).
 
     ValueError for anything else, or a file that is no picture.
     """
-    if isinstance(picture, Mapping):  # as the datasets library writes images to Parquet
-        picture = picture.get("bytes") or picture.get("path")
-    if isinstance(picture, str) and picture.startswith("data:"):
-        _, separator, text = picture.partition(_BASE64)
+    if isinstance(image, Mapping):  # as the datasets library writes images to Parquet
+        image = image.get("bytes") or image.get("path")
+    if isinstance(image, str) and image.startswith("data:"):
+        _, separator, text = image.partition(_BASE64)
         try:
-            picture = base64.b64decode(text, validate=True) if separator else None
+            image = base64.b64decode(text, validate=True) if separator else None
         except binascii.Error as error:
             raise ValueError(f"a data URI is not base64: {error}") from error
-    if isinstance(picture, bytes):
-        picture = io.BytesIO(picture)
+    if isinstance(image, bytes):
+        image = io.BytesIO(image)
     try:
-        opened = picture if isinstance(picture, Image.Image) else Image.open(picture)
+        opened = image if isinstance(image, Image.Image) else Image.open(image)
         return opened.convert("RGB")
     except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"it cannot be read ({error})") from error
     except AttributeError as error:
-        raise ValueError(f"a {type(picture).__name__} is no picture: give a path, bytes or a PIL image") from error
+        raise ValueError(f"a {type(image).__name__} is no picture: give a path, bytes or a PIL image") from error

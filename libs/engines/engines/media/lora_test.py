@@ -63,8 +63,8 @@ def test_log_probs_and_gradients_are_those_of_peft(base: Path, tmp_path: Path, o
     save_adapter(built, tmp_path / "adapter")
     made, adapted = stock(base, tmp_path / "adapter")
     scores = torch.cat(stock_scores(adapted, rows, made))
-    found = built.forward(make_batch(rows))["log_probs"].values()
-    assert float((found - scores).detach().abs().max()) < 1e-5
+    got = built.forward(make_batch(rows))["log_probs"].values()
+    assert float((got - scores).detach().abs().max()) < 1e-5
     stock_loss(adapted, rows, made).backward()
     want = {n: p.grad for n, p in adapted.named_parameters() if p.requires_grad}
     own = {f"base_model.model.{n}.default.weight": g for n, g in gradients(built, make_batch(rows)).items()}

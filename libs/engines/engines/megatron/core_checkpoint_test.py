@@ -68,8 +68,8 @@ def travelled(tmp_path_factory: pytest.TempPathFactory) -> Travelled:
 @pytest.mark.parametrize("model", MODELS)
 def test_every_bit_arrives_on_another_layout(travelled: Travelled, model: str) -> None:
     _, first, *readers = travelled
-    for found in readers:
-        before, loaded, trained = found[model]
+    for results in readers:
+        before, loaded, trained = results[model]
         assert any(not torch.equal(value, first[model][name]) for name, value in before.items())
         assert_same_bits(first[model], loaded)
         assert any(not torch.equal(value, loaded[name]) for name, value in trained.items())
@@ -91,8 +91,8 @@ def test_the_names_are_those_of_megatron_core(travelled: Travelled) -> None:
     }
     want |= {f"decoder.layers.{i}.mlp.linear_fc{n}.weight" for i in (0, 1) for n in (1, 2)}
     want |= {f"decoder.layers.{i}.mlp.linear_fc1.layer_norm_weight" for i in (0, 1)}
-    found = {name for name in names if ".layers." not in name or name.split(".")[2] in "01"}
-    assert found == want
+    written = {name for name in names if ".layers." not in name or name.split(".")[2] in "01"}
+    assert written == want
 
 
 def test_refusals(tmp_path: Path) -> None:

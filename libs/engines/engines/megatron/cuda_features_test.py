@@ -56,8 +56,8 @@ def rows(seed: int, replayed: bool = False) -> TensorDict:
 
 def steps(kind: str, backend: str, dtype: str, replayed: bool = False, **options: Any) -> Curve:
     built = engine(kind, backend, dtype, **options)
-    told = [built.train_batch(rows(seed, replayed), GRPO()) for seed in range(2)]
-    return [(step["loss"], step["grad_norm"], step["skipped"]) for step in told]
+    metrics = [built.train_batch(rows(seed, replayed), GRPO()) for seed in range(2)]
+    return [(step["loss"], step["grad_norm"], step["skipped"]) for step in metrics]
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

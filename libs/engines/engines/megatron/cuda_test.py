@@ -63,9 +63,9 @@ def test_bfloat16_keeps_its_weights_in_float32() -> None:
     assert {p.dtype for stage in inside(built).stages for p in stage.parameters()} == {torch.bfloat16}
     assert {p.main_grad.dtype for stage in inside(built).stages for p in stage.parameters()} == {torch.float32}
     assert {master.dtype for master in inside(built).updates.masters} == {torch.float32}
-    stock, found = tiny_model(scale=1.0, **FUSED_SIZES), exported(built)
+    stock, weights = tiny_model(scale=1.0, **FUSED_SIZES), exported(built)
     for piece in build_engine(EngineConfig(device="cpu"), stock).export_weights(2**40):
-        assert torch.equal(found[piece.name].cpu(), piece.flat)
+        assert torch.equal(weights[piece.name].cpu(), piece.flat)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["plain", "distributed optimizer"])
@@ -99,10 +99,10 @@ def test_offload_frees_the_device(shared: bool, model: str) -> None:
     built = engine(model, distributed_optimizer=shared)
     built.train_batch(batch(), SFT())
     size = sum(p.numel() for stage in inside(built).stages for p in stage.parameters())
-    held, before = torch.cuda.memory_allocated(), exported(built)
+    allocated, before = torch.cuda.memory_allocated(), exported(built)
     before = {name: value.cpu() for name, value in before.items()}
     built.offload()
-    freed = (held - torch.cuda.memory_allocated()) / size
+    freed = (allocated - torch.cuda.memory_allocated()) / size
     print(f"{model}: {freed:.2f} bytes a parameter freed, {size} parameters")
     assert freed > 0.95 * 18
     built.onload()
@@ -116,9 +116,9 @@ def test_a_reference_policy_offloads() -> None:
     )
     before = built.forward(batch())["log_probs"].values()
     size = sum(p.nbytes for stage in inside(built).stages for p in stage.parameters())
-    held = torch.cuda.memory_allocated()
+    allocated = torch.cuda.memory_allocated()
     built.offload()
-    freed = held - torch.cuda.memory_allocated()
+    freed = allocated - torch.cuda.memory_allocated()
     print(f"{freed} bytes freed of {size} of weights")
     assert freed > 0.95 * size
     built.onload()

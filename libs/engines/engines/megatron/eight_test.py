@@ -30,13 +30,13 @@ Found = tuple[dict[str, Measured], list[list[Measured]]]
 
 
 def eight_ranks(folder: Path) -> list[list[Measured]]:
-    found = []
+    results = []
     for number, case in enumerate(CASES):
         own = folder / f"megatron {number}"
-        found.append(measure(case, OBJECTIVE, own, [folder / f"fsdp2 {case.model}", own]))
+        results.append(measure(case, OBJECTIVE, own, [folder / f"fsdp2 {case.model}", own]))
         release()
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
+    dist.all_gather_object(everyone, results)
     return everyone
 
 
@@ -77,6 +77,6 @@ def test_a_checkpoint_of_eight_ranks_or_of_one_continues(measured: Found, number
     want = measured[0][CASES[number].model].resumed["itself"]
     for ranks in measured[1]:
         assert len(ranks[number].resumed) == 3
-        for found in ranks[number].resumed.values():
-            assert_same_step(want, found)
+        for step in ranks[number].resumed.values():
+            assert_same_step(want, step)
         assert ranks[number].same_bits

@@ -176,34 +176,34 @@ def test_the_engines_router_coefficient_is_said_in_place_of_the_configs() -> Non
 
 def chosen_by(stock: Any, batch: TensorDict) -> list[Tensor]:
     """What the routers of a transformers model choose, one sequence at a time: i16[tokens, layers, k] a row."""
-    found, rows = [], []
+    chosen, rows = [], []
     choose_torch_operations(stock)
     routers = [module for module in stock.modules() if type(module).__name__.endswith("TopKRouter")]
     for router in routers:
-        router.register_forward_hook(lambda _router, _input, output: found.append(output[2]))
+        router.register_forward_hook(lambda _router, _input, output: chosen.append(output[2]))
     for ids in batch["input_ids"].unbind():
-        found.clear()
+        chosen.clear()
         with torch.no_grad():
             stock(input_ids=ids[None], use_cache=False)
-        rows.append(torch.stack(found, dim=1).to(torch.int16))
+        rows.append(torch.stack(chosen, dim=1).to(torch.int16))
     return rows
 
 
 @pytest.mark.parametrize("model", ["Qwen3 MoE, raw top k, tied", "Qwen3.5 MoE, router's loss"])
 def test_replaying_its_own_choice_changes_no_bit(model: str) -> None:
     batch = tiny_batch(list(LENGTHS))
-    told, other = batch.clone(), batch.clone()
+    routed, other = batch.clone(), batch.clone()
     rows = chosen_by(model_of(model).eval(), batch)
-    told[ROUTED_EXPERTS] = jagged(rows, 0)
+    routed[ROUTED_EXPERTS] = jagged(rows, 0)
     other[ROUTED_EXPERTS] = jagged([(row + 1) % 4 for row in rows], 0)
     plain = engine_of(LayoutCase(model))
     scores = plain.forward(batch)["log_probs"].values()
     step = plain.train_batch(batch, SFT())
     for recomputed in (False, True):
         replayed = engine_of(LayoutCase(model), routing_replay=True, gradient_checkpointing=recomputed)
-        assert torch.equal(replayed.forward(told)["log_probs"].values(), scores)
+        assert torch.equal(replayed.forward(routed)["log_probs"].values(), scores)
         assert not torch.equal(replayed.forward(other)["log_probs"].values(), scores)
-        assert replayed.train_batch(told, SFT()) == step
+        assert replayed.train_batch(routed, SFT()) == step
         assert largest_difference(weights(replayed), weights(plain)) == 0
     with pytest.raises(ValueError, match="the batch lacks routed_experts"):
         replayed.train_batch(batch, SFT())
@@ -362,7 +362,7 @@ def test_the_shared_head_of_one_rank_equals_the_reference(entropy: bool) -> None
     rng = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 6, generator=rng, dtype=torch.float64, requires_grad=True) for n in (11, 8))
     targets = torch.randint(0, 8, (11,), generator=rng)
-    given = torch.randn(2, 11, generator=rng, dtype=torch.float64)
+    grads = torch.randn(2, 11, generator=rng, dtype=torch.float64)
     results: list[list[Any]] = []
     world = dist.group.WORLD
     assert world is not None
@@ -372,10 +372,10 @@ def test_the_shared_head_of_one_rank_equals_the_reference(entropy: bool) -> None
     )
     for function in functions:
         log_probs, entropies = function()
-        loss = (log_probs * given[0]).sum()
+        loss = (log_probs * grads[0]).sum()
         if entropy:
             assert entropies is not None
-            loss = loss + (entropies * given[1]).sum()
+            loss = loss + (entropies * grads[1]).sum()
         results.append([log_probs, *torch.autograd.grad(loss, [hidden, weight])])
         if entropy:
             results[-1].append(entropies)

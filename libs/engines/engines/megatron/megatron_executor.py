@@ -372,7 +372,7 @@ class MegatronExecutor:
         if device == self.device:
             self._moved.back()
             return
-        self._moved.away(self._kept(), self._gradients())
+        self._moved.offload(self._kept(), self._gradients())
         devices_of(self.device).release()
 
     def _kept(self) -> list[Tensor]:

@@ -41,9 +41,9 @@ def built(place: str, options: str, seed: int = 0) -> TrainEngine:
 def next_step(engine: TrainEngine) -> Step:
     """A step's metrics, and the weights after it; what every rank has, so that rank 0 tells of all."""
     metrics = engine.train_batch(tiny_batch(list(LENGTHS), seed=STEPS), OBJECTIVE)
-    found = {key: metrics[key] for key in ("loss", "grad_norm")}
+    curve = {key: metrics[key] for key in ("loss", "grad_norm")}
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (found, exported_by(engine)))
+    dist.all_gather_object(everyone, (curve, exported_by(engine)))
     return everyone
 
 
@@ -86,10 +86,10 @@ def in_file(path: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, whole, as one process without Megatron reads it."""
     dcp_to_torch_save(path, path.with_suffix(".pt"))
     state = torch.load(path.with_suffix(".pt"))
-    found = {f"weight of {name}": tensor for name, tensor in state["model"].items()}
+    tensors = {f"weight of {name}": tensor for name, tensor in state["model"].items()}
     for name, moments in state["optimizer"]["state"].items():
-        found |= {f"{key} of {name}": moment for key, moment in moments.items()}
-    return found
+        tensors |= {f"{key} of {name}": moment for key, moment in moments.items()}
+    return tensors
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -118,9 +118,9 @@ def test_the_next_step_is_the_one_that_was_to_come(travelled: Travelled, options
     """On the layout that began, to the bit; on the other one, whose sums run in another order, to a rounding."""
     going_on, there, back = travelled[1][options][1], travelled[2][options][2], travelled[3][options][2]
     assert [len(ranks) for ranks in (going_on, there, back)] == [4, 2, 4]
-    for (want, weights), (got, found) in zip(going_on, back, strict=True):
+    for (want, weights), (got, loaded) in zip(going_on, back, strict=True):
         assert got == want
-        assert_same_bits(weights, found)
+        assert_same_bits(weights, loaded)
     loose = 5e-3 if options.startswith("bfloat16") else 1e-6
     for got, _ in there:
         assert got["loss"] == pytest.approx(going_on[0][0]["loss"], rel=loose)

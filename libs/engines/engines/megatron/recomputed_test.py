@@ -30,13 +30,13 @@ def test_recomputed_layers_change_nothing() -> None:
 def test_recomputed_layers_leave_nothing_behind(model: str) -> None:
     """No activation of a step outlives it, which with megatron-core 0.19 all of them did."""
     lengths = [61, 7, 83]
-    kept = {}
+    shapes = {}
     for on in (False, True):
         engine = engine_of(LayoutCase(model), gradient_checkpointing=on, max_tokens_per_rank=256)
         for _ in range(2):
             engine.train_batch(tiny_batch(lengths), SFT())
         gc.collect()
         alive = [one for one in gc.get_objects() if type(one) is torch.Tensor]
-        kept[on] = sorted(tuple(one.shape) for one in alive if sum(lengths) in one.shape)
+        shapes[on] = sorted(tuple(one.shape) for one in alive if sum(lengths) in one.shape)
         del engine, alive
-    assert kept[True] == kept[False]
+    assert shapes[True] == shapes[False]

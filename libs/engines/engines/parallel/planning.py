@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from dyncp.planning.types import DynamicPlan
 from seqpack.planning.micro_batches import plan_micro_batches
+from seqpack.renamed import renamed
 
 
 class PlannedRows(NamedTuple):
@@ -52,6 +53,8 @@ class StepPlan:
             tuple(part._replace(rows=tuple(rows[row] for row in part.rows)) for part in parts) for parts in self.ranks
         )
         return replace(self, ranks=ranks, lengths=lengths)
+
+    renumbered = renamed("with_rows")
 
     def without(self, rows: Collection[int]) -> "StepPlan":
         """Drop these rows where they are, then micro-batches that are empty on every rank; at least one stays."""

@@ -23,7 +23,7 @@ def planner(size: int, kind: str) -> DataParallelPlanner | ContextParallelPlanne
 
 def held(plan: StepPlan) -> dict[int, list[int]]:
     """By row, the plan indices that compute it; each micro-batch's rows are the same on all of its ranks."""
-    found: dict[int, list[int]] = {}
+    indices: dict[int, list[int]] = {}
     for index, parts in enumerate(plan.ranks):
         for place, part in enumerate(parts):
             assert index in part.ranks
@@ -31,16 +31,16 @@ def held(plan: StepPlan) -> dict[int, list[int]]:
             for other in part.ranks:
                 assert plan.ranks[other][place] == part
             for row in part.rows:
-                found.setdefault(row, []).append(index)
-    return found
+                indices.setdefault(row, []).append(index)
+    return indices
 
 
 @given(lengths, ranks, st.sampled_from(["off", "dynamic"]))
 def test_every_row_once(sizes: list[int], size: int, kind: str) -> None:
     plan = planner(size, kind).plan(sizes)
-    found = held(plan)
-    assert sorted(found) == list(range(len(sizes)))
-    for row, indices in found.items():
+    owners = held(plan)
+    assert sorted(owners) == list(range(len(sizes)))
+    for row, indices in owners.items():
         part = next(part for part in plan.ranks[indices[0]] if row in part.rows)
         assert tuple(sorted(indices)) == tuple(sorted(part.ranks))
     assert {len(parts) for parts in plan.ranks} == {plan.num_micro_batches}

@@ -12,9 +12,9 @@ from engines.proofs.checkpoint_matrix import LOSS, MOVED, RESUMED, Case, move_al
 
 def test_every_way_to_train_meets_every_other_in_the_tables() -> None:
     """Full or LoRA, dense or experts, ranks that share sequences or not, and where weights and moments are held."""
-    held: list[dict[str, Any]] = [{}, {"offloaded": True}, {"on_host": "optimizer"}, {"on_host": "parameters"}]
-    for model, lora, where in itertools.product(("dense", "moe"), (0, 2), held):
-        if lora and where == held[-1]:
+    places: list[dict[str, Any]] = [{}, {"offloaded": True}, {"on_host": "optimizer"}, {"on_host": "parameters"}]
+    for model, lora, where in itertools.product(("dense", "moe"), (0, 2), places):
+        if lora and where == places[-1]:
             with pytest.raises(ValueError, match="lora has not been run with parameters_on_host"):
                 checkpoint_matrix._engine(Case(model, lora=lora, **where))
             continue
@@ -35,15 +35,15 @@ def test_resumed_runs_have_the_bits_of_straight_ones() -> None:
         Case("moe", context_parallel="dynamic", on_host="parameters", ranks=2),
     ]
     assert set(cases) <= set(RESUMED)
-    assert [found for _, *found in resume_all(cases)] == [[True, True]] * 7
+    assert [equal for _, *equal in resume_all(cases)] == [[True, True]] * 7
 
 
 def test_a_checkpoint_of_some_ranks_fits_others() -> None:
     cases = [Case("moe"), Case(weights="replicated"), Case(copies=2)]
     assert set(cases) <= set(MOVED)
-    found = list(move_all(cases, (1, 2, 4)))
-    assert len(found) == 27
-    for case, saved, loaded, state, difference in found:
+    results = list(move_all(cases, (1, 2, 4)))
+    assert len(results) == 27
+    for case, saved, loaded, state, difference in results:
         assert state, (case, saved, loaded)
         assert difference <= LOSS, (case, saved, loaded)
 
@@ -56,7 +56,7 @@ def test_a_cell_that_is_wrong_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_a_digest_sees_every_tensor() -> None:
-    found = []
+    digests = []
 
     class Built:
         step = 1
@@ -66,5 +66,5 @@ def test_a_digest_sees_every_tensor() -> None:
         state = {"model": {"a": torch.ones(2)}, "optimizer": {"state": {"a": {"exp_avg": torch.full((2,), value)}}}}
         built = Built()
         built.executor = type("Executor", (), {"state": lambda self, state=state: state})()
-        found.append(checkpoint_matrix._digest(built))
-    assert found[0] != found[1]
+        digests.append(checkpoint_matrix._digest(built))
+    assert digests[0] != digests[1]

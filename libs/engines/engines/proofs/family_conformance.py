@@ -77,7 +77,7 @@ _BOUNDS = {
     "gradient_packed": GRADIENT_BOUND,
     "gradient_padded": GRADIENT_BOUND,
     "auxiliary": LOG_PROB_BOUND,
-    "reloaded": 0.0,
+    "after_reload": 0.0,
 }
 
 

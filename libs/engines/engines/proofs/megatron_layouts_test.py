@@ -121,7 +121,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     """FSDP2 in this process, by model; a lonely row; the folder that has its checkpoints; stock transformers, exact."""
     folder = tmp_path_factory.mktemp("layouts")
     made = ensure_group("cpu")
-    found = {
+    runs = {
         model: measure(LayoutCase(model), OBJECTIVE, folder / f"fsdp2 {model}", backend="fsdp2")
         for model in MODELS
         if model in [case.model for case in HELD]
@@ -132,21 +132,21 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     bfloat16 = [engine.train_batch(tiny_batch(list(LENGTHS), seed=step), OBJECTIVE) for step in range(STEPS)]
     if made:
         dist.destroy_process_group()
-    return found, lonely, folder, exact, bfloat16
+    return runs, lonely, folder, exact, bfloat16
 
 
 @pytest.fixture(scope="module")
 def together(alone: Alone) -> Together:
-    found: Together = launch_forked(four_ranks, (alone[2],), world_size=RANKS)
-    return found
+    results: Together = launch_forked(four_ranks, (alone[2],), world_size=RANKS)
+    return results
 
 
 @pytest.mark.parametrize("number", range(len(HELD)), ids=[str(case) for case in HELD])
 def test_every_layout_gives_the_steps_of_one_process(alone: Alone, together: Together, number: int) -> None:
     want = alone[0][HELD[number].model]
     for ranks in together[0]:
-        found = ranks[number]
-        assert_same_run(want, found)
+        got = ranks[number]
+        assert_same_run(want, got)
 
 
 @pytest.mark.parametrize("number", range(len(HELD)), ids=[str(case) for case in HELD])
@@ -162,8 +162,8 @@ def test_a_checkpoint_of_any_layout_or_of_fsdp2_continues(alone: Alone, together
     resumed = together[0][0][number].resumed
     assert f"fsdp2 {HELD[number].model}" in resumed
     assert len(resumed) == 3
-    for found in resumed.values():
-        assert_same_step(want, found)
+    for step in resumed.values():
+        assert_same_step(want, step)
 
 
 FIRST = [i for i, case in enumerate(HELD) if case.model not in [other.model for other in HELD[:i]]]

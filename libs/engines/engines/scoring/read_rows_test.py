@@ -65,8 +65,8 @@ def test_scores_and_gradients_are_those_of_all_rows(case: str) -> None:
     if kind in ("moe", "next"):
         model.set_experts_implementation("eager")  # the grouped matrix product of experts has no float64
     adapt_for_packing(model)
-    found = compute_read_rows(model)
-    assert len(found) == modules
+    changed = compute_read_rows(model)
+    assert len(changed) == modules
     rows = torch.tensor([40, 3, 7, 30, 12, 65, 33])
     wanted, wanted_grads = outcome(model, rows, say=False)
     hidden, grads = outcome(model, rows, say=True)

@@ -144,19 +144,19 @@ def test_the_old_or_the_new_one(tmp_path: Path, exchange: str) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     names = json.loads((tmp_path / "names.json").read_text())
-    found = set()
-    for start, room in (("seed", "first"), ("aside", "second")):
+    values = set()
+    for start, folder in (("seed", "first"), ("aside", "second")):
         for number, name in enumerate(names.get(start, [])):
-            target = tmp_path / room / str(number) / "last"
+            target = tmp_path / folder / str(number) / "last"
             if exchange != "without":
                 assert target.is_dir(), name
             value = value_of(target)
             assert value in (OLD, NEW), name
-            found.add(value)
+            values.add(value)
             save(target, LATER)
             assert value_of(target) == LATER, name
             assert [path.name for path in target.parent.iterdir()] == ["last"], name
-    assert found == {OLD, NEW}
+    assert values == {OLD, NEW}
     seen = {name.split()[0] for operations in names.values() for name in operations}
     assert {"fsync", "os.rename", "os.remove", "os.rmdir", "open"} <= seen
     # The manifest is what is written last.

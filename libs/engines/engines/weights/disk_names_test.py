@@ -28,8 +28,8 @@ def test_what_is_split_is_read_back_by_any_number_of_ranks(
         rows = rows_of(experts, ranks, rank)
         own = torch.full((rows.stop - rows.start, *shape[1:]), torch.nan)
         for read in names.reads(live, shape, rows):
-            found = disk[read.name] if read.rows is None else disk[read.name][read.rows]
-            (own[read.index] if read.index else own).copy_(found)
+            piece = disk[read.name] if read.rows is None else disk[read.name][read.rows]
+            (own[read.index] if read.index else own).copy_(piece)
         shares.append(own)
     assert torch.equal(torch.cat(shares), tensor)
     assert DiskNames.of(disk) == DiskNames(names.text_prefix, names.split_experts)

@@ -149,8 +149,8 @@ def test_another_dtype_leaves_float32_parameters_and_carried_tensors(tmp_path: P
     saved(BY_TYPE["qwen3_5_text"], tmp_path / "stock")
     save_file(files(tmp_path / "stock") | MTP, tmp_path / "stock/model.safetensors")
     got = export(load(EngineConfig(model=str(tmp_path / "stock"))), tmp_path / "export", torch.bfloat16)
-    kept = {n for n, t in got.items() if t.dtype == torch.float32}
-    assert kept == {n for n in got if n.endswith(("A_log", "linear_attn.norm.weight"))} | {"mtp.fc.weight"}
+    float32 = {n for n, t in got.items() if t.dtype == torch.float32}
+    assert float32 == {n for n in got if n.endswith(("A_log", "linear_attn.norm.weight"))} | {"mtp.fc.weight"}
     assert json.loads((tmp_path / "export/config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -181,15 +181,15 @@ def test_one_tensor_is_alive_at_a_time(tmp_path: Path) -> None:
     """The stream never runs ahead of its reader: tensors are asked for one by one."""
     case = BY_TYPE["qwen3_moe"]
     weights = ModelWeights.of(family_of(case.config()), case.model())
-    asked = []
+    requested = []
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in live_tensors(case.model()).items():
-            asked.append(name)
+            requested.append(name)
             yield name, tensor
 
     for name, _ in weights.export(tensors()):
-        assert name.startswith(asked[-1].rpartition(".")[0])
+        assert name.startswith(requested[-1].rpartition(".")[0])
 
 
 def test_buffers_that_belong_to_a_model_are_exported(tmp_path: Path) -> None:

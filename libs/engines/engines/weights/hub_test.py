@@ -86,11 +86,11 @@ def on_ranks(here: Path, folder: Path) -> Path:
 
     module: Any = hub
     module.snapshot_download = snapshot
-    found = model_directory("lab/model")
+    directory = model_directory("lab/model")
     with pytest.raises(ValueError, match=r"lab/gone is no local directory.*no route"):
         model_directory("lab/gone")
     (folder / f"calls{torch.distributed.get_rank()}").write_text(" ".join(calls))
-    return found
+    return directory
 
 
 def test_one_rank_fetches_for_all(tmp_path: Path) -> None:

@@ -48,24 +48,24 @@ def held_while_loading(small: Path, large: Path, options: dict[str, Any]) -> lis
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
     before = status("VmRSS")
     built = build_engine(EngineConfig(model=str(large), device="cpu", **options), trainable=False)
-    held = status("VmHWM") - before
+    grown = status("VmHWM") - before
     if options.get("backend") == "megatron":
         own = sum(parameter.nbytes for stage in inside(built).stages for parameter in stage.parameters())
     else:
         own = sum(own_part(parameter).part.nbytes for parameter in inside(built).model.parameters())
-    found = torch.tensor([held, own])
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return found.tolist()
+    largest = torch.tensor([grown, own])
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.tolist()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_rank_holds_its_share_and_one_tensor(tmp_path: Path, checkpoint: Path, ranks: int) -> None:
     stored: Any = tiny_model("attention")
     stored.save_pretrained(tmp_path)
-    held, own = launch_forked(held_while_loading, (tmp_path, checkpoint, {"weights": "sharded"}), ranks)
+    grown, own = launch_forked(held_while_loading, (tmp_path, checkpoint, {"weights": "sharded"}), ranks)
     memory = loading_memory(tiny_config("attention", **SIZES), ranks)
     assert memory.share == own
-    assert own < held < memory.share + memory.largest + SLACK, (held / MIB, memory)
+    assert own < grown < memory.share + memory.largest + SLACK, (grown / MIB, memory)
     # A rank that held the whole model at any time, even in bfloat16, would be above:
     whole = loading_memory(tiny_config("attention", **SIZES), 1).share
     assert ranks == 1 or memory.share + memory.largest + SLACK < memory.share + whole / 2
@@ -77,11 +77,11 @@ def test_a_rank_of_megatron_holds_its_part_and_one_tensor(
 ) -> None:
     stored: Any = tiny_model("attention")
     stored.save_pretrained(tmp_path)
-    held, own = launch_forked(held_while_loading, (tmp_path, checkpoint, {"backend": "megatron", **sizes}), 2)
+    grown, own = launch_forked(held_while_loading, (tmp_path, checkpoint, {"backend": "megatron", **sizes}), 2)
     alone = loading_memory(tiny_config("attention", **SIZES), 1)
-    print(held / MIB, own / MIB, alone)
+    print(grown / MIB, own / MIB, alone)
     assert own < 0.55 * alone.share
-    assert held < own + alone.largest + SLACK
+    assert grown < own + alone.largest + SLACK
 
 
 def test_the_arithmetic_counts_rows_as_they_are_cut() -> None:

@@ -14,10 +14,11 @@ from chat_tools.rendering.message_attribution import common_prefix
 from chat_tools.rendering.render import Rendered
 from chat_tools.rendering.template import ChatTemplate, tokens_as_text
 from chat_tools.rendering.turn_delimiters import find_turn_delimiters
-from rollout.chat.images import Pictures, RenderedPrompt, expanded, images_of, without_image_parts, without_images
+from rollout.chat.images import ImageProcessor, RenderedPrompt, expanded, images_of, without_image_parts, without_images
 from rollout.chat.messages import Message, Reply
 from rollout.tools.escape_control_tokens import SafeEncoder
 from rollout.tools.tool import Tool, ToolCall, call_id
+from seqpack.renamed import renamed, renamed_arguments
 
 
 class Tokenizer(Protocol):
@@ -42,10 +43,10 @@ class Tokenizer(Protocol):
 
 
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
-MAX_OPENINGS = 4096  # renderings of conversations' beginnings that a Chat keeps
-MAX_SEEN = 64  # conversations with images of which a Chat keeps patches
-MAX_TEXTS = 512  # renderings of conversations under way
-SHORT = 32  # tokens of an answer that is likely to come again: the episodes of a group agree in them
+MAX_OPENINGS = 4096  # cached renderings of conversations' beginnings
+MAX_SEEN = 64  # conversations with images whose patches are cached
+MAX_TEXTS = 512  # cached renderings of running conversations
+SHORT = 32  # tokens of a turn that is cached: the episodes of a group often share short ones
 
 
 def check_text_only(messages: Sequence[Message]) -> None:
@@ -71,18 +72,19 @@ class Chat:
     `end_of_turn` is the token with which the template closes an assistant turn. `stop_tokens` are those at which the
     model stops, by text or id (`chat_tools.read_stop_tokens(folder, tokenizer)` names a checkpoint's); the default is
     `end_of_turn`, or without it what the tokenizer and the template name. `options` are passed to the template (such as
-    `enable_thinking`). `prefill` is what the generation prompt holds of the turn ("<think>\\n", ""). `pictures` reads
-    the images of a conversation's first messages; without it they are refused. Messages of other roles than the system
-    and the assistant can't become a control token (`SafeEncoder`).
+    `enable_thinking`). `prefill` is what the generation prompt holds of the turn ("<think>\\n", ""). `image_processor`
+    reads the images of a conversation's first messages; without it they are refused. Messages of other roles than the
+    system and the assistant can't become a control token (`SafeEncoder`).
     """
 
+    @renamed_arguments(pictures="image_processor")
     def __init__(
         self,
         tokenizer: Tokenizer,
         end_of_turn: str | None = None,
         tool_format: str = "qwen3_xml",
         stop_tokens: Sequence[str | int] | None = None,
-        pictures: Pictures | None = None,
+        image_processor: ImageProcessor | None = None,
         **options: Any,
     ) -> None:
         stops: tuple[str, ...] | None = None if stop_tokens is None else tokens_as_text(stop_tokens, tokenizer)
@@ -98,17 +100,19 @@ class Chat:
         self.end_of_turn_id = self._single(end_of_turn)
         self.stop_ids = tuple(self._single(stop) for stop in stops)
         self.tool_format = tool_format
-        find_format(tool_format)  # ValueError lists those there are
+        find_format(tool_format)  # raises ValueError with the known formats
         self.options = options
         self.prefill = self._generation_prompt().partition("\n")[2]
         self._encoder = SafeEncoder(tokenizer)
-        self.pictures = pictures
-        self._image_id = None if pictures is None else self._single(pictures.token)
+        self.image_processor = image_processor
+        self._image_id = None if image_processor is None else self._single(image_processor.token)
         self._openings: dict[Hashable, list[int]] = {}
         self._seen: dict[Hashable, RenderedPrompt] = {}
         self._texts: dict[str, tuple[str, tuple[Tool, ...]]] = {}
         self._turns: dict[tuple[tuple[str, str], ...], str] = {}
         self._replies: dict[tuple[tuple[int, ...], bool], Reply] = {}
+
+    pictures = renamed("image_processor")
 
     def _single(self, token: str) -> int:
         ids = self.tokenizer(token, add_special_tokens=False)["input_ids"]
@@ -121,15 +125,15 @@ class Chat:
 
         Raises ValueError for images that cannot be read, and for other media (`check_text_only`).
         """
-        images = [] if self.pictures is None else images_of(messages)
-        if not images or self.pictures is None or self._image_id is None:
+        images = [] if self.image_processor is None else images_of(messages)
+        if not images or self.image_processor is None or self._image_id is None:
             return RenderedPrompt(self.open(messages, tools))
-        key = _key(messages, tools)  # None, as for pictures that are no text: each is read on its own
+        key = _key(messages, tools)  # None, as for pictures, which are no text: each is read anew
         if key is None or key not in self._seen:
             bare = without_images(messages)
             check_text_only([without_image_parts(message) for message in bare])
             ids = self._opening(bare, tools)
-            opened = expanded(ids, self._image_id, self.pictures.read(images), self.pictures.merge_size)
+            opened = expanded(ids, self._image_id, self.image_processor.read(images), self.image_processor.merge_size)
             if key is None:
                 return opened
             if len(self._seen) >= MAX_SEEN:
@@ -146,7 +150,7 @@ class Chat:
         if key is None:
             check_text_only(messages)
             return self._opening(messages, tools)
-        if key not in self._openings:  # what is there was checked when it was rendered
+        if key not in self._openings:  # a cached rendering was checked when it was made
             check_text_only(messages)
             if len(self._openings) >= MAX_OPENINGS:
                 self._openings.clear()
@@ -154,8 +158,8 @@ class Chat:
         return list(self._openings[key])
 
     def _opening(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        disguised = self._encoder.disguise(messages, [t.schema for t in tools])
-        return self._encoder.encode(self.render(disguised.messages, tools, add_generation_prompt=True), disguised)
+        escaped = self._encoder.escape(messages, [t.schema for t in tools])
+        return self._encoder.encode(self.render(escaped.messages, tools, add_generation_prompt=True), escaped)
 
     def after_turn(self, new_messages: Sequence[Message]) -> list[int]:
         """Return the token ids that follow a turn's end-of-turn token: the new messages and the next turn's opening.
@@ -165,8 +169,8 @@ class Chat:
         in a message and for a template that writes earlier turns differently once messages follow.
         """
         check_text_only(new_messages)
-        disguised = self._encoder.disguise(new_messages)
-        new_messages = disguised.messages
+        escaped = self._encoder.escape(new_messages)
+        new_messages = escaped.messages
         tools = [m for m in new_messages if m.get("role") == "tool"]
         calls = tuple((m.get("name", "f"), m.get("tool_call_id", call_id(i))) for i, m in enumerate(tools))
         placeholder = _placeholder(calls)
@@ -181,7 +185,7 @@ class Chat:
             raise ValueError(
                 "the chat template rewrites earlier turns; episodes of several turns need one that keeps them"
             )
-        return self._encoder.encode(after[len(turn) :], disguised)
+        return self._encoder.encode(after[len(turn) :], escaped)
 
     def follow(
         self,
@@ -201,24 +205,24 @@ class Chat:
         """
         check_text_only(new_messages)
         count = len(messages)
-        disguised = self._encoder.disguise([*without_images(messages), *new_messages], [t.schema for t in tools])
-        everything = disguised.messages
+        escaped = self._encoder.escape([*without_images(messages), *new_messages], [t.schema for t in tools])
+        everything = escaped.messages
         asked, turn = (self._known_text(everything[:n], tools, False) for n in (count - 1, count))
         whole = self._known_text(everything, tools, True)
         if not turn.startswith(asked):
             prompted = self.render(everything[: count - 1], tools, add_generation_prompt=True)
-            asked = asked[: common_prefix(asked, prompted)]  # Phi-3 ends what is not prompted with a token of its own
+            asked = asked[: common_prefix(asked, prompted)]  # Phi-3 ends an unprompted text with its own token
             if not turn.startswith(asked):
                 return None  # the template drops something once the turn is there
         end = turn.rfind(self.end_of_turn) + len(self.end_of_turn)
         closed = self.end_of_turn in turn[len(asked) :] and not turn[end:].strip() and whole.startswith(turn[:end])
         if closed and (stop == self.end_of_turn_id or stop not in self.stop_ids):
             missing = "" if stop == self.end_of_turn_id else self.end_of_turn
-            return self._encoder.encode(missing + whole[end:], disguised)
+            return self._encoder.encode(missing + whole[end:], escaped)
         found = self._appended(everything, count, turn, whole, tools, stop)
         if found is None and closed:
             found = self.end_of_turn + whole[end:]
-        return None if found is None else self._encoder.encode(found, disguised)
+        return None if found is None else self._encoder.encode(found, escaped)
 
     def _appended(
         self, messages: Sequence[Message], count: int, turn: str, whole: str, tools: Sequence[Tool], stop: int | None
@@ -288,7 +292,7 @@ class Chat:
             while len(self._texts) >= MAX_TEXTS:
                 del self._texts[next(iter(self._texts))]
             text = self.render(messages, tools, add_generation_prompt)
-            self._texts[key] = (text, tuple(tools))  # an id is a tool's own while the tool lives
+            self._texts[key] = (text, tuple(tools))  # ids are unique among living tools
         return self._texts[key][0]
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], add_generation_prompt: bool) -> str:
@@ -313,7 +317,7 @@ class Chat:
 def _key(messages: Sequence[Message], tools: Sequence[Tool]) -> Hashable | None:
     """Return a key of a conversation's beginning, with its keys in order; None for a value that JSON lacks."""
     if not tools and all(type(value) is str for message in messages for value in message.values()):
-        return tuple(tuple(message.items()) for message in messages)  # as they mostly are, in a tenth of the time
+        return tuple(tuple(message.items()) for message in messages)  # the usual case, in a tenth of the time
     try:
         return json.dumps([[dict(m) for m in messages], [t.schema for t in tools]])
     except TypeError:

@@ -24,6 +24,7 @@ from rollout.chat.token_budget import TokenBudget
 from rollout.engine import Completion, RolloutEngine, Sampling, StopReason
 from rollout.seeds import derive_seed
 from rollout.tools.tool import Tool
+from seqpack.renamed import renamed
 
 
 class TokensSpentError(RuntimeError):
@@ -125,7 +126,7 @@ class Conversation:
         stream = self._streams[-1]
         return await self._engine.generate(list(stream.ids), sampling, stream.media, deadline=self._deadline)
 
-    def say(self, messages: Sequence[Message]) -> bool:
+    def add_messages(self, messages: Sequence[Message]) -> bool:
         """Add the messages of others after a turn. Return False, and add nothing, where `max_tokens` leaves no token.
 
         Raises ValueError for messages that the template refuses.
@@ -140,6 +141,8 @@ class Conversation:
         stream.given(following)
         self.messages.extend(messages)
         return True
+
+    say = renamed("add_messages")
 
     def go_on_from(self, messages: Sequence[Message]) -> bool:
         """Start a new stream from these messages, in place of the old ones. Return False where they are too long."""

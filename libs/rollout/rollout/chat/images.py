@@ -1,7 +1,7 @@
 """Images in the messages of a conversation: from parts of a content to tokens and patches.
 
 A part `{"type": "image", "image": PICTURE}` is an image; the chat template writes one placeholder token for it, which
-becomes as many as the image has tokens. The caller brings the function that reads pictures (`ReadPictures`).
+becomes as many as the image has tokens. The caller brings the function that reads pictures (`ReadImages`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,15 +13,15 @@ from torch import Tensor
 from rollout.chat.messages import Message
 from seqpack.batches.mrope import IMAGE, TEXT, grid_tokens
 
-ReadPictures = Callable[[Sequence[Any]], tuple[Tensor, Tensor]]
+ReadImages = Callable[[Sequence[Any]], tuple[Tensor, Tensor]]
 """Function from pictures to patches f32[P, values] and grids i64[n, 3], as `engines.media.image_reader.ImageReader`."""
 
 
 @dataclass(frozen=True)
-class Pictures:
+class ImageProcessor:
     """How a model sees images: the function that cuts them into patches, and the placeholder token."""
 
-    read: ReadPictures
+    read: ReadImages
     numbers: int
     """Of a patch."""
     merge_size: int = 2

@@ -29,16 +29,16 @@ class TokenBudget:
 
     async def take(self, wanted: int) -> int:
         """Take up to `wanted` tokens, waiting while others hold all that are left. Return 0 where all are spent."""
-        while (granted := self.up_to(wanted)) < 1 and self._taken:
+        while (reserved := self.up_to(wanted)) < 1 and self._taken:
             waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(waiting)
             await waiting
-        self._taken += granted
-        return granted
+        self._taken += reserved
+        return reserved
 
-    def settle(self, granted: int, used: int) -> None:
-        """Give back the `granted` tokens of a request, of which `used` were sampled."""
-        self._taken -= granted
+    def settle(self, reserved: int, used: int) -> None:
+        """Give back the `reserved` tokens of a request, of which `used` were sampled."""
+        self._taken -= reserved
         self.spent += used
         waiting, self._waiting = self._waiting, []
         for future in waiting:

@@ -88,7 +88,7 @@ Decision = Begin | Train | Sync
 
 
 @dataclass(frozen=True)
-class Begun:
+class StartedGroup:
     """A group in progress: its number, and the version of the weights that sampled its first token."""
 
     group: int
@@ -106,9 +106,9 @@ class ControlState:
     next: int = 0
     """The lowest group number that never began."""
     again: tuple[int, ...] = ()
-    running: tuple[Begun, ...] = ()
-    ready: tuple[Begun, ...] = ()
-    training: tuple[Begun, ...] = ()
+    running: tuple[StartedGroup, ...] = ()
+    ready: tuple[StartedGroup, ...] = ()
+    training: tuple[StartedGroup, ...] = ()
     phase: Phase = "open"
 
     @property
@@ -211,27 +211,27 @@ def _begin(settings: StalenessSettings, state: ControlState) -> tuple[ControlSta
     first = sorted(state.again)[:room]
     new = range(state.next, min(settings.total, state.next + room - len(first)))
     numbers = [*first, *new]
-    running = (*state.running, *(Begun(number, version) for number in numbers))
+    running = (*state.running, *(StartedGroup(number, version) for number in numbers))
     again = tuple(number for number in state.again if number not in set(first))
     state = replace(state, again=again, running=running, next=state.next + len(new))
     return state, [Begin(number, version) for number in numbers]
 
 
-def _next_batch(settings: StalenessSettings, state: ControlState) -> tuple[Begun, ...]:
+def _next_batch(settings: StalenessSettings, state: ControlState) -> tuple[StartedGroup, ...]:
     """Return the groups of the next step, those that began first in front; () while it must wait (rule 2)."""
     if state.step == settings.total_steps or len(state.ready) < settings.batch:
         return ()
     batch = tuple(sorted(state.ready, key=lambda g: (g.version, g.group))[: settings.batch])
     chosen = set(batch)
     left = sorted(g.version for g in (*state.running, *state.ready) if g not in chosen)
-    for older, version in enumerate(left, 1):  # `older` groups at least must be trained by this one's deadline
+    for older, version in enumerate(left, 1):  # at least `older` groups must be trained by this one's deadline
         deadline = min(settings.total_steps, (version + settings.bound + 1) * settings.parameter_sync_step)
         if older > (deadline - state.step - 1) * settings.batch:
             return ()
     return batch
 
 
-def _without(groups: tuple[Begun, ...], number: int) -> tuple[Begun, tuple[Begun, ...]]:
+def _without(groups: tuple[StartedGroup, ...], number: int) -> tuple[StartedGroup, tuple[StartedGroup, ...]]:
     found = [g for g in groups if g.group == number]
     if len(found) != 1:
         raise ValueError(f"group {number} is not being sampled: it cannot have ended")

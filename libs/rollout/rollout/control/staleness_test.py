@@ -11,19 +11,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rollout.control.settings import StalenessSettings
 from rollout.control.staleness import (
     Begin,
-    Begun,
     ControlState,
     Event,
     Failed,
     Finished,
     StalenessController,
+    StartedGroup,
     Sync,
     Synced,
     SyncFailed,
     Train,
     Trained,
 )
-from rollout.testing.staleness import Referee
+from rollout.testing.staleness import StalenessChecker
 
 SMALL = [
     StalenessSettings(2, 3),
@@ -40,15 +40,15 @@ SMALL = [
 ]
 
 
-def copy_of(referee: Referee) -> Referee:
-    other = Referee(referee.settings)
+def copy_of(referee: StalenessChecker) -> StalenessChecker:
+    other = StalenessChecker(referee.settings)
     other.__dict__.update(referee.__dict__, running=dict(referee.running), ready=dict(referee.ready))
     return other
 
 
 def explore(settings: StalenessSettings, failures: bool = True, most: int = 400_000) -> tuple[int, int]:
     """Every order of events; how many states there are, and the largest staleness that was trained."""
-    first, referee = StalenessController(settings), Referee(settings)
+    first, referee = StalenessController(settings), StalenessChecker(settings)
     referee.see(first.begin())
     seen, waiting = {(first.state, referee.key)}, [(first.state, referee)]
     oldest, ends = 0, 0
@@ -97,7 +97,7 @@ class Run(RuleBasedStateMachine):
         self, batch: int, steps: int, threshold: float, sync: int, required: int, partial: bool, running: int | None
     ) -> None:
         self.settings = StalenessSettings(batch, steps, threshold, sync, required, partial, running)
-        self.controller, self.referee = StalenessController(self.settings), Referee(self.settings)
+        self.controller, self.referee = StalenessController(self.settings), StalenessChecker(self.settings)
         self.referee.see(self.controller.begin())
 
     def happen(self, event: Event) -> None:
@@ -201,7 +201,7 @@ def test_without_partial_rollout_weights_wait_for_what_runs() -> None:
 
 def test_a_resumed_run_goes_on_from_its_state() -> None:
     settings = StalenessSettings(1, 6, staleness_threshold=1.0, partial_rollout=True)
-    state = ControlState(step=2, synced=2, next=5, again=(3,), ready=(Begun(4, 1),))
+    state = ControlState(step=2, synced=2, next=5, again=(3,), ready=(StartedGroup(4, 1),))
     assert StalenessController(settings, state).begin() == (Train(3, (4,), 1), Begin(3, 2))
 
 

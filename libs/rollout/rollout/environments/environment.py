@@ -3,7 +3,7 @@
     open -> step -> step -> ... -> finish(end) -> close
 
 One object is one episode; a factory (a class, a `Task`) makes it. All methods are async. The factory and the methods
-run in a thread of the episode's own, on an event loop of its own, so they may block (`rollout.environments.hosted`);
+run in a thread of the episode's own, on an event loop of its own, so they may block (`ThreadEnvironment`);
 one that takes more seconds than the factory's `timeout` (600 where it has none) fails the episode, to be tried again. A
 factory marked `rollout.tools.workers.instant` says that nothing of it blocks: it runs on the event loop that samples,
 which saves the thread. What methods raise fails the episode, which is never a reward of zero: `EpisodeFailed(reason,

@@ -22,7 +22,7 @@ from rollout.environments.blocking import call
 from rollout.environments.environment import End, EpisodeContext, Observation, Score, StepResult
 from rollout.environments.moves import game_seed, last_move
 
-# The toy games give their actions numbers alone.
+# The toy games have only numbers for their actions.
 ACTIONS: Mapping[str, tuple[str, ...]] = {
     "FrozenLake": ("left", "down", "right", "up"),
     "FrozenLake8x8": ("left", "down", "right", "up"),
@@ -31,7 +31,7 @@ ACTIONS: Mapping[str, tuple[str, ...]] = {
     "Blackjack": ("stick", "hit"),
 }
 _COLOURS = {30: "grey", 31: "red", 32: "green", 33: "yellow", 34: "blue", 35: "magenta", 36: "cyan", 37: "white"}
-_COLOURED = re.compile(r"\x1b\[([0-9;]*)m([^\x1b]*)\x1b\[0m")  # the innermost
+_COLOURED = re.compile(r"\x1b\[([0-9;]*)m([^\x1b]*)\x1b\[0m")  # the innermost colour
 _CODE = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -188,14 +188,14 @@ class GymnasiumEnvironment:
         if isinstance(observation, str):
             return observation
         if self._env.render_mode == "ansi":
-            return colours_in_words(str(self._env.render())).strip("\n")
+            return colors_in_words(str(self._env.render())).strip("\n")
         return f"Observation: {_plain(observation)}"
 
     def _metrics(self) -> dict[str, float]:
         return {"unread_actions": self._unread}
 
 
-def colours_in_words(text: str) -> str:
+def colors_in_words(text: str) -> str:
     """Replace a terminal's colours, which mark the player's place, by words: `{red S}`, nested `{blue {red S}}`."""
 
     def word(found: re.Match[str]) -> str:

@@ -14,10 +14,10 @@ from rollout.chat.chat import Chat
 from rollout.chat.messages import Reply
 from rollout.engine import Sampling
 from rollout.environments.environment import EnvironmentFactory, EpisodeContext
-from rollout.environments.gymnasium_games import GymnasiumTask, colours_in_words
+from rollout.environments.gymnasium_games import GymnasiumTask, colors_in_words
 from rollout.environments.sources import TaskRow
 from rollout.episodes.episode import Episode
-from rollout.episodes.playing import run_group
+from rollout.episodes.runner import run_group
 from rollout.testing.chat import tiny_tokenizer
 from rollout.testing.scripted import ScriptedEngine
 
@@ -179,5 +179,5 @@ def test_what_cannot_be_played_fails_with_the_reason(task: GymnasiumTask, messag
 
 
 def test_colours_become_words() -> None:
-    assert colours_in_words("|\x1b[35m\x1b[43mY\x1b[0m\x1b[0m|\x1b[34mB") == "|{magenta {yellow Y}}|B"
-    assert colours_in_words("a\x1b[41mS\x1b[0mF\x1b[43m \x1b[0m \x1b[34;1mB\x1b[0m") == "a{red S}F{yellow} {blue B}"
+    assert colors_in_words("|\x1b[35m\x1b[43mY\x1b[0m\x1b[0m|\x1b[34mB") == "|{magenta {yellow Y}}|B"
+    assert colors_in_words("a\x1b[41mS\x1b[0mF\x1b[43m \x1b[0m \x1b[34;1mB\x1b[0m") == "a{red S}F{yellow} {blue B}"

@@ -45,7 +45,7 @@ def _file(place: str, kind: str) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None  # so it is for every path that ends in .py
+    assert spec is not None  # never None for a path that ends in .py
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

@@ -51,7 +51,7 @@ class TaskEnvironment:
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._names = {tool.name for tool in task.tools}  # what a model calls that is no tool gets no row in tables
+        self._names = {tool.name for tool in task.tools}  # calls of unknown tools get no row in tables
         self._results: list[ToolResult] = []
         self._reply = Reply("", "", finished=False)
 
@@ -70,7 +70,7 @@ class TaskEnvironment:
         messages = [answer.to_message() for answer in answers]
         for number, problem in enumerate(reply.problems, len(self._results)):
             text = f"Error: a tool call could not be read: {problem}"
-            # a template wants an id and a name of each answer, also where the model gave none
+            # templates need an id and a name of each result, also where the model gave none
             messages.append(ToolResult("unreadable", text, False, call_id(number)).to_message())
         return StepResult(tuple(messages), done=False, metrics=self._metrics())
 
@@ -79,8 +79,14 @@ class TaskEnvironment:
         task = self._task
         if end != "done" and task.cut_off_reward is not None:
             return Score(task.cut_off_reward)
-        told: RewardArguments = {"end": end} if task.reward_takes_end else {}
-        return await score_of(task.reward, self._reply, tuple(self._results), timeout=task.reward_timeout, told=told)
+        reward_arguments: RewardArguments = {"end": end} if task.reward_takes_end else {}
+        return await score_of(
+            task.reward,
+            self._reply,
+            tuple(self._results),
+            timeout=task.reward_timeout,
+            reward_arguments=reward_arguments,
+        )
 
     async def close(self) -> None:
         """Return at once: there is nothing to release."""
@@ -107,7 +113,7 @@ async def score_of(
     results: Sequence[ToolResult],
     *,
     timeout: float = 60.0,
-    told: RewardArguments = NO_ARGUMENTS,
+    reward_arguments: RewardArguments = NO_ARGUMENTS,
 ) -> Score:
     """Call a reward function where it can't block sampling; what it raises is raised here.
 
@@ -117,14 +123,14 @@ async def score_of(
     """
     name = getattr(reward, "__qualname__", type(reward).__qualname__)
     try:
-        ended = await REWARDS.run(name, timeout, reward, reply, results, **told)
+        ended = await REWARDS.run(name, timeout, reward, reply, results, **reward_arguments)
     except OverrunError:
         raise EpisodeFailed(f"the reward {name} gave no answer within {timeout:g} s", retryable=True) from None
     except RefusedError as refused:
         raise EpisodeFailed(f"the reward {name} is refused: {refused}", retryable=True) from None
     if isinstance(ended.error, Exception):
         raise ended.error
-    if ended.error is not None:  # SystemExit and its like end a program, not a run
+    if ended.error is not None:  # SystemExit and the like must not end the run
         reason = f"the reward {name} raised {type(ended.error).__name__}: {ended.error}"
         raise EpisodeFailed(reason, retryable=False) from ended.error
     value = await ended.value if inspect.isawaitable(ended.value) else ended.value

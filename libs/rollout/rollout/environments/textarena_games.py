@@ -23,7 +23,7 @@ from rollout.environments.environment import End, EpisodeContext, Observation, S
 from rollout.environments.moves import game_seed, last_move
 
 INSTRUCTIONS = "Think first if you like; then give your move in square brackets, in the form that the game asks for."
-_RANDOM = threading.Lock()  # the games draw from Python's global generator: one at a time, each with a state of its own
+_RANDOM = threading.Lock()  # games use Python's global generator: they run one at a time, each with a state of its own
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class TextArenaEnvironment:
 
     def _reset(self, seed: int) -> str:
         game = textarena.make(self._task.id, **self._task.options)
-        while isinstance(game, textarena.Wrapper):  # they repeat the whole history at every turn: the chat keeps that
+        while isinstance(game, textarena.Wrapper):  # they repeat the whole history at every turn
             game = game.env
         self._game = game
         random.seed(seed)

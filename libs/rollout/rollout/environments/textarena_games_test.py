@@ -17,7 +17,7 @@ from rollout.environments.environment import EnvironmentFactory, EpisodeContext,
 from rollout.environments.sources import TaskRow
 from rollout.environments.textarena_games import TextArenaTask
 from rollout.episodes.episode import Episode
-from rollout.episodes.playing import run_group
+from rollout.episodes.runner import run_group
 from rollout.testing.chat import tiny_tokenizer
 from rollout.testing.scripted import ScriptedEngine
 

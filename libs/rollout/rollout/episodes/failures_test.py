@@ -17,7 +17,7 @@ from rollout.environments.environment import End, EnvironmentFactory, EpisodeCon
 from rollout.environments.sources import TaskRow
 from rollout.environments.task import Task
 from rollout.episodes.episode import Episode, failures
-from rollout.episodes.playing import run_episode, run_group
+from rollout.episodes.runner import run_episode, run_group
 from rollout.errors import EpisodeFailed
 from rollout.testing.chat import tiny_tokenizer
 from rollout.testing.scripted import ScriptedEngine
@@ -275,12 +275,12 @@ def test_an_environment_that_takes_too_long_meets_the_deadline() -> None:
 
 
 def test_an_opening_that_cannot_be_asked_fails_by_its_reason() -> None:
-    class Pictures(Plain):
+    class ImageProcessor(Plain):
         async def open(self, context: EpisodeContext) -> Observation:
             return Observation(({"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "1+1="}]},))
 
-    assert "holds media ('image')" in (once()(Pictures).error or "")
-    assert Pictures.made[0].events == ["close"]
+    assert "holds media ('image')" in (once()(ImageProcessor).error or "")
+    assert ImageProcessor.made[0].events == ["close"]
 
     class Endless(Plain):
         async def step(self, reply: Reply) -> StepResult:

@@ -13,7 +13,7 @@ from rollout.chat.messages import Reply
 from rollout.engine import Sampling
 from rollout.environments.environment import End, EpisodeContext, Observation, Score, StepResult
 from rollout.episodes.episode import Episode
-from rollout.episodes.playing import run_episode
+from rollout.episodes.runner import run_episode
 from rollout.testing.chat import tiny_tokenizer
 from rollout.testing.scripted import ScriptedEngine
 

@@ -11,7 +11,7 @@ from rollout.environments.environment import EpisodeContext
 from rollout.environments.sources import TaskRow
 from rollout.environments.task import Task
 from rollout.episodes.episode import Episode
-from rollout.episodes.playing import run_group
+from rollout.episodes.runner import run_group
 from rollout.native.engine import NativeEngine
 from rollout.testing.chat import tiny_tokenizer
 from rollout.testing.model import tiny_model

@@ -19,7 +19,7 @@ from rollout.engine import Completion, RolloutEngine, Sampling
 from rollout.environments.environment import End, EnvironmentFactory, EpisodeContext, Observation, Score, StepResult
 from rollout.episodes.batch import to_batch
 from rollout.episodes.episode import Episode
-from rollout.episodes.playing import run_episode, run_group
+from rollout.episodes.runner import run_episode, run_group
 from rollout.native.engine import NativeEngine
 from rollout.testing.forced import ForcedEngine, stock_log_probs
 from rollout.testing.model import tiny_model
@@ -181,7 +181,7 @@ class Team(Quiz):
     async def step(self, reply: Reply) -> StepResult:
         helper = self.context.converse((user("you help. 2+2?"),), agent="helper")
         first = await helper.reply()
-        assert helper.say((user(f"are you sure of {first.content}?"),))
+        assert helper.add_messages((user(f"are you sure of {first.content}?"),))
         other = helper.fork("doubter")
         second, third = await helper.reply(), await other.reply()
         with pytest.raises(ValueError, match="name the agent"):
@@ -210,8 +210,8 @@ class Remembering(Team):
         helper = self.context.converse((user("2+2?"),), agent="helper")
         await helper.reply()
         other = helper.fork("doubter")
-        helper.say((user("sure?"),))
-        other.say((user("really?"),))
+        helper.add_messages((user("sure?"),))
+        other.add_messages((user("really?"),))
         await asyncio.gather(helper.reply(), other.reply())
         self.score = 1.0
         return StepResult()

@@ -14,7 +14,7 @@ from rollout.engine import Sampling
 from rollout.environments.environment import Score
 from rollout.environments.task import Task
 from rollout.episodes.episode import Episode
-from rollout.episodes.playing import run_group
+from rollout.episodes.runner import run_group
 from rollout.testing.chat import tiny_tokenizer
 from rollout.testing.scripted import ScriptedEngine
 

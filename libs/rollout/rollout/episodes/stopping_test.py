@@ -8,8 +8,8 @@ from rollout.chat.chat import Chat
 from rollout.chat.messages import Reply
 from rollout.engine import Sampling
 from rollout.environments.environment import End, EpisodeContext, Observation, Score, StepResult
-from rollout.environments.hosted import host
-from rollout.episodes.playing import run_group
+from rollout.environments.thread_environment import host
+from rollout.episodes.runner import run_group
 from rollout.testing.chat import tiny_tokenizer
 from rollout.testing.scripted import ScriptedEngine
 

@@ -14,7 +14,7 @@ from rollout.engine import Completion, RolloutEngine, Sampling
 from rollout.environments.environment import End, EnvironmentFactory, EpisodeContext, Observation, Score, StepResult
 from rollout.environments.task import Task
 from rollout.episodes.episode import Episode
-from rollout.episodes.playing import run_episode, run_group
+from rollout.episodes.runner import run_episode, run_group
 from rollout.native.engine import NativeEngine
 from rollout.rewards.boxed import exact_answer
 from rollout.seeds import derive_seed
@@ -238,7 +238,7 @@ def test_a_group_on_a_real_model() -> None:
     assert [stream(e).ids for e in group()] == [stream(e).ids for e in episodes]
     assert {e.group for e in episodes} == {2}
     prompt = Chat(tokenizer).open(task.messages, task.tools)
-    assert engine.prefilled_tokens in (
+    assert engine.num_prefill_tokens in (
         len(prompt),
         2 * len(prompt),
     )  # once a call of group(), or kept

@@ -9,7 +9,7 @@ from rollout.chat.chat import Chat
 from rollout.chat.messages import Reply
 from rollout.engine import Sampling
 from rollout.environments.environment import End, EnvironmentFactory, EpisodeContext, Observation, Score, StepResult
-from rollout.episodes.playing import run_episode
+from rollout.episodes.runner import run_episode
 from rollout.testing.chat import tiny_tokenizer
 from rollout.testing.scripted import ScriptedEngine
 from rollout.tools.tool import Tool, call_tools
@@ -95,10 +95,10 @@ def test_a_sub_agents_tools_are_among_them() -> None:
         async def step(self, reply: Reply) -> StepResult:
             helper = self.context.converse(QUESTION, TOOLS)
             asked = await helper.reply()
-            helper.say([answer.to_message() for answer in await call_tools(TOOLS, asked.tool_calls)])
+            helper.add_messages([answer.to_message() for answer in await call_tools(TOOLS, asked.tool_calls)])
             branch = helper.fork("again")
             again = await branch.reply()
-            branch.say([answer.to_message() for answer in await call_tools(TOOLS, again.tool_calls)])
+            branch.add_messages([answer.to_message() for answer in await call_tools(TOOLS, again.tool_calls)])
             return StepResult(done=True)
 
     assert rates(Delegating, "go", call("find", "read"), call("find")) == {"find": (2, 2, 0), "read": (1, 0, 0)}

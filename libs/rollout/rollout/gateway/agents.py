@@ -20,7 +20,7 @@ from rollout.engine import RolloutEngine, Sampling
 from rollout.environments.environment import End, EpisodeContext, Score
 from rollout.environments.sources import TaskRow
 from rollout.episodes.episode import Episode
-from rollout.episodes.playing import score_together, together
+from rollout.episodes.runner import score_together, together
 from rollout.errors import EpisodeFailed
 from rollout.gateway.result import SessionRecord
 from rollout.gateway.server import TokenGateway
@@ -30,7 +30,7 @@ from rollout.tools.tool_stats import summed_metrics
 from rollout.tools.workers import OverrunError, RefusedError, Workers
 
 AGENTS = Workers("agent", max_abandoned=64)
-GRACE = 30.0  # seconds after a deadline in which an agent may still answer
+GRACE = 30.0  # seconds after a deadline in which an agent may still return
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ async def _asked(agent: Agent, slot: AgentSlot, deadline: float | None) -> tuple
     if isinstance(error, EpisodeFailed):
         raise error
     if error is not None:
-        if limit is not None:  # the refusal of a request past the limit broke it
+        if limit is not None:  # the refusal of a request past the limit ended it
             return limit, None
         raise EpisodeFailed(f"the agent raised {type(error).__name__}: {error}", retryable=True) from error
     value = ended.value

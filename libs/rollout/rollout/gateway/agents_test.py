@@ -14,7 +14,7 @@ from rollout.environments.environment import EpisodeContext, Score
 from rollout.environments.sources import TaskRow
 from rollout.episodes.batch import to_batch
 from rollout.episodes.episode import Episode
-from rollout.episodes.playing import run_group
+from rollout.episodes.runner import run_group
 from rollout.errors import EpisodeFailed
 from rollout.gateway.agents import AgentSlot, AgentTask, run_agent, run_agents
 from rollout.gateway.server import TokenGateway

@@ -13,8 +13,8 @@ from rollout.engine import Sampling
 from rollout.tools.tool import Tool
 
 ROLES = ("system", "user", "assistant", "tool")
-# What has no effect here, with the values that ask for none.
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+# Parameters without effect here, with their neutral values.
+IDENTITY_VALUES: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
@@ -31,7 +31,7 @@ READ = (
     *("model", "messages", "tools", "stream", "stream_options", "logprobs", "return_token_ids", "stop"),
     *("temperature", "top_p", "top_k", "seed", "max_tokens", "max_completion_tokens", "n", "tool_choice"),
 )
-# Keys of a message that clients send back as they got them, which say nothing when empty.
+# Keys of a message that clients send back as they got them; ignored when empty.
 EMPTY_KEYS = (
     "refusal",
     "annotations",
@@ -121,7 +121,7 @@ def read_json(body: bytes) -> Any:
     """Parse a body as JSON. Raise RequestError for other text, NaN and infinities, and for nesting that is too deep."""
     try:
         value = json.loads(body, parse_constant=_no_constant)
-        if b"\\u" in body:  # an escape may be half of a character, which is no text
+        if b"\\u" in body:  # an escape may be half of a surrogate pair, which is no text
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         refuse(f"the body is not valid JSON: {error}")
@@ -134,13 +134,13 @@ def read_request(body: Any, model: str) -> ChatRequest:
         refuse(f"the body must be a JSON object, got {type(body).__name__}")
     given = {name: value for name, value in body.items() if value is not None}
     for name in given.keys() - set(READ):
-        if name not in NEUTRAL:
+        if name not in IDENTITY_VALUES:
             refuse(f"the parameter {name!r} is not supported: leave it out", name, "unsupported_parameter")
         if name == "top_logprobs" and given[name] != 0:
             why = "top_logprobs is not supported: engines tell the log-prob of the sampled token alone"
             refuse(why, name, "unsupported_parameter")
-        if given[name] not in NEUTRAL[name]:
-            wanted = " or ".join(map(json.dumps, NEUTRAL[name]))
+        if given[name] not in IDENTITY_VALUES[name]:
+            wanted = " or ".join(map(json.dumps, IDENTITY_VALUES[name]))
             refuse(f"{name!r} is not supported other than as {wanted}", name, "unsupported_parameter")
     if _text(given, "model") != model:
         raise RequestError(

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollout.engine import Sampling
-from rollout.gateway.chat_request import NEUTRAL, ChatRequest, RequestError, read_json, read_request
+from rollout.gateway.chat_request import IDENTITY_VALUES, ChatRequest, RequestError, read_json, read_request
 
 USER = {"role": "user", "content": "hi"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -55,9 +55,9 @@ def test_a_parameter_without_effect_is_refused_by_name(name: str, value: Any) ->
     assert (refusal.status, refusal.param, refusal.code) == (400, name, "unsupported_parameter")
 
 
-@pytest.mark.parametrize("name", sorted(NEUTRAL))
+@pytest.mark.parametrize("name", sorted(IDENTITY_VALUES))
 def test_neutral_values_and_null_are_accepted(name: str) -> None:
-    for value in (*NEUTRAL[name], None):
+    for value in (*IDENTITY_VALUES[name], None):
         assert read_request(body(**{name: value}), "policy") == read_request(body(), "policy")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from rollout.chat.chat import Chat
 from rollout.engine import Completion, OnTokens, RolloutEngine, Sampling
-from rollout.episodes.playing import together
+from rollout.episodes.runner import together
 from rollout.gateway.answers import Answer, CompletionHeader
 from rollout.gateway.chat_request import ChatRequest, RequestError, refuse
 from rollout.gateway.recorder import Turn
@@ -24,7 +24,7 @@ from rollout.gateway.sampling_choice import Choice, ChoiceReader, decode
 from rollout.gateway.session import LiveSession
 from rollout.seeds import derive_seed
 
-MAX_IDLE_ABORTS = 3  # aborts in a row that brought no token, after which a request is given up
+MAX_IDLE_ABORTS = 3  # aborts in a row without a token, after which a request fails
 
 
 class ChoiceTask:
@@ -58,7 +58,7 @@ class ChoiceTask:
             jobs = [self._choice(i, replace(s, max_new_tokens=limit)) for i, s in enumerate(samplings)]
             read = await together(jobs)
             used = sum(len(choice.completion.ids) for choice, _ in read)
-        except ValueError as error:  # a prompt that is too long for the model, say
+        except ValueError as error:  # such as a prompt that is too long for the model
             refuse(str(error), "messages")
         finally:
             live.budget.settle(granted, used)

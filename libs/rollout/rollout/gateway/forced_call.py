@@ -15,7 +15,7 @@ from rollout.chat.chat import Chat
 from rollout.chat.messages import Message
 from rollout.tools.tool import Tool
 
-ARGUMENTS: tuple[dict[str, Any], ...] = ({}, {"a": "a"}, {"z": 1})  # what they share no call can lack
+ARGUMENTS: tuple[dict[str, Any], ...] = ({}, {"a": "a"}, {"z": 1})  # every call has their common beginning
 
 
 def forced_call(chat: Chat, tools: Sequence[Tool], name: str | None) -> list[int]:

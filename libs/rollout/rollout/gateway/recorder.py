@@ -55,7 +55,7 @@ class Turn:
     given: Sequence[int]
     messages: tuple[Message, ...]
     stream: Stream
-    key: bytes  # of the conversation up to the answer
+    key: bytes  # of the conversation up to the completion
     number: int  # of this session's requests
     tools: tuple[Tool, ...] = ()
 
@@ -72,7 +72,7 @@ class Recorder:
     calls: int = 0
     tally: ToolStats = field(default_factory=ToolStats)
     marks: dict[bytes, Mark] = field(default_factory=dict, repr=False)
-    busy: set[int] = field(default_factory=set, repr=False)  # streams (by id) that a turn under way will extend
+    busy: set[int] = field(default_factory=set, repr=False)  # ids of streams that a running turn will extend
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -102,7 +102,7 @@ class Recorder:
         if prompt is None:
             prompt = self.chat.open(messages, request.tools)
         self.busy.add(id(stream))
-        self.tally.answered(request.messages[last + 1 :])
+        self.tally.count_results(request.messages[last + 1 :])
         turn = Turn([*prompt, *given], given, messages, stream, keys[-1], self.requests, request.tools)
         self.requests += 1
         return turn
@@ -127,7 +127,7 @@ class Recorder:
                 self.messages = mark.messages
             self.turns += 1
             made = ((call["function"]["name"], call.get("id", "")) for call in answer.get("tool_calls", ()))
-            self.tally.called(made, (tool.name for tool in turn.tools))
+            self.tally.count_calls(made, (tool.name for tool in turn.tools))
 
     def abandon(self, turn: Turn) -> None:
         """Release a turn's stream; where the turn was not committed, the session is as it was before."""

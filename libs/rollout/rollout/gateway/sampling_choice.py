@@ -47,7 +47,7 @@ class ChoiceReader:
         schemas = [tool.schema for tool in request.tools]
         self._message = TurnMessage(chat.tool_format, schemas, prefill, may_call=request.may_call, number=number)
         self._log_probs: list[float] = []
-        self._told = 0  # tokens of which a stream has said everything
+        self._told = 0  # tokens that the stream has sent in full
         self._begun = False
 
     @property

@@ -323,7 +323,7 @@ async def _http_error(_: Request, error: Exception) -> Response:
 
 
 async def _left(_: Request, __: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+    return Response(status_code=499)  # the client is gone
 
 
 async def _failed(_: Request, __: Exception) -> Response:

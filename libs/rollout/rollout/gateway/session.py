@@ -47,8 +47,8 @@ class LiveSession:
     recorder: Recorder
     budget: TokenBudget
     own_sampling: bool = False  # the session's sampling wins over what a request asks for
-    running: dict[str, tuple[Turn, int]] = field(default_factory=dict)  # and how many answers each asks for
-    limit_hit: End | None = None  # the limit that refused a request, or cut an answer off
+    running: dict[str, tuple[Turn, int]] = field(default_factory=dict)  # and how many choices each asks for
+    limit_hit: End | None = None  # the limit that refused a request, or cut a completion off
     generate_s: float = 0.0
     cancelled: int = 0
     refused: int = 0
@@ -63,7 +63,7 @@ class LiveSession:
             raise RequestError(409, f"the session {self.id!r} is closed", code="session_closed")
         self._check_limits(request)
         settings: Mapping[str, Any] = request.settings
-        if self.own_sampling:  # of the request, only how long the answer may be
+        if self.own_sampling:  # from the request, only the length of the completion
             settings = {name: value for name, value in settings.items() if name == "max_new_tokens"}
         sampling = replace(request, settings=settings).sampling(self.sampling)
         if sampling.greedy and request.n > 1:

@@ -9,7 +9,7 @@ Invariants (tests): however the tokens are cut, the pieces add up to the same te
 
 from collections.abc import Callable, Collection, Sequence
 
-HALF = "\ufffd"  # what decoders write for bytes that are no whole character
+HALF = "\ufffd"  # decoded from bytes that are no whole character
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -26,7 +26,7 @@ class TurnDetokenizer:
         self._stop_ids = frozenset(stop_ids)
         self._longest = max(map(len, self._stops), default=0)
         self._window = self._read = 0  # ids before `_read` are text; decoding begins at `_window`
-        self._given = 0  # characters that were handed out
+        self._given = 0  # characters that were returned
         self.ids: list[int] = []
         self.text = ""
         self.kept: int | None = None
@@ -63,7 +63,7 @@ class TurnDetokenizer:
         """Return where a stop text at or after `start` ends the text, or None; then set `kept` and `text`."""
         if not any(self.text.find(stop, start) >= 0 for stop in self._stops):
             return None
-        self.kept = fewest_with(self._decode, self.ids, self._stops)
+        self.kept = min_tokens_with(self._decode, self.ids, self._stops)
         held = self._decode(self.ids[: self.kept])
         end = min(at for at in map(held.find, self._stops) if at >= 0)
         self.text = held[:end]
@@ -77,7 +77,7 @@ class TurnDetokenizer:
         return 0
 
 
-def fewest_with(decode: Decode, ids: Sequence[int], stops: Sequence[str]) -> int:
+def min_tokens_with(decode: Decode, ids: Sequence[int], stops: Sequence[str]) -> int:
     """Return the fewest tokens whose text holds a stop text, by bisection: longer beginnings hold it too."""
     low, high = 1, len(ids)
     while low < high:

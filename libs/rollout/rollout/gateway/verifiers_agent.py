@@ -50,7 +50,7 @@ from rollout.gateway.agents import AgentSlot, AgentTask
 
 _MAY_PASS = frozenset({"HarnessError", "ToolsetError", "SandboxError", "InterceptionError", "TunnelError"})
 """verifiers' names for failures of programs, tool servers and connections, not of a task's own code."""
-MAX_CALLS = 64  # rounds of tool calls in one turn, after which a loop that does not end is ended
+MAX_CALLS = 64  # most rounds of tool calls in one turn
 
 
 class InProcessHarness(vf.Harness[HarnessConfig]):
@@ -288,7 +288,7 @@ def _score(played: Sequence[Any]) -> Score:
     return Score(sum(trace.reward for trace in traces) / len(traces), parts)
 
 
-_KEYS = Counter[str]()  # how many episodes under way read each variable
+_KEYS = Counter[str]()  # how many running episodes read each variable
 _KEYS_LOCK = threading.Lock()
 
 

@@ -30,19 +30,20 @@ from rollout.ledger.records import (
     MAGIC,
     NUMBER_BYTES,
     Kind,
-    begun_body,
     frame,
     number_body,
     numbers_body,
-    read_begun,
     read_number,
     read_numbers,
+    read_started,
+    started_body,
 )
 from rollout.ledger.state import LedgerState, Sampled
+from seqpack.renamed import renamed
 
 Fsync = Literal["always", "steps", "never"]
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_SLACK = 1 << 20  # bytes that may be dead before a file is worth compacting
+_SLACK = 1 << 20  # dead bytes from which a file is compacted
 _COPY_BYTES = 1 << 20
 
 
@@ -86,10 +87,12 @@ class RolloutLedger:
     ) -> None:
         self.close()
 
-    def begun(self, group: int, version: int) -> None:
+    def started(self, group: int, version: int) -> None:
         """Record that a group is about to be sampled with the weights of `version`."""
         self.state.begin(group, version)
-        self._append(Kind.BEGUN, begun_body(group, version))
+        self._append(Kind.STARTED, started_body(group, version))
+
+    begun = renamed("started")
 
     def finished(self, group: int, payload: bytes = b"") -> None:
         """Record that a group is sampled; `payload(group)` returns its payload until a checkpoint holds it."""
@@ -192,10 +195,10 @@ class RolloutLedger:
     def _fold(self, data: memoryview) -> int:
         """Apply every whole record to the state; return where the last one ends."""
         state, end = self.state, len(MAGIC)
-        begun, finished = int(Kind.BEGUN), int(Kind.FINISHED)  # an enumeration's member costs as much as a record
+        begun, finished = int(Kind.STARTED), int(Kind.FINISHED)  # looking up an enum's member costs as much as a record
         for kind, begin, end in records(data, len(MAGIC)):
             if kind == begun:
-                state.begin(*read_begun(data, begin))
+                state.begin(*read_started(data, begin))
             elif kind == finished:
                 state.finish(read_number(data, begin), begin + NUMBER_BYTES, end - begin - NUMBER_BYTES)
             elif kind == Kind.TRAIN:
@@ -272,7 +275,7 @@ class RolloutLedger:
 
         buffer += frame(Kind.BASE, numbers_body(state.saved, state.done.pairs()))
         for group, found in state.sampled.items():
-            buffer += frame(Kind.BEGUN, begun_body(group, found.version))
+            buffer += frame(Kind.STARTED, started_body(group, found.version))
             moved[group] = Sampled(found.version, end + len(buffer) + HEAD_BYTES + NUMBER_BYTES, found.length)
             buffer += frame(Kind.FINISHED, number_body(group, self.payload(group)))
             if len(buffer) > _COPY_BYTES:
@@ -280,7 +283,7 @@ class RolloutLedger:
         for step, groups in sorted(state.batches.items()):
             buffer += frame(Kind.TRAIN, numbers_body(step, groups))
         for group, version in state.running.items():
-            buffer += frame(Kind.BEGUN, begun_body(group, version))
+            buffer += frame(Kind.STARTED, started_body(group, version))
         flush()
         return moved, end
 

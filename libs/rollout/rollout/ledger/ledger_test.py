@@ -29,7 +29,7 @@ def fill(
     for step in range(1, steps + 1):
         for group in range((step - 1) * batch, step * batch + ahead):
             if group not in payloads:
-                ledger.begun(group, step - 1)
+                ledger.started(group, step - 1)
                 payloads[group] = f"{group}:".encode() + b"x" * size
                 ledger.finished(group, payloads[group])
         ledger.train(step, range((step - 1) * batch, step * batch))
@@ -48,7 +48,7 @@ def told(ledger: RolloutLedger) -> tuple[Any, ...]:
 def test_a_ledger_that_is_opened_again_says_the_same(tmp_path: Path) -> None:
     with RolloutLedger(tmp_path / "ledger") as ledger:
         payloads = fill(ledger)
-        ledger.begun(9, 3)
+        ledger.started(9, 3)
         before = told(ledger)
         assert ledger.state.running == {9: 3}
     with RolloutLedger(tmp_path / "ledger", 2) as ledger:
@@ -64,7 +64,7 @@ def test_a_record_is_written_before_its_call_returns(tmp_path: Path) -> None:
     ledger = RolloutLedger(tmp_path / "ledger", fsync="never")
     sizes = [os.stat(tmp_path / "ledger").st_size]
     acts: tuple[Callable[[], None], ...] = (
-        lambda: ledger.begun(0, 0),
+        lambda: ledger.started(0, 0),
         lambda: ledger.finished(0, b"abc"),
         lambda: ledger.train(1, [0]),
     )
@@ -89,10 +89,10 @@ def test_a_file_cut_at_any_byte_is_the_ledger_of_a_moment_before(tmp_path: Path,
 
         ledger._write = noted  # type: ignore[method-assign]
         for group in (40, 41, 42):
-            ledger.begun(group, 7)
+            ledger.started(group, 7)
             ledger.finished(group, b"a")
         ledger.train(ledger.state.saved + len(ledger.state.batches) + 1, [42])
-        ledger.begun(43, 7)
+        ledger.started(43, 7)
         ledger.again(43)
     data = (tmp_path / "ledger").read_bytes()
     for size in range(min(moments), len(data) + 1):
@@ -100,7 +100,7 @@ def test_a_file_cut_at_any_byte_is_the_ledger_of_a_moment_before(tmp_path: Path,
         expected = moments[max(end for end in moments if end <= size)]
         with RolloutLedger(tmp_path / "cut") as ledger:
             assert told(ledger)[:4] == expected[:4]
-            ledger.begun(100, 1)  # the torn tail is gone: what is appended now is read again
+            ledger.started(100, 1)  # the torn tail is gone: what is appended now is read again
             ledger.finished(100, b"b")
         with RolloutLedger(tmp_path / "cut") as ledger:
             assert ledger.payload(100) == b"b"
@@ -165,7 +165,7 @@ def test_any_run_with_failures_restarts_and_compactions(
             group = draw.choice(holes) if holes and draw.random() < 0.5 else fresh
             fresh = max(fresh, group + 1)
             model.running[group] = turn
-            ledger.begun(group, turn)
+            ledger.started(group, turn)
         elif act in ("finish", "again") and model.running:
             group = draw.choice(sorted(model.running))
             version = model.running.pop(group)
@@ -208,8 +208,8 @@ def test_nothing_is_begun_finished_or_trained_twice(tmp_path: Path) -> None:
         fill(ledger)
         before = (tmp_path / "ledger").read_bytes()
         refusals: tuple[tuple[Callable[[], None], str], ...] = (
-            (lambda: ledger.begun(0, 9), "group 0 was begun already"),
-            (lambda: ledger.begun(6, 9), "group 6 was begun already"),
+            (lambda: ledger.started(0, 9), "group 0 was begun already"),
+            (lambda: ledger.started(6, 9), "group 6 was begun already"),
             (lambda: ledger.finished(6), "group 6 is not being sampled"),
             (lambda: ledger.again(1), "group 1 is not being sampled"),
             (lambda: ledger.train(4, [6, 7]), "group 7 is not sampled: step 4 cannot train it"),
@@ -282,7 +282,7 @@ def test_full_disk(tmp_path: Path, size: int) -> None:
         steps = len(ledger.state.batches)
         assert steps > 3
         assert all(len(ledger.payload(group)) >= 300 for group in range(2 * steps))
-        ledger.begun(10_000, 1)
+        ledger.started(10_000, 1)
         ledger.finished(10_000)
         ledger.train(steps + 1, [10_000])
 
@@ -335,7 +335,7 @@ def busy(path: Path, ready: "Connection[Any, Any]") -> None:
     for step in range(begin + 1, begin + 100_000):
         for group in (2 * step, 2 * step + 1):
             if group not in ledger.state.sampled:
-                ledger.begun(group, step)
+                ledger.started(group, step)
                 ledger.finished(group, b"p" * 50)
         ledger.train(step, [2 * step, 2 * step + 1])
         if step % 3 == 0:

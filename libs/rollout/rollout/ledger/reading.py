@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.ledger.records import BEGUN_BYTES, HEAD, HEAD_BYTES, NUMBER_BYTES, Kind
+from rollout.ledger.records import HEAD, HEAD_BYTES, NUMBER_BYTES, STARTED_BYTES, Kind
 
 _SEEDS = {int(kind): zlib.crc32(bytes((kind,))) for kind in Kind}
 _LEAST = HEAD_BYTES + NUMBER_BYTES
@@ -32,14 +32,14 @@ def records(data: memoryview, start: int) -> Iterator[tuple[int, int, int]]:
         begin = at + HEAD_BYTES
         end = begin + length
         if end > size or kind not in seeds or crc32(data[begin:end], seeds[kind]) != crc:
-            if end == size or torn(data, at):
+            if end == size or is_incomplete(data, at):
                 return
             raise ValueError(f"the record at byte {at} is damaged, and others follow it")
         yield kind, begin, end
         at = end
 
 
-def torn(data: memoryview, at: int) -> bool:
+def is_incomplete(data: memoryview, at: int) -> bool:
     """Return whether the bad record at `at` is a torn tail: no valid record follows it."""
     for begin in _candidates(data, at + 1):
         length, crc, kind = HEAD.unpack_from(data, begin)
@@ -68,7 +68,7 @@ def _of_kind(kinds: NDArray[np.uint8], lengths: NDArray[np.int64]) -> NDArray[np
     numbers = (lengths >= NUMBER_BYTES) & (lengths % NUMBER_BYTES == 0)
     found: NDArray[np.bool_] = (
         ((kinds == Kind.FINISHED) & (lengths >= NUMBER_BYTES))
-        | ((kinds == Kind.BEGUN) & (lengths == BEGUN_BYTES))
+        | ((kinds == Kind.STARTED) & (lengths == STARTED_BYTES))
         | (((kinds == Kind.AGAIN) | (kinds == Kind.SAVED)) & (lengths == NUMBER_BYTES))
         | (((kinds == Kind.TRAIN) | (kinds == Kind.BASE)) & numbers)
     )

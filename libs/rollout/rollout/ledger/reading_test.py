@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.ledger import reading
-from rollout.ledger.reading import records, torn
-from rollout.ledger.records import HEAD, HEAD_BYTES, MAGIC, Kind, begun_body, frame, number_body, numbers_body
+from rollout.ledger.reading import is_incomplete, records
+from rollout.ledger.records import HEAD, HEAD_BYTES, MAGIC, Kind, frame, number_body, numbers_body, started_body
 
 FRAMES = (
     frame(Kind.BASE, numbers_body(2, (0, 8))),
-    frame(Kind.BEGUN, begun_body(9, 3)),
+    frame(Kind.STARTED, started_body(9, 3)),
     frame(Kind.FINISHED, number_body(9, b"")),
     frame(Kind.FINISHED, number_body(9, b"answers")),
     frame(Kind.AGAIN, number_body(9)),
@@ -49,14 +49,14 @@ def test_a_bad_record_is_torn_where_no_whole_one_follows(parts: list[bytes], chu
     data = b"\x09" + b"".join(parts)
     before, reading._CHUNK = reading._CHUNK, chunk
     try:
-        assert torn(memoryview(data), 0) == torn_by_every_byte(data, 0)
+        assert is_incomplete(memoryview(data), 0) == torn_by_every_byte(data, 0)
     finally:
         reading._CHUNK = before
 
 
 @pytest.mark.parametrize("kind", ["random bytes", "numbers of tokens"])
 def test_a_large_last_record_cut_at_any_byte_is_torn(kind: str) -> None:
-    whole = MAGIC + frame(Kind.BEGUN, begun_body(0, 0))
+    whole = MAGIC + frame(Kind.STARTED, started_body(0, 0))
     data = whole + frame(Kind.FINISHED, number_body(0, payload_of(kind, 20_000)))
     for size in range(len(whole), len(data)):
         assert len(list(records(memoryview(data)[:size], len(MAGIC)))) == 1
@@ -82,7 +82,7 @@ def test_of_a_large_tail_few_bytes_are_looked_at(kind: str, monkeypatch: pytest.
 
     monkeypatch.setattr(reading, "HEAD", Head())
     monkeypatch.setattr(zlib, "crc32", counted)
-    assert torn(data, 0)
+    assert is_incomplete(data, 0)
     assert heads[0] < len(data) // 100
     assert summed[0] < 100 * len(data)
     monkeypatch.undo()

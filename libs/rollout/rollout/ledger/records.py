@@ -16,8 +16,8 @@ MAGIC = b"tessera ledger 1\n"
 HEAD = struct.Struct("<IIB")
 HEAD_BYTES = HEAD.size
 _NUMBER = struct.Struct("<q")
-_BEGUN = struct.Struct("<qi")
-NUMBER_BYTES, BEGUN_BYTES = _NUMBER.size, _BEGUN.size
+_STARTED = struct.Struct("<qi")
+NUMBER_BYTES, STARTED_BYTES = _NUMBER.size, _STARTED.size
 
 
 class Kind(IntEnum):
@@ -25,7 +25,7 @@ class Kind(IntEnum):
 
     BASE = 1
     """Steps done, and ranges of the groups that they trained: what compaction keeps of all earlier records."""
-    BEGUN = 2
+    STARTED = 2
     """A group is about to be sampled, with this version."""
     FINISHED = 3
     """A group is sampled; its payload follows."""
@@ -47,9 +47,9 @@ def number_body(number: int, payload: bytes = b"") -> bytes:
     return _NUMBER.pack(number) + payload
 
 
-def begun_body(number: int, version: int) -> bytes:
+def started_body(number: int, version: int) -> bytes:
     """Return the body of BEGUN."""
-    return _BEGUN.pack(number, version)
+    return _STARTED.pack(number, version)
 
 
 def numbers_body(first: int, numbers: Sequence[int]) -> bytes:
@@ -62,9 +62,9 @@ def read_number(data: memoryview, begin: int) -> int:
     return int(_NUMBER.unpack_from(data, begin)[0])
 
 
-def read_begun(data: memoryview, begin: int) -> tuple[int, int]:
+def read_started(data: memoryview, begin: int) -> tuple[int, int]:
     """Read group and version."""
-    number, version = _BEGUN.unpack_from(data, begin)
+    number, version = _STARTED.unpack_from(data, begin)
     return number, version
 
 

@@ -20,11 +20,11 @@ import pytest
 from rollout.control.settings import StalenessSettings
 from rollout.control.staleness import (
     Begin,
-    Begun,
     ControlState,
     Failed,
     Finished,
     StalenessController,
+    StartedGroup,
     Sync,
     Synced,
     SyncFailed,
@@ -88,7 +88,7 @@ def play(folder: Path, seed: int, kill_at: tuple[str, int, str] | None = None, p
 
     for number, groups in sorted(dict(ledger.state.batches).items()):
         train(number, groups)
-    ready = tuple(Begun(g, s.version) for g, s in ledger.state.sampled.items() if g not in ledger.state.taken)
+    ready = tuple(StartedGroup(g, s.version) for g, s in ledger.state.sampled.items() if g not in ledger.state.taken)
     synced = step if step == SETTINGS.total_steps else step - step % SETTINGS.parameter_sync_step
     state = ControlState(step, synced, ledger.state.next, tuple(ledger.state.missing()), (), ready)
     controller = StalenessController(SETTINGS, state)
@@ -98,7 +98,7 @@ def play(folder: Path, seed: int, kill_at: tuple[str, int, str] | None = None, p
         if todo:
             decision = todo.pop(0)
             if isinstance(decision, Begin):
-                at("begun", ledger.begun, decision.group, decision.version)
+                at("begun", ledger.started, decision.group, decision.version)
                 sampling.append(decision.group)
             elif isinstance(decision, Train):
                 at("train", ledger.train, decision.step, decision.groups)

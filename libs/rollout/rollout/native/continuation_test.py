@@ -72,9 +72,9 @@ class Talk:
 
     def read(self, prompt: Sequence[int], **how: Any) -> tuple[Any, int]:
         """A completion, and how many tokens of its prompt were read for it."""
-        before = self.batch.prefilled_tokens
+        before = self.batch.num_prefill_tokens
         done = self.answer(self.ask(prompt, **how))
-        return done, self.batch.prefilled_tokens - before
+        return done, self.batch.num_prefill_tokens - before
 
 
 @pytest.mark.parametrize("decoder", [LeanDecoder, ModuleDecoder])
@@ -106,11 +106,11 @@ def test_siblings_begin_from_one_stream_and_their_equal_prompts_are_read_once() 
     talk = Talk()
     done, _ = talk.read([3, 4, 5])
     prompts = [[3, 4, 5, *done.ids, 7], [3, 4, 5, *done.ids, 8], [3, 4, 5, *done.ids, 7]]
-    before = talk.batch.prefilled_tokens
+    before = talk.batch.num_prefill_tokens
     asked = [talk.ask(p, greedy=False, seed=i) for i, p in enumerate(prompts)]
     for request, prompt in zip(asked, prompts, strict=True):
         exact(OLD, prompt, talk.answer(request))
-    assert talk.batch.prefilled_tokens - before == 4
+    assert talk.batch.num_prefill_tokens - before == 4
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -225,7 +225,7 @@ def test_answers_are_those_of_an_engine_that_keeps_nothing(
         assert done.ids == expected.ids
         exact(OLD, prompt, done)
         streams[at] = [*prompt, *done.ids]
-    assert with_.prefilled_tokens <= without.prefilled_tokens
+    assert with_.num_prefill_tokens <= without.num_prefill_tokens
 
 
 def test_an_engine_forgets_at_new_weights_and_when_told() -> None:
@@ -233,10 +233,10 @@ def test_an_engine_forgets_at_new_weights_and_when_told() -> None:
     ask = functools.partial(engine.generate_batch, sampling=Sampling(greedy=True, max_new_tokens=5))
 
     def reads(prompt: Sequence[int]) -> tuple[int, list[int]]:
-        before = engine.prefilled_tokens
+        before = engine.num_prefill_tokens
         done = ask([prompt])[0]
         exact(engine._model, prompt, done)
-        return engine.prefilled_tokens - before, [*prompt, *done.ids, 7]
+        return engine.num_prefill_tokens - before, [*prompt, *done.ids, 7]
 
     read, turn = reads([3, 4, 5])
     read, turn = reads(turn)

@@ -39,6 +39,7 @@ from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, Piece
 from rollout.sync.staging import WeightStaging
 from seqpack.capability import Supported, Unsupported
+from seqpack.renamed import renamed
 
 
 class NativeEngine:
@@ -141,9 +142,11 @@ class NativeEngine:
         return self._batch.decode_steps
 
     @property
-    def prefilled_tokens(self) -> int:
+    def num_prefill_tokens(self) -> int:
         """Number of prompt tokens read so far; a prompt that several requests share counts once."""
-        return self._batch.prefilled_tokens
+        return self._batch.num_prefill_tokens
+
+    prefilled_tokens = renamed("num_prefill_tokens")
 
     # -- the asynchronous face -------------------------------------------------------------------------------------
 
@@ -174,7 +177,7 @@ class NativeEngine:
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         request = self._request(prompt_ids, sampling, lambda answer: self._answers.put(future, answer))
         if on_tokens is not None:
-            request.told = self._answers.stream(future, on_tokens)
+            request.on_token = self._answers.stream(future, on_tokens)
         with self._open.opened(request, request_id, deadline):
             self._asked.add(request)
             try:
@@ -189,9 +192,11 @@ class NativeEngine:
                 if not request.done:  # cancelled, or `on_tokens` raised
                     self._end(request, "abort")
 
-    def attended(self) -> contextlib.AbstractContextManager[None]:
+    def request_scope(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for an episode, which sends request after request: a round waits for its next one."""
-        return contextlib.nullcontext() if self._rounds is None else self._rounds.attended()
+        return contextlib.nullcontext() if self._rounds is None else self._rounds.request_scope()
+
+    attended = renamed("request_scope")
 
     async def cancel(self, request_id: str) -> bool:
         """End a request before the next step: its `generate` returns the tokens so far, with stop_reason "abort".
@@ -217,7 +222,7 @@ class NativeEngine:
         try:
             await quiet
         except asyncio.CancelledError:
-            self._post(self._release)  # who gave up waiting does not know that anything is held
+            self._post(self._release)  # a cancelled caller will not resume
             raise
 
     async def resume(self) -> None:
@@ -250,7 +255,7 @@ class NativeEngine:
     def _end(self, request: SequenceRequest, reason: StopReason) -> None:
         """End a request before the next step, with the tokens so far."""
         if self._rounds is not None:
-            self._rounds.hurry(request)
+            self._rounds.start_now(request)
         self._post(lambda: self._batch.end(request, reason))
 
     async def _begin(self) -> None:
@@ -273,7 +278,7 @@ class NativeEngine:
     def _turn(self) -> bool:
         """Run one step of the decoding thread; return whether there is more to do."""
         with self._lock, self._sampling():
-            self._thread.run_posted()
+            self._thread.run_pending()
             self._step()
             self._tell()
             return self._batch.has_work
@@ -363,7 +368,7 @@ class NativeEngine:
         try:
             while len(answers) < len(requests):
                 with self._lock, self._sampling():
-                    self._thread.run_posted()
+                    self._thread.run_pending()
                     self._step()
                     self._tell()
             done = True

@@ -61,7 +61,7 @@ def test_groups_share_a_prefill_and_still_agree(model: PreTrainedModel) -> None:
     prompts = [p for p in prompts_of([5, 9, 4]) for _ in range(4)]
     engine = NativeEngine(model)
     done = engine.generate_batch(prompts, Sampling(max_new_tokens=6, seed=None))
-    assert engine.prefilled_tokens == 5 + 9 + 4
+    assert engine.num_prefill_tokens == 5 + 9 + 4
     assert len({c.ids for c in done[:4]}) > 1
     for prompt, completion in zip(prompts, done, strict=True):
         assert_teacher_forced(model, prompt, completion)

@@ -1,11 +1,11 @@
 """A native engine whose module computes with a trainer's own tensors, so that one process holds the weights once.
 
-    borrowed --offer(version, lent)--> offered --commit--> borrowed, of the new version
+    borrowed --propose(version, weights)--> proposed --commit--> in use, of the new version
                                           |
                                           +----abort-----> borrowed, of the version before
 
 A weight sync copies nothing: the trainer has written its update into the tensors already. So there is no way back to
-old values, and the two phases are these: `offer` checks all tensors (names, shapes, types, devices, finite values) and
+old values, and the two phases are: `propose` checks all tensors (names, shapes, types, devices, finite values) and
 changes nothing, `commit` gives the present values their version and renews all that was derived from the old ones.
 Until then the values have no version and nothing is sampled: a request raises `StaleWeightsError`. `abort` drops an
 offer; after a commit it takes the version back, and again nothing is sampled before the next one. A step that made no
@@ -26,12 +26,15 @@ from rollout.sync.manifest import Manifest, TensorSpec
 from rollout.sync.pieces import Piece
 from rollout.sync.staging import WeightStaging
 from seqpack.capability import Supported, Unsupported
+from seqpack.renamed import renamed, renamed_arguments
 
-BORROWED = "this sampler computes with the trainer's own tensors, into which nothing is copied: use offer and commit"
+SHARED_IN_PLACE = (
+    "this sampler computes with the trainer's own tensors, into which nothing is copied: use propose and commit"
+)
 COPIES = ("two_phase_weights", "in_process_weights", "weights_under_way")
 
 
-class Lent(Protocol):
+class TrainerWeights(Protocol):
     """A trainer's weights in place (`engines.SharedParameters`, or anything of this shape)."""
 
     @property
@@ -63,19 +66,22 @@ class SharingEngine(NativeEngine):
     device; `NotFiniteError` for values that are not finite. The module is then as it was.
     """
 
-    def __init__(self, model: nn.Module, lent: Lent, version: int = 0, **options: Any) -> None:
-        borrowed = BorrowedWeights(model, lent, version)
+    @renamed_arguments(lent="weights")
+    def __init__(self, model: nn.Module, weights: TrainerWeights, version: int = 0, **options: Any) -> None:
+        in_place = InPlaceWeights(model, weights, version)
         super().__init__(model, version=version, **options)
-        self._weights: BorrowedWeights = borrowed
+        self._weights: InPlaceWeights = in_place
 
     def supports(self, feature: str) -> Supported | Unsupported:
         """See `NativeEngine`; weights are not copied here."""
         answer = feature_of(NATIVE, feature)
-        return Unsupported(BORROWED) if feature in COPIES else answer
+        return Unsupported(SHARED_IN_PLACE) if feature in COPIES else answer
 
-    async def offer(self, version: int, lent: Lent) -> None:
+    async def propose(self, version: int, weights: TrainerWeights) -> None:
         """Check new weights and change nothing. Raise ValueError as the constructor does, or for a used version."""
-        self._weights.offer(version, lent)
+        self._weights.propose(version, weights)
+
+    offer = renamed("propose")
 
     def _step(self) -> None:
         if self._batch.has_work:
@@ -83,17 +89,17 @@ class SharingEngine(NativeEngine):
         super()._step()
 
 
-class BorrowedWeights(WeightStaging):
+class InPlaceWeights(WeightStaging):
     """The weights of a module that are the trainer's tensors; see the module's docstring. Not locked."""
 
-    def __init__(self, model: nn.Module, lent: Lent, version: int) -> None:
+    def __init__(self, model: nn.Module, weights: TrainerWeights, version: int) -> None:
         super().__init__(*named_tensors(model), version=version)
         self._model = model
-        self._offered: tuple[int, Lent] | None = None
+        self._proposed: tuple[int, TrainerWeights] | None = None
         self._earlier: int | None = None
         self._lost: str | None = None
-        self._look_through(lent.tensors)
-        self._take(lent)
+        self._look_through(weights.tensors)
+        self._take(weights)
 
     def check(self) -> None:
         """Raise StaleWeightsError where the present values are not those of the version in use."""
@@ -105,25 +111,25 @@ class BorrowedWeights(WeightStaging):
                 "over: hand them over before anything is sampled"
             )
 
-    def offer(self, version: int, lent: Lent) -> None:
-        """Check new weights. Raise ValueError, and offer nothing, for unfit weights or a used version."""
-        self._offered = self._earlier = None
+    def propose(self, version: int, weights: TrainerWeights) -> None:
+        """Check new weights. Raise ValueError, and propose nothing, for unfit weights or a used version."""
+        self._proposed = self._earlier = None
         if version <= self._newest:
             raise ValueError(f"weights {version} are not newer than {self._newest}, the newest so far; count upwards")
-        self._look_through(lent.tensors)
-        self._offered = version, lent
+        self._look_through(weights.tensors)
+        self._proposed = version, weights
 
     def commit(self, version: int) -> None:
-        """Make the offered weights `version`. Raise ValueError where another version was offered, or none."""
-        if self._offered is None or self._offered[0] != version:
-            raise ValueError(f"cannot commit weights {version}: offer them first")
-        self._take(self._offered[1])
-        self._offered, self._earlier = None, self._version
+        """Make the proposed weights `version`. Raise ValueError where another version was proposed, or none."""
+        if self._proposed is None or self._proposed[0] != version:
+            raise ValueError(f"cannot commit weights {version}: propose them first")
+        self._take(self._proposed[1])
+        self._proposed, self._earlier = None, self._version
         self._version = self._newest = version
 
     def abort(self) -> None:
-        """Drop an offer; after a commit that is not settled take its version back, and refuse sampling."""
-        self._offered = None
+        """Drop a proposal; after a commit that is not settled take its version back, and refuse sampling."""
+        self._proposed = None
         if self._earlier is not None:
             self._lost = (
                 f"weights {self._version} were taken back, and those of version {self._earlier} are gone, for the "
@@ -137,18 +143,18 @@ class BorrowedWeights(WeightStaging):
 
     def prepare(self, manifest: Manifest) -> None:
         """Raise ValueError: copies would be written over the trainer's weights."""
-        raise ValueError(f"weights {manifest.version} are not taken: {BORROWED}")
+        raise ValueError(f"weights {manifest.version} are not taken: {SHARED_IN_PLACE}")
 
     def receive(self, pieces: Iterable[Piece]) -> int:
         """Raise ValueError; see `prepare`."""
         del pieces
-        raise ValueError(BORROWED)
+        raise ValueError(SHARED_IN_PLACE)
 
-    def _take(self, lent: Lent) -> None:
-        adopt(self._model, lent.tensors)
+    def _take(self, weights: TrainerWeights) -> None:
+        adopt(self._model, weights.tensors)
         self._targets, _, _ = named_tensors(self._model)
         self._expected, self._assembler = self._targets, self._new_assembler()  # they keep no earlier tensor
-        self._updates, self._at, self._lost = lent.updates, lent.updates(), None
+        self._updates, self._at, self._lost = weights.updates, weights.updates(), None
 
     def _look_through(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise ValueError with the first tensor that the module can't share."""

@@ -117,12 +117,12 @@ def test_a_hand_over_drops_what_was_kept_of_earlier_answers() -> None:
     (first,) = engine.generate_batch([PROMPTS[0]], HOW)
     follows = [*PROMPTS[0], *first.ids, 7]
     engine.generate_batch([follows], HOW)
-    assert engine.prefilled_tokens < len(PROMPTS[0]) + len(follows)
+    assert engine.num_prefill_tokens < len(PROMPTS[0]) + len(follows)
     trainer.step()
     share(engine, 1, trainer.lend())
-    before = engine.prefilled_tokens
+    before = engine.num_prefill_tokens
     engine.generate_batch([follows], HOW)
-    assert engine.prefilled_tokens - before == len(follows)
+    assert engine.num_prefill_tokens - before == len(follows)
 
 
 def test_weights_that_lie_elsewhere_by_now_are_taken_from_there() -> None:
@@ -182,19 +182,19 @@ def test_values_that_are_not_finite_keep_everybody_from_sampling() -> None:
         engine.generate_batch(PROMPTS, HOW)
 
 
-@pytest.mark.parametrize("fails", ["offer", "commit"])
+@pytest.mark.parametrize("fails", ["propose", "commit"])
 def test_where_another_process_can_not_none_goes_on(fails: str) -> None:
     """Its vote on the first phase or the second; a later hand-over, which all can take, ends it."""
     trainer = Trainer(tiny_model())
     engine = SharingEngine(empty(trainer.model), trainer.lend())
     trainer.step()
-    votes = iter([fails != "offer", fails != "commit"])
+    votes = iter([fails != "propose", fails != "commit"])
     with pytest.raises(WeightVoteFailed, match="are of no version"):
         share(engine, 1, trainer.lend(), all_reduce_ok=lambda mine: mine and next(votes))
     assert engine.version == 0
     with pytest.raises(StaleWeightsError):
         engine.generate_batch(PROMPTS, HOW)
-    version = 1 if fails == "offer" else 2
+    version = 1 if fails == "propose" else 2
     share(engine, version, trainer.lend())
     assert {v for c in engine.generate_batch(PROMPTS, HOW) for v in c.policy_versions} == {version}
 
@@ -204,7 +204,7 @@ def test_a_number_counts_upwards_and_is_offered_first() -> None:
     engine = SharingEngine(empty(trainer.model), trainer.lend(), version=3)
     with pytest.raises(ValueError, match="weights 3 are not newer than 3"):
         share(engine, 3, trainer.lend())
-    with pytest.raises(ValueError, match="cannot commit weights 4: offer them first"):
+    with pytest.raises(ValueError, match="cannot commit weights 4: propose them first"):
         asyncio.run(engine.commit(4))
 
 

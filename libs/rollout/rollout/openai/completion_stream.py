@@ -1,6 +1,6 @@
-"""Completion requests and their streams: what is asked, and what of the answer is believed.
+"""Completion requests and their streams: the body of a request, and the checks of a response.
 
-A server is held to what training needs: ids and log-probs of every token, one each, and an end that was asked for.
+A server must return what training needs: ids and log-probs of every token, one each, and an end that was asked for.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from rollout.engine import Sampling, StopReason
 
-NEUTRAL: Mapping[str, Any] = {
+IDENTITY_VALUES: Mapping[str, Any] = {
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
@@ -18,16 +18,16 @@ NEUTRAL: Mapping[str, Any] = {
     "n": 1,
     "ignore_eos": True,
 }
-"""Said in every request, so that a server's own defaults (of a model's generation_config.json) do not count."""
+"""Fields of every request, so that a server's own defaults (of a model's generation_config.json) have no effect."""
 _DONE = "[DONE]"
 
 
 class WireError(RuntimeError):
-    """The server said something that cannot be an answer."""
+    """An invalid response of the server."""
 
 
 class CompletionChunk(NamedTuple):
-    """What one event of a stream brings; `reason` where it is the last."""
+    """The tokens of one event of a stream; `reason` where it is the last."""
 
     ids: tuple[int, ...]
     log_probs: tuple[float, ...]
@@ -35,20 +35,20 @@ class CompletionChunk(NamedTuple):
 
 
 def request_body(model: str, prompt_ids: Sequence[int], sampling: Sampling) -> dict[str, Any]:
-    """Return a streamed request for one completion of these ids."""
+    """Return the body of a streamed request for one completion of these ids."""
     body = {
         "model": model,
         "prompt": list(prompt_ids),
         "stream": True,
         "logprobs": 0,
         "return_token_ids": True,
-        "return_tokens_as_token_ids": True,  # a server without a tokenizer can name its tokens so
+        "return_tokens_as_token_ids": True,  # the only names that a server without a tokenizer has
         "max_tokens": sampling.max_new_tokens,
         "temperature": 0.0 if sampling.greedy else sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
         "stop_token_ids": list(sampling.stop_token_ids),
-        **NEUTRAL,
+        **IDENTITY_VALUES,
     }
     return body if sampling.seed is None else body | {"seed": sampling.seed}
 
@@ -57,7 +57,7 @@ async def parts(lines: AsyncIterator[str]) -> AsyncGenerator[CompletionChunk]:
     """Yield the parts of a stream of server-sent events, to the one that ends it.
 
     Raises:
-        ValueError, WireError: an event that is no part of an answer (`read_chunk`), or a stream without an end.
+        ValueError, WireError: an event that is no part of a response (`read_chunk`), or a stream without an end.
     """
     async for line in lines:
         if not line.startswith("data:"):
@@ -74,15 +74,15 @@ async def parts(lines: AsyncIterator[str]) -> AsyncGenerator[CompletionChunk]:
 
 
 def read_chunk(event: Mapping[str, Any]) -> CompletionChunk | None:
-    """Return the part that an event brings; None where it speaks of something else (usage).
+    """Return the part that an event brings; None where it holds something else (usage).
 
     Raises:
-        ValueError: it refuses what was asked.
+        ValueError: the server refuses the request.
         WireError: it is another error, lacks ids or log-probs, or has not one of each for every token.
     """
     if "error" in event:
         code = event["error"].get("code") if isinstance(event["error"], dict) else None
-        if code in range(400, 500):  # vLLM's answer to a stream is begun before it looks at the request
+        if code in range(400, 500):  # vLLM begins its response before it checks the request
             raise ValueError(f"the server refuses a request ({code}): {error_text(event)}")
         raise WireError(f"the server broke off: {error_text(event)}")
     choices = event.get("choices")
@@ -91,7 +91,7 @@ def read_chunk(event: Mapping[str, Any]) -> CompletionChunk | None:
     (choice,) = choices
     ids, told = choice.get("token_ids"), choice.get("logprobs")
     if ids is None and not told and not choice.get("text"):
-        ids = []  # the end alone
+        ids = []  # the end without a token
     if ids is None:
         raise WireError("the server does not tell token ids (return_token_ids): it can't be trained on; vLLM's does")
     log_probs = () if told is None else told.get("token_logprobs") or ()
@@ -104,7 +104,7 @@ def read_chunk(event: Mapping[str, Any]) -> CompletionChunk | None:
 
 
 def check_end(part: CompletionChunk, last: int | None, sampling: Sampling) -> None:
-    """WireError: the answer, whose last token is `last`, stopped where it was not asked to."""
+    """Raise WireError where the completion, whose last token is `last`, stopped at no stop token of the request."""
     if part.reason == "stop" and last not in sampling.stop_token_ids:
         raise WireError(
             f"the server stopped at the token {last}, which is none of stop_token_ids: it has stop tokens of its own; "
@@ -113,7 +113,7 @@ def check_end(part: CompletionChunk, last: int | None, sampling: Sampling) -> No
 
 
 def error_text(body: Any) -> str:
-    """Return what an error says, in the shapes that servers give it."""
+    """Return the message of an error, in any of the formats that servers use."""
     error = body.get("error", body) if isinstance(body, dict) else body
     if isinstance(error, dict):
         error = error.get("message", error.get("detail", error))

@@ -1,9 +1,9 @@
 """The engine behind an OpenAI-compatible server: the rollout protocol here, a stream of completions there.
 
-1. At the start the server is asked what it has and for two tokens: it must tell ids and log-probs, and from a top-k of
-   one it is seen whether its log-probs are those of the distribution that is sampled from.
-2. A request is a stream of its own. Closing it early is what ends it there, so cancelling and deadlines keep what came.
-3. Weights stay what they are: every transfer is refused, and all tokens carry the version that the engine was given.
+1. At the start the server is asked for its models and for two tokens: it must return ids and log-probs, and a top-k of
+   one shows whether its log-probs are those of the distribution that is sampled from.
+2. A request is a stream of its own. Closing it early ends it on the server; cancelling and deadlines keep its tokens.
+3. Weights never change: every weight sync is refused, and all tokens have the version that the engine was given.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ _PROBE = (1, 1)  # on a CPU, a prompt of one token ends vLLM where the model has
 
 @dataclass(eq=False)
 class _Request:
-    """A prompt being continued, in a task of its own once it is asked."""
+    """A prompt being continued, in a task of its own once it is sent."""
 
     sampling: Sampling
     on_tokens: OnTokens | None
@@ -55,11 +55,11 @@ class _Request:
     reason: StopReason | None = None
     ending: StopReason | None = None
     inside: bool = False
-    """Whether the server was asked."""
+    """Whether the request was sent to the server."""
     task: "asyncio.Task[None] | None" = None
 
     def take(self, part: CompletionChunk) -> None:
-        """Append what an event brought; what `on_tokens` raises ends the request."""
+        """Append the tokens of an event; what `on_tokens` raises ends the request."""
         self.ids += part.ids
         self.log_probs += part.log_probs
         if part.ids and self.on_tokens is not None:
@@ -69,14 +69,14 @@ class _Request:
 
 
 class OpenAIEngine:
-    """Samples from what an OpenAI-compatible server has. Its requests come from one event loop at a time.
+    """The engine of an OpenAI-compatible server. Its requests come from one event loop at a time.
 
     Args:
-        config: how; its `openai` says where the server is.
-        version: the number of the weights that the server has.
+        config: the settings; its `openai` says where the server is.
+        version: the version of the server's weights.
 
     Raises:
-        ValueError: nobody answers there, the key is refused, or the server can't do what is asked; the text says why.
+        ValueError: there is no server, the key is refused, or the server can't do what is asked; the text says why.
     """
 
     def __init__(self, config: RolloutConfig, version: int = 0) -> None:
@@ -95,11 +95,11 @@ class OpenAIEngine:
         self._max_length = min(n for n in (config.max_length, longest) if n is not None)
 
     def supports(self, feature: str) -> Supported | Unsupported:
-        """Return whether this engine has the feature; ValueError lists the features for an unknown name."""
+        """Return whether this engine has the feature. Raise ValueError with all features for an unknown name."""
         return feature_of(OPENAI, feature)
 
     def load(self) -> Load:
-        """Return the requests that the server was asked, and those that wait for a place."""
+        """Return how many requests the server has, and how many wait for a place."""
         return Load(self._gate.inside, self._gate.waiting)
 
     async def aclose(self) -> None:
@@ -120,11 +120,11 @@ class OpenAIEngine:
         deadline: float | None = None,
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """Sample one completion, beside whatever else runs; see `RolloutEngine`.
+        """Sample one completion beside other requests; see `RolloutEngine`.
 
         Raises:
-            ValueError: as in the protocol; what the server refuses; settings whose log-probs it does not tell.
-            RuntimeError: the server broke off, or said what cannot be an answer.
+            ValueError: as in the protocol; what the server refuses; settings whose log-probs it does not return.
+            RuntimeError: the server broke off, or sent an invalid response.
         """
         if media:
             raise ValueError(f"media can't be sampled from: {NO_MEDIA}")
@@ -150,13 +150,12 @@ class OpenAIEngine:
         return Completion(tuple(request.ids), tuple(request.log_probs), reason, versions)
 
     async def cancel(self, request_id: str) -> bool:
-        """End a request: its `generate` returns what it has, with stop_reason "abort". False where no such request is
-        waiting or running.
-        """
+        """End a request: its `generate` returns the tokens so far, with stop_reason "abort". Return False where no such
+        request is waiting or running."""
         return self._open.cancel(request_id)
 
     async def pause(self, mode: PauseMode = "finish") -> None:
-        """Let no waiting request begin, and return once nothing runs. "abort" ends what runs with what it has."""
+        """Start no waiting request, and return once nothing runs. "abort" ends running requests with what they have."""
         check_pause(mode)
         if mode == "abort":
             for request in self._requests:
@@ -165,7 +164,7 @@ class OpenAIEngine:
         await self._gate.hold()
 
     async def resume(self) -> None:
-        """Run the requests that waited, and new ones."""
+        """Run the waiting requests and new ones."""
         self._gate.release()
 
     def _check(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
@@ -179,7 +178,7 @@ class OpenAIEngine:
             )
 
     def _seeded(self, sampling: Sampling) -> Sampling:
-        """Return with a seed, for runs that repeat."""
+        """Return the settings with a seed, for runs that repeat."""
         if sampling.greedy or sampling.seed is not None:
             return sampling
         return replace(sampling, seed=self._seeds.getrandbits(63))
@@ -207,7 +206,7 @@ class OpenAIEngine:
             raise RuntimeError(f"{self._own.base_url} broke off: {type(error).__name__} {error}") from error
 
     def _client_here(self) -> httpx2.AsyncClient:
-        """Return the connections of the running event loop; those of an earlier one went with it."""
+        """Return the connections of the running event loop; those of an earlier loop ended with it."""
         loop = asyncio.get_running_loop()
         if self._client is None or self._client[0] is not loop:
             if self._requests:
@@ -221,29 +220,29 @@ class OpenAIEngine:
     # -- weights ---------------------------------------------------------------------------------------------------
 
     async def prepare(self, manifest: Manifest) -> None:
-        """ValueError: the server's weights stay what they are."""
+        """Raise ValueError: the server's weights never change."""
         _no_weights(manifest)
 
     async def receive(self, bucket: Bucket) -> int:
-        """ValueError: the server's weights stay what they are."""
+        """Raise ValueError: the server's weights never change."""
         _no_weights(bucket)
 
     async def commit(self, version: int) -> None:
-        """ValueError: the server's weights stay what they are."""
+        """Raise ValueError: the server's weights never change."""
         _no_weights(version)
 
     async def abort(self) -> None:
-        """Nothing is staged."""
+        """Return at once: nothing is staged."""
 
     async def update_weights(self, version: int, pieces: Iterable[Piece]) -> None:
-        """ValueError: the server's weights stay what they are. The stream is read to its end."""
+        """Read the stream to its end, then raise ValueError: the server's weights never change."""
         for _ in pieces:  # other ranks of a collective export wait for this one
             pass
         _no_weights(version)
 
 
 def _end(request: _Request, reason: StopReason) -> None:
-    """Have a request answered with what it has."""
+    """End a request with the tokens so far."""
     if request.ending is None:
         request.ending = reason
     if request.task is not None:
@@ -255,7 +254,7 @@ def _no_weights(*_: object) -> NoReturn:
 
 
 def _served_model(client: httpx2.Client, own: OpenAIConfig) -> tuple[str, int | None]:
-    """Return the name of the model that is asked, and the longest sequence that it takes, where that is told."""
+    """Return the name of the model, and the longest sequence that it takes, where the server says it."""
     models = {str(entry["id"]): entry for entry in _asked(client, own, "models", None).get("data", [])}
     name = own.model or (next(iter(models)) if len(models) == 1 else None)
     if name not in models:
@@ -269,7 +268,7 @@ def _tells_sampled(client: httpx2.Client, own: OpenAIConfig, model: str) -> bool
     """Return whether log-probs are those of the distribution that is sampled from: with a top-k of 1 they are 0 then.
 
     Raises:
-        ValueError: the server does not tell ids and log-probs at all.
+        ValueError: the server does not return ids and log-probs at all.
     """
     body = request_body(model, _PROBE, Sampling(max_new_tokens=2, top_k=1, seed=0)) | {"stream": False}
     try:
@@ -296,7 +295,7 @@ def _asked(client: httpx2.Client, own: OpenAIConfig, path: str, body: dict[str, 
 
 
 def _refused(response: httpx2.Response, own: OpenAIConfig) -> NoReturn:
-    """ValueError for what the caller can mend, RuntimeError for the server's own trouble."""
+    """Raise ValueError for what the caller can fix, RuntimeError for the server's own failure."""
     try:
         text = error_text(response.json())
     except ValueError:

@@ -1,13 +1,13 @@
-"""Places for requests that run side by side; whoever comes beyond them waits, in order."""
+"""A gate for requests that run side by side; further ones wait, in order."""
 
 import asyncio
 from collections import deque
 
 
 class Gate:
-    """`places` may be inside at once. Used from one event loop at a time.
+    """A gate with `places` for requests. Used from one event loop at a time.
 
-    Invariants: nobody waits while a place is free, unless the gate is held; while it is held, nobody enters.
+    Invariants: nothing waits while a place is free, unless the gate is held; while it is held, nothing enters.
     """
 
     def __init__(self, places: int) -> None:
@@ -19,7 +19,7 @@ class Gate:
 
     @property
     def waiting(self) -> int:
-        """How many wait for a place."""
+        """Number of requests that wait for a place."""
         return len(self._waiting)
 
     async def enter(self) -> None:
@@ -36,10 +36,10 @@ class Gate:
                 if turn in self._waiting:
                     self._waiting.remove(turn)
                 elif not turn.cancelled():
-                    self.leave()  # the place came in the moment in which it was given up
+                    self.leave()  # the place was granted at the moment of the cancellation
 
     def leave(self) -> None:
-        """Give the place back."""
+        """Free a place."""
         self.inside -= 1
         self._admit()
         if not self.inside:
@@ -49,7 +49,7 @@ class Gate:
             self._quiet.clear()
 
     async def hold(self) -> None:
-        """Let nobody in any more, and return once nobody is inside; given up, nothing is held."""
+        """Let no request in any more, and return once none is inside; when cancelled, release the gate."""
         self._held = True
         if not self.inside:
             return
@@ -64,7 +64,7 @@ class Gate:
                 self.release()
 
     def release(self) -> None:
-        """Let those who wait in, as far as there are places."""
+        """Let waiting requests in, as far as there are places."""
         self._held = False
         self._admit()
 

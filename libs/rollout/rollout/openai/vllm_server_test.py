@@ -19,7 +19,7 @@ from rollout.engine import Completion, Sampling
 from rollout.openai.engine import OpenAIEngine
 from rollout.openai.settings.config import OpenAIConfig
 from rollout.testing.chat import tiny_tokenizer
-from rollout.testing.served import ANSWER, PROMPTS, VOCAB, assert_agrees, sample, served
+from rollout.vllm.testing.served import ANSWER, PROMPTS, VOCAB, assert_agrees, sample, served
 from rollout.vllm.client.process import environment
 from rollout.vllm.settings.config import VllmConfig
 

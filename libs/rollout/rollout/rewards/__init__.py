@@ -1,1 +1,1 @@
-"""Rewards that can be checked."""
+"""Verifiable rewards."""

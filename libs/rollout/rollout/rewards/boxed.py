@@ -1,4 +1,4 @@
-r"""Rewards that can be checked: an answer marked with \boxed{...}, compared exactly."""
+r"""Verifiable rewards for an answer in \boxed{...}, compared exactly."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,7 @@ _MARK = "\\boxed{"
 
 
 def boxed(text: str) -> str | None:
-    r"""Return the contents of the last complete \boxed{...} of a text, inner braces balanced; None where there is
-    none."""
+    r"""Return the contents of the last complete \boxed{...} of a text, inner braces balanced; None without one."""
     at = text.rfind(_MARK)
     while at >= 0:
         depth = 1
@@ -25,7 +24,7 @@ def boxed(text: str) -> str | None:
 
 
 def exact_answer(answer: str) -> Reward:
-    """Return a reward of 1.0 when the marked answer is this text, blanks aside; else 0.0."""
+    """Return a reward of 1.0 when the boxed answer is this text, blanks aside; else 0.0."""
     wanted = "".join(answer.split())
 
     @instant

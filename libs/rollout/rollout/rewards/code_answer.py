@@ -1,8 +1,8 @@
-"""Rewards for programs: tests are run against what the model wrote, in the kernel's sandbox.
+"""Rewards for programs: tests run against the program of the completion, in the kernel's sandbox.
 
-Each test is a run of its own, so that a program that hangs or ends itself in one is still held to the others. What a
-test expects never enters the sandbox: a program can't read it, and can't say that it has passed. It gives a value or
-prints a text, and that is compared out here, as data: an object that claims to equal everything equals nothing.
+Each test is a run of its own, so that a program that hangs or ends itself in one is still tested by the others. What a
+test expects never enters the sandbox: a program can't read it, and can't claim that it has passed. It returns a value
+or prints a text, which is compared outside, as data: an object that claims to equal everything equals nothing.
 """
 
 import ast
@@ -21,25 +21,25 @@ from rollout.tools.tool import ToolResult
 
 _FENCED = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
 _PYTHON = ("python", "python3", "py", "")
-_RELATIVE, _ABSOLUTE = 1e-6, 1e-9  # how far floats may be off
+_RELATIVE, _ABSOLUTE = 1e-6, 1e-9  # tolerance of floats
 
 
 @dataclass(frozen=True)
 class ValueTest:
-    """After the program has run, the expression (such as `f(2)`) has this value: a literal, tuples being lists."""
+    """A test that an expression (such as `f(2)`) has this value after the program: a literal, tuples being lists."""
 
     expression: str
     expected: Any
 
     def __post_init__(self) -> None:
-        ast.parse(self.expression, mode="eval")  # SyntaxError, a ValueError's kin, says where
+        ast.parse(self.expression, mode="eval")  # SyntaxError says where
         if _has_object(encoded(self.expected)):
             raise ValueError(f"the test of {self.expression} expects {self.expected!r}, which is no literal")
 
 
 @dataclass(frozen=True)
 class OutputTest:
-    """Given this standard input, the program prints this; blanks at the ends of lines and of the text are no matter."""
+    """A test that the program prints this text for this input; blanks at line ends and at the end don't count."""
 
     stdin: str
     expected: str
@@ -49,7 +49,7 @@ Test = ValueTest | OutputTest
 
 
 def read_asserts(source: str) -> tuple[ValueTest, ...]:
-    """Read lines of `assert EXPRESSION == LITERAL`, as MBPP and its like have them. ValueError for anything else."""
+    """Read lines of `assert EXPRESSION == LITERAL`, as in MBPP. Raise ValueError for anything else."""
     tests = []
     for node in ast.parse(source).body:
         test = node.test if isinstance(node, ast.Assert) else None
@@ -64,17 +64,16 @@ def read_asserts(source: str) -> tuple[ValueTest, ...]:
 
 
 def last_program(text: str) -> str | None:
-    """Return the last fenced block of Python of a text (```python, or without a language); None where there is none."""
+    """Return the last fenced block of Python in a text (```python, or without a language); None without one."""
     blocks = [code for language, code in _FENCED.findall(text) if language.lower() in _PYTHON]
     return blocks[-1] if blocks else None
 
 
 def code_answer(tests: Sequence[Test], sandbox: Sandbox | None = None, partial: bool = False) -> "CodeAnswer":
-    """Return a reward of 1.0 where the reply's last program passes all tests, else 0.0; with `partial`, the share
-    passed.
+    """Return a reward of 1.0 where the reply's last program passes all tests, else 0.0; with `partial`, the share.
 
-    The score's part `tests_passed` is that share. Raises SandboxRefusedError, now, where the kernel refuses a sandbox,
-    and ValueError where there are no tests.
+    The score's component `tests_passed` is that share. Raises SandboxRefusedError, now, where the kernel refuses a
+    sandbox, and ValueError where there are no tests.
     """
     if not tests:
         raise ValueError("a code reward needs at least one test: without, every program would pass")
@@ -85,14 +84,14 @@ def code_answer(tests: Sequence[Test], sandbox: Sandbox | None = None, partial: 
 
 @dataclass(frozen=True)
 class CodeAnswer:
-    """See `code_answer`."""
+    """The reward function of `code_answer`."""
 
     tests: tuple[Test, ...]
     sandbox: Sandbox
     partial: bool
 
     def __call__(self, reply: Reply, results: Sequence[ToolResult]) -> Score:
-        """Score a reply; blocking. Raises EpisodeFailed (to be tried again) where the sandbox is lost."""
+        """Score a reply; blocking. Raise EpisodeFailed (to be tried again) where the sandbox is lost."""
         del results
         code = last_program(reply.content)
         passed = 0 if code is None else sum(self._passes(code))
@@ -123,8 +122,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether two encoded values are equal; numbers nearly. A truth value is no number; no test expects an
-    object."""
+    """Return whether two encoded values are equal; numbers nearly. Booleans are no numbers; objects equal nothing."""
     a, b = _number(one), _number(other)
     if a is not None and b is not None:
         if isinstance(one, int) and isinstance(other, int):

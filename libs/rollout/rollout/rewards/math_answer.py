@@ -24,18 +24,18 @@ from rollout.rewards.boxed import boxed
 from rollout.tools.tool import ToolResult
 from rollout.tools.workers import waiting
 
-MAX_CHARACTERS = 2000  # of an answer; a longer one is not read
+MAX_CHARACTERS = 2000  # most characters of an answer; a longer one is not read
 MAX_WAIT = 3600.0  # seconds for a free process; every comparison ends, so that a queue of hostile answers moves on
 _START_SECONDS = 60.0
 _PATIENCE = 10  # how many times its seconds of computing a comparison may last on a busy machine
 
 
 class MathChecker:
-    """Compares answers in up to `processes` processes, each started when it is first needed and again where it ended.
+    """Comparison of answers in up to `processes` processes, each started when first needed and again where it ended.
 
-    A comparison that computes for more than `timeout` seconds counts as unequal: what a model wrote is to be shown
-    equal. The clock starts when a process is had: a wait for one is held against neither the answer nor the reward
-    that asks (`rollout.tools.workers.waiting`). Blocking, and safe to use from several threads. Raises ValueError where
+    A comparison that computes for more than `timeout` seconds counts as unequal: a model's answer has to be shown
+    equal. The clock starts when a process is free: a wait for one counts neither for the answer nor for the reward that
+    asks (`rollout.tools.workers.waiting`). Blocking, and safe to use from several threads. Raises ValueError where
     math-verify is not installed.
     """
 
@@ -53,7 +53,7 @@ class MathChecker:
     def equal(self, answer: str, found: str) -> bool:
         """Return whether `found`, by a model, is the same as `answer`.
 
-        Raises EpisodeFailed, to be tried again, where no process starts or none came free in MAX_WAIT seconds.
+        Raises EpisodeFailed, to be tried again, where no process starts or none is free within MAX_WAIT seconds.
         """
         if _plain(answer) == _plain(found):
             return True
@@ -87,12 +87,12 @@ class MathChecker:
 
 
 def math_answer(answer: str, checker: MathChecker | None = None) -> "MathAnswer":
-    r"""Return a reward of 1.0 when what the reply marks with \boxed{...} equals this answer (LaTeX), else 0.0."""
+    r"""Return a reward of 1.0 when the answer in the reply's \boxed{...} equals this one (LaTeX), else 0.0."""
     return MathAnswer(answer, checker or _shared())
 
 
 class MathAnswer:
-    """See `math_answer`."""
+    """The reward function of `math_answer`."""
 
     def __init__(self, answer: str, checker: MathChecker) -> None:
         self.answer, self.checker = answer, checker
@@ -114,7 +114,7 @@ def _plain(text: str) -> str:
 
 
 class _Process:
-    """One `math_worker`, spoken to by lines."""
+    """One `math_worker`, with a line of JSON for each request."""
 
     def __init__(self, seconds: float) -> None:
         code = (
@@ -129,7 +129,7 @@ class _Process:
             raise EpisodeFailed("the process that compares answers did not start", retryable=True)
 
     def ask(self, request: dict[str, str], timeout: float) -> dict[str, Any] | None:
-        """Return the answer to a request; None where the process gave none in time."""
+        """Return the response to a request; None where the process gave none in time."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -155,7 +155,7 @@ class _Process:
         return line
 
     def close(self) -> None:
-        """End it, and what it forked."""
+        """End the process and its children."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -1,13 +1,13 @@
 """The process that compares answers with math-verify: a line of JSON in, a line of JSON out.
 
-It is a process of its own since comparing what a model wrote can take for ever or all memory (`9^{9^{9^9}}`), in code
+It is a process of its own since comparing a model's answer can take for ever or all memory (`9^{9^{9^9}}`), in code
 that no thread can interrupt: math-verify's own time limits are signals, for the main thread alone, and are off here.
 LaTeX is parsed by a grammar; math-verify's other extraction, which evaluates an answer as Python, is not used. Of what
 a model wrote sympy evaluates the digits of its numbers (`Float ('0.5')`), and no other text (a test listens).
 
-1. What is imported and warmed up once is forked: the child answers requests until the input ends.
-2. The kernel ends a child that has computed for too long or needs too much memory, whoever still listens.
-3. Then the answer is: not equal; and the next child is forked, which costs milliseconds.
+1. The process imports and warms up once, then forks: the child answers requests until the input ends.
+2. The kernel ends a child that has computed for too long or needs too much memory.
+3. Then the response is: not equal; and the next child is forked, which costs milliseconds.
 """
 
 import json
@@ -25,7 +25,7 @@ MEMORY_BYTES = 4 << 30
 
 
 def equal(answer: str, found: str) -> bool:
-    """Return whether two answers, as LaTeX, are the same number or expression; a unit beside one is no matter."""
+    """Return whether two answers in LaTeX are the same number or expression; units are ignored."""
     read = [
         parse(f"\\boxed{{{text}}}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None)
         for text in (answer, found)
@@ -34,13 +34,13 @@ def equal(answer: str, found: str) -> bool:
 
 
 def main(seconds: float) -> None:
-    """Answer requests until the input ends; each may compute for so many seconds."""
-    logging.disable(logging.CRITICAL)  # it warns that its time limits are off
+    """Answer requests until the input ends; each may compute for `seconds`."""
+    logging.disable(logging.CRITICAL)  # math-verify warns that its time limits are off
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    equal(r"\frac{1}{2}", "0.5")  # what is loaded at the first use is nobody's time
+    equal(r"\frac{1}{2}", "0.5")  # the first use loads modules, which must not count
     print(json.dumps({"ready": True}), flush=True)
-    asked = mmap.mmap(-1, 1)  # shared with the child: 1 while it owes an answer
+    asked = mmap.mmap(-1, 1)  # shared with the child: 1 while it computes
     while True:
         child = os.fork()
         if not child:
@@ -53,10 +53,10 @@ def main(seconds: float) -> None:
 
 
 def _serve(seconds: float, asked: mmap.mmap) -> NoReturn:
-    """The child: answer until the input ends."""
+    """Answer requests in the child until the input ends."""
     for line in sys.stdin:
         asked[0] = 1
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # its default is to end the process, also in the midst of C
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # by default it ends the process, even inside C code
         request = json.loads(line)
         try:
             answer: dict[str, bool | str] = {"equal": equal(request["answer"], request["found"])}

@@ -1,4 +1,4 @@
-"""Weight transfer: pieces and buckets, what a receiver stages, and one decision over all receivers."""
+"""Weight sync: pieces and buckets, a receiver's staging, and one decision over all receivers."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

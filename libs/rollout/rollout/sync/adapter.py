@@ -1,8 +1,8 @@
-"""Weights that come as low-rank pairs alone: the receiver has the base, and adds them to it itself.
+"""Weight sync by low-rank pairs alone: the receiver has the base, and adds them to it itself.
 
 W = base + scale * B A for the weight of every layer of an adapter (Hu et al. 2021, arXiv 2106.09685). The base is what
-the tensors held when the first adapter came; it is kept (the weights of these layers once more) until whole weights
-come in its place.
+the tensors held when the first adapter came; it is kept (a copy of these layers' weights) until whole weights come in
+its place.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ PARTS = ("lora_A", "lora_B")
 
 @dataclass(frozen=True)
 class Adapter:
-    """What low-rank pairs are for. They travel as `LAYER.lora_A` (rank, in) and `LAYER.lora_B` (out, rank).
+    """Description of low-rank pairs, which are sent as `LAYER.lora_A` (rank, in) and `LAYER.lora_B` (out, rank).
 
     `layers`: names of the linear layers whose `weight` they are added to.
     """
@@ -32,7 +32,8 @@ class Adapter:
             raise ValueError(f"an adapter has a rank of at least 1 and some layers, got {self.rank} and {self.layers}")
 
     def pairs(self, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors, without values, of what is to come. ValueError: a layer that the model has not as a matrix."""
+        """Return empty tensors of the expected pairs, by name. Raise ValueError for a layer that is no matrix of the
+        model."""
         found: dict[str, Tensor] = {}
         for layer in self.layers:
             weight = targets.get(f"{layer}.weight")
@@ -45,17 +46,17 @@ class Adapter:
 
 
 class AdaptedWeights:
-    """The base of the weights that have, or had, an adapter."""
+    """The base of weights that have, or had, an adapter."""
 
     def __init__(self) -> None:
         self._base: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def merged(self, adapter: Adapter, pairs: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights with this adapter, by name; of layers that only an earlier one had, the base.
+        """Return the weights with this adapter, by name; the base of layers that only an earlier adapter had.
 
-        `current`: those in use, which are the base of layers that had no adapter so far.
-        Sums are taken in float32. NotFiniteError for a sum that is too large for a weight's type.
+        `current`: those in use, which are the base of layers that had no adapter so far. Sums are taken in float32.
+        Raises NotFiniteError for a sum that is too large for a weight's type.
         """
         adapted = {f"{layer}.weight": layer for layer in adapter.layers}
         for name in adapted:
@@ -76,5 +77,5 @@ class AdaptedWeights:
         return found
 
     def forget(self) -> None:
-        """Whole weights have come: they are the base of the next adapter."""
+        """Drop the base: whole weights have come, which are the base of the next adapter."""
         self._base.clear()

@@ -1,4 +1,4 @@
-"""Pieces laid into whole tensors, checked one by one; nothing is handed over before everything is there."""
+"""Assembly of whole tensors from pieces, each of which is checked."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -13,11 +13,11 @@ Allocate = Callable[[str, Tensor], Tensor]
 
 
 class WeightAssembler:
-    """Collects pieces for a known set of tensors and hands them over whole, or says what is wrong.
+    """Collector of the pieces of a known set of tensors, which it returns whole, or says what is wrong.
 
     `targets` maps each accepted name to the tensor it will replace; `aliases` maps a name to the one it shares storage
     with (tied weights): either will do. `optional` names (buffers) may be missing, and may hold infinities.
-    `allocate(name, target)` gives the flat memory that a tensor is collected in; new memory by default.
+    `allocate(name, target)` returns the flat memory that a tensor is collected in; new memory by default.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class WeightAssembler:
         self._filled: dict[str, list[tuple[int, int]]] = {}
 
     def check(self, spec: TensorSpec) -> None:
-        """Whether such a tensor can be taken. ValueError: unknown name, wrong shape or kind of type."""
+        """Raise ValueError for a tensor of unknown name, wrong shape or kind of type."""
         name = self._aliases.get(spec.name, spec.name)
         if name not in self._targets:
             raise ValueError(f"unknown weight {spec.name!r}: this model has no tensor of that name")
@@ -48,8 +48,8 @@ class WeightAssembler:
     def add(self, piece: Piece) -> None:
         """Check one piece and keep a copy of it.
 
-        ValueError: unknown name, wrong shape or type, out of bounds, NaN, or an infinity (also one that the model's
-        type makes of a number too large for it).
+        Raises ValueError for an unknown name, a wrong shape or type, bounds, NaN, or an infinity (also one that the
+        model's type makes of a number too large for it).
         """
         self.check(TensorSpec(piece.name, tuple(piece.shape), piece.dtype))
         name = self._aliases.get(piece.name, piece.name)
@@ -59,7 +59,7 @@ class WeightAssembler:
         end = piece.offset + piece.flat.numel()
         if piece.offset < 0 or end > target.numel():
             raise ValueError(f"{piece.name}: elements {piece.offset}..{end} lie outside its {target.numel()}")
-        run = piece.flat.to(dtype=target.dtype)  # where it is: a GPU looks through it sooner than a host
+        run = piece.flat.to(dtype=target.dtype)  # on its own device: a GPU checks it faster than the host
         if not is_good(run, infinities=name in self._optional):
             at = int((run.isnan() if name in self._optional else ~run.isfinite()).nonzero()[0])
             raise NotFiniteError(
@@ -73,7 +73,7 @@ class WeightAssembler:
         self._filled[piece.name].append((piece.offset, end))
 
     def finish(self) -> dict[str, Tensor]:
-        """Return all tensors by name, in the targets' shapes. ValueError: something missing, overlapping or
+        """Return all tensors by name, in the targets' shapes. Raise ValueError where any is missing, overlapping or
         contradictory."""
         whole: dict[str, Tensor] = {}
         for given, flat in self._staged.items():
@@ -93,7 +93,7 @@ class WeightAssembler:
         return whole
 
     def check_complete(self, names: Iterable[str]) -> None:
-        """ValueError unless these names, or those they are tied to, are all that must arrive."""
+        """Raise ValueError unless these names, or those they are tied to, are all that must arrive."""
         missing = sorted(self._targets.keys() - {self._aliases.get(n, n) for n in names} - self._optional)
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -101,9 +101,9 @@ class WeightAssembler:
 
 
 def is_good(run: Tensor, infinities: bool) -> bool:
-    """Return whether no element is NaN, nor infinite but where that is allowed. The extremes tell, in one pass without
-    memory of its own: both are NaN where any element is (on a CPU `isfinite` of bfloat16 takes fifty times as long).
-    """
+    """Return whether no element is NaN, nor infinite but where that is allowed. The extremes show it in one pass
+    without memory of its own: both are NaN where any element is (on a CPU `isfinite` of bfloat16 takes fifty times as
+    long)."""
     if not run.is_floating_point() or run.numel() == 0:
         return True
     extremes = torch.stack(torch.aminmax(run))

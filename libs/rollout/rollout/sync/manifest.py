@@ -1,4 +1,4 @@
-"""What a transfer of weights will bring, said before it begins."""
+"""The contents of a weight sync, sent before it begins."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,17 +20,17 @@ class TensorSpec(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The version that is coming, its tensors, and a checksum of all of them.
+    """The new version, its tensors, and a checksum of all of them.
 
     Without `tensors` the sender promises the receiver's own, each under a name that the receiver knows (a trainer in
     the same process). Without a `checksum` (`rollout.sync.checksum` of the pieces) shapes, completeness and finite
-    values are checked all the same. With an `adapter` its low-rank pairs alone come, for a receiver that supports
+    values are checked all the same. With an `adapter` only its low-rank pairs are sent, to a receiver that supports
     "adapters".
     """
 
@@ -48,8 +48,7 @@ class Manifest:
 
 
 def manifest_of(version: int, pieces: Iterable[Piece]) -> Manifest:
-    """Return the manifest of a stream of pieces, which is read to its end; the pieces themselves are sent in another
-    pass."""
+    """Return the manifest of a stream of pieces, which is read to its end; the pieces themselves are sent later."""
     tensors: dict[str, TensorSpec] = {}
     digest = Checksum()
     for piece in pieces:

@@ -1,7 +1,7 @@
-"""What travels: pieces of flattened tensors, buckets of pieces, checksums.
+"""Units of a weight sync: pieces of flattened tensors, buckets of pieces, checksums.
 
 A training engine flattens each tensor and cuts it into pieces (`engines.WeightPiece`, or anything of the shape of
-`Piece`); a receiver lays the pieces at their offsets. `buckets` joins many small pieces into few contiguous buffers,
+`Piece`); a receiver writes the pieces at their offsets. `buckets` joins many small pieces into few contiguous buffers,
 for transports that are fast on large ones.
 """
 
@@ -81,7 +81,7 @@ class Bucket:
 
 
 def buckets(pieces: Iterable[Piece], max_bytes: int) -> Iterator[Bucket]:
-    """Join pieces, in order, into buckets of at most `max_bytes`; a larger piece has a bucket of its own."""
+    """Join pieces, in order, into buckets of at most `max_bytes`; a larger piece is a bucket of its own."""
     if max_bytes < 1:
         raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
     held: list[Piece] = []
@@ -98,7 +98,7 @@ def buckets(pieces: Iterable[Piece], max_bytes: int) -> Iterator[Bucket]:
 
 
 def bucket_of(piece: Piece) -> Bucket:
-    """Return one piece as a bucket, a view of its memory: for a receiver in the same process."""
+    """Return one piece as a bucket that is a view of its memory, for a receiver in the same process."""
     header = Header(piece.name, tuple(piece.shape), piece.dtype, piece.offset, piece.flat.numel(), 0)
     return Bucket((header,), piece.flat.detach().contiguous().view(torch.uint8))
 
@@ -131,7 +131,7 @@ class Checksum:
         self._seen: dict[str, int] = {}
 
     def add(self, piece: Piece) -> None:
-        """Take in one piece. ValueError: it is not the next of its tensor."""
+        """Add one piece. Raise ValueError where it is not the next one of its tensor."""
         name = piece.name
         if name not in self._digests:
             text = f"{name} {tuple(piece.shape)} {piece.dtype}"
@@ -146,7 +146,7 @@ class Checksum:
         self._digests[name].update(data.numpy().tobytes())
 
     def digest(self) -> str:
-        """Return the hex digest of what was added so far."""
+        """Return the hex digest of all pieces so far."""
         whole = hashlib.blake2b(digest_size=16)
         for name in sorted(self._digests):
             whole.update(self._digests[name].digest())

@@ -1,4 +1,4 @@
-"""How fast the link is that weights take: memory, of the host or of a device."""
+"""The bandwidth of the link for weights: memory, of the host or of a device."""
 
 import functools
 import time
@@ -8,8 +8,8 @@ import torch
 
 @functools.lru_cache(maxsize=16)
 def copy_rate(nbytes: int, device: torch.device) -> float:
-    """Return bytes a second at which this host copies memory, or a device its own, measured once: the link's rate."""
-    most = 1 << 28 if device.type == "cpu" else 1 << 26  # a device may be full
+    """Measure, once, the bytes a second at which this host copies memory, or a device its own: the link's rate."""
+    most = 1 << 28 if device.type == "cpu" else 1 << 26  # a device may have little free memory
     source = torch.ones(min(max(nbytes, 1 << 24), most), dtype=torch.uint8, device=device)
     goal = torch.zeros_like(source)
     _wait(device)

@@ -1,4 +1,4 @@
-"""One receiver's side of a transfer: new weights are staged beside the old ones, swapped in whole, and swapped back.
+"""A receiver's side of a weight sync: new weights are staged beside the old ones, swapped in whole, and swapped back.
 
     idle --prepare--> staging --receive...--> staging --commit--> committed --settle--> idle
                          |                                            |
@@ -24,9 +24,9 @@ from rollout.sync.pieces import Checksum, Piece
 class WeightStaging:
     """The weights of one model in use (`targets`, by name) and those that are to replace them.
 
-    Costs one more copy of the weights from `receive` to `settle`. It does not lock: the caller sees to it that nothing
-    reads the tensors during `commit` and `abort`. `allocate` says where tensors are staged (`WeightAssembler`). Pairs
-    of an adapter alone (`Manifest.adapter`) are added to the base here (`rollout.sync.adapter`).
+    Costs one more copy of the weights from `receive` to `settle`. It does not lock: the caller ensures that nothing
+    reads the tensors during `commit` and `abort`. `allocate` returns the memory in which tensors are staged
+    (`WeightAssembler`). Pairs of an adapter (`Manifest.adapter`) are added to the base here (`rollout.sync.adapter`).
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class WeightStaging:
         return self._version
 
     def prepare(self, manifest: Manifest) -> None:
-        """Begin a transfer; whatever was staged before is dropped, whatever was committed is settled.
+        """Begin a weight sync; earlier staged weights are dropped, earlier committed ones settled.
 
-        ValueError, and nothing begins: a number used before, an unknown or missing tensor, a wrong shape or type.
+        Raises ValueError, and nothing begins, for a used version, an unknown or missing tensor, a wrong shape or type.
         """
         self.settle()
         self.abort()
@@ -79,9 +79,9 @@ class WeightStaging:
         self._manifest = manifest
 
     def receive(self, pieces: Iterable[Piece]) -> int:
-        """Stage the pieces of a bucket; the number of elements that still lack. At 0 everything has been verified.
+        """Stage the pieces of a bucket; return the number of missing elements. At 0 everything has been checked.
 
-        ValueError: no transfer was begun, a piece is wrong (see `WeightAssembler.add`), or the whole is.
+        Raises ValueError where no sync was begun, a piece is wrong (see `WeightAssembler.add`), or the whole is.
         """
         manifest = self._begun()
         specs = {spec.name: spec for spec in manifest.tensors or ()}
@@ -100,7 +100,7 @@ class WeightStaging:
         return missing
 
     def commit(self, version: int) -> None:
-        """Swap the staged tensors in. ValueError, and nothing changes: not all there, or of another version."""
+        """Swap the staged tensors in. Raise ValueError, and change nothing, if any is missing or of another version."""
         manifest = self._begun()
         if version != manifest.version:
             raise ValueError(f"cannot commit weights {version}: those being received are {manifest.version}")
@@ -120,7 +120,7 @@ class WeightStaging:
         self._version = self._newest = version
 
     def abort(self) -> None:
-        """Drop what is staged, or bring the old weights back after a commit that is not settled; else nothing."""
+        """Drop what is staged, or restore the old weights after a commit that is not settled; else do nothing."""
         if self._before is not None:
             version, before = self._before
             self._swap_back(before)
@@ -128,15 +128,15 @@ class WeightStaging:
         self._clear()
 
     def settle(self) -> None:
-        """Let the old values go after a commit; there is no way back then. Nothing where there was no commit."""
+        """Drop the old values after a commit, which then is final. Do nothing without a commit."""
         if self._before is not None:
-            self._assembler = self._new_assembler()  # it holds what was swapped too
+            self._assembler = self._new_assembler()  # the old one holds the swapped tensors too
             if self._whole:
                 self._adapted.forget()
         self._before = None
 
     def replace(self, version: int, pieces: Iterable[Piece]) -> None:
-        """All of it at once, from a stream that is read to its end whatever happens. ValueError keeps the old."""
+        """Replace all weights from a stream, which is read to its end whatever happens. On ValueError keep the old."""
         done = False
         try:
             self.prepare(Manifest(version))
@@ -177,7 +177,7 @@ class WeightStaging:
 
     @torch.no_grad()
     def _swap(self, values: dict[str, Tensor]) -> None:
-        """Exchange contents with the targets, one tensor's memory at a time; where that fails, exchange them back."""
+        """Swap contents with the targets, one tensor's memory at a time; where that fails, swap them back."""
         exchanged: list[str] = []
         done = False
         try:
@@ -191,7 +191,7 @@ class WeightStaging:
                     _exchange(self._targets[name], values[name])
 
     def _swap_back(self, values: dict[str, Tensor]) -> None:
-        """Undo `_swap(values)`: `values` holds the old weights since."""
+        """Undo `_swap(values)`, after which `values` holds the old weights."""
         self._swap(values)
 
     def _clear(self) -> None:
@@ -206,7 +206,7 @@ class WeightStaging:
 
 
 def _exchange(target: Tensor, value: Tensor) -> None:
-    """Swap two tensors' contents; where the second copy fails, the first is undone."""
+    """Swap two tensors' contents; where the second copy fails, undo the first."""
     old = target.detach().clone()
     done = False
     try:

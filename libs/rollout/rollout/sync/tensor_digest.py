@@ -1,4 +1,4 @@
-"""A digest of a tensor's bytes, as fast as memory is read: both ends of a transfer of weights compute it."""
+"""A digest of a tensor's bytes, as fast as memory is read: both ends of a weight sync compute it."""
 
 import zlib
 
@@ -9,9 +9,9 @@ _COLUMNS = 1024
 
 
 def digest_of(tensor: Tensor) -> int:
-    """Return of a contiguous tensor, wherever it lies: the CRC of the sums of its 8-byte words, column by column of
-    rows of 8 KiB, and of what is left over. Blind to whole rows that change places, as `receive` checks places itself.
-    """
+    """Return the digest of a contiguous tensor on any device: the CRC of the sums of its 8-byte words, column by column
+    of rows of 8 KiB, and of the remaining bytes. Blind to whole rows that change places, as `receive` checks places
+    itself."""
     data = tensor.detach().reshape(-1).view(torch.uint8)
     whole = data.numel() // (8 * _COLUMNS) * (8 * _COLUMNS)
     found = zlib.crc32(data[whole:].cpu().numpy().data)

@@ -1,7 +1,7 @@
 """One decision over many receivers: the new weights are whole on every one of them, or the old ones stay.
 
 1. `prepare(manifest)` on all; a refusal ends it here.
-2. Every bucket to all of them, while they go on sampling. A receiver has verified the whole when nothing lacks.
+2. Every bucket to all of them, while they go on sampling. A receiver has checked everything when nothing is missing.
 3. The vote: all have everything (over processes too, where each runs its own receiver: `all_reduce_ok`).
 4. `pause`, then `commit` on all, and a second vote. The old weights are kept until then.
 5. All committed: `resume` lets the old weights go. Anything else: `abort` brings them back, and `resume` follows.
@@ -19,17 +19,18 @@ from typing import Any, Literal, Protocol
 from rollout.errors import NotFiniteError
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket
+from seqpack.renamed import renamed_arguments
 
 
 class Receiver(Protocol):
-    """What is used of a rollout engine (`rollout.engine.RolloutEngine`)."""
+    """The methods of a rollout engine that are used here (`rollout.engine.RolloutEngine`)."""
 
     async def prepare(self, manifest: Manifest) -> None:
-        """Begin a transfer, or raise ValueError."""
+        """Begin a weight sync, or raise ValueError."""
         ...
 
     async def receive(self, bucket: Bucket) -> int:
-        """Stage a bucket; the number of elements that still lack."""
+        """Stage a bucket and return the number of missing elements."""
         ...
 
     async def commit(self, version: int) -> None:
@@ -37,35 +38,35 @@ class Receiver(Protocol):
         ...
 
     async def abort(self) -> None:
-        """Drop what is staged, or bring the old weights back."""
+        """Drop what is staged, or restore the old weights."""
         ...
 
     async def pause(self, mode: Literal["finish", "abort"] = "finish") -> None:
-        """Hold sampling."""
+        """Pause sampling."""
         ...
 
     async def resume(self) -> None:
-        """Go on sampling; old weights that were kept are let go."""
+        """Resume sampling and drop the old weights."""
         ...
 
 
-class Borrower(Protocol):
-    """What is used of a sampler that computes with the trainer's own tensors (`rollout.native.sharing`)."""
+class SharingSampler(Protocol):
+    """The methods of a sampler that computes with the trainer's own tensors (`rollout.native.sharing`)."""
 
-    async def offer(self, version: int, lent: Any) -> None:
-        """Look through new weights, or raise ValueError; nothing changes."""
+    async def propose(self, version: int, weights: Any) -> None:
+        """Check new weights and change nothing, or raise ValueError."""
         ...
 
     async def commit(self, version: int) -> None:
-        """Let what was offered be this version."""
+        """Make the proposed weights this version."""
         ...
 
     async def abort(self) -> None:
-        """Drop the offer; after a commit nothing is sampled before the next one."""
+        """Drop the proposal; after a commit refuse sampling until the next one."""
         ...
 
     async def resume(self) -> None:
-        """Go on sampling."""
+        """Resume sampling."""
         ...
 
 
@@ -74,18 +75,19 @@ AllReduceOk = Callable[[bool], bool]
 
 @dataclass(frozen=True)
 class TransferTimes:
-    """Seconds that a transfer took its receivers; what its sender made the weights in is in neither."""
+    """Seconds of a weight sync at its receivers, without the time in which the sender makes the weights."""
 
     staged_s: float
-    """Receiving, while they went on sampling."""
+    """Seconds of receiving, while sampling went on."""
     paused_s: float
-    """From when they held sampling until they went on; of a swap under way, from its begin."""
+    """Seconds from the pause of sampling to its resumption; without a pause, from the begin of the swap."""
 
 
 class WeightVoteFailed(ValueError):  # noqa: N818  what happened, in the words of a log
     """This process could take the weights, and another one could not."""
 
 
+@renamed_arguments(agree="all_reduce_ok")
 async def transfer_weights(
     receivers: Sequence[Receiver],
     manifest: Manifest,
@@ -95,17 +97,17 @@ async def transfer_weights(
     timeout: float = 600.0,
     all_reduce_ok: AllReduceOk | None = None,
 ) -> TransferTimes:
-    """Give the weights of `manifest` to all receivers, or to none; how long it took them.
+    """Transfer the weights of `manifest` to all receivers, or to none; return the seconds that it took.
 
-    `pause` is how sampling is held while the receivers swap; None swaps under way, one receiver after the other.
-    `timeout` bounds each call to a receiver, in seconds. `all_reduce_ok(ok)` is collective and says whether all
+    `pause` is how sampling is paused while the receivers swap; None swaps while it goes on, one receiver after the
+    other. `timeout` bounds each call to a receiver, in seconds. `all_reduce_ok(ok)` is collective and says whether all
     processes are ok, where each process runs its own receivers (`all_reduce` with MIN). `buckets` are read to their end
     whatever happens: they may be a collective export.
 
     Raises:
         ValueError: a receiver refused the weights, here or on another process.
-        RuntimeError: a receiver failed or did not answer. It is told nothing more and is to be ended: nobody knows
-            which weights it has. In both cases every other receiver has its old weights and is sampling.
+        RuntimeError: a receiver failed or did not respond. It gets no further calls and has to be ended: its
+            weights are unknown. In both cases every other receiver has its old weights and is sampling.
     """
     group = _Group(receivers, manifest.version, timeout)
     committed = False
@@ -120,33 +122,33 @@ async def transfer_weights(
     return TransferTimes(group.staged_s, time.perf_counter() - group.held_since)
 
 
+@renamed_arguments(agree="all_reduce_ok", borrower="sampler", lent="weights")
 async def share_weights(
-    borrower: Borrower, version: int, lent: Any, *, all_reduce_ok: AllReduceOk | None = None
+    sampler: SharingSampler, version: int, weights: Any, *, all_reduce_ok: AllReduceOk | None = None
 ) -> TransferTimes:
-    """Let a sampler that computes with the trainer's tensors go on with their present values, as `version`; how long
-    it was held for that.
+    """Make the present values of the trainer's tensors `version` in a sampler that shares them; return its pause.
 
-    Nothing is copied. `lent` is what the trainer lends now (`rollout.native.sharing.Lent`); `all_reduce_ok` as in
+    Nothing is copied. `weights` are the trainer's (`rollout.native.sharing.TrainerWeights`); `all_reduce_ok` as in
     `transfer_weights`: each process has a sampler beside its own trainer, and all of them go on or none does.
 
     Raises:
-        ValueError: the weights can't be taken here or on another process. Values that the trainer has changed are of no
-            version then, and the sampler refuses to sample until a hand-over succeeds.
+        ValueError: the weights can't be taken here or on another process. Values that the trainer has changed have no
+            version then, and the sampler refuses to sample until a weight sync succeeds.
     """
     committed, begun = False, time.perf_counter()
     try:
-        await _together(borrower.offer(version, lent), all_reduce_ok, SHARED)
-        await _together(borrower.commit(version), all_reduce_ok, SHARED)
+        await _together(sampler.propose(version, weights), all_reduce_ok, SHARED)
+        await _together(sampler.commit(version), all_reduce_ok, SHARED)
         committed = True
     finally:
         if not committed:
-            await borrower.abort()
-        await borrower.resume()
+            await sampler.abort()
+        await sampler.resume()
     return TransferTimes(0.0, time.perf_counter() - begun)
 
 
 class _Group:
-    """The receivers, and those of them that no longer answer."""
+    """The receivers, and those of them that failed."""
 
     def __init__(self, receivers: Sequence[Receiver], version: int, timeout: float) -> None:
         self.receivers = receivers
@@ -156,7 +158,7 @@ class _Group:
         self._lost: set[int] = set()
 
     async def ask(self, call: Callable[[Receiver], Awaitable[object]]) -> list[object]:
-        """Return the answers of all, side by side; raises when any failed, after all have answered."""
+        """Call all receivers side by side and return their results; raise when any failed, after all have ended."""
         answers = await self._answers(call)
         failures = {i: a for i, a in enumerate(answers) if isinstance(a, BaseException)}
         self._lost |= {i for i, error in failures.items() if not isinstance(error, ValueError)}
@@ -169,14 +171,14 @@ class _Group:
         return answers
 
     async def stage(self, call: Callable[[Receiver], Awaitable[object]]) -> list[object]:
-        """Return `ask`, and count the seconds."""
+        """Call all receivers as `ask` does, and count the seconds."""
         begun = time.perf_counter()
         answers = await self.ask(call)
         self.staged_s += time.perf_counter() - begun
         return answers
 
     async def tell_living(self, call: Callable[[Receiver], Awaitable[object]]) -> None:
-        """Tell those that have not failed; one that fails now is lost, and the rest are told all the same."""
+        """Call those that have not failed, all of them; those that fail now are lost."""
         answers = await self._answers(call)
         self._lost |= {i for i, answer in enumerate(answers) if isinstance(answer, BaseException)}
 
@@ -217,7 +219,7 @@ SHARED = "the new weights, in the trainer's memory, are of no version: another p
 
 
 async def _together(work: Awaitable[None], all_reduce_ok: AllReduceOk | None, otherwise: str = COPIED) -> None:
-    """Do this process's part; raise if it failed, here or on another process."""
+    """Await this process's part; raise if it failed, here or on another process."""
     mine, everyone = False, True
     try:
         await work

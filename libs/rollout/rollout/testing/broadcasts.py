@@ -1,4 +1,4 @@
-"""For tests of weights through a process group: samplers in processes of their own behind a pool's broadcast."""
+"""For tests of weight sync through a process group: samplers in processes of their own behind a pool's broadcast."""
 
 import asyncio
 import os
@@ -32,17 +32,17 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def changed(seed: int, device: str = "cpu") -> Any:
-    """Return a model of the samplers' kind; they begin with that of seed 0."""
+    """Return a model of the samplers' kind, from another seed than theirs (0)."""
     return tiny_model(24, layers=2, seed=seed).to(device)
 
 
 def bytes_of(model: Any) -> bytes:
-    """Return all parameters, end to end."""
+    """Return the bytes of all parameters, end to end."""
     return b"".join(p.detach().cpu().numpy().tobytes() for _, p in model.named_parameters())
 
 
 def sampling(connection: "Connection[Any, Any]", device: str) -> None:
-    """The process: an engine that says what it samples, with which weights, and which devices it sees."""
+    """Run an engine in a process; calls ask for its completions, its weights and the devices that it sees."""
     torch.set_num_threads(1)
     model = changed(0, device)
     engine = NativeEngine(model)
@@ -63,8 +63,8 @@ def sampling(connection: "Connection[Any, Any]", device: str) -> None:
 
 
 @contextmanager
-def seeing(device: str) -> Iterator[None]:
-    """Processes that are started inside see this CUDA device alone; this one has looked already."""
+def vision_devices(device: str) -> Iterator[None]:
+    """Let processes that are started inside see this CUDA device alone; this process has chosen its own already."""
     torch.cuda.init()
     before = os.environ.get(VISIBLE)
     os.environ[VISIBLE] = device
@@ -78,7 +78,7 @@ def seeing(device: str) -> Iterator[None]:
 
 
 class Pool:
-    """Samplers behind a broadcast, as a Ray pool has them.
+    """Samplers behind a broadcast, as in a Ray pool.
 
     `devices`: the CUDA device that each of them sees alone, None for one on the CPU.
     """
@@ -86,32 +86,32 @@ class Pool:
     def __init__(self, backend: Backend, seconds: float, devices: Sequence[str | None]) -> None:
         self.workers: list[WorkerProcess] = []
         for device in devices:
-            with nullcontext() if device is None else seeing(device):
+            with nullcontext() if device is None else vision_devices(device):
                 self.workers.append(WorkerProcess(sampling, ("cpu" if device is None else "cuda",)))
         self._group = (backend, self.ask, len(devices), seconds)
         self.broadcast = PoolBroadcast(*self._group)
         for worker in self.workers:
             worker.ready.result(120)
 
-    def regroup(self) -> None:
-        """Have another group, which nobody has joined yet."""
+    def new_group(self) -> None:
+        """Make another group, which no sampler has joined yet."""
         self.broadcast = PoolBroadcast(*self._group)
 
     def ask(self, index: int, name: str, arguments: Mapping[str, Any]) -> "Future[Message]":
-        """Call one of them."""
+        """Call one of the samplers."""
         return self.workers[index].call(name, **arguments)
 
     async def all(self, name: str, **arguments: Any) -> list[Any]:
-        """Call all of them; their answers."""
+        """Call all samplers and return their results."""
         asked = [asyncio.wrap_future(worker.call(name, **arguments)) for worker in self.workers]
         return [payload or head.get("answer") for head, payload in await asyncio.gather(*asked)]
 
     async def announced(self, version: int) -> None:
-        """Tell them that weights come."""
+        """Notify all samplers that weights come."""
         await self.all("prepare", **manifest_message(Manifest(version)))
 
-    async def handed_over(self, version: int, model: Any) -> None:
-        """Have all of them sample with a model's weights."""
+    async def send_weights(self, version: int, model: Any) -> None:
+        """Send a model's weights to all samplers."""
         await self.announced(version)
         missing = 1
         for bucket in parts_of(model):
@@ -121,8 +121,8 @@ class Pool:
         await self.all("commit", version=version)
         await self.all("resume")
 
-    def damaged(self, bucket: Bucket, data: Tensor) -> "list[Future[Message]]":
-        """Send the bucket's bytes `data`, altered after their checksum; the answers of all."""
+    def send_corrupted(self, bucket: Bucket, data: Tensor) -> "list[Future[Message]]":
+        """Send the bucket's bytes `data`, altered after their checksum; return the results of all."""
         head = {**bucket_message(bucket, data), MARK: True}
         data[7] ^= 1
         if data.is_cuda:
@@ -135,33 +135,33 @@ class Pool:
         return asked
 
     async def stopped(self, bucket: Bucket, seconds: float) -> "asyncio.Task[int]":
-        """Stop the last sampler and send a bucket, which is still on its way after so long."""
-        self.strike(signal.SIGSTOP)
+        """Stop the last sampler and send a bucket; return the send, which still runs after that many seconds."""
+        self.send_signal(signal.SIGSTOP)
         sent = asyncio.create_task(self.broadcast.send(bucket))
         await asyncio.sleep(seconds)
         assert not sent.done()
         return sent
 
-    def strike(self, sign: signal.Signals, index: int = -1) -> None:
-        """Send a signal to the process of a sampler, the last one unless told."""
+    def send_signal(self, sign: signal.Signals, index: int = -1) -> None:
+        """Send a signal to the process of a sampler, by default the last one."""
         pid = self.workers[index].process.pid
         assert pid is not None
         os.kill(pid, sign)
 
     def close(self) -> None:
-        """End all of it."""
+        """End the broadcast and all samplers."""
         self.broadcast.close()
         for worker in self.workers:
             worker.close()
 
 
 def parts_of(model: Any) -> Iterator[Bucket]:
-    """Return a model's weights in buckets, several of them."""
+    """Return a model's weights in several buckets."""
     return buckets(pieces_of(model.named_parameters()), 1 << 14)
 
 
 def large(nbytes: int, device: str = "cpu") -> Bucket:
-    """Return a bucket of bytes of 1: where it is more than is held on the way, who does not read it holds its sender
-    up."""
+    """Return a bucket of bytes of 1. Where it exceeds the buffers on the way, a receiver that does not read blocks its
+    sender."""
     header = Header("large", (nbytes,), torch.uint8, 0, nbytes, 0)
     return Bucket((header,), torch.ones(nbytes, dtype=torch.uint8, device=device))

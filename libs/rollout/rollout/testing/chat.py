@@ -42,7 +42,7 @@ TEMPLATE = """
 
 
 def tiny_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
-    """Return one token a byte, three special tokens, one token for each marker of a tool call."""
+    """Build a tokenizer of one token a byte, three special tokens, and one for each marker of a tool call."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

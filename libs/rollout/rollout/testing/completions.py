@@ -1,4 +1,4 @@
-"""A server of completions for tests: any rollout engine behind /v1/completions, which takes ids and tells them."""
+"""A server of completions for tests: any rollout engine behind /v1/completions, which takes and returns ids."""
 
 import asyncio
 import contextlib
@@ -20,9 +20,10 @@ MODEL = "policy"
 
 
 class CompletionServer:
-    """Serves `engine` on loopback, in a thread with an event loop of its own, while its context is open.
+    """A server for `engine` on loopback, in a thread with an event loop of its own, while its context is open.
 
-    `key`: what it asks for. `change` may alter every event before it is sent; where it gives None, the stream ends.
+    `key`: the key that it asks for. `change` may alter every event before it is sent; where it returns None, the stream
+    ends.
     """
 
     def __init__(self, engine: RolloutEngine, max_length: int | None = 256, key: str | None = None) -> None:
@@ -36,7 +37,7 @@ class CompletionServer:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[str]:
-        """Serve; the base URL."""
+        """Serve inside the block, and yield the base URL."""
         bound = socket.create_server(("127.0.0.1", 0))
         routes = [
             Route("/v1/models", self._models, methods=["GET"]),
@@ -92,7 +93,7 @@ class CompletionServer:
             self.gone += not done
 
     async def _events(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Yield an event a token, the last with the reason of the end."""
+        """Yield an event a token, the last one with the stop reason."""
         told: asyncio.Queue[tuple[Any, Any]] = asyncio.Queue()
         task = asyncio.ensure_future(
             self.engine.generate(body["prompt"], sampling_of(body), on_tokens=lambda *new: told.put_nowait(new))
@@ -111,7 +112,7 @@ class CompletionServer:
 
 
 def sampling_of(body: dict[str, Any]) -> Sampling:
-    """Return how a request samples."""
+    """Return the sampling settings of a request."""
     limit, stops = body["max_tokens"], tuple(body["stop_token_ids"])
     if body["temperature"] == 0:
         return Sampling(greedy=True, max_new_tokens=limit, stop_token_ids=stops)

@@ -1,6 +1,6 @@
-"""What a hostile program tries in the sandbox.
+"""Attacks of a hostile program on the sandbox.
 
-Each prints ESCAPED where it got through; each entry says what it shall be told instead.
+Each prints ESCAPED where it succeeds; each entry has the output that is expected instead.
 """
 
 import re
@@ -293,7 +293,7 @@ os.abort()
 
 
 def programs() -> dict[str, tuple[str, str]]:
-    """Return by name: the program, and what it is told, as a regular expression."""
+    """Return each program and a regular expression of its expected output, by name."""
     found = {}
     for head, code in re.findall(r"^#### (.*)\n((?:(?!####).*\n)+)", PROGRAMS, re.MULTILINE):
         name, _, told = head.partition(" -> ")

@@ -1,4 +1,4 @@
-"""For tests: an engine that says what it is told to, with the log-probs that a stock model gives those words."""
+"""For tests: an engine with scripted completions, and the log-probs that a stock model gives them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,8 +11,7 @@ from rollout.testing.scripted import ScriptedEngine, stream
 
 
 def stock_log_probs(model: nn.Module, ids: Sequence[int]) -> torch.Tensor:
-    """Return log-probs (n,) float64 of a row's tokens, each after those before it; 0 for the first. One plain forward
-    pass."""
+    """Return log-probs (n,) float64 of a row's tokens, by one plain forward pass; 0 for the first token."""
     row = torch.tensor([list(ids)])
     with torch.no_grad():
         logits = model(input_ids=row, use_cache=False).logits[0, :-1].double()
@@ -21,7 +20,7 @@ def stock_log_probs(model: nn.Module, ids: Sequence[int]) -> torch.Tensor:
 
 
 class ForcedEngine(ScriptedEngine):
-    """`reply(prompt_ids, turn)` gives the ids of each answer, as for ScriptedEngine; `completions` are all of them."""
+    """Engine whose `reply(prompt_ids, turn)` returns the ids of each completion; `completions` are all of them."""
 
     def __init__(self, model: nn.Module, reply: Callable[[list[int], int], Sequence[int]], version: int = 0) -> None:
         super().__init__(reply, version)
@@ -38,7 +37,7 @@ class ForcedEngine(ScriptedEngine):
         deadline: float | None = None,
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """Return the next answer of the script, scored, streamed token by token."""
+        """Return the next scripted completion with its log-probs, streamed token by token."""
         said = await super().generate(prompt_ids, sampling, media, request_id=request_id, deadline=deadline)
         log_probs = stock_log_probs(self._model, [*prompt_ids, *said.ids])[len(prompt_ids) :]
         done = Completion(said.ids, tuple(log_probs.tolist()), said.stop_reason, said.policy_versions)

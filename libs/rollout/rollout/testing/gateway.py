@@ -1,4 +1,4 @@
-"""A served gateway for tests: an engine whose answers are written beforehand, and the real openai client."""
+"""A served gateway for tests: an engine with scripted completions, and the real openai client."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -36,20 +36,20 @@ ADD = {
 
 
 def encode(text: str) -> list[int]:
-    """Return text to ids."""
+    """Tokenise text into ids."""
     return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
 
 
 def decode(ids: Sequence[int]) -> str:
-    """Ids to text."""
+    """Decode ids into text."""
     return str(TOKENIZER.decode(list(ids)))
 
 
 class Script:
-    """An engine whose answers are written beforehand; log-probs tell the position of each token in its stream.
+    """An engine with scripted completions; log-probs tell the position of each token in its stream.
 
-    With `streams` it tells its tokens one by one, each once a permit of `paces` is there (None: at once), and a
-    cancelled request answers with what it told.
+    With `streams` it streams its tokens one by one, each once a permit of `paces` is there (None: at once), and a
+    cancelled request returns the tokens so far.
     """
 
     def __init__(self, *texts: str, version: int = 3) -> None:
@@ -67,7 +67,7 @@ class Script:
         self.ended: set[str] = set()  # requests that were cancelled by name
 
     def supports(self, feature: str) -> Supported | Unsupported:
-        """Return whether it tells its tokens."""
+        """Return whether it streams its tokens."""
         return (
             Supported("here") if feature == "streaming" and self.streams else Unsupported(f"a script has no {feature}")
         )
@@ -78,7 +78,7 @@ class Script:
         return True
 
     def load(self) -> Load:
-        """Return who asked and is not answered yet."""
+        """Return how many requests are open."""
         return Load(self.running, 0)
 
     async def generate(
@@ -91,7 +91,7 @@ class Script:
         deadline: float | None = None,
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """Return the next answer, once the gate is open, streamed token by token."""
+        """Return the next completion, once the gate is open, streamed token by token."""
         del media, deadline
         number = len(self.prompts)
         self.prompts.append(list(prompt_ids))
@@ -120,7 +120,7 @@ class Script:
 
 
 def client(gateway: TokenGateway, session: str = "s", **options: Any) -> openai.AsyncOpenAI:
-    """Return the client of one session."""
+    """Return an OpenAI client for one session."""
     return openai.AsyncOpenAI(base_url=gateway.base_url, api_key=gateway.key(session), max_retries=0, **options)
 
 
@@ -135,16 +135,16 @@ def serve(engine: Any, body: Callable[[TokenGateway], Awaitable[T]], **options: 
 
 
 def check(segment: Segment) -> None:
-    """Sampled tokens have the log-probs of their place, others none."""
+    """Assert that sampled tokens have the log-probs of their positions, and others none."""
     for at, (mask, log_prob, version) in enumerate(
         zip(segment.loss_mask, segment.log_probs, segment.policy_versions, strict=True)
     ):
         assert (log_prob, version) == ((-float(at), 3) if mask else (0.0, -1))
 
 
-REASONED = "<think>\nSum.\n</think>\n\nLet me add." + CALL + "<|im_end|>"
+WITH_REASONING = "<think>\nSum.\n</think>\n\nLet me add." + CALL + "<|im_end|>"
 TURNS = [
-    REASONED,
+    WITH_REASONING,
     "plain<|im_end|>",
     CALL + CALL + "<|im_end|>",
     "<tool_call>\n<function=add>\n<parameter=a>\n3",
@@ -153,7 +153,7 @@ TURNS = [
 
 
 async def ask(api: openai.AsyncOpenAI, *messages: Any, **options: Any) -> Any:
-    """Return the choice that answers these messages."""
+    """Send these messages and return the choice of the response."""
     return (await api.chat.completions.create(model="policy", messages=list(messages), **options)).choices[0]
 
 

@@ -73,14 +73,14 @@ HYBRID_067B: dict[str, Any] = {
 
 
 def tiny_model(vocab: int = 48, layers: int = 4, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """Gated-delta-net and full-attention layers by turns, hidden size 32, float32, eval mode; `changes` its config."""
+    """Build a model of alternating gated-delta-net and full-attention layers, hidden size 32, float32, eval mode."""
     config = Qwen3_5TextConfig(**_SIZES | {"vocab_size": vocab, "num_hidden_layers": layers} | changes)
     torch.manual_seed(seed)
     return _with_large_weights(Qwen3_5ForCausalLM(config))
 
 
 def tiny_dense_model(vocab: int = 48, layers: int = 2, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """Return a Qwen3 of the same size: softmax attention in every layer."""
+    """Build a Qwen3 of the same size: softmax attention in every layer."""
     sizes = {name: value for name, value in _SIZES.items() if name in _DENSE_SIZES}
     config = Qwen3Config(**sizes | {"vocab_size": vocab, "num_hidden_layers": layers} | changes)
     torch.manual_seed(seed)
@@ -88,7 +88,7 @@ def tiny_dense_model(vocab: int = 48, layers: int = 2, seed: int = 0, **changes:
 
 
 def tiny_mixture(vocab: int = 48, layers: int = 2, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """Return the same with six experts in each layer, two of them a token."""
+    """Build a `tiny_model` with six experts in each layer, two of them a token."""
     config = Qwen3_5MoeTextConfig(**_mixture_sizes(vocab, layers, changes))
     torch.manual_seed(seed)
     return _with_large_experts(_with_large_weights(Qwen3_5MoeForCausalLM(config)))
@@ -109,17 +109,16 @@ def _with_large_experts(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def tiny_seeing_model(vocab: int = 48, layers: int = 4, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """Return `tiny_model` with a vision tower: patches of 2 x 2 pixels and 2 frames, four of them a token; image token
-    44.
+def tiny_vision_model(vocab: int = 48, layers: int = 4, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Build `tiny_model` with a vision tower: patches of 2 x 2 pixels and 2 frames, four of them a token.
 
-    `changes` are its text part's.
+    The image token is 44. `changes` are those of its text part.
     """
     return _seeing(_SIZES | {"vocab_size": vocab, "num_hidden_layers": layers} | changes, seed)
 
 
-def tiny_seeing_mixture(vocab: int = 48, layers: int = 4, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """Return the same with experts in each layer of its text part, as `tiny_mixture` has them."""
+def tiny_vision_moe(vocab: int = 48, layers: int = 4, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Build `tiny_vision_model` with experts in each layer of its text part, as in `tiny_mixture`."""
     text = _mixture_sizes(vocab, layers, changes)
     return _with_large_experts(_seeing(text, seed, Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration))
 

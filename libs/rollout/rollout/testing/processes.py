@@ -1,4 +1,4 @@
-"""For tests of what processes leave behind."""
+"""For tests: files and processes that are left behind."""
 
 import os
 import tempfile
@@ -6,18 +6,17 @@ import time
 from pathlib import Path
 
 
-def left_behind() -> set[str]:
-    """Return files that vLLM and its processes make where all processes can see them."""
+def leftover_files() -> set[str]:
+    """Return the files that vLLM and its processes make where all processes can see them."""
     shared = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")} if Path("/dev/shm").is_dir() else set()
     mine = Path(tempfile.gettempdir())
     return shared | {str(path) for path in mine.glob("tessera-vllm-*")} | {str(path) for path in mine.glob("vllm*")}
 
 
 def abandoned(before: set[str], seconds: float = 60) -> set[str]:
-    """Return such files that have come since and that no living process has mapped; others' come and go beside a
-    test."""
+    """Return new such files that no living process has mapped; those of others come and go beside a test."""
     limit = time.monotonic() + seconds
-    while found := left_behind() - before - _mapped():
+    while found := leftover_files() - before - _mapped():
         if time.monotonic() > limit:
             break
         time.sleep(0.5)
@@ -25,7 +24,7 @@ def abandoned(before: set[str], seconds: float = 60) -> set[str]:
 
 
 def _mapped() -> set[str]:
-    """Return files of shared memory that a process has in its memory."""
+    """Return the files of shared memory that any process has mapped."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/maps"):
         try:
@@ -36,7 +35,7 @@ def _mapped() -> set[str]:
     return found
 
 
-def living(session: int) -> list[str]:
+def alive_processes(session: int) -> list[str]:
     """Return the processes of a session that are no zombies."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -50,8 +49,8 @@ def living(session: int) -> list[str]:
 
 
 def assert_ends(session: int, seconds: float = 60) -> None:
-    """No process of the session is there after so long."""
+    """Wait until no process of the session is left, for at most `seconds`."""
     limit = time.monotonic() + seconds
-    while living(session):
-        assert time.monotonic() < limit, f"{living(session)} outlived those who started them"
+    while alive_processes(session):
+        assert time.monotonic() < limit, f"{alive_processes(session)} outlived those who started them"
         time.sleep(0.1)

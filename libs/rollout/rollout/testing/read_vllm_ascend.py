@@ -19,7 +19,7 @@ PINNED = ("torch", "torch-npu")
 
 
 def read_names(archive: Path) -> dict[str, Any]:
-    """Return version, pins, variables, settings and classes. ValueError where the archive lacks one of the files."""
+    """Return version, pins, variables, settings and classes. Raise ValueError where the archive lacks a file."""
     with tarfile.open(archive) as opened:
         files = {member.name.partition("/")[2]: member for member in opened.getmembers()}
 
@@ -43,7 +43,7 @@ def read_names(archive: Path) -> dict[str, Any]:
 
 
 def _class(source: str, name: str) -> dict[str, Any]:
-    """Bases, and public methods with their arguments as they are written."""
+    """Return bases, and public methods with their arguments as written."""
     found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef) and node.name == name]
     if len(found) != 1:
         raise ValueError(f"there are {len(found)} classes {name}")
@@ -53,14 +53,14 @@ def _class(source: str, name: str) -> dict[str, Any]:
 
 
 def _keys(source: str) -> list[str]:
-    """Return the names of the environment that its table reads."""
+    """Return the names of the environment variables in its table."""
     tables = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Dict)]
     keys = [key.value for table in tables for key in table.keys if isinstance(key, ast.Constant)]
     return sorted({key for key in keys if isinstance(key, str)})
 
 
 def _settings(source: str) -> list[str]:
-    """Attributes of its configuration object."""
+    """Return the attributes of its configuration object."""
     config = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "AscendConfig")
     stored = (n for n in ast.walk(config) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
     return sorted({node.attr for node in stored if ast.unparse(node.value) == "self"})

@@ -1,4 +1,4 @@
-"""For tests of environments and apps: an engine that says what it is told to, with no model behind it."""
+"""For tests of environments and apps: an engine with scripted completions, without a model."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ from seqpack.capability import Supported, Unsupported
 
 
 async def stream(done: Completion, on_tokens: OnTokens | None) -> None:
-    """Tell a completion token by token, a turn of the event loop each."""
+    """Pass a completion to `on_tokens` token by token, a turn of the event loop each."""
     if on_tokens is None:
         return
     for token, log_prob in zip(done.ids, done.log_probs, strict=True):
@@ -21,10 +21,10 @@ async def stream(done: Completion, on_tokens: OnTokens | None) -> None:
 
 
 class ScriptedEngine:
-    """A RolloutEngine whose turns are written beforehand: `reply(prompt_ids, turn)` gives the ids of each answer.
+    """A RolloutEngine with scripted turns: `reply(prompt_ids, turn)` returns the ids of each completion.
 
-    `turn` counts this engine's calls. An answer that ends in one of the request's stop tokens has stop_reason "stop",
-    any other is cut to max_new_tokens and has "length". Log-probs are -0.5 for every token.
+    `turn` counts this engine's calls. A completion that ends in one of the request's stop tokens has stop_reason
+    "stop", any other is cut to max_new_tokens and has "length". Log-probs are -0.5 for every token.
     """
 
     def __init__(self, reply: Callable[[list[int], int], Sequence[int]], version: int = 0) -> None:
@@ -35,15 +35,15 @@ class ScriptedEngine:
 
     @property
     def version(self) -> int:
-        """The number of the weights in use."""
+        """The version of the weights in use."""
         return self._version
 
     def supports(self, feature: str) -> Supported | Unsupported:
-        """Return nothing: it is no engine for runs."""
+        """Return Unsupported: it is no engine for runs."""
         return Unsupported(f"a scripted engine has no {feature}")
 
     def load(self) -> Load:
-        """Return nothing runs between calls, and nobody waits."""
+        """Return zeros: nothing runs between calls."""
         return Load(0, 0)
 
     async def generate(
@@ -56,7 +56,7 @@ class ScriptedEngine:
         deadline: float | None = None,
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """Return the next answer of the script, streamed token by token; past its deadline, nothing."""
+        """Return the next scripted completion, streamed token by token; an empty one past its deadline."""
         del media, request_id
         turn = len(self.prompts)
         self.prompts.append(list(prompt_ids))
@@ -70,36 +70,36 @@ class ScriptedEngine:
         return done
 
     async def cancel(self, request_id: str) -> bool:
-        """Return nothing is ever waiting here."""
+        """Return False: no request ever waits."""
         del request_id
         return False
 
     async def prepare(self, manifest: Manifest) -> None:
-        """Take the number that is coming."""
+        """Store the version that is coming."""
         self._coming = manifest.version
 
     async def receive(self, bucket: Bucket) -> int:
-        """Take it as the last one."""
+        """Return 0, as after the last bucket."""
         del bucket
         return 0
 
     async def commit(self, version: int) -> None:
-        """Take the number."""
+        """Set the version."""
         self._before, self._version = self._version, version
 
     async def abort(self) -> None:
-        """Go back to the number before."""
+        """Restore the version before."""
         self._version = self._before
 
     async def update_weights(self, version: int, pieces: Iterable[Piece]) -> None:
-        """Take the number and read the pieces to their end."""
+        """Read the pieces to their end and set the version."""
         for _ in pieces:
             pass
         self._version = version
 
     async def pause(self, mode: PauseMode = "finish") -> None:
-        """Nothing runs between calls."""
+        """Return at once: nothing runs between calls."""
 
     async def resume(self) -> None:
-        """Nothing was held back."""
+        """Forget the version before."""
         self._before = self._version

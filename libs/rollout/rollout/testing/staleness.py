@@ -1,4 +1,4 @@
-"""For tests of asynchronous control: a referee that knows the promises and nothing of how they are kept."""
+"""For tests of asynchronous control: a referee that knows the promises, and not how they are kept."""
 
 from collections.abc import Iterable
 from fractions import Fraction
@@ -8,10 +8,10 @@ from rollout.control.settings import StalenessSettings
 from rollout.control.staleness import Begin, Decision, Event, Failed, Finished, Sync, Synced, SyncFailed, Train, Trained
 
 
-class Referee:
-    """Watches one run: `see` every decision, `tell` every event that is answered. AssertionError: a promise is broken.
+class StalenessChecker:
+    """A check of one run: `see` every decision, `tell` every event before it is handled; asserts all promises.
 
-    `key` is all that it remembers, hashable: two runs with equal keys have equal futures.
+    `key` is its whole state, hashable: two runs with equal keys have equal futures.
     """
 
     def __init__(self, settings: StalenessSettings) -> None:
@@ -31,18 +31,18 @@ class Referee:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What it remembers."""
+        """Its whole state."""
         held = (tuple(sorted(part.items())) for part in (self.running, self.ready))
         return (*held, self.broken, self.training, self.trained, self.steps, self.version, self.coming)
 
     @property
     def done(self) -> bool:
-        """Whether the run came to its end: all is trained, and the samplers have the last weights."""
+        """Whether the run has ended: all is trained, and the samplers have the last weights."""
         last = ceil(self.settings.total_steps / self.settings.parameter_sync_step)
         return len(self.trained) == self.total and self.version == last
 
     def see(self, decisions: Iterable[Decision]) -> None:
-        """Hold decisions to the promises; then that nothing was left undone that could be done."""
+        """Check decisions against the promises, and that nothing possible was left undone."""
         for decision in decisions:
             match decision:
                 case Begin(group, version):
@@ -59,7 +59,7 @@ class Referee:
         self._nothing_undone()
 
     def events(self, failures: bool = True) -> list[Event]:
-        """Return all that can happen next."""
+        """Return all events that can happen next."""
         found: list[Event] = [Finished(group) for group in self.running]
         found += [Failed(group) for group in self.running if failures and group not in self.broken]
         found += [Trained()] if self.training else []
@@ -68,7 +68,7 @@ class Referee:
         return found
 
     def tell(self, event: Event) -> None:
-        """Take in an event that is about to be handled. A group fails once at most."""
+        """Apply an event that is about to be handled. A group fails once at most."""
         match event:
             case Finished(group):
                 self.ready[group] = self.running.pop(group)
@@ -117,7 +117,7 @@ class Referee:
         return min(self.total, self.per_window * (1 + self.version) + self.slack)
 
     def _nothing_undone(self) -> None:
-        """What could begin has begun, weights that are due move, and a run that is not done goes on."""
+        """Assert that all groups that may begin have begun, that due weights are synced, and that the run goes on."""
         due = self.steps > 0 and (
             self.steps == self.settings.total_steps or self.steps % self.settings.parameter_sync_step == 0
         )

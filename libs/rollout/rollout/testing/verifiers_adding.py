@@ -28,12 +28,12 @@ class Sum(vf.Task):
 
     @vf.reward
     async def right(self, trace: Any) -> float:
-        """Return whether the sum is in the last answer."""
+        """Return whether the sum is in the last turn."""
         return float(self.data.name in (trace.nodes[-1].message.content or ""))
 
     @vf.metric
     async def turns(self, trace: Any) -> float:
-        """Return how many turns it took."""
+        """Return the number of turns."""
         return float(trace.num_turns)
 
 
@@ -41,7 +41,7 @@ class Sums(vf.Taskset):
     """Three sums."""
 
     def load(self) -> Iterator[Any]:
-        """3+4, 3+5, 3+6."""
+        """Yield the sums 3+4, 3+5 and 3+6."""
         for b in (4, 5, 6):
             yield Sum(vf.TaskData(name=str(3 + b), prompt=f"3+{b}?", system_prompt="Use the tool."))
 

@@ -15,7 +15,7 @@ Fault = tuple[str, int, str]
 
 
 def serve(connection: Connection, make: Callable[[], RolloutEngine], fault: Fault | None) -> None:
-    """Answer calls until the pipe closes; on the fault's call, do as it says."""
+    """Answer calls until the pipe closes; at the fault's call, fail as it says."""
     engine = make()
     counts: dict[str, int] = {}
     connection.send(("ok", None))
@@ -49,7 +49,7 @@ def serve(connection: Connection, make: Callable[[], RolloutEngine], fault: Faul
 
 
 class Worker:
-    """The far end of a pipe, as seen from here: what is used of a rollout engine, one call at a time."""
+    """This side of a pipe to a rollout engine, one call at a time."""
 
     def __init__(self, make: Callable[[], RolloutEngine], fault: Fault | None = None) -> None:
         context = multiprocessing.get_context("forkserver")  # torch is imported once for all workers
@@ -60,11 +60,11 @@ class Worker:
         theirs.close()
 
     def wait_until_ready(self) -> None:
-        """Return when the engine is made."""
+        """Wait until the engine is made."""
         self._connection.recv()
 
     async def call(self, name: str, *arguments: Any) -> Any:
-        """Return one call. EOFError: the worker died. ValueError: it refused."""
+        """Call a method and return its result. Raise EOFError where the worker died, ValueError where it refused."""
 
         def ask() -> tuple[str, Any]:
             self._connection.send((name, arguments))

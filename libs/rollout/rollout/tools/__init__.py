@@ -1,1 +1,1 @@
-"""Tools a model may call, and how a call is run."""
+"""Tools that a model may call, and how calls are run."""

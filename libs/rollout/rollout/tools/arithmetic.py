@@ -1,4 +1,4 @@
-"""A calculator for models: arithmetic by a small parser of our own. Nothing the model wrote is ever executed."""
+"""A calculator for models: arithmetic by a small parser of our own. No text of the model is executed."""
 
 import re
 from fractions import Fraction
@@ -18,10 +18,10 @@ _SPELLINGS = str.maketrans(
 
 
 def evaluate(expression: str) -> Fraction:
-    """Return the exact value of an arithmetic expression with + - * / // % ** (or ^) and parentheses, as in Python.
+    """Return the exact value of an expression with + - * / // % ** (or ^) and parentheses, as in Python.
 
-    ValueError, with the reason in words, for anything else: unknown characters, a missing operand, division by zero, a
-    power that is not a whole number or too large, an expression or a result too long.
+    Raises ValueError, with the reason in words, for anything else: unknown characters, a missing operand, division by
+    zero, a power that is not a whole number or too large, an expression or a result too long.
     """
     if len(expression) > MAX_LENGTH:
         raise ValueError(f"the expression has {len(expression)} characters, at most {MAX_LENGTH} are allowed")
@@ -33,12 +33,12 @@ def evaluate(expression: str) -> Fraction:
 
 
 def show(value: Fraction) -> str:
-    """Return a number as a person writes it: whole numbers as such, others with up to 10 significant digits."""
+    """Write a number for people: whole numbers as such, others with up to 10 significant digits."""
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
 
 
 def calculator(name: str = "calculator") -> Tool:
-    """Return a tool `name(expression: string)` that answers with the value of the expression."""
+    """Return a tool `name(expression: string)` that returns the value of the expression."""
 
     @instant  # its work is bounded: MAX_LENGTH, MAX_DEPTH, MAX_EXPONENT, MAX_DIGITS
     def run(expression: str) -> str:
@@ -82,7 +82,7 @@ class _Parser:
         return None
 
     def sum(self, depth: int) -> Fraction:
-        """product (("+" | "-") product)*"""
+        """Parse product (("+" | "-") product)*."""
         value = self._product(depth)
         while operator := self._take("+", "-"):
             right = self._product(depth)

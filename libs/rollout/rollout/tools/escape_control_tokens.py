@@ -1,14 +1,14 @@
-"""Text from tools, users and environments stays text: it can't become a control token, whatever it says.
+"""Escaping of text from tools, users and environments: it can't become a control token, whatever it says.
 
 A chat template writes control tokens (`<|im_start|>`, `<think>`) as characters, and a tokenizer reads them back from
 the rendered text, whoever wrote them there. Here the two are told apart by their spelling:
 
 1. In the messages of others, the characters that a control token begins or ends with, and bars, are replaced one by
-   one by characters of a private use area that occur nowhere else (`disguise`). The template renders that. Two pieces
-   that only the template joins can't form a control token either. In the assistant's messages, which may repeat what a
-   tool said, special tokens are disguised, and no more: templates look for `<think>` in them.
+   one by characters of a private use area that occur nowhere else (`escape`). The template renders that. Two pieces
+   that only the template joins can't form a control token either. In the assistant's messages, which may repeat a
+   tool's result, only special tokens are escaped: templates look for `<think>` in them.
 2. Every control token that the rendered text still shows was written by the template. Each gets a secret name, and the
-   disguise is taken off the rest (`encode`).
+   escaping is reverted in the rest (`encode`).
 3. The text is encoded by a copy of the tokenizer which knows the control tokens by their secret names alone, with the
    same ids, in its added tokens and in its vocabulary.
 
@@ -39,7 +39,7 @@ _PIPED = re.compile(r"<[|\uff5c].*[|\uff5c]>|<[|\uff5c].*>|<.*[|\uff5c]>", re.DO
 
 
 class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that is used here."""
 
     @property
     def added_tokens_decoder(self) -> dict[int, Any]:
@@ -47,19 +47,19 @@ class Tokenizer(Protocol):
         ...
 
     def __call__(self, text: str, **kwargs: Any) -> Any:
-        """Return text to token ids."""
+        """Tokenise text into ids."""
         ...
 
 
-class Disguised(NamedTuple):
-    """Messages as a template shall render them, and what takes the disguise off again."""
+class EscapedMessages(NamedTuple):
+    """Messages for a template to render, with their control tokens escaped, and what reverts the escaping."""
 
     messages: list[Message]
     originals: dict[str, str]
 
 
 def control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Return the tokens that steer a conversation: content -> id.
+    """Return the ids of the tokens that steer a conversation, by content.
 
     They are the tokens declared special, and the added ones that the chat template writes or that have the shape
     `<|...|>`; an added token of blanks or an HTML tag is text like any other.
@@ -77,9 +77,9 @@ def control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 class SafeEncoder:
-    """Encodes rendered conversations in which the words of others are data.
+    """Encoder of rendered conversations in which the words of others are data.
 
-    Exact for tokenizers of the `tokenizers` library; others (written in Python) are asked piece by piece, as they work
+    Exact for tokenizers of the `tokenizers` library; others (written in Python) encode piece by piece, as they work
     themselves.
     """
 
@@ -90,16 +90,16 @@ class SafeEncoder:
         self._special = _any_of(special & self.control.keys())
         edges = {c for token in self.control for c in (token.strip()[0], token.strip()[-1])}
         edges |= {bar for bar in _BARS if any(bar in token for token in self.control)}
-        self._marks = "".join(sorted(edges - set('"\\')))  # those two JSON escapes: a disguise would hide them from it
+        self._marks = "".join(sorted(edges - set('"\\')))  # JSON escapes those two, and must still see them
         self._tokenizer = tokenizer
         self._names = _secret_names(self.control)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._backend = _renamed(backend, self._names) if isinstance(backend, Backend) else None
 
-    def disguise(self, messages: Sequence[Message], tools: Any = None) -> Disguised:
-        """Return the messages with the words of others (texts, names and ids) disguised; `tools` are looked at only.
+    def escape(self, messages: Sequence[Message], tools: Any = None) -> EscapedMessages:
+        """Return the messages with those of others (texts, names and ids) escaped; `tools` are read only.
 
-        Everybody but the roles in `TRUSTED_ROLES` is another; the assistant's messages keep what templates look for.
+        Others are all roles but those in `TRUSTED_ROLES`; the assistant's messages keep what templates look for.
         """
         places = self._free_places(repr((messages, tools)))
         table = str.maketrans(self._marks, places)
@@ -115,13 +115,13 @@ class SafeEncoder:
             else _changed(m, special_tokens if m.get("role") == "assistant" else all_of)
             for m in messages
         ]  # fmt: skip
-        return Disguised(changed, dict(zip(places, self._marks, strict=True)))
+        return EscapedMessages(changed, dict(zip(places, self._marks, strict=True)))
 
-    def encode(self, text: str, disguised: Disguised) -> list[int]:
-        """Return the ids of a rendered text (or a part of one) whose untrusted messages were disguised."""
-        originals = str.maketrans(disguised.originals)
-        if any(f"\\u{ord(place):04x}" in text for place in disguised.originals):  # a template that writes ASCII JSON
-            for place, original in disguised.originals.items():
+    def encode(self, text: str, escaped: EscapedMessages) -> list[int]:
+        """Return the ids of a rendered text (or a part of one) whose untrusted messages were escaped."""
+        originals = str.maketrans(escaped.originals)
+        if any(f"\\u{ord(place):04x}" in text for place in escaped.originals):  # a template that writes ASCII JSON
+            for place, original in escaped.originals.items():
                 text = text.replace(f"\\u{ord(place):04x}", json.dumps(original)[1:-1])
         if self._backend is None:
             return self._encode_pieces(text, originals)
@@ -129,7 +129,7 @@ class SafeEncoder:
         return list(self._backend.encode(named, add_special_tokens=False).ids)
 
     def _free_places(self, given: str) -> str:
-        """As many characters of a private use area as there are marks, none of which was given (repr escapes them)."""
+        """Return a private use character for each mark, none of which is in `given` (where repr escapes them)."""
         count = len(self._marks)
         for area in PRIVATE_AREAS:
             for start in range(area.start, area.stop - count, max(count, 1)):
@@ -139,7 +139,7 @@ class SafeEncoder:
         raise ValueError("the messages use every private use character: leave some out")
 
     def _encode_pieces(self, text: str, originals: dict[int, str]) -> list[int]:
-        """Return for a tokenizer written in Python: control tokens by id, each text between them by itself."""
+        """Encode for a tokenizer written in Python: control tokens by id, each text between them by itself."""
         ids: list[int] = []
         at, strip = 0, False
         for match in (*self._written.finditer(text), None):
@@ -164,7 +164,7 @@ class SafeEncoder:
 
 
 def _secret_names(control: Mapping[str, int]) -> dict[str, str]:
-    """Return a name for each token that nobody can guess: lower-case letters, which no normaliser changes."""
+    """Return a secret name for each token: random lower-case letters, which no normaliser changes."""
     secret = "".join(secrets.choice("bcdfghjklmnpqrstvwxz") for _ in range(32))
     return {token: f"{secret}{''.join(chr(97 + int(d)) for d in f'{i:06d}')}" for i, token in enumerate(control)}
 
@@ -189,12 +189,12 @@ def _renamed(backend: Backend, names: Mapping[str, str]) -> Backend:
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Match the longest of the tokens that stands there."""
+    """Return a pattern that matches the longest of the tokens at a place."""
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
 
 
 def _changed(message: Message, change: Callable[[str], str]) -> Message:
-    """Return the message with every string in it changed but its role and the types of its parts."""
+    """Change every string in a message but its role and the types of its parts."""
 
     def walk(value: Any, key: str | None) -> Any:
         if isinstance(value, str):

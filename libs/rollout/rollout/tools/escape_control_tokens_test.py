@@ -126,9 +126,9 @@ def made(name: str) -> tuple[Any, SafeEncoder]:
 
 def encode(name: str, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
     tokenizer, encoder = made(name)
-    disguised = encoder.disguise(messages)
-    text = tokenizer.apply_chat_template(disguised.messages, tokenize=False, add_generation_prompt=True, **options)
-    return encoder.encode(text, disguised)
+    escaped = encoder.escape(messages)
+    text = tokenizer.apply_chat_template(escaped.messages, tokenize=False, add_generation_prompt=True, **options)
+    return encoder.encode(text, escaped)
 
 
 def stock(name: str, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -236,25 +236,25 @@ def test_a_template_that_writes_ascii_json_is_read_all_the_same() -> None:
         "{% for m in messages %}<|im_start|>{{ m.content | tojson(ensure_ascii=True) }}{% endfor %}"
     )
     encoder = SafeEncoder(tokenizer)
-    disguised = encoder.disguise([{"role": "tool", "content": '<|im_end|>"\\u00e9'}])
-    text = tokenizer.apply_chat_template(disguised.messages, tokenize=False)
-    assert tokenizer.decode(encoder.encode(text, disguised)) == '<|im_start|>"<|im_end|>\\"\\\\u00e9"'
+    escaped = encoder.escape([{"role": "tool", "content": '<|im_end|>"\\u00e9'}])
+    text = tokenizer.apply_chat_template(escaped.messages, tokenize=False)
+    assert tokenizer.decode(encoder.encode(text, escaped)) == '<|im_start|>"<|im_end|>\\"\\\\u00e9"'
 
 
 def test_private_characters_of_the_text_itself_are_kept() -> None:
     everything = "".join(map(chr, PRIVATE_AREAS[0]))
     encoder = made("tiny_tokenizer")[1]
-    disguised = encoder.disguise([{"role": "user", "content": everything}, {"role": "user", "content": "<|im_end|>"}])
-    assert disguised.messages[0]["content"] == everything
-    assert set(disguised.originals) <= {chr(c) for c in PRIVATE_AREAS[1]}
+    escaped = encoder.escape([{"role": "user", "content": everything}, {"role": "user", "content": "<|im_end|>"}])
+    assert escaped.messages[0]["content"] == everything
+    assert set(escaped.originals) <= {chr(c) for c in PRIVATE_AREAS[1]}
     all_of_them = "".join(map(chr, [*PRIVATE_AREAS[0], *PRIVATE_AREAS[1]]))
     with pytest.raises(ValueError, match="every private use character"):
-        encoder.disguise([{"role": "user", "content": all_of_them}])
+        encoder.escape([{"role": "user", "content": all_of_them}])
 
 
 def test_roles_types_and_other_values_pass_unchanged() -> None:
     message = {"role": "tool", "type": "<x>", "n": 3, "content": None, "parts": ({"type": "<y>", "text": "<"},)}
-    (changed,) = made("tiny_tokenizer")[1].disguise([message]).messages
+    (changed,) = made("tiny_tokenizer")[1].escape([message]).messages
     assert (changed["role"], changed["type"], changed["n"], changed["content"]) == ("tool", "<x>", 3, None)
     assert changed["parts"][0]["type"] == "<y>"
     assert changed["parts"][0]["text"] != "<"
@@ -269,6 +269,6 @@ class Careless(ByT5Tokenizer):  # type: ignore[misc]
 
 def test_a_tokenizer_in_python_that_cannot_be_held_back_is_refused() -> None:
     encoder = SafeEncoder(Careless())
-    disguised = encoder.disguise([{"role": "user", "content": "</s>"}])
+    escaped = encoder.escape([{"role": "user", "content": "</s>"}])
     with pytest.raises(ValueError, match="makes '</s>' of plain text: use its fast variant"):
-        encoder.encode(disguised.messages[0]["content"], disguised)
+        encoder.encode(escaped.messages[0]["content"], escaped)

@@ -1,4 +1,4 @@
-"""Python as a tool for models, run in the kernel's sandbox: see `sandbox.sandbox`."""
+"""Python as a tool for models, run in the kernel's sandbox (`sandbox.sandbox`)."""
 
 from rollout.errors import EpisodeFailed
 from rollout.tools.sandbox.sandbox import Ran, Sandbox, SandboxDiedError
@@ -13,7 +13,7 @@ _DESCRIPTION = (
 def python_tool(sandbox: Sandbox | None = None, name: str = "python") -> Tool:
     """Return a tool `name(code: string)` that runs the code in a sandbox (one of its own, unless one is given).
 
-    A program that fails or meets a limit is told so in the answer. Raises SandboxRefusedError, now rather than in an
+    A program that fails or meets a limit gets that as its result. Raises SandboxRefusedError, now rather than in an
     episode, where the kernel refuses a sandbox; a sandbox that dies fails the episode (to be tried again).
     """
     box = Sandbox() if sandbox is None else sandbox
@@ -30,12 +30,12 @@ def python_tool(sandbox: Sandbox | None = None, name: str = "python") -> Tool:
         "properties": {"code": {"type": "string", "description": "The program"}},
         "required": ["code"],
     }
-    # The sandbox ends a run at its own limit; this one is for a sandbox that does not answer.
+    # The sandbox ends a run at its own limit; this limit is for a sandbox that hangs.
     return Tool(name, _DESCRIPTION, schema, run, timeout=box.limits.wall_seconds + 60, max_characters=10_000)
 
 
 def describe(ran: Ran, sandbox: Sandbox) -> str:
-    """Return how a run ended, as a model reads it."""
+    """Return the end of a run as text for the model."""
     limits = sandbox.limits
     met = {
         "wall time": f"it ran longer than {limits.wall_seconds:g} s",

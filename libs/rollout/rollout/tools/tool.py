@@ -1,9 +1,9 @@
-"""Tools a model may call.
+"""Tools that a model may call.
 
-What a model can cause or act upon comes back to it as text: an unknown tool, arguments that can't be read, whatever the
-tool raises, a time limit. What is the run's own trouble fails the episode (`EpisodeFailed`): a tool that says so,
-memory that ran out, a tool whose earlier calls all hang. Neither stops the run, and neither stalls it: a tool's code
-runs in `workers.TOOLS`, never on the event loop or in an executor of sampling's.
+Errors that a model can cause or act upon are its tool result: an unknown tool, arguments that can't be read, whatever
+the tool raises, a time limit. Failures of the run fail the episode (`EpisodeFailed`): a tool that raises it, memory
+that ran out, a tool whose earlier calls all hang. Neither stops the run, and neither blocks it: a tool's code runs in
+`workers.TOOLS`, never on the event loop or in an executor of sampling's.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call as the model wrote it; `arguments` is JSON text. `id` ties the answer to it; see `call_id`."""
+    """One call as the model wrote it; `arguments` is JSON text. The result has the same `id`; see `call_id`."""
 
     name: str
     arguments: str
@@ -37,8 +37,7 @@ class ToolCall:
 
 
 def call_id(number: int) -> str:
-    """Return the id of a conversation's call of this number: nine letters and digits, as Mistral's templates ask
-    for."""
+    """Return the id of a conversation's call of this number: nine letters and digits, as Mistral's templates need."""
     return f"call{number:05d}"
 
 
@@ -48,8 +47,8 @@ class Tool:
 
     `parameters` is the JSON schema of its arguments (an object). `run(**arguments)` blocks or is async, and returns
     text, or anything that json can write. It runs in a thread, an async one on an event loop of its own (so it can't
-    share a client that is bound to another loop); a function marked `workers.instant` runs where it is called. Past
-    `timeout` seconds its answer is no longer awaited. Answers are cut at `max_characters`.
+    share a client that is bound to another loop); a function marked `workers.instant` runs where it is called. After
+    `timeout` seconds the call fails. Results are cut at `max_characters`.
     """
 
     name: str
@@ -73,7 +72,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What the model is told, whether the call worked, and whether it was given up for want of time."""
+    """The text for the model, whether the call worked, and whether it timed out."""
 
     name: str
     content: str
@@ -82,7 +81,7 @@ class ToolResult:
     timed_out: bool = False
 
     def to_message(self) -> dict[str, str]:
-        """Return the message that answers the call, with its id and the tool's name as templates want them."""
+        """Return the tool message of the result, with the call's id and the tool's name as templates need them."""
         message = {"role": "tool", "name": self.name, "content": self.content}
         return message if self.call_id is None else {**message, "tool_call_id": self.call_id}
 
@@ -90,8 +89,8 @@ class ToolResult:
 async def call_tool(tools: Sequence[Tool], name: str, arguments: str, call_id: str | None = None) -> ToolResult:
     """Run the named tool on arguments given as JSON text.
 
-    What the model or the tool did wrong is the result's text. Raises EpisodeFailed, to be tried again, where the run is
-    at fault: the tool raises it or runs out of memory, or too many of its earlier calls still hang.
+    The result's text says what the model or the tool did wrong. Raises EpisodeFailed, to be tried again, where the run
+    is at fault: the tool raises it or runs out of memory, or too many of its earlier calls still hang.
     """
     tool = next((t for t in tools if t.name == name), None)
     if tool is None:
@@ -131,7 +130,7 @@ async def call_tools(tools: Sequence[Tool], calls: Sequence[ToolCall]) -> list[T
 
 
 async def _run(tool: Tool, arguments: dict[str, Any]) -> tuple[bool, str]:
-    """Return whether the call worked, and what to say of it. OverrunError: its time is over."""
+    """Run the tool; return whether the call worked, and its text. Raise OverrunError past its time limit."""
     try:
         ended = await TOOLS.run(tool.name, tool.timeout, _textual(tool.run), **arguments)
     except RefusedError as refused:
@@ -146,7 +145,7 @@ async def _run(tool: Tool, arguments: dict[str, Any]) -> tuple[bool, str]:
 
 
 def _textual(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the tool's function, its answer made text in the same thread: writing a large answer takes time too."""
+    """Return the tool's function with its result as text, made in the same thread: large results take time."""
 
     def textual(**arguments: Any) -> Any:
         answer = run(**arguments)
@@ -172,8 +171,7 @@ def _as_text(answer: Any) -> str:
 
 
 def _argument_problem(tool: Tool, given: Any) -> str | None:
-    """Return what is wrong with the arguments by the schema's required names, known names and plain types; None if
-    nothing."""
+    """Return what is wrong with the arguments by the schema's required names, known names and plain types, or None."""
     if not isinstance(given, dict):
         return f"the arguments must be a JSON object, got {type(given).__name__}"
     properties = tool.parameters.get("properties", {})

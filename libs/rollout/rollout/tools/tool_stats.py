@@ -1,13 +1,13 @@
-"""How often each tool was called, failed and took too long, counted from what was said in a conversation.
+"""How often each tool was called, failed and took too long, counted from the messages of a conversation.
 
-Whoever runs the tools (an environment of a user's, an agent behind the gateway) need not count:
+A user's environment, or an agent behind the gateway, which runs the tools itself, need not count:
 
 1. A call of an offered tool counts when the model has made it.
-2. Its answer is the next tool message with its id, or without ids the first that is for a tool of its name. It is an
+2. Its result is the next tool message with its id, or without ids the first that is for a tool of its name. It is an
    error where its text begins with "Error" (as `rollout.Tool`'s and verifiers' do), and a timeout where that text says
-   "no answer within", "timed out" or "TimeoutError". An answer that is said again counts once.
+   "no answer within", "timed out" or "TimeoutError". A result that is repeated counts once.
 
-An environment that knows better says so in its metrics, by the same names.
+An environment's own metrics of the same names take precedence.
 """
 
 from collections import Counter
@@ -22,16 +22,16 @@ class ToolStats:
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
-        self._open: dict[str, str] = {}  # the tool of each call that waits for its answer, by the call's id
+        self._open: dict[str, str] = {}  # the tool of each call without a result, by the call's id
 
     @property
     def metrics(self) -> dict[str, float]:
         """`tool/NAME/calls`, `tool/NAME/errors` and `tool/NAME/timeouts` of each tool that was called."""
         return {name: float(count) for name, count in self._counts.items()}
 
-    def called(self, calls: Iterable[tuple[str, str]], offered: Iterable[str]) -> None:
-        """Count the calls of a turn, each a tool's name and the call's id; what is not offered is no tool."""
-        known = set(offered)
+    def count_calls(self, calls: Iterable[tuple[str, str]], available: Iterable[str]) -> None:
+        """Count the calls of a turn, each a tool's name and the call's id; calls of tools not offered are ignored."""
+        known = set(available)
         for name, call_id in calls:
             if name in known:
                 self._counts[f"tool/{name}/calls"] += 1
@@ -39,8 +39,8 @@ class ToolStats:
                     self._counts[f"tool/{name}/{what}"] += 0
                 self._open[call_id] = name
 
-    def answered(self, messages: Iterable[Mapping[str, Any]]) -> None:
-        """Count what tools answered; other messages are no matter."""
+    def count_results(self, messages: Iterable[Mapping[str, Any]]) -> None:
+        """Count the results among messages; others are ignored."""
         for message in messages if self._open else ():
             if message.get("role") != "tool" or (name := self._take(message)) is None:
                 continue
@@ -50,7 +50,7 @@ class ToolStats:
             self._counts[f"tool/{name}/timeouts"] += failed and any(word in text.lower() for word in _LATE)
 
     def _take(self, message: Mapping[str, Any]) -> str | None:
-        """Return the tool whose open call a message answers, which is open no longer; None where there is none."""
+        """Close the open call whose result a message is, and return its tool; None where there is none."""
         if message.get("tool_call_id"):
             return self._open.pop(str(message["tool_call_id"]), None)
         name = message.get("name")

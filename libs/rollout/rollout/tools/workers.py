@@ -1,11 +1,11 @@
-"""Threads that can be abandoned: somebody else's code runs beside the event loop and can't stall it.
+"""Threads that can be abandoned: users' code runs beside the event loop and can't block it.
 
-1. A call is handed to an idle daemon thread, or to a new one: a call never waits for another.
-2. There it is called; where it gives an awaitable, that is awaited on an event loop of the call's own, so that code
-   which blocks inside `async def` holds up nobody.
+1. A call runs in an idle daemon thread, or in a new one: a call never waits for another.
+2. Where it returns an awaitable, that is awaited on an event loop of the call's own, so that code which blocks inside
+   `async def` blocks nothing else.
 3. Past its time limit (or when the caller is cancelled) an awaiting call is cancelled; one that goes on is abandoned:
-   nobody waits for its thread, which can't be killed.
-4. While a call waits for a turn that others hold (`waiting`), its time limit stands still.
+   nothing waits for its thread, which can't be killed.
+4. While a call waits for a resource that other calls hold (`waiting`), its time limit stands still.
 5. Abandoned threads are counted by key until they end. A key that has `max_abandoned` of them is refused: a tool that
    always hangs costs a bounded number of threads.
 
@@ -31,7 +31,7 @@ MAX_IDLE = 32  # threads kept for the next calls
 
 
 class OverrunError(TimeoutError):
-    """A call gave no answer within its time limit. (A TimeoutError of the code itself is an `Ended.error`.)"""
+    """A call did not return within its time limit. (A TimeoutError of the code itself is an `Ended.error`.)"""
 
 
 class RefusedError(RuntimeError):
@@ -39,7 +39,7 @@ class RefusedError(RuntimeError):
 
 
 class Ended(NamedTuple):
-    """How a call ended: with a value, or with whatever it raised."""
+    """The end of a call: its value, or what it raised."""
 
     value: Any = None
     error: BaseException | None = None
@@ -59,9 +59,9 @@ def instant(function: Function) -> Function:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Around a wait for a turn that other calls hold (a free process, say): the call's time limit stands still.
+    """Stop the time limit of the running call while it waits for a resource that others hold (a free process, say).
 
-    Bound the wait itself: nothing else does. Where no call of `Workers` is being played it changes nothing.
+    The wait itself needs a bound of its own. Outside a call of `Workers` this does nothing.
     """
     call = _CALL.get()
     if call is None:
@@ -75,9 +75,9 @@ def waiting() -> Iterator[None]:
 
 
 class Workers:
-    """Run blocking or async code in daemon threads of this pool, and of no other.
+    """A pool of daemon threads that run blocking or async code.
 
-    `name` is what the threads are called. Raises ValueError for a bound below 1.
+    `name` is the name of its threads. Raises ValueError for a bound below 1.
     """
 
     def __init__(self, name: str, max_abandoned: int = 8) -> None:
@@ -90,18 +90,18 @@ class Workers:
         self._abandoned: Counter[str] = Counter()
 
     def abandoned(self, key: str) -> int:
-        """Return how many calls of this key still run although nobody waits for them."""
+        """Count the abandoned calls of this key that still run."""
         with self._lock:
             return self._abandoned[key]
 
     async def run(self, key: str, timeout: float, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Ended:
-        """Call the function, await what it gives if that can be awaited, and return how it ended.
+        """Call a function, await its result if that can be awaited, and return how it ended.
 
         `timeout` is in seconds; infinity waits for ever. Raises OverrunError past it and RefusedError where `key` has
         `max_abandoned` calls that still run.
         """
         if getattr(function, "instant", False):
-            return _attempt(partial(function, *args, **kwargs), (Exception, SystemExit))  # Ctrl-C is the user's here
+            return _attempt(partial(function, *args, **kwargs), (Exception, SystemExit))  # Ctrl-C is the caller's
         with self._lock:
             if self._abandoned[key] >= self.max_abandoned:
                 raise RefusedError(f"{self._abandoned[key]} earlier calls of {key} still run past their time limit")
@@ -119,14 +119,14 @@ class Workers:
         with self._lock:
             while self._idle:
                 worker = self._idle.pop()
-                if worker.is_alive():  # after a fork the child's copies are not
+                if worker.is_alive():  # after a fork the threads are not alive in the child
                     return worker
         worker = _Worker(self)
         worker.start()
         return worker
 
     def _keep(self, worker: "_Worker") -> bool:
-        """Return whether the thread, which is free now, shall wait for another call."""
+        """Return whether the thread, which is free now, should wait for another call."""
         with self._lock:
             if len(self._idle) >= MAX_IDLE:
                 return False
@@ -141,7 +141,7 @@ class Workers:
 
 
 def _attempt(function: Callable[[], Any], caught: tuple[type[BaseException], ...]) -> Ended:
-    """Somebody else's code: what it raises is data."""
+    """Run a user's code; what it raises is returned as data."""
     try:
         return Ended(function())
     except caught as error:
@@ -157,19 +157,19 @@ class _Worker(threading.Thread):
         self.inbox: SimpleQueue[_Call] = SimpleQueue()
 
     def run(self) -> None:
-        """Play one call after the other."""
+        """Run one call after the other."""
         while True:
             call = self.inbox.get()
             outcome = call.play()
             kept = self.pool._keep(self)  # before the outcome is out, so that the next call finds this thread
             call.deliver(outcome)
-            del call, outcome  # a thread that waits keeps nothing of its last call alive
+            del call, outcome  # a waiting thread must not keep its last call alive
             if not kept:
                 return
 
 
 class _Call:
-    """One call, shared by the event loop that waits for it and the thread that plays it."""
+    """One call, shared by the event loop that waits for it and the thread that runs it."""
 
     def __init__(self, pool: Workers, key: str, function: Callable[[], Any]) -> None:
         self.outcome: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
@@ -181,11 +181,11 @@ class _Call:
         self._lock = threading.Lock()
         self._ended = self._is_abandoned = False
         self._cancel: Callable[[], object] | None = None
-        self._holds = 0  # waits under way; what follows is touched on the waiting loop alone
+        self._holds = 0  # running waits; these fields are used on the waiting loop alone
         self._left: float | None = None  # seconds that were left when the first of them began
 
     def play(self) -> Ended:
-        """Return in the thread: call, and await on a loop of the call's own where there is something to await."""
+        """Run the call in the thread; an awaitable is awaited on a loop of the call's own."""
         token = self._context.run(_CALL.set, self)
         try:
             return _attempt(self._play, (BaseException,))
@@ -203,7 +203,7 @@ class _Call:
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
         with self._lock:
-            if self._is_abandoned:  # before it began: what waits for a first await would warn that it got none
+            if self._is_abandoned:  # before it began: close it, as Python warns of coroutines that were never awaited
                 if inspect.iscoroutine(value):
                     value.close()
                 raise asyncio.CancelledError
@@ -211,11 +211,11 @@ class _Call:
         try:
             return await value
         finally:
-            with self._lock:  # the loop is closed after this; nobody may speak to it any more
+            with self._lock:  # the loop is closed after this and must not be used any more
                 self._cancel = None
 
     def hold(self, change: int) -> None:
-        """In the thread: stop the clock of the time limit (+1), or let it go on (-1)."""
+        """Stop the clock of the time limit (+1), or restart it (-1), from the thread."""
         try:
             self.outcome.get_loop().call_soon_threadsafe(self._hold, change)
         except RuntimeError:  # that loop was closed meanwhile: nobody waits
@@ -235,7 +235,7 @@ class _Call:
             self._left = None
 
     def deliver(self, outcome: Ended) -> None:
-        """In the thread, at the end: tell who waits, or count an abandoned call off."""
+        """Send the outcome to the waiting loop, or uncount an abandoned call, from the thread at its end."""
         with self._lock:
             self._ended = True
             abandoned = self._is_abandoned
@@ -252,7 +252,7 @@ class _Call:
             self.outcome.set_result(outcome)
 
     def abandon(self) -> None:
-        """On the waiting loop: leave the call alone if it has not ended; ask it to stop if it can hear that."""
+        """Leave the call alone if it has not ended, from the waiting loop; cancel it if it is async."""
         with self._lock:
             if self._ended:
                 return
@@ -262,6 +262,6 @@ class _Call:
                 self._cancel()
 
 
-_CALL: ContextVar[_Call | None] = ContextVar("call", default=None)  # the one that is being played here
+_CALL: ContextVar[_Call | None] = ContextVar("call", default=None)  # the call that runs in this context
 TOOLS = Workers("tool")
 REWARDS = Workers("reward")

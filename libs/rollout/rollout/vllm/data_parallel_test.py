@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from rollout.engine import Completion, Sampling
 from rollout.errors import EpisodeFailed
 from rollout.testing.processes import assert_ends
-from rollout.testing.served import (
+from rollout.vllm.testing.served import (
     ANSWER,
     MEAN,
     PROMPTS,

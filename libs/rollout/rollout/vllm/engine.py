@@ -1,10 +1,10 @@
 """The vLLM engine: the rollout protocol here, vLLM in a process of its own.
 
 1. A request goes over the socket as numbers, its tokens come back step by step, with the version of the weights that
-   made them.
-2. Weights are staged where all processes see them; a commit tells vLLM to read them between two of its steps.
-3. A process ends when its socket does, so that a killed parent leaves nothing behind; when one dies, everyone who waits
-   for it is told its last words. Copies of the model are processes of their own (`rollout.vllm.client.replicas`).
+   sampled them.
+2. Weights are staged where all processes see them; after a commit vLLM reads them between two of its steps.
+3. A process ends when its socket does, so that a killed parent leaves nothing behind; when one dies, its requests fail
+   with its last output. Copies of the model are processes of their own (`rollout.vllm.client.replicas`).
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from rollout.open_requests import OpenRequests, check_pause
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, Piece
 from rollout.sync.rate import copy_rate
-from rollout.vllm.client.images import shown_in, sight_of
+from rollout.vllm.client.images import shown_in, vision_spec_of
 from rollout.vllm.client.replicas import Replicas
 from rollout.vllm.client.requests import VllmRequest, VllmRequests
 from rollout.vllm.limits.capability import VLLM
@@ -39,12 +39,12 @@ log = logging.getLogger(__name__)
 
 
 class VllmEngine:
-    """Samples through vLLM from the model of a Hugging Face directory.
+    """An engine that samples through vLLM from the model of a Hugging Face directory.
 
     Args:
-        model: the directory: config.json, and safetensors files with the weights that it starts from.
-        config: how; its `vllm` says where vLLM is and what it is told.
-        version: the number of the weights in the directory.
+        model: the directory: config.json, and safetensors files with the first weights.
+        config: the settings; its `vllm` says where vLLM is and how it is started.
+        version: the version of the weights in the directory.
 
     Raises:
         ValueError: there is no vLLM, or it can't do what is asked; the text says why.
@@ -55,7 +55,7 @@ class VllmEngine:
         described = text_config(model)
         tied = tied_head(model, described)
         self._described = described
-        self._sight = sight_of(model)
+        self._vision_spec = vision_spec_of(model)
         self._config = config
         self._seeds = random.Random(config.seed)
         self._numbers = itertools.count()
@@ -101,7 +101,7 @@ class VllmEngine:
             "weights": [slot.plain() for slot in self._weights.slots],
             "tied": tied,
             "experts": config.routed_experts,
-            "sight": None if self._sight is None else self._sight.plain(),
+            "vision_spec": None if self._vision_spec is None else self._vision_spec.plain(),
             "together": self._replicas.together(),
         }
         facts = self._replicas.start(start, lambda: self._fill(model))
@@ -121,41 +121,41 @@ class VllmEngine:
 
     @property
     def config(self) -> VllmConfig:
-        """How vLLM was started."""
+        """The settings that vLLM was started with."""
         return self._config.vllm
 
     @property
     def version(self) -> int:
-        """The number of the weights in use."""
+        """The version of the weights in use."""
         return self._weights.version
 
     @property
     def pid(self) -> int:
-        """The number of vLLM's process, of the first one where several have a copy of the model each."""
+        """Number of vLLM's process, or of the first copy's."""
         return self._replicas.pids[0]
 
     @property
     def pids(self) -> list[int]:
-        """The numbers of all of them."""
+        """Numbers of all copies' processes."""
         return self._replicas.pids
 
     @property
     def alive(self) -> bool:
-        """Whether vLLM can still be asked; with several copies of the model, whether one of them can."""
+        """Whether vLLM, or at least one of its copies, is alive."""
         return self._lost is None
 
     @property
     def copies(self) -> list[int]:
-        """The copies that can be asked."""
-        return self._replicas.living
+        """The copies that are alive."""
+        return self._replicas.alive
 
     @property
     def lost_copies(self) -> Mapping[int, str]:
-        """The copies that died while others live, with their last words."""
+        """Last output of each copy that died while others live."""
         return self._replicas.dead
 
     def supports(self, feature: str) -> Supported | Unsupported:
-        """Return whether this engine has the feature; ValueError lists the features for an unknown name."""
+        """Return whether this engine has the feature. Raise ValueError with all features for an unknown name."""
         if feature == "sleep" and self.facts["device"] == "cpu":
             return Unsupported("vLLM refuses it on a CPU")
         if feature == "experts_over_copies" and self.facts["device"] != "cpu":
@@ -163,13 +163,13 @@ class VllmEngine:
         return feature_of(VLLM, feature)
 
     def load(self) -> Load:
-        """Return the requests that run and wait at this moment. Returns at once, from any thread."""
+        """Return how many requests run and wait at this moment. Never blocks; any thread may call it."""
         asked, waiting = self._requests.counts()
         running = min(asked, self._config.max_batch * len(self.copies))
         return Load(running, waiting + asked - running)
 
     def close(self) -> None:
-        """End vLLM's process; who still waits is told. Nothing where it was closed before."""
+        """End vLLM's process and fail open requests; do nothing where it was closed before."""
         if not self._closed:
             self._closed = True
             self._replicas.close()
@@ -196,12 +196,11 @@ class VllmEngine:
         on_tokens: OnTokens | None = None,
         copy: int | None = None,
     ) -> Completion:
-        """Sample one completion, beside whatever else runs; see `RolloutEngine`. `copy`: by this copy of the model, in
-        place of the one that has the fewest requests.
+        """Sample one completion beside other requests; see `RolloutEngine`. `copy`: by this copy, whatever its load.
 
         Raises:
             ValueError: as in the protocol; a seed where vLLM reads prompts in parts on a CPU.
-            EpisodeFailed: the copy that was asked is gone and others are not: ask again.
+            EpisodeFailed: the request's copy is gone and others are not: try again.
             RuntimeError: vLLM's process is gone.
         """
         check_request(prompt_ids, sampling, self.facts["vocab_size"], self.facts["max_length"])
@@ -209,7 +208,7 @@ class VllmEngine:
             raise ValueError(why)
         seed = self._seed(sampling)
         loop = asyncio.get_running_loop()
-        shown = shown_in(self._sight, prompt_ids, media) if media else None
+        shown = shown_in(self._vision_spec, prompt_ids, media) if media else None
         answer = loop.create_future()
         number, prompt = next(self._numbers), tuple(prompt_ids)
         request = VllmRequest(number, prompt, sampling, seed, on_tokens, loop, answer, shown=shown, copy=copy)
@@ -222,24 +221,23 @@ class VllmEngine:
                 raise
 
     async def cancel(self, request_id: str) -> bool:
-        """End a request after the step under way: its `generate` returns what it has, with stop_reason "abort". False
-        where no such request is waiting or running.
-        """
+        """End a request after the running step: its `generate` returns the tokens so far, with stop_reason "abort".
+        Return False where no such request is waiting or running."""
         return self._open.cancel(request_id)
 
     async def pause(self, mode: PauseMode = "finish") -> None:
-        """Let no waiting request begin, and return once nothing runs. "abort" ends what runs after its present step."""
+        """Start no waiting request, and return once nothing runs. "abort" ends running ones after the present step."""
         check_pause(mode)
         await self._requests.hold(mode == "abort")
 
     async def resume(self) -> None:
-        """Run the requests that waited, and new ones; old weights kept since a commit are let go."""
+        """Run the waiting requests and new ones, and drop the old weights that a commit kept."""
         self._weights.settle()
         if not self._asleep:
             self._requests.release()
 
     async def sleep(self) -> None:
-        """Give the device's memory for weights and caches back, once what runs is finished; requests wait until `wake`.
+        """Free the device's memory of weights and caches, once nothing runs; requests wait until `wake`.
 
         Raises:
             ValueError: vLLM was not started for it, or can't do it on this device.
@@ -250,7 +248,7 @@ class VllmEngine:
         await self._sleep()
 
     async def wake(self) -> None:
-        """Take the memory again, and the weights in use from where they are staged; then sample. Nothing if awake.
+        """Allocate the memory again, read the staged weights in use, then sample. Do nothing if awake.
 
         Raises:
             RuntimeError: vLLM's process is gone.
@@ -269,9 +267,9 @@ class VllmEngine:
             self._asleep = True
 
     def _seed(self, sampling: Sampling) -> int | None:
-        """Return the seed that vLLM is given, if any. On a CPU every request has one, for runs that repeat, where vLLM
-        can take one; an accelerator's don't repeat anyway, and a seed costs a kernel a token there: who asks has one.
-        """
+        """Return the seed for vLLM, if any. On a CPU every request has one, for runs that repeat, where vLLM can take
+        one. On an accelerator runs don't repeat anyway, and a seed costs a kernel a token: only requests with a seed
+        have one."""
         cpu = self.facts["device"] == "cpu"
         if self._config.vllm.drop_seeds or sampling.greedy:
             return None
@@ -287,20 +285,19 @@ class VllmEngine:
     # -- weights ---------------------------------------------------------------------------------------------------
 
     async def prepare(self, manifest: Manifest) -> None:
-        """Begin to stage new weights beside those in use, which go on sampling."""
+        """Begin to stage new weights beside those in use; sampling goes on."""
         self._weights.prepare(manifest)
         self._staged_s = 0.0
 
     async def receive(self, bucket: Bucket) -> int:
-        """Stage a bucket; the number of elements that still lack."""
+        """Stage a bucket and return the number of missing elements."""
         begun = time.perf_counter()
         missing = self._weights.receive(bucket.pieces())
         self._staged_s += time.perf_counter() - begun
         return missing
 
     async def commit(self, version: int) -> None:
-        """Have vLLM read the staged weights between two steps, or at `wake` if it is asleep; the old ones are kept
-        until `resume`.
+        """Let vLLM read the staged weights between two steps, or at `wake`; the old ones are kept until `resume`.
 
         Raises:
             ValueError: they are not whole, or of another version; the old ones stay.
@@ -319,7 +316,7 @@ class VllmEngine:
         finally:
             if not taken:
                 self._weights.abort()
-                self._replicas.tell("load", self._load_message(None))  # those that took them, answered for or not
+                self._replicas.tell("load", self._load_message(None))  # also in copies that took the new ones
         self._note_transfer(paused)
 
     def _note_transfer(self, paused: float) -> None:
@@ -328,7 +325,7 @@ class VllmEngine:
         self.transfer = Transfer(nbytes, self._staged_s, paused, share)
 
     async def abort(self) -> None:
-        """Drop what is staged, or have vLLM read the old weights again after a commit."""
+        """Drop what is staged, or let vLLM read the old weights again after a commit."""
         before = self._weights.version
         self._weights.abort()
         self._unread = False
@@ -336,7 +333,7 @@ class VllmEngine:
             await self._read_weights(fall_back=False)
 
     async def update_weights(self, version: int, pieces: Iterable[Piece]) -> None:
-        """Replace all weights by those of a stream in this process, or raise ValueError and keep all the old ones."""
+        """Replace all weights by those of a stream in this process, or raise ValueError and keep the old ones."""
         stream, whole, begun = iter(pieces), False, time.perf_counter()
         try:
             self._weights.prepare(Manifest(version))
@@ -351,16 +348,16 @@ class VllmEngine:
         self._weights.settle()
 
     async def _read_weights(self, fall_back: bool, wake: bool = False) -> float:
-        """Have vLLM read the file in use; seconds that it took."""
+        """Let vLLM read the weights in use; return the seconds that it took."""
         before = 1 - self._weights.in_use if fall_back else None
         return await self._replicas.call("load", self._load_message(before) | {"wake": wake}, in_step=fall_back)
 
     def _load_message(self, before: int | None) -> dict[str, Any]:
-        path, digests = self._weights.told(self._weights.in_use)
+        path, digests = self._weights.locate(self._weights.in_use)
         return {
             "path": path,
             "digests": digests,
-            "before": None if before is None else self._weights.told(before),
+            "before": None if before is None else self._weights.locate(before),
             "version": self.version,
             "recompute": self._config.on_commit == "recompute",
         }
@@ -371,15 +368,15 @@ class VllmEngine:
         self._replicas.send(copy, message, tail)
 
     def _heard(self, message: dict[str, Any]) -> None:
-        """What a copy says of requests."""
+        """Pass on a copy's message on requests."""
         if "step" in message:
-            self._requests.told(message["step"], message["version"])
+            self._requests.on_step(message["step"], message["version"])
         else:
             self._requests.refused(message["not_asked"], ValueError(message["error"]))
 
     def _gone(self, copy: int, words: str) -> None:
-        """A copy says no more."""
-        if self._replicas.living and not self._closed:
+        """Fail the requests of a copy that is gone, or all requests after the last one."""
+        if self._replicas.alive and not self._closed:
             problem = f"copy {copy} of {self._config.vllm.data_parallel} is gone: {words}"
             log.error("%s\nthe others go on without it", problem)
             self._requests.fail_copy(copy, EpisodeFailed(problem, retryable=True))

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout.engine import Completion, PauseMode, Sampling
-from rollout.testing.served import ANSWER, MEAN, PROMPTS, VOCAB, assert_agrees, config, sample, served
+from rollout.vllm.testing.served import ANSWER, MEAN, PROMPTS, VOCAB, assert_agrees, config, sample, served
 from rollout.vllm.engine import VllmEngine
 from seqpack.capability import Unsupported
 

@@ -24,7 +24,7 @@ from rollout.sync.pieces import Piece, buckets
 from rollout.sync.rate import copy_rate
 from rollout.sync.transfer import transfer_weights
 from rollout.testing.pieces import pieces_of
-from rollout.testing.served import (
+from rollout.vllm.testing.served import (
     ANSWER,
     MEAN,
     PROMPTS,

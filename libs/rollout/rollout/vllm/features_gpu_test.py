@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from rollout.engine import Completion, PauseMode, Sampling
 from rollout.experts import ROUTED_EXPERTS
-from rollout.testing.gpu_served import ARGUMENTS, FAR, NEAR, REASON, SIZES
+from rollout.vllm.testing.gpu_served import ARGUMENTS, CLOSE, FAR, REASON, SIZES
 from rollout.testing.model import SERVED, tiny_mixture
-from rollout.testing.seeing import Prompt, seeing_distances, served_seeing, shown
-from rollout.testing.served import PROMPTS, VERSIONS, changed, config, distances, pieces, sample, served
+from rollout.vllm.testing.served import PROMPTS, VERSIONS, changed, config, distances, pieces, sample, served
+from rollout.testing.vision_model import Prompt, served_vision_model, shown, vision_distances
 from rollout.vllm.engine import VllmEngine
 from rollout.vllm.weights.shared_weights import checkpoint_pieces
 
@@ -83,7 +83,7 @@ def test_a_cancelled_request_answers_with_what_it_has(engine: VllmEngine) -> Non
     done = asyncio.run(ask())
     assert done.stop_reason == "abort"
     assert 0 < len(done.ids) < 1000
-    assert distances(served(**SIZES).to(DEVICE), PROMPTS[:1], [done]).mean() < NEAR
+    assert distances(served(**SIZES).to(DEVICE), PROMPTS[:1], [done]).mean() < CLOSE
 
 
 def test_a_deadline_ends_a_request(engine: VllmEngine) -> None:
@@ -121,14 +121,14 @@ def test_the_experts_told_are_those_of_the_module_before_and_after_an_update(tmp
     for answers, model, other in ((before, old, new), (after, new, old)):
         print("distance", distances(model, PROMPTS, answers).mean(), distances(other, PROMPTS, answers).mean())
         print("share", share(model, answers), share(other, answers))
-        assert distances(model, PROMPTS, answers).mean() < NEAR
+        assert distances(model, PROMPTS, answers).mean() < CLOSE
         assert distances(other, PROMPTS, answers).mean() > FAR
         assert share(model, answers) > 0.9
         assert share(other, answers) < 0.8
 
 
 def test_images_are_seen_before_and_after_an_update(tmp_path: Path) -> None:
-    old = served_seeing(**SEEING_SIZES).to(DEVICE)
+    old = served_vision_model(**SEEING_SIZES).to(DEVICE)
     old.save_pretrained(tmp_path)
     prompts = [*SEEN, TEXT]
     negative = [(ids, {**media, "pixel_values": -media["pixel_values"]}) for ids, media in SEEN]
@@ -140,12 +140,12 @@ def test_images_are_seen_before_and_after_an_update(tmp_path: Path) -> None:
 
     with VllmEngine(tmp_path, config(**ON_DEVICE)) as engine:
         before = asyncio.run(ask(engine))
-        new = changed(served_seeing(**SEEING_SIZES).to(DEVICE))
+        new = changed(served_vision_model(**SEEING_SIZES).to(DEVICE))
         asyncio.run(engine.update_weights(next(VERSIONS), pieces(new)))
         after = asyncio.run(ask(engine))
     for answers, model in ((before, old), (after, new)):
-        near, far = (seeing_distances(model, rows, answers[: len(rows)]).mean() for rows in (prompts, negative))
+        near, far = (vision_distances(model, rows, answers[: len(rows)]).mean() for rows in (prompts, negative))
         print("images", near, far)
-        assert near < NEAR
-        assert far > 2 * NEAR
-    assert seeing_distances(old, prompts, after).mean() > FAR
+        assert near < CLOSE
+        assert far > 2 * CLOSE
+    assert vision_distances(old, prompts, after).mean() > FAR

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rollout.engine import Sampling
-from rollout.testing.gpu_served import ARGUMENTS, FAR, NEAR, REASON, SIZES
-from rollout.testing.served import PROMPTS, VERSIONS, changed, config, distances, pieces, sample, served
+from rollout.vllm.testing.gpu_served import ARGUMENTS, CLOSE, FAR, REASON, SIZES
+from rollout.vllm.testing.served import PROMPTS, VERSIONS, changed, config, distances, pieces, sample, served
 from rollout.vllm.engine import VllmEngine
 
 pytestmark = [
@@ -50,9 +50,9 @@ def test_replayed_steps_sample_from_the_weights_in_use(directory: Path) -> None:
     with VllmEngine(directory, graphs) as engine:
         for prompts in (PROMPTS[:1], PROMPTS[:3], PROMPTS):
             answers = sample(engine, prompts, Sampling(max_new_tokens=8))
-            assert distances(model.cuda(), prompts, answers).mean() < NEAR
+            assert distances(model.cuda(), prompts, answers).mean() < CLOSE
         new = changed(served(**SIZES))
         asyncio.run(engine.update_weights(next(VERSIONS), pieces(new)))
         answers = sample(engine, PROMPTS, Sampling(max_new_tokens=8))
-        assert distances(new.cuda(), PROMPTS, answers).mean() < NEAR
+        assert distances(new.cuda(), PROMPTS, answers).mean() < CLOSE
         assert distances(model.cuda(), PROMPTS, answers).mean() > FAR

@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout.engine import Completion, Sampling
-from rollout.testing.seeing import Prompt, forced_by_types, seeing_distances, served_seeing, shown
-from rollout.testing.served import ANSWER, MEAN, MOST, VERSIONS, config, pieces
+from rollout.vllm.testing.served import ANSWER, MEAN, MOST, VERSIONS, config, pieces
+from rollout.testing.vision_model import Prompt, forced_by_types, served_vision_model, shown, vision_distances
 from rollout.vllm.engine import VllmEngine
 
 pytestmark = pytest.mark.skipif(
@@ -24,7 +24,7 @@ PROMPTS = [shown(i, *grids) for i, grids in enumerate([[(1, 4, 6)], [(1, 2, 2), 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    served_seeing().save_pretrained(folder)
+    served_vision_model().save_pretrained(folder)
     return folder
 
 
@@ -60,14 +60,14 @@ def update(engine: VllmEngine, model: PreTrainedModel) -> None:
 
 
 def assert_agrees(model: PreTrainedModel, prompts: Sequence[Prompt], done: Sequence[Completion]) -> None:
-    distance = seeing_distances(model, prompts, done)
+    distance = vision_distances(model, prompts, done)
     assert distance.mean() < MEAN
     assert distance.max() < MOST
 
 
 def moved(name: str) -> PreTrainedModel:
     """The model with one parameter changed, so much that its images say something else."""
-    model = served_seeing()
+    model = served_vision_model()
     with torch.no_grad():
         parameter = model.get_parameter(name)
         size = 2.0 if parameter.ndim == 1 else max(parameter.std().item(), 0.3)
@@ -75,7 +75,9 @@ def moved(name: str) -> PreTrainedModel:
     return model
 
 
-TOWER = [name for name, _ in served_seeing().named_parameters() if ".visual." in name and ".blocks.1." not in name]
+TOWER = [
+    name for name, _ in served_vision_model().named_parameters() if ".visual." in name and ".blocks.1." not in name
+]
 TEXT = [
     "model.language_model.embed_tokens.weight",
     "model.language_model.layers.0.linear_attn.in_proj_qkv.weight",
@@ -90,14 +92,14 @@ def test_every_parameter_of_the_tower_arrives_and_those_of_the_text(engine: Vllm
     old = ask(engine)
     for name in TOWER + TEXT:
         model = moved(name)
-        stale = seeing_distances(model, PROMPTS, old).mean()
+        stale = vision_distances(model, PROMPTS, old).mean()
         assert stale > 1.5 * MEAN, f"{name} makes no difference"
         update(engine, model)
         done = ask(engine)
-        assert seeing_distances(model, PROMPTS, done).mean() < stale / 2, name
+        assert vision_distances(model, PROMPTS, done).mean() < stale / 2, name
         assert {version for one in done for version in one.policy_versions} == {engine.version}
-    update(engine, served_seeing())
-    assert_agrees(served_seeing(), PROMPTS, ask(engine))
+    update(engine, served_vision_model())
+    assert_agrees(served_vision_model(), PROMPTS, ask(engine))
 
 
 BEFORE = 958
@@ -119,13 +121,13 @@ def assert_nearer(
     model: PreTrainedModel, prompts: Sequence[Prompt], wrong: Sequence[Prompt], done: Sequence[Completion]
 ) -> None:
     """To what the model says of these prompts than of the wrong ones."""
-    right, other = (seeing_distances(model, [one for one in p for _ in range(8)], done) for p in (prompts, wrong))
+    right, other = (vision_distances(model, [one for one in p for _ in range(8)], done) for p in (prompts, wrong))
     assert right.mean() < min(MEAN, other.mean().item() / 2)
 
 
 def test_kept_prompts_with_images_are_not_stale_and_not_other_images(keeping: VllmEngine) -> None:
     """From what was kept; with other pixels; after an update of the tower alone, and of the text alone."""
-    model, prompts = served_seeing(), [late(number) for number in range(3)]
+    model, prompts = served_vision_model(), [late(number) for number in range(3)]
     other = [(ids, {**media, "pixel_values": -media["pixel_values"]}) for ids, media in prompts]
     for _ in range(2):
         assert_nearer(model, prompts, other, short(keeping, prompts))
@@ -133,15 +135,15 @@ def test_kept_prompts_with_images_are_not_stale_and_not_other_images(keeping: Vl
     for name in ("model.visual.merger.linear_fc2.weight", "model.language_model.layers.0.mlp.down_proj.weight"):
         new = moved(name)
         every = [one for one in prompts for _ in range(8)]
-        stale = seeing_distances(new, every, short(keeping, prompts)).mean()
+        stale = vision_distances(new, every, short(keeping, prompts)).mean()
         update(keeping, new)
-        assert seeing_distances(new, every, short(keeping, prompts)).mean() < stale / 2
-    update(keeping, served_seeing())
+        assert vision_distances(new, every, short(keeping, prompts)).mean() < stale / 2
+    update(keeping, served_vision_model())
 
 
 def test_what_runs_sees_its_images_again_by_the_new_tower(keeping: VllmEngine) -> None:
     """Every token's log-prob is that of the version it names."""
-    old, new, coming = served_seeing(), moved("model.visual.merger.linear_fc2.weight"), next(VERSIONS)
+    old, new, coming = served_vision_model(), moved("model.visual.merger.linear_fc2.weight"), next(VERSIONS)
     version = keeping.version
     ids, media = PROMPTS[2]
 
@@ -167,8 +169,8 @@ def test_what_runs_sees_its_images_again_by_the_new_tower(keeping: VllmEngine) -
 def test_an_image_that_was_seen_before_is_seen_anew_after_an_update(engine: VllmEngine) -> None:
     """vLLM keeps what its tower said of an image, by the image's name: not beyond an update."""
     new = moved("model.visual.merger.linear_fc2.weight")
-    assert_agrees(served_seeing(), PROMPTS, ask(engine))
+    assert_agrees(served_vision_model(), PROMPTS, ask(engine))
     update(engine, new)
     assert_agrees(new, PROMPTS, ask(engine))
-    update(engine, served_seeing())
-    assert_agrees(served_seeing(), PROMPTS, ask(engine))
+    update(engine, served_vision_model())
+    assert_agrees(served_vision_model(), PROMPTS, ask(engine))

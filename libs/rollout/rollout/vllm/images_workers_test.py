@@ -11,8 +11,8 @@ import pytest
 from transformers import PreTrainedModel
 
 from rollout.engine import Completion, Sampling
-from rollout.testing.seeing import Prompt, seeing_distances, served_seeing, served_seeing_mixture, shown
-from rollout.testing.served import ANSWER, MEAN, MOST, VERSIONS, config, pieces
+from rollout.vllm.testing.served import ANSWER, MEAN, MOST, VERSIONS, config, pieces
+from rollout.testing.vision_model import Prompt, served_vision_model, served_vision_moe, shown, vision_distances
 from rollout.vllm import engine as engine_module
 from rollout.vllm.client.images import Shown, shown_in
 from rollout.vllm.engine import VllmEngine
@@ -33,7 +33,7 @@ PROMPTS: list[Prompt] = [*SEEN, ([5, 60, 70, 80, 90], {}), shown(9, (1, 4, 2), b
 
 
 def model_of(seed: int = 0) -> PreTrainedModel:
-    return served_seeing(seed, **HEADS)
+    return served_vision_model(seed, **HEADS)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def ask(engine: VllmEngine, prompts: Sequence[Prompt] = PROMPTS, sampling: Sampl
 
 
 def assert_agrees(model: PreTrainedModel, prompts: Sequence[Prompt], done: Sequence[Completion]) -> None:
-    distance = seeing_distances(model, prompts, done)
+    distance = vision_distances(model, prompts, done)
     assert distance.mean() < MEAN
     assert distance.max() < MOST
 
@@ -72,7 +72,7 @@ def test_log_probs_are_those_of_the_stock_module(engine: VllmEngine, sampling: S
     """One image, several, one in a later turn; a prompt of text in the same batch; each also alone."""
     done = ask(engine, sampling=sampling)
     assert_agrees(model_of(), PROMPTS, done)
-    assert seeing_distances(model_of(), other_pictures(SEEN), done[: len(SEEN)]).mean() > 2 * MEAN  # it can tell
+    assert vision_distances(model_of(), other_pictures(SEEN), done[: len(SEEN)]).mean() > 2 * MEAN  # it can tell
     assert_agrees(model_of(), PROMPTS, [ask(engine, [prompt], sampling)[0] for prompt in PROMPTS])
 
 
@@ -91,12 +91,12 @@ def test_both_workers_see_by_the_new_tower_after_an_update(engine: VllmEngine) -
     asyncio.run(engine.update_weights(next(VERSIONS), pieces(new)))
     done = ask(engine)
     assert_agrees(new, PROMPTS, done)
-    assert seeing_distances(new, SEEN, old[: len(SEEN)]).mean() > 5 * MEAN
+    assert vision_distances(new, SEEN, old[: len(SEEN)]).mean() > 5 * MEAN
     tower = model_of(seed=1)
     tower.model.visual.load_state_dict(model_of().model.visual.state_dict())
     asyncio.run(engine.update_weights(next(VERSIONS), pieces(tower)))
     assert_agrees(tower, PROMPTS, ask(engine))
-    assert seeing_distances(tower, SEEN, done[: len(SEEN)]).mean() > 2 * MEAN
+    assert vision_distances(tower, SEEN, done[: len(SEEN)]).mean() > 2 * MEAN
 
 
 @pytest.mark.parametrize(
@@ -111,13 +111,13 @@ def test_both_workers_see_by_the_new_tower_after_an_update(engine: VllmEngine) -
 )
 def test_mixtures_see_what_the_stock_module_sees(tmp_path: Path, spread: dict[str, Any]) -> None:
     """Before and after an update."""
-    old, new = (served_seeing_mixture(seed, **HEADS, num_experts=8) for seed in (0, 3))
+    old, new = (served_vision_moe(seed, **HEADS, num_experts=8) for seed in (0, 3))
     for model, name in ((old, "old"), (new, "new")):
         model.save_pretrained(tmp_path / name)
     with VllmEngine(tmp_path / "old", config(**spread)) as engine:
         before = ask(engine)
         assert_agrees(old, PROMPTS, before)
-        assert seeing_distances(old, other_pictures(SEEN), before[: len(SEEN)]).mean() > 2 * MEAN  # it can tell
+        assert vision_distances(old, other_pictures(SEEN), before[: len(SEEN)]).mean() > 2 * MEAN  # it can tell
         asyncio.run(engine.update_weights(1, checkpoint_pieces(tmp_path / "new")))
         assert_agrees(new, PROMPTS, ask(engine))
-        assert seeing_distances(new, PROMPTS, before).mean() > 5 * MEAN
+        assert vision_distances(new, PROMPTS, before).mean() > 5 * MEAN

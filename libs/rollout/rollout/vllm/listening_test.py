@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from rollout.testing.listening import listening
+from rollout.testing.listen_addresses import listen_addresses
 from rollout.testing.model import SERVED, tiny_mixture
-from rollout.testing.served import config
+from rollout.vllm.testing.served import config
 from rollout.vllm.engine import VllmEngine
 
 pytestmark = pytest.mark.skipif(
@@ -21,7 +21,7 @@ SPREAD: dict[str, Any] = {"data_parallel": 2, "expert_parallel": True, "experts_
 def test_workers_and_copies_listen_on_loopback_alone(tmp_path: Path) -> None:
     tiny_mixture(300, layers=4, **{**SERVED, **HEADS, "num_experts": 4}).save_pretrained(tmp_path)
     with VllmEngine(tmp_path, config(**SPREAD, tensor_parallel=2)):
-        found = listening()
+        found = listen_addresses()
 
     assert found, "workers that find each other listen somewhere"
     assert set().union(*found.values()) == {"127.0.0.1"}, found

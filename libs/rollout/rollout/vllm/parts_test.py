@@ -14,7 +14,7 @@ import pytest
 
 from rollout.config import RolloutConfig
 from rollout.engine import Completion, Sampling
-from rollout.testing.served import ANSWER, assert_agrees, config, served
+from rollout.vllm.testing.served import ANSWER, assert_agrees, config, served
 from rollout.vllm.engine import VllmEngine
 
 pytestmark = pytest.mark.skipif(

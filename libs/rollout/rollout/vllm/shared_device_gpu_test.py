@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import buckets
-from rollout.testing.gpu_served import ARGUMENTS, FAR, NEAR, REASON, SIZES, of_copies
-from rollout.testing.served import PROMPTS, VERSIONS, changed, config, distances, pieces, served
+from rollout.vllm.testing.gpu_served import ARGUMENTS, CLOSE, FAR, REASON, SIZES, of_copies
+from rollout.vllm.testing.served import PROMPTS, VERSIONS, changed, config, distances, pieces, served
 from rollout.vllm.engine import VllmEngine
 
 pytestmark = [
@@ -58,14 +58,14 @@ def test_copies_that_share_a_device_sample_from_the_weights_in_use(tmp_path: Pat
     with VllmEngine(tmp_path, own) as engine:
         assert len(set(engine.pids)) == COPIES
         for answers in of_copies(engine):
-            assert distances(model, PROMPTS, answers).mean() < NEAR
+            assert distances(model, PROMPTS, answers).mean() < CLOSE
         assert abs(used() - before - COPIES * SHARE) < 0.1
         for seed in (1, 2, 3):  # each place is written again
             last, model = model, changed(served(**SIZES), seed).cuda()
             asyncio.run(engine.update_weights(next(VERSIONS), pieces(model)))
             for answers in of_copies(engine):
-                assert distances(model, PROMPTS, answers).mean() < NEAR
+                assert distances(model, PROMPTS, answers).mean() < CLOSE
                 assert distances(last, PROMPTS, answers).mean() > FAR
         asyncio.run(taken_back(engine, changed(served(**SIZES), 4).cuda()))
         for answers in of_copies(engine):
-            assert distances(model, PROMPTS, answers).mean() < NEAR
+            assert distances(model, PROMPTS, answers).mean() < CLOSE

@@ -12,8 +12,8 @@ from rollout.engine import Sampling
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import buckets
 from rollout.sync.transfer import transfer_weights
-from rollout.testing.gpu_served import ARGUMENTS, FAR, NEAR, REASON, SIZES
-from rollout.testing.served import PROMPTS, VERSIONS, changed, config, distances, pieces, sample, served
+from rollout.vllm.testing.gpu_served import ARGUMENTS, CLOSE, FAR, REASON, SIZES
+from rollout.vllm.testing.served import PROMPTS, VERSIONS, changed, config, distances, pieces, sample, served
 from rollout.vllm.engine import VllmEngine
 
 pytestmark = [
@@ -56,7 +56,7 @@ def test_ten_cycles_do_not_make_the_peak_grow(tmp_path: Path) -> None:
             trained.append(used())
             near, far = (distances(m.cuda(), PROMPTS, answers).mean() for m in (model, last))  # kernels want the device
             print(cycle, near, far)
-            assert near < NEAR
+            assert near < CLOSE
             assert far > FAR
             del last
     for held in (awake, asleep, trained):

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.testing.gpu_served import ARGUMENTS, FAR, HEADS, NEAR, SIZES, of_copies
-from rollout.testing.listening import listening
-from rollout.testing.served import PROMPTS, VERSIONS, changed, config, distances, pieces, served
+from rollout.vllm.testing.gpu_served import ARGUMENTS, CLOSE, FAR, HEADS, SIZES, of_copies
+from rollout.testing.listen_addresses import listen_addresses
+from rollout.vllm.testing.served import PROMPTS, VERSIONS, changed, config, distances, pieces, served
 from rollout.vllm.engine import VllmEngine
 
 DEVICES = 2
@@ -39,7 +39,7 @@ async def updated(engine: VllmEngine, model: Any) -> dict[str, set[str]]:
 
     async def watch() -> None:
         while not done.is_set():
-            for name, addresses in (await asyncio.to_thread(listening)).items():
+            for name, addresses in (await asyncio.to_thread(listen_addresses)).items():
                 found.setdefault(name, set()).update(addresses)
             await asyncio.sleep(0.05)
 
@@ -64,7 +64,7 @@ def test_each_device_has_its_part_and_samples_from_the_weights_in_use(tmp_path: 
         assert len(engine.facts["workers"]) == (2 if spread == "workers" else 0)
         assert all(abs(share - SHARE) < 0.1 for share in taken(before))
         for answers in of_copies(engine):
-            assert distances(model, PROMPTS, answers).mean() < NEAR
+            assert distances(model, PROMPTS, answers).mean() < CLOSE
         for seed in (1, 2, 3):  # each place is written again
             last, model = model, changed(served(**SIZES, **HEADS), seed).to(DEVICE)
             found = asyncio.run(updated(engine, model))
@@ -72,5 +72,5 @@ def test_each_device_has_its_part_and_samples_from_the_weights_in_use(tmp_path: 
             assert found or spread == "copies", "workers that find each other listen somewhere"
             assert set().union(*found.values()) <= {"127.0.0.1"}, found
             for answers in of_copies(engine):
-                assert distances(model, PROMPTS, answers).mean() < NEAR
+                assert distances(model, PROMPTS, answers).mean() < CLOSE
                 assert distances(last, PROMPTS, answers).mean() > FAR

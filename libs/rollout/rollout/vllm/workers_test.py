@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from rollout.engine import Completion, Sampling
 from rollout.testing.model import SERVED, tiny_mixture
-from rollout.testing.processes import abandoned, assert_ends, left_behind, living
-from rollout.testing.served import (
+from rollout.testing.processes import abandoned, alive_processes, assert_ends, leftover_files
+from rollout.vllm.testing.served import (
     ANSWER,
     MEAN,
     PROMPTS,
@@ -63,7 +63,7 @@ def mixture(seed: int = 0) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def files() -> set[str]:
     """What lay about before the first engine of this file began."""
-    return left_behind()
+    return leftover_files()
 
 
 @pytest.fixture(scope="module")
@@ -157,8 +157,8 @@ def test_a_closed_engine_has_no_worker_left(tmp_path: Path) -> None:
     dense().save_pretrained(tmp_path)
     with VllmEngine(tmp_path, config(tensor_parallel=2)) as engine:
         session, workers = os.getsid(engine.pid), {str(pid) for pid in engine.facts["workers"]}
-        assert workers <= set(living(session))
-    assert not workers & set(living(session))
+        assert workers <= set(alive_processes(session))
+    assert not workers & set(alive_processes(session))
 
 
 def test_a_killed_worker_ends_the_engine_and_leaves_nothing(engine: VllmEngine, files: set[str]) -> None:

@@ -1,4 +1,4 @@
-"""A sampler's end of a pool's broadcasts: it joins when it is told to, and takes what a call says is on its way."""
+"""A sampler's end of a pool's broadcasts: it joins on a call, and receives the bucket that a call announces."""
 
 import asyncio
 from collections.abc import Mapping
@@ -8,33 +8,33 @@ import torch
 
 from rollout.sync.pieces import Bucket
 from rollout.workers.bucket_messages import bucket_from
-from rollout.workers.collective import Backend, BrokenGroup, Invitation, WeightGroup, join, waited
+from rollout.workers.collective import Backend, BrokenGroup, Rendezvous, WeightGroup, join, waited
 
 MARK = "broadcast"
-"""The key of a call whose bucket is broadcast."""
+"""Key of a call whose bucket is broadcast."""
 
 
 class GroupBuckets:
-    """The buckets that a sender broadcasts; nothing before `join`."""
+    """The buckets of a sender's broadcasts; none before `join`."""
 
     def __init__(self) -> None:
         self._group: WeightGroup | None = None
 
     async def join(self, call: Mapping[str, Any]) -> None:
-        """Meet the sender and the other samplers. BrokenGroup: they did not all come."""
-        invitation = Invitation.read(call["invitation"])
+        """Join the sender and the other samplers. Raise BrokenGroup where not all of them come."""
+        rendezvous = Rendezvous.read(call["rendezvous"])
         if self._group is not None:
             self._group.abort()
-        device = device_for(invitation.backend)
-        found = waited(lambda: join(invitation, int(call["rank"]), call["host"], device), "weights: join")
+        device = device_for(rendezvous.backend)
+        found = waited(lambda: join(rendezvous, int(call["rank"]), call["host"], device), "weights: join")
         self._group = await asyncio.wrap_future(found)
 
-    def brings(self, call: Mapping[str, Any]) -> bool:
+    def is_broadcast(self, call: Mapping[str, Any]) -> bool:
         """Return whether a call's bucket is broadcast."""
         return MARK in call
 
     async def take(self, call: Mapping[str, Any]) -> Bucket:
-        """Return the bucket of a call, where the group's device is.
+        """Receive the bucket of a call, on the group's device.
 
         Raises:
             ValueError: its bytes are not those that were sent.

@@ -1,6 +1,6 @@
-"""Buckets of weights through shared memory, or with the message itself; each is checked by its checksum.
+"""Buckets of weights through shared memory, or with the message itself; each has a checksum.
 
-A bucket in host memory has the CRC of its bytes, one in a device's the digest that a device is fast at
+A bucket in host memory has the CRC of its bytes, one on a device the digest that a device is fast at
 (`rollout.sync.tensor_digest`).
 """
 
@@ -31,7 +31,7 @@ class SharedBuckets:
         self._segment: SharedMemory | None = None
 
     def put(self, bucket: Bucket) -> dict[str, Any]:
-        """Lay a bucket into the segment; the message that says where it is. It must be taken before the next one."""
+        """Copy a bucket into the segment; return the message with its place. It must be taken before the next one."""
         data = plain_bytes(bucket)
         if self._segment is None or self._segment.size < data.numel():
             self.close()
@@ -43,7 +43,7 @@ class SharedBuckets:
         return {"segment": self._segment.name, **bucket_message(bucket, data)}
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         if self._segment is not None:
             self._segment.close()
             self._segment.unlink()
@@ -57,7 +57,7 @@ class TakenBuckets:
         self._segment: SharedMemory | None = None
 
     def take(self, message: Mapping[str, Any]) -> Bucket:
-        """Return the bucket of a message, copied out. ValueError: its bytes are not those that were sent."""
+        """Copy the bucket of a message out. Raise ValueError where its bytes are not those that were sent."""
         if "data" in message:
             return bucket_from(message, _tensor(bytearray(message["data"])))
         if self._segment is None or self._segment.name != message["segment"]:
@@ -67,7 +67,7 @@ class TakenBuckets:
         return bucket_from(message, _tensor(bytearray(self._segment.buf[: message["bytes"]])))
 
     def close(self) -> None:
-        """Let go of the segment, which is the sender's."""
+        """Close the segment, which is the sender's."""
         if self._segment is not None:
             self._segment.close()
         self._segment = None
@@ -79,15 +79,14 @@ def plain_bytes(bucket: Bucket) -> Tensor:
 
 
 def bucket_message(bucket: Bucket, data: Tensor) -> dict[str, Any]:
-    """Return what a bucket of these bytes, uint8, holds, and their checksum."""
+    """Return the headers of a bucket with these bytes, uint8, and their checksum."""
     headers = [[h.name, list(h.shape), _name(h.dtype), h.offset, h.numel, h.start] for h in bucket.headers]
     kind = "crc" if data.device.type == "cpu" else "digest"
     return {"bytes": data.numel(), kind: CHECKSUMS[kind](data), "headers": headers}
 
 
 def bucket_from(message: Mapping[str, Any], data: Tensor) -> Bucket:
-    """Return the bucket of a message whose bytes, uint8, came as `data`. ValueError: they are not those that were
-    sent."""
+    """Return the bucket of a message with the bytes `data`, uint8. Raise ValueError where they are not those sent."""
     kind = next(kind for kind in CHECKSUMS if kind in message)
     if data.numel() != message["bytes"] or CHECKSUMS[kind](data) != message[kind]:
         raise ValueError("a bucket of weights came damaged: its checksum differs")
@@ -107,7 +106,7 @@ def _tensor(data: bytearray) -> Tensor:
 
 
 CHECKSUMS: Mapping[str, Callable[[Tensor], int]] = {"crc": _crc, "digest": digest_of}
-"""By their names on the wire."""
+"""Checksums by their names on the wire."""
 
 
 def manifest_message(manifest: Manifest) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Messages between a run and its sampling process: JSON with raw bytes behind it, over a pipe that only they hold.
+"""Messages between a run and its sampling process: JSON with raw bytes after it, over a pipe that only they hold.
 
-Nothing is unpickled from the pipe: what comes out of a message is JSON's own types and bytes.
+Nothing is unpickled from the pipe: a message is JSON's own types and bytes.
 """
 
 import json
@@ -13,7 +13,8 @@ Message = tuple[dict[str, Any], bytes]
 
 
 class Channel:
-    """One end of the pipe. Any thread may send, one may receive. EOFError, OSError: the other end is gone."""
+    """One end of the pipe. Any thread may send, one may receive. Both raise EOFError or OSError once the other end is
+    gone."""
 
     def __init__(self, connection: "Connection[Any, Any]") -> None:
         self._connection = connection

@@ -1,7 +1,7 @@
 """A process group of a sender's and its samplers' own, over which each bucket of weights is broadcast once.
 
-1. The sender holds a `Meeting`: a store that listens on one address and nowhere else. Its `Invitation` reaches the
-   samplers by the calls that they answer anyway, and with it all of them `join`: the sender as rank 0.
+1. The sender holds a `RendezvousStore`: a store that listens on one address and nowhere else. Its `Rendezvous`
+   reaches the samplers by the calls that they answer anyway, and with it all of them `join`: the sender as rank 0.
 2. `WeightGroup.send` and `take` are the two ends of a broadcast, of plain bytes: gloo's through host memory, NCCL's
    from device to device. What the bytes are, and their checksum, travels with the call
    (`rollout.workers.bucket_messages`).
@@ -31,10 +31,10 @@ T = TypeVar("T")
 Backend = Literal["gloo", "nccl"]
 LOOPBACK = "127.0.0.1"
 SECONDS = 60.0
-"""Until a broadcast of one bucket, or the making of a group, counts as hanging."""
+"""Seconds until a broadcast of one bucket, or the making of a group, counts as hanging."""
 _UNWATCHED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""torch would end the whole process, the trainer's, where one of NCCL's broadcasts fails or hangs: here `abort` ends
-the broadcast, and the pool is replaced."""
+"""Variables that turn torch's watchdog off: it ends the whole process, the trainer's, where one of NCCL's broadcasts
+fails or hangs. Here `abort` ends the broadcast, and the pool is replaced."""
 _changing = threading.Lock()
 
 
@@ -43,16 +43,16 @@ class BrokenGroup(RuntimeError):  # noqa: N818  what happened, in the words of a
 
 
 @dataclass(frozen=True)
-class Invitation:
+class Rendezvous:
     """Where the processes of a group meet, and how long each of them waits for the others at most."""
 
     backend: Backend
     host: str
     port: int
     size: int
-    """Processes: the sender and its samplers."""
+    """Number of processes: the sender and its samplers."""
     token: str
-    """The first thing that the sender broadcasts: who gets another one is in somebody else's group."""
+    """First broadcast of the sender: a process that gets another one is in a wrong group."""
     seconds: float = SECONDS
 
     def __post_init__(self) -> None:
@@ -64,42 +64,42 @@ class Invitation:
             raise ValueError(f"seconds must be above 0 and finite, got {self.seconds}")
 
     def message(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return JSON values."""
         return asdict(self)
 
     @staticmethod
-    def read(message: Mapping[str, Any]) -> "Invitation":
-        """Return what `message` gave."""
-        return Invitation(**message)
+    def read(message: Mapping[str, Any]) -> "Rendezvous":
+        """Read the result of `message`."""
+        return Rendezvous(**message)
 
 
-class Meeting:
-    """The sender's: a store on `host` alone, where `receivers` samplers find it.
+class RendezvousStore:
+    """The sender's store on `host` alone, where `receivers` samplers find it.
 
-    `host`: an address of this machine that they reach, loopback where all are on it. Beyond loopback nothing but the
-    network's walls keeps strangers from the store and from the group's own sockets.
+    `host`: an address of this machine that they reach, loopback where all are on it. Beyond loopback only the network
+    keeps strangers from the store and from the group's own sockets.
     """
 
     def __init__(self, backend: Backend, receivers: int, host: str = LOOPBACK, seconds: float = SECONDS) -> None:
-        listening = socket.create_server((host, 0))  # torch's own store would listen on all interfaces
-        port = listening.getsockname()[1]
-        self.invitation = Invitation(backend, host, port, receivers + 1, secrets.token_hex(16), seconds)
+        listen_addresses = socket.create_server((host, 0))  # torch's own store would listen on all interfaces
+        port = listen_addresses.getsockname()[1]
+        self.rendezvous = Rendezvous(backend, host, port, receivers + 1, secrets.token_hex(16), seconds)
         self._store = dist.TCPStore(
             host,
             port,
             is_master=True,
             timeout=timedelta(seconds=seconds),
             wait_for_workers=False,
-            master_listen_fd=listening.detach(),  # it is torch's now
+            master_listen_fd=listen_addresses.detach(),  # it is torch's now
         )
 
     def join(self, device: torch.device | None = None) -> "WeightGroup":
-        """Meet all others, as rank 0; returns once all are there. `device`: of NCCL. BrokenGroup: somebody isn't."""
-        return WeightGroup(self.invitation, 0, self._store, self.invitation.host, device)
+        """Wait for all samplers, as rank 0. `device`: NCCL's. Raise BrokenGroup where one does not come."""
+        return WeightGroup(self.rendezvous, 0, self._store, self.rendezvous.host, device)
 
 
-def join(invitation: Invitation, rank: int, host: str = LOOPBACK, device: torch.device | None = None) -> "WeightGroup":
-    """Meet all others, as sampler number `rank` (from 1).
+def join(rendezvous: Rendezvous, rank: int, host: str = LOOPBACK, device: torch.device | None = None) -> "WeightGroup":
+    """Join all others as sampler number `rank` (from 1).
 
     `host`: an address of this process's machine that the others reach. `device`: of NCCL, each process's its own.
 
@@ -108,62 +108,61 @@ def join(invitation: Invitation, rank: int, host: str = LOOPBACK, device: torch.
     """
     try:
         store = dist.TCPStore(
-            invitation.host,
-            invitation.port,
+            rendezvous.host,
+            rendezvous.port,
             is_master=False,
-            timeout=timedelta(seconds=invitation.seconds),
+            timeout=timedelta(seconds=rendezvous.seconds),
             wait_for_workers=False,
         )
     except RuntimeError as error:
-        raise BrokenGroup(f"no sender of weights at {invitation.host}:{invitation.port}: {_first(error)}") from error
-    return WeightGroup(invitation, rank, store, host, device)
+        raise BrokenGroup(f"no sender of weights at {rendezvous.host}:{rendezvous.port}: {_first(error)}") from error
+    return WeightGroup(rendezvous, rank, store, host, device)
 
 
 class WeightGroup:
-    """One process's end of a group; `Meeting.join` and `join` make it. Its calls wait: an event loop uses `waited`."""
+    """A process's end of a group, from `RendezvousStore.join` or `join`. Its calls block: event loops use `waited`."""
 
     def __init__(
-        self, invitation: Invitation, rank: int, store: "dist.Store", host: str, device: torch.device | None
+        self, rendezvous: Rendezvous, rank: int, store: "dist.Store", host: str, device: torch.device | None
     ) -> None:
-        if invitation.backend == "nccl" and (device is None or device.type != "cuda"):
+        if rendezvous.backend == "nccl" and (device is None or device.type != "cuda"):
             raise ValueError(f"NCCL passes weights between CUDA devices, and this process gave {device}")
-        self.device = device if invitation.backend == "nccl" and device is not None else torch.device("cpu")
-        self._seconds = invitation.seconds
+        self.device = device if rendezvous.backend == "nccl" and device is not None else torch.device("cpu")
+        self._seconds = rendezvous.seconds
         self._aborted = threading.Event()
         self._store = store  # of the sender it is the server
-        prefixed = dist.PrefixStore(invitation.token, store)
+        prefixed = dist.PrefixStore(rendezvous.token, store)
         try:
-            self._group = _group_of(invitation, rank, prefixed, host)
-            told = self._greeting(invitation.token, rank)
+            self._group = _group_of(rendezvous, rank, prefixed, host)
+            told = self._greeting(rendezvous.token, rank)
         except RuntimeError as error:
             if isinstance(error, BrokenGroup):
                 raise
-            raise BrokenGroup(f"{invitation.size} processes did not all meet: {_first(error)}") from error
-        if told != invitation.token:
+            raise BrokenGroup(f"{rendezvous.size} processes did not all meet: {_first(error)}") from error
+        if told != rendezvous.token:
             raise BrokenGroup("the group is not the one that was meant: its sender told another token")
 
     def send(self, data: Tensor) -> None:
-        """Broadcast bytes, uint8, contiguous, where `device` is. BrokenGroup: they did not pass in time."""
+        """Broadcast bytes, uint8, contiguous, on `device`. Raise BrokenGroup where that takes too long."""
         self._broadcast(data)
 
     def take(self, nbytes: int) -> Tensor:
-        """Return the bytes that the sender broadcasts, uint8, where `device` is. BrokenGroup: they did not come in
-        time."""
+        """Receive the sender's bytes, uint8, on `device`. Raise BrokenGroup where that takes too long."""
         data = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self._broadcast(data)
         return data
 
     def abort(self) -> None:
-        """End what waits, from any thread, twice too; nothing passes any more."""
+        """End all waiting calls, from any thread; further ones fail. A second call does nothing."""
         if not self._aborted.is_set():
             self._aborted.set()
             waited(self._group.abort, "weights: abort")
 
     def _greeting(self, token: str, rank: int) -> str:
-        """Return the token, from the sender; NCCL makes its connections with this first broadcast."""
+        """Broadcast the token from the sender; NCCL makes its connections with this first broadcast."""
         mine = torch.frombuffer(bytearray(token.encode()), dtype=torch.uint8).to(self.device)
         data = mine if rank == 0 else torch.zeros_like(mine)
-        # A hanging one can't be aborted before NCCL has made its connections: whoever waits for it goes on without it.
+        # A hanging one can't be aborted before NCCL has made its connections: callers go on without it.
         limit = None if self.device.type == "cpu" else self._seconds
         with _nccl_of(self.device, self._store):
             try:
@@ -188,7 +187,7 @@ class WeightGroup:
             raise BrokenGroup(f"a broadcast of weights failed: {_first(error)}") from error
 
     def _broadcast_on_device(self, data: Tensor) -> None:
-        """Wait, on the host, until the device has done a broadcast; NCCL's own wait has a stream alone wait.
+        """Broadcast, and wait on the host until the device is done; NCCL's own wait blocks a stream alone.
 
         It is in a stream of its own: where it hangs, no other work of the process waits for it.
         """
@@ -223,9 +222,9 @@ def _from_sender() -> "dist.BroadcastOptions":
 
 
 def waited(work: Callable[[], T], name: str) -> "Future[T]":
-    """Do something that waits in a thread of its own, for whom no process waits at its end."""
+    """Run blocking work in a daemon thread, for which no process waits at its end."""
     future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # nobody cancels it: who does not wait any more lets it be
+    future.set_running_or_notify_cancel()  # it is never cancelled: a caller may just stop waiting
 
     def run() -> None:
         try:
@@ -240,21 +239,21 @@ def waited(work: Callable[[], T], name: str) -> "Future[T]":
     return future
 
 
-def _group_of(invitation: Invitation, rank: int, store: "dist.Store", host: str) -> Any:
-    """torch's process group, unknown to `torch.distributed` itself. gloo's is connected, NCCL's connects later."""
-    limit = timedelta(seconds=invitation.seconds)
-    if invitation.backend == "gloo":
+def _group_of(rendezvous: Rendezvous, rank: int, store: "dist.Store", host: str) -> Any:
+    """Make torch's process group, unknown to `torch.distributed`. gloo's is connected, NCCL's connects later."""
+    limit = timedelta(seconds=rendezvous.seconds)
+    if rendezvous.backend == "gloo":
         gloo = vars(dist.ProcessGroupGloo)["_Options"]()  # torch's stubs lack the class
         gloo._timeout = limit
         gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # listens on that address alone
-        return dist.ProcessGroupGloo(store, rank, invitation.size, gloo)
+        return dist.ProcessGroupGloo(store, rank, rendezvous.size, gloo)
     if not dist.is_nccl_available():
         raise ValueError("this torch has no NCCL: use gloo or objects")
     nccl: Any = dist.ProcessGroupNCCL.Options()
-    nccl.global_ranks_in_group, nccl.group_name = list(range(invitation.size)), f"weights {invitation.token}"
-    nccl._timeout = timedelta(days=1)  # time is kept here: torch's way to keep it ends the process
+    nccl.global_ranks_in_group, nccl.group_name = list(range(rendezvous.size)), f"weights {rendezvous.token}"
+    nccl._timeout = timedelta(days=1)  # the limit is checked here: torch's own check ends the process
     with _variables(_UNWATCHED):
-        return dist.ProcessGroupNCCL(store, rank, invitation.size, nccl)
+        return dist.ProcessGroupNCCL(store, rank, rendezvous.size, nccl)
 
 
 def _nccl_of(device: torch.device, store: "dist.Store") -> Any:
@@ -270,7 +269,7 @@ def _nccl_of(device: torch.device, store: "dist.Store") -> Any:
 
 @contextmanager
 def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables for as long as this lasts, for libraries that can be told in no other way."""
+    """Set environment variables meanwhile, for libraries that have no other settings."""
     with _changing:
         before = {name: os.environ.get(name) for name in values}
         os.environ.update(values)

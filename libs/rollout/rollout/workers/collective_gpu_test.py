@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from rollout.testing.broadcasts import VISIBLE, Pool, bytes_of, changed, large, parts_of
-from rollout.testing.listening import listening
+from rollout.testing.listen_addresses import listen_addresses
 from rollout.workers.bucket_messages import bucket_message
 from rollout.workers.collective import waited
 from rollout.workers.collective_pool import SLACK
@@ -57,7 +57,7 @@ def processes() -> Iterator[Pool]:
 @pytest.fixture
 def pool(processes: Pool) -> Iterator[Pool]:
     """Samplers that live, and join a group of each test's own."""
-    processes.regroup()
+    processes.new_group()
     yield processes
     processes.broadcast.close()
 
@@ -73,7 +73,7 @@ def doomed() -> Iterator[Pool]:
 def test_all_of_it_listens_on_loopback_alone(pool: Pool) -> None:
     """NCCL's sockets too. It looks for an interface once in a process's life: this test is the first one here."""
     asyncio.run(pool.broadcast.meet())
-    found = listening(psutil.Process())
+    found = listen_addresses(psutil.Process())
     assert set[str]().union(*found.values()) <= {"127.0.0.1", "::1"}, found
 
 
@@ -87,7 +87,7 @@ def test_weights_arrive_bit_for_bit_beside_a_default_group_of_nccl(pool: Pool) -
         for version in (next(VERSIONS), next(VERSIONS)):
             model = changed(version, DEVICE)
             assert next(parts_of(model)).buffer.device.type == "cuda"
-            asyncio.run(pool.handed_over(version, model))
+            asyncio.run(pool.send_weights(version, model))
             assert asyncio.run(pool.all("weights")) == [bytes_of(model)] * len(pool.workers)
             dist.all_reduce(ones)
         assert dist.group.WORLD is before
@@ -102,19 +102,19 @@ def test_a_damaged_bucket_is_refused_and_the_next_one_taken(pool: Pool) -> None:
     """Altered after its digest, on the device: all refuse it, and the group goes on."""
     model = changed(3, DEVICE)
 
-    async def damaged() -> None:
+    async def send_corrupted() -> None:
         await pool.broadcast.meet()
         await pool.announced(next(VERSIONS))
         bucket = next(parts_of(model))
         data = bucket.buffer.clone()
         assert "digest" in bucket_message(bucket, data)
-        for one in pool.damaged(bucket, data):
+        for one in pool.send_corrupted(bucket, data):
             with pytest.raises(ValueError, match="came damaged"):
                 one.result(30)
         await pool.all("abort")
-        await pool.handed_over(next(VERSIONS), model)
+        await pool.send_weights(next(VERSIONS), model)
 
-    asyncio.run(damaged())
+    asyncio.run(send_corrupted())
     assert asyncio.run(pool.all("weights")) == [bytes_of(model)] * len(pool.workers)
     assert not pool.broadcast.broken
 
@@ -131,7 +131,7 @@ def test_a_sampler_that_ends_or_hangs_in_mid_broadcast_is_an_error_in_bounded_ti
         await doomed.announced(1)
         sent = await doomed.stopped(large(LARGE, DEVICE), 1.0)
         if killed:
-            doomed.strike(signal.SIGKILL)
+            doomed.send_signal(signal.SIGKILL)
         begun = time.monotonic()
         with pytest.raises(WorkerDied, match="process ended" if killed else "take a bucket of weights"):
             await sent
@@ -141,7 +141,7 @@ def test_a_sampler_that_ends_or_hangs_in_mid_broadcast_is_an_error_in_bounded_ti
     assert took < (SECONDS if killed else SECONDS + 2 * SLACK + 1)
     assert doomed.broadcast.broken
     if not killed:
-        doomed.strike(signal.SIGKILL)
+        doomed.send_signal(signal.SIGKILL)
     waited(torch.cuda.synchronize, "sync").result(30)
     assert torch.ones(8, device=DEVICE).sum().item() == 8
     if not killed:
@@ -150,7 +150,7 @@ def test_a_sampler_that_ends_or_hangs_in_mid_broadcast_is_an_error_in_bounded_ti
     try:
         asyncio.run(again.broadcast.meet())
         model = changed(5, DEVICE)
-        asyncio.run(again.handed_over(1, model))
+        asyncio.run(again.send_weights(1, model))
         assert asyncio.run(again.all("weights")) == [bytes_of(model)] * len(again.workers)
     finally:
         again.close()

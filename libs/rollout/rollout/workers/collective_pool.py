@@ -12,23 +12,23 @@ from rollout.sync.pieces import Bucket
 from rollout.workers.broadcast_receiver import MARK, device_for
 from rollout.workers.bucket_messages import bucket_message, plain_bytes
 from rollout.workers.channel import Message
-from rollout.workers.collective import LOOPBACK, SECONDS, Backend, BrokenGroup, Meeting, WeightGroup, waited
+from rollout.workers.collective import LOOPBACK, SECONDS, Backend, BrokenGroup, RendezvousStore, WeightGroup, waited
 from rollout.workers.process import WorkerDied
 
 SLACK = 5.0
-"""Seconds beyond a group's own limit until whoever still waits is given up, and in which a death may get its name."""
+"""Seconds beyond a group's own limit until waiting callers are given up, and until the cause of a death is known."""
 Ask = Callable[[int, str, Mapping[str, Any]], "Future[Message]"]
-"""Asks one sampler, by its number from 0."""
+"""Function that calls one sampler, by its number from 0."""
 
 
 class PoolBroadcast:
-    """The weights of one pool of samplers. Once it is broken it stays so: the pool is to be replaced.
+    """The broadcasts to one pool of samplers. Once it is broken it stays so: the pool is to be replaced.
 
     Args:
         backend: what the bytes pass through.
-        ask: how a sampler is called.
-        count: how many there are.
-        seconds: that making the group, or passing one bucket, may take.
+        ask: calls a sampler.
+        count: number of samplers.
+        seconds: most seconds for making the group, or passing one bucket.
     """
 
     def __init__(self, backend: Backend, ask: Ask, count: int, seconds: float = SECONDS) -> None:
@@ -38,7 +38,7 @@ class PoolBroadcast:
 
     @property
     def met(self) -> bool:
-        """Whether the group is there."""
+        """Whether the group has been made."""
         return self._group is not None
 
     async def meet(self, host: str = LOOPBACK, hosts: Sequence[str] = ()) -> None:
@@ -48,21 +48,21 @@ class PoolBroadcast:
             WorkerDied: it could not be made in time; the pool counts as dead.
         """
         device = device_for(self._backend)
-        meeting = Meeting(self._backend, self._count, host, self._seconds)
-        invitation = meeting.invitation.message()
+        meeting = RendezvousStore(self._backend, self._count, host, self._seconds)
+        rendezvous = meeting.rendezvous.message()
         mine = waited(lambda: meeting.join(device), "weights: meet")
         asked = [
-            self._ask(i, "join", {"invitation": invitation, "rank": i + 1, "host": hosts[i] if hosts else LOOPBACK})
+            self._ask(i, "join", {"rendezvous": rendezvous, "rank": i + 1, "host": hosts[i] if hosts else LOOPBACK})
             for i in range(self._count)
         ]
         await self._ended([mine, *asked], "meet", BaseException)
         self._group = mine.result()
 
     async def send(self, bucket: Bucket) -> int:
-        """Have a bucket staged everywhere; the most elements that one of the samplers still lacks.
+        """Stage a bucket on all samplers; return the largest number of missing elements.
 
         Raises:
-            ValueError: a sampler refused what came; all of them have taken it.
+            ValueError: a sampler refused the bucket, which all have received.
             WorkerDied: it did not reach all of them in time; the pool counts as dead.
         """
         group = self._group
@@ -75,24 +75,23 @@ class PoolBroadcast:
         return max(int(head["answer"]["missing"]) for head, _ in answers[1:])
 
     def close(self) -> None:
-        """End the group; what waits for it hears a BrokenGroup."""
+        """End the group; waiting calls raise BrokenGroup."""
         self.broken = True
         if self._group is not None:
             self._group.abort()
 
     def _laid(self, bucket: Bucket) -> Tensor:
-        """Return the bucket's bytes where they are broadcast from."""
+        """Return the bucket's bytes on the device of the broadcast."""
         if self._backend == "gloo":
             return plain_bytes(bucket)
         assert self._group is not None
         return bucket.buffer.detach().to(self._group.device).contiguous()
 
     async def _ended(self, futures: "Sequence[Future[Any]]", what: str, fatal: type[BaseException]) -> list[Any]:
-        """Return the answers of all, of whom the sender is the first; what else one raised is raised once all have
-        answered.
+        """Return the results of all, the sender's first; another error of one is raised once all have ended.
 
         Raises:
-            WorkerDied: one raised what is `fatal` or a BrokenGroup, died or was late; nobody is waited for any more.
+            WorkerDied: one raised what is `fatal` or a BrokenGroup, died or was late; the others are not waited for.
         """
         waits = [asyncio.ensure_future(asyncio.wrap_future(future)) for future in futures]
         whole = False
@@ -117,7 +116,7 @@ class PoolBroadcast:
     async def _until_broken(
         self, waits: "Sequence[asyncio.Future[Any]]", fatal: tuple[type[BaseException], ...]
     ) -> BaseException | None:
-        """Return what ended the group, once something did; None when all have answered, or time is over."""
+        """Wait for the first fatal error and return it; None when all have ended, or time is over."""
         pending, limit = set(waits), time.monotonic() + self._seconds + SLACK
         while pending and (left := limit - time.monotonic()) > 0:
             done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
@@ -134,7 +133,7 @@ class PoolBroadcast:
 
 
 async def _death(waits: "Sequence[asyncio.Future[Any]]") -> WorkerDied | None:
-    """Somebody's death, where one is told soon: Ray tells of it a moment after the group's sockets do."""
+    """Return a sampler's death, if one is reported soon: Ray reports it a moment after the group's sockets break."""
     limit = time.monotonic() + SLACK
     while True:
         died = [error for error in map(_error, waits) if isinstance(error, WorkerDied)]

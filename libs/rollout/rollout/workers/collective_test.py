@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from rollout.native.engine import NativeEngine
 from rollout.testing.broadcasts import GREEDY, PROMPT, Pool, bytes_of, changed, large, parts_of
-from rollout.testing.listening import listening
+from rollout.testing.listen_addresses import listen_addresses
 from rollout.workers.bucket_messages import plain_bytes
-from rollout.workers.collective import BrokenGroup, Invitation, Meeting, join, waited
+from rollout.workers.collective import BrokenGroup, Rendezvous, RendezvousStore, join, waited
 from rollout.workers.collective_pool import SLACK
 from rollout.workers.process import WorkerDied
 
@@ -41,7 +41,7 @@ def processes() -> Iterator[Pool]:
 @pytest.fixture
 def pool(processes: Pool) -> Iterator[Pool]:
     """Samplers that live, and join a group of each test's own."""
-    processes.regroup()
+    processes.new_group()
     yield processes
     processes.broadcast.close()
 
@@ -63,7 +63,7 @@ def test_weights_arrive_bit_for_bit_and_the_default_group_is_left_alone(pool: Po
         asyncio.run(pool.broadcast.meet())
         for version in (next(VERSIONS), next(VERSIONS)):
             model = changed(version)
-            asyncio.run(pool.handed_over(version, model))
+            asyncio.run(pool.send_weights(version, model))
             assert asyncio.run(pool.all("weights")) == [bytes_of(model)] * 2
             expected = asyncio.run(NativeEngine(model).generate(PROMPT, GREEDY))
             for answer in asyncio.run(pool.all("say", prompt=PROMPT)):
@@ -79,17 +79,17 @@ def test_a_damaged_bucket_is_refused_and_the_next_one_taken(pool: Pool) -> None:
     """Altered after its checksum: both refuse it, and the group goes on."""
     model = changed(3)
 
-    async def damaged() -> None:
+    async def send_corrupted() -> None:
         await pool.broadcast.meet()
         await pool.announced(next(VERSIONS))
         bucket = next(parts_of(model))
-        for one in pool.damaged(bucket, plain_bytes(bucket).clone()):
+        for one in pool.send_corrupted(bucket, plain_bytes(bucket).clone()):
             with pytest.raises(ValueError, match="came damaged"):
                 one.result(10)
         await pool.all("abort")
-        await pool.handed_over(next(VERSIONS), model)
+        await pool.send_weights(next(VERSIONS), model)
 
-    asyncio.run(damaged())
+    asyncio.run(send_corrupted())
     assert not pool.broadcast.broken
 
 
@@ -100,7 +100,7 @@ def test_what_a_sampler_refuses_is_raised_once_all_have_it(pool: Pool) -> None:
         with pytest.raises(ValueError, match="unknown weight 'large'"):
             await pool.broadcast.send(large(1 << 10))
         await pool.all("abort")
-        await pool.handed_over(next(VERSIONS), changed(4))
+        await pool.send_weights(next(VERSIONS), changed(4))
 
     asyncio.run(refused())
 
@@ -114,7 +114,7 @@ def test_a_sampler_that_ends_or_hangs_in_mid_broadcast_is_an_error_in_bounded_ti
         await doomed.announced(next(VERSIONS))
         sent = await doomed.stopped(large(LARGE), 0.5)
         if killed:
-            doomed.strike(signal.SIGKILL)
+            doomed.send_signal(signal.SIGKILL)
         begun = time.monotonic()
         with pytest.raises(WorkerDied, match="process ended" if killed else "take a bucket of weights"):
             await sent
@@ -124,27 +124,27 @@ def test_a_sampler_that_ends_or_hangs_in_mid_broadcast_is_an_error_in_bounded_ti
     assert took < (SECONDS if killed else SECONDS + 2 * SLACK + 1)
     assert doomed.broadcast.broken
     if not killed:
-        doomed.strike(signal.SIGKILL)
+        doomed.send_signal(signal.SIGKILL)
 
 
 def test_a_sampler_that_does_not_come_is_an_error_in_bounded_time(doomed: Pool) -> None:
-    doomed.strike(signal.SIGSTOP, 0)
+    doomed.send_signal(signal.SIGSTOP, 0)
     begun = time.monotonic()
     with pytest.raises(WorkerDied, match="did not all meet"):
         asyncio.run(doomed.broadcast.meet())
     assert time.monotonic() - begun < SECONDS + 2 * SLACK + 1
-    doomed.strike(signal.SIGKILL, 0)
+    doomed.send_signal(signal.SIGKILL, 0)
 
 
 def test_all_of_it_listens_on_loopback_alone(pool: Pool) -> None:
     asyncio.run(pool.broadcast.meet())
-    assert set[str]().union(*listening(psutil.Process()).values()) == {"127.0.0.1"}
+    assert set[str]().union(*listen_addresses(psutil.Process()).values()) == {"127.0.0.1"}
 
 
 def sending(there: "Connection[Any, Any]", sends: int, hangs: bool) -> None:
     """A sender: so many bytes of 1, and then it ends or does nothing."""
-    meeting = Meeting("gloo", 1, seconds=SECONDS)
-    there.send(meeting.invitation.message())
+    meeting = RendezvousStore("gloo", 1, seconds=SECONDS)
+    there.send(meeting.rendezvous.message())
     group = meeting.join()
     for _ in range(sends):
         group.send(torch.ones(1 << 10, dtype=torch.uint8))
@@ -159,7 +159,7 @@ def test_a_sender_that_ends_or_hangs_is_an_error_in_bounded_time(hangs: bool) ->
     here, there = context.Pipe()
     sender = context.Process(target=sending, args=(there, 1, hangs), daemon=True)
     sender.start()
-    group = join(Invitation.read(here.recv()), 1)
+    group = join(Rendezvous.read(here.recv()), 1)
     assert group.take(1 << 10).eq(1).all()
     begun = time.monotonic()
     with pytest.raises(BrokenGroup, match="a broadcast of weights failed"):
@@ -171,15 +171,15 @@ def test_a_sender_that_ends_or_hangs_is_an_error_in_bounded_time(hangs: bool) ->
 
 def test_nobody_at_the_place_of_the_sender_is_an_error_in_bounded_time() -> None:
     with pytest.raises(BrokenGroup, match="no sender of weights at 127"):
-        join(Invitation("gloo", "127.0.0.1", 9, 2, "token", seconds=1.0), 1)
+        join(Rendezvous("gloo", "127.0.0.1", 9, 2, "token", seconds=1.0), 1)
 
 
 def two_ends(token: str | None = None) -> list[Any]:
     """Both ends of a group in this process, or what each of them raised; `token`: that the sampler expects."""
-    meeting = Meeting("gloo", 1, seconds=SECONDS)
-    plain = meeting.invitation.message()
+    meeting = RendezvousStore("gloo", 1, seconds=SECONDS)
+    plain = meeting.rendezvous.message()
     mine = waited(meeting.join, "mine")
-    theirs = waited(lambda: join(Invitation.read(plain | ({"token": token} if token else {})), 1), "theirs")
+    theirs = waited(lambda: join(Rendezvous.read(plain | ({"token": token} if token else {})), 1), "theirs")
     return [found.exception(20) or found.result() for found in (mine, theirs)]
 
 
@@ -216,10 +216,10 @@ def test_no_bytes_need_no_broadcast() -> None:
 def test_what_an_invitation_can_not_say(changes: dict[str, Any], problem: str) -> None:
     plain = {"backend": "gloo", "host": "127.0.0.1", "port": 1, "size": 2, "token": "", "seconds": 1.0}
     with pytest.raises(ValueError, match=problem):
-        Invitation.read(plain | changes)
+        Rendezvous.read(plain | changes)
 
 
 def test_nccl_without_a_cuda_device_is_refused() -> None:
-    meeting = Meeting("nccl", 1, seconds=SECONDS)
+    meeting = RendezvousStore("nccl", 1, seconds=SECONDS)
     with pytest.raises(ValueError, match="between CUDA devices"):
         meeting.join(torch.device("cpu"))

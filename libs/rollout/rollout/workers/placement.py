@@ -1,4 +1,4 @@
-"""What a pool of samplers needs of a cluster, and whether a cluster can ever give it: pure functions of numbers."""
+"""The resources that a pool of samplers needs, and whether a cluster can ever give them: pure functions of numbers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,13 +10,13 @@ class NoCapacity(ValueError):  # noqa: N818  what happened, in the words of a lo
 
 @dataclass(frozen=True)
 class Demand:
-    """So many workers, each with all of its resources on one node."""
+    """A number of workers, each with all of its resources on one node."""
 
     workers: int = 1
     cpus: float = 1.0
     gpus: float = 0.0
     resources: Mapping[str, float] = field(default_factory=dict)
-    """Others by Ray's names for them, such as NPU or a mark that some nodes carry."""
+    """Other resources by Ray's names, such as NPU or a mark that some nodes carry."""
 
     def __post_init__(self) -> None:
         if isinstance(self.workers, bool) or not isinstance(self.workers, int) or self.workers < 1:
@@ -32,13 +32,13 @@ class Demand:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """Of one worker, by Ray's names."""
+        """Resources of one worker, by Ray's names."""
         found = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
         return {name: float(amount) for name, amount in found.items() if amount > 0}
 
 
 def room(demand: Demand, nodes: Sequence[Mapping[str, float]]) -> int:
-    """Return how many of the workers find a place on nodes with these resources."""
+    """Count how many of the workers fit on nodes with these resources."""
     bundle = demand.bundle
     return sum(int(min(node.get(name, 0.0) / amount + 1e-9 for name, amount in bundle.items())) for node in nodes)
 
@@ -70,7 +70,7 @@ def nodes_apart(demand: Demand, nodes: Mapping[str, Mapping[str, float]], own: s
 def refusal(demand: Demand, nodes: Sequence[Mapping[str, float]]) -> str | None:
     """Return why a cluster of these nodes can't hold the workers, with the numbers; None where it can.
 
-    As all workers are alike, whoever fills node after node places as many as anybody can.
+    As all workers are alike, filling node after node places as many as possible.
     """
     places = room(demand, nodes)
     if places >= demand.workers:

@@ -1,4 +1,4 @@
-"""The run's side of a sampling process: start it, call it, hand it weights, hear of its death."""
+"""The run's side of a sampling process: start it, call it, sync its weights, notice its death."""
 
 import asyncio
 import multiprocessing
@@ -21,8 +21,8 @@ class WorkerDied(RuntimeError):  # noqa: N818  what happened, in the words of a 
 class WorkerProcess:
     """A process that runs `target(connection, *args)`, which ends in `rollout.workers.serve.serve`.
 
-    It is spawned, with a pipe that nobody else can open. It ends when this end closes, also by the death of this
-    process. `call` asks for something, and any thread may; answers come in any order. As a `Receiver` it takes weights
+    It is spawned, with a pipe that no other process can open. It ends when this end closes, also by the death of this
+    process. Any thread may `call`; results come in any order. As a `Receiver` it takes weights
     (`rollout.sync.transfer_weights`).
     """
 
@@ -47,11 +47,11 @@ class WorkerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it can still be asked."""
+        """Whether the process can still be called."""
         return not self._dead
 
     def call(self, name: str, **arguments: Any) -> "Future[Message]":
-        """Ask for something. The future gets the answer's head and payload, or what was raised there, or WorkerDied."""
+        """Send a call. The future gets the result's head and payload, what was raised there, or WorkerDied."""
         future: Future[Message] = Future()
         with self._lock:
             if self._dead:
@@ -67,20 +67,20 @@ class WorkerProcess:
         return future
 
     def call_all(self, name: str, **arguments: Any) -> "list[Future[Message]]":
-        """Return the call, as there is one process."""
+        """Send a call to the one process that there is."""
         return [self.call(name, **arguments)]
 
     async def ask(self, name: str, **arguments: Any) -> Any:
-        """Call and wait, on an event loop."""
+        """Send a call and wait for its result, on an event loop."""
         head, _ = await asyncio.wrap_future(self.call(name, **arguments))
         return head.get("answer")
 
     async def prepare(self, manifest: Manifest) -> None:
-        """Begin to receive weights."""
+        """Begin a weight sync."""
         await self.ask("prepare", **manifest_message(manifest))
 
     async def receive(self, bucket: Bucket) -> int:
-        """Lay a bucket into shared memory and have it staged."""
+        """Copy a bucket into shared memory and stage it."""
         return int((await self.ask("receive", **self._shared.put(bucket)))["missing"])
 
     async def commit(self, version: int) -> None:
@@ -88,15 +88,15 @@ class WorkerProcess:
         await self.ask("commit", version=version)
 
     async def abort(self) -> None:
-        """Drop what is staged, or go back."""
+        """Drop what is staged, or restore the old weights."""
         await self.ask("abort")
 
     async def pause(self, mode: Literal["finish", "abort"] = "finish") -> None:
-        """Hold sampling."""
+        """Pause sampling."""
         await self.ask("pause", mode=mode)
 
     async def resume(self) -> None:
-        """Go on."""
+        """Resume sampling."""
         await self.ask("resume")
 
     def close(self, seconds: float = 10.0) -> None:
@@ -122,7 +122,7 @@ class WorkerProcess:
             self._bury()
 
     def _bury(self) -> None:
-        """It is gone: everyone who waits hears of it."""
+        """Fail all waiting calls: the process is gone."""
         with self._lock:
             self._dead = True
             waiting, self._waiting = self._waiting, {}

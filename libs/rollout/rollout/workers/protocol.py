@@ -1,4 +1,4 @@
-"""What a run asks of whoever samples for it: one process (`WorkerProcess`), or a pool of them (`RayPool`)."""
+"""The protocol of a run's samplers: one process (`WorkerProcess`), or a pool of them (`RayPool`)."""
 
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -8,29 +8,29 @@ from rollout.workers.channel import Message
 
 
 class Workers(Receiver, Protocol):
-    """Calls and their answers, weights, and the end of both. Once it is dead it stays so: start another."""
+    """Samplers: calls and their results, weights, and the end of both. Once dead they stay so: start others."""
 
     ready: "Future[Message]"
-    """Done when all of it can be asked; raises why it can't."""
+    """Done when all samplers can be called; raises why they can't."""
     why: BaseException | None
-    """What became of it, once it is dead."""
+    """The cause of death."""
 
     through_host: bool
-    """Whether weights pass through host memory on their way to it."""
+    """Whether weights pass through host memory."""
 
     @property
     def alive(self) -> bool:
-        """Whether all of it can still be asked."""
+        """Whether all samplers can still be called."""
         ...
 
     def call(self, name: str, **arguments: Any) -> "Future[Message]":
-        """Ask for something. The future gets the answer's head and payload, or what was raised there, or WorkerDied."""
+        """Send a call. The future gets the result's head and payload, what was raised there, or WorkerDied."""
         ...
 
     def call_all(self, name: str, **arguments: Any) -> "list[Future[Message]]":
-        """Ask every sampler of it, each for an answer of its own."""
+        """Send a call to every sampler, each with a result of its own."""
         ...
 
     def close(self) -> None:
-        """End it; what it still samples is lost."""
+        """End the samplers; what they still sample is lost."""
         ...

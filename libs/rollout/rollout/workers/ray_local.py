@@ -32,7 +32,7 @@ def is_loopback(address: str) -> bool:
 
 @contextmanager
 def on_loopback() -> Iterator[None]:
-    """Let Ray take loopback addresses as they are, in this process and in those that it starts, its daemons too."""
+    """Let Ray accept loopback addresses, in this process and in those that it starts, its daemons too."""
     name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
     before, as_read = os.environ.get(name), ray_constants.ENABLE_RAY_CLUSTER
     os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
@@ -50,10 +50,10 @@ def on_loopback() -> Iterator[None]:
 def local_ray(
     cpus: int | None = None, store_bytes: int | None = None, cuda: Sequence[str] | None = None
 ) -> Iterator[str]:
-    """Be connected to a cluster of one node that begins here and ends with this; its HOST:PORT.
+    """Start a cluster of one node and connect to it until the block ends; yield its HOST:PORT.
 
-    `cpus`: that it counts; without it the machine's. `cuda`: the CUDA devices that it hands out, as
-    CUDA_VISIBLE_DEVICES names them; without it all that Ray finds. No dashboard, no usage statistics.
+    `cpus`: number that it counts; by default the machine's. `cuda`: the CUDA devices that it gives out, as
+    CUDA_VISIBLE_DEVICES names them; by default all that Ray finds. No dashboard, no usage statistics.
 
     Raises:
         RuntimeError: it listens elsewhere than on loopback.
@@ -77,9 +77,9 @@ def local_ray(
 
 @contextmanager
 def local_nodes(cpus: Sequence[float], store_bytes: int = SMALL_STORE) -> Iterator[str]:
-    """Have a cluster of a node for each entry of `cpus`, which nobody is connected to yet; its HOST:PORT.
+    """Start a cluster of a node for each entry of `cpus`, without a connection to it; yield its HOST:PORT.
 
-    The first node is the head, where whoever connects counts as being. They end with this.
+    The first node is the head, where connecting processes count as being. They end with the block.
 
     Raises:
         RuntimeError: it listens elsewhere than on loopback.
@@ -102,7 +102,7 @@ def local_nodes(cpus: Sequence[float], store_bytes: int = SMALL_STORE) -> Iterat
 
 @contextmanager
 def _seen(cuda: Sequence[str] | None) -> Iterator[None]:
-    """Let daemons that are started inside see these devices alone; this process's own are as they were."""
+    """Let daemons that are started inside see these devices alone; this process's own stay as they were."""
     before = os.environ.get(VISIBLE)
     if cuda is not None:
         os.environ[VISIBLE] = ",".join(cuda)
@@ -116,7 +116,7 @@ def _seen(cuda: Sequence[str] | None) -> Iterator[None]:
 
 
 def connect(address: str) -> None:
-    """Connect this process to the cluster at HOST:PORT, one of this machine's loopback too."""
+    """Connect this process to the cluster at HOST:PORT, also to one on this machine's loopback."""
     if not is_loopback(address):
         ray.init(address=address, configure_logging=False)
         return

@@ -8,7 +8,7 @@ import time
 import pytest
 import ray
 
-from rollout.testing.listening import listening
+from rollout.testing.listen_addresses import listen_addresses
 from rollout.workers.placement import Demand, refusal
 from rollout.workers.ray_local import VISIBLE, is_loopback, local_nodes, local_ray, on_loopback
 
@@ -21,7 +21,7 @@ print(len(ray.nodes()))
 VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 ASK = """
 import sys, ray
-from rollout.testing.listening import listening
+from rollout.testing.listen_addresses import listening
 from rollout.workers.ray_local import connect
 connect(sys.argv[1])
 where = ray.remote(lambda: ray.get_runtime_context().get_node_id())
@@ -34,7 +34,7 @@ def test_a_cluster_of_one_node_stays_on_loopback() -> None:
     with local_ray(cpus=1, store_bytes=80 << 20) as address:
         assert is_loopback(address)
         assert ray.get(ray.remote(lambda: 3).remote()) == 3
-        found = listening()
+        found = listen_addresses()
     assert {"gcs_server", "raylet"} <= found.keys()
     assert set().union(*found.values()) == {"127.0.0.1"}
     assert VARIABLE not in os.environ
@@ -69,7 +69,7 @@ def test_several_nodes_stay_on_loopback_and_another_process_finds_them() -> None
         told = subprocess.run(
             [sys.executable, "-c", ASK, address], env=paths, capture_output=True, text=True, timeout=120, check=False
         )
-        found = listening()
+        found = listen_addresses()
     assert told.stdout.split() == ["2", "1", "False"], told.stderr[-2000:]
     assert {"gcs_server", "raylet"} <= found.keys()
     assert set().union(*found.values()) == {"127.0.0.1"}

@@ -1,15 +1,15 @@
-"""Samplers in Ray actors, on any machine of a cluster, behind the face of one `WorkerProcess`.
+"""Samplers in Ray actors, on any machine of a cluster, with the interface of one `WorkerProcess`.
 
-1. A placement group holds a bundle a sampler. What the cluster could never hold is refused before Ray is asked, which
-   would wait for ever without a word; what it could hold and others have is refused after `patience` seconds.
+1. A placement group holds a bundle a sampler. What the cluster could never hold is refused before Ray is called, which
+   would silently wait for ever; what it could hold and others have is refused after `patience` seconds.
 2. A call goes to the sampler with the fewest open calls; weights go to all of them, in two phases, so that all have the
    new ones or all keep the old (`rollout.sync.transfer_weights`). A bucket is put into Ray's object store once, or is
    broadcast once in a process group of the pool's own (`transport`, `rollout.workers.collective`).
-3. When one sampler dies the pool counts as dead: who waits hears a `WorkerDied`, or a `NodeLost` where its machine is
-   gone. Whoever owns the pool closes it and starts another; what was being sampled begins again. So it does where a
+3. When one sampler dies the pool counts as dead: waiting calls raise `WorkerDied`, or `NodeLost` where its machine is
+   gone. The owner of the pool closes it and starts another; what was being sampled begins again. So it does where a
    broadcast does not reach all of them in time.
 
-Actors answer in JSON and bytes. Ray itself pickles between its processes: a cluster is one circle of trust.
+Actors return JSON and bytes. Ray itself pickles between its processes: all of a cluster must be trusted.
 """
 
 import asyncio
@@ -38,13 +38,13 @@ from rollout.workers.collective import SECONDS
 from rollout.workers.collective_pool import PoolBroadcast
 from rollout.workers.placement import Demand, NoCapacity, nodes_apart, refusal
 from rollout.workers.process import WorkerDied
-from rollout.workers.serve import Handler, answered, settle_answer, settle_error
+from rollout.workers.serve import Handler, answer_call, settle_answer, settle_error
 
 T = TypeVar("T")
 NODE_SECONDS = 60.0
-"""Until a sampler that does not answer, on a node that seems to live, counts as dead."""
+"""Seconds until a sampler that does not answer, on a node that seems to be alive, counts as dead."""
 LOOK_SECONDS = 0.5
-"""Between two looks at whether the nodes that were chosen for a pool are still there."""
+"""Seconds between two checks whether the nodes that were chosen for a pool are still there."""
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 Transport = Literal["objects", "gloo", "nccl"]
 
@@ -54,17 +54,17 @@ class NodeLost(WorkerDied):
 
 
 class _Sampler:
-    """The actor: it has handlers, as a sampling process has them, and answers calls side by side."""
+    """The actor: it has handlers, as a sampling process has them, and runs calls side by side."""
 
     def __init__(self, target: Callable[..., Mapping[str, Handler]], args: tuple[Any, ...]) -> None:
         self._handlers = target(*args)
 
     async def node(self) -> str:
-        """Return where it runs; the first answer says that it is there."""
+        """Return the id of its node; the first result shows that it is there."""
         return str(ray.get_runtime_context().get_node_id())
 
     async def process(self) -> int:
-        """Return its number on its node."""
+        """Return its process number on its node."""
         return os.getpid()
 
     async def devices(self) -> str:
@@ -72,8 +72,8 @@ class _Sampler:
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     async def call(self, call: dict[str, Any], data: Any = None) -> Message:
-        """Answer as `rollout.workers.serve` does; `data` are the bytes of a bucket."""
-        return await answered(self._handlers, call if data is None else {**call, "data": data})
+        """Run a call as `rollout.workers.serve` does; `data` are the bytes of a bucket."""
+        return await answer_call(self._handlers, call if data is None else {**call, "data": data})
 
 
 class RayPool:
@@ -142,26 +142,26 @@ class RayPool:
 
     @property
     def alive(self) -> bool:
-        """Whether all of them can still be asked."""
+        """Whether all samplers can still be called."""
         return not self._dead
 
     @property
     def nodes(self) -> list[str | None]:
-        """The ids of the nodes that they run on; None where one has not said so yet."""
+        """Ids of the samplers' nodes; None where one is not known yet."""
         return list(self._nodes)
 
     def call(self, name: str, **arguments: Any) -> "Future[Message]":
-        """Ask the sampler with the fewest open calls; see `WorkerProcess.call`."""
+        """Call the sampler with the fewest open calls; see `WorkerProcess.call`."""
         with self._lock:
             index = min(range(len(self._busy)), key=self._busy.__getitem__)
         return self._ask(index, name, arguments)
 
     def call_all(self, name: str, **arguments: Any) -> "list[Future[Message]]":
-        """Ask every sampler, in order."""
+        """Call every sampler, in order."""
         return [self._ask(index, name, arguments) for index in range(len(self._actors))]
 
     async def ask_all(self, name: str, data: Any = None, **arguments: Any) -> list[Any]:
-        """Ask every sampler and wait for all answers; what one raises is raised once all have answered."""
+        """Call every sampler and wait for all results; what one raises is raised once all have ended."""
         calls = [asyncio.wrap_future(self._ask(i, name, arguments, data)) for i in range(len(self._actors))]
         found = await asyncio.gather(*calls, return_exceptions=True)
         for one in found:
@@ -170,13 +170,13 @@ class RayPool:
         return [head.get("answer") for head, _ in found]  # type: ignore[misc]
 
     async def prepare(self, manifest: Manifest) -> None:
-        """Begin to receive weights; the pool's process group, where it has one, is made with the first of them."""
+        """Begin a weight sync; the pool's process group, where it has one, is made with the first one."""
         if self._broadcast is not None and not self._broadcast.met:
             await self._dying(self._broadcast.meet(*self._hosts()))
         await self.ask_all("prepare", **manifest_message(manifest))
 
     async def receive(self, bucket: Bucket) -> int:
-        """Have a bucket staged everywhere; the most elements that one of them still lacks."""
+        """Stage a bucket on all samplers; return the largest number of missing elements."""
         if self._broadcast is not None:
             return await self._dying(self._broadcast.send(bucket))
         data = plain_bytes(bucket)
@@ -188,19 +188,19 @@ class RayPool:
         await self.ask_all("commit", version=version)
 
     async def abort(self) -> None:
-        """Drop what is staged, or go back."""
+        """Drop what is staged, or restore the old weights."""
         await self.ask_all("abort")
 
     async def pause(self, mode: Literal["finish", "abort"] = "finish") -> None:
-        """Hold sampling."""
+        """Pause sampling."""
         await self.ask_all("pause", mode=mode)
 
     async def resume(self) -> None:
-        """Go on."""
+        """Resume sampling."""
         await self.ask_all("resume")
 
     def close(self) -> None:
-        """End the actors and give their places back; what they still sample is lost."""
+        """End the actors and free their resources; what they still sample is lost."""
         self._bury(WorkerDied("the pool of samplers was closed"))
         if self._broadcast is not None:
             self._broadcast.close()
@@ -209,7 +209,7 @@ class RayPool:
         remove_placement_group(self._group)
 
     async def _dying(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what the pool's process group does; where it breaks, the pool is dead."""
+        """Await work of the pool's process group; where that breaks, mark the pool as dead."""
         assert self._broadcast is not None
         try:
             return await work
@@ -218,7 +218,7 @@ class RayPool:
                 self._bury(WorkerDied("the pool of samplers lost its process group"))
 
     def _hosts(self) -> tuple[str, list[str]]:
-        """Addresses of this process's node and of each sampler's, by which Ray's own processes reach them."""
+        """Return the addresses of this process's node and of each sampler's, by which Ray's processes reach them."""
         places = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
         gone = [index for index, node in enumerate(self._nodes) if node not in places]
         if gone:
@@ -253,7 +253,7 @@ class RayPool:
             settle_error(future, error)
 
     def _see_places(self) -> None:
-        """Until all have begun: Ray waits without a word for a node that goes before a sampler has taken its place."""
+        """Check the nodes until all samplers have begun: Ray waits silently for a node that goes before."""
         while not self.ready.done() and not self._dead and ray.is_initialized():
             living = _living_nodes()
             for index, node in self._places.items():
@@ -263,7 +263,7 @@ class RayPool:
             time.sleep(LOOK_SECONDS)
 
     def _came(self, index: int, found: "Future[str]") -> None:
-        """A sampler is there, or could not begin."""
+        """Record that a sampler is there, or could not begin."""
         error = found.exception()
         with self._lock:
             self._lacking -= 1
@@ -280,24 +280,24 @@ class RayPool:
             settle_answer(self.ready, {}, b"")
 
     def _buried(self, index: int, future: "Future[Message]", error: RayError) -> None:
-        """Tell who asked what became of the sampler. Ray hears of a closed socket first, and of a lost node later."""
+        """Fail a call with a sampler's cause of death. Ray reports a closed socket first, and a lost node later."""
         limit = time.monotonic() + NODE_SECONDS
         node = self._nodes[index]
         while isinstance(error, ActorUnavailableError) and node in _living_nodes() and time.monotonic() < limit:
             time.sleep(0.2)
         death = self._death(index, error)
-        self._bury(death)  # first: whoever hears of it finds the pool dead
+        self._bury(death)  # first, so that the caller finds the pool dead
         settle_error(future, death)
 
     def _death(self, index: int, error: BaseException) -> WorkerDied:
-        """Return what became of a sampler: its own end, or that of its machine."""
+        """Return a sampler's cause of death: its own end, or that of its machine."""
         node = self._nodes[index] or self._places[index]
         if isinstance(error, RayActorError | ActorUnavailableError) and node not in _living_nodes():
             return _lost(index, node)
         return WorkerDied(f"sampler {index} ended before it answered: {str(error).strip().splitlines()[0]}")
 
     def _bury(self, why: WorkerDied) -> None:
-        """One is gone: everyone who waits hears of it."""
+        """Fail all waiting calls: a sampler is gone."""
         with self._lock:
             self._dead, self.why = True, self.why or why
             waiting, self._waiting = self._waiting, set()
@@ -314,7 +314,7 @@ def _living_nodes() -> dict[str, dict[str, float]]:
 
 
 def _placed(demand: Demand, strategy: Strategy, patience: float, apart: int | None) -> Any:
-    """Return a placement group that has its places. NoCapacity: there are none, with the numbers."""
+    """Return a placement group with its resources. Raise NoCapacity, with the numbers, where there are none."""
     if not ray.is_initialized():
         raise ValueError("this process is in no Ray cluster: call ray.init first")
     while True:
@@ -332,7 +332,7 @@ def _placed(demand: Demand, strategy: Strategy, patience: float, apart: int | No
         if placed:
             return group
         remove_placement_group(group)
-        if chosen <= set(_living_nodes()):  # else one of them has gone meanwhile, and others are chosen
+        if chosen <= set(_living_nodes()):  # else a node has gone meanwhile, and others are chosen
             break
     free = ", ".join(f"{ray.available_resources().get(name, 0.0):g} {name}" for name in demand.bundle)
     raise NoCapacity(

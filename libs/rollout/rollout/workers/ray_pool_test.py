@@ -21,7 +21,7 @@ from rollout.native.engine import NativeEngine
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, buckets
 from rollout.sync.transfer import transfer_weights
-from rollout.testing.listening import listening
+from rollout.testing.listen_addresses import listen_addresses
 from rollout.testing.model import tiny_model
 from rollout.testing.pieces import pieces_of
 from rollout.workers import ray_pool
@@ -183,7 +183,7 @@ def test_two_samplers_on_two_nodes_take_weights_that_are_broadcast_to_them(clust
             for future in pool.call_all("say", prompt=PROMPT):
                 answer = future.result(60)[0]["answer"]
                 assert (answer["ids"], set(answer["versions"])) == (list(expected.ids), {version})
-        assert set[str]().union(*listening(psutil.Process()).values()) == {LOOPBACK}
+        assert set[str]().union(*listen_addresses(psutil.Process()).values()) == {LOOPBACK}
     finally:
         pool.close()
 

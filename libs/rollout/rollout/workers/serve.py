@@ -17,7 +17,7 @@ from rollout.workers.channel import Channel, Message
 from rollout.workers.collective import BrokenGroup
 
 Handler = Callable[[dict[str, Any]], Awaitable[bytes | dict[str, Any] | None]]
-"""Takes a call's arguments; answers with a payload, with JSON, or with nothing."""
+"""Function of a call's arguments that returns a payload, JSON values, or nothing."""
 ERRORS: dict[str, type[Exception]] = {
     "NotFiniteError": NotFiniteError,
     "ValueError": ValueError,
@@ -26,7 +26,7 @@ ERRORS: dict[str, type[Exception]] = {
 
 
 def weight_handlers(engine: RolloutEngine) -> dict[str, Handler]:
-    """Return the receiver's side of `rollout.sync`, in two phases, for an engine in this process."""
+    """Return handlers for the receiver's side of `rollout.sync`, for an engine in this process."""
     taken, grouped = TakenBuckets(), GroupBuckets()
 
     async def join(call: dict[str, Any]) -> None:
@@ -36,7 +36,7 @@ def weight_handlers(engine: RolloutEngine) -> dict[str, Handler]:
         await engine.prepare(manifest_from(call))
 
     async def receive(call: dict[str, Any]) -> dict[str, Any]:
-        bucket = await grouped.take(call) if grouped.brings(call) else taken.take(call)
+        bucket = await grouped.take(call) if grouped.is_broadcast(call) else taken.take(call)
         return {"missing": await engine.receive(bucket)}
 
     async def commit(call: dict[str, Any]) -> None:
@@ -64,8 +64,8 @@ def weight_handlers(engine: RolloutEngine) -> dict[str, Handler]:
     }
 
 
-async def answered(handlers: Mapping[str, Handler], call: dict[str, Any]) -> Message:
-    """Return what a call is answered with: the head says what was raised, where something was."""
+async def answer_call(handlers: Mapping[str, Handler], call: dict[str, Any]) -> Message:
+    """Run a call and return its result; where something was raised, the head says what."""
     found = (await asyncio.gather(handlers[call["call"]](call), return_exceptions=True))[0]
     if isinstance(found, BaseException):
         kind = next((name for name, kind in ERRORS.items() if isinstance(found, kind)), "RuntimeError")
@@ -75,7 +75,7 @@ async def answered(handlers: Mapping[str, Handler], call: dict[str, Any]) -> Mes
 
 
 def settle_answer(future: "Future[Message]", head: dict[str, Any], payload: bytes) -> None:
-    """Give whoever asked the answer, or raise there what was raised here."""
+    """Set the caller's result, or raise there what was raised here."""
     if "error" in head:
         settle_error(future, ERRORS.get(head["kind"], RuntimeError)(head["error"]))
         return
@@ -84,13 +84,13 @@ def settle_answer(future: "Future[Message]", head: dict[str, Any], payload: byte
 
 
 def settle_error(future: "Future[Message]", error: BaseException) -> None:
-    """Raise an error at whoever waits. Who cancelled, at any moment of any thread, hears nothing."""
+    """Raise an error in a waiting call; one that was cancelled, at any moment by any thread, gets nothing."""
     with contextlib.suppress(InvalidStateError):
         future.set_exception(error)
 
 
 def serve(connection: "Connection[Any, Any]", handlers: Mapping[str, Handler]) -> None:
-    """Answer calls side by side until the other end closes; the process ends with it, as nobody is left to answer."""
+    """Answer calls side by side until the other end closes; then the process ends."""
     asyncio.run(_serve(Channel(connection), handlers))
     os._exit(0)
 
@@ -100,7 +100,7 @@ async def _serve(channel: Channel, handlers: Mapping[str, Handler]) -> None:
     tasks: set[asyncio.Task[None]] = set()
 
     async def answer(call: dict[str, Any]) -> None:
-        head, payload = await answered(handlers, call)
+        head, payload = await answer_call(handlers, call)
         try:
             channel.send({"id": call["id"], **head}, payload)
         except OSError:
@@ -116,7 +116,7 @@ async def _serve(channel: Channel, handlers: Mapping[str, Handler]) -> None:
             while True:
                 loop.call_soon_threadsafe(begin, channel.receive()[0])
         except (EOFError, OSError):
-            os._exit(0)  # the run is gone: what is sampled here is nobody's
+            os._exit(0)  # the run is gone: its samples are not needed
 
     threading.Thread(target=read, daemon=True).start()
     channel.send({"id": -1})

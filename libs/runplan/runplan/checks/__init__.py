@@ -1,1 +1,1 @@
-"""What a run requires: of the code, and of the machine that it starts on."""
+"""Requirements of a run: features of the code, and the machine that it starts on."""

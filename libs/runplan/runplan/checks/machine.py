@@ -1,8 +1,8 @@
-"""What `--plan` can check of the machine that it runs on: packages, drivers, devices, ports. It starts nothing
-but an interpreter of vLLM's environment, which tells the version of a package.
+"""Checks of the machine that `--plan` runs on: packages, drivers, devices, ports.
 
-A plan may be made anywhere, so that nothing here is a problem of the plan: each line says what is there, or what is not
-and how it is mended, for whoever starts the run on this machine.
+It starts nothing but an interpreter of vLLM's environment, which tells the version of a package. A plan may be made
+anywhere, so that nothing here is a problem of the plan: each line says what is there, or what is missing and how to fix
+it before the run is started on this machine.
 """
 
 import shutil
@@ -33,8 +33,7 @@ CANN = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")  # set by CANN's set_env.sh
 
 
 def seen_here(spec: RunSpec, environ: Mapping[str, str]) -> list[str]:
-    """Return lines on the accelerators that the run asks for; none where it asks for the CPU or leaves the choice
-    open."""
+    """Return lines on the accelerators of the run; none where it asks for the CPU or leaves the choice open."""
     if spec.engine.device == "npu":
         operators = spec.engine.npu_operators != "off"
         lines = [_torch_npu(operators), _driver(), _cann(environ), *_devices(spec), *_ports(spec, environ)]
@@ -44,7 +43,7 @@ def seen_here(spec: RunSpec, environ: Mapping[str, str]) -> list[str]:
 
 
 def _torch_npu(operators: bool) -> str:
-    """Return the line on torch_npu; `operators`: whether layers are to compute by those of NPUs."""
+    """Return the line on torch_npu; `operators`: whether layers are to compute by NPU operators."""
     torch = version("torch").partition("+")[0]
     try:
         installed = version("torch_npu")
@@ -95,7 +94,7 @@ def _devices(spec: RunSpec) -> list[str]:
 
 
 def _ports(spec: RunSpec, environ: Mapping[str, str]) -> list[str]:
-    """Return lines on HCCL's settings, and on the host's free ports: each rank takes one."""
+    """Return lines on HCCL's settings and the host's free ports: each rank takes one."""
     try:
         settings = HcclSettings.read(environ)
         settings.check_room(spec.processes)
@@ -110,7 +109,7 @@ def _ports(spec: RunSpec, environ: Mapping[str, str]) -> list[str]:
 
 
 def _free(port: int) -> bool:
-    """Return whether a process could take the port; nothing listens on it here."""
+    """Return whether a process could take the port: nothing listens on it here."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as tried:
         try:
             tried.bind(("127.0.0.1", port))

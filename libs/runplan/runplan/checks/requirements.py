@@ -1,4 +1,4 @@
-"""What a run requires, and whether it is there: the engine's own answers, and a table of what the apps lack."""
+"""The requirements of a run, and whether they are met: the engine's own answers, and a table of what the apps lack."""
 
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -10,7 +10,7 @@ from rollout.capability import supports as sampler_supports
 from rollout.config import Backend
 from runplan.run_spec import RunSpec
 
-# Fields, or groups of them, that nothing obeys yet.
+# Fields, or groups of them, that have no effect yet.
 UNSUPPORTED_SETTINGS = {
     "pools.nodes": "no test has run more than one machine",
     "pools.placement": "sampling on nodes of its own is Ray's: say --rollout.ray-workers",
@@ -19,7 +19,7 @@ UNSUPPORTED_SETTINGS = {
 }
 # Fields of the sampler that vLLM answers for, by rollout's features.
 VLLM_FEATURES = {"rollout.tp": "tensor_parallel", "rollout.dp": "data_parallel", "rollout.ep": "expert_parallel"}
-# What vLLM is told, and what it can't be told yet.
+# Settings of vLLM, and those that it can't have yet.
 VLLM_FIELDS: dict[str, Supported | Unsupported] = {
     "rollout.max_model_tokens": Supported("RolloutConfig.max_length"),
     "rollout.max_batched_tokens": Supported("RolloutConfig.prefill_tokens"),
@@ -60,7 +60,7 @@ RAY_SAMPLERS = Supported("apps/grpo/tests/schedule_ray_test.py")
 RAY_SLEEP = Unsupported("vLLM in Ray's workers never slept between two rounds: set --rollout.no-sleep")
 RAY_APART = Supported("apps/grpo/tests/ray_pools_test.py")
 RAYS = ("rollout.ray_", "rollout.weight_transport")
-"""Beginnings of the fields that Ray's samplers alone obey."""
+"""Prefixes of the fields that only Ray's samplers obey."""
 APART = ("pools.placement", "pools.rollout_nodes")
 RAY_VLLM = Supported("apps/grpo/tests/schedule_vllm_ray_test.py")
 ADMIT = Supported("apps/grpo/sampling/native_test.py")
@@ -70,7 +70,7 @@ ADMIT_ROUNDS = Unsupported(
 DENSE = Unsupported("the model has no router, and no token is sent to experts: leave --engine.routing-replay out")
 NOTHING_TO_REPLAY = Unsupported("a supervised run has no sampler whose experts it could replay: leave it out")
 SAMPLERS = {name: RolloutConfig(backend=name) for name in get_args(Backend)}
-"""Those that rollout answers for."""
+"""Samplers that rollout answers for."""
 OTHER_SAMPLER = Supported("the sampler checks its own settings")
 IMAGES = Supported("apps/grpo/tests/images_test.py::test_a_column_of_images_may_have_any_name")
 NO_VISION = Unsupported("the model is trained on text: set --engine.vision to frozen or trained")
@@ -78,14 +78,14 @@ NO_VISION = Unsupported("the model is trained on text: set --engine.vision to fr
 
 @dataclass(frozen=True)
 class Requirement:
-    """One thing that a run requires, and the answer."""
+    """One requirement of a run, and the answer."""
 
     feature: str
     answer: Supported | Unsupported
 
 
 def requirements(spec: RunSpec) -> list[Requirement]:
-    """Return all that the run requires beyond one device and text, each with its answer."""
+    """Return all requirements of the run beyond one device and text, each with its answer."""
     changed = [(path, value) for path, value in spec.cluster.changed if path != "env"]
     every = [*_engine_requirements(spec), *(_cluster_requirement(spec, path, value) for path, value in changed)]
     if spec.cluster.schedule.mode != "sync":
@@ -111,7 +111,7 @@ def _engine_requirements(spec: RunSpec) -> list[Requirement]:
 
 
 def _replay(spec: RunSpec) -> list[Requirement]:
-    """Return what replay of a sampler's experts requires: a router, as far as the model is known, and a sampler."""
+    """Return the requirements of routing replay: a router, as far as the model is known, and a sampler."""
     if spec.app == "sft":
         return [Requirement("--engine.routing-replay (experts to replay)", NOTHING_TO_REPLAY)]
     if has_experts(spec) is False:
@@ -120,8 +120,7 @@ def _replay(spec: RunSpec) -> list[Requirement]:
 
 
 def has_experts(spec: RunSpec) -> bool | None:
-    """Return whether tokens of the run's model are sent to experts; None where the model is not known before it is
-    read."""
+    """Return whether the run's model has experts; None where that is unknown before the model is read."""
     if spec.origin is not None:
         return spec.origin.shape.experts > 0
     for family in FAMILIES:
@@ -201,5 +200,5 @@ def _images(spec: RunSpec) -> Supported | Unsupported:
 
 
 def _schedule(spec: RunSpec) -> list[Requirement]:
-    """Return what a schedule on several machines requires beside threads of the ranks and a process that samples."""
+    """Return the requirements of a schedule on several machines, beside threads of the ranks and a sampling process."""
     return [Requirement("ray", RAY)] if spec.cluster.pools.nodes > 1 else []

@@ -1,1 +1,1 @@
-"""Bytes and seconds of a training step, counted from sizes."""
+"""Estimates of a training step, in bytes and seconds, counted from sizes."""

@@ -1,4 +1,4 @@
-"""Memory beside a step's: weights on their way to a sampler or a disk, and what host memory keeps. From sizes alone.
+"""Memory beside a step's: weights in a weight sync or a save, and what host memory keeps. From sizes alone.
 
 Each figure is of the code that it names, in bytes of tensors: nothing is fitted, and a test counts what is allocated.
 """
@@ -19,12 +19,12 @@ DISK = 2
 WIDE = 4
 """Bytes of a float32."""
 FILE_BYTES = 4 * 2**30
-"""Of a file of `save_hf` (`engines.weights.saving`)."""
+"""Bytes of a file of `save_hf` (`engines.weights.saving`)."""
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Bytes on a device and in host memory of one rank; `always`, or only while what it is for goes on."""
+    """Bytes on a device and in host memory of one rank; `always`, or only while its use lasts."""
 
     name: str
     device: float = 0.0
@@ -33,7 +33,7 @@ class Buffer:
 
 
 def largest_tensor(shape: ModelShape) -> int:
-    """Count the elements of a checkpoint's largest tensor as the module has it: an embedding, or a layer's experts."""
+    """Count the elements of a checkpoint's largest tensor in the module: an embedding, or a layer's experts."""
     queries = shape.heads * shape.head_dim * (2 if shape.gated_attention else 1)
     rows = (shape.vocab, 2 * shape.experts * shape.expert_intermediate, shape.intermediate, queries)
     return max(rows) * shape.hidden
@@ -71,9 +71,9 @@ def shares_weights(engine: EngineConfig, cluster: ClusterSettings, ranks: int, s
 def train_buffers(
     shape: ModelShape, engine: EngineConfig, states: States, layers: int, offload: bool, width: int, samples: bool
 ) -> list[Buffer]:
-    """Return the buffers of a training rank with these states, of whose stage there are `layers`.
+    """Return the buffers of a training rank with these states, whose stage has `layers` layers.
 
-    `samples`: a sampler is handed copies of the weights.
+    `samples`: whether a sampler gets copies of the weights.
     """
     buffers = (
         [Buffer("all states" if states.all_on_host else "optimizer states", host=states.host, always=True)]
@@ -98,7 +98,7 @@ def train_buffers(
 
 
 def sampler_buffers(shape: ModelShape, layout: RolloutSettings, width: int) -> list[Buffer]:
-    """Return the buffers of the process that a sampler belongs to (vLLM: one of tp x dp devices; native: each)."""
+    """Return the buffers of a sampler's process (vLLM: one of tp x dp devices; native: each)."""
     if layout.engine == "vllm":
         # rollout.vllm.weights.shared_weights: the set in use and the one that is staged, where workers read them.
         two = 2.0 * DISK * total_parameters(shape)
@@ -123,12 +123,12 @@ def vllm_weights(shape: ModelShape, layout: RolloutSettings) -> float:
 
 
 def cache_bytes(shape: ModelShape, tp: int) -> int:
-    """Return a token's bytes on a worker, in layers of full attention: keys and values of its heads, one at least."""
+    """Return the bytes of a token on a worker in layers of full attention: keys and values of at least one head."""
     return 2 * DISK * shape.full_attention_layers * max(1, shape.kv_heads // tp) * shape.head_dim
 
 
 def state_bytes(shape: ModelShape, tp: int) -> float:
-    """Return a request's bytes on a worker, in gated delta nets.
+    """Return the bytes of a request on a worker in gated delta nets.
 
     A float32 matrix a value head, and the convolution's inputs.
     """

@@ -1,4 +1,4 @@
-"""What a rank holds while the models of the recipes are read, by arithmetic: `--loading`.
+"""Memory of a rank while the models of the recipes are read, by arithmetic: `--loading`.
 
 `engines.weights.loading_memory` counts the same on the real modules, and a test measures it on 1, 2 and 4 ranks.
 """
@@ -9,7 +9,7 @@ from runplan.model.model_shape import ModelShape, count_parameters
 
 GIB = 2**30
 DISK_BYTES = 2
-"""Of a number on disk: bfloat16."""
+"""Bytes of a number on disk: bfloat16."""
 RANKS = (1, 8, 16, 32, 64)
 
 

@@ -1,4 +1,4 @@
-"""Memory of a model's head in its backward pass, from sizes alone: logits of so many tokens at a time, and gradients.
+"""Memory of a model's head in its backward pass, from sizes alone: logits of a chunk of tokens, and gradients.
 
 Plain heads take a chunk of tokens at a time (`--engine.logit-chunk`) and make four float32 matrices of its logits.
 Where layers and head are compiled (`engines.fast`), logits stay in the compute dtype and their gradient overwrites
@@ -27,18 +27,18 @@ class Head:
 
     @property
     def bytes(self) -> float:
-        """All of it."""
+        """Bytes of all of it."""
         return self.logits + self.gradients
 
 
 def plain_head(shape: ModelShape, rows: int, width: int, tp: int = 1) -> Head:
-    """Return logits of a chunk, and four float32 matrices made of them."""
+    """Return the head with the logits of a chunk, and four float32 matrices made of them."""
     vocabulary = shape.vocab / tp
     return Head(rows, rows * vocabulary * (width + 4 * WIDE), vocabulary * shape.hidden * (WIDE + width))
 
 
 def compiled_head(shape: ModelShape, trained: int, chunk: int, width: int) -> Head:
-    """Return all logits where they are few enough to be kept, else a chunk."""
+    """Return the head with all logits where they are few enough to be kept, else those of a chunk."""
     head = shape.vocab * shape.hidden
     every = trained * shape.vocab * width
     if every <= KEPT_BYTES:
@@ -55,14 +55,14 @@ def is_compiled(shape: ModelShape, engine: EngineConfig, width: int) -> bool:
 
 
 def has_fused_pieces(shape: ModelShape, engine: EngineConfig, width: int) -> bool:
-    """Return whether a Megatron stage computes by fused pieces: see `engines.megatron.gpu.fused_layers`."""
+    """Return whether a Megatron stage uses fused operators: see `engines.megatron.gpu.fused_layers`."""
     dense = shape.linear_layers > 0 and not shape.experts
     plain = engine.vision == "off" and not engine.lora.rank and engine.compile != "off"
     return dense and plain and engine.device == "cuda" and width < WIDE
 
 
 def has_fused_head(shape: ModelShape, engine: EngineConfig, width: int, tp: int) -> bool:
-    """Return whether it takes log-probs by the compiled head too, which tensor-parallel ranks do not."""
+    """Return whether a Megatron stage takes log-probs by the compiled head too, which tensor-parallel ranks do not."""
     return has_fused_pieces(shape, engine, width) and tp == 1
 
 
@@ -74,7 +74,7 @@ def fsdp_head(shape: ModelShape, engine: EngineConfig, trained: int, width: int)
 
 
 def megatron_head(shape: ModelShape, engine: EngineConfig, trained: int, width: int, tp: int) -> Head:
-    """Return the same on Megatron's last stage, on one of `tp` ranks that share the vocabulary."""
+    """Return the head's memory on Megatron's last stage, on one of `tp` ranks that share the vocabulary."""
     if has_fused_head(shape, engine, width, tp):
         return compiled_head(shape, trained, engine.logit_chunk, width)
     return plain_head(shape, min(trained, engine.logit_chunk), width, tp)

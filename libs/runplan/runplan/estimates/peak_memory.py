@@ -1,4 +1,4 @@
-"""The most memory that a training step takes on a rank, from sizes alone, by what is alive at its fullest moments.
+"""The peak memory of a training step on a rank, from sizes alone, by what is alive at its fullest moments.
 
 1. `States`: weights, gradients and moments, which are there between steps too.
 2. Activations: what a layer keeps for its backward pass, by the kind of its mixer and its MLP; under recomputation one
@@ -28,22 +28,22 @@ class Peak:
 
     states: float
     moments: dict[str, float]
-    """By name: everything that is alive then, states among it."""
+    """Bytes of everything that is alive, states included, by the name of a moment."""
 
     @property
     def bytes(self) -> float:
-        """The largest."""
+        """Bytes of the fullest moment."""
         return max(self.moments.values())
 
     @property
     def when(self) -> str:
-        """Which moment that is."""
+        """Name of the fullest moment."""
         return max(self.moments, key=lambda name: self.moments[name])
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Of one micro-batch on one rank: all of them, and those whose log-probs train."""
+    """Tokens of one micro-batch on one rank: all of them, and those whose log-probs train."""
 
     all: int
     trained: int
@@ -78,7 +78,7 @@ def layer_elements(shape: ModelShape, linear: bool, tp: int = 1) -> float:
 
 
 def activation_bytes(shape: ModelShape, layers: int, tokens: int, recompute: bool, width: int, tp: int = 1) -> float:
-    """Return the bytes of `layers` layers at the end of a forward pass, the one that is computed again among them."""
+    """Return the bytes of `layers` layers at the end of a forward pass, a recomputed layer among them."""
     kinds = [False] * shape.full_attention_layers + [True] * shape.linear_layers
     each = [layer_elements(shape, linear, tp) for linear in kinds]
     if recompute:
@@ -89,7 +89,7 @@ def activation_bytes(shape: ModelShape, layers: int, tokens: int, recompute: boo
 def fsdp_peak(shape: ModelShape, engine: EngineConfig, shards: float, tokens: Tokens, width: int) -> Peak:
     """Return the peak of FSDP2 with sharded weights, of which a rank has one of `shards`.
 
-    `width`: bytes of what layers compute in.
+    `width`: bytes of the dtype that layers compute in.
     """
     count = count_parameters(shape)
     master = WIDE if engine.master_dtype == "float32" else 2
@@ -99,7 +99,7 @@ def fsdp_peak(shape: ModelShape, engine: EngineConfig, shards: float, tokens: To
     gradients = 0.0 if parts.all_on_host else parts.gradients
     states = parts.device - gradients
     if parts.all_on_host:
-        shards = math.inf  # none of them stays on the device
+        shards = math.inf  # none of the states stays on the device
     root = count.embeddings + shape.hidden
     gathered = width * root  # gathered from the first layer on, until the last gradient is there
     activations = activation_bytes(shape, shape.layers, tokens.all, engine.gradient_checkpointing, width)
@@ -119,10 +119,10 @@ def fsdp_peak(shape: ModelShape, engine: EngineConfig, shards: float, tokens: To
 def _backward(
     shape: ModelShape, engine: EngineConfig, shards: float, tokens: int, width: int, master: int, left: int
 ) -> float:
-    """Return the bytes while the gradients of layer `left` (from the first, 1) are made, and while they are shared out.
+    """Return the bytes while the gradients of layer `left` (from the first, 1) are made, and while they are reduced.
 
-    Later layers have theirs. The layer before is gathered already, and the gradients of the layer after are still on
-    their way in float32.
+    Later layers have theirs. The layer before is gathered already, and the gradients of the layer after are still being
+    reduced in float32.
     """
     count = count_parameters(shape)
     layer = (count.dense + count.experts) / shape.layers
@@ -136,7 +136,7 @@ def _backward(
 
 
 def width_of(engine: EngineConfig) -> int:
-    """Return bytes of a number that layers compute in."""
+    """Return the bytes of a number in the dtype that layers compute in."""
     return WIDE if engine.dtype == "float32" or engine.device == "cpu" else 2
 
 

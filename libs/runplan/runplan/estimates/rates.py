@@ -1,5 +1,4 @@
-"""What share of a device's peak a training step reached, by kind of layers: rows that were measured, each of one small
-model.
+"""Measured shares of a device's peak in a training step, by kind of layers, each row of one small model.
 
 Shares are operations as `step_time` counts them over seconds that docs/engines-speed.md (FSDP2) and
 docs/engines-megatron.md tell, 8,192 packed tokens a device; `step_time_test` holds them to those rows. Larger models
@@ -19,7 +18,7 @@ PEAK = {"cuda": 989e12}
 
 @dataclass(frozen=True)
 class Rate:
-    """`share` of the peak, and which model reached it where."""
+    """`share` of the peak, and the model and device that reached it."""
 
     share: float
     model: str
@@ -38,7 +37,7 @@ MEGATRON = Rate(0.24, "a dense 0.67B hybrid, nothing fused,", "under Megatron on
 
 
 def rate_of(shape: ModelShape, engine: EngineConfig, ranks: int) -> Rate:
-    """Return the measured row whose layers compute as this run's do, or nearest to it: see `not_measured`."""
+    """Return the measured row whose layers compute as this run's do, or the nearest one: see `not_measured`."""
     width = width_of(engine)
     if shape.experts:
         return EXPERTS
@@ -51,7 +50,7 @@ def rate_of(shape: ModelShape, engine: EngineConfig, ranks: int) -> Rate:
 
 
 def not_measured(shape: ModelShape, engine: EngineConfig) -> list[str]:
-    """Return what of this run no row was measured with, besides its size."""
+    """Return the properties of this run that no row was measured with, besides its size."""
     differences = []
     if shape.experts and engine.backend == "megatron":
         differences.append("experts under Megatron")

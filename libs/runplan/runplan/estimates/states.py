@@ -17,13 +17,13 @@ class StageParameters:
     """Parameters that a rank of one pipeline stage holds, by how their optimizer states are sharded."""
 
     dense: float
-    """Over the ranks that share data and context."""
+    """Parameters sharded over the ranks that share data and context."""
     experts: float
-    """Over the ranks that hold the same experts."""
+    """Parameters sharded over the ranks that hold the same experts."""
 
 
 def parameters_by_stage(shape: ModelShape, grid: Grid, layers: Sequence[int]) -> list[StageParameters]:
-    """Return the parameters on a rank of each stage.
+    """Count the parameters on a rank of each stage.
 
     The first has the embedding, the last the head (one matrix where tied).
     """
@@ -49,20 +49,20 @@ class States:
     gradients: float
     optimizer: float
     on_host: bool = False
-    """Whether the optimizer's are in host memory."""
+    """Whether the optimizer's states are in host memory."""
     all_on_host: bool = False
-    """Whether all are (`parameters_on_host`)."""
+    """Whether all states are in host memory (`parameters_on_host`)."""
 
     @property
     def device(self) -> float:
-        """What a device holds of them."""
+        """Bytes of them on a device."""
         if self.all_on_host:
             return 0.0
         return self.weights + self.gradients + (0.0 if self.on_host else self.optimizer)
 
     @property
     def host(self) -> float:
-        """What host memory holds of them."""
+        """Bytes of them in host memory."""
         if self.all_on_host:
             return self.weights + self.gradients + self.optimizer
         return self.optimizer if self.on_host else 0.0

@@ -1,9 +1,8 @@
 """Seconds that a step's training computes, from seqpack's count of operations; nothing else of a step is estimated.
 
-Seconds = operations / (ranks x what a device reaches), and a pipeline waits besides. What a device reaches is measured
-(`rates`). Shares were chosen on one row each, and held to others: dense and compiled +4 % at 32,768 tokens, +6 % with
-layers recomputed, -8 % on two GPUs. Machines that talk over a network were not measured: there it is a lower bound at
-best.
+Seconds = operations / (ranks x rate of a device), and a pipeline waits besides. The rate is measured (`rates`). Shares
+were chosen on one row each, and compared with others: dense and compiled +4 % at 32,768 tokens, +6 % with layers
+recomputed, -8 % on two GPUs. Machines on a network were not measured: there it is a lower bound at best.
 """
 
 from dataclasses import dataclass
@@ -16,10 +15,10 @@ from seqpack.planning.flops import LayerFlops, ModelFlops, delta_net, experts, f
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a step computes: `sequences` of `length` tokens, trained `epochs` times on `ranks` ranks.
+    """Work of a step: `sequences` of `length` tokens, trained `epochs` times on `ranks` ranks.
 
-    `forwards`: scored besides (log-probs before the first update, a reference policy). `stages` wait for one another
-    with so many `micro_batches`.
+    `forwards`: further forward passes (log-probs before the first update, a reference model). `stages` wait for one
+    another with so many `micro_batches`.
     """
 
     sequences: int
@@ -34,7 +33,7 @@ class StepWork:
 
 
 def flops_of(shape: ModelShape) -> ModelFlops:
-    """Return the operations of the layers as seqpack counts them."""
+    """Count the operations of the layers, as seqpack does."""
     if shape.experts:
         wide = experts(
             shape.hidden,

@@ -1,1 +1,1 @@
-"""How ranks, batches and layers divide."""
+"""The division of ranks, batches and layers."""

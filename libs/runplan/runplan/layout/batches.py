@@ -1,4 +1,4 @@
-"""How the sequences of a step become mini-batches, ranks and micro-batches."""
+"""The division of a step's sequences into mini-batches, ranks and micro-batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class BatchPlan:
 
 
 def batch_problems(sequences: int, mini_batches: int, longest: int, tokens: int) -> list[str]:
-    """Return what `plan_batches` could not split, each with its fix."""
+    """Return the reasons why `plan_batches` would fail, each with its fix."""
     problems = []
     if longest > tokens:
         problems.append(
@@ -40,7 +40,7 @@ def batch_problems(sequences: int, mini_batches: int, longest: int, tokens: int)
 
 
 def plan_batches(sequences: int, mini_batches: int, dp: int, longest: int, tokens: int) -> BatchPlan:
-    """Split a step's sequences; `tokens` is what the ranks that share a sequence hold of a micro-batch together.
+    """Split a step's sequences; `tokens` is the micro-batch size of the ranks that share a sequence, together.
 
     Raises:
         ValueError: a sequence of `longest` tokens does not fit, or there are more mini-batches than sequences.
@@ -60,11 +60,11 @@ def split_evenly(total: int, parts: int) -> tuple[int, ...]:
 
 
 def bubble_share(micro_batches: int, stages: int, chunks: int = 1) -> float:
-    """Share of a 1F1B pipeline's time that a stage waits: (p - 1) / (v m + p - 1), arXiv 2104.04473."""
+    """Return the share of a 1F1B pipeline's time that a stage waits: (p - 1) / (v m + p - 1), arXiv 2104.04473."""
     return (stages - 1) / (chunks * micro_batches + stages - 1)
 
 
 def span(counts: Sequence[int]) -> str:
-    """Return one number where all are equal, else the least and the most."""
+    """Return the number as text where all are equal, else the least and the most."""
     low, high = min(counts), max(counts)
     return str(low) if low == high else f"{low} to {high}"

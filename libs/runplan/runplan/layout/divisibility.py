@@ -1,4 +1,4 @@
-"""What of a model's layers the ranks must divide: heads, widths, experts; each that they do not comes with a fix."""
+"""Sizes of a model's layers that the ranks must divide: heads, widths, experts; each failure has a fix."""
 
 from engines import EngineConfig
 from runplan.model.model_shape import ModelShape
@@ -13,7 +13,7 @@ def head_counts(shape: ModelShape) -> dict[str, int]:
 
 
 def divisibility_problems(shape: ModelShape, engine: EngineConfig) -> list[str]:
-    """Return all counts that tensor and expert parallelism do not divide, which an engine would refuse one by one."""
+    """Return all sizes that tensor and expert parallelism do not divide; an engine would refuse them one by one."""
     tp, ep, etp = engine.tensor_parallel, engine.expert_parallel, engine.expert_tensor_parallel
     problems = [
         f"{count} {name} do not divide over tp = {tp}: lower tp to a divisor of {count} (--engine.tensor-parallel)"

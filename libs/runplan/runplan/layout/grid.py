@@ -1,4 +1,4 @@
-"""Which rank does what: the training ranks as a grid over tensor, context, data and pipeline parallelism.
+"""The training ranks as a grid over tensor, context, data and pipeline parallelism.
 
 Rank numbers run as in Megatron: tensor parallelism fastest, then context, data, and pipeline slowest. The expert layers
 of a pipeline stage see the same ranks as another grid: expert tensor, expert, expert data parallelism.
@@ -33,11 +33,11 @@ class Grid:
 
     @property
     def ranks(self) -> int:
-        """All training ranks."""
+        """Number of training ranks."""
         return self.tp * self.cp * self.dp * self.pp
 
     def size(self, axis: Axis) -> int:
-        """Return ranks of one group along an axis."""
+        """Return the number of ranks in a group along an axis."""
         return int(getattr(self, axis))
 
     def cell(self, rank: int, axes: tuple[Axis, ...] = DENSE) -> dict[Axis, int]:
@@ -58,7 +58,7 @@ class Grid:
 
 
 def make_grid(ranks: int, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1) -> Grid:
-    """Derive the data-parallel sizes.
+    """Make a grid with the data-parallel sizes that follow.
 
     Raises:
         ValueError: the sizes do not divide the ranks: all that `grid_problems` finds.
@@ -71,7 +71,7 @@ def make_grid(ranks: int, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1,
 
 
 def grid_problems(ranks: int, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1) -> list[str]:
-    """Return what does not divide the ranks, each with the numbers that would do; none where a grid can be made."""
+    """Return the sizes that do not divide the ranks, each with ones that do; [] where a grid can be made."""
     stage, rest = divmod(ranks, pp)
     model, problems = tp * cp * pp, []
     if ranks % model:

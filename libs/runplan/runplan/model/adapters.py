@@ -1,4 +1,4 @@
-"""How large the adapters of a model are, of its sizes alone (`engines.adapters.lora` adds them)."""
+"""Sizes of a model's adapters, from its own sizes alone (`engines.adapters.lora` adds them)."""
 
 from collections.abc import Iterator
 
@@ -34,7 +34,7 @@ def _delta_net(shape: ModelShape) -> Iterator[Sizes]:
 
 
 def _mlp(shape: ModelShape) -> Iterator[Sizes]:
-    """Yield the layers of a dense MLP; of one with experts the gate of the shared one alone."""
+    """Yield the layers of a dense MLP; of one with experts only the gate of the shared expert."""
     if not shape.experts:
         yield "gate_proj", shape.hidden, shape.intermediate
         yield "up_proj", shape.hidden, shape.intermediate

@@ -40,7 +40,7 @@ class ModelShape:
     model_type: str
     """The text config's `model_type` in transformers."""
     source: str
-    """Where the sizes were read."""
+    """Source of the sizes."""
     layers: int
     hidden: int
     heads: int
@@ -48,13 +48,13 @@ class ModelShape:
     head_dim: int
     vocab: int
     intermediate: int = 0
-    """Of a dense layer's MLP."""
+    """Width of a dense layer's MLP."""
     experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int = 0
     shared_expert_intermediate: int = 0
     gated_attention: bool = False
-    """Queries carry an output gate of their own size."""
+    """Whether queries have an output gate of their own size."""
     full_attention_interval: int = 1
     linear_key_heads: int = 0
     linear_value_heads: int = 0
@@ -81,12 +81,12 @@ class ModelShape:
 
     @property
     def full_attention_layers(self) -> int:
-        """Layers that attend in full."""
+        """Number of layers with full attention."""
         return self.layers // self.full_attention_interval
 
     @property
     def linear_layers(self) -> int:
-        """Gated delta nets."""
+        """Number of gated delta nets."""
         return self.layers - self.full_attention_layers
 
 
@@ -101,12 +101,12 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Number of all parameters."""
         return self.embeddings + self.dense + self.experts
 
 
 def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
-    """Return the sizes of a transformers config of one of these families; ValueError where they don't go together."""
+    """Return the sizes of a transformers config of one of these families. Raise ValueError where they don't fit."""
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None) or []
     hybrid = "linear_attention" in kinds
@@ -173,7 +173,7 @@ def count_parameters(shape: ModelShape) -> Parameters:
 
 
 def tower_parameters(shape: ModelShape) -> int:
-    """Count the parameters of the vision tower exactly, as transformers does; 0 of a text model."""
+    """Count the parameters of the vision tower exactly, as transformers does; 0 for a text model."""
     tower = shape.vision
     if tower is None:
         return 0

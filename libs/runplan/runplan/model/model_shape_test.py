@@ -42,7 +42,7 @@ def test_the_count_is_that_of_the_real_module(hybrid: bool, mixture: bool, tied:
     assert count_parameters(shape).total == parameters_of_the_module(shape)
 
 
-SEEING = replace(
+VISION_SHAPE = replace(
     SMALL,
     linear_head_dim=16,
     vision=VisionTower(layers=2, hidden=16, intermediate=20, positions=9, patch=4, channels=1, merge=3),
@@ -52,8 +52,8 @@ SEEING = replace(
 
 def test_a_tower_and_its_decoder_are_counted_as_in_the_real_module() -> None:
     """Of a small shape; those of the recipes are the apps' test."""
-    assert_counted(SEEING)
-    assert tower_parameters(replace(SEEING, vision=None)) == 0
+    assert_counted(VISION_SHAPE)
+    assert tower_parameters(replace(VISION_SHAPE, vision=None)) == 0
 
 
 def test_the_towers_default_sizes_are_those_of_transformers() -> None:

@@ -4,7 +4,7 @@ from runplan.run_spec import RunSpec
 
 
 def launch_lines(spec: RunSpec) -> list[str]:
-    """Return one command for a single process or machine, torchrun on every node, or Ray where pools are separate."""
+    """Return the start commands: one for a single process or machine, torchrun on each node, or Ray for pools."""
     variables = "".join(f"{entry} " for entry in spec.cluster.env)
     flags = f"--recipe {spec.recipe}" + (" --model DIR --data FILE" if spec.needs_model else "")
     nodes = spec.cluster.pools.nodes

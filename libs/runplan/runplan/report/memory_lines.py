@@ -1,4 +1,4 @@
-"""Lines on memory: of each training rank by part, of the hosts, of the pool that samples; and what is amiss."""
+"""Lines on memory: of each training rank by part, of the hosts, of the pool that samples; and the problems."""
 
 from collections.abc import Sequence
 
@@ -49,7 +49,7 @@ def memory_lines(spec: RunSpec, shape: ModelShape, grid: Grid, layers: Sequence[
 
 
 def states_of(spec: RunSpec, shape: ModelShape, grid: Grid, layers: Sequence[int]) -> States:
-    """Return the states of the rank whose device has most."""
+    """Return the states of the rank with the most on its device."""
     return max(states_by_stage(spec, shape, grid, layers), key=lambda states: states.device)
 
 
@@ -64,7 +64,7 @@ def states_by_stage(spec: RunSpec, shape: ModelShape, grid: Grid, layers: Sequen
 
 
 def _stages(spec: RunSpec, shape: ModelShape, grid: Grid, layers: Sequence[int]) -> list[str]:
-    """Return a line for each of several stages, what each of its ranks holds."""
+    """Return a line for each of several stages, with the bytes on each of its ranks."""
     every, lines = states_by_stage(spec, shape, grid, layers), []
     for stage, (count, states) in enumerate(zip(layers, every, strict=True) if len(every) > 1 else ()):
         parts = f"weights {_gib(states.weights)} + gradients {_gib(states.gradients)}"
@@ -86,7 +86,7 @@ def head_of(spec: RunSpec, shape: ModelShape, grid: Grid) -> Head:
 
 
 def _logits(head: Head, tokens: int, grid: Grid) -> str:
-    """Return how many tokens have theirs at a time, and what these take."""
+    """Return how many tokens have logits at a time, and their bytes."""
     at_a_time = f"{head.rows} of {tokens} tokens at a time" if head.rows < tokens else f"all {tokens} tokens at once"
     where = " on the last stage" if grid.pp > 1 else ""
     line = f"logits and what is made of them{where}: {at_a_time}, {_gib(head.logits)}"
@@ -129,7 +129,7 @@ def _too_much(spec: RunSpec, states: States, peak: Peak) -> list[str]:
 
 
 def _pool(spec: RunSpec, shape: ModelShape, width: int, states: States, peak: Peak) -> tuple[list[str], list[str]]:
-    """Return lines and problems of the devices that sample, and the processes that feed them."""
+    """Return lines and problems of the sampling devices, and of the processes that feed them."""
     layout, memory = spec.cluster.rollout, spec.cluster.pools.device_memory_gib
     if shares_weights(spec.engine, spec.cluster, spec.ranks, spec.shards):
         return ["weights of each sampler: training's own, in place"], []
@@ -166,8 +166,8 @@ ASLEEP = 2.0
 
 
 def _shared(spec: RunSpec, states: States, trains: float, stays: float, memory: float) -> tuple[list[str], list[str]]:
-    """Return of devices with `memory` that training, which fills `trains` of it at most, and vLLM share, all in GiB;
-    `stays` while either has them: what each turn takes, and the larger one against the device."""
+    """Return the line and problems of devices with `memory` that training, which fills `trains` of it at most, and vLLM
+    share, all in GiB; `stays` is taken beside either. The larger turn has to fit the device."""
     layout, offload, alone = spec.cluster.rollout, spec.cluster.offload, trains < memory
     share = layout.copies_per_device * layout.memory_share * memory
     samples = share + stays + (0.0 if offload else states.device / GIB)
@@ -188,7 +188,7 @@ def _shared(spec: RunSpec, states: States, trains: float, stays: float, memory: 
 
 
 def _host(buffers: Sequence[Buffer], node: int, every: int, pool: str) -> str:
-    """Return what stays, and the largest of what comes and goes beside it; each of them alone."""
+    """Return the line on host memory: what stays, and the largest of what is temporary."""
     stays = sum(buffer.host for buffer in buffers if buffer.always)
     passing = max((buffer.host for buffer in buffers if not buffer.always), default=0.0)
     rank = stays + passing

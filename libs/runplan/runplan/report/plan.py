@@ -1,4 +1,4 @@
-"""A run's plan as data and as text: every figure is derived, every problem comes with its fix."""
+"""A run's plan as data and as text: every figure is derived, every problem has its fix."""
 
 from dataclasses import dataclass, field
 
@@ -36,7 +36,7 @@ class Plan:
 
     @property
     def derived(self) -> list[str]:
-        """Lines of what follows from the settings alone, whatever is installed."""
+        """Lines that follow from the settings alone, whatever is installed."""
         lines = [self.title]
         for name, rows in self.sections.items():
             lines += [f"{name if i == 0 else '':<10}{row}" for i, row in enumerate(rows)]
@@ -49,7 +49,7 @@ class Plan:
 
 
 def make_plan(spec: RunSpec) -> Plan:
-    """Derive everything from the settings; what does not work out becomes a problem, and the rest goes on."""
+    """Derive everything from the settings; what fails becomes a problem, and the rest goes on."""
     plan = Plan(_title(spec))
     shape = spec.origin.shape if spec.origin else None
     plan.problems += spec.grid_problems
@@ -130,7 +130,7 @@ def _ranks(spec: RunSpec, grid: Grid | None) -> list[str]:
 
 
 def _each_of(grid: Grid) -> str:
-    """Return what a rank that shares a sequence is, where several ranks split its layers."""
+    """Return the axes of each rank that shares a sequence, where several ranks split its layers."""
     split = [f"{axis} {grid.size(axis)}" for axis in ("tp", "pp") if grid.size(axis) > 1]
     return f", each of {' x '.join(split)}" if split else ""
 
@@ -279,7 +279,7 @@ def _data(plan: Plan, spec: RunSpec) -> None:
 
 
 def _grouped(missing: list[Requirement]) -> list[str]:
-    """Return one line a reason, with all that lacks for it."""
+    """Return one line a reason, with all requirements that lack for it."""
     reasons: dict[str, list[str]] = {}
     for requirement in missing:
         assert isinstance(requirement.answer, Unsupported)

@@ -1,4 +1,4 @@
-"""A run that can't be done is refused before anything is read or made."""
+"""Refusal of a run that can't be done, before anything is read or made."""
 
 from engines.capability import Unsupported
 from runplan.report.plan import make_plan

@@ -1,4 +1,4 @@
-"""All recipes of an app in a table: what they train, where, and which can be run today, in full or shrunk."""
+"""A table of all recipes of an app: what they train, where, and which can be run today, in full or shrunk."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ HEAD = ("recipe", "model", "engine", "devices", "state", "with --shrink")
 
 
 def recipe_table(specs: Iterable[tuple[RunSpec, RunSpec]]) -> str:
-    """Return a Markdown table of recipes, each with what it is when it is shrunk, and a closing line that counts."""
+    """Return a Markdown table of recipes, each with its shrunk form, and a closing line with counts."""
     rows = [(spec, make_plan(spec), make_plan(small)) for spec, small in specs]
     ready, shrunk = sum(plan.ready for _, plan, _ in rows), sum(small.ready for _, _, small in rows)
     cells = [HEAD, tuple("---" for _ in HEAD), *(_row(*row) for row in rows)]

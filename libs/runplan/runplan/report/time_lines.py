@@ -9,7 +9,7 @@ from runplan.run_spec import RunSpec
 
 UNIT = 1e15
 EXAMPLE = 0.1
-"""PFLOPS, to show the division by."""
+"""PFLOPS of the example division."""
 
 
 def time_lines(spec: RunSpec, shape: ModelShape, grid: Grid, batches: BatchPlan) -> list[str]:
@@ -29,7 +29,7 @@ def time_lines(spec: RunSpec, shape: ModelShape, grid: Grid, batches: BatchPlan)
 
 
 def step_of(spec: RunSpec, grid: Grid, batches: BatchPlan) -> StepWork:
-    """Return what a step of the run computes, were all sequences at full length."""
+    """Return the work of the run's step, were all sequences at full length."""
     again = spec.app == "grpo" and spec.mini_batches * spec.epochs > 1
     return StepWork(
         sequences=batches.sequences,
@@ -56,7 +56,7 @@ def _estimated(spec: RunSpec, shape: ModelShape, step: StepWork, counted: str) -
 
 
 def _left_to_divide(shape: ModelShape, step: StepWork, counted: str) -> list[str]:
-    """Return a step's operations on NPUs, which nobody measured, and what to do with a rate that somebody measured."""
+    """Return the operations of a step on NPUs, which were not measured, and how to divide them by a known rate."""
     each = training_flops(shape, step) / UNIT / step.ranks
     works = 1 - bubble_share(step.micro_batches, step.stages, step.chunks)
     waiting = f" / {works:.2f}, as stages wait for one another" if step.stages > 1 else ""
@@ -69,5 +69,5 @@ def _left_to_divide(shape: ModelShape, step: StepWork, counted: str) -> list[str
 
 
 def _short(number: float) -> str:
-    """Return at least three digits."""
+    """Return the number as text with at least three digits."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

@@ -30,7 +30,7 @@ from runplan.model.model_shape import ModelShape, shape_of
 MIB = 2**20
 BOUND = 0.1
 LENGTHS = (517, 33, 260, 1090, 148, 924, 70, 641, 385, 12, 777, 205)
-"""Uneven, packed; of one micro-batch a rank."""
+"""Uneven, packed lengths of one micro-batch a rank."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class MemoryCase:
     lengths: tuple[int, ...] = LENGTHS
 
     def __str__(self) -> str:
-        """Kind, backend, and what was changed."""
+        """Return kind, backend, and changed settings."""
         changes = {**self.sizes, **self.settings}
         backend = changes.pop("backend", "fsdp2")
         return f"{self.kind}, {backend}, {self.ranks} ranks: " + ", ".join(f"{k} {v}" for k, v in changes.items())
@@ -57,7 +57,7 @@ class MemoryCase:
         return EngineConfig(device=device, **{**usual, **self.settings})  # type: ignore[arg-type]
 
     def model(self) -> nn.Module:
-        """Return random weights."""
+        """Return the model with random weights."""
         plain = self.kind == "attention"
         fused = {
             name: size for name, size in FUSED_SIZES.items() if not (plain and name.startswith(("linear", "rope")))
@@ -65,7 +65,7 @@ class MemoryCase:
         return tiny_model(self.kind, scale=1.0, **{**fused, **self.sizes})
 
     def plan(self, shape: ModelShape, config: EngineConfig, width: int) -> Peak:
-        """Return what `runplan.estimates.peak_memory` says: tokens of the fullest rank, two thirds of which train."""
+        """Return the planned peak: with the tokens of the fullest rank, two thirds of which train."""
         tokens = -(-sum(self.lengths) // self.ranks)
         if config.tensor_parallel > 1:
             tokens = sum(self.lengths)
@@ -109,12 +109,12 @@ CASES = (
     MemoryCase("moe", EXPERTS, {**MEGATRON, "expert_parallel": 2}, ranks=2),
     MemoryCase("dense", OTHER, ranks=2),
 )
-"""On GPUs: dense and experts, both backends, one and two of them."""
+"""Cases on GPUs: dense and experts, both backends, one and two devices."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Bytes of the fullest rank: what stays between steps, and the peak."""
+    """Bytes of the fullest rank: between steps, and at the peak."""
 
     case: MemoryCase
     planned: Peak
@@ -123,7 +123,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Of the plan, relative to what was measured."""
+        """Error of the plan, relative to the measured bytes."""
         return self.planned.bytes / self.peak - 1
 
     def __str__(self) -> str:
@@ -133,14 +133,14 @@ class Compared:
 
 
 def measure(case: MemoryCase, device: str) -> Compared:
-    """Return the peak of the second of two steps, less what libraries took before the engine was built.
+    """Measure the peak of the second of two steps, less what libraries took before the engine was built.
 
     Every rank calls it.
     """
-    gc.collect()  # an engine is in cycles: one before this would be freed in between
+    gc.collect()  # engines have reference cycles: an earlier one would be freed in between
     devices, config = devices_of(device), case.config(device)
     square = torch.ones(256, 256, device=device, dtype=torch.bfloat16)
-    square = square @ square  # whoever keeps a workspace has it now
+    square = square @ square  # libraries have their workspaces now
     before = _allocated(device)
     module = case.model()
     shape = shape_of(module.config, case.kind)
@@ -168,7 +168,7 @@ def _allocated(device: str) -> int:
 
 
 def main() -> None:
-    """Measure the cases of as many devices as asked for, each in processes of its own."""
+    """Measure the cases of the given number of devices, each in processes of its own."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose line has it, such as 'dense, megatron'")

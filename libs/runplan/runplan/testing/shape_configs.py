@@ -1,4 +1,4 @@
-"""The configs of transformers that have a shape's sizes."""
+"""Configs of transformers with a shape's sizes."""
 
 import torch
 from transformers import (
@@ -16,7 +16,7 @@ from runplan.model.model_shape import ModelShape, count_parameters, shape_of, to
 
 
 def as_config(shape: ModelShape) -> PretrainedConfig:
-    """Return the text model's."""
+    """Return the text model's config."""
     sizes = {
         "num_hidden_layers": shape.layers,
         "hidden_size": shape.hidden,
@@ -49,7 +49,7 @@ def as_config(shape: ModelShape) -> PretrainedConfig:
 
 
 def vlm_config(shape: ModelShape) -> PretrainedConfig:
-    """Return that of the checkpoint that holds decoder and tower."""
+    """Return the config of the checkpoint that holds decoder and tower."""
     tower = shape.vision
     assert tower is not None
     vision = {
@@ -70,7 +70,7 @@ def vlm_config(shape: ModelShape) -> PretrainedConfig:
 
 
 def assert_counted(shape: ModelShape) -> None:
-    """Hold the counts of decoder and tower to the real module, on the meta device."""
+    """Compare the counts of decoder and tower with the real module, on the meta device."""
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(vlm_config(shape))
     assert tower_parameters(shape) == sum(p.numel() for p in model.model.visual.parameters())

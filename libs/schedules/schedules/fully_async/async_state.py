@@ -1,7 +1,7 @@
 """Where a fully asynchronous run stands: what bounds it, and what its ledger says once it goes on."""
 
 from rollout.control.settings import StalenessSettings
-from rollout.control.staleness import Begun, ControlState
+from rollout.control.staleness import ControlState, StartedGroup
 from rollout.ledger.state import LedgerState
 from schedules.config import ScheduleConfig
 
@@ -36,7 +36,7 @@ def control_state(settings: StalenessSettings, state: LedgerState, done: int) ->
     """Return where a run goes on from a checkpoint of `done` steps, once the recorded steps after it are trained
     again."""
     step = done + len(state.batches)
-    ready = [Begun(g, group.version) for g, group in state.sampled.items() if g not in state.taken]
+    ready = [StartedGroup(g, group.version) for g, group in state.sampled.items() if g not in state.taken]
     return ControlState(step, _synced(settings, step), state.next, tuple(state.missing()), (), tuple(ready))
 
 

@@ -208,7 +208,7 @@ class FullyAsyncSchedule:
         """Record, then do; the caller holds the lock."""
         for decision in decisions:
             if isinstance(decision, Begin):
-                self._ledger.begun(decision.group, decision.version)
+                self._ledger.started(decision.group, decision.version)
                 self._play(decision.group)
             else:
                 if isinstance(decision, Train):
@@ -297,7 +297,7 @@ class FullyAsyncSchedule:
         metrics |= self._schedule_metrics(episodes, version, decision.staleness)
         metrics |= {
             "time/wait_for_rollout_s": sampled - begun,
-            "time/wait_for_probes_s": ready - decoded,
+            "time/wait_for_weight_checks_s": ready - decoded,
             "time/train_s": decoded - sampled + trained - ready,
             "time/step_s": trained - begun,
         }

@@ -10,7 +10,7 @@ import pytest
 from rollout import Chat, EpisodeContext, Observation, Reply, Sampling, Score, StepResult, TaskRow, run_group
 from rollout.engine import Load
 from rollout.environments.environment import End
-from rollout.episodes.playing import together
+from rollout.episodes.runner import together
 from rollout.errors import EpisodeFailed
 from rollout.testing.chat import tiny_tokenizer
 from rollout.testing.scripted import ScriptedEngine

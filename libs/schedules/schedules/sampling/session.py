@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from rollout import Chat, Episode, NativeEngine, RolloutEngine, Sampling, SharingEngine, TaskRow, failures, run_group
-from rollout.episodes.playing import together
+from rollout.episodes.runner import together
 from schedules.protocols import ProcessEngine, SamplerSource, Tasks, Trainer, environment_of
 from schedules.reporting.episode_metrics import environment_metrics, episode_metrics
 from schedules.reporting.live import CountedFactory, Live, MeteredEngine

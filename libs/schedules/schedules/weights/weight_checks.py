@@ -16,7 +16,7 @@ from rollout import Chat, Completion, Episode, RolloutEngine, Sampling
 from rollout.chat.segment import Segment
 from rollout.episodes.batch import TYPES
 from rollout.episodes.media_codec import plain_media, read_media
-from rollout.episodes.playing import together
+from rollout.episodes.runner import together
 from rollout.errors import EpisodeFailed
 from rollout.experts import ROUTED_EXPERTS, RoutedExperts
 from schedules.protocols import ReplicatedEngine, TimedEngine, Trainer
@@ -178,7 +178,7 @@ def _check(
             f"{', '.join(map(str, sorted(versions)))}, are {mean:.3g} from the trainer's on average ({bound} is what "
             f"{dtype} explains): it does not sample from the trainer's weights"
         )
-    return {"weights/probe/abs": mean, "weights/probe/abs/max": distance.max().item()}
+    return {"weights/check/abs": mean, "weights/check/abs/max": distance.max().item()}
 
 
 def encode_completion(completion: Completion) -> list[Any]:
@@ -201,7 +201,7 @@ def transfer_metrics(engine: RolloutEngine) -> dict[str, float]:
     if transfer is None:
         return {}
     lost = engine.lost_copies if isinstance(engine, ReplicatedEngine) and _has_replicas(engine) else None
-    return ({} if lost is None else {"rollout/lost_copies": float(len(lost))}) | {
+    return ({} if lost is None else {"rollout/lost_replicas": float(len(lost))}) | {
         "weights/pause_ms": 1000 * transfer.paused_s,
         "weights/staging_ms": 1000 * transfer.staged_s,
         "weights/link_share": transfer.link_share,

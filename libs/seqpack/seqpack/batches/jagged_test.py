@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from seqpack.batches.jagged import jagged, jagged_from_values, join, pad, ragged, unpad
-from seqpack.testing.jagged_laws import PROPERTIES, mrope
+from seqpack.testing.jagged_properties import PROPERTIES, mrope
 
 
 @pytest.mark.parametrize("law", PROPERTIES)

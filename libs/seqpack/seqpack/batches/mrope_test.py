@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 
-from seqpack.batches.algebra import chunk, concat, index_select, split
 from seqpack.batches.batch import make_batch, view_batch
 from seqpack.batches.jagged import samples_of
 from seqpack.batches.mrope import grid_tokens, mrope_positions, sequence_positions
+from seqpack.batches.operations import chunk, concat, index_select, split
 from seqpack.batches.packed import pack_sequences, unpack_sequences
 
 Row = tuple[list[int], Tensor, Tensor]

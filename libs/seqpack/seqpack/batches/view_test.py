@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from seqpack.batches.algebra import index_select
 from seqpack.batches.batch import lengths, make_batch, view_batch
 from seqpack.batches.jagged import jagged, samples_of
+from seqpack.batches.operations import index_select
 from seqpack.batches.packed import pack_each, pack_sequences, unpack_sequences
 from seqpack.batches.view import BatchView, Totals
 

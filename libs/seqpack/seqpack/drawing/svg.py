@@ -28,7 +28,7 @@ svg text {{ fill: var(--soft); font-size: 11px; font-variant-numeric: tabular-nu
 .key {{ display: inline-block; width: 11px; height: 11px; margin: 0 5px 0 14px; border-radius: 2px; }}
 </style></head><body>
 <h1>{title}</h1>
-<dl>{facts}</dl>
+<dl>{fields}</dl>
 {body}
 </body></html>
 """
@@ -40,9 +40,9 @@ def page(title: str, fields: Iterable[tuple[str, str]], sections: Iterable[str])
     return PAGE.format(title=escape(title), fields=tiles, body="\n".join(sections), width=WIDTH)
 
 
-def section(title: str, note: str, *drawings: str) -> str:
+def section(title: str, note: str, *parts: str) -> str:
     """Return a heading, a line of explanation (may hold markup) and drawings."""
-    return f"<h2>{escape(title)}</h2><p>{note}</p>" + "".join(drawings)
+    return f"<h2>{escape(title)}</h2><p>{note}</p>" + "".join(parts)
 
 
 def drawing(height: float, shapes: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Is a packed row the same as its sequences alone? And the laws that tests of the algebra share."""
+"""Is a packed row the same as its sequences alone? And the properties that tests of the operations share."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

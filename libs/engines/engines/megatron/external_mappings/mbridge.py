@@ -101,7 +101,7 @@ class MbridgeMap:
             for name, parameter in stage.named_parameters():
                 mapped = probe.held(chunk, name, everywhere[name], tuple(parameter.shape))
                 copied = self.sizes.tied and name == "output_layer.weight"  # of the first stage's embedding
-                out.append(replace(mapped, speaks=False) if copied else mapped)
+                out.append(replace(mapped, counts=False) if copied else mapped)
         return tuple(out)
 
 
@@ -133,8 +133,8 @@ class _Asked:
         padding = shape[0] - at
         assert not any(rows[at:]), f"{everywhere}: padding stands before rows"
         whole = len(wholes) == 1 and wholes[0] == shape  # each tensor-parallel rank has a copy, or there is one
-        speaks = not whole or self.place.at.tp == 0
-        return MappedParameter(chunk, name, shape, tuple(pieces), speaks, self.place.first_copy, padding=padding)
+        counts = not whole or self.place.at.tp == 0
+        return MappedParameter(chunk, name, shape, tuple(pieces), counts, self.place.first_copy, padding=padding)
 
     def _rows(self, name: str, wholes: Sequence[Shape], shape: Shape) -> list[int]:
         """Return for each row of the parameter its row in the tensors, counted from 1 through all of them; 0: none."""

@@ -128,11 +128,11 @@ def test_layouts_give_the_steps_and_files_of_fsdp2(measured: Found, number: int)
     want, everyone = measured[0][MAPPED[number].model], measured[2][0]
     assert len(everyone) == RANKS
     for ranks in everyone:
-        found = ranks[number]
-        assert_same_run(want, found)
-        assert_same_bits(want.exported, found.exported)
-        assert f"fsdp2 {MAPPED[number].model}" in found.resumed
-        for resumed in found.resumed.values():
+        got = ranks[number]
+        assert_same_run(want, got)
+        assert_same_bits(want.exported, got.exported)
+        assert f"fsdp2 {MAPPED[number].model}" in got.resumed
+        for resumed in got.resumed.values():
             assert_same_step(want.resumed["itself"], resumed)
 
 
@@ -152,8 +152,8 @@ def test_mbridge_itself_loads_and_exports_the_same_bytes(measured: Found, model:
     for moved in measured[2][2]:
         loaded, exported, theirs = moved[model]
         assert loaded
-        for found in (exported, theirs):
-            assert_same_bits(stock, found)
+        for export in (exported, theirs):
+            assert_same_bits(stock, export)
 
 
 @pytest.mark.parametrize("case", SWITCHES, ids=str)

@@ -40,9 +40,9 @@ def test_gradients_are_torchs(name: str, backend: str | None) -> None:
     want = piece.forward(*made)
     grad = torch.randn_like(want)
     wanted = torch.autograd.grad(want, trained, grad)
-    found = pieces.run(piece, backend, *made)
-    torch.testing.assert_close(found, want, atol=1e-12, rtol=1e-12)
-    torch.testing.assert_close(torch.autograd.grad(found, trained, grad), wanted, atol=1e-10, rtol=1e-10)
+    result = pieces.run(piece, backend, *made)
+    torch.testing.assert_close(result, want, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(torch.autograd.grad(result, trained, grad), wanted, atol=1e-10, rtol=1e-10)
 
 
 def test_a_stage_of_fused_pieces_takes_the_step_of_a_plain_one() -> None:
@@ -65,14 +65,14 @@ def test_a_stage_of_fused_pieces_takes_the_step_of_a_plain_one() -> None:
 
 def test_layers_that_no_gpu_has_run_stay_plain() -> None:
     cuda, dense = torch.device("cuda"), tiny_model("dense").config
-    asked = EngineConfig(backend="megatron")
+    settings = EngineConfig(backend="megatron")
     off = EngineConfig(backend="megatron", compile="off")
     cpu = torch.device("cpu")
     for config, model, device, dtype, says in (
         (off, dense, cuda, torch.bfloat16, "compile='off'"),
-        (asked, dense, cpu, torch.bfloat16, "on a CPU"),
-        (asked, dense, cuda, torch.float32, "bfloat16 alone"),
-        (asked, tiny_model("moe").config, cuda, torch.bfloat16, "Qwen3.5 \\(dense\\)"),
+        (settings, dense, cpu, torch.bfloat16, "on a CPU"),
+        (settings, dense, cuda, torch.float32, "bfloat16 alone"),
+        (settings, tiny_model("moe").config, cuda, torch.bfloat16, "Qwen3.5 \\(dense\\)"),
     ):
         answer = fused_pieces(config, model, device, dtype)
         assert isinstance(answer, Unsupported)

@@ -52,8 +52,8 @@ def engine(kind: str, backend: Any, dtype: Any, vision: Any, **options: Any) -> 
 def steps(kind: str, backend: str, dtype: str, vision: str) -> Curve:
     # Not GRPO: on its own samples its loss is the same whatever the model says.
     built = engine(kind, backend, dtype, vision)
-    told = [built.train_batch(rows(seed), SFT()) for seed in range(2)]
-    return [(step["loss"], step["grad_norm"], step["skipped"]) for step in told]
+    metrics = [built.train_batch(rows(seed), SFT()) for seed in range(2)]
+    return [(step["loss"], step["grad_norm"], step["skipped"]) for step in metrics]
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)

@@ -85,13 +85,13 @@ Together = tuple[list[list[Run]], dict[str, Exact]]
 def engine(name: str, sizes: dict[str, Any] | None = None, seed: int = 0, **options: Any) -> TrainEngine:
     """`seed` 1: another tower, or under adapters, which are for one base, other ones of these."""
     kind, fields = KINDS[name]
-    given = {"backend": "megatron", **sizes} if sizes is not None else {}
+    layout = {"backend": "megatron", **sizes} if sizes is not None else {}
     losses = BALANCED if kind == "vision_moe" else {}
     module: Any = None if "model" in options else vision_model(kind)
     if seed and "lora" not in fields:
         cast_parameters(module.model.visual, torch.bfloat16).float()
     torch.manual_seed(seed)
-    return build_engine(EngineConfig(**OPTIONS | {"vision": "frozen"} | losses | fields | given | options), module)
+    return build_engine(EngineConfig(**OPTIONS | {"vision": "frozen"} | losses | fields | layout | options), module)
 
 
 def batches() -> list[TensorDict]:
@@ -133,9 +133,9 @@ def exact(name: str, layout: ParallelLayout | None) -> Exact:
         planner = DataParallelPlanner(config.max_tokens_per_rank, groups.layout.plan_size)
         built = Engine(config, executor, planner, weights)
         losses = [built.train_batch(make_batch(step), SFT())["loss"] for step in rows]
-        found = {piece.name: piece.flat.clone() for piece in built.export_weights(2**40, live=True)}
+        exported = {piece.name: piece.flat.clone() for piece in built.export_weights(2**40, live=True)}
     release()
-    return losses, found
+    return losses, exported
 
 
 def plain(stock: nn.Module, rows: list[list[Sample]], config: EngineConfig) -> Exact:
@@ -157,12 +157,12 @@ def plain(stock: nn.Module, rows: list[list[Sample]], config: EngineConfig) -> E
 
 
 def four_ranks(folder: Path) -> Together:
-    found = []
+    results = []
     for number, (kind, sizes) in enumerate(CASES):
-        found.append(run(kind, folder / str(number), sizes, folder / kind))
+        results.append(run(kind, folder / str(number), sizes, folder / kind))
         release()
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
+    dist.all_gather_object(everyone, results)
     return everyone, {kind: exact(kind, layout) for kind, layout in EXACT.items()}
 
 
@@ -170,17 +170,17 @@ def four_ranks(folder: Path) -> Together:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     folder = tmp_path_factory.mktemp("vision")
     made = ensure_group("cpu")
-    found = {kind: run(kind, folder / kind) for kind in KINDS}
+    runs = {kind: run(kind, folder / kind) for kind in KINDS}
     stock = {kind: exact(kind, None) for kind in EXACT}
     if made:
         dist.destroy_process_group()
-    return found, folder, stock
+    return runs, folder, stock
 
 
 @pytest.fixture(scope="module")
 def together(alone: Alone) -> Together:
-    found: Together = launch_forked(four_ranks, (alone[1],), world_size=4)
-    return found
+    results: Together = launch_forked(four_ranks, (alone[1],), world_size=4)
+    return results
 
 
 def assert_same_step(got: dict[str, float], want: dict[str, float]) -> None:
@@ -192,12 +192,12 @@ def assert_same_step(got: dict[str, float], want: dict[str, float]) -> None:
 def test_every_layout_gives_the_steps_of_one_process(alone: Alone, together: Together, number: int) -> None:
     _, curve, scores, after, _ = alone[0][CASES[number][0]]
     for ranks in together[0]:
-        found = ranks[number]
-        for left, right in zip(found[1], curve, strict=True):
+        run = ranks[number]
+        for left, right in zip(run[1], curve, strict=True):
             assert_same_step(left, right)
-        for own, want in zip(found[2], scores, strict=True):
+        for own, want in zip(run[2], scores, strict=True):
             torch.testing.assert_close(own, want, atol=1e-5, rtol=1e-5)
-        assert largest_difference(found[3], after) < 1e-5
+        assert largest_difference(run[3], after) < 1e-5
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=NAMES)
@@ -216,8 +216,8 @@ def test_exports_have_the_bits_of_fsdp2s_and_frozen_towers_stay(alone: Alone, to
 def test_a_checkpoint_of_its_own_or_of_fsdp2_continues(alone: Alone, together: Together, number: int) -> None:
     last = alone[0][CASES[number][0]][1][-1]
     assert len(together[0][0][number][4]) == 2
-    for found in together[0][0][number][4]:
-        assert_same_step(found, last)
+    for step in together[0][0][number][4]:
+        assert_same_step(step, last)
 
 
 @pytest.mark.parametrize("kind", EXACT)

@@ -213,7 +213,7 @@ def _parts(
         if ranges is None:
             yield Part.whole(one)
         elif one.parameter in ranges:
-            yield Part(one, *ranges[one.parameter], owned=one.held.speaks)
+            yield Part(one, *ranges[one.parameter], owned=one.held.counts)
 
 
 def _own_ranges(chunks: Sequence[Any]) -> dict[nn.Parameter, tuple[int, int]]:

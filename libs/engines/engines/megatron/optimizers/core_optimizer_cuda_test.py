@@ -65,12 +65,12 @@ def update(built: TrainEngine, seed: int, size: float = 1.0) -> float:
 def held(built: TrainEngine) -> Held:
     """Masters, moments and numbers of steps, by the place of each part."""
     updates = inside(built).updates
-    found: Held = {}
+    tensors: Held = {}
     for part, one in zip(updates.parts, updates.stepped, strict=True):
         state = one.ensure_state()
-        found |= {(part.one.held.name, name): state[name].detach().flatten() for name in (*MOMENTS, "step")}
-        found[part.one.held.name, "master"] = one.flat
-    return {key: value.clone() for key, value in found.items()}
+        tensors |= {(part.one.held.name, name): state[name].detach().flatten() for name in (*MOMENTS, "step")}
+        tensors[part.one.held.name, "master"] = one.flat
+    return {key: value.clone() for key, value in tensors.items()}
 
 
 def assert_alike(own: TrainEngine, want: Held, got: Held) -> None:
@@ -102,9 +102,9 @@ def test_the_same_gradients_give_the_update_of_torch(dtype: str, model: str, sha
     assert all(not torch.equal(value, before[key]) for key, value in held(own).items())
     for part, master in inside(own).updates.updated():
         assert torch.equal(part.values, master.to(part.values.dtype))
-    kept = held(own)
+    unchanged = held(own)
     assert math.isnan(update(own, 3, float("nan")))
-    assert all(torch.equal(value, kept[key]) for key, value in held(own).items())
+    assert all(torch.equal(value, unchanged[key]) for key, value in held(own).items())
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -161,9 +161,9 @@ def test_offload_frees_the_device(dtype: str, shared: bool) -> None:
 
 def test_what_is_left_to_itself() -> None:
     """megatron-core's on a GPU where it runs what is asked for, torch's elsewhere."""
-    found = engine("auto").state_summary()["optimizer"]
-    print(found)
-    assert found.startswith("megatron-core's ")
+    name = engine("auto").state_summary()["optimizer"]
+    print(name)
+    assert name.startswith("megatron-core's ")
     assert "on the host" in engine("auto", optimizer_on_host=True).state_summary()["optimizer"]
     with pytest.raises(ValueError, match="megatron_optimizer='core' cannot be used"):
         engine("core", optimizer_on_host=True)

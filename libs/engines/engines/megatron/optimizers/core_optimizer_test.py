@@ -74,12 +74,12 @@ def step(built: TrainEngine, seed: int, objective: Objective | None = None) -> d
 
 def states(built: TrainEngine) -> dict[Any, Tensor]:
     """Moments and steps by name and box: what a checkpoint holds."""
-    found = {}
+    tensors = {}
     for name, state in inside(built).updates.state(inside(built).shapes).items():
-        found[name, "step", ()] = state["step"].clone()
+        tensors[name, "step", ()] = state["step"].clone()
         for moment in ("exp_avg", "exp_avg_sq"):
-            found |= {(name, moment, box.start): part.clone() for box, part, _ in state[moment].parts}
-    return found
+            tensors |= {(name, moment, box.start): part.clone() for box, part, _ in state[moment].parts}
+    return tensors
 
 
 def same(one: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> bool:
@@ -109,11 +109,11 @@ def exact(kind: Any) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Steps in float64, which no engine's configuration asks for."""
     config = EngineConfig(backend="megatron", megatron_optimizer=kind, **OPTIONS)
     module = cast_parameters(model_of("Qwen3.5"), torch.float64)
-    held = ModelWeights.of(family_of(module.config), module)
+    weights = ModelWeights.of(family_of(module.config), module)
     groups = ParallelGroups.make(ParallelLayout())
     with KeepFloat64():
         executor = MegatronExecutor(config, groups, module, PackedInputs())
-        built = Engine(config, executor, DataParallelPlanner(config.max_tokens_per_rank, 1), held)
+        built = Engine(config, executor, DataParallelPlanner(config.max_tokens_per_rank, 1), weights)
         assert isinstance(executor.updates, CoreUpdates) is (kind == "core")
         return [step(built, seed) for seed in range(3)], exported_by(built)
 
@@ -279,12 +279,12 @@ def test_buffers_go_away_and_come_back(case: str) -> None:
         step(one, 0)
     executor, moved = inside(built), Moved()
     buffers = [*executor.chunks[0].buffers, *executor.chunks[0].expert_parallel_buffers]
-    kept = [p.detach() for p in executor.stages[0].parameters()] + executor.updates.tensors()
-    moved.away(kept, [buffer.grad_data for buffer in buffers])
-    held = [p for inner in executor.updates.inner for group in inner.param_groups for p in group["params"]]
-    held += [value for one in executor.updates.stepped for value in one.state.values() if value.ndim]
-    assert {tensor.untyped_storage().nbytes() for tensor in held} == {0}
-    assert {p.grad is None for p in held} == {True}
+    offloaded = [p.detach() for p in executor.stages[0].parameters()] + executor.updates.tensors()
+    moved.offload(offloaded, [buffer.grad_data for buffer in buffers])
+    optimizer_tensors = [p for inner in executor.updates.inner for group in inner.param_groups for p in group["params"]]
+    optimizer_tensors += [value for one in executor.updates.stepped for value in one.state.values() if value.ndim]
+    assert {tensor.untyped_storage().nbytes() for tensor in optimizer_tensors} == {0}
+    assert {p.grad is None for p in optimizer_tensors} == {True}
     moved.back()
     for one in (built, straight):
         step(one, 1)
@@ -304,9 +304,9 @@ def test_a_master_that_megatron_core_does_not_have_is_an_error(monkeypatch: pyte
     made = core.get_megatron_optimizer
 
     def losing(*args: Any, **options: Any) -> Any:
-        found = made(*args, **options)
-        found.chained_optimizers[0].optimizer.param_groups[0]["params"].pop()
-        return found
+        optimizer = made(*args, **options)
+        optimizer.chained_optimizers[0].optimizer.param_groups[0]["params"].pop()
+        return optimizer
 
     monkeypatch.setattr("engines.megatron.optimizers.core_optimizer.get_megatron_optimizer", losing)
     with pytest.raises(RuntimeError, match="megatron-core's optimizer does not update"):
@@ -331,7 +331,7 @@ RANKS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def two_ranks(folder: Path) -> dict[str, Found]:
     """Of each layout: metrics and weights of both optimizers, and of each after the other's checkpoint."""
-    found = {}
+    results = {}
     for name, (model, sizes) in RANKS.items():
         curves, ends, resumed = {}, {}, {}
         for kind in KINDS:
@@ -345,20 +345,20 @@ def two_ranks(folder: Path) -> dict[str, Found]:
             built = engine(kind, model, seed=1, **sizes)
             built.load(folder / f"{name} {other}")
             resumed[kind] = [step(built, 2)], exported_by(built)
-        found[name] = curves, ends, resumed, parts
+        results[name] = curves, ends, resumed, parts
         release()
-    return found
+    return results
 
 
 def two_ranks_by_groups() -> dict[str, list[list[float]]]:
     """Losses of both optimizers where an Adam that counts in its groups is inside, and some ranks' groups are empty."""
-    found = {}
+    results = {}
     with stand_in():
         for name, (model, sizes) in RANKS.items():
             built = [engine(kind, model, **sizes) for kind in KINDS]
-            found[name] = [[step(one, seed)["loss"] for seed in range(3)] for one in built]
+            results[name] = [[step(one, seed)["loss"] for seed in range(3)] for one in built]
             release()
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -385,8 +385,8 @@ def test_two_ranks_by_an_adam_that_counts_steps_in_its_groups() -> None:
 
 @pytest.mark.parametrize("name", ["TP2", "DP2, shared", "EP2"])
 def test_one_rank_goes_on_from_the_files_of_two(ranks: tuple[Path, dict[str, Found]], name: str) -> None:
-    folder, found = ranks
-    curves, ends, *_ = found[name]
+    folder, results = ranks
+    curves, ends, *_ = results[name]
     for kind, other in zip(KINDS, KINDS[::-1], strict=True):
         built = engine(kind, RANKS[name][0], seed=1)
         built.load(folder / f"{name} {other}")

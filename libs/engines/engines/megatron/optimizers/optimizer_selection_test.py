@@ -24,11 +24,11 @@ def test_what_was_chosen_and_why_is_told(caplog: pytest.LogCaptureFixture) -> No
         own, reason = choose(EngineConfig(backend="megatron", **options), cuda, dtype)
         assert not own
         assert words in reason
-        asked = EngineConfig(backend="megatron", megatron_optimizer="core", **options)
+        settings = EngineConfig(backend="megatron", megatron_optimizer="core", **options)
         with pytest.raises(
             ValueError, match=f"megatron_optimizer='core' cannot be used: .*{words}.*; set it to 'auto'"
         ):
-            choose(asked, cuda, dtype)
+            choose(settings, cuda, dtype)
     assert not choose(EngineConfig(backend="megatron", distributed_optimizer=True), cuda, torch.float64)[0]
     with caplog.at_level(logging.INFO):
         for kind, words in (

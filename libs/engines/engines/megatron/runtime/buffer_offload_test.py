@@ -33,13 +33,13 @@ def test_buffers_go_away_and_come_back(name: str) -> None:
     executor, moved = inside(built), Moved()
     before = weights(built)
     buffers = [*executor.chunks[0].buffers, *executor.chunks[0].expert_parallel_buffers]
-    kept = executor._kept()
-    held = {tensor.untyped_storage().data_ptr() for tensor in kept}
-    assert {p.untyped_storage().data_ptr() for p in executor.stages[0].parameters()} <= held
+    tensors = executor._kept()
+    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    assert {p.untyped_storage().data_ptr() for p in executor.stages[0].parameters()} <= storages
     trained = [p for p in executor.stages[0].parameters() if p.requires_grad]
     trained[0].main_grad.fill_(torch.nan)  # what a gradient was, nobody reads again
-    moved.offload(kept, [buffer.grad_data for buffer in buffers])
-    every = [*kept, *(p.main_grad for p in trained)]
+    moved.offload(tensors, [buffer.grad_data for buffer in buffers])
+    every = [*tensors, *(p.main_grad for p in trained)]
     assert {tensor.untyped_storage().nbytes() for tensor in every} == {0}
     moved.back()
     assert not any(p.main_grad.any() for p in trained)

@@ -112,12 +112,12 @@ def _adapted(one: MappedParameter, shapes: Mapping[str, Shape], place: Place) ->
             rows += piece.source.size[0]
         starts = [(piece.place.start[0], piece.place.size[0]) for piece in mine]
         columns.append(tuple(range(start, start + size) for start, size in starts))
-    speaks = place.at.tp == 0
+    counts = place.at.tp == 0
     linear = one.name.removesuffix(".weight")
     a_shape, b_shape = (len(weights) * rank, one.shape[1]), (rows, rank)
-    held_a = MappedParameter(one.chunk, f"{linear}.lora_A", a_shape, tuple(a_pieces), cut or speaks, place.first_copy)
+    held_a = MappedParameter(one.chunk, f"{linear}.lora_A", a_shape, tuple(a_pieces), cut or counts, place.first_copy)
     held_b = MappedParameter(
-        one.chunk, f"{linear}.lora_B", b_shape, tuple(b_pieces), speaks or not cut, place.first_copy
+        one.chunk, f"{linear}.lora_B", b_shape, tuple(b_pieces), counts or not cut, place.first_copy
     )
     return AdaptedLinear(held_a, held_b, tuple(columns))
 

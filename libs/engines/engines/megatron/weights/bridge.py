@@ -47,7 +47,7 @@ class BoxMapping:
 class MappedParameter:
     """One parameter of a rank: `chunk` is the virtual stage that has it.
 
-    `speaks`: whether it counts among the ranks that split a layer, where others have copies of it. `first`: whether the
+    `counts`: whether it counts among the ranks that split a layer, where others have copies of it. `first`: whether the
     rank is the first of those that split a batch and hold the same values. `expert`: its gradient is summed over ranks
     that hold the same experts, not over all that split a batch. `padding`: rows at its end that no tensor has, which
     are zero and stay so.
@@ -57,7 +57,7 @@ class MappedParameter:
     name: str
     shape: Shape
     pieces: tuple[BoxMapping, ...]
-    speaks: bool
+    counts: bool
     first: bool
     expert: bool = False
     padding: int = 0
@@ -65,7 +65,7 @@ class MappedParameter:
     @property
     def owned(self) -> bool:
         """Whether this rank owns it: exactly one of the ranks that hold the same values does."""
-        return self.speaks and self.first
+        return self.counts and self.first
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def held_by(sizes: ModelSizes, layout: ParallelLayout, rank: int, split: Split) 
                 out.append(made.vocabulary("output_layer.weight", "lm_head.weight"))
             elif not first:  # a second copy: its gradient and the first one's are added up, the first is exported
                 copy = made.vocabulary("output_layer.weight", f"{sizes.decoder}embed_tokens.weight")
-                out.append(replace(copy, speaks=False))
+                out.append(replace(copy, counts=False))
     return tuple(out)
 
 

@@ -81,14 +81,14 @@ def test_owned_boxes_fill_the_model_once_and_held_boxes_fill_their_parameter(
     owned: dict[str, list[Box]] = {name: [] for name in tensor_shapes(sizes)}
     for rank in range(layout.world_size):
         every = held_by(sizes, layout, rank, split)
-        assert len({(held.chunk, held.name) for held in every}) == len(every)
-        for held in every:
-            seen = count(held.shape, [piece.place for piece in held.pieces])
-            assert (seen[: held.shape[0] - held.padding] == 1).all(), held.name
-            assert (seen[held.shape[0] - held.padding :] == 0).all(), held.name
-            for piece in held.pieces:
+        assert len({(mapped.chunk, mapped.name) for mapped in every}) == len(every)
+        for mapped in every:
+            seen = count(mapped.shape, [piece.place for piece in mapped.pieces])
+            assert (seen[: mapped.shape[0] - mapped.padding] == 1).all(), mapped.name
+            assert (seen[mapped.shape[0] - mapped.padding :] == 0).all(), mapped.name
+            for piece in mapped.pieces:
                 assert math.prod(piece.source.size) == math.prod(piece.place.size)
-                if held.owned:
+                if mapped.owned:
                     owned[piece.tensor].append(piece.source)
     for name, shape in tensor_shapes(sizes).items():
         assert (count(shape, owned[name]) == 1).all(), name
@@ -111,9 +111,9 @@ def test_owned_boxes_of_adapters_fill_them_once_and_stand_beside_their_weights(
     assert {name for name in shapes if is_adapter(name)} == {f"{name}.lora_{x}" for name in layers for x in "AB"}
     owned: dict[str, list[Box]] = {name: [] for name in shapes if is_adapter(name)}
     for rank in range(layout.world_size):
-        held = held_by(sizes, layout, rank, StageSizes().split(4, layout.pp))
-        for one in adapted_linears(held, shapes, Place.of(layout, rank)):
-            weight = next(h for h in held if (h.chunk, h.name) == (one.a.chunk, f"{one.linear}.weight"))
+        mapped = held_by(sizes, layout, rank, StageSizes().split(4, layout.pp))
+        for one in adapted_linears(mapped, shapes, Place.of(layout, rank)):
+            weight = next(h for h in mapped if (h.chunk, h.name) == (one.a.chunk, f"{one.linear}.weight"))
             columns = [column for runs in one.columns for run in runs for column in run]
             rows = {}
             for piece in weight.pieces:  # which row of which layer each row of the joined weight is
@@ -174,23 +174,23 @@ def test_any_run_of_elements_is_cut_into_boxes(size: list[int], data: st.DataObj
     start = data.draw(st.integers(0, math.prod(size)))
     stop = data.draw(st.integers(start, math.prod(size)))
     numbers = torch.arange(math.prod(size)).view(size)
-    found = [(numbers[box.index].flatten().tolist(), at) for box, at in flat_boxes(tuple(size), start, stop)]
-    assert [number for own, _ in found for number in own] == list(range(start, stop))
-    assert all(own[0] == at for own, at in found)
-    assert len(found) <= 2 * len(size) - 1
+    runs = [(numbers[box.index].flatten().tolist(), at) for box, at in flat_boxes(tuple(size), start, stop)]
+    assert [number for own, _ in runs for number in own] == list(range(start, stop))
+    assert all(own[0] == at for own, at in runs)
+    assert len(runs) <= 2 * len(size) - 1
 
 
 def test_attention_by_hand() -> None:
     """A group of two heads: transformers has [q0 g0 q1 g1 | q2 g2 q3 g3], Megatron [q0 q1 g0 g1 k v]."""
     sizes = ModelSizes.of(KINDS["dense"])
-    held = {one.name: one for one in held_by(sizes, ParallelLayout(tp=2), 1, ((4,),))}
+    mapped = {one.name: one for one in held_by(sizes, ParallelLayout(tp=2), 1, ((4,),))}
     rows = [
         (piece.tensor.split(".")[-2], piece.source.start[0] // 16)
-        for piece in held["decoder.layers.1.self_attention.linear_qkv.weight"].pieces
+        for piece in mapped["decoder.layers.1.self_attention.linear_qkv.weight"].pieces
     ]
     assert rows == [("q_proj", 4), ("q_proj", 6), ("q_proj", 5), ("q_proj", 7), ("k_proj", 1), ("v_proj", 1)]
-    assert held["decoder.layers.1.mlp.linear_fc2.weight"].pieces[0].source == Box((0, 24), (32, 24))
-    assert [piece.source.start[0] for piece in held["decoder.layers.0.self_attention.in_proj.weight"].pieces] == [
+    assert mapped["decoder.layers.1.mlp.linear_fc2.weight"].pieces[0].source == Box((0, 24), (32, 24))
+    assert [piece.source.start[0] for piece in mapped["decoder.layers.0.self_attention.in_proj.weight"].pieces] == [
         *(8, 16 + 8, 32 + 16),
         *(16, 2, 2),
     ]

@@ -75,9 +75,9 @@ def wheel(folder: Path, **changes: str) -> Path:
 
 
 def test_names_are_read_without_importing(tmp_path: Path) -> None:
-    found = read_surface(wheel(tmp_path))
+    surface = read_surface(wheel(tmp_path))
     schemas = [line.removeprefix("- func: ") for line in SCHEMAS.partition("custom:")[2].splitlines() if "func" in line]
-    assert found == {
+    assert surface == {
         "version": "9.8.7",
         "functions": {"empty_cache": "", "wait": "stream, seconds=1.5"},
         "classes": {"Stream": "device=None, *, priority: int=0", "NpuEvent": None, "device": "index: int"},

@@ -9,7 +9,7 @@ from torch import Tensor
 from rollout.native.decoders.decoder import Cache, Past
 
 
-class PrefilledPrompt(NamedTuple, Generic[Cache]):
+class PrefillEntry(NamedTuple, Generic[Cache]):
     """A prompt that was read: its row in a prefill's cache, and the logits [V] after it."""
 
     past: Past[Cache]
@@ -21,18 +21,18 @@ class PrefillCache(Generic[Cache]):
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._known: dict[tuple[int, ...], PrefilledPrompt[Cache]] = {}
+        self._known: dict[tuple[int, ...], PrefillEntry[Cache]] = {}
         self._ages: deque[tuple[int, list[tuple[int, ...]]]] = deque()
         self._tokens = 0
 
-    def get(self, prompt: tuple[int, ...]) -> PrefilledPrompt[Cache] | None:
+    def get(self, prompt: tuple[int, ...]) -> PrefillEntry[Cache] | None:
         """Return the prefilled prompt, or None."""
         return self._known.get(prompt)
 
     def add(self, prompts: Sequence[tuple[int, ...]], logits: Tensor, cache: Cache) -> None:
         """Add a prefill of distinct new prompts, and drop the oldest beyond the bound."""
         for pick, prompt in enumerate(prompts):
-            self._known[prompt] = PrefilledPrompt(Past(cache, pick), logits[pick])
+            self._known[prompt] = PrefillEntry(Past(cache, pick), logits[pick])
         size = sum(map(len, prompts))
         self._ages.append((size, list(prompts)))
         self._tokens += size

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 from rollout.engine import Completion, Sampling
 from rollout.native.decoders.media import SeenPrompt, followed, seen_prompt
 from rollout.native.engine import NativeEngine
-from rollout.testing.model import tiny_model, tiny_seeing_model
+from rollout.testing.model import tiny_model, tiny_vision_model
 from rollout.testing.pieces import pieces_of
-from rollout.testing.seeing import Prompt
+from rollout.testing.vision_model import Prompt
 
 NUMBERS = 3 * 2 * 2 * 2
 IMAGE, VIDEO = 44, 45
@@ -22,7 +22,7 @@ NEW = 6
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    return tiny_seeing_model()
+    return tiny_vision_model()
 
 
 def shown(seed: int, *grids: tuple[int, int, int], video: tuple[int, int, int] | None = None) -> Prompt:
@@ -92,7 +92,7 @@ def test_prompts_of_equal_tokens_with_other_images_are_others(model: PreTrainedM
     alone = [answers(NativeEngine(model), [(ids, media)], greedy)[0] for media in (first, second)]
     assert alone[0].log_probs != alone[1].log_probs
     together = answers(engine, [(ids, first), (ids, second), (ids, first), (ids, {})], greedy)
-    assert engine.prefilled_tokens == 3 * len(ids)
+    assert engine.num_prefill_tokens == 3 * len(ids)
     for got, want in zip(together, [alone[0], alone[1], alone[0]], strict=False):
         assert got.ids == want.ids
         assert torch.tensor(got.log_probs).sub(torch.tensor(want.log_probs)).abs().max() < 1e-5
@@ -113,8 +113,8 @@ def test_a_next_turn_reads_its_images_again_and_text_in_it_may_be_the_image_toke
 
 def test_new_weights_under_way_read_the_images_again(model: PreTrainedModel) -> None:
     """With on_commit="recompute" the rest of an answer is that of the new weights, after the same image."""
-    other, ids_media = tiny_seeing_model(seed=5), [shown(8, (1, 4, 4))]
-    engine = NativeEngine(tiny_seeing_model(), on_commit="recompute")
+    other, ids_media = tiny_vision_model(seed=5), [shown(8, (1, 4, 4))]
+    engine = NativeEngine(tiny_vision_model(), on_commit="recompute")
     sampling, asked = Sampling(greedy=True, max_new_tokens=60), list[int]()
 
     async def play() -> Completion:

@@ -126,7 +126,7 @@ def test_a_next_turn_has_the_experts_of_all_its_tokens() -> None:
         (completion,) = engine.generate_batch([prompt], Sampling(max_new_tokens=5, seed=1))
         assert_own(MIXTURE, prompt, completion)
         prompt = [*prompt, *completion.ids, 9, 10]
-    assert engine.prefilled_tokens == 3 + 2 * 3  # a turn's last token is read with what follows it
+    assert engine.num_prefill_tokens == 3 + 2 * 3  # a turn's last token is read with what follows it
 
 
 LONG = 20_000  # tokens: a swap that was asked for comes before the last of them, however busy the machine is

@@ -65,7 +65,7 @@ def _delta_net(w: DeltaWeights, h: Tensor, x: Tensor, index: int, mixers: Mixers
         qk.narrow(1, 0, w.key_heads),
         qk.narrow(1, w.key_heads, w.key_heads),
         v,
-        w.fade * softplus(wide(a) + w.dt_bias),
+        w.decay * softplus(wide(a) + w.dt_bias),
         b.sigmoid(),
     )
     gated = wide(_norm(o, w.eps).flatten(1)) * silu(wide(z))

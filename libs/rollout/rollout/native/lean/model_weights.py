@@ -75,11 +75,11 @@ class Projection:
 
 @dataclass(frozen=True)
 class DeltaWeights:
-    """A gated delta net. `project` gives qkv, z, b, a. `fade` is -exp(A_log), [Hv]; `conv` [D, K]."""
+    """A gated delta net. `project` gives qkv, z, b, a. `decay` is -exp(A_log), [Hv]; `conv` [D, K]."""
 
     project: Projection
     conv: Tensor
-    fade: Tensor
+    decay: Tensor
     dt_bias: Tensor
     out: Projection
     eps: Tensor

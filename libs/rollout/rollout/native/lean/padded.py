@@ -21,7 +21,7 @@ class Padded:
             longest = lengths[group[0]]
             place = torch.arange(longest)
             begins, sizes = (torch.tensor([values[i] for i in group])[:, None] for values in (starts, lengths))
-            taken = begins + place.minimum(sizes - 1)  # padding repeats the last token, and no token looks at it
+            taken = begins + place.minimum(sizes - 1)  # padding repeats the last token; no token attends to it
             real = place < sizes
             back[taken[real]] = torch.arange(before, before + taken.numel()).view_as(taken)[real]
             before += taken.numel()

@@ -66,5 +66,5 @@ def spans(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -
     """Return start, start + 1, ..., start + length - 1 of each, one after another, int64."""
     sizes = torch.tensor(lengths)
     ends = sizes.cumsum(0)
-    shifts = torch.tensor(starts) - (ends - sizes)  # from where a span stands in the result to what it says there
+    shifts = torch.tensor(starts) - (ends - sizes)  # from an index in the result to its value
     return (shifts.repeat_interleave(sizes) + torch.arange(sum(lengths))).to(device)

@@ -60,7 +60,7 @@ def _delta(net: qwen.Qwen3_5GatedDeltaNet, before: Tensor) -> DeltaWeights:
             [pair(p) for p in (net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a)], before
         ),
         conv=net.conv1d.weight.detach().squeeze(1),
-        fade=-wide(net.A_log.detach()).exp(),
+        decay=-wide(net.A_log.detach()).exp(),
         dt_bias=net.dt_bias.detach(),
         out=Projection.of([(out, bias)], net.norm.weight.detach().repeat(net.num_v_heads)),
         eps=eps_of(net.norm.variance_epsilon, out),

@@ -43,7 +43,7 @@ class Rotary:
 
     def _grow(self, count: int) -> None:
         every = torch.arange(count, device=self._like.device)[None]
-        if self._axes > 1:  # a plane each: the older module asks
+        if self._axes > 1:  # one table for each axis: the older module needs it
             every = every.expand(self._axes, 1, count)
         cos, sin = self._module(self._like, every)  # [1, count, R]
         size = sin.shape[-1]

@@ -142,7 +142,7 @@ class Slots:
 def _grown(x: Tensor, dim: int, size: int) -> Tensor:
     shape = list(x.shape)
     shape[dim] = size
-    # Zeros, not whatever lay there: a masked value is multiplied by 0, and 0 * NaN is NaN.
+    # Zeros, not uninitialised memory: a masked value is multiplied by 0, and 0 * NaN is NaN.
     out = x.new_zeros(shape)
     out.narrow(dim, 0, x.shape[dim]).copy_(x)
     return out

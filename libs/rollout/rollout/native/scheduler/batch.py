@@ -28,7 +28,7 @@ from torch import Tensor
 
 from rollout.engine import StopReason
 from rollout.errors import NotFiniteError
-from rollout.native.cache.prefill_cache import PrefillCache, PrefilledPrompt
+from rollout.native.cache.prefill_cache import PrefillCache, PrefillEntry
 from rollout.native.cache.prefix_cache import CachedPrefix, PrefixCache, stream_of
 from rollout.native.decoders.decoder import Decoder
 from rollout.native.decoders.media import followed, shown
@@ -56,18 +56,18 @@ class ContinuousBatch:
         self.held = False
         self.version = version
         self.decode_steps = 0
-        self.prefilled_tokens = 0
+        self.num_prefill_tokens = 0
         self._max_rows = max_rows
         self._prefill_tokens = prefill_tokens
         self._compact_below = compact_below
         self._device = decoder.device
         self._waiting: deque[SequenceRequest] = deque()
-        self._joining: list[SequenceRequest] = []  # on their way from the queue to a slot
+        self._joining: list[SequenceRequest] = []  # between the queue and a slot
         self._rows: list[SequenceRequest | None] = []
         self._columns: SamplingRows | None = None
         self._prefixes: PrefillCache[Any] = PrefillCache(prefill_tokens)
         self._kept: PrefixCache[Any] = PrefixCache(keep_tokens)
-        self._leaving: list[tuple[int, SequenceRequest | None]] = []  # slots of rows that ended, and who is to be kept
+        self._leaving: list[tuple[int, SequenceRequest | None]] = []  # slots of rows that ended, and what to cache
         self._epoch = 0
 
     @property
@@ -182,7 +182,7 @@ class ContinuousBatch:
         self._seat(staying)
         self._joining = []
 
-    def _read(self, requests: Sequence[SequenceRequest]) -> list[PrefilledPrompt[Any]]:
+    def _read(self, requests: Sequence[SequenceRequest]) -> list[PrefillEntry[Any]]:
         """Return the prefilled prompts of the requests, after prefilling the unknown ones."""
         found = {p: self._prefixes.get(p) for p in dict.fromkeys(r.prompt for r in requests)}
         unread = sorted((p for p, known in found.items() if known is None), key=len)
@@ -202,13 +202,13 @@ class ContinuousBatch:
     ) -> tuple[Tensor, Any]:
         """Read prompts, from their beginning or all of them from the end of a cached stream."""
         if not kept:
-            self.prefilled_tokens += sum(map(len, prompts))
+            self.num_prefill_tokens += sum(map(len, prompts))
             return self.decoder.prefill(prompts)
         fed = [p[k.length :] for p, k in zip(prompts, kept, strict=True)]
-        self.prefilled_tokens += sum(map(len, fed))
+        self.num_prefill_tokens += sum(map(len, fed))
         return self.decoder.prefill(fed, [k.past for k in kept])
 
-    def _seat(self, staying: Sequence[tuple[SequenceRequest, PrefilledPrompt[Any]]]) -> None:
+    def _seat(self, staying: Sequence[tuple[SequenceRequest, PrefillEntry[Any]]]) -> None:
         """Place requests in the lowest free slots and copy their caches there, a prefill at a time."""
         free = (i for i, row in enumerate([*self._rows, *[None] * len(staying)]) if row is None)
         by_cache: dict[int, tuple[Any, list[int], list[int]]] = {}
@@ -254,7 +254,7 @@ class ContinuousBatch:
     def _decode(self) -> None:
         rows = list(self._rows)
         if self._columns is None:
-            like = self.running[0].sampling  # what nobody uses is sampled as its neighbours are, for shape's sake
+            like = self.running[0].sampling  # unused rows are sampled with any settings, to keep the shape
             self._columns = SamplingRows.build([like if r is None else r.sampling for r in rows], self._device)
         newest = torch.tensor([0 if r is None else r.ids[-1] for r in rows], device=self._device)
         logits = self.decoder.step(newest)
@@ -301,7 +301,7 @@ class ContinuousBatch:
         streams: dict[bytes, tuple[int, int]] = {}  # to slot and length
         for slot, request in leaving:
             if request is not None and shown(request.prompt):
-                continue  # what is kept is known by its tokens, which do not say what they show
+                continue  # the cache is keyed by tokens, which do not identify images
             if request is not None and request.epoch == self._epoch and self._kept.max_tokens:
                 tokens = (*request.prompt, *request.ids[:-1])
                 stream = stream_of(tokens)

@@ -124,12 +124,12 @@ def test_a_prompt_is_read_once_however_late_its_siblings_come() -> None:
     play.step(4)
     late = play.ask([3, 4, 5], max_new_tokens=5)
     play.step(6)
-    assert play.batch.prefilled_tokens == 3
+    assert play.batch.num_prefill_tokens == 3
     assert play.answer(late).ids == tuple(play.batch.running[0].ids[:5])
     play.load(tiny_model(VOCAB, layers=2, seed=5), 1)
     play.ask([3, 4, 5], max_new_tokens=2)
     play.step()
-    assert play.batch.prefilled_tokens == 6  # not from the old weights' caches
+    assert play.batch.num_prefill_tokens == 6  # not from the old weights' caches
 
 
 def test_nothing_is_kept_once_nothing_runs() -> None:
@@ -137,7 +137,7 @@ def test_nothing_is_kept_once_nothing_runs() -> None:
     for _ in range(2):
         play.ask([3, 4, 5], max_new_tokens=3)
         play.drain()
-    assert play.batch.prefilled_tokens == 6
+    assert play.batch.num_prefill_tokens == 6
     with torch.no_grad():
         play.model.model.norm.weight.add_(1.0)  # changed by its owner while the batch is idle: noticed
     changed = play.ask([3, 4, 5], max_new_tokens=3)

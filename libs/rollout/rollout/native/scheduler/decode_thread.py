@@ -29,7 +29,7 @@ class DecodeThread:
         return self._awake
 
     def post(self, job: Callable[[], None]) -> None:
-        """Schedule a job between two steps: by this thread once it is awake, or by a caller of `run_posted`."""
+        """Schedule a job between two steps: by this thread once it is awake, or by a caller of `run_pending`."""
         self._posted.append(job)
 
     def start(self) -> None:
@@ -39,7 +39,7 @@ class DecodeThread:
                 self._awake = True
                 self._executor.submit(self._run)
 
-    def run_posted(self) -> None:
+    def run_pending(self) -> None:
         """Run the posted jobs, in order. The caller ensures that no step runs meanwhile."""
         while self._posted:
             self._posted.popleft()()

@@ -19,7 +19,7 @@ class Work:
         self.thread = DecodeThread(self.step, self.fail)
 
     def step(self) -> bool:
-        self.thread.run_posted()
+        self.thread.run_pending()
         if self.broken:
             self.broken = False
             raise RuntimeError("broken")

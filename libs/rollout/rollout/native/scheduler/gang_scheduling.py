@@ -4,8 +4,8 @@ Which rows share a decode step decides the last bits of their log-probs. Where r
 on the speed of threads; in rounds it follows from the requests alone.
 
 1. A request that comes while a round runs begins with the next one.
-2. A caller that will send more requests uses `attended`: the next round waits until all such callers have sent one, so
-   that neither a slow environment nor a fast one splits it.
+2. A caller that will send more requests uses `request_scope`: the next round waits until all such callers have sent
+   one, so that neither a slow environment nor a fast one splits it.
 3. It waits at most as long as the last round took, or `PATIENCE` seconds: an environment that hangs delays the others
    no longer.
 """
@@ -48,7 +48,7 @@ class GangScheduler:
         self._wake()
 
     @contextmanager
-    def attended(self) -> Iterator[None]:
+    def request_scope(self) -> Iterator[None]:
         """Count a caller that sends one request after another inside: a round waits for its next one."""
         self._here()
         mine = self._loop
@@ -60,7 +60,7 @@ class GangScheduler:
                 self._present -= 1
                 self._news.set()
 
-    def hurry(self, request: SequenceRequest) -> None:
+    def start_now(self, request: SequenceRequest) -> None:
         """Start a request that still waits for its round now, because it is to be ended."""
         if request in self._asked:
             self._asked.remove(request)

@@ -14,7 +14,7 @@ from rollout.chat.chat import Chat
 from rollout.chat.messages import Reply
 from rollout.engine import Sampling
 from rollout.environments.environment import End, EpisodeContext, Observation, Score, StepResult
-from rollout.episodes.playing import run_group
+from rollout.episodes.runner import run_group
 from rollout.native.engine import NativeEngine
 from rollout.native.scheduler import gang_scheduling
 from rollout.native.scheduler.request import SequenceRequest
@@ -78,14 +78,14 @@ def test_what_another_phase_kept_does_not_decide_a_runs_bits() -> None:
 
     fresh, after = engine_of(), engine_of()
     assert asyncio.run(traffic(fresh)) == asyncio.run(evaluated_first(after))
-    assert fresh.prefilled_tokens < after.prefilled_tokens <= 2 * fresh.prefilled_tokens
+    assert fresh.num_prefill_tokens < after.num_prefill_tokens <= 2 * fresh.num_prefill_tokens
 
 
 def test_turns_of_a_round_go_on_from_what_is_kept() -> None:
     keeps, reads = engine_of(), NativeEngine(tiny_model(VOCAB, layers=2, seed=0), admit="rounds", keep_tokens=0)
     (kept, whole) = (asyncio.run(traffic(engine)) for engine in (keeps, reads))
     assert [ids for ids, _ in kept] == [ids for ids, _ in whole]
-    assert keeps.prefilled_tokens < reads.prefilled_tokens
+    assert keeps.num_prefill_tokens < reads.num_prefill_tokens
 
 
 def test_who_asks_while_a_round_runs_begins_with_the_next() -> None:
@@ -160,7 +160,7 @@ async def episode(
     engine: NativeEngine, number: int, wait: Callable[[], float], turns: int = 3
 ) -> tuple[list[int], list[float]]:
     """A conversation whose environment takes `wait()` seconds before the first turn and after each."""
-    with engine.attended():
+    with engine.request_scope():
         ids, log_probs = [4, 5 + number % 7], list[float]()
         for turn in range(turns):
             await asyncio.sleep(wait())

@@ -26,7 +26,7 @@ class SequenceRequest:
     sampling: Sampling
     seed: int
     answer: Callable[[Completion | BaseException], None]
-    told: Callable[[int, float], None] | None = None
+    on_token: Callable[[int, float], None] | None = None
     """Function that gets every token and its log-prob when it is taken."""
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -48,8 +48,8 @@ class SequenceRequest:
         self.ids.append(token)
         self.log_probs.append(log_prob)
         self.versions.append(version)
-        if self.told is not None:
-            self.told(token, log_prob)
+        if self.on_token is not None:
+            self.on_token(token, log_prob)
         if token in self._stops:
             return "stop"
         return "length" if len(self.ids) == self._limit else None

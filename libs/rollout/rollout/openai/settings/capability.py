@@ -1,4 +1,4 @@
-"""What an engine behind an OpenAI-compatible server can do, with the test that showed it, or why not."""
+"""Capabilities of an engine behind an OpenAI-compatible server, with the test that showed each, or why not."""
 
 from seqpack.capability import Supported, Unsupported
 

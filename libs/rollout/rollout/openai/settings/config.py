@@ -1,4 +1,4 @@
-"""Where an OpenAI-compatible server is, checked when it is said."""
+"""Settings of an OpenAI-compatible server, checked when they are made."""
 
 import ipaddress
 import os
@@ -8,21 +8,21 @@ from urllib.parse import urlsplit
 
 @dataclass(frozen=True)
 class OpenAIConfig:
-    """A server that takes a prompt's ids at BASE_URL/completions, and answers with ids and log-probs (vLLM's does)."""
+    """A server that takes a prompt's ids at BASE_URL/completions, and returns ids and log-probs (vLLM's does)."""
 
     base_url: str = "http://127.0.0.1:8000/v1"
-    """Up to and with its /v1."""
+    """URL up to and with its /v1."""
     model: str | None = None
-    """Its name there; None: the only one that the server has."""
+    """Name of the model on the server; None: the only one that the server has."""
     vocab_size: int | None = None
-    """Ids that the model has, where it is known: others are refused here. A server without a tokenizer (vLLM:
+    """Number of the model's ids, where it is known: others are refused here. A server without a tokenizer (vLLM:
     --skip-tokenizer-init) does not check them, and one such id ends its engine."""
     key_variable: str = "OPENAI_API_KEY"
-    """The environment variable that holds the server's key; unset where it asks for none."""
+    """Environment variable that holds the server's key; unset where it asks for none."""
     allow_remote: bool = False
-    """Whether it may be a machine other than this one; it then must speak https."""
+    """Whether the server may be on another machine; it then must use https."""
     answer_seconds: float = 600.0
-    """How long the server may say nothing before the request counts as lost."""
+    """Seconds without a response after which a request counts as lost."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.base_url) if isinstance(self.base_url, str) else urlsplit("")
@@ -48,12 +48,12 @@ class OpenAIConfig:
             raise ValueError(f"answer_seconds must be above 0 and finite, got {self.answer_seconds}")
 
     def url(self, path: str) -> str:
-        """Return of one of the server's routes."""
+        """Return the URL of one of the server's routes."""
         return f"{self.base_url.rstrip('/')}/{path}"
 
     @property
     def headers(self) -> dict[str, str]:
-        """What every request carries: the key, where there is one."""
+        """Headers of every request: the key, where there is one."""
         key = os.environ.get(self.key_variable)
         return {"Authorization": f"Bearer {key}"} if key else {}
 

@@ -1,6 +1,6 @@
-"""The same house built by bubblewrap, where only that program may make namespaces (it may be setuid).
+"""The same confinement by bubblewrap, where only that program may make namespaces (it may be setuid).
 
-Each run is a program of its own here: an interpreter starts inside, becomes the warden and forks the run.
+Each run is a program of its own here: an interpreter starts inside, becomes the supervisor and forks the run.
 """
 
 import os
@@ -11,8 +11,8 @@ from pathlib import Path
 from rollout.tools.sandbox.namespaces import DEVICES, NOBODY, work_folder
 
 BOUNDING = ("--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_SETPCAP")
-"""What process 1 of a room bounds the number of files with, and drops. A setuid bwrap gives it to root alone."""
-_OURS = "/server"  # where this library's few files are seen inside
+"""Capabilities by which process 1 bounds the number of files, then drops. A setuid bwrap gives them to root only."""
+_OURS = "/server"  # path of this library's files inside
 _FILES = ("rollout/__init__.py", "rollout/tools/__init__.py", "rollout/tools/sandbox/__init__.py")
 _MODULES = ("bubblewrap", "namespaces", "kernel", "run", "seccomp", "server")
 

@@ -1,4 +1,4 @@
-"""The kernel's own calls that Python 3.11 lacks, by ctypes: namespaces, mounts, capabilities.
+"""System calls that Python 3.11 lacks, by ctypes: namespaces, mounts, capabilities.
 
 Each raises OSError that names the call. Standard library alone: this runs in the sandbox's server, which has no other.
 """
@@ -36,7 +36,7 @@ def checked(result: int, call: str) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Leave the namespaces of these kinds for new ones."""
+    """Move this process into new namespaces of these kinds."""
     checked(libc.unshare(ctypes.c_int(flags)), "unshare")
 
 
@@ -47,12 +47,12 @@ def mount(source: str, target: str, kind: str | None = None, flags: int = 0, dat
 
 
 def umount(target: str) -> None:
-    """Take a mount away, also one that is still in use."""
+    """Detach a mount, also one that is still in use."""
     checked(libc.umount2(os.fsencode(target), ctypes.c_int(MNT_DETACH)), f"umount {target}")
 
 
 def pivot_root(new: str, old: str) -> None:
-    """Make `new` the root, and put the old one on `old` below it."""
+    """Make `new` the root, and mount the old one on `old` below it."""
     number = _PIVOT_ROOT.get(os.uname().machine)
     if number is None:
         raise OSError(f"pivot_root: its number on {os.uname().machine} is not known")
@@ -60,7 +60,7 @@ def pivot_root(new: str, old: str) -> None:
 
 
 def bind_read_only(source: str, target: str, devices: bool = False) -> None:
-    """Show a file or folder at another place, for reading alone; flags that its mount already has can't be dropped."""
+    """Mount a file or folder read-only at another place; flags that its mount already has can't be dropped."""
     mount(source, target, flags=MS_BIND)
     has = os.statvfs(target).f_flag
     kept = sum(
@@ -75,13 +75,13 @@ def bind_read_only(source: str, target: str, devices: bool = False) -> None:
     mount("none", target, flags=MS_REMOUNT | MS_BIND | wanted | kept)
 
 
-def die_with_parent() -> None:
-    """Be killed when the parent ends."""
+def kill_with_parent() -> None:
+    """Set this process to be killed when its parent ends."""
     checked(libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0), "prctl")
 
 
-def drop_privileges(user: int) -> None:
-    """Become this user (and group) without any capability, for good: not even an executable can give one back.
+def drop_capabilities(user: int) -> None:
+    """Change to this user (and group) without any capability, for good: not even an executable can give one back.
 
     In a user namespace that maps this user alone, there are no groups to leave.
     """

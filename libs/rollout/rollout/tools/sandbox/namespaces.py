@@ -1,10 +1,10 @@
-"""The house that runs live in: user, mount, process, network and IPC namespaces, and a root with next to nothing in it.
+"""The namespaces of the sandbox: user, mount, process, network and IPC, and a root with very few files.
 
 1. The parent maps user ids, since a process can't map more than its own: with the rights for it, root and nobody (runs
    are nobody, also to the host); without, the caller's own id as nobody.
 2. The new root is a file system in memory. Into it go, read-only, the interpreter, its standard library, the shared
    libraries that this process has mapped, five devices and an empty /tmp. There is no /proc, no /sys, no socket.
-3. pivot_root, and the old root is let go of: no path leads back.
+3. pivot_root, and the old root is unmounted: no path leads back.
 """
 
 import glob
@@ -22,8 +22,7 @@ _BASE = "/tmp"
 
 
 def visible_paths(packages: Iterable[str] = ()) -> list[str]:
-    """Return what a run may see of the host: the interpreter, its standard library and the shared libraries mapped
-    here.
+    """Return the paths of the host that a run may see: the interpreter, its standard library and shared libraries.
 
     Shared libraries are found in /proc/self/maps, after the modules that a run may import were imported.
     """
@@ -41,7 +40,7 @@ def visible_paths(packages: Iterable[str] = ()) -> list[str]:
 
 
 def work_folder(paths: Iterable[str]) -> str:
-    """Return where runs work: /tmp, unless something that is shown lies in there."""
+    """Return the working folder of runs: /tmp, unless a visible path lies in there."""
     return "/workspace" if any(path.startswith("/tmp/") for path in paths) else "/tmp"
 
 
@@ -51,14 +50,14 @@ def _is_own(path: str) -> bool:
 
 
 def map_users(pid: int) -> None:
-    """From outside, for a process that has just left its user namespace: which of its ids are which of the host's."""
+    """Map user ids, from outside, for a process that has just left its user namespace."""
     user, group = os.geteuid(), os.getegid()
     try:
         if user != 0:
             raise PermissionError
         _write(pid, "uid_map", f"0 0 1\n{NOBODY} {NOBODY} 1\n")
         _write(pid, "gid_map", f"0 0 1\n{NOBODY} {NOBODY} 1\n")
-    except PermissionError:  # ours alone is there to give
+    except PermissionError:  # only the caller's own id can be mapped
         _write(pid, "uid_map", f"{NOBODY} {user} 1\n")
         _write(pid, "setgroups", "deny")
         _write(pid, "gid_map", f"{NOBODY} {group} 1\n")
@@ -73,7 +72,7 @@ def _write(pid: int, name: str, text: str) -> None:
 
 
 def move_in(paths: Iterable[str]) -> None:
-    """In the new namespaces: build the root, go there, and let the old one go. The paths are shown read-only."""
+    """Build the root in the new namespaces, enter it, and unmount the old one. The paths are mounted read-only."""
     real = {path: os.path.realpath(path) for path in paths}  # while links still lead where they lead on the host
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("tmpfs", _BASE, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=755")
@@ -105,7 +104,7 @@ def _show(source: str, path: str, devices: bool = False) -> None:
 
 
 def move_into_room(folder: str, file_bytes: int, files: int) -> None:
-    """In a run's own mount namespace: a folder to work in, of this size and number of files, that ends with the run."""
+    """Mount the working folder in a run's own namespace, with this size and number of files; it ends with the run."""
     data = f"size={file_bytes},nr_inodes={files},mode=1777"
     flags = kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("tmpfs", folder, "tmpfs", flags, data)
@@ -113,9 +112,9 @@ def move_into_room(folder: str, file_bytes: int, files: int) -> None:
 
 
 def bound_files(file_bytes: int, files: int) -> bool:
-    """Bound the number of files of the working folder, a file system of its own that somebody else mounted.
+    """Bound the number of files of the working folder, a file system of its own that another program mounted.
 
-    False: this process has no right to, in its namespace.
+    Returns False where this process has no right to, in its namespace.
     """
     flags = kernel.MS_REMOUNT | kernel.MS_NOSUID | kernel.MS_NODEV
     try:

@@ -1,4 +1,4 @@
-"""What a run does once it is confined: execute a program as a notebook's cell does, or call functions of it."""
+"""The confined part of a run: execute a program as a notebook's cell, or evaluate expressions after it."""
 
 import ast
 import atexit
@@ -13,7 +13,7 @@ import traceback
 import types
 from typing import Any, NoReturn
 
-# Imported before the house is closed: quick to have, and their shared libraries are then visible inside.
+# Imported before the server is confined: fast, and their shared libraries are then visible inside.
 MODULES = (
     "array", "asyncio", "base64", "binascii", "bisect", "bz2", "calendar", "cmath", "collections", "copy", "csv",
     "ctypes", "dataclasses", "datetime", "decimal", "difflib", "enum", "fractions", "functools", "hashlib", "heapq",
@@ -24,21 +24,21 @@ MODULES = (
 ENVIRONMENT = {"LANG": "C.UTF-8", "PATH": "", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 
 
-def import_beforehand() -> None:
-    """Import the modules that a run is likely to want; a Python built without one of them does without."""
-    sys.executable = os.path.realpath(sys.executable)  # the one that is seen inside
+def preload_modules() -> None:
+    """Import the modules that a run is likely to need, skipping those that this Python was built without."""
+    sys.executable = os.path.realpath(sys.executable)  # the path inside
     for name in MODULES:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
 
 
-def execute(asked: dict[str, Any], result: int) -> NoReturn:
-    """Execute `asked["code"]`, then evaluate `asked["expressions"]` one by one and write their values as the result.
+def execute(request: dict[str, Any], result: int) -> NoReturn:
+    """Execute `request["code"]`, then evaluate `request["expressions"]` in order and write their values as the result.
 
     The value of a last line that is an expression is shown, as a notebook shows it. Never returns: the process ends
     with the program's exit status, 1 after an exception.
     """
-    sys.path[:] = [p for p in sys.path if p.startswith(sys.base_prefix)] + asked["packages"]
+    sys.path[:] = [p for p in sys.path if p.startswith(sys.base_prefix)] + request["packages"]
     for name in [n for n in sys.modules if n == "rollout" or n.startswith("rollout.")]:
         del sys.modules[name]
     os.environ.clear()
@@ -46,8 +46,8 @@ def execute(asked: dict[str, Any], result: int) -> NoReturn:
     sys.argv = ["program.py"]
     status = 1
     try:
-        space = _execute(asked["code"])
-        for expression in asked["expressions"]:
+        space = _execute(request["code"])
+        for expression in request["expressions"]:
             value = eval(compile(expression, "test.py", "eval"), space)  # confined: this is what the sandbox is for
             os.write(result, json.dumps(encoded(value)).encode() + b"\n")
         status = 0
@@ -81,7 +81,7 @@ def _execute(code: str) -> dict[str, Any]:
 
 
 def _wait_for_threads() -> None:
-    """As an interpreter does at its end."""
+    """Wait for threads and run exit functions, as an interpreter does at its end."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
@@ -89,7 +89,7 @@ def _wait_for_threads() -> None:
 
 
 def _show(error: BaseException) -> None:
-    """The traceback, without the frames of this file."""
+    """Print the traceback, without the frames of this file."""
     told = traceback.TracebackException.from_exception(error, limit=-20)
     told.stack[:] = [frame for frame in told.stack if frame.filename != __file__]
     with contextlib.suppress(BaseException):
@@ -98,7 +98,7 @@ def _show(error: BaseException) -> None:
 
 
 def encoded(value: Any) -> Any:
-    """Return a value as JSON that keeps apart what Python does: floats by their digits, sets, keys that are not text.
+    """Encode a value as JSON that keeps Python's distinctions: floats by their digits, sets, keys that are not text.
 
     A tuple is a list, as in tests that came from JSON. Objects of other classes are named, and equal nothing.
     """

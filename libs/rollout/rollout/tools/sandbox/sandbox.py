@@ -1,8 +1,8 @@
-"""Runs of Python that a model wrote, in a sandbox that the kernel holds: see `server` for who is in it and `namespaces`
-for what can be seen from there.
+"""Runs of a model's Python code, in a sandbox made by the kernel: see `server` for its processes and `namespaces` for
+what they can see.
 
 `Sandbox` starts its server at the first run, and again where it has died; it refuses to start, with the reason, where
-the kernel refuses (`SandboxRefused`): nothing is ever run with less.
+the kernel refuses (`SandboxRefusedError`): nothing is ever run with less confinement.
 """
 
 import json
@@ -26,11 +26,11 @@ from rollout.tools.sandbox.bubblewrap import BOUNDING, bubblewrap_command
 
 _ROOT = Path(__file__).parents[3]  # the folder that holds `rollout`
 _START_SECONDS = 30.0
-_GRACE_SECONDS = 10.0  # past the wall-clock limit, before the house itself is given up
+_GRACE_SECONDS = 10.0  # past the wall-clock limit, before the server itself counts as dead
 
 
 class SandboxRefusedError(RuntimeError):
-    """The kernel refuses what the sandbox is made of, so nothing is run. The text says what was refused."""
+    """The kernel refuses a part of the sandbox, so nothing is run. The text says which."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ran:
-    """How a run ended.
+    """The end of a run.
 
     `status` is the exit status, negative for a signal, None where the sandbox ended the run. `reason` is the limit that
-    ended it ("wall time", "CPU time", "output" or "files"), if any. `output` is what it printed (standard error too, a
-    part of it where it was too much), `results` the values of the expressions that were evaluated (`run.encoded`).
+    ended it ("wall time", "CPU time", "output" or "files"), if any. `output` is what it printed (standard error too,
+    cut at the limit), `results` the values of the evaluated expressions (`run.encoded`).
     """
 
     output: str
@@ -83,7 +83,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Program:
-    """What a run executes: the code, with this standard input; then the expressions, whose values it gives back.
+    """The code of a run, with its standard input; then the expressions whose values it returns.
 
     `errors` says whether standard error is a part of the output.
     """
@@ -95,7 +95,7 @@ class Program:
 
 
 class SandboxDiedError(RuntimeError):
-    """The sandbox's server was lost (the machine ran out of memory, somebody killed it): the run may be tried again."""
+    """The sandbox's server was lost (the machine ran out of memory, or it was killed): the run may be tried again."""
 
 
 class _Backend(Protocol):
@@ -106,12 +106,12 @@ class _Backend(Protocol):
 
 @dataclass
 class Sandbox:
-    """Runs programs side by side, each alone in a room of its own. Blocking, and safe to use from several threads.
+    """Runner of programs side by side, each in namespaces of its own. Blocking, and safe to use from several threads.
 
-    `packages` are folders of modules that runs may import, shown read-only. `max_runs` bounds the runs at a time of one
-    call. `backend` is "namespaces" (the kernel's, without any program), "bubblewrap" (where only that program may make
-    namespaces; slower, since each run starts an interpreter; where it gives no right to bound the number of files, as a
-    setuid one, they are counted every 2 ms, and too many end the run) or "auto": the first that the kernel allows.
+    `packages` are folders of modules that runs may import, mounted read-only. `max_runs` bounds the runs at a time of
+    one call. `backend` is "namespaces" (the kernel's, without any program), "bubblewrap" (where only that program may
+    make namespaces; slower, since each run starts an interpreter; where it gives no right to bound the number of files,
+    as a setuid one, they are counted every 2 ms, and too many end the run) or "auto": the first that the kernel allows.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -133,7 +133,7 @@ class Sandbox:
         self._server: _Backend | None = None
 
     def start(self) -> None:
-        """Start the server now rather than at the first run. Raises SandboxRefusedError where the kernel refuses."""
+        """Start the server now rather than at the first run. Raise SandboxRefusedError where the kernel refuses."""
         with self._lock:
             if self._server is None:
                 self._server = self._started()
@@ -146,11 +146,11 @@ class Sandbox:
                 self._server = None
 
     def run(self, code: str, stdin: str = "", expressions: Sequence[str] = ()) -> Ran:
-        """Run one program to its end. Raises SandboxRefusedError and SandboxDiedError."""
+        """Run one program to its end. Raise SandboxRefusedError or SandboxDiedError where that fails."""
         return self.run_all([Program(code, stdin, tuple(expressions))])[0]
 
     def run_all(self, programs: Sequence[Program]) -> list[Ran]:
-        """Run programs side by side, at most `max_runs` at a time; how they ended is in their order."""
+        """Run programs side by side, at most `max_runs` at a time; return their ends in the same order."""
         self.start()
         waiting = deque(enumerate(programs))
         running: dict[int, _Run] = {}
@@ -210,7 +210,7 @@ class Sandbox:
 
 
 class _Run:
-    """One run, seen from the client: the pipe it prints to and the socket of its report, which is its lifeline."""
+    """The client's side of one run: the pipe that it prints to and the socket of its report, which is its lifeline."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -225,16 +225,16 @@ class _Run:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more is to come."""
+        """Whether all descriptors are closed."""
         return not self._open
 
     @property
     def descriptors(self) -> set[int]:
-        """Those that are still open."""
+        """The descriptors that are still open."""
         return set(self._open)
 
     def read(self, descriptor: int) -> None:
-        """Take in what is there to read."""
+        """Read what is there."""
         try:
             chunk = os.read(descriptor, 1 << 16)
         except ConnectionResetError:
@@ -251,7 +251,7 @@ class _Run:
                 self.let_go()
 
     def check_time(self) -> None:
-        """Raise SandboxDiedError where the warden should have ended the run long ago."""
+        """Raise SandboxDiedError where the supervisor should have ended the run long ago."""
         if self._open and time.monotonic() > self._given_up:
             raise SandboxDiedError("the sandbox's server does not answer")
 
@@ -261,13 +261,13 @@ class _Run:
             os.close(descriptor)
 
     def let_go(self) -> None:
-        """Close everything; the warden sees it and ends the run."""
+        """Close everything; the supervisor sees it and ends the run."""
         for descriptor in self._open:
             os.close(descriptor)
         self._open = set()
 
     def how_it_ended(self) -> Ran:
-        """Put the report and the output together; SandboxDiedError where there is no report."""
+        """Join the report and the output. Raise SandboxDiedError where there is no report."""
         output = self._printed[: self._limits.output_bytes].decode("utf-8", "replace")
         if self._is_flood:
             return Ran(output, None, "output")
@@ -286,7 +286,7 @@ class _Run:
 
 
 def _attend(runs: Collection[_Run]) -> None:
-    """Wait until some run has something to say, and take it in."""
+    """Wait until some run has output, and read it."""
     poll = select.poll()
     owners = {descriptor: run for run in runs for descriptor in run.descriptors}
     for descriptor in owners:
@@ -299,7 +299,7 @@ def _attend(runs: Collection[_Run]) -> None:
 
 
 def _python(code: str) -> list[str]:
-    """Return the command that runs this library's server code, by itself: no environment, no site, no other package."""
+    """Return the command that runs this library's server code alone: no environment, no site, no other package."""
     before = f"import sys; sys.path.append({str(_ROOT)!r}); from rollout.tools.sandbox import namespaces, run, server; "
     return [sys.executable, "-I", "-S", "-c", before + code]
 
@@ -335,14 +335,14 @@ class _Namespaces:
         mine.settimeout(None)
 
     def start(self, request: int, output: int, report: int) -> None:
-        """Send a run in."""
+        """Send a run to the server."""
         try:
             socket.send_fds(self._channel, [b"run"], [request, output, report])
         except OSError as error:
             raise SandboxDiedError(f"the sandbox's server is gone: {error}") from error
 
     def close(self) -> str:
-        """End it, and return what it said on standard error."""
+        """End the server, and return what it printed on standard error."""
         self._channel.close()
         try:
             self._process.wait(5)
@@ -355,7 +355,7 @@ class _Namespaces:
 
 
 class _Bubblewrap:
-    """bubblewrap, once for each run."""
+    """bubblewrap, one process for each run."""
 
     def __init__(self, packages: Sequence[str], limits: Limits) -> None:
         program = shutil.which("bwrap")
@@ -363,7 +363,7 @@ class _Bubblewrap:
             raise SandboxRefusedError("bwrap is not installed")
         self._program, self._limits = program, limits
         self._processes: list[subprocess.Popen[bytes]] = []
-        asked = f"import json; run.import_beforehand(); print(json.dumps(namespaces.visible_paths({list(packages)!r})))"
+        asked = f"import json; run.preload_modules(); print(json.dumps(namespaces.visible_paths({list(packages)!r})))"
         found = subprocess.run(_python(asked), env={}, capture_output=True, check=False)
         if found.returncode:
             raise SandboxRefusedError(found.stderr.decode("utf-8", "replace")[-500:])
@@ -379,7 +379,7 @@ class _Bubblewrap:
         return bubblewrap_command(self._program, _ROOT, self._paths, size, self._capabilities, arguments)
 
     def start(self, request: int, output: int, report: int) -> None:
-        """Build a room and send a run in."""
+        """Start bubblewrap with a run."""
         self._processes = [p for p in self._processes if p.poll() is None]
         command = self._command([str(request), str(output), str(report)])
         ends = [request, output, report]

@@ -1,7 +1,7 @@
-"""A filter of system calls: those that reach beyond the sandbox, or hold memory that no limit counts, fail.
+"""A filter of system calls: those that reach beyond the sandbox, or take memory that no limit counts, fail.
 
-A list of what is refused, in classic BPF: by number, with `clone` and `socketpair` by their first argument. Numbers
-that this list has never heard of are refused too. A process that runs code of another architecture is killed.
+A list of refused calls, in classic BPF: by number, with `clone` and `socketpair` by their first argument. Numbers
+beyond this list are refused too. A process that runs code of another architecture is killed.
 """
 
 import ctypes
@@ -17,9 +17,9 @@ _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in the data a filter sees
 _AUDIT_X86_64 = 0xC000003E
 _CLONE_THREAD, _CLONE_NAMESPACES, _AF_UNIX = 0x10000, 0x7E020000, 1
-_NEWEST = 462  # mseal: the last number that was looked at
+_NEWEST = 462  # mseal: the last number that was reviewed
 
-# Refused on x86-64, by what they would give.
+# Refused on x86-64, by their effect.
 _TRACING = {"ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312, "pidfd_getfd": 438,
             "process_madvise": 440, "process_mrelease": 448, "perf_event_open": 298, "bpf": 321}  # fmt: skip
 _MOUNTING = {"mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "unshare": 272, "setns": 308,
@@ -42,8 +42,7 @@ _FORK, _VFORK, _CLONE, _CLONE3, _SOCKETPAIR = 57, 58, 56, 435, 53
 
 
 def program() -> bytes:
-    """Return the filter as BPF instructions. A process may start threads, but no process: its memory limit is a
-    total."""
+    """Return the filter as BPF instructions. A process may start threads, but no process: its memory limit is total."""
     refuse, again, unknown = _error(errno.EPERM), _error(errno.EAGAIN), _error(errno.ENOSYS)
     code = [_load(_ARCHITECTURE), _jump(_EQUAL, _AUDIT_X86_64, 1, 0), _return(_KILL), _load(_NUMBER)]
     code += [_jump(_AT_LEAST, _NEWEST + 1, 0, 1), unknown]  # the x32 variants of calls lie there too
@@ -59,7 +58,7 @@ def program() -> bytes:
 
 
 def install() -> None:
-    """Filter this process's system calls from now on; OSError where there is no list for its architecture."""
+    """Filter this process's system calls from now on. Raise OSError where there is no list for its architecture."""
     if os.uname().machine != "x86_64":
         raise OSError(f"seccomp: the numbers of system calls on {os.uname().machine} have to be added and tested first")
     code = program()

@@ -1,13 +1,13 @@
 """The sandbox's server: a small Python that forks a confined process for each run. It never runs a model's code itself.
 
-    client -> gate: leaves its namespaces, is given its user ids        (this program, started by the client)
-      -> house: process 1 of the house; its root holds next to nothing, its environment is empty
-        -> room: one for each run, with process, mount and network namespaces of its own
-          -> warden: process 1 of the room; watches the clock and the client; when it ends, the kernel ends the room
-            -> run: nobody, no capability, limits, the filter; it alone executes what the model wrote
+    client -> launcher: maps the user ids of the server                 (this program, started by the client)
+      -> server: process 1 of its own namespaces; its root has very few files, its environment is empty
+        -> for each run: process, mount and network namespaces of its own
+          -> supervisor: process 1 there; watches the clock and the client; when it ends, the kernel ends all inside
+            -> run: user nobody, no capability, limits, the filter; it alone executes the model's code
 
-The client and the house speak over one socket: a datagram is a run, with three descriptors (request to read, output
-and report to write). The report's other end is the run's lifeline: when the client closes it, the warden ends.
+The client and the server use one socket: a datagram is a run, with three descriptors (request to read, output and
+report to write). The report's other end is the run's lifeline: when the client closes it, the supervisor ends.
 Standard library alone, `python -I -S`; nothing of this is in the client's process.
 """
 
@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 from rollout.tools.sandbox import kernel, namespaces, run, seccomp
 
 REQUEST_BYTES = 16 << 20
-_LOOK_SECONDS = 0.002  # between two counts of files, where they are counted: a hundred or so are made meanwhile
-_BEHIND = 5  # how much nicer the run is then than who counts
+_LOOK_SECONDS = 0.002  # between two counts of files, in which a program makes a hundred or so
+_BEHIND = 5  # niceness of a run whose files are counted
 _HOUSE = (
     kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
     | kernel.CLONE_NEWCGROUP
@@ -34,10 +34,10 @@ _ROOM = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.
 
 
 def main(descriptor: int, packages: list[str]) -> NoReturn:
-    """Set the house up, say on the socket that it stands (or why it can't), and serve until the client is gone."""
+    """Start the server, send on the socket that it is ready (or why not), and wait until it ends."""
     channel = socket.socket(fileno=descriptor)
     try:
-        run.import_beforehand()
+        run.preload_modules()
         paths = namespaces.visible_paths(packages)
         process = _leave_namespaces(paths, channel)
     except OSError as error:
@@ -49,7 +49,7 @@ def main(descriptor: int, packages: list[str]) -> NoReturn:
 
 
 def _leave_namespaces(paths: list[str], channel: socket.socket) -> int:
-    """Fork what becomes the house, and map its users from out here; returns its id."""
+    """Fork the server's process, map its users from outside, and return its id."""
     left, mapped = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
@@ -67,9 +67,10 @@ def _leave_namespaces(paths: list[str], channel: socket.socket) -> int:
 
 
 def _become_house(paths: list[str], channel: socket.socket, left: int, mapped: int) -> NoReturn:
-    """`left` is closed (or told why not) once the user namespace is left; `mapped` says when the users are mapped."""
+    """Move into the namespaces and serve. `left` is closed (or gets the reason why not) once the user namespace is
+    left; `mapped` says when the users are mapped."""
     try:
-        kernel.die_with_parent()
+        kernel.kill_with_parent()
         kernel.unshare(kernel.CLONE_NEWUSER)
     except OSError as error:
         os.write(left, f"user namespaces: {error}".encode())
@@ -84,7 +85,7 @@ def _become_house(paths: list[str], channel: socket.socket, left: int, mapped: i
             os.close(channel.detach())
             os.waitpid(process, 0)
             os._exit(0)
-        kernel.die_with_parent()
+        kernel.kill_with_parent()
         namespaces.move_in(paths)
         folder = namespaces.work_folder(paths)
         _rehearse(folder)
@@ -96,13 +97,13 @@ def _become_house(paths: list[str], channel: socket.socket, left: int, mapped: i
 
 
 def _rehearse(folder: str) -> None:
-    """Go through all that a run's confinement asks of the kernel once, so that a refusal is said at the start."""
+    """Try all that a run's confinement asks of the kernel once, so that a refusal is reported at the start."""
     child = os.fork()
     if child == 0:
         with _exit_with_words(2):
             kernel.unshare(_ROOM)
             namespaces.move_into_room(folder, 1 << 20, 16)
-            kernel.drop_privileges(namespaces.NOBODY)
+            kernel.drop_capabilities(namespaces.NOBODY)
             seccomp.install()
         os._exit(0)
     if os.waitpid(child, 0)[1]:
@@ -119,11 +120,11 @@ def _exit_with_words(status: int) -> Any:
 
 
 def _serve(channel: socket.socket, folder: str) -> NoReturn:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the rooms' processes
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the runs' processes
     while True:
         message, descriptors, _, _ = socket.recv_fds(channel, 64, 3)
         if not message:
-            os._exit(0)  # the client is gone; with process 1, the house goes
+            os._exit(0)  # the client is gone; with process 1, all namespaces end
         if os.fork() == 0:
             with _exit_with_words(1):
                 os.close(channel.detach())
@@ -133,42 +134,42 @@ def _serve(channel: socket.socket, folder: str) -> NoReturn:
 
 
 def _room(folder: str, request: int, output: int, report: int) -> NoReturn:
-    """In the run's first process: its request, its namespaces, its warden."""
+    """Read the request in the run's first process, enter its namespaces, and start its supervisor."""
     with open(request, "rb") as file:
-        asked = json.loads(file.read(REQUEST_BYTES))
+        requested = json.loads(file.read(REQUEST_BYTES))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     kernel.unshare(_ROOM)
     if os.fork():
         os._exit(0)
-    namespaces.move_into_room(folder, asked["limits"]["file_bytes"], asked["limits"]["files"])
-    watch(asked, output, report)
+    namespaces.move_into_room(folder, requested["limits"]["file_bytes"], requested["limits"]["files"])
+    watch(requested, output, report)
 
 
 def one(*descriptors: str) -> NoReturn:
-    """Where another program has built the room and this is its process 1: the one run it was built for.
+    """Run one program as process 1 of namespaces that another program has made.
 
     Without descriptors it only tries what a run's confinement asks of the kernel.
     """
-    run.import_beforehand()
+    run.preload_modules()
     with _exit_with_words(1):
         if not descriptors:
-            kernel.drop_privileges(namespaces.NOBODY)
+            kernel.drop_capabilities(namespaces.NOBODY)
             seccomp.install()
             os._exit(0)
         request, output, report = map(int, descriptors)
         with open(request, "rb") as file:
-            asked = json.loads(file.read(REQUEST_BYTES))
-        limits = asked["limits"]
+            requested = json.loads(file.read(REQUEST_BYTES))
+        limits = requested["limits"]
         is_bounded = namespaces.bound_files(limits["file_bytes"], limits["files"])
-        kernel.drop_privileges(namespaces.NOBODY)
-        watch(asked, output, report, None if is_bounded else limits["files"])
+        kernel.drop_capabilities(namespaces.NOBODY)
+        watch(requested, output, report, None if is_bounded else limits["files"])
 
 
-def watch(asked: dict[str, Any], output: int, report: int, files: int | None = None) -> NoReturn:
-    """As process 1 of a room: fork the run, wait for its end, its time or the client's goodbye, and report.
+def watch(requested: dict[str, Any], output: int, report: int, files: int | None = None) -> NoReturn:
+    """Run as process 1: fork the run, wait for its end, its time limit or the client's close, and report.
 
-    Ending this process ends all that the run left behind. `files`: end a run that has more of them in its folder,
-    which is a file system of its own (None: the kernel bounds them).
+    Ending this process ends all that the run left behind. `files`: end a run that has more of them in its folder, which
+    is a file system of its own (None: the kernel bounds them).
     """
     result, given = os.pipe()
     began = time.monotonic()
@@ -177,14 +178,14 @@ def watch(asked: dict[str, Any], output: int, report: int, files: int | None = N
         with _exit_with_words(1):
             if files is not None:
                 os.nice(_BEHIND)
-            confine(asked["limits"], asked["stdin"], output, given)
-            if not asked["errors"]:
+            apply_limits(requested["limits"], requested["stdin"], output, given)
+            if not requested["errors"]:
                 os.dup2(os.open("/dev/null", os.O_WRONLY), 2)
-            run.execute(asked, given)
+            run.execute(requested, given)
     os.close(given)
     os.close(output)
-    deadline = began + asked["limits"]["wall_seconds"]
-    reason, status, found = _await_end(child, deadline, report, result, asked["limits"]["output_bytes"], files)
+    deadline = began + requested["limits"]["wall_seconds"]
+    reason, status, found = _await_end(child, deadline, report, result, requested["limits"]["output_bytes"], files)
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     ended = {
         "reason": reason,
@@ -201,13 +202,13 @@ def watch(asked: dict[str, Any], output: int, report: int, files: int | None = N
 def _await_end(
     child: int, deadline: float, report: int, result: int, most: int, files: int | None
 ) -> tuple[str | None, int | None, bytes]:
-    """Return why the run was ended (None: it ended itself), its exit status, and what it wrote as its result."""
+    """Wait for the end of a run; return why it was ended (None: it ended itself), its exit status, and its result."""
     look = float("inf") if files is None else _LOOK_SECONDS
     handle = os.pidfd_open(child)
     poll = select.poll()
     poll.register(handle, select.POLLIN)
     poll.register(result, select.POLLIN)
-    poll.register(report, 0)  # hang-up alone: the client let go of the lifeline
+    poll.register(report, 0)  # hang-up only: the client closed the lifeline
     found = b""
     while True:
         events = dict(poll.poll(max(0.0, min(look, deadline - time.monotonic())) * 1000))
@@ -230,14 +231,13 @@ def _await_end(
 
 
 def _files_here() -> int:
-    """Return how many files the file system of the working folder holds, the folder and open ones without a name
-    too."""
+    """Count the files of the working folder's file system, the folder and open files without a name included."""
     found = os.statvfs(".")
     return found.f_files - found.f_ffree
 
 
-def confine(limits: dict[str, Any], given: str, output: int, result: int) -> None:
-    """Make this process one that can do no harm: nobody, without capabilities, limited, filtered.
+def apply_limits(limits: dict[str, Any], given: str, output: int, result: int) -> None:
+    """Set this process's limits: user nobody, no capabilities, resource limits, the filter.
 
     Its standard input holds `given`; of other descriptors it keeps `output` (as 1 and 2) and `result`.
     """
@@ -251,7 +251,7 @@ def confine(limits: dict[str, Any], given: str, output: int, result: int) -> Non
     os.dup2(output, 2)
     os.closerange(3, result)
     os.closerange(result + 1, 1 << 16)
-    kernel.drop_privileges(namespaces.NOBODY)
+    kernel.drop_capabilities(namespaces.NOBODY)
     for name, most in (
         (resource.RLIMIT_AS, limits["memory_bytes"]),
         (resource.RLIMIT_FSIZE, limits["file_bytes"]),

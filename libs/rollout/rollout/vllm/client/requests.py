@@ -1,7 +1,7 @@
-"""The requests of a vLLM engine: who waits, who was asked, what each has so far.
+"""The requests of a vLLM engine: which wait, which were sent, and the tokens of each so far.
 
-Requests live on the event loop of whoever asked; the thread that reads the wire hands each loop what is its own. Those
-that are asked in a few turns of the loop go in one message to each copy of the model, so that a group begins in one
+Requests live on the event loop of their caller; the thread that reads the wire passes tokens to their loops. Requests
+that come within a few turns of the loop go in one message to each copy of the model, so that a group begins in one
 step; a request goes to the copy that has the fewest, or to the one that it names.
 """
 
@@ -19,9 +19,9 @@ from rollout.open_requests import settle
 from rollout.vllm.client.images import Image, Shown
 
 Send = Callable[..., None]
-"""(copy, message, bytes behind it)."""
+"""Function of (copy, message, bytes after it)."""
 TokenUpdate = Sequence[Any]
-"""[number, ids, log-probs, why it ended or None, experts or None] of one request, as the server tells it."""
+"""[number, ids, log-probs, why it ended or None, experts or None] of one request, as the server sends it."""
 
 
 @dataclass(eq=False)
@@ -42,10 +42,10 @@ class VllmRequest:
     experts: RoutedExperts | None = None
     shown: Shown | None = None
     copy: int | None = None
-    """The one that it names, or has been asked of."""
+    """The copy that it names, or was sent to."""
 
     def plain(self, images: Mapping[str, int]) -> list[Any]:
-        """As a message holds it; `images`: where the message has each image, by name."""
+        """Return the fields for a message; `images`: the index of each image in the message, by name."""
         s = self.sampling
         how = {
             "max_tokens": s.max_new_tokens,
@@ -61,7 +61,7 @@ class VllmRequest:
         return [*asked, [images[one.name] for one in self.shown.images], self.shown.places, self.shown.positions]
 
     def take(self, ids: Sequence[int], log_probs: Sequence[float], version: int) -> None:
-        """Append what a step gave. What `on_tokens` raises ends the request."""
+        """Append the tokens of a step. What `on_tokens` raises ends the request."""
         self.ids += ids
         self.log_probs += log_probs
         self.versions += [version] * len(ids)
@@ -69,7 +69,7 @@ class VllmRequest:
             self.on_tokens(ids, log_probs)
 
     def finish(self, reason: StopReason) -> None:
-        """Answer with what there is."""
+        """Finish with the tokens so far."""
         if not self.answer.done():
             extras = {}
             if self.experts is not None:
@@ -78,13 +78,13 @@ class VllmRequest:
             self.answer.set_result(done)
 
     def fail(self, error: BaseException) -> None:
-        """Answer with an error."""
+        """Fail with an error."""
         if not self.answer.done():
             self.answer.set_exception(error)
 
 
 def ask_message(requests: Iterable[VllmRequest]) -> tuple[dict[str, Any], list[memoryview]]:
-    """Return what asks for them, and the patches of their images behind it; an image that several show goes once."""
+    """Return the message of these requests, and the patches of their images, each image once."""
     requests = list(requests)
     images: dict[str, Image] = {one.name: one for r in requests if r.shown is not None for one in r.shown.images}
     places = {name: place for place, name in enumerate(images)}
@@ -95,10 +95,10 @@ def ask_message(requests: Iterable[VllmRequest]) -> tuple[dict[str, Any], list[m
 
 
 class VllmRequests:
-    """All requests that are not answered. `send` puts a message, and bytes behind it, on the wire of a copy.
+    """All unfinished requests. `send` puts a message, and bytes after it, on the wire of a copy.
 
-    Invariants: a request waits (nobody was asked), or is asked until the server says it ended or it is dropped; while
-    held, nothing is asked.
+    Invariants: a request waits (unsent), or is sent until the server ends it or it is dropped; while held, nothing is
+    sent.
     """
 
     def __init__(self, send: Send, copies: int = 1) -> None:
@@ -112,12 +112,12 @@ class VllmRequests:
         self._quiet: list[asyncio.Future[None]] = []
 
     def counts(self) -> tuple[int, int]:
-        """Return (asked, waiting)."""
+        """Return how many requests are sent, and how many wait."""
         with self._lock:
             return len(self._asked), len(self._waiting)
 
     def add(self, request: VllmRequest) -> None:
-        """Ask, in a few turns of the loop, or once nothing is held any more.
+        """Send a request in a few turns of the loop, or once sending is not held any more.
 
         Raises:
             RuntimeError: the last process is gone.
@@ -143,8 +143,7 @@ class VllmRequests:
                 self._send(copy, *ask_message(mine))
 
     def _dealt(self, begun: Iterable[VllmRequest]) -> dict[int, list[VllmRequest]]:
-        """Return who is asked of which copy, each of the one that has the fewest by then; who names a dead one hears of
-        it."""
+        """Group requests by copy, each at the one that has the fewest by then; fail those that name a dead copy."""
         dealt: defaultdict[int, list[VllmRequest]] = defaultdict(list)
         counts = Counter(request.copy for request in self._asked.values())
         for request in begun:
@@ -159,7 +158,7 @@ class VllmRequests:
         return dealt
 
     def end(self, request: VllmRequest, reason: StopReason) -> None:
-        """Have a request answered with what it has."""
+        """End a request with the tokens so far."""
         request.ending = reason
         with self._lock:
             waited = self._waiting.pop(request.number, None)
@@ -169,7 +168,7 @@ class VllmRequests:
             request.finish(reason)
 
     def drop(self, request: VllmRequest) -> None:
-        """Forget a request that nobody waits for any more."""
+        """Remove a request whose caller is gone."""
         with self._lock:
             self._waiting.pop(request.number, None)
             if self._asked.pop(request.number, None) is not None:
@@ -177,7 +176,7 @@ class VllmRequests:
         self._tell_quiet()
 
     async def hold(self, abort: bool) -> None:
-        """Ask nothing more, and return once nothing is asked; `abort` ends what is."""
+        """Send nothing more, and return once no request runs; `abort` ends running ones."""
         quiet: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         with self._lock:
             self._held = True
@@ -192,33 +191,33 @@ class VllmRequests:
             await quiet
             done = True
         finally:
-            if not done:  # who gave up waiting does not know that anything is held
+            if not done:  # a cancelled caller will not release
                 self.release()
 
     def release(self) -> None:
-        """Ask what waited."""
+        """Send the waiting requests."""
         with self._lock:
             self._held = False
         self._ask()
 
-    def told(self, step: Sequence[TokenUpdate], version: int) -> None:
-        """What a step gave, from the thread that reads the wire."""
+    def on_step(self, step: Sequence[TokenUpdate], version: int) -> None:
+        """Pass on the tokens of a step, from the thread that reads the wire."""
         by_loop: defaultdict[asyncio.AbstractEventLoop, list[tuple[VllmRequest, TokenUpdate]]] = defaultdict(list)
-        for told in step:
-            request = self._asked.get(told[0])
+        for update in step:
+            request = self._asked.get(update[0])
             if request is not None:
-                by_loop[request.loop].append((request, told))
+                by_loop[request.loop].append((request, update))
         for loop, mine in by_loop.items():
             _post(loop, self._take, mine, version)
 
     def refused(self, number: int, error: ValueError) -> None:
-        """vLLM does not take a request."""
+        """Fail a request that vLLM refuses."""
         request = self._asked.get(number)
         if request is not None:
             _post(request.loop, self._close, request, error)
 
     def fail_copy(self, copy: int, error: EpisodeFailed) -> None:
-        """One of several processes is gone: who was asked of it hears so, and nobody is from now on."""
+        """Fail the requests of one of several copies that is gone; no further ones are sent to it."""
         with self._lock:
             self._living.remove(copy)
             lost = [request for request in self._asked.values() if request.copy == copy]
@@ -226,7 +225,7 @@ class VllmRequests:
             _post(request.loop, self._close, request, error)
 
     def fail_all(self, error: RuntimeError) -> None:
-        """The last process is gone: everyone who waits hears of it, and whoever asks from now on."""
+        """Fail all requests after the last process is gone, and all later ones."""
         with self._lock:
             self._lost = error
             lost = [*self._asked.values(), *self._waiting.values()]
@@ -273,6 +272,6 @@ def _settle_future(waiter: "asyncio.Future[None]") -> None:
 
 
 def _post(loop: asyncio.AbstractEventLoop, job: Callable[..., None], *arguments: Any) -> None:
-    """Have a loop do something; nothing where the loop is gone, and with it whoever waited."""
+    """Call a function on a loop; do nothing where the loop, and with it the caller, is gone."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(job, *arguments)

@@ -58,9 +58,9 @@ async def turns(count: int = 10) -> None:
         await asyncio.sleep(0)
 
 
-def told(played: Played, *step: Sequence[Any], version: int = 7) -> None:
+def on_step(played: Played, *step: Sequence[Any], version: int = 7) -> None:
     """As the reader does, from a thread of its own."""
-    thread = threading.Thread(target=played.table.told, args=([[*one, None] for one in step], version))
+    thread = threading.Thread(target=played.table.on_step, args=([[*one, None] for one in step], version))
     thread.start()
     thread.join()
 
@@ -104,8 +104,8 @@ def test_tokens_are_gathered_with_the_version_of_their_step() -> None:
         played, heard = Played(), list[Any]()
         request = played.ask(0, lambda ids, log_probs: heard.append((ids, log_probs)))
         await turns()
-        told(played, [0, [3], [-1.0], None], version=7)
-        told(played, [0, [4], [-2.0], "stop"], version=8)
+        on_step(played, [0, [3], [-1.0], None], version=7)
+        on_step(played, [0, [4], [-2.0], "stop"], version=8)
         done = await request.answer
         assert (done.ids, done.log_probs, done.policy_versions) == ((3, 4), (-1.0, -2.0), (7, 8))
         assert done.stop_reason == "stop"
@@ -124,10 +124,10 @@ def test_who_is_ended_has_what_it_got_and_the_reason(reason: StopReason) -> None
         assert (await waiting.answer).stop_reason == reason
         running, ended = played.ask(1), played.ask(2)
         await turns()
-        told(played, [1, [3], [-1.0], None])
+        on_step(played, [1, [3], [-1.0], None])
         played.table.end(running, reason)
         played.table.end(ended, reason)
-        told(played, [1, [], [], "abort"], [2, [5], [-1.0], "length"])  # the second was done before it was told
+        on_step(played, [1, [], [], "abort"], [2, [5], [-1.0], "length"])  # the second was done before it was told
         assert ((await running.answer).ids, (await running.answer).stop_reason) == ((3,), reason)
         assert (await ended.answer).stop_reason == "length"
         assert played.asked() == [[1, 2]]
@@ -147,7 +147,7 @@ def test_a_dropped_request_hears_nothing_and_holds_nobody_up() -> None:
         request.answer.cancel()
         played.table.drop(request)
         await asyncio.wait_for(holding, 5)
-        told(played, [0, [3], [-1.0], "stop"])
+        on_step(played, [0, [3], [-1.0], "stop"])
         await turns()
         assert request.ids == []
         assert played.ended() == [[0]]
@@ -163,7 +163,7 @@ def test_held_requests_wait_and_go_together_at_the_release() -> None:
         holding = asyncio.create_task(played.table.hold(abort=True))
         await turns()
         assert played.ended() == [[0]]
-        told(played, [0, [], [], "abort"])
+        on_step(played, [0, [], [], "abort"])
         await asyncio.wait_for(holding, 5)
         assert (await first.answer).stop_reason == "abort"
         played.ask(1)
@@ -204,7 +204,7 @@ def test_a_listener_that_raises_ends_its_request_alone() -> None:
 
         one, other = played.ask(0, listener), played.ask(1)
         await turns()
-        told(played, [0, [3], [-1.0], None], [1, [3], [-1.0], "length"])
+        on_step(played, [0, [3], [-1.0], None], [1, [3], [-1.0], "length"])
         with pytest.raises(LookupError, match="enough"):
             await one.answer
         assert (await other.answer).stop_reason == "length"
@@ -253,7 +253,7 @@ def test_a_request_goes_to_the_copy_that_has_the_fewest_or_that_it_names() -> No
         played.ask(4, copy=2)
         await turns()
         assert played.dealt() == [(0, 0, 3), (1, 1), (2, 2, 4)]
-        told(played, [0, [3], [-1.0], "stop"], [3, [3], [-1.0], "stop"])
+        on_step(played, [0, [3], [-1.0], "stop"], [3, [3], [-1.0], "stop"])
         await turns()
         for number in (5, 6, 7):
             played.ask(number)

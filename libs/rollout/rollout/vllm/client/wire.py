@@ -1,7 +1,7 @@
 """Messages between an engine and its server: JSON behind its length, on a socket that the two were born with.
 
-Nothing listens: the socket is one end of a pair, handed over when the server is started. Weights do not pass here. What
-is large and no text, the patches of images, follows a message as bytes of a number that it tells (`TAIL`).
+Nothing listens: the socket is one end of a pair, inherited when the server is started. Weights do not pass here. Large
+binary data, the patches of images, follows a message as bytes, whose number it states (`TAIL`).
 """
 
 import contextlib
@@ -14,11 +14,11 @@ from typing import Any
 
 _LENGTH = struct.Struct("!I")
 LONGEST = 1 << 28
-"""Bytes of a message; a longer one is a mistake."""
+"""Most bytes of a message."""
 TAIL = "tail"
-"""In a message that is sent: the bytes that follow it; in one that is received: the bytes themselves."""
+"""Key of the bytes that follow a message: their number when it is sent, the bytes themselves when it is received."""
 TURN = "turn"
-"""In a message to copies that make their steps together: its number, the same for all of them."""
+"""Key of a message's number for copies that make their steps together, the same for all of them."""
 LONGEST_TAIL = 1 << 34
 
 
@@ -30,9 +30,10 @@ class Wire:
         self._sending = threading.Lock()
 
     def send(self, message: dict[str, Any], tail: Sequence[memoryview] = ()) -> None:
-        """Send one message whole, and bytes after it. OSError: the other end is gone.
+        """Send one message whole, and bytes after it. Raise OSError where the other end is gone.
 
-        ValueError for one that is too long, or has a `TAIL` of its own, which would be read as a number of bytes.
+        Raises ValueError for one that is too long, or has a `TAIL` of its own, which would be read as a number of
+        bytes.
         """
         if TAIL in message:
             raise ValueError(f"{TAIL!r} in a message is the wire's own: name it otherwise, or give its bytes as `tail`")
@@ -48,7 +49,7 @@ class Wire:
                 self._end.sendall(part)
 
     def receive(self, seconds: float | None = None) -> dict[str, Any] | None:
-        """Return the next message; None once the other end is gone, or says nothing for so long."""
+        """Return the next message; None once the other end is gone, or after the time limit."""
         try:
             self._end.settimeout(seconds)
         except OSError:  # closed here, by another thread
@@ -71,8 +72,8 @@ class Wire:
         return None if message.get(TAIL, b"") is None else message
 
     def close(self) -> None:
-        """Close this end; whoever receives, here or there, is told None."""
-        with contextlib.suppress(OSError):  # the other end was faster
+        """Close this end; receivers at both ends get None."""
+        with contextlib.suppress(OSError):  # the other end closed first
             self._end.shutdown(socket.SHUT_RDWR)
         self._end.close()
 

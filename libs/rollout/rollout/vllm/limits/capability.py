@@ -1,4 +1,4 @@
-"""What the vLLM engine can do, with the test that showed it, or why not."""
+"""Capabilities of the vLLM engine, with the test that showed each, or why not."""
 
 from seqpack.capability import Supported, Unsupported
 

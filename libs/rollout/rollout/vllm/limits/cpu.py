@@ -1,14 +1,14 @@
-"""What vLLM can't compute on a CPU, told from a model's config before anything is loaded. Seen with vLLM 0.32."""
+"""Limits of vLLM on a CPU, from a model's config, before anything is loaded. Seen with vLLM 0.32."""
 
 from collections.abc import Mapping
 from typing import Any
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Of full attention; others fail at the first request. A test holds them to vLLM's own list."""
+"""Head dimensions of full attention; others fail at the first request. A test compares them with vLLM's own list."""
 DELTA_NET_DIMS = (64, 128)
-"""Of the heads of a gated delta net."""
+"""Head dimensions of a gated delta net."""
 HYBRIDS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
-"""Model types whose layers are gated delta nets in part."""
+"""Model types with gated delta nets in some layers."""
 
 
 def refusal(config: Mapping[str, Any], dtype: str) -> str | None:
@@ -37,6 +37,6 @@ def prompt_refusal(config: Mapping[str, Any], length: int) -> str | None:
     return None
 
 
-def chosen_dtype(config: Mapping[str, Any], asked: str) -> str:
+def chosen_dtype(config: Mapping[str, Any], requested: str) -> str:
     """Return the dtype that "auto" stands for: a hybrid's is bfloat16, else vLLM takes the model's own."""
-    return "bfloat16" if asked == "auto" and config.get("model_type") in HYBRIDS else asked
+    return "bfloat16" if requested == "auto" and config.get("model_type") in HYBRIDS else requested

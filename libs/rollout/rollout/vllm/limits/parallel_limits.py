@@ -1,18 +1,18 @@
-"""What can't be spread over several of vLLM's workers, told from a model's config before anything is loaded."""
+"""Limits of several vLLM workers, from a model's config, before anything is loaded."""
 
 from collections.abc import Mapping
 from typing import Any
 
 EXPERT_ROWS = 32
-"""Of a worker's part of each expert on a CPU, or a multiple: vLLM fills others up, and then takes no new weights."""
+"""Rows of a worker's part of each expert on a CPU, or a multiple: vLLM pads others, and then takes no new weights."""
 HEADS = ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads")
 
 
 def spread_refusal(config: Mapping[str, Any], workers: int, by_experts: bool, cpu: bool, copies: int = 1) -> str | None:
-    """Return why a model of this config (its text part) can't be cut for so many workers; None where it can.
+    """Return why a model of this config (its text part) can't be split over so many workers; None where it can.
 
-    `by_experts`: each worker has whole experts, in place of a part of every one. `copies`: of the model, to whose
-    workers its experts are dealt.
+    `by_experts`: each worker has whole experts instead of a part of every one. `copies`: number of copies of the model,
+    over whose workers its experts are spread.
     """
     experts = config.get("num_experts") or config.get("num_local_experts") or 0  # Qwen3's is saved by its newer name
     if by_experts and not experts:

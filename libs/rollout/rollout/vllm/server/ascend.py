@@ -1,11 +1,10 @@
-"""vLLM on Ascend NPUs, by its plugin vllm-ascend: what handing weights over needs of it, for the versions it was read
-in.
+"""vLLM on Ascend NPUs, by its plugin vllm-ascend: what weight sync needs of it, in the versions of it that were read.
 
 vllm-ascend may keep matrices in a layout of their own (FRACTAL_NZ). New weights are read into the parameters as plain
 rows, so that with this layout the model would compute with others: it refuses its own `wake_up` and
-`start_weight_update` then, but not vLLM's `reload_weights`, by which weights are handed over here.
+`start_weight_update` then, but not vLLM's `reload_weights`, by which weights are synced here.
 
-No Ascend device was at hand. Names and signatures are held to a table of its source distribution
+No Ascend device was at hand. Names and signatures are compared with a table of its source distribution
 (`rollout/testing/vllm_ascend.json`, made by `rollout.testing.read_vllm_ascend`), and nothing else of it has run.
 """
 
@@ -18,9 +17,9 @@ from packaging.specifiers import SpecifierSet
 PACKAGE = "vllm-ascend"
 VERSIONS = ">=0.23.0,<0.24"
 LAYOUT = "weight_nz_mode"
-"""Its setting in vLLM's `additional_config`."""
+"""Name of the setting in vLLM's `additional_config`."""
 LAYOUT_VARIABLE = "VLLM_ASCEND_ENABLE_NZ"
-"""Its older name, which `start_weight_update` asks."""
+"""Older name of the setting, which `start_weight_update` reads."""
 
 
 def installed() -> str | None:
@@ -32,7 +31,7 @@ def installed() -> str | None:
 
 
 def refuse_other_versions(found: str | None) -> None:
-    """ValueError unless this was written for the vllm-ascend that is there."""
+    """Raise ValueError unless this was written for the installed vllm-ascend."""
     if found is None:
         raise ValueError(f"vLLM on NPUs needs {PACKAGE} {VERSIONS}, which is not installed beside it")
     if not SpecifierSet(VERSIONS).contains(found, prereleases=True):
@@ -45,9 +44,9 @@ def refuse_other_versions(found: str | None) -> None:
 def ascend_arguments(
     arguments: Mapping[str, Any], environ: Mapping[str, str], found: str | None
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """vLLM's engine arguments with plain matrices, and the variables to set with them.
+    """Return vLLM's engine arguments with plain matrices, and the variables to set with them.
 
-    ValueError: vllm-ascend is missing or of another version; somebody asked for its own layout.
+    Raises ValueError where vllm-ascend is missing or of another version, or its own layout is set.
     """
     refuse_other_versions(found)
     further = dict(arguments.get("additional_config") or {})

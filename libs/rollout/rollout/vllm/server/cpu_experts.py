@@ -1,4 +1,4 @@
-"""Experts on a CPU: after their weights were replaced, and where a worker has some of them."""
+"""Experts on a CPU: kernels after a weight sync, and on workers that have only some of the experts."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,21 +9,21 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 
 def pack_experts(model: nn.Module) -> None:
-    """Bring the experts into the order that vLLM's kernel for CPUs reads.
+    """Pack the experts into the order that vLLM's kernel for CPUs reads.
 
     vLLM (0.32) does so when a model is first loaded and leaves it out when weights are replaced, so that the kernel
-    would read the new ones in the wrong order, without a word.
+    would silently read the new ones in the wrong order.
     """
     for layer, kernel in _kernels(model):
         kernel.process_weights_after_loading(layer)
 
 
 def map_experts(model: nn.Module) -> int:
-    """Have the kernels count a worker's own experts where it has not all of them; how many kernels that are.
+    """Map the kernels to a worker's own experts where it has not all of them; return the number of kernels.
 
-    vLLM (0.32) hands its kernel for CPUs the experts' numbers in the whole model and the weights of the worker's own,
-    so that it reads past their end: it was seen to end in a segmentation fault. What is not here gets the weight 0.
-    Undone by `del kernel.apply`.
+    vLLM (0.32) gives its kernel for CPUs the experts' numbers in the whole model and the weights of the worker's own,
+    so that it reads past their end: it was seen to end in a segmentation fault. Experts that are not here get the
+    weight 0. `del kernel.apply` undoes it.
     """
     kernels = [kernel for layer, kernel in _kernels(model) if layer.expert_map is not None]
     for kernel in kernels:

@@ -1,4 +1,4 @@
-"""Experts over several copies of a model on a CPU: what vLLM lacks there, and the turns that the copies take together.
+"""Experts over several copies of a model on a CPU: what vLLM lacks there, and how the copies step together.
 
 Every layer with experts is an exchange between all copies, so that all make each step at once, a dummy one where a
 copy has nothing to do. vLLM (0.32) has all of it but two exchanges of its communicator for CPUs, which are ours.
@@ -17,12 +17,12 @@ from torch import Tensor
 from rollout.vllm.server.ragged_collectives import gather_rows, sum_rows
 
 VERSIONS = ">=0.32.0,<0.33"
-"""Of vLLM: those that this was written for."""
-LACKING = ("all_gatherv", "reduce_scatterv")
+"""Versions of vLLM that this was written for."""
+MISSING_COLLECTIVES = ("all_gatherv", "reduce_scatterv")
 
 
 def refusal(version: str, cpu: bool) -> str | None:
-    """Return why the experts of a model can't be dealt to several copies of it by this vLLM; None where they can."""
+    """Return why this vLLM can't spread a model's experts over several copies of it; None where it can."""
     if not cpu:
         return (
             "experts over copies of the model (experts_over_copies) ran on a CPU alone, no accelerator has run it: "
@@ -37,7 +37,7 @@ def refusal(version: str, cpu: bool) -> str | None:
 
 
 def variables(together: Mapping[str, int]) -> dict[str, str]:
-    """Return what tells vLLM that it is one of some copies. `together`: its `rank`, their `size`, the first of two
+    """Return the variables that make vLLM one of several copies. `together`: its `rank`, their `size`, the first of two
     `port`s."""
     return {
         "VLLM_DP_RANK": str(together["rank"]),
@@ -49,15 +49,15 @@ def variables(together: Mapping[str, int]) -> dict[str, str]:
     }
 
 
-def lend_exchanges(communicators: Sequence[Any], base: type) -> Callable[[], None]:
-    """Give vLLM's communicators the exchanges of uneven rows that it has for accelerators alone.
+def patch_collectives(communicators: Sequence[Any], base: type) -> Callable[[], None]:
+    """Add to vLLM's communicators the collectives of uneven rows that it has for accelerators alone; return an undo.
 
-    What undoes it is returned. Only these objects change, not their class; one that has an exchange of its own, where
-    `base`, vLLM's class of all communicators, has but the name, keeps it.
+    Only these objects change, not their class. A communicator with a collective of its own, which `base`, vLLM's class
+    of all communicators, only names, keeps it.
     """
     lent = []
     for one in communicators:
-        for name, ours in zip(LACKING, (_all_gatherv, _reduce_scatterv), strict=True):
+        for name, ours in zip(MISSING_COLLECTIVES, (_all_gatherv, _reduce_scatterv), strict=True):
             if getattr(type(one), name) is getattr(base, name):
                 setattr(one, name, types.MethodType(ours, one))
                 lent.append((one, name))
@@ -72,7 +72,7 @@ def lend_exchanges(communicators: Sequence[Any], base: type) -> Callable[[], Non
 def _all_gatherv(
     self: Any, input_: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None
 ) -> Tensor | list[Tensor]:
-    """As vLLM's for accelerators: the rows of all ranks, of a tensor or of each of a list."""
+    """Gather the rows of all ranks, of a tensor or of each of a list, as vLLM does for accelerators."""
     parts = [input_] if isinstance(input_, Tensor) else input_
     _refuse_other_dimensions(dim)
     found = gather_rows(parts, sizes or [parts[0].shape[0]] * self.world_size, self.device_group)
@@ -80,7 +80,7 @@ def _all_gatherv(
 
 
 def _reduce_scatterv(self: Any, input_: Tensor, dim: int = -1, sizes: list[int] | None = None) -> Tensor:
-    """As vLLM's for accelerators: the sums of this rank's rows."""
+    """Return the sums of this rank's rows, as vLLM does for accelerators."""
     _refuse_other_dimensions(dim)
     return sum_rows(input_, sizes or [input_.shape[0] // self.world_size] * self.world_size, self.device_group)
 
@@ -92,24 +92,25 @@ def _refuse_other_dimensions(dim: int) -> None:
 
 @dataclass(frozen=True)
 class LockstepTurn:
-    """What all copies know after they have met."""
+    """The shared knowledge of all copies after they have met."""
 
     busy: bool
-    """Some copy has requests: all make a step."""
+    """Whether any copy has requests, so that all make a step."""
     agreed: int
-    """The last message that all copies have received: it is obeyed, and those before it, by all."""
+    """Number of the last message that all copies have received: all obey it, and those before it."""
     latest: int
-    """The last message that some copy has received."""
+    """Number of the last message that any copy has received."""
 
 
 class LockstepTurns:
-    """The copies meet before each step, so that none makes one without the others. `group`: of gloo, of all copies."""
+    """Meetings of the copies before each step, so that none makes one without the others. `group`: of all, over gloo.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def meet(self, busy: bool, seen: int) -> LockstepTurn:
-        """Tell whether this copy has requests and which message it received last; wait for the others' words."""
+        """Share whether this copy has requests and its last message; return what all copies know then."""
         told = torch.tensor([int(busy), -seen, seen])
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
         some, agreed, latest = told.tolist()

@@ -1,7 +1,7 @@
 """vLLM's own engine, driven step by step in this process.
 
-vLLM's asynchronous engine always puts its core into a further process, which outlives a killed parent; this process is
-there for vLLM alone, so its core runs in it.
+vLLM's asynchronous engine always puts its core into a further process, which outlives a killed parent; this process
+exists for vLLM alone, so its core runs in it.
 """
 
 import os
@@ -27,7 +27,7 @@ from rollout.vllm.settings.arguments import EngineArguments, check_arguments
 
 TokenUpdate = tuple[int, list[int], list[float], str | None, list[Any] | None]
 """A request's number, the tokens of this step, their log-probs, why it ended, and at its end the experts of all its
-tokens where they are told."""
+tokens where they are recorded."""
 
 UNTIED = {"tie_word_embeddings": False}
 
@@ -38,9 +38,9 @@ class Generator:
     Args:
         start: `model` (a directory), `config` (the text part of its config.json), `engine` (arguments of vLLM's),
             `weights` (slots of a file of weights, see `rollout.vllm.weights.shared_weights`),
-            `tied` (other names of some of them), `experts` (whether it is told which experts tokens went to),
-            `sight` (how the model sees, or None),
-            `together` (where experts are dealt to several copies: which this is; see `cpu_replicas`), or None.
+            `tied` (other names of some of them), `experts` (whether the experts of tokens are recorded),
+            `sight` (the model's vision settings, or None),
+            `together` (which of the copies that share experts this is, see `cpu_replicas`; or None).
 
     Raises:
         ValueError: vLLM can't do what is asked; the text says why.
@@ -57,10 +57,10 @@ class Generator:
         arguments, variables = settle(platform, arguments, os.environ, together, installed())
         os.environ |= variables  # its workers' too
         register_text_models()
-        self._sight = start["sight"]
+        self._vision_spec = start["vision_spec"]
         seeing = {}
-        if self._sight is not None:
-            from rollout.vllm.server import images  # a model of text needs none of what it imports
+        if self._vision_spec is not None:
+            from rollout.vllm.server import images  # a text model needs none of its imports
 
             images.replace_processors()
             os.environ["TESSERA_VLLM_SEEING"] = "1"  # its workers do so too (`start`)
@@ -69,7 +69,7 @@ class Generator:
             EngineArgs(
                 **(seeing | arguments),
                 load_format="dummy",
-                hf_overrides=UNTIED if self._sight is None else UNTIED | {"text_config": UNTIED},
+                hf_overrides=UNTIED if self._vision_spec is None else UNTIED | {"text_config": UNTIED},
                 worker_extension_cls="rollout.vllm.server.worker.FileWeights",
                 logprobs_mode="processed_logprobs",
                 skip_tokenizer_init=True,
@@ -83,14 +83,14 @@ class Generator:
         self._slots, self._tied = start["weights"], start["tied"]
         self._prefix_cache = arguments["enable_prefix_caching"]
         self._names: dict[int, str] = {}
-        if self._sight is not None:
+        if self._vision_spec is not None:
             self._check_sight()
         self._experts = RequestExperts() if start["experts"] else None
         if self._experts is not None:
             self._engine.collective_rpc("note_experts")
 
-    def facts(self) -> dict[str, Any]:
-        """Return what the engine came to be."""
+    def model_info(self) -> dict[str, Any]:
+        """Return facts on the engine: versions, device, sizes, workers."""
         model = self._engine.vllm_config.model_config
         return {
             "vllm": vllm.__version__,
@@ -104,17 +104,17 @@ class Generator:
 
     @property
     def workers(self) -> list[BaseProcess]:
-        """The processes that share the model; none where it is in this one."""
+        """The worker processes of the model; none where it is in this one."""
         return [worker.proc for worker in getattr(self._engine.model_executor, "workers", ())]
 
     @property
     def busy(self) -> bool:
-        """Whether a step has something to do."""
+        """Whether a step has anything to do."""
         return bool(self._engine.get_num_unfinished_requests())
 
     def _join_copies(self) -> cpu_copies.LockstepTurns:
-        """Make a dummy step where the other copies make a real one, which waits for this one at each layer's experts.
-        The engine is this object's own; nothing of vLLM's classes is changed."""
+        """Replace the engine's step: make a dummy one where the other copies, which wait at each layer's experts, make
+        a real one. Only this engine changes, not vLLM's classes."""
         self._own_experts = self._engine.collective_rpc("join_copies")
         core = self._engine.engine_core.engine_core
         own_step = core.step_fn
@@ -124,26 +124,26 @@ class Generator:
             if not computed:
                 core.execute_dummy_batch()
                 if self._experts is not None:
-                    self._engine.collective_rpc("take_experts")  # of nobody's tokens
+                    self._engine.collective_rpc("take_experts")  # and drop them: they are of dummy tokens
             return outputs, computed
 
         core.step_fn = step
         return cpu_copies.LockstepTurns(self._engine.dp_group)
 
     def _check_sight(self) -> None:
-        for found in self._engine.collective_rpc("tell_sight"):
-            if found != self._sight:
-                raise ValueError(f"vLLM's model sees by {found}, the trainer's by {self._sight}")
+        for found in self._engine.collective_rpc("report_vision"):
+            if found != self._vision_spec:
+                raise ValueError(f"vLLM's model sees by {found}, the trainer's by {self._vision_spec}")
 
     def _prompt(self, ids: list[int], shown: Sequence[Any], places: list[int], positions: str) -> Any:
-        """Return a prompt with images. ValueError: vLLM gives its tokens other positions than the trainer."""
+        """Return a prompt with images. Raise ValueError where vLLM's positions differ from the trainer's."""
         grids = [one.grid for one in shown]
         if set(self._engine.collective_rpc("digest_positions", args=(ids, grids, places))) != {positions}:
             raise ValueError(f"vLLM gives the tokens of images of the grids {grids} other positions than the trainer")
         # It takes names of vLLM that not every release has.
         from rollout.vllm.server.images import seen_prompt
 
-        return seen_prompt(ids, shown, places, self._sight["merge_size"])
+        return seen_prompt(ids, shown, places, self._vision_spec["merge_size"])
 
     def add(
         self,
@@ -154,7 +154,7 @@ class Generator:
         places: Sequence[int] = (),
         positions: str = "",
     ) -> None:
-        """Take up a request. ValueError: vLLM does not take it."""
+        """Add a request. Raise ValueError where vLLM refuses it."""
         prompt = self._prompt(ids, shown, list(places), positions) if shown else {"prompt_token_ids": ids}
         params = SamplingParams(
             **sampling,
@@ -167,7 +167,7 @@ class Generator:
         self._names[number] = self._engine.add_request(str(number), prompt, params)
 
     def end(self, number: int) -> TokenUpdate | None:
-        """Drop a request, and what it is told; None where it is done."""
+        """End a request and return its last update; None where it has ended before."""
         name = self._names.pop(number, None)
         if name is None:
             return None
@@ -179,7 +179,7 @@ class Generator:
         return None if found is None else found.plain()
 
     def step(self) -> list[TokenUpdate]:
-        """Return one step of vLLM; what each request got."""
+        """Run one step of vLLM and return the update of each request."""
         told: list[TokenUpdate] = []
         outputs = self._engine.step()
         if self._experts is not None:
@@ -195,16 +195,17 @@ class Generator:
         return told
 
     def sleep(self) -> None:
-        """Give the memory of weights and caches back; nothing may run. The weights are read again after `wake`."""
+        """Free the memory of weights and caches; nothing may run. The weights are read again after `wake`."""
         self._engine.sleep(level=2)
 
     def wake(self) -> None:
-        """Take the memory again. What is in it is nobody's until weights are loaded."""
+        """Allocate the memory again. Its contents are undefined until weights are loaded."""
         self._engine.wake_up()
 
     def load(self, path: str, digests: dict[str, int], recompute: bool) -> None:
-        """Take the weights of a file, each tensor of its digest. What was computed of shared prompts is stale then, and
-        dropped; `recompute` has running requests read their tokens again too.
+        """Load the weights of a file, and check the digest of each tensor.
+
+        The prefix cache is stale then, and dropped; with `recompute` running requests read their tokens again too.
 
         Raises:
             RuntimeError: the file is damaged, or vLLM left a parameter as it was, in one of its workers.
@@ -216,8 +217,8 @@ class Generator:
             raise RuntimeError("; ".join(problems))
         if (self._prefix_cache or recompute) and not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM keeps what older weights computed of its prompts")
-        if self._sight is not None:
-            self._engine.reset_encoder_cache()  # what the older tower saw
+        if self._vision_spec is not None:
+            self._engine.reset_encoder_cache()  # outputs of the older tower
 
 
 def _refusal(config: Mapping[str, Any], arguments: Mapping[str, Any], together: Mapping[str, int] | None) -> str | None:
@@ -235,5 +236,5 @@ def _worker(rank: int, answers: Sequence[Any]) -> str:
 
 
 def _seen_by_workers(path: str) -> str:
-    """Return a descriptor of this process, as its children find it."""
+    """Return the path of a descriptor of this process for its children."""
     return path.replace("/proc/self/fd/", f"/proc/{os.getpid()}/fd/")

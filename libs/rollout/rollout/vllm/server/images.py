@@ -1,8 +1,8 @@
 """Images in vLLM's process: patches and places go straight to vLLM's own model, past its picture and text processors.
 
-What vLLM would cut and tokenise anew, in its own way, is the trainer's already. So the processor of its Qwen3.5 is
+The trainer has cut and tokenised already what vLLM would do in its own way. So the processor of its Qwen3.5 is
 replaced by one that only says how large an image may be, and each prompt comes with its images as vLLM's processors
-would have left them. Nothing of this vLLM reads a picture, a tokenizer or a preprocessor's settings.
+would have made them. This vLLM reads no picture, tokenizer or preprocessor settings.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -22,7 +22,7 @@ from vllm.multimodal.inputs import (
 from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalProcessor, BaseProcessingInfo
 
 _NEVER = "images come as patches: vLLM has nothing to read here"
-SEEING = (qwen3_5.Qwen3_5ForConditionalGeneration, qwen3_5.Qwen3_5MoeForConditionalGeneration)
+VISION_MODELS = (qwen3_5.Qwen3_5ForConditionalGeneration, qwen3_5.Qwen3_5MoeForConditionalGeneration)
 
 
 class _Info(BaseProcessingInfo):  # type: ignore[misc]  # vLLM is not there to be checked
@@ -53,58 +53,60 @@ class _Processor(BaseMultiModalProcessor[_Info]):  # type: ignore[misc]  # vLLM 
 
 
 def replace_processors() -> None:
-    """Have vLLM's models that see take images as patches. In a process that serves one engine, for its whole life."""
-    for model in SEEING:
+    """Register processors that take images as patches, in a process that serves one engine for its whole life."""
+    for model in VISION_MODELS:
         del model._processor_factory
         MULTIMODAL_REGISTRY.register_processor(_Processor, info=_Info, dummy_inputs=_Dummies)(model)
 
 
 def arguments(known: Collection[str]) -> dict[str, Any]:
-    """Engine arguments that go with it, for a vLLM that has the `known` ones."""
+    """Return the engine arguments for such images, for a vLLM that has the `known` ones."""
     found = {"mm_processor_cache_gb": 0, "skip_mm_profiling": True}
-    normalises = "mm_device_do_normalize"  # on where a preprocessor's settings lie beside the model: patches twice
+    normalises = "mm_device_do_normalize"  # on with a preprocessor config: it would normalise patches twice
     return found | ({normalises: False} if normalises in known else {})  # 0.26 does not do so on a device
 
 
-class Picture(NamedTuple):
-    """An image as it came: its name, its grid, and its patches f32[P, numbers]."""
+class ReceivedImage(NamedTuple):
+    """An image as received: its name, its grid, and its patches f32[P, values]."""
 
     name: str
     grid: list[int]
     patches: Tensor
 
 
-def pictures_of(described: Sequence[Sequence[Any]], data: bytearray) -> list[Picture]:
-    """Return the images that follow a message: (name, grid, numbers of a patch) of each, and the patches of all."""
+def received_images(headers: Sequence[Sequence[Any]], data: bytearray) -> list[ReceivedImage]:
+    """Return the images after a message: (name, grid, values of a patch) of each, and the patches of all."""
     found, start = [], 0
-    for name, grid, numbers in described:
+    for name, grid, numbers in headers:
         count = grid[0] * grid[1] * grid[2] * numbers
         patches = torch.frombuffer(data, dtype=torch.float32, count=count, offset=start).view(-1, numbers)
-        found.append(Picture(name, grid, patches))
+        found.append(ReceivedImage(name, grid, patches))
         start += patches.nbytes
     return found
 
 
-def seen_prompt(ids: list[int], pictures: Sequence[Picture], places: Sequence[int], merge_size: int) -> MultiModalInput:
+def seen_prompt(
+    ids: list[int], images: Sequence[ReceivedImage], places: Sequence[int], merge_size: int
+) -> MultiModalInput:
     """Return a prompt with its images, the first token of each at its place."""
     return mm_input(
         ids,
-        MultiModalKwargsItems({"image": [item_of(one) for one in pictures]}),
-        {"image": [one.name for one in pictures]},
-        {"image": [place_of(one.grid, place, merge_size) for one, place in zip(pictures, places, strict=True)]},
+        MultiModalKwargsItems({"image": [item_of(one) for one in images]}),
+        {"image": [one.name for one in images]},
+        {"image": [place_of(one.grid, place, merge_size) for one, place in zip(images, places, strict=True)]},
     )
 
 
 def place_of(grid: Sequence[int], place: int, merge_size: int) -> PlaceholderRange:
-    """Return where the tokens of an image stand in a prompt."""
+    """Return the range of an image's tokens in a prompt."""
     return PlaceholderRange(offset=place, length=grid[0] * grid[1] * grid[2] // merge_size**2)
 
 
-def item_of(picture: Picture) -> MultiModalKwargsItem:
-    """Return what vLLM's model is called with for an image."""
-    grids = torch.tensor([picture.grid], dtype=torch.int64)
+def item_of(image: ReceivedImage) -> MultiModalKwargsItem:
+    """Return an image as an argument of vLLM's model."""
+    grids = torch.tensor([image.grid], dtype=torch.int64)
     fields = {
-        "pixel_values": (picture.patches, MultiModalFieldConfig.flat_from_sizes("image", grids.prod(-1))),
+        "pixel_values": (image.patches, MultiModalFieldConfig.flat_from_sizes("image", grids.prod(-1))),
         "image_grid_thw": (grids, MultiModalFieldConfig.batched("image", keep_on_cpu=True)),
     }
     return MultiModalKwargsItem({name: field.build_elems(name, data)[0] for name, (data, field) in fields.items()})

@@ -1,8 +1,8 @@
-"""torch's rendezvous stores of vLLM's processes, held to loopback.
+"""torch's rendezvous stores of vLLM's processes, bound to loopback.
 
-A `TCPStore` listens on all interfaces, whatever host it is given, and whoever reaches it reads and writes what workers
-tell each other, pickled objects among it. It takes a socket that listens already, though: one of loopback, where the
-host is. Called before vLLM is imported, which takes the class by name.
+A `TCPStore` listens on all interfaces, whatever host it gets, and whoever reaches it reads and writes what workers tell
+each other, pickled objects among it. But it takes a socket that listens already: one of loopback, where the host is.
+Called before vLLM is imported, which takes the class by name.
 """
 
 import importlib
@@ -15,7 +15,7 @@ LOOPBACK = ("127.0.0.1", "localhost")
 
 
 class LoopbackStore(dist.TCPStore):
-    """torch's store, which listens on loopback alone where its host is loopback."""
+    """torch's store, listening on loopback alone where its host is loopback."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class LoopbackStore(dist.TCPStore):
 
 
 def hold_stores_to_loopback() -> None:
-    """Let `TCPStore` mean `LoopbackStore` in this process, twice too."""
+    """Replace `TCPStore` by `LoopbackStore` in this process; a second call changes nothing."""
     rendezvous = importlib.import_module("torch.distributed.rendezvous")  # a function of torch.distributed has its name
     for module in (dist, rendezvous):
         vars(module)["TCPStore"] = LoopbackStore

@@ -1,4 +1,4 @@
-"""What vLLM is given on each kind of device, before it makes anything. Imports nothing of vLLM."""
+"""Engine arguments and variables of vLLM on each kind of device. Imports nothing of vLLM."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,12 +14,12 @@ def settle(
     together: Mapping[str, int] | None,
     ascend: str | None,
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """vLLM's engine arguments as `platform` ("cpu", "cuda", "npu", ...) takes them, and the variables to set with them.
+    """Return vLLM's engine arguments for `platform` ("cpu", "cuda", "npu", ...), and the variables to set with them.
 
     `together`: which of several copies this is that share experts, on a CPU alone; `ascend`: the version of vllm-ascend
     that is installed.
 
-    ValueError: settings of an accelerator on a CPU; on NPUs as `ascend_arguments` says.
+    Raises ValueError for settings of an accelerator on a CPU, and on NPUs as `ascend_arguments` does.
     """
     if platform == "cpu":
         _refuse_accelerator_arguments(arguments)
@@ -30,7 +30,7 @@ def settle(
 
 
 def _refuse_accelerator_arguments(arguments: Mapping[str, Any]) -> None:
-    """ValueError: settings of an accelerator, where vLLM runs on a CPU."""
+    """Raise ValueError for settings of an accelerator, where vLLM runs on a CPU."""
     if "gpu_memory_utilization" in arguments:
         raise ValueError("memory_share is of an accelerator's memory and this vLLM runs on a CPU: use kv_cache_gib")
     if not arguments["enforce_eager"]:

@@ -1,6 +1,6 @@
-"""Rows of uneven numbers between ranks over gloo: all of them to all, and the sums of all to whose they are.
+"""Collectives over gloo for rows of uneven numbers: gather all rows on all ranks, and sum each rank's rows.
 
-torch's own gatherings want one size of all ranks; both go through `all_to_all_single`, which takes any, none too.
+torch's own collectives need one size of all ranks; both use `all_to_all_single`, which takes any, none too.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 def gather_rows(parts: Sequence[Tensor], sizes: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
-    """Return the rows of all ranks, in the order of the ranks, of each of several tensors, in one exchange.
+    """Gather the rows of all ranks, in the order of the ranks, of each of several tensors, in one exchange.
 
     Args:
         parts: this rank's part of each tensor, [sizes[rank], ...], of any dtypes.
-        sizes: how many rows each rank has.
-        group: of the ranks.
+        sizes: number of rows of each rank.
+        group: the process group.
 
     Raises:
         ValueError: a part has other than this rank's number of rows.
@@ -44,8 +44,8 @@ def sum_rows(parts: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> T
 
     Args:
         parts: this rank's addend to the rows of all ranks, [sum(sizes), ...].
-        sizes: how many rows are each rank's.
-        group: of the ranks.
+        sizes: number of rows of each rank.
+        group: the process group.
 
     Raises:
         ValueError: there are other than that many rows.
@@ -61,11 +61,10 @@ def sum_rows(parts: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> T
 
 
 def _in_bytes(part: Tensor) -> Tensor:
-    """u8[rows, bytes of a row]."""
+    """Return the rows as bytes u8[rows, bytes of a row]."""
     return _whole(part.reshape(part.shape[0], prod(part.shape[1:]))).view(torch.uint8)
 
 
 def _whole(part: Tensor) -> Tensor:
-    """Return a copy that begins where any dtype may; `contiguous` leaves a single row or column with the strides it
-    had."""
+    """Return a copy at an address for any dtype; `contiguous` keeps the old strides of a single row or column."""
     return part.clone(memory_format=torch.contiguous_format)

@@ -9,7 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rollout.vllm.server.cpu_replicas import LACKING, LockstepTurn, LockstepTurns, lend_exchanges, refusal, variables
+from rollout.vllm.server.cpu_replicas import (
+    MISSING_COLLECTIVES,
+    LockstepTurn,
+    LockstepTurns,
+    patch_collectives,
+    refusal,
+    variables,
+)
 from rollout.vllm.server.ragged_collectives import gather_rows, sum_rows
 
 WORLD = 3
@@ -96,7 +103,7 @@ def wrong_numbers_of_rows_are_told(rank: int, group: dist.ProcessGroup) -> None:
 
 def lent_and_taken_back(rank: int, group: dist.ProcessGroup) -> None:
     one, whole = Communicator(group), Whole(group)
-    undo = lend_exchanges([one, whole], Base)
+    undo = patch_collectives([one, whole], Base)
     sizes = [3, 0, 1]
     mine = part(rank, sizes[rank], torch.bfloat16)
     wanted = torch.cat([part(r, n, torch.bfloat16) for r, n in enumerate(sizes)])
@@ -114,7 +121,7 @@ def lent_and_taken_back(rank: int, group: dist.ProcessGroup) -> None:
         one.all_gatherv(wanted, 1)
     assert whole.all_gatherv(mine) == "its own"
     undo()
-    for name in LACKING:
+    for name in MISSING_COLLECTIVES:
         with pytest.raises(NotImplementedError):
             getattr(one, name)(mine)
     assert whole.all_gatherv(mine) == "its own"

@@ -1,7 +1,7 @@
-"""What is added to vLLM's worker where experts are to be told: its routers say what they choose, step by step.
+"""Recording of experts in vLLM's worker: its routers report what they choose, step by step.
 
-vLLM's own way (enable_return_routed_experts) needs its second model runner, which has no CPU, and kept prompts, which
-leave the kept tokens' experts out. Both are hung on the same place of its routers.
+vLLM's own way (enable_return_routed_experts) needs its second model runner, which has no CPU, and its prefix cache,
+which leaves the cached tokens' experts out. Both use the same hook of its routers.
 """
 
 from itertools import pairwise
@@ -16,7 +16,7 @@ from rollout.experts import UNKNOWN, RoutedExperts
 
 
 class Rows(NamedTuple):
-    """Of one request in one step: its name, the place of the first token that was read, i16[tokens, layers, k]."""
+    """Experts of one request in one step: its name, the place of the first token read, i16[tokens, layers, k]."""
 
     name: str
     first: int
@@ -24,13 +24,13 @@ class Rows(NamedTuple):
 
 
 class NotedExperts:
-    """Mixed into vLLM's worker by its `worker_extension_cls`."""
+    """Extension of vLLM's worker by its `worker_extension_cls`."""
 
     model_runner: Any
     noted_experts: list[Tensor]
 
     def note_experts(self) -> None:
-        """Begin to note. ValueError: the model has no experts, or of a kind that does not tell."""
+        """Start recording. Raise ValueError where the model has no experts, or routers that can't report."""
         layers = [module for module in self.model_runner.model.modules() if isinstance(module, MoERunner)]
         for layer in layers:
             if layer.is_monolithic or not isinstance(layer.router, BaseRouter):
@@ -42,7 +42,7 @@ class NotedExperts:
             layer.router.set_capture_fn(self.noted_experts.append)
 
     def take_experts(self) -> list[Rows]:
-        """Return what the last step's tokens went to, request by request; nothing where it read none."""
+        """Return the experts of the last step's tokens, request by request; [] where it read none."""
         layers, self.noted_experts[:] = list(self.noted_experts), []
         if not layers:
             return []
@@ -56,16 +56,15 @@ class NotedExperts:
 
 
 class RequestExperts:
-    """The experts of the requests that run, put together from their steps."""
+    """The experts of running requests, joined from their steps."""
 
     def __init__(self) -> None:
         self._parts: dict[str, list[Tensor]] = {}
         self._lengths: dict[str, int] = {}
 
     def note(self, rows: list[Rows]) -> None:
-        """Add what a step gave. A token that is read again, perhaps by later weights, keeps its first experts; those of
-        a kept prompt, which no step read, are unknown.
-        """
+        """Add the experts of a step. A token that is read again, perhaps by later weights, keeps its first experts;
+        those of a cached prompt, which no step read, are unknown."""
         for name, first, experts in rows:
             parts, have = self._parts.setdefault(name, []), self._lengths.get(name, 0)
             if first > have:
@@ -74,7 +73,7 @@ class RequestExperts:
             self._lengths[name] = max(have, first + len(experts))
 
     def take(self, name: str) -> RoutedExperts | None:
-        """Return all that is known of a request that ends."""
+        """Return the known experts of a request that ends."""
         self._lengths.pop(name, None)
         parts = self._parts.pop(name, None)
         return None if parts is None else RoutedExperts.of(torch.cat(parts))

@@ -1,7 +1,7 @@
 """Serve one engine over one socket, until its other end is gone.
 
-The main thread alone touches vLLM: it obeys what has come, makes a step, tells what was sampled, and so on. A second
-thread reads the socket; at its end it ends the process at once, whatever the main thread is in.
+The main thread alone touches vLLM: it obeys the messages, makes a step, sends the tokens, and so on. A second thread
+reads the socket; when that closes, it ends the process at once, whatever the main thread does.
 
 | from the engine | |
 | --- | --- |
@@ -20,7 +20,7 @@ thread reads the socket; at its end it ends the process at once, whatever the ma
 | `not_asked` | a request's number, and why vLLM does not take it |
 | `loaded` | the number of the call; `seconds`, or the `error` after which the old weights are in use |
 
-What breaks vLLM ends the process, which is how the engine hears of it.
+A failure of vLLM ends the process, by which the engine learns of it.
 """
 
 import multiprocessing.connection
@@ -53,9 +53,9 @@ def serve(descriptor: int) -> None:
     threading.Thread(target=_read, args=(wire, inbox, scratch), daemon=True).start()
     try:
         _Server(wire, inbox).run()
-    finally:  # it returns after a refusal alone
+    finally:  # it returns only after a refusal
         if sys.exc_info()[0] is not None:
-            traceback.print_exc()  # the engine reads the last words
+            traceback.print_exc()  # the engine reads the last output
         _leave(scratch)
 
 
@@ -66,7 +66,7 @@ def _read(wire: Wire, inbox: "queue.Queue[dict[str, Any]]", scratch: str) -> Non
 
 
 def _leave(scratch: str) -> None:
-    """End without a word to anybody: vLLM's own leave-taking takes seconds, and there is nothing to keep."""
+    """End the process at once: vLLM's own shutdown takes seconds, and there is nothing to save."""
     shutil.rmtree(scratch, ignore_errors=True)
     os._exit(0)
 
@@ -81,12 +81,12 @@ def _watch(workers: Sequence[BaseProcess]) -> None:
 
 
 def _pictures(message: dict[str, Any]) -> list[Any]:
-    """Return the images behind a message; none of most."""
+    """Return the images after a message; most have none."""
     if "images" not in message:
         return []
-    from rollout.vllm.server.images import pictures_of  # vLLM, which the first message starts
+    from rollout.vllm.server.images import received_images  # vLLM, which the first message starts
 
-    return list(pictures_of(message["images"], message[TAIL]))
+    return list(received_images(message["images"], message[TAIL]))
 
 
 class _Server:
@@ -100,7 +100,7 @@ class _Server:
         """For the other copies of the model, which have not all got so far."""
 
     def run(self) -> None:
-        """Start as the first message says, then serve for ever."""
+        """Start vLLM by the first message, then serve for ever."""
         from rollout.vllm.server.generator import Generator  # vLLM, seconds: the reader is at work by now
 
         first = self._inbox.get()
@@ -112,7 +112,7 @@ class _Server:
             return
         if self._generator.workers:
             threading.Thread(target=_watch, args=(self._generator.workers,), daemon=True).start()
-        self._wire.send({"ready": self._generator.facts()})
+        self._wire.send({"ready": self._generator.model_info()})
         if self._generator.turns is not None:
             self._take_turns(self._generator.turns)
         while True:
@@ -122,8 +122,8 @@ class _Server:
 
     def _take_turns(self, turns: "LockstepTurns") -> NoReturn:
         """Serve for ever beside the other copies, which share the model's experts: all make each step at once, and obey
-        what they were told, in the same order, between the same two steps. Each message has a number (`turn`), and
-        each number goes to all, so that a copy that waits for the next one knows that the others hear of it too."""
+        messages in the same order, between the same two steps. Each message has a number (`turn`), and each number goes
+        to all, so that a copy that waits for the next one knows that the others get it too."""
         heard: deque[dict[str, Any]] = deque()
         seen = agreed = 0
         still = True
@@ -167,7 +167,7 @@ class _Server:
             self._load(message["load"])
 
     def _load(self, load: dict[str, Any]) -> None:
-        """Read weights; where that fails, those from before again, ahead of any further step."""
+        """Read weights; where that fails, read the earlier ones again before any further step."""
         begun = time.perf_counter()
         self._waits = False
         if load.get("wake"):
@@ -179,7 +179,7 @@ class _Server:
             if load["before"] is not None:
                 path, digests = load["before"]
                 self._generator.load(path, digests, load["recompute"])
-            self._waits = load["wait"] and self._generator.turns is not None  # as those do that took them
+            self._waits = load["wait"] and self._generator.turns is not None  # as the copies that took them do
             self._wire.send({"loaded": load["call"], "error": str(error)})
             return
         self._version, self._waits = load["version"], load["wait"]

@@ -18,7 +18,7 @@ _SEEING = "TESSERA_VLLM_SEEING"
 
 
 def make_importable() -> None:
-    """Take the folder of this file off the path, put `rollout` in."""
+    """Make `rollout` importable, and take the folder of this file off the path."""
     here = Path(__file__).absolute()
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != here.resolve().parent]
     package = types.ModuleType("rollout")
@@ -27,23 +27,23 @@ def make_importable() -> None:
 
 
 def end_with_server() -> None:
-    """Have the kernel kill this worker when the process that started it ends, however that ends (Linux): one that waits
-    for a dead worker inside vLLM's shared memory hears nothing else."""
+    """Let the kernel kill this worker when the process that started it ends, however it ends (Linux): a worker that
+    waits in vLLM's shared memory for a dead one notices nothing else."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(os.environ[_SERVER]):  # it has ended by now
         os._exit(1)
 
 
 def see_as_server() -> None:
-    """Have this worker's model take images as the server's does, which has said so by then (`Generator`)."""
+    """Let this worker's model take images as the server's does, which has set a variable by then (`Generator`)."""
     if os.environ.get(_SEEING):
         from rollout.vllm.server.images import replace_processors  # vLLM, which a worker imports next
 
         replace_processors()
 
 
-def stay_on_loopback() -> None:
-    """Have torch's stores of this process listen there, before vLLM imports them."""
+def listen_on_loopback() -> None:
+    """Bind torch's stores of this process to loopback, before vLLM imports them."""
     # found by the path and the package made above
     from rollout.vllm.server.loopback_store import hold_stores_to_loopback
 
@@ -51,9 +51,9 @@ def stay_on_loopback() -> None:
 
 
 def main() -> None:
-    """Serve."""
+    """Serve one engine."""
     os.environ[_SERVER] = str(os.getpid())
-    stay_on_loopback()
+    listen_on_loopback()
     from rollout.vllm.server.serve import serve  # found by the path and the package made above
 
     serve(int(sys.argv[1]))
@@ -65,5 +65,5 @@ if __name__ == "__main__":
 elif __name__ == "__mp_main__":  # a worker
     make_importable()
     end_with_server()
-    stay_on_loopback()
+    listen_on_loopback()
     see_as_server()

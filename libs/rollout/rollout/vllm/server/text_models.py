@@ -1,7 +1,7 @@
 """Qwen3.5 without its vision tower, for releases of vLLM whose registry lacks it (0.32 has it, 0.26 does not).
 
-There the classes exist as parts of the vision-language ones. What they lack is told by vLLM's hybrid interface, and is
-the same with and without a tower: shapes and dtypes of the delta nets' states, and positions that count tokens.
+There the classes exist as parts of the vision-language ones. What they lack is taken from vLLM's hybrid interface, and
+is the same with and without a tower: shapes and dtypes of the delta nets' states, and positions that count tokens.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ STATES = (
     "get_mamba_state_shape_from_config",
     "get_mamba_state_copy_func",
 )
-SEEING = {
+VISION_MODELS = {
     "Qwen3_5ForCausalLM": "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForCausalLM": "Qwen3_5MoeForConditionalGeneration",
 }
@@ -23,9 +23,9 @@ SEEING = {
 
 
 def register_text_models() -> None:
-    """Add what this vLLM's registry lacks; nothing where it lacks nothing."""
+    """Add the missing models to this vLLM's registry."""
     known = ModelRegistry.get_supported_archs()
-    for name, seeing in SEEING.items():
+    for name, seeing in VISION_MODELS.items():
         if name not in known:
             ModelRegistry.register_model(name, _text_model(name, getattr(qwen3_5, seeing)))
 
@@ -38,7 +38,7 @@ def _text_model(name: str, seeing: type) -> type:
 
 
 def _positions(_: Any, input_tokens: list[int], mm_features: list[Any]) -> tuple[torch.Tensor, int]:
-    """i64[3, tokens]: text counts on in all three directions."""
+    """Return positions i64[3, tokens] that count tokens on all three axes."""
     if mm_features:
         raise ValueError("a text model is given no images")
     return torch.arange(len(input_tokens)).expand(3, -1), 0

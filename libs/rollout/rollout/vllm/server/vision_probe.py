@@ -1,6 +1,6 @@
-"""What is added to vLLM's worker where its model sees: it says what the model counts for itself.
+"""Reports of vLLM's worker on a vision-language model: the sizes and positions that the model computes itself.
 
-What images need of vLLM is imported where it is called: releases that have other names for it sample from text.
+What images need of vLLM is imported where it is used: releases that have other names for it sample from text.
 """
 
 from typing import Any
@@ -10,13 +10,13 @@ import torch
 from rollout.vllm.client.position_digest import digest_of
 
 
-class SeeingWorker:
-    """Mixed into vLLM's worker by its `worker_extension_cls`: what the model counts for itself."""
+class VisionWorker:
+    """Extension of vLLM's worker by its `worker_extension_cls`."""
 
     model_runner: Any
 
-    def tell_sight(self) -> dict[str, int]:
-        """Return how the model sees, by its modules."""
+    def report_vision(self) -> dict[str, int]:
+        """Return the vision settings of the model's modules."""
         model = self.model_runner.model
         return {
             "token": model.config.image_token_id,
@@ -30,12 +30,12 @@ class SeeingWorker:
         from vllm.multimodal.inputs import MultiModalFeatureSpec
 
         # This module takes more of them.
-        from rollout.vllm.server.images import Picture, item_of, place_of
+        from rollout.vllm.server.images import ReceivedImage, item_of, place_of
 
         model = self.model_runner.model
         features = [
             MultiModalFeatureSpec(
-                data=item_of(Picture("", grid, torch.empty(0, 0))),
+                data=item_of(ReceivedImage("", grid, torch.empty(0, 0))),
                 modality="image",
                 identifier="",
                 mm_position=place_of(grid, place, model.visual.spatial_merge_size),

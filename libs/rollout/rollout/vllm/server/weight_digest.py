@@ -1,7 +1,7 @@
-"""The proof that a worker has the weights of a file: the bytes it read, its head, each of its experts.
+"""The weight check that a worker has the weights of a file: the bytes it read, its head, each of its experts.
 
-vLLM keeps weights in the order of its kernels. A head that is tied to the embedding has a copy of its own, which goes
-stale without a word, so that it is asked for a product; experts are looked at before they are packed.
+vLLM keeps weights in the order of its kernels. A head that is tied to the embedding has a copy of its own, which may
+silently stay stale, so its products are compared; experts are compared before they are packed.
 """
 
 import re
@@ -15,20 +15,20 @@ from rollout.sync.tensor_digest import digest_of
 
 HEAD = "lm_head.weight"
 ROWS = 512
-"""Of the head, evenly spread."""
-NEAR = 0.05
-"""Of a product's own size: what arithmetic in bfloat16 may be off."""
+"""Number of compared rows of the head, evenly spread."""
+BFLOAT16_TOLERANCE = 0.05
+"""Error of a product in bfloat16, relative to its size."""
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
-def damaged(named: Mapping[str, Tensor], digests: Mapping[str, int]) -> list[str]:
+def corrupted_tensors(named: Mapping[str, Tensor], digests: Mapping[str, int]) -> list[str]:
     """Return the tensors of a file whose bytes are not those that were written."""
     return [f"{name} is not what was staged" for name, value in named.items() if digest_of(value) != digests[name]]
 
 
 def stale_heads(heads: Iterable[tuple[str, Any]], named: Mapping[str, Tensor]) -> list[str]:
-    """Return the heads (vLLM's `ParallelLMHead`s by name) whose kernels do not have the file's, in the part of the
-    vocabulary that is this worker's."""
+    """Return the heads (vLLM's `ParallelLMHead`s by name) whose products differ from the file's weights, in the part of
+    the vocabulary that is this worker's."""
     found = []
     for name, head in heads if HEAD in named else ():
         first, last = head.shard_indices.org_vocab_start_index, head.shard_indices.org_vocab_end_index
@@ -38,14 +38,14 @@ def stale_heads(heads: Iterable[tuple[str, Any]], named: Mapping[str, Tensor]) -
         asked = asked.to(head.weight.dtype)
         told = head.quant_method.apply(head, asked.to(head.weight.device))[:, rows.to(head.weight.device)]
         expected = asked.float() @ wanted.T
-        if not (told.float().cpu() - expected).norm() <= NEAR * expected.norm():
+        if not (told.float().cpu() - expected).norm() <= BFLOAT16_TOLERANCE * expected.norm():
             found.append(f"{name} does not give the products of {HEAD}")
     return found
 
 
 def stale_experts(layers: Iterable[tuple[str, Any]], named: Mapping[str, Tensor], rank: int) -> list[str]:
-    """Return the experts (of vLLM's `RoutedExperts` by name) of worker `rank` whose rows are not the file's. Before
-    they are packed."""
+    """Return the experts (of vLLM's `RoutedExperts` by name) of worker `rank` whose rows differ from the file's. Call
+    it before they are packed."""
     return [problem for name, layer in layers for problem in _stale_in(name, layer, named, rank)]
 
 
@@ -75,7 +75,7 @@ def _stale_in(name: str, layer: Any, named: Mapping[str, Tensor], rank: int) -> 
 
 
 def _matrices(within: Mapping[str, Tensor], expert: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Gate, up and down of an expert, saved with the others in one tensor or by itself."""
+    """Return gate, up and down of an expert, saved with the others in one tensor or by itself."""
     if "gate_up_proj" in within:
         both = within["gate_up_proj"][expert]
         half = both.shape[0] // 2

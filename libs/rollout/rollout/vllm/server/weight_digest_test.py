@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rollout.sync.tensor_digest import digest_of
-from rollout.vllm.server.weight_digest import damaged, stale_experts, stale_heads
+from rollout.vllm.server.weight_digest import corrupted_tensors, stale_experts, stale_heads
 
 EXPERTS, INNER, HIDDEN, VOCAB = 4, 6, 8, 40
 PREFIX = "model.layers.1.mlp.experts"
@@ -62,9 +62,9 @@ def experts(
 def test_bytes_that_are_not_those_written_are_named() -> None:
     named = file()
     digests = {name: digest_of(value) for name, value in named.items()}
-    assert damaged(named, digests) == []
+    assert corrupted_tensors(named, digests) == []
     named["lm_head.weight"].view(torch.uint8)[3, 3] ^= 1
-    assert damaged(named, digests) == ["lm_head.weight is not what was staged"]
+    assert corrupted_tensors(named, digests) == ["lm_head.weight is not what was staged"]
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, VOCAB), (16, 32)])

@@ -1,4 +1,4 @@
-"""Where a worker finds weights: a file in host memory, or memory of its own accelerator that the trainer wrote."""
+"""A worker's view of weights: a file in host memory, or memory of its own accelerator that the trainer wrote."""
 
 import torch
 from torch import Tensor
@@ -8,15 +8,15 @@ from rollout.vllm.weights import cuda_memory
 
 
 class WeightRegions:
-    """The regions that were read, each opened once: to map a file anew costs a fault for each of its pages."""
+    """The regions that were read, each opened once: to map a file anew costs a page fault for each of its pages."""
 
     def __init__(self) -> None:
         self._opened: dict[str, Tensor] = {}
         self._copied = False
 
     def read(self, path: str, nbytes: int) -> Tensor:
-        """Return `u8[nbytes]`: what lies at a path; on a CUDA device where it has room to spare, so that it crosses the
-        link once and is looked through there."""
+        """Return `u8[nbytes]` at a path; copied to a CUDA device with enough free memory, so that the bytes cross the
+        link once and are checked there."""
         if path not in self._opened:
             self._opened[path] = _open(path, nbytes)
         found = self._opened[path]
@@ -26,7 +26,7 @@ class WeightRegions:
         return found.to("cuda", non_blocking=True)
 
     def forget_copies(self) -> None:
-        """Give back the memory that copies took, which is not vLLM's own."""
+        """Free the memory of copies, which is not vLLM's own."""
         if self._copied:
             self._copied = False
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What is added to vLLM's worker: it reads weights that another process wrote, and tells experts.
+"""Extension of vLLM's worker: it reads weights that another process wrote, and records experts.
 
 Each worker imports this before it makes its model: a process of its own, where several share a model, whose registry
 lacks what the server's was given.
@@ -22,60 +22,60 @@ from vllm.platforms import current_platform
 
 from rollout.vllm.server.routes import NotedExperts
 from rollout.vllm.server.text_models import register_text_models
-from rollout.vllm.server.vision_probe import SeeingWorker
-from rollout.vllm.server.weight_digest import damaged, stale_experts, stale_heads
+from rollout.vllm.server.vision_probe import VisionWorker
+from rollout.vllm.server.weight_digest import corrupted_tensors, stale_experts, stale_heads
 from rollout.vllm.server.weight_regions import WeightRegions
 
 register_text_models()
 
 RELOADING = "vllm.model_executor.model_loader.reload"
-HARMLESS = ("RotaryEmbedding", "MRotaryEmbedding")
-"""Layers that hold nothing but what follows from their sizes."""
+STATELESS = ("RotaryEmbedding", "MRotaryEmbedding")
+"""Layers whose contents follow from their sizes alone."""
 
 
-class FileWeights(NotedExperts, SeeingWorker):
-    """Mixed into vLLM's worker by its `worker_extension_cls`."""
+class FileWeights(NotedExperts, VisionWorker):
+    """Extension of vLLM's worker by its `worker_extension_cls`."""
 
     model_runner: Any
     places: WeightRegions
     take_back: Callable[[], None]
-    """Undoes what is lent to vLLM where copies share experts."""
+    """Function that undoes the patches of vLLM where copies share experts."""
 
     def settle_in(self) -> None:
-        """Once, after vLLM has started: what it leaves to be done, most of it where workers share a model on a CPU."""
+        """Finish the start of vLLM: call it once. Most of it concerns workers that share a model on a CPU."""
         self.regions = WeightRegions()
         if not current_platform.is_cpu():
             return
         from rollout.vllm.server.cpu_experts import map_experts  # of a vLLM for CPUs alone
 
         map_experts(self.model_runner.model)
-        # All have it open by now; without its name it goes with the last of them, however they end.
+        # All have it open by now; without its name it is freed with the last of them, however they end.
         for path in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}-*"):
             path.unlink(missing_ok=True)
 
     def join_copies(self) -> list[int] | None:
-        """Once, where experts are dealt to several copies of the model on a CPU: have what vLLM lacks for it, until it
-        ends. The numbers of this worker's own experts, the same in each layer."""
+        """Patch vLLM until it ends, where copies of the model on a CPU share its experts: call it once. Return the
+        numbers of this worker's own experts, the same in each layer."""
         from vllm.distributed import get_dp_group, get_ep_group  # this and what follows: of a vLLM for CPUs alone
         from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase  # likewise
 
-        from rollout.vllm.server.cpu_replicas import lend_exchanges  # likewise
+        from rollout.vllm.server.cpu_replicas import patch_collectives  # likewise
 
         groups = (get_dp_group(), get_ep_group())
-        self.take_back = lend_exchanges([group.device_communicator for group in groups], DeviceCommunicatorBase)
+        self.take_back = patch_collectives([group.device_communicator for group in groups], DeviceCommunicatorBase)
         for _, layer in self._of_kind(RoutedExperts):
             if layer.expert_map is not None:
                 return [number for number, own in enumerate(layer.expert_map.tolist()) if own >= 0]
         return None
 
     def load_file(self, path: str, slots: list[list[Any]], tied: dict[str, str], digests: dict[str, int]) -> str | None:
-        """Replace the weights by those of a file; why that failed, or None where all are the new ones.
+        """Replace the weights by those of a file; return why that failed, or None.
 
-        It answers with what went wrong and does not raise it: vLLM reads no other worker's answer after an error, and
-        would take those for answers to the next call.
+        It returns an error and does not raise it: vLLM reads no other worker's answer after an error, and would take
+        those for answers to the next call.
 
         `slots`: (name, dtype, shape, first byte) of each tensor. `tied`: further names and the tensors they stand for;
-        vLLM's packed copy of a tied head would otherwise stay as it was, without a word. `digests`: of each tensor.
+        vLLM's packed copy of a tied head would otherwise silently stay as it was. `digests`: of each tensor.
         """
         try:
             self._load_file(path, slots, tied, digests)
@@ -85,18 +85,18 @@ class FileWeights(NotedExperts, SeeingWorker):
         return None
 
     def _load_file(self, path: str, slots: list[list[Any]], tied: dict[str, str], digests: dict[str, int]) -> None:
-        """Do so. RuntimeError: the file is damaged, or vLLM left a parameter as it was."""
+        """Replace the weights. Raise RuntimeError where the file is damaged, or vLLM left a parameter as it was."""
         end = max(start + prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape, start in slots)
         file = self.regions.read(path, end)
         named: dict[str, Tensor] = {}
         for name, kind, shape, start in slots:
             dtype = getattr(torch, kind)
             named[name] = file[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
-        _refuse(damaged(named, digests))
+        _refuse(corrupted_tensors(named, digests))
         named |= {name: named[other] for name, other in tied.items()}
         with _warnings() as told:
             self.model_runner.reload_weights(weights_iterator=iter(named.items()))
-        stale = [text for text in told if not text.startswith(HARMLESS)]
+        stale = [text for text in told if not text.startswith(STATELESS)]
         if stale:
             raise RuntimeError(f"vLLM did not take all weights: {'; '.join(stale)}")
         if current_platform.is_cpu():
@@ -112,7 +112,7 @@ class FileWeights(NotedExperts, SeeingWorker):
 
 
 def _refuse(problems: Sequence[str]) -> None:
-    """RuntimeError names the first of them."""
+    """Raise RuntimeError with the first problems, if any."""
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise RuntimeError(f"{'; '.join(problems[:3])}{more}")
@@ -120,7 +120,7 @@ def _refuse(problems: Sequence[str]) -> None:
 
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """The warnings of vLLM's reloading: all it says where it leaves a parameter as it was."""
+    """Collect the warnings of vLLM's reloading: its only sign that it left a parameter as it was."""
     told: list[str] = []
 
     class Keep(logging.Handler):

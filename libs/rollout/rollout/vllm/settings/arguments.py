@@ -1,4 +1,4 @@
-"""Which engine arguments vLLM is handed: what is set elsewhere is refused, and what it does not have."""
+"""Checks of vLLM's engine arguments: those that are set elsewhere or that vLLM lacks are refused."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -49,7 +49,7 @@ class EngineArguments(NamedTuple):
 
 
 def check_arguments(arguments: Iterable[str], known: EngineArguments) -> None:
-    """ValueError names an argument that this vLLM lacks, and those like it."""
+    """Raise ValueError with an argument that this vLLM lacks, and similar names."""
     for name in arguments:
         if name not in known.names:
             raise ValueError(f"vLLM {known.version} has no engine argument {name!r}{_like(name, known.names)}")

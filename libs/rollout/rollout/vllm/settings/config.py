@@ -4,9 +4,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollout.vllm.settings.arguments import OWNED
+
+if TYPE_CHECKING:  # whose field these settings are
+    from rollout.config import RolloutConfig
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("auto", "cpu")
@@ -23,49 +26,49 @@ SWITCHES = (
 
 @dataclass(frozen=True)
 class VllmConfig:
-    """How vLLM is started, and what it is told beyond a `RolloutConfig`."""
+    """Settings of vLLM beyond a `RolloutConfig`."""
 
     python: str | None = None
-    """The interpreter of an environment that has vLLM; None: $TESSERA_VLLM_PYTHON, else the one that runs here."""
+    """Interpreter of an environment that has vLLM; None: $TESSERA_VLLM_PYTHON, else the one that runs here."""
     dtype: str = "auto"
-    """What the model computes in; "auto": bfloat16 where the model has delta nets, else the model's own."""
+    """Dtype that the model computes in; "auto": bfloat16 where the model has delta nets, else the model's own."""
     tensor_parallel: int = 1
-    """Workers, each a process with a device of its own, that share each matrix."""
+    """Number of workers, each a process with a device of its own, that share each matrix."""
     data_parallel: int = 1
-    """Copies of the model."""
+    """Number of copies of the model."""
     copies_per_device: int = 1
-    """Copies that share an accelerator, each a process whose own processor does the work of its steps between two
-    kernels: for models so small that a device waits for that. Each takes its own `memory_share`."""
+    """Number of copies that share an accelerator, each in a process whose CPU work between kernels overlaps with the
+    others': for models so small that a device waits for it. Each takes its own `memory_share`."""
     expert_parallel: bool = False
-    """The workers have whole experts, in place of a part of each one."""
+    """Whether workers have whole experts, instead of a part of each one."""
     experts_over_copies: bool = False
-    """With `expert_parallel`: experts are dealt to the workers of all copies, which make each step together then, and
-    end together; on a CPU."""
+    """With `expert_parallel`: experts are spread over the workers of all copies, which make each step together then,
+    and end together; on a CPU."""
     prefix_cache: bool = False
-    """Keep what was computed of prompts that begin alike; prompts are read in parts then."""
+    """Whether the states of common beginnings of prompts are cached; prompts are read in parts then."""
     split_prompts: bool = False
-    """Read a long prompt in several steps, of `RolloutConfig.prefill_tokens` tokens each, while other requests get on.
-    Where prompts are read in parts, requests can't have a seed (on a CPU)."""
+    """Whether a long prompt is read in several steps, of `RolloutConfig.prefill_tokens` tokens each, while other
+    requests go on. Where prompts are read in parts, requests can't have a seed (on a CPU)."""
     drop_seeds: bool = False
-    """Leave out the seeds of all requests: such runs don't repeat. A CPU that reads prompts in parts refuses seeds; on
-    an accelerator vLLM launches a kernel for each token of a request that has one (its `random_sample`)."""
+    """Whether the seeds of all requests are dropped: such runs don't repeat. A CPU that reads prompts in parts refuses
+    seeds; on an accelerator vLLM launches a kernel for each token of a request that has one (its `random_sample`)."""
     memory_share: float | None = None
     """Share of an accelerator's memory for weights and caches; None: vLLM's own. A CPU has `kv_cache_gib`."""
     graph_sizes: tuple[int, ...] = ()
     """Numbers of decoding requests whose step is captured as a CUDA graph and replayed; others run layer by layer."""
     weights_on_device: bool = False
-    """New weights pass through two sets of them in the memory of the accelerator that trainer and vLLM share (CUDA
-    IPC), in place of two in host memory: sooner there, for models small beside the device."""
+    """Whether new weights pass through two sets of them in the memory of the accelerator that trainer and vLLM share
+    (CUDA IPC), instead of two in host memory: faster there, for models small beside the device."""
     sleep: bool = False
-    """Be able to give the device's memory back between two rounds of sampling; vLLM refuses it on a CPU."""
+    """Whether vLLM can free the device's memory between two rounds of sampling; it refuses that on a CPU."""
     kv_cache_gib: int = 1
-    """Memory of each worker for the caches of running requests, in GiB (on a CPU)."""
+    """GiB of memory of each worker for the caches of running requests (on a CPU)."""
     threads: int = 1
-    """Of each worker on a CPU; more are slower where other work runs."""
+    """Number of threads of each worker on a CPU; more are slower where other work runs."""
     start_seconds: float = 300.0
-    """How long the process may take to be ready."""
+    """Most seconds until the process is ready."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of vLLM's EngineArgs by name; a name that it does not have is refused at the start."""
+    """Further fields of vLLM's EngineArgs by name; an unknown name is refused at the start."""
     device: str = "auto"
     """"auto": what the vLLM of that environment was built for; "cpu": one that finds another device is refused."""
 
@@ -131,17 +134,30 @@ class VllmConfig:
 
     @property
     def devices(self) -> int:
-        """That all copies need."""
+        """Number of devices that all copies need."""
         return self.tensor_parallel * self.data_parallel // self.copies_per_device
 
     @property
     def reads_in_parts(self) -> bool:
-        """Whether a prompt may be read in more than one step; a hybrid's kept prompts need it."""
+        """Whether a prompt may be read in more than one step; a hybrid's prefix cache needs it."""
         return self.prefix_cache or self.split_prompts
 
 
+def check_routed_experts(config: "RolloutConfig") -> None:
+    """Raise ValueError where the experts of tokens are asked for and could not be told."""
+    if not config.routed_experts:
+        return
+    if config.vllm.experts_over_copies and config.vllm.tensor_parallel > 1:
+        raise ValueError(
+            "routed_experts can't be told where copies of several workers share experts, as each worker routes a "
+            "part of the tokens: set tensor_parallel=1, or leave experts_over_copies off"
+        )
+    if config.vllm.graph_sizes:
+        raise ValueError("routed_experts are noted by Python between layers, which a graph leaves out: no graph_sizes")
+
+
 def accelerator_arguments(config: VllmConfig) -> dict[str, Any]:
-    """Engine arguments that are for accelerators: memory, and graphs of steps that only decode, uncompiled."""
+    """Return the engine arguments for accelerators: memory, and graphs of steps that only decode, uncompiled."""
     found: dict[str, Any] = {"enforce_eager": not config.graph_sizes}
     if config.graph_sizes:
         sizes = sorted(set(config.graph_sizes))
@@ -153,7 +169,7 @@ def accelerator_arguments(config: VllmConfig) -> dict[str, Any]:
 
 
 def text_config(model: Path) -> dict[str, Any]:
-    """Return the config.json of a model directory, its text part where it has several.
+    """Return the config.json of a model directory, or its text part where it has several.
 
     Raises:
         ValueError: the directory has none.

@@ -1,6 +1,6 @@
-"""Memory of a CUDA device that two processes see, and host memory that a device reads at the link's speed.
+"""Memory of a CUDA device that two processes see, and pinned host memory.
 
-CUDA's driver is asked directly: its interface is the same for every release of torch, and the two processes may have
+CUDA's driver is called directly: its interface is the same for every release of torch, and the two processes may have
 different ones. What is allocated here is not PyTorch's, whose allocator may cut it out of something larger.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 PREFIX = "cuda-ipc:"
-"""Of a path that is no file's."""
+"""Prefix of a path that is no file's."""
 HANDLE_BYTES = 64
 _PORTABLE, _LAZY_PEERS = 1, 1
 _ALREADY_REGISTERED = 712
@@ -27,7 +27,7 @@ class _Handle(ctypes.Structure):
 
 
 class _Region:
-    """Bytes on a device, as the CUDA array interface tells them; PyTorch keeps it as long as a view of it."""
+    """Bytes on a device as a CUDA array interface; PyTorch keeps it as long as a view of it."""
 
     def __init__(self, pointer: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -40,7 +40,7 @@ class _Region:
 
 
 def allocate(nbytes: int) -> Tensor:
-    """Return `u8[nbytes]` on the current device, not initialised; the memory goes with the last view of it.
+    """Return `u8[nbytes]` on the current device, not initialised; the memory is freed with the last view of it.
 
     Raises:
         RuntimeError: the device has not so much.
@@ -52,7 +52,7 @@ def allocate(nbytes: int) -> Tensor:
 
 
 def path_of(memory: Tensor) -> str:
-    """Under which another process of this host may open what `allocate` gave."""
+    """Return a path by which another process of this host may open what `allocate` returned."""
     _enter()
     handle = _Handle()
     _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(memory.data_ptr()))
@@ -60,7 +60,7 @@ def path_of(memory: Tensor) -> str:
 
 
 def opened(path: str, nbytes: int) -> Tensor:
-    """Return `u8[nbytes]`: another process's memory, on the current device; it is let go with the last view of it.
+    """Open another process's memory on the current device as `u8[nbytes]`; it is closed with the last view of it.
 
     Raises:
         RuntimeError: it can't be opened here: it is gone, is this process's own, or lies on a device out of reach.
@@ -73,8 +73,8 @@ def opened(path: str, nbytes: int) -> Tensor:
 
 
 def pin(memory: Tensor) -> None:
-    """Keep host memory where it is, so that devices read it by themselves; nothing where that is so already. Copies
-    take several times as long from memory that is not.
+    """Register host memory for direct reads by devices; do nothing where it is registered already. Copies from other
+    memory take several times as long.
 
     Raises:
         RuntimeError: the kernel or the driver does not allow it.
@@ -85,13 +85,13 @@ def pin(memory: Tensor) -> None:
 
 
 def unpin(memory: Tensor) -> None:
-    """Take `pin` back; before the memory goes."""
+    """Undo `pin`, before the memory is freed."""
     _enter()
     _call("cuMemHostUnregister", ctypes.c_void_p(memory.data_ptr()))
 
 
 def pin_if_allowed(memory: Tensor) -> bool:
-    """Return `pin`, or a warning with the reason; whether it is pinned now."""
+    """Call `pin`, or log a warning with the reason; return whether the memory is pinned now."""
     try:
         pin(memory)
     except RuntimeError as error:
@@ -112,7 +112,7 @@ def _release(release: str, pointer: int) -> None:
 
 
 def _enter() -> None:
-    """The driver works on the context that is current in a thread, which PyTorch makes so by its first call there."""
+    """Make PyTorch's context current in this thread, which is what its first call does; the driver works on it."""
     torch.cuda.synchronize()
 
 

@@ -1,13 +1,13 @@
-"""Weights on their way to vLLM: two regions that both processes see, one in use, the other for what comes.
+"""Weight sync to vLLM: two regions that both processes see, one in use, the other for new weights.
 
 A region is a file in host memory, or memory of the accelerator that both compute on. Every tensor has a digest, which
 each worker of vLLM computes again of what it reads.
 
 1. `prepare` and `receive` write into the region that is not in use, with all checks of `rollout.sync`.
-2. `commit` turns the two around; vLLM then reads the other one.
-3. `abort` turns them back; the old weights are whole in their region until the next transfer begins.
+2. `commit` swaps the two; vLLM then reads the other one.
+3. `abort` swaps them back; the old weights are whole in their region until the next weight sync begins.
 
-A file has no name (memfd), and a device's memory a handle: both go with the processes that hold them, however they end.
+A file has no name (memfd), and a device's memory a handle: both end with the processes that hold them.
 """
 
 import mmap
@@ -38,19 +38,19 @@ _ALIGN = 64
 
 @dataclass(frozen=True)
 class Transfer:
-    """What the last transfer of weights cost."""
+    """Costs of the last weight sync."""
 
     nbytes: int
     staged_s: float
-    """Writing them beside those in use, while vLLM goes on."""
+    """Seconds of writing beside the weights in use, while vLLM goes on."""
     paused_s: float
-    """vLLM reading them, between two of its steps."""
+    """Seconds of vLLM's reading, between two of its steps."""
     link_share: float
-    """Bytes a second, from the first to the last moment of both, against this host's copying of memory."""
+    """Bytes a second, from the first to the last moment of both, relative to this host's copying of memory."""
 
 
 class Slot(NamedTuple):
-    """Where a tensor lies in a file of weights; `start` counts bytes."""
+    """Place of a tensor in a file of weights; `start` counts bytes."""
 
     name: str
     dtype: torch.dtype
@@ -59,21 +59,21 @@ class Slot(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its length."""
+        """Number of bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     def plain(self) -> list[Any]:
-        """As a message holds it."""
+        """Return the fields for a message."""
         return [self.name, str(self.dtype).removeprefix("torch."), list(self.shape), self.start]
 
 
 class WeightRegion:
-    """A tensor at each slot of a run of bytes, which other processes find by `path`.
+    """A run of bytes with a tensor at each slot, which other processes find by `path`.
 
     Args:
         whole: `u8[nbytes]`, the bytes.
-        path: how a worker finds them.
-        inherited: the descriptors that it must be born with to do so.
+        path: path by which a worker opens them.
+        inherited: descriptors that it must inherit to do so.
         pinned: whether they are host memory that `close` is to unpin.
     """
 
@@ -88,19 +88,19 @@ class WeightRegion:
         }
 
     def note_digests(self) -> None:
-        """Compute what `digests` tells from now on."""
+        """Compute the `digests` of the present tensors."""
         self._digests = {name: digest_of(tensor) for name, tensor in self.tensors.items()}
 
     @property
     def digests(self) -> dict[str, int]:
-        """Of each tensor, when it was last noted; else as it is now."""
+        """Digest of each tensor when they were last computed; else of its present value."""
         if self._digests is None:
             self.note_digests()
         assert self._digests is not None
         return self._digests
 
     def close(self) -> None:
-        """Let go what the process holds beside the bytes, which follow with the last view of them."""
+        """Release what the process holds beside the bytes, which are freed with the last view of them."""
         if self._pinned is not None:
             cuda_memory.unpin(self._pinned)
             self._pinned = None
@@ -109,7 +109,7 @@ class WeightRegion:
 
 
 def file_region(slots: Sequence[Slot]) -> WeightRegion:
-    """Return in a file in host memory, which is none of a file system's."""
+    """Make a region in a file in host memory, which is in no file system."""
     size = max(bytes_of(slots), 1)
     descriptor = os.memfd_create("tessera-weights")
     os.ftruncate(descriptor, size)
@@ -119,7 +119,7 @@ def file_region(slots: Sequence[Slot]) -> WeightRegion:
 
 
 def device_region(slots: Sequence[Slot]) -> WeightRegion:
-    """Return in memory of the current CUDA device.
+    """Make a region in memory of the current CUDA device.
 
     Raises:
         ValueError: there is no such device.
@@ -132,22 +132,22 @@ def device_region(slots: Sequence[Slot]) -> WeightRegion:
 
 
 def bytes_of(slots: Iterable[Slot]) -> int:
-    """Up to the end of the last slot."""
+    """Return the number of bytes up to the end of the last slot."""
     return max((slot.start + slot.nbytes for slot in slots), default=0)
 
 
 class SharedWeights(WeightStaging):
-    """`WeightStaging` over the two regions: what is staged lies in one, and a swap is a change of which is in use.
+    """`WeightStaging` over the two regions: staged weights lie in one, and a swap changes which is in use.
 
     Args:
-        shapes: the tensors that a transfer brings, by their names on disk.
+        shapes: the tensors of a weight sync, by their names on disk.
         aliases: further names of a tensor (a tied head).
-        version: the number of the weights that the first region is filled with.
-        on_device: the regions are memory of the current CUDA device, not files.
+        version: the version of the weights in the first region.
+        on_device: whether the regions are memory of the current CUDA device instead of files.
 
     Raises:
         ValueError: there is no such device.
-        RuntimeError: it has no room for two sets of weights.
+        RuntimeError: it has not enough memory for two sets of weights.
     """
 
     def __init__(
@@ -161,30 +161,30 @@ class SharedWeights(WeightStaging):
 
     @property
     def nbytes(self) -> int:
-        """Of one set of weights."""
+        """Number of bytes of one set of weights."""
         return bytes_of(self.slots)
 
     @property
     def device(self) -> torch.device:
-        """Where the regions are."""
+        """Device of the regions."""
         return next((tensor.device for tensor in self.regions[0].tensors.values()), torch.device("cpu"))
 
-    def told(self, region: int) -> tuple[str, dict[str, int]]:
+    def locate(self, region: int) -> tuple[str, dict[str, int]]:
         """Return the path of a region, as this process and its children see it, and the digests of its tensors."""
         return self.regions[region].path, self.regions[region].digests
 
     @property
     def inherited(self) -> list[int]:
-        """The descriptors that a process must be born with to find the regions."""
+        """Descriptors that a process must inherit to find the regions."""
         return [descriptor for region in self.regions for descriptor in region.inherited]
 
     def close(self) -> None:
-        """Let both regions go."""
+        """Close both regions."""
         for region in self.regions:
             region.close()
 
     def _allocate(self, name: str, target: Tensor) -> Tensor:
-        """Return where a tensor lies in the region that is not in use; memory of its own for another name of it."""
+        """Return a tensor's memory in the region that is not in use; new memory for a further name of it."""
         if name in self._aliases:
             return torch.empty(target.numel(), dtype=target.dtype, device=target.device)
         return self.regions[1 - self.in_use].tensors[name].view(-1)
@@ -194,7 +194,7 @@ class SharedWeights(WeightStaging):
 
     def _swap(self, values: dict[str, Tensor]) -> None:
         spare = self.regions[1 - self.in_use].tensors
-        for name in spare.keys() - values.keys():  # an adapter is not on them
+        for name in spare.keys() - values.keys():  # they have no adapter
             spare[name].copy_(self._current()[name])
         for name, value in values.items():
             if value.data_ptr() != spare[name].data_ptr():  # it came under its other name
@@ -203,7 +203,7 @@ class SharedWeights(WeightStaging):
         self.in_use = 1 - self.in_use
 
     def _swap_back(self, values: dict[str, Tensor]) -> None:
-        del values  # the old weights lie in their region as they were
+        del values  # the old weights are unchanged in their region
         self.in_use = 1 - self.in_use
 
 
@@ -237,8 +237,7 @@ def checkpoint_pieces(model: Path) -> Iterable[BucketPiece]:
 
 
 def _has_cuda() -> bool:
-    """Return whether this process's accelerator is a CUDA device; beside another one, torch.cuda is not asked at
-    all."""
+    """Return whether this process's accelerator is a CUDA device; beside another, torch.cuda is not called at all."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator is not None and accelerator.type == "cuda"
 
@@ -261,10 +260,10 @@ def _headers(model: Path) -> Iterable[tuple[str, list[int], torch.dtype]]:
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
 
 
-def tied_head(model: Path, described: Mapping[str, Any]) -> dict[str, str]:
-    """Return the head's name and that of the embedding it is tied to; nothing where it has weights of its own."""
+def tied_head(model: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of the head and of the embedding that it is tied to; {} where it has weights of its own."""
     names = list(checkpoint_shapes(model))
     embeddings = [name for name in names if name.endswith("embed_tokens.weight")]
-    if not described.get("tie_word_embeddings") or "lm_head.weight" in names or not embeddings:
+    if not config.get("tie_word_embeddings") or "lm_head.weight" in names or not embeddings:
         return {}
     return {"lm_head.weight": embeddings[0]}

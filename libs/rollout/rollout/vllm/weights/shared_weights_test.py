@@ -37,7 +37,7 @@ def weights() -> Iterator[SharedWeights]:
 def assert_reads(weights: SharedWeights, number: int) -> None:
     """As another process reads the file in use: by its path and the slots alone."""
     assert weights.version == number
-    path, _ = weights.told(weights.in_use)
+    path, _ = weights.locate(weights.in_use)
     assert os.stat(path).st_size == weights.nbytes
     with open(path, "rb") as file:
         data = bytearray(file.read())

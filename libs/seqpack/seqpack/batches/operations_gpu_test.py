@@ -1,4 +1,4 @@
-"""The laws of the jagged algebra on a CUDA device, against lists of tensors on the CPU.
+"""The properties of the jagged operations on a CUDA device, against lists of tensors on the CPU.
 
 SEQPACK_TEST_DEVICE=cpu tries the same examples on a machine without one.
 """
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from seqpack.batches.batch import check_batch, lengths, make_batch
 from seqpack.batches.jagged import samples_of
 from seqpack.batches.packed import PackedBatch, pack_sequences, unpack_sequences, unpack_tokens
-from seqpack.testing import algebra_laws, batch_laws, jagged_laws
+from seqpack.testing import batch_properties, jagged_properties, operation_properties
 
 DEVICE = os.environ.get("SEQPACK_TEST_DEVICE", "cuda")
 pytestmark = [
@@ -36,26 +36,26 @@ def seconds() -> Iterator[None]:
     print(f"{time.perf_counter() - start:.1f} s on {DEVICE}")
 
 
-@pytest.mark.parametrize("law", algebra_laws.PROPERTIES)
+@pytest.mark.parametrize("name", operation_properties.PROPERTIES)
 @FIXED
 @given(st.data())
-def test_law_of_the_algebra(law: str, data: st.DataObject) -> None:
-    algebra_laws.PROPERTIES[law](data, DEVICE)
+def test_property_of_the_operations(name: str, data: st.DataObject) -> None:
+    operation_properties.PROPERTIES[name](data, DEVICE)
 
 
-@pytest.mark.parametrize("law", jagged_laws.PROPERTIES)
-def test_law_of_the_layout(law: str) -> None:
-    jagged_laws.PROPERTIES[law](DEVICE)
+@pytest.mark.parametrize("name", jagged_properties.PROPERTIES)
+def test_property_of_the_layout(name: str) -> None:
+    jagged_properties.PROPERTIES[name](DEVICE)
 
 
-@pytest.mark.parametrize("transfer", batch_laws.BATCH_TRANSFERS)
-@pytest.mark.parametrize("sizes", batch_laws.LENGTHS, ids=str)
+@pytest.mark.parametrize("transfer", batch_properties.BATCH_TRANSFERS)
+@pytest.mark.parametrize("sizes", batch_properties.LENGTHS, ids=str)
 def test_batches_of_everything(sizes: list[int], transfer: str) -> None:
-    batch_laws.check_batches_of_everything(sizes, transfer, DEVICE)
+    batch_properties.check_batches_of_everything(sizes, transfer, DEVICE)
 
 
 def test_batches_padded_and_back() -> None:
-    batch_laws.check_batches_padded_and_back(DEVICE)
+    batch_properties.check_batches_padded_and_back(DEVICE)
 
 
 def check_gradients(packed: PackedBatch) -> None:
@@ -81,8 +81,8 @@ def test_packed_rows_and_back(data: st.DataObject) -> None:
         }
         for i, n in enumerate(sizes)
     ]
-    transfer = data.draw(st.sampled_from(sorted(batch_laws.BATCH_TRANSFERS)))
-    batch = batch_laws.BATCH_TRANSFERS[transfer](make_batch(samples).to(DEVICE), DEVICE)
+    transfer = data.draw(st.sampled_from(sorted(batch_properties.BATCH_TRANSFERS)))
+    batch = batch_properties.BATCH_TRANSFERS[transfer](make_batch(samples).to(DEVICE), DEVICE)
     check_batch(batch)
     assert lengths(batch) == sizes
     packed = pack_sequences(batch, rows, align, bucket=data.draw(st.sampled_from([None, 5 * align])))
@@ -91,6 +91,6 @@ def test_packed_rows_and_back(data: st.DataObject) -> None:
         check_gradients(packed)
     back = unpack_sequences(packed)
     for key in ("input_ids", "position_ids", "loss_mask"):
-        algebra_laws.assert_same(samples_of(back[key]), [samples[i][key] for i in rows], DEVICE)
+        operation_properties.assert_same(samples_of(back[key]), [samples[i][key] for i in rows], DEVICE)
     assert back["reward"].tolist() == [float(i) for i in rows]
     assert list(back["text"]) == [f"sample {i}" for i in rows]

@@ -31,10 +31,10 @@ from apps.common.data.tokenizer import check_chat_template
 from apps.sft.reading import conversations, examples, row_images, samples
 from apps.sft.reading.conversations import Conversation
 from apps.sft.reading.examples import Columns, Example, read_examples
-from apps.sft.reading.samples import PictureError, UnprovenMaskError, encode_messages, encode_text
+from apps.sft.reading.samples import ImageError, UnverifiedMaskError, encode_messages, encode_text
 from apps.sft.reading.store import SCHEMA, Entry, Store, in_parts, stamp_of, write_store
 from chat_tools.rendering import render as rendering
-from rollout.chat.images import Pictures
+from rollout.chat.images import ImageProcessor
 
 PART, PART_BYTES = 256, 2**20
 """Rows that a process is given at once, and bytes of their texts and images, whichever come first."""
@@ -49,7 +49,7 @@ class Encoder:
     path: Path
     tokenizer: PreTrainedTokenizerBase
     stop_tokens: tuple[str, ...] | None = None
-    pictures: Pictures | None = None
+    image_processor: ImageProcessor | None = None
 
     def entry(self, example: Example) -> Entry:
         """Tokenise a row.
@@ -66,14 +66,14 @@ class Encoder:
                 example.tools,
                 self.stop_tokens,
                 example.trained_from,
-                self.pictures,
+                self.image_processor,
             )
             return Entry(example.row, example.key, encoded, stamps=tuple(map(stamp_of, encoded.images)))
-        except UnprovenMaskError as error:
+        except UnverifiedMaskError as error:
             # Token and message numbers differ from row to row, the reason does not.
             reason = f"its mask can't be proven: {re.sub(r'[0-9]+', 'N', str(error))}"
             return Entry(example.row, example.key, None, reason)
-        except PictureError as error:
+        except ImageError as error:
             raise ValueError(f"{self.path}, row {example.row}: {error}") from error
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             # A template that joins what is no text to text is a TypeError of Jinja's own making.
@@ -82,18 +82,18 @@ class Encoder:
             raise ValueError(f"{self.path}, row {example.row}: {who} refuses the {what}: {error}") from error
 
 
-def tokenise(
+def tokenize_file(
     path: Path,
     columns: Columns,
     tokenizer: PreTrainedTokenizerBase,
     stop_tokens: tuple[str, ...] | None,
     folder: Path,
     processes: int | None = None,
-    pictures: Pictures | None = None,
+    image_processor: ImageProcessor | None = None,
 ) -> Store:
     """Return the store of a file in `folder`; make it where it is not there yet.
 
-    `processes`: how many tokenise; None for one a CPU where the file is large, else this one alone. `pictures` reads
+    `processes`: how many tokenise; None for one a CPU where the file is large, else this one. `image_processor` reads
     the images of conversations: each is, so that none fails later.
 
     Raises:
@@ -101,11 +101,11 @@ def tokenise(
     """
     if isinstance(next(read_examples(path, columns)), Conversation):
         check_chat_template(tokenizer)
-    store = folder / f"{path.stem[:40]}-{fingerprint(path, columns, tokenizer, stop_tokens, pictures)}.arrow"
+    store = folder / f"{path.stem[:40]}-{fingerprint(path, columns, tokenizer, stop_tokens, image_processor)}.arrow"
     if not store.is_file() or not _has_its_images(path, Store(store)):
         if processes is None:
             processes = len(os.sched_getaffinity(0)) if path.stat().st_size > PARALLEL_BYTES else 1
-        encoder = Encoder(path, tokenizer, stop_tokens, pictures)
+        encoder = Encoder(path, tokenizer, stop_tokens, image_processor)
         rows = read_examples(path, columns)
         write_store(store, map(encoder.entry, rows) if processes == 1 else _in_processes(encoder, rows, processes))
     return Store(store)
@@ -132,7 +132,7 @@ def fingerprint(
     columns: Columns,
     tokenizer: PreTrainedTokenizerBase,
     stop_tokens: tuple[str, ...] | None,
-    pictures: Pictures | None = None,
+    image_processor: ImageProcessor | None = None,
 ) -> str:
     """Return a digest of everything that the tokens of a file depend on."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -148,7 +148,9 @@ def fingerprint(
         "schema": str(SCHEMA),
         "versions": [transformers.__version__, tokenizers.__version__, jinja2.__version__],
         "code": _digest_of_code(),
-        "pictures": None if pictures is None else [str(pictures.read), pictures.merge_size, pictures.token],
+        "pictures": None
+        if image_processor is None
+        else [str(image_processor.read), image_processor.merge_size, image_processor.token],
     }
     return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=12).hexdigest()
 

@@ -31,10 +31,11 @@ from rollout.environments.environment import (
 from rollout.errors import EpisodeFailed
 from rollout.tools.tool import Tool
 from rollout.tools.workers import Ended, RefusedError
+from seqpack.renamed import renamed
 
 T = TypeVar("T")
 TIMEOUT = 600.0  # seconds that a method may take where the factory has no `timeout`
-GRACE = 1.0  # seconds in which a thread that was given up may still close its environment
+GRACE = 1.0  # seconds in which an abandoned thread may still close its environment
 
 
 async def host(factory: EnvironmentFactory) -> Environment:
@@ -45,12 +46,12 @@ async def host(factory: EnvironmentFactory) -> Environment:
     """
     if getattr(factory, "instant", False):
         return factory()
-    hosted = HostedEnvironment(factory)
+    hosted = ThreadEnvironment(factory)
     await hosted.start()
     return hosted
 
 
-class HostedEnvironment:
+class ThreadEnvironment:
     """An environment that lives in a thread; its methods are awaited from the loop that samples."""
 
     def __init__(self, factory: EnvironmentFactory) -> None:
@@ -62,7 +63,7 @@ class HostedEnvironment:
         self._outside = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._outside.create_future()
         self._environment: Any = None
-        self._given_up = False  # a call was left unanswered: its thread may hang
+        self._given_up = False  # a call did not return: its thread may hang
         self._inside: asyncio.AbstractEventLoop
         self._end: asyncio.Event
 
@@ -120,7 +121,7 @@ class HostedEnvironment:
             self._given_up = self._given_up or not answered
         if isinstance(ended.error, Exception):
             raise ended.error
-        if ended.error is not None:  # SystemExit and its like end a program, not a run
+        if ended.error is not None:  # SystemExit and the like must not end the run
             raise EpisodeFailed(f"{what} raised {type(ended.error).__name__}: {ended.error}", False) from ended.error
         return ended.value
 
@@ -143,7 +144,7 @@ class HostedEnvironment:
             nonlocal begun
             begun = True
             ended = await _attempt(function, arguments)
-            with contextlib.suppress(RuntimeError):  # that loop was closed meanwhile: nobody waits
+            with contextlib.suppress(RuntimeError):  # that loop was closed meanwhile: nothing waits
                 outside.call_soon_threadsafe(settle, ended)
 
         def cancel() -> None:
@@ -203,10 +204,12 @@ class OutsideConversation:
         future = asyncio.run_coroutine_threadsafe(self._conversation.reply(), self._outside)
         return await asyncio.wrap_future(future)
 
-    def say(self, messages: Sequence[Message]) -> bool:
+    def add_messages(self, messages: Sequence[Message]) -> bool:
         """Add the messages of others."""
-        result: bool = _there(self._outside, self._conversation.say, messages)
+        result: bool = _there(self._outside, self._conversation.add_messages, messages)
         return result
+
+    say = renamed("add_messages")
 
     def go_on_from(self, messages: Sequence[Message]) -> bool:
         """Start a new stream from other messages."""

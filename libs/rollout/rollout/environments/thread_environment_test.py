@@ -12,9 +12,9 @@ from rollout.chat.messages import Reply
 from rollout.engine import Completion, RolloutEngine, Sampling
 from rollout.environments.blocking import ENVIRONMENTS
 from rollout.environments.environment import End, EnvironmentFactory, EpisodeContext, Observation, Score, StepResult
-from rollout.environments.hosted import HostedEnvironment, host
+from rollout.environments.thread_environment import ThreadEnvironment, host
 from rollout.episodes.episode import Episode
-from rollout.episodes.playing import run_episode, run_group
+from rollout.episodes.runner import run_episode, run_group
 from rollout.testing.chat import tiny_tokenizer
 from rollout.testing.scripted import ScriptedEngine
 from rollout.tools.workers import instant
@@ -262,7 +262,7 @@ def test_a_sub_agent_speaks_on_the_loop_that_samples() -> None:
         async def step(self, reply: Reply) -> StepResult:
             helper = self.context.converse([{"role": "user", "content": "help"}], agent="helper")
             await helper.reply()
-            assert helper.say([{"role": "user", "content": "more"}])
+            assert helper.add_messages([{"role": "user", "content": "more"}])
             branch = helper.fork("other")
             await asyncio.gather(helper.reply(), branch.reply())
             assert (helper.turns, branch.turns, branch.agent) == (2, 2, "other")
@@ -279,7 +279,7 @@ def test_a_sub_agent_speaks_on_the_loop_that_samples() -> None:
 def test_a_timeout_is_a_number_of_seconds(timeout: object) -> None:
     async def main() -> None:
         with pytest.raises(ValueError, match="timeout must be more than 0 seconds"):
-            HostedEnvironment(environment(lambda method: None, timeout=timeout))
+            ThreadEnvironment(environment(lambda method: None, timeout=timeout))
 
     run(main())
 

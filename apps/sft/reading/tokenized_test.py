@@ -12,11 +12,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
 from apps.quickstart.tokenizer import build_tokenizer
-from apps.sft.reading import tokenised
+from apps.sft.reading import tokenized as tokenised
 from apps.sft.reading.examples import Columns, Example
 from apps.sft.reading.samples import Encoded, encode_messages, encode_text
 from apps.sft.reading.store import Entry, Store
-from apps.sft.reading.tokenised import Encoder, fingerprint, tokenise
+from apps.sft.reading.tokenized import Encoder, fingerprint, tokenize_file
 
 TOKENIZER = build_tokenizer()
 
@@ -48,12 +48,12 @@ class Telling(Encoder):
 
 
 def test_processes_share_a_file_and_change_nothing(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = tokenise(file, Columns(), TOKENIZER, None, tmp_path / "one")
-    shared = tokenise(file, Columns(), TOKENIZER, None, tmp_path / "two", processes=2)
+    alone = tokenize_file(file, Columns(), TOKENIZER, None, tmp_path / "one")
+    shared = tokenize_file(file, Columns(), TOKENIZER, None, tmp_path / "two", processes=2)
     assert entries(alone) == entries(shared)
     assert shared.rows.tolist() == list(range(1, 701))
     monkeypatch.setattr(tokenised, "Encoder", Telling)
-    store = tokenise(file, Columns(), TOKENIZER, None, tmp_path / "three", processes=2)
+    store = tokenize_file(file, Columns(), TOKENIZER, None, tmp_path / "three", processes=2)
     workers = {store.tokens(i)[0][0] for i in range(700)}
     assert os.getpid() not in workers
     assert 1 <= len(workers) <= 2
@@ -63,19 +63,19 @@ def test_a_bad_row_ends_the_processes_and_leaves_no_store(file: Path, tmp_path: 
     with file.open("a") as more:
         more.write(json.dumps({"messages": [*chat("a", "b"), {"role": "system", "content": "late"}]}) + "\n")
     with pytest.raises(ValueError, match=r"a\.jsonl, row 701: the chat template refuses the conversation"):
-        tokenise(file, Columns(), TOKENIZER, None, tmp_path / "tokens", processes=2)
+        tokenize_file(file, Columns(), TOKENIZER, None, tmp_path / "tokens", processes=2)
     assert not list((tmp_path / "tokens").iterdir())
 
 
 def test_a_file_is_tokenised_once(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = tokenise(file, Columns(), TOKENIZER, None, tmp_path / "tokens")
+    first = tokenize_file(file, Columns(), TOKENIZER, None, tmp_path / "tokens")
 
     def never(*args: Any) -> Never:
         raise AssertionError(args)
 
     monkeypatch.setattr(tokenised, "write_store", never)
     moved = file.rename(tmp_path / "a.moved.jsonl").rename(tmp_path / "a.jsonl")
-    assert tokenise(moved, Columns(), TOKENIZER, None, tmp_path / "tokens").path == first.path
+    assert tokenize_file(moved, Columns(), TOKENIZER, None, tmp_path / "tokens").path == first.path
 
 
 def other(**changes: Any) -> PreTrainedTokenizerBase:
@@ -174,7 +174,7 @@ def test_the_end_of_a_prompt_is_the_prompts(before: str, after: str) -> None:
 
 def test_of_a_conversation_the_completion_alone_is_trained(tmp_path: Path) -> None:
     row = {"prompt": [*chat("1+1=", "2"), chat("2+2=", "")[0]], "completion": [chat("", "4")[1]]}
-    store = tokenise(write(tmp_path / "a.jsonl", [row]), Columns(), TOKENIZER, None, tmp_path / "tokens")
+    store = tokenize_file(write(tmp_path / "a.jsonl", [row]), Columns(), TOKENIZER, None, tmp_path / "tokens")
     ids, mask = store.tokens(0)
     assert TOKENIZER.decode(ids[mask]) == "4<|im_end|>"
     whole = encode_messages(TOKENIZER, [*chat("1+1=", "2"), *chat("2+2=", "4")])
@@ -186,7 +186,7 @@ def test_forms_are_told_apart_by_the_first_row(tmp_path: Path) -> None:
     rows = [{"messages": chat("a", "b"), "text": "c"}]
     plain = Path(write(tmp_path / "a.jsonl", rows))
     found = {
-        form: TOKENIZER.decode(tokenise(plain, Columns(form=form), TOKENIZER, None, tmp_path).tokens(0)[0])
+        form: TOKENIZER.decode(tokenize_file(plain, Columns(form=form), TOKENIZER, None, tmp_path).tokens(0)[0])
         for form in ("auto", "messages", "text")
     }
     assert found["auto"] == found["messages"]
@@ -196,9 +196,9 @@ def test_forms_are_told_apart_by_the_first_row(tmp_path: Path) -> None:
 def test_plain_text_needs_no_chat_template(tmp_path: Path) -> None:
     bare = other(chat_template=None)
     path = write(tmp_path / "a.jsonl", [{"text": "abc"}])
-    assert len(tokenise(path, Columns(), bare, None, tmp_path)) == 1
+    assert len(tokenize_file(path, Columns(), bare, None, tmp_path)) == 1
     talk = write(tmp_path / "b.jsonl", [{"messages": chat("a", "b")}])
     with pytest.raises(ValueError, match="no chat template"):
-        tokenise(talk, Columns(), bare, None, tmp_path)
+        tokenize_file(talk, Columns(), bare, None, tmp_path)
     with pytest.raises(ValueError, match="no end-of-sequence token"):
-        tokenise(path, replace(Columns(), form="text"), other(eos_token=None), None, tmp_path)
+        tokenize_file(path, replace(Columns(), form="text"), other(eos_token=None), None, tmp_path)

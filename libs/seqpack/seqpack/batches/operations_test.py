@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
-from seqpack.batches.algebra import chunk, concat, from_padded, index_select, split, to_padded, unbind
 from seqpack.batches.batch import make_batch
 from seqpack.batches.jagged import jagged, ragged_dim
-from seqpack.testing.algebra_laws import PROPERTIES
-from seqpack.testing.batch_laws import (
+from seqpack.batches.operations import chunk, concat, from_padded, index_select, split, to_padded, unbind
+from seqpack.testing.batch_properties import (
     BATCH_TRANSFERS,
     LENGTHS,
     check_batches_of_everything,
     check_batches_padded_and_back,
 )
+from seqpack.testing.operation_properties import PROPERTIES
 
 
 @pytest.mark.parametrize("law", PROPERTIES)

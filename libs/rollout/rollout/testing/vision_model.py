@@ -1,4 +1,4 @@
-"""For tests of vLLM with images: a model that sees and that vLLM serves on a CPU, prompts for it, and its log-probs."""
+"""For tests of vLLM with images: a vision-language model that it serves on a CPU, prompts, and stock log-probs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from rollout.engine import Completion
 from rollout.native.decoders.media import followed, seen_inputs, seen_prompt
-from rollout.testing.model import SERVED, tiny_seeing_mixture, tiny_seeing_model
+from rollout.testing.model import SERVED, tiny_vision_model, tiny_vision_moe
 
 IMAGE, START, END = 44, 46, 47
 NUMBERS = 3 * 2 * 2 * 2
@@ -17,15 +17,14 @@ Prompt = tuple[list[int], dict[str, Any]]
 """Tokens, and what they show."""
 
 
-def served_seeing(seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """Return a tiny hybrid that sees, whose delta nets remember for a while and whose tower matters; `changes` of its
-    text."""
-    return _tuned(tiny_seeing_model(300, seed=seed, **{**SERVED, **changes}))
+def served_vision_model(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Build a tiny hybrid with a tower that matters, whose delta nets remember for a while; `changes` of its text."""
+    return _tuned(tiny_vision_model(300, seed=seed, **{**SERVED, **changes}))
 
 
-def served_seeing_mixture(seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """Return the same with experts that matter: in a wrong order they move log-probs by units."""
-    model = tiny_seeing_mixture(300, seed=seed, **{**SERVED, "moe_intermediate_size": 64, **changes})
+def served_vision_moe(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Build `served_vision_model` with experts that matter: in a wrong order they move log-probs by units."""
+    model = tiny_vision_moe(300, seed=seed, **{**SERVED, "moe_intermediate_size": 64, **changes})
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".experts." in name:
@@ -44,8 +43,7 @@ def _tuned(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def shown(seed: int, *grids: tuple[int, int, int], before: Prompt = ([], {})) -> Prompt:
-    """Return a prompt with images of these grids between stretches of text; `before`: what came earlier, with its
-    images."""
+    """Return a prompt with images of these grids between stretches of text, after the prompt `before`."""
     rng = torch.Generator().manual_seed(seed)
 
     def text(length: int) -> list[int]:
@@ -70,15 +68,13 @@ def shown(seed: int, *grids: tuple[int, int, int], before: Prompt = ([], {})) ->
 
 
 def before_image_token(ids: Sequence[int]) -> Sequence[int]:
-    """Return the sampled tokens up to and with the first that is the image token: stock transformers takes it for an
-    image."""
+    """Return the sampled tokens up to and with the first image token, which stock transformers takes for an image."""
     return ids[: ids.index(IMAGE) + 1] if IMAGE in ids else ids
 
 
 @torch.no_grad()
-def forced_seeing(model: Any, prompt: Prompt, ids: Sequence[int]) -> Tensor:
-    """Return the log-probs of `ids` after the prompt, by the stock module's own forward pass, one sequence at a
-    time."""
+def forced_vision(model: Any, prompt: Prompt, ids: Sequence[int]) -> Tensor:
+    """Return the log-probs of `ids` after the prompt, by the stock module's forward pass on one sequence."""
     tokens, media = prompt
     row = torch.tensor([[*tokens, *ids[:-1]]], device=model.device)
     model.model.rope_deltas = None
@@ -95,8 +91,7 @@ def forced_seeing(model: Any, prompt: Prompt, ids: Sequence[int]) -> Tensor:
 
 @torch.no_grad()
 def forced_by_types(model: Any, prompt: Prompt, ids: Sequence[int]) -> Tensor:
-    """Return the same where image tokens of type 0 are text: the stock module on the embeddings of the native
-    engine."""
+    """Return log-probs as `forced_vision` does, by the native engine's embeddings: image tokens of type 0 are text."""
     tokens, media = prompt
     row = torch.tensor([[*tokens, *ids[:-1]]])
     seen = followed(seen_prompt(model, tokens, media), ids[:-1])
@@ -107,11 +102,11 @@ def forced_by_types(model: Any, prompt: Prompt, ids: Sequence[int]) -> Tensor:
     return result
 
 
-def seeing_distances(model: Any, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Tensor:
-    """Return of each sampled token's log-prob from the stock module's."""
+def vision_distances(model: Any, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Tensor:
+    """Return the distance of each sampled token's log-prob from the stock module's."""
     found = []
     for prompt, completion in zip(prompts, completions, strict=True):
         ids = before_image_token(completion.ids)
         told = torch.tensor(completion.log_probs[: len(ids)])
-        found.append((told - forced_seeing(model, prompt, ids)).abs())
+        found.append((told - forced_vision(model, prompt, ids)).abs())
     return torch.cat(found)

@@ -7,9 +7,9 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
-from seqpack.batches.algebra import chunk, concat, from_padded, index_select, num_samples, split, to_padded, unbind
 from seqpack.batches.jagged import jagged
-from seqpack.testing.algebra_laws import TRANSFERS, assert_same, pickled
+from seqpack.batches.operations import chunk, concat, from_padded, index_select, num_samples, split, to_padded, unbind
+from seqpack.testing.operation_properties import TRANSFERS, assert_same, pickled
 
 Rows = list[dict[str, Any]]
 

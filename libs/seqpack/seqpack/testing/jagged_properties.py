@@ -1,4 +1,4 @@
-"""What the jagged layout must do on any device: each law of `PROPERTIES` is called with a device and asserts."""
+"""What the jagged layout must do on any device: each property of `PROPERTIES` is called with a device and asserts."""
 
 from collections.abc import Callable
 from itertools import product
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from seqpack.batches.jagged import jagged, jagged_from_values, join, pad, ragged, ragged_dim, samples_of, select, unpad
-from seqpack.testing.algebra_laws import TRANSFERS, assert_same, pickled
+from seqpack.testing.operation_properties import TRANSFERS, assert_same, pickled
 
 
 def mrope(*lengths: int, device: str = "cpu") -> list[Tensor]:
@@ -116,8 +116,8 @@ def neighbours_are_a_view_and_others_a_copy(device: str) -> None:
 
 
 PROPERTIES: dict[str, Callable[[str], None]] = {
-    law.__name__: law
-    for law in (
+    check.__name__: check
+    for check in (
         ragged_dimension_is_the_given_one,
         layout_is_kept_by_pickle_save_and_copies,
         wrong_label_of_the_ragged_dimension_is_put_right,

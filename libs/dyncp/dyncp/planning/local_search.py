@@ -10,7 +10,7 @@ the least time of the step for these sets, because the slowest becomes faster by
 2. Deal the slowest set and another of its step anew, every way there is, where they are few sequences.
 3. Empty the step with the least in it, its sequences one by one into the best sets elsewhere; kept if that is faster.
 4. From the beginning, until nothing helps or the evaluations are used up.
-5. To `PERTURBED` sequences: a few random moves, then from the beginning; what is no slower is gone on from. Until nothing
+5. To `PERTURBED` sequences: a few random moves, then from the beginning; what is no slower is kept. Until nothing
    was gained so often as `MISSES` says, or the evaluations are used up.
 
 Deterministic, the random moves too; never slower than the plan it begins with.

@@ -1,6 +1,6 @@
 """What the jagged algebra must do on any device, held against plain lists of tensors that stay on the CPU.
 
-Each law of `PROPERTIES` draws its own case, so that a test needs no more than `PROPERTIES[name](data, device)` under `given`.
+Each property of `PROPERTIES` draws its own case, so that a test calls `PROPERTIES[name](data, device)` under `given`.
 """
 
 import io
@@ -14,8 +14,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from seqpack.batches.algebra import chunk, concat, from_padded, index_select, num_samples, split, to_padded, unbind
 from seqpack.batches.jagged import jagged, ragged_dim
+from seqpack.batches.operations import chunk, concat, from_padded, index_select, num_samples, split, to_padded, unbind
 
 Samples = list[Tensor]
 
@@ -226,8 +226,8 @@ def dense_tensors_have_the_same_properties(data: st.DataObject, device: str) -> 
 
 
 PROPERTIES: dict[str, Callable[[st.DataObject, str], None]] = {
-    law.__name__: law
-    for law in (
+    check.__name__: check
+    for check in (
         index_select_takes_the_given_samples,
         chunk_then_concat_is_the_identity,
         split_cuts_at_the_given_sizes,

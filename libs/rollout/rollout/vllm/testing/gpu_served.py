@@ -1,11 +1,11 @@
-"""For tests of vLLM on GPUs: sizes of `rollout.testing.served`'s model that their kernels take, and what is near."""
+"""For tests of vLLM on GPUs: sizes of `rollout.vllm.testing.served`'s model that its kernels take, and tolerances."""
 
 import asyncio
 from dataclasses import replace
 from typing import Any
 
 from rollout.engine import Completion, Sampling
-from rollout.testing.served import PROMPTS
+from rollout.vllm.testing.served import PROMPTS
 from rollout.vllm.engine import VllmEngine
 
 SIZES: dict[str, Any] = {
@@ -26,13 +26,13 @@ HEADS: dict[str, Any] = {
 """Which two workers share."""
 ARGUMENTS: dict[str, Any] = {"additional_config": {"gdn_prefill_backend": "triton"}}
 """Triton's delta nets: those of FlashInfer are compiled on the spot."""
-NEAR, FAR = 0.2, 2.0
+CLOSE, FAR = 0.2, 2.0
 """Mean distances in a model this wide: bfloat16 is 0.05 to 0.08 from float32, the last weights are 7 to 13 away."""
 REASON = "needs a CUDA device, and TESSERA_VLLM_PYTHON: an interpreter with vLLM for it"
 
 
 def of_copies(engine: VllmEngine) -> list[list[Completion]]:
-    """Return the answers of every copy to all prompts, all at once."""
+    """Return the completions of every copy for all prompts, sampled at once."""
     copies = range(engine.config.data_parallel)
 
     async def ask() -> list[list[Completion]]:

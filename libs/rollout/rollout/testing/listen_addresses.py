@@ -1,10 +1,10 @@
-"""Which interfaces the processes below this one listen on, by what the kernel says: for tests."""
+"""The interfaces on which the processes below this one listen, as the kernel lists them: for tests."""
 
 import psutil
 
 
-def listening(*beside: psutil.Process) -> dict[str, set[str]]:
-    """Addresses by the names of the processes that listen there over IP; of those `beside` the ones below too."""
+def listen_addresses(*beside: psutil.Process) -> dict[str, set[str]]:
+    """Return the IP addresses on which processes listen, by name: children, those `beside`, and their children."""
     found: dict[str, set[str]] = {}
     for process in (*beside, *psutil.Process().children(recursive=True)):
         try:

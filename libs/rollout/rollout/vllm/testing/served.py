@@ -1,4 +1,4 @@
-"""For tests of vLLM: a model that it serves on a CPU, and the distance of what it says from what the module says."""
+"""For tests of vLLM: a model that it serves on a CPU, and the distance of its log-probs from the module's."""
 
 import asyncio
 import itertools
@@ -26,7 +26,7 @@ VERSIONS = itertools.count(1)
 
 
 def served(**changes: Any) -> PreTrainedModel:
-    """Return a tiny hybrid whose delta nets remember for a while."""
+    """Build a tiny hybrid whose delta nets remember for a while."""
     model = tiny_model(VOCAB, **{**SERVED, **changes})
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -36,7 +36,7 @@ def served(**changes: Any) -> PreTrainedModel:
 
 
 def changed(model: PreTrainedModel, seed: int = 1) -> PreTrainedModel:
-    """Return the module, moved a little everywhere."""
+    """Change all parameters of the module a little."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -45,13 +45,13 @@ def changed(model: PreTrainedModel, seed: int = 1) -> PreTrainedModel:
 
 
 def config(routed_experts: bool = False, **changes: Any) -> RolloutConfig:
-    """Return an engine of that model; `changes` are vLLM's."""
+    """Return an engine's config for that model; `changes` are vLLM's."""
     own = VllmConfig(**changes)
     return RolloutConfig(backend="vllm", max_length=1536, max_batch=64, routed_experts=routed_experts, vllm=own)
 
 
 def forced(model: PreTrainedModel, prompt: Sequence[int], ids: Sequence[int], temperature: float = 1.0) -> Tensor:
-    """Return the log-probs of `ids` after `prompt`, by the module, one sequence at a time."""
+    """Return the log-probs of `ids` after `prompt`, by the module's forward pass on one sequence."""
     with torch.no_grad():
         row = torch.tensor([[*prompt, *ids]], device=model.device)
         logits = model(row).logits.float().cpu()[0, len(prompt) - 1 : -1]
@@ -60,7 +60,7 @@ def forced(model: PreTrainedModel, prompt: Sequence[int], ids: Sequence[int], te
 
 
 def sample(engine: RolloutEngine, prompts: Sequence[Sequence[int]], sampling: Sampling = ANSWER) -> list[Completion]:
-    """Return an answer to each, all at once, each with a seed of its own."""
+    """Sample a completion of each prompt, all at once, each with a seed of its own."""
 
     async def ask() -> list[Completion]:
         return await asyncio.gather(*[engine.generate(p, replace(sampling, seed=i)) for i, p in enumerate(prompts)])
@@ -74,7 +74,7 @@ def distances(
     completions: Sequence[Completion],
     temperature: float = 1.0,
 ) -> Tensor:
-    """Return of each sampled token's log-prob from the module's."""
+    """Return the distance of each sampled token's log-prob from the module's."""
     found = [
         (torch.tensor(c.log_probs) - forced(model, p, c.ids, temperature)).abs()
         for p, c in zip(prompts, completions, strict=True)
@@ -88,12 +88,12 @@ def assert_agrees(
     completions: Sequence[Completion],
     temperature: float = 1.0,
 ) -> None:
-    """They are as close as bfloat16 is to float32."""
+    """Assert that log-probs are as close to the module's as bfloat16 is to float32."""
     distance = distances(model, prompts, completions, temperature)
     assert distance.mean() < MEAN
     assert distance.max() < MOST
 
 
 def pieces(model: PreTrainedModel) -> list[BucketPiece]:
-    """Return its weights as they travel."""
+    """Return the model's weights as pieces."""
     return [BucketPiece(n, tuple(p.shape), p.dtype, 0, p.detach().reshape(-1)) for n, p in model.named_parameters()]

@@ -21,8 +21,8 @@ from rollout.chat.messages import Message, Reply
 from rollout.chat.token_budget import TokenBudget
 from rollout.engine import RolloutEngine, Sampling
 from rollout.environments.environment import End, Environment, EnvironmentFactory, EpisodeContext, Score, StepResult
-from rollout.environments.hosted import host
 from rollout.environments.sources import TaskRow
+from rollout.environments.thread_environment import host
 from rollout.episodes.episode import Episode
 from rollout.errors import EpisodeFailed
 from rollout.seeds import derive_seed
@@ -84,7 +84,7 @@ class _Play:
         begun = time.monotonic()
         limit: asyncio.Timeout | None = None
         try:
-            if deadline is None:  # a thousand times a step: what limits nothing shall cost nothing
+            if deadline is None:  # called a thousand times a step: without a deadline it must cost nothing
                 return await answer
             async with asyncio.timeout(max(0.0, deadline - begun)) as limit:
                 return await answer
@@ -117,7 +117,7 @@ async def run_episode(
     together, and so have all the turns of all its streams, sub-agents' too (a turn gets at most what is left).
     `deadline` (seconds of `time.monotonic()`) bounds all of it. Each reaches `finish(end)`. `context.seed`, or else the
     seed in `sampling`, fixes what is sampled. An environment is played in a thread of its own unless its factory is
-    marked `instant` (`rollout.environments.hosted`).
+    marked `instant` (`rollout.environments.thread_environment`).
     """
     return (await _play(environment, engine, chat, sampling, context, max_turns, max_tokens, deadline, group))[0]
 
@@ -174,7 +174,7 @@ async def together(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     finally:
         left = [task for task in tasks if not task.done()]
         for task in left:
-            if not task.cancelling():  # once is enough: a second time would end what it closes
+            if not task.cancelling():  # a second cancellation would interrupt its closing
                 task.cancel()
         if left:
             await asyncio.gather(*left, return_exceptions=True)
@@ -233,15 +233,15 @@ class _Timed(Conversation):
         finally:
             self._play.generate_s += time.monotonic() - begun
         if reply.finished:
-            self.tally.called(((c.name, c.id) for c in reply.tool_calls), (tool.name for tool in self.tools))
+            self.tally.count_calls(((c.name, c.id) for c in reply.tool_calls), (tool.name for tool in self.tools))
         return reply
 
-    def say(self, messages: Sequence[Message]) -> bool:
-        self.tally.answered(messages)
-        return super().say(messages)
+    def add_messages(self, messages: Sequence[Message]) -> bool:
+        self.tally.count_results(messages)
+        return super().add_messages(messages)
 
     def go_on_from(self, messages: Sequence[Message]) -> bool:
-        self.tally.answered(messages)
+        self.tally.count_results(messages)
         return super().go_on_from(messages)
 
     def fork(self, agent: str) -> Conversation:
@@ -266,7 +266,7 @@ async def _in_environment(
     environment = await play.ask(host(factory), "the environment's factory")
     whole = False
     try:
-        with attended(engine):
+        with request_scope(engine):
             end = await _turns(play, environment, begin, max_turns, deadline)
         score = await play.ask(environment.finish(end), "finish()")
         if not isinstance(score, Score):
@@ -279,9 +279,9 @@ async def _in_environment(
     return end, score
 
 
-def attended(engine: RolloutEngine) -> AbstractContextManager[None]:
+def request_scope(engine: RolloutEngine) -> AbstractContextManager[None]:
     """Return a context for turns that call an engine again and again: in rounds the engine waits for the next call."""
-    tell = getattr(engine, "attended", None)
+    tell = getattr(engine, "request_scope", None)
     return nullcontext() if tell is None else tell()
 
 
@@ -309,7 +309,7 @@ async def _turns(play: _Play, environment: Environment, begin: Begin, max_turns:
             reply = await conversation.reply()
             outcome = await play.ask(environment.step(reply), "step()", deadline)
             play.metrics.update(outcome.metrics)
-            conversation.tally.answered(outcome.messages)  # of a last turn nothing is said to the model
+            conversation.tally.count_results(outcome.messages)  # here, as a last turn's messages never reach the model
             reason = conversation.stop_reason
             if reason == "abort" or reason == "deadline":
                 return reason
@@ -334,7 +334,7 @@ def _go_on(conversation: Conversation, outcome: StepResult) -> bool:
     try:
         if outcome.context is not None:
             return conversation.go_on_from([*outcome.context, *outcome.messages])
-        return conversation.say(outcome.messages)
+        return conversation.add_messages(outcome.messages)
     except ValueError as error:
         raise EpisodeFailed(str(error), retryable=False) from error
 

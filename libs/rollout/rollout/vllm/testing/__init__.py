@@ -1,0 +1,1 @@
+"""For tests of vLLM: models that it serves, and the distance of its log-probs from a module's."""
