@@ -27,7 +27,7 @@ FORBIDDEN = {
 }
 SOURCES = ("libs/", "apps/", "build/")
 NEVER = [("engines", "rollout"), ("rollout", "engines")]
-LIBRARIES = ["seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "runlog", "runplan"]
+LIBRARIES = ["seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "runlog", "runplan", "schedules"]
 
 
 def tracked() -> list[str]:

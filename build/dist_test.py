@@ -17,7 +17,7 @@ from shipped import files
 
 HERE = Path(__file__).absolute().parent
 ROOT = HERE.parent
-LIBRARIES = ["seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "runlog", "runplan"]
+LIBRARIES = ["seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "runlog", "runplan", "schedules"]
 PYTHONS = {f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13)}  # what the locks hold for
 (HOME,) = re.findall(r'^HOME = "(.*)"$', (HERE / "version.bzl").read_text(), re.M)
 PAGES = {"Homepage": "README.md", "Documentation": "docs/architecture.md", "Changelog": "CHANGELOG.md"}

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-LIBRARIES = ["seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "runlog", "runplan"]
+LIBRARIES = ["seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "runlog", "runplan", "schedules"]
 
 
 def ruff(args: list[str]) -> None:

@@ -12,7 +12,7 @@ import sys
 import venv
 from pathlib import Path
 
-LIBRARIES = ["seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "runlog", "runplan"]
+LIBRARIES = ["seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "runlog", "runplan", "schedules"]
 SCRIPT = """#!{python}
 import sys
 

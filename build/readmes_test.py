@@ -10,7 +10,7 @@ ROOT = Path(__file__).absolute().parents[1]
 
 def test_the_libraries_pages_are_so() -> None:
     """Links are for check_tree, which sees every file."""
-    assert len(readmes(ROOT)) == 7
+    assert len(readmes(ROOT)) == 9
     assert len(list((ROOT / "docs").glob("*.md"))) > 15
     assert check_screens(ROOT) + check_reached(ROOT) + check_installs(ROOT) == []
 

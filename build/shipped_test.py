@@ -9,7 +9,7 @@ import pytest
 from shipped import asked_for, at_once, distribution, files, imports, is_left_out, mentions, module_name, project
 
 ROOT = Path(__file__).absolute().parents[1]
-LIBRARIES = ["seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "runlog", "runplan"]
+LIBRARIES = ["seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "runlog", "runplan", "schedules"]
 BESIDE_TESTS = {"pytest", "hypothesis"}
 
 # Of `testing`, what pages tell others to use; beside it, what a module that is shipped needs is shipped.
@@ -47,6 +47,7 @@ EXTRAS = {
         "trackio": ["trackers.py"],
     },
     "runplan": {},
+    "schedules": {"native": ["sampling/transformers_sampler.py"]},
     "seqpack": {"tensordict": ["batches/*"]},
 }
 # Asked for by an extra, and imported by code elsewhere: transformers' templates, megatron-core's checkpoints, mbridge.

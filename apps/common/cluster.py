@@ -6,9 +6,10 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from operator import attrgetter
 from typing import Any, Literal, get_args
 
-from apps.common.samplers import check_sampler, sampler_backend
-from apps.grpo.sampling.vllm_arguments import FLAG, vllm_arguments
+from apps.common.named_values import named_values
+from apps.common.samplers import check_sampler, owners_of, sampler_backend, sampler_plan
 from engines import EngineConfig
+from runplan.samplers.base import SamplerPlan
 from schedules.config import ScheduleConfig
 
 Placement = Literal["colocated", "separate"]
@@ -16,6 +17,7 @@ Admit = Literal["rounds", "any_step"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 SamplerDevice = Literal["auto", "cpu"]
 WeightTransport = Literal["auto", "objects", "gloo", "nccl", "hccl"]
+VLLM_FLAG = "--rollout.vllm"
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class RolloutLayout:
         if self.admit is not None:
             yield from _other(self, "admit", Admit)
         try:
-            vllm_arguments(self.vllm)
+            named_values(VLLM_FLAG, self.vllm, "block_size=32")
         except ValueError as error:
             yield str(error)
         if not 0 < self.ray_cpus < float("inf"):
@@ -147,8 +149,11 @@ class RolloutLayout:
 
     def _beside_each_other(self) -> Iterator[str]:
         """Yield a text for each set of fields that exclude each other."""
-        if self.vllm and self.engine != "vllm":
-            yield f"{FLAG} has no effect with engine {self.engine!r}: leave it out, or use engine 'vllm'"
+        if self.vllm and "vllm" not in sampler_plan(self.engine).own_settings:
+            others = " or ".join(map(repr, owners_of("vllm")))
+            yield f"{VLLM_FLAG} has no effect with engine {self.engine!r}: leave it out, or use engine {others}"
+        elif self.vllm:
+            yield from sampler_backend(self.engine).layout_problems(self)
         idle = {"ray_cpus": 1.0, "ray_gpus": None, "ray_address": None, "weight_transport": "auto"}
         if not self.ray_workers and (said := [name for name, usual in idle.items() if getattr(self, name) != usual]):
             yield f"{', '.join(said)}: no effect without ray_workers, say how many"
@@ -237,6 +242,11 @@ class Cluster:
         """Dotted names of the fields that are not at their defaults, each with its value."""
         return [(path, attrgetter(path)(self)) for path in changed_fields(self)]
 
+    @property
+    def sampler(self) -> SamplerPlan:
+        """Sampler in a plan."""
+        return sampler_plan(self.rollout.engine)
+
     def weights_apart(self, engine: EngineConfig) -> str | None:
         """Return what `kept_apart` does."""
         return kept_apart(engine, self)
@@ -245,7 +255,7 @@ class Cluster:
 def kept_apart(engine: EngineConfig, cluster: Cluster) -> str | None:
     """Return why the native sampler can't compute with its training process's weights; None where it can."""
     mode = cluster.schedule.mode
-    if cluster.rollout.engine != "native" or cluster.rollout.ray_workers or mode == "fully_async":
+    if not cluster.sampler.in_process or cluster.rollout.ray_workers or mode == "fully_async":
         return "it is in a process of its own"
     if mode != "sync":
         return f"{mode} samples by earlier weights while these are trained"

@@ -7,10 +7,9 @@ import pytest
 
 from apps.common.cluster import Cluster, Media, Pools, RolloutLayout, changed_fields, kept_apart
 from apps.common.run.config_file import dump_config, load_config
-from apps.grpo.sampling.vllm_arguments import INSTEAD, vllm_arguments
+from apps.common.testing.own_sampler import OWN_SAMPLER
 from engines import EngineConfig
-from rollout.vllm.settings.arguments import OWNED
-from runplan.estimates.buffers import shares_weights
+from runplan.samplers.native import shares_weights
 from schedules.config import ScheduleConfig
 
 
@@ -51,9 +50,6 @@ from schedules.config import ScheduleConfig
         (lambda: RolloutLayout(vllm=("block_size=32",)), "no effect with engine 'native'"),
         (lambda: RolloutLayout("vllm", vllm=("block_size",)), "not NAME=VALUE, such as block_size=32"),
         (lambda: RolloutLayout("vllm", vllm=("block_size=1", "block_size=2")), "names block_size twice"),
-        (lambda: RolloutLayout("vllm", vllm=("model=there",)), "can't hold model: use --model"),
-        (lambda: RolloutLayout("vllm", vllm=("tensor_parallel_size=2",)), "use --rollout.tp"),
-        (lambda: RolloutLayout("vllm", vllm=("enforce_eager=false",)), "enforce_eager: use --rollout.cuda"),
         (lambda: ScheduleConfig(mode="later"), "one of 'sync'"),
         (lambda: ScheduleConfig(staleness_threshold=0.5), "use mode 'fully_async'"),
         (lambda: ScheduleConfig(mode="one_step_off", partial_rollout=True), "use mode 'fully_async'"),
@@ -85,7 +81,7 @@ def test_fully_async_samples_ahead_and_interrupts_unless_it_is_told_otherwise(tm
 FULL = Cluster(
     pools=Pools(nodes=4, placement="separate", rollout_nodes=2, device_memory_gib=80),
     rollout=RolloutLayout(
-        *("vllm", 2, 2, 2, 4, 0.3, 4096, 1024, True, True, (1, 2), 2, 0.5, 2.0, "head:6379", "gloo", "any_step"),
+        *(OWN_SAMPLER, 2, 2, 2, 4, 0.3, 4096, 1024, True, True, (1, 2), 2, 0.5, 2.0, "head:6379", "gloo", "any_step"),
         *("bfloat16", 8, True, ("block_size=32", "kv_cache_dtype=auto"), True, "cpu"),
     ),
     schedule=ScheduleConfig("fully_async", 0.5, 2, 2, True),
@@ -102,16 +98,6 @@ def leaves(config: Any, prefix: str = "") -> Iterator[str]:
             yield from leaves(value, f"{prefix}{item.name}.")
         else:
             yield prefix + item.name
-
-
-def test_every_argument_that_the_library_owns_is_refused_with_what_the_app_has_instead() -> None:
-    for name in OWNED | INSTEAD:
-        with pytest.raises(ValueError, match=f"can't hold {name}: ") as refusal:
-            vllm_arguments([f"{name}=1"])
-        assert "Config" not in str(refusal.value)
-    flags = {text.removeprefix("use --rollout.") for text in INSTEAD.values() if "--rollout" in text}
-    assert flags <= {item.name.replace("_", "-") for item in fields(RolloutLayout)}
-    assert vllm_arguments(["block_size=32", "a=b=c", "b=[1]"]) == {"block_size": 32, "a": "b=c", "b": [1]}
 
 
 def test_changes_are_found_by_name_and_there_are_none_in_the_default() -> None:

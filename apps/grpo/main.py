@@ -39,7 +39,7 @@ from objectives.losses import POLICY_LOSSES
 from objectives.off_policy import Correction
 from runlog import check_tracker
 from runplan.run_spec import RunSpec
-from schedules.config import Mode
+from schedules.config import MODES
 from schedules.runtime.collectives import broadcast_result, rank_and_world
 
 RUNS = Path("runs/grpo")
@@ -60,7 +60,7 @@ def command_line() -> CommandLine[GrpoConfig]:
         owned=OWNED,
         types={
             "advantage": Literal[(*ESTIMATORS, *ESTIMATORS.aliases)],
-            "cluster.schedule.mode": Annotated[Mode, tyro.conf.arg(aliases=["--schedule"])],
+            "cluster.schedule.mode": Annotated[Literal[tuple(MODES)], tyro.conf.arg(aliases=["--schedule"])],
             "objective.policy_loss": Literal[tuple(POLICY_LOSSES)],
             "objective.off_policy": Annotated[Correction | None, tyro.conf.arg(help=OFF_POLICY)],
         },

@@ -17,6 +17,7 @@ ARROWS = {
         "rollout",
         "seqpack",
     ],  # holds its arithmetic to their constants and to what they support
+    "schedules": ["chat_tools", "rollout", "seqpack"],  # a trainer is known by a protocol
     "seqpack": [],
 }
 

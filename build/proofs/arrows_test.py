@@ -27,3 +27,4 @@ def test_arrows_are_those_of_the_design() -> None:
     assert all("runlog" not in allowed for allowed in ARROWS.values())
     assert "rollout" not in ARROWS["engines"]
     assert "engines" not in ARROWS["rollout"]
+    assert "engines" not in ARROWS["schedules"]

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from apps.common.cli.flags import flag, leaves
-from apps.common.cluster import Cluster
+from apps.common.cluster import Cluster, RolloutLayout
 from apps.common.shrink.fields import Difference, ProcessLimit
 from engines.capability import Unsupported
 from engines.launch import under_torchrun
@@ -16,7 +16,6 @@ LEFT_OUT = {
     "vision": TEXT_ALONE,
     "images shown to the sampler": TEXT_ALONE,
     "reference policy": "--objective.kl-coef 0",
-    "vLLM beside NPUs": "--rollout.engine native",
 }
 """Flags that leave out what a requirement is for, where its name is no flag."""
 
@@ -53,7 +52,7 @@ def check_nothing_dropped(spec: RunSpec) -> None:
         reasons.append(f"{requirement.feature}: No({requirement.answer.reason})")
     if not reasons:
         return
-    flags = dict.fromkeys(_flag_without(requirement.feature) for requirement in plan.missing)
+    flags = dict.fromkeys(_flag_without(requirement.feature, spec) for requirement in plan.missing)
     known = " ".join(word for word in flags if word)
     rest = f" What can be left out by name: {known}" if known else ""
     raise ValueError(
@@ -61,7 +60,7 @@ def check_nothing_dropped(spec: RunSpec) -> None:
     )
 
 
-def _flag_without(feature: str) -> str | None:
+def _flag_without(feature: str, spec: RunSpec) -> str | None:
     """Return the flag that turns a feature off; None where there is none."""
     name = feature.partition(" ")[0]
     for path, default, _ in leaves(Cluster(), "cluster."):
@@ -71,4 +70,6 @@ def _flag_without(feature: str) -> str | None:
             before, _, last = name.rpartition(".")
             return f"{before}.no-{last}"
         return name if default == () else f"{name} {default}"
+    if feature in spec.cluster.sampler.requirements(spec):
+        return f"--rollout.engine {RolloutLayout.engine}"
     return LEFT_OUT.get(feature)

@@ -150,7 +150,7 @@ def engine_changes(small: ShrunkLayout, engine: EngineConfig, cluster: Cluster) 
         Change("engine.max_tokens_per_rank", "size", small.tokens),
         *(Change(f"engine.{name}", "ranks", value) for name, value in small.sizes.items()),
         *_cluster_changes(cluster),
-        Change("cluster.rollout.device", "device", _sampler_device(engine, cluster.rollout)),
+        Change("cluster.rollout.device", "device", cluster.sampler.shrunk_device(engine, cluster.rollout)),
     ]
 
 
@@ -224,11 +224,6 @@ def _cluster_changes(cluster: Cluster) -> list[Change]:
         Change("cluster.rollout.sleep", "device", False),
         Change("cluster.rollout.cuda_graph_sizes", "device", ()),
     ]
-
-
-def _sampler_device(engine: EngineConfig, rollout: RolloutLayout) -> str:
-    """Return "cpu" for vLLM beside a stand-in for an NPU, which vLLM does not know; else the run's own device."""
-    return "cpu" if (engine.device, rollout.engine) == ("npu", "vllm") else rollout.device
 
 
 def _spread_experts(rollout: RolloutLayout, tp: int, dp: int) -> int:

@@ -12,10 +12,10 @@ from apps.common.cluster import Cluster
 from engines import EngineConfig
 from runplan.model.model_shape import ModelShape
 from runplan.model.origin import Origin
-from runplan.report.memory_lines import ASLEEP
 from runplan.report.plan import make_plan
 from runplan.report.readiness import refuse_unready
 from runplan.run_spec import RunSpec
+from runplan.samplers.vllm import ASLEEP
 
 Backend = Literal["fsdp2", "megatron"]
 Cases = dict[str, tuple[dict[str, Any], str]]

@@ -23,13 +23,13 @@ from apps.common.cli import command_line as cli
 from apps.common.data.model_files import check_model_directory
 from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
 from apps.common.run.ranks import init_rank
+from apps.common.samplers import sampler_backend
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import configure
 from apps.grpo.preflight import check_machine, check_model, check_prompts
 from apps.grpo.recipe import Recipe
 from apps.grpo.registry import runnable
 from apps.grpo.sampling.chat import chat_of
-from apps.grpo.sampling.native import NativeBackend
 from apps.grpo.sampling.source import rollout_settings
 from rollout import Episode, RolloutEngine, TaskRow
 from schedules.reporting.episode_samples import expected_answer
@@ -55,7 +55,7 @@ def try_episodes(
         ValueError: the settings, the model or the tasks can't be used, as in a run.
     """
     quiet_libraries()
-    if config.cluster.rollout.engine != "native" and engine is None:
+    if engine is None and not config.cluster.sampler.in_process:
         raise ValueError(
             f"--rollout.engine {config.cluster.rollout.engine} is for runs: episodes are tried with the "
             "model's own module; leave it out"
@@ -71,7 +71,7 @@ def try_episodes(
         assert recipe.make_tasks is not None
         tasks = recipe.make_tasks(config, tokenizer)
         check_prompts(config, tasks, tokenizer, model)
-        sampler = engine or NativeBackend().build(config, model, 0)
+        sampler = engine or sampler_backend(config.cluster.rollout.engine).build(config, model, 0)
         with Runner() as runner:
             session = RolloutSession(
                 rollout_settings(config), tasks, chat_of(config, tokenizer, model), sampler, runner

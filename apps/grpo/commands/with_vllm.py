@@ -10,11 +10,12 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 from apps.common.cli import command_line as cli
+from apps.common.samplers import sampler_backend
 from apps.grpo.main import main
-from rollout.vllm.client.process import VARIABLE
 
 PYTHON = Path(__file__).parents[3] / "libs" / "rollout" / "vllm_python"  # where Bazel puts it
 
 if __name__ == "__main__":
-    os.environ.setdefault(VARIABLE, str(PYTHON.absolute()))
+    for variable in sampler_backend("vllm").variables:
+        os.environ.setdefault(variable, str(PYTHON.absolute()))
     cli.main(lambda: main(sys.argv[1:]))

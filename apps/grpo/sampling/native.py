@@ -11,6 +11,7 @@ from engines.families.torch_operations import choose_torch_operations
 from engines.loading import compute_dtype, empty_module, load_model, resolve_device
 from rollout import NativeEngine, RolloutEngine, SharingEngine
 from rollout.config import Admission
+from runplan.samplers.native import NativePlan
 from schedules.backend import SamplerBackend
 
 
@@ -69,6 +70,10 @@ class NativeBackend(SamplerBackend):
         shared = self.shared_parameters(config, trained)
         reason = shared.reason if isinstance(shared, Unsupported) else "its module was given"
         return f"the sampler has a copy of the weights: {reason}"
+
+    def plan(self) -> NativePlan:
+        """Return the native sampler in a plan."""
+        return NativePlan()
 
 
 def admission(config: GrpoConfig) -> Admission:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from apps.grpo.config import GrpoConfig
 from rollout import RolloutEngine
+from runplan.samplers.openai import OpenAiPlan
 from schedules.backend import SamplerBackend
 
 
@@ -19,3 +20,7 @@ class OpenAiBackend(SamplerBackend):
         """Raise ValueError: nobody knows what a server computes in."""
         del model, engine
         raise ValueError(f"--rollout.engine {config.cluster.rollout.engine} can't take a run's weights")
+
+    def plan(self) -> OpenAiPlan:
+        """Return the server in a plan."""
+        return OpenAiPlan()

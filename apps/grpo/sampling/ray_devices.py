@@ -8,14 +8,13 @@ import torch
 from apps.common.samplers import sampler_backend
 from apps.grpo.config import GrpoConfig
 from engines.devices.detect import devices_of
-from rollout.vllm.client.process import VARIABLE
 from schedules.ray.cluster import RaySettings, Transport
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def cluster_address(config: GrpoConfig) -> str | None:
-    """HOST:PORT of the Ray cluster that a run joins; None where it starts one of its own."""
+    """Return HOST:PORT of the Ray cluster that a run joins; None where it starts one of its own."""
     return config.cluster.rollout.ray_address or os.environ.get("RAY_ADDRESS") or None
 
 
@@ -26,8 +25,8 @@ def ray_settings(config: GrpoConfig, ranks: int) -> RaySettings | None:
         return None
     variables = dict(entry.split("=", 1) for entry in config.cluster.env)
     variables |= {"OMP_NUM_THREADS": str(config.threads)}
-    if VARIABLE in os.environ:
-        variables[VARIABLE] = os.environ[VARIABLE]
+    own = sampler_backend(layout.engine).variables
+    variables |= {name: os.environ[name] for name in own if name in os.environ}
     return RaySettings(
         layout.ray_workers,
         cpus=layout.ray_cpus,
@@ -46,7 +45,7 @@ def samples_on_cuda(config: GrpoConfig) -> bool:
 
 
 def gpus_each(config: GrpoConfig) -> float:
-    """CUDA devices that each of Ray's samplers has."""
+    """Return the number of CUDA devices of each of Ray's samplers."""
     layout = config.cluster.rollout
     if layout.ray_gpus is not None:
         return layout.ray_gpus

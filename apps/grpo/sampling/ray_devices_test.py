@@ -25,8 +25,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
-def asked(device: Any = "cuda", processes: int = 1, **layout: Any) -> GrpoConfig:
-    config = small(Path("/nowhere"), ScheduleConfig("sync"), nproc_per_node=processes)
+def asked(device: Any = "cuda", nproc_per_node: int = 1, **layout: Any) -> GrpoConfig:
+    config = small(Path("/nowhere"), ScheduleConfig("sync"), nproc_per_node=nproc_per_node)
     rollout = RolloutLayout(**{"ray_workers": 1, **layout})
     return replace(config, engine=EngineConfig(device=device), cluster=replace(config.cluster, rollout=rollout))
 

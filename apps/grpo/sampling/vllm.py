@@ -4,15 +4,16 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from apps.common.cluster import RolloutLayout
-from apps.grpo.sampling.vllm_arguments import FLAG, vllm_arguments
+from apps.common.cluster import VLLM_FLAG, RolloutLayout
 from apps.grpo.config import GrpoConfig
+from apps.grpo.sampling.vllm_arguments import vllm_arguments
 from engines.devices.detect import devices_of
 from engines.loading import resolve_device
 from rollout import RolloutConfig, RolloutEngine, VllmConfig, VllmEngine
-from rollout.vllm.client.process import find_python, known_arguments
+from rollout.vllm.client.process import VARIABLE, find_python, known_arguments
 from rollout.vllm.limits.cpu import chosen_dtype, refusal
 from rollout.vllm.settings.arguments import check_arguments
+from runplan.samplers.vllm import VllmPlan
 from schedules.backend import SamplerBackend
 
 EXPERTS_OF_COPIES = (
@@ -25,6 +26,7 @@ class VllmBackend(SamplerBackend):
     """vLLM in a process of its own. It reads weights under the names of a checkpoint."""
 
     spans_ranks = True
+    variables = (VARIABLE,)
 
     def build(self, config: GrpoConfig, model: Path, version: int) -> VllmEngine:
         """Return vLLM, started from the weights in `model`; to be closed."""
@@ -64,7 +66,7 @@ class VllmBackend(SamplerBackend):
             try:
                 check_arguments(sampler.arguments, known_arguments(sampler))
             except ValueError as error:
-                raise ValueError(f"{FLAG}: {error}") from error
+                raise ValueError(f"{VLLM_FLAG}: {error}") from error
 
     def check_model(self, config: GrpoConfig, directory: Path, model: PretrainedConfig) -> None:
         """Refuse what vLLM's kernels for CPUs lack, which its process would say after the warm start."""
@@ -73,6 +75,18 @@ class VllmBackend(SamplerBackend):
         described = model.get_text_config().to_dict()
         if why := refusal(described, chosen_dtype(described, config.cluster.rollout.dtype)):
             raise ValueError(f"--rollout.engine vllm can't sample from {directory}: {why}")
+
+    def layout_problems(self, layout: RolloutLayout) -> list[str]:
+        """Return the reason why an engine argument of `--rollout.vllm` can't be set there."""
+        try:
+            vllm_arguments(layout.vllm)
+        except ValueError as error:
+            return [str(error)]
+        return []
+
+    def plan(self) -> VllmPlan:
+        """Return vLLM in a plan."""
+        return VllmPlan()
 
 
 def rollout_config(config: GrpoConfig) -> RolloutConfig:

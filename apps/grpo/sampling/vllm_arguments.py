@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+from apps.common.cluster import VLLM_FLAG
 from apps.common.named_values import named_values
 from rollout.vllm.settings.arguments import OWNED
 
-FLAG = "--rollout.vllm"
 INSTEAD = {
     "aux_output_config": "use --engine.routing-replay",
     "compilation_config": "use --rollout.cuda-graph-sizes",
@@ -37,9 +37,9 @@ def vllm_arguments(words: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: a word has another shape, a name comes twice, or the project sets it; the text has the flag.
     """
-    arguments = named_values(FLAG, words, "block_size=32")
+    arguments = named_values(VLLM_FLAG, words, "block_size=32")
     reasons = OWNED | INSTEAD
     for name in arguments:
         if name in reasons:
-            raise ValueError(f"{FLAG} can't hold {name}: {reasons[name]}")
+            raise ValueError(f"{VLLM_FLAG} can't hold {name}: {reasons[name]}")
     return arguments

@@ -53,7 +53,7 @@ SHARED = replace(SERVED, make_model=functools.partial(ensure_vision_model, make_
 
 def image_config(run_dir: Path, mode: str = "sync", engine: str = "vllm", **changes: Any) -> GrpoConfig:
     """Return the configuration of a run of three steps from random weights; `changes` are of its sampler's layout."""
-    config = (SERVED if engine == "vllm" else NATIVE).config
+    config = {"vllm": SERVED}.get(engine, NATIVE).config
     ahead = {"staleness_threshold": 1.0, "partial_rollout": True} if mode == "fully_async" else {}
     schedule, layout = ScheduleConfig(mode, **ahead), RolloutLayout(engine, **changes)  # type: ignore[arg-type]
     return replace(

@@ -86,9 +86,9 @@ def measure(transport: Any, workers: int, mib: int, times: int, on_device: bool)
     try:
         pool.ready.result(120)
         for version in range(1, times + 2):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             asyncio.run(transfer_weights([pool], Manifest(version), buckets(pieces, BUCKET_BYTES)))
-            took.append(time.perf_counter() - begun)
+            took.append(time.perf_counter() - start)
     finally:
         pool.close()
     least, middle = min(took[1:]), statistics.median(took[1:])
@@ -110,18 +110,18 @@ def main() -> None:
     parser.add_argument("--workers", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--times", type=int, default=5)
-    asked = parser.parse_args()
-    on_device = "nccl" in asked.transports
+    options = parser.parse_args()
+    on_device = "nccl" in options.transports
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
     if on_device:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[1:])  # of samplers; the first one is the sender's
-    with local_ray(cpus=max(asked.workers)):
+    with local_ray(cpus=max(options.workers)):
         if on_device:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        for workers in asked.workers:
-            for transport in asked.transports:
-                print(json.dumps(measure(transport, workers, asked.mib, asked.times, on_device)), flush=True)
+        for workers in options.workers:
+            for transport in options.transports:
+                print(json.dumps(measure(transport, workers, options.mib, options.times, on_device)), flush=True)
 
 
 if __name__ == "__main__":

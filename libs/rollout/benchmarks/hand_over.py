@@ -42,19 +42,19 @@ def measure(
     if cuda:
         arguments = {"additional_config": {"gdn_prefill_backend": "triton"}}
         own = VllmConfig(**(vars(own) | {"memory_share": 0.36 / copies, "arguments": arguments}))
-    found: list[tuple[float, float, float]] = []
+    rows: list[tuple[float, float, float]] = []
     with VllmEngine(model, RolloutConfig(backend="vllm", max_length=512, vllm=own)) as engine:
         asyncio.run(engine.generate([5, 6, 7], Sampling(max_new_tokens=4)))
         for version in range(1, times + 1):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             stream = buckets(weights, BUCKET_BYTES)
             asyncio.run(transfer_weights([engine], Manifest(version), stream))
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - start
             assert engine.transfer is not None
-            found.append((engine.transfer.staged_s, engine.transfer.paused_s, seconds))
+            rows.append((engine.transfer.staged_s, engine.transfer.paused_s, seconds))
         assert engine.transfer is not None
         nbytes = engine.transfer.nbytes
-    staged, paused, whole = (1e3 * statistics.median(column) for column in zip(*found[2:], strict=True))
+    staged, paused, whole = (1e3 * statistics.median(column) for column in zip(*rows[2:], strict=True))
     return {"nbytes": nbytes, "staged_ms": staged, "paused_ms": paused, "whole_ms": whole}
 
 
@@ -78,8 +78,8 @@ def main() -> None:
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         weights = [BucketPiece(name, shapes[name], flat.dtype, 0, flat) for name, flat in named.items()]
         for copies, place in itertools.product(options.copies, options.places):
-            found = measure(Path(folder), weights, copies, place, options.times, cuda)
-            facts = {"copies": copies, "place": place, **{k: round(v, 1) for k, v in found.items()}}
+            figures = measure(Path(folder), weights, copies, place, options.times, cuda)
+            facts = {"copies": copies, "place": place, **{k: round(v, 1) for k, v in figures.items()}}
             print(json.dumps(facts), flush=True)
 
 

@@ -23,7 +23,7 @@ def main() -> None:
     payload = b"x" * options.payload
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ledger"
-        ledger, fresh, begun = RolloutLedger(path), 0, time.perf_counter()
+        ledger, fresh, start = RolloutLedger(path), 0, time.perf_counter()
         busy = time.process_time()
         compacting = 0.0
         for step in range(1, steps + 1):
@@ -36,34 +36,34 @@ def main() -> None:
                 at = time.perf_counter()
                 ledger.saved(step)
                 compacting += time.perf_counter() - at
-        seconds, busy = time.perf_counter() - begun, time.process_time() - busy
+        seconds, busy = time.perf_counter() - start, time.process_time() - busy
         ledger.close()
         size = path.stat().st_size
         print(f"{fresh:,} entries begun, finished and trained in {seconds:.1f} s: {fresh / seconds:,.0f} a second")
         print(f"  {busy:.1f} s of processor time: {fresh / busy:,.0f} a second of it")
         print(f"  of which checkpoints and compaction {compacting:.1f} s; the file at the end: {size / 2**20:.1f} MiB")
-        begun = time.perf_counter()
+        start = time.perf_counter()
         ledger = RolloutLedger(path)
         print(
-            f"opened in {time.perf_counter() - begun:.2f} s: {len(ledger.state.done):,} done, "
+            f"opened in {time.perf_counter() - start:.2f} s: {len(ledger.state.done):,} done, "
             f"{len(ledger.state.sampled):,} that a run from the last checkpoint trains again"
         )
-        begun = time.perf_counter()
+        start = time.perf_counter()
         ledger.compact()
         ledger.close()
-        print(f"compacted in {time.perf_counter() - begun:.2f} s")
-        begun = time.perf_counter()
+        print(f"compacted in {time.perf_counter() - start:.2f} s")
+        start = time.perf_counter()
         whole = Path(folder) / "whole"
         with RolloutLedger(whole) as ledger:
             for entry in range(options.entries):
                 ledger.started(entry, 0)
                 ledger.finished(entry, payload)
-        seconds, size = time.perf_counter() - begun, whole.stat().st_size
-        begun = time.perf_counter()
+        seconds, size = time.perf_counter() - start, whole.stat().st_size
+        start = time.perf_counter()
         RolloutLedger(whole).close()
         print(
             f"without a single checkpoint: {options.entries / seconds:,.0f} a second, {size / 2**20:.0f} MiB, "
-            f"opened in {time.perf_counter() - begun:.2f} s"
+            f"opened in {time.perf_counter() - start:.2f} s"
         )
 
 

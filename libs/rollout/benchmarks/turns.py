@@ -55,13 +55,13 @@ def main() -> None:
         count, turns, said, new, hidden, layers, vocab = case
         model = build(hidden, vocab, layers)
         rounds = [(timed(model, 65536, case), timed(model, 0, case)) for _ in range(flags.repeats)]
-        assert all(kept[2] == anew[2] for kept, anew in rounds)
-        kept, anew = (min(r[i][0] for r in rounds) for i in range(2))
+        assert all(cached[2] == anew[2] for cached, anew in rounds)
+        cached, anew = (min(r[i][0] for r in rounds) for i in range(2))
         size = sum(p.numel() for p in model.parameters()) / 1e6
         read = f"{rounds[0][0][1]}/{rounds[0][1][1]}"
         print(
-            f"{count:>5}{turns:>6}{said:>6}{new:>5}{size:>7.2f}M{read:>14}{kept:>7.3f} s{anew:>7.3f} s"
-            f"{anew / kept:>7.2f}",
+            f"{count:>5}{turns:>6}{said:>6}{new:>5}{size:>7.2f}M{read:>14}{cached:>7.3f} s{anew:>7.3f} s"
+            f"{anew / cached:>7.2f}",
             flush=True,
         )
 

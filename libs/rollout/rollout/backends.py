@@ -1,4 +1,4 @@
-"""The backends by name: where the parts of each are, which are imported when they are asked for."""
+"""The backends by name, each with the places of its parts, which are imported on first use."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class EngineBackend:
     """Backend of a `RolloutConfig`. Its parts are "module:object"."""
 
     builder: str
-    """(config, model, pad_token_id, version) -> its engine."""
+    """Function of (config, model, pad_token_id, version) that returns the engine."""
     feature_table: str
     """Features, each with `Supported` or `Unsupported`; "cpu" is also whether the backend is supported at all."""
     settings: str | None = None
@@ -27,12 +27,12 @@ class EngineBackend:
 
     @property
     def features(self) -> Mapping[str, Supported | Unsupported]:
-        """What it can do."""
+        """The features of the backend, each with its answer."""
         table: Mapping[str, Supported | Unsupported] = load(self.feature_table)
         return table
 
     def settings_class(self) -> type[Any]:
-        """Return the class of its settings."""
+        """Return the class of the backend's own settings."""
         assert self.settings is not None
         kind: type[Any] = load(self.settings)
         return kind
@@ -72,7 +72,7 @@ def load(part: str) -> Any:
 
 
 class EachBackend(Mapping[str, T]):
-    """Something of each backend by name; one that nobody asks for is not imported."""
+    """A part of each backend by name, imported on first use."""
 
     def __init__(self, value: Callable[[EngineBackend], T]) -> None:
         self._value = value

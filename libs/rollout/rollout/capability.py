@@ -46,10 +46,19 @@ def supports(config: RolloutConfig, feature: str) -> Supported | Unsupported:
 
     Raises ValueError with all features for an unknown name.
     """
-    if feature in BACKENDS:
-        return BACKENDS[feature]
-    answer, backend = feature_of(FEATURES[config.backend], feature), BACKENDS[config.backend]
-    return answer if backend else backend
+    return backend_supports(config.backend, feature)
+
+
+def backend_supports(backend: str, feature: str) -> Supported | Unsupported:
+    """Return the same of a backend, also of one that is not in this installation."""
+    try:
+        if feature in BACKENDS:
+            return BACKENDS[feature]
+        features = FEATURES[backend]
+    except ValueError as error:
+        return Unsupported(str(error))
+    answer = feature_of(features, feature)
+    return answer if features["cpu"] else features["cpu"]
 
 
 def refuse_unsupported(config: RolloutConfig) -> None:

@@ -43,9 +43,9 @@ class RolloutConfig:
     """Whether completions say which experts of a mixture read their tokens, for a trainer that replays them."""
     seed: int = 0
     """Seed for requests that bring none of their own."""
-    vllm: OwnSettings["VllmConfig"] = OwnSettings()
+    vllm: OwnSettings["VllmConfig"] = OwnSettings()  # noqa: RUF009  a descriptor
     """Further settings of vLLM."""
-    openai: OwnSettings["OpenAIConfig"] = OwnSettings()
+    openai: OwnSettings["OpenAIConfig"] = OwnSettings()  # noqa: RUF009  a descriptor
     """Address and settings of the server."""
 
     def __post_init__(self) -> None:

@@ -33,8 +33,8 @@ class Sampling:
     greedy: bool = False
 
     def __post_init__(self) -> None:
-        if found := [*self.problems()]:
-            raise ValueError("; ".join(found))
+        if problems := [*self.problems()]:
+            raise ValueError("; ".join(problems))
 
     def problems(self) -> Iterator[str]:
         """Yield a text for each invalid field, beginning with the field's name."""

@@ -73,9 +73,9 @@ class RoutedExperts:
         """Return the experts of the first `tokens` tokens; those past the last known one are unknown."""
         if tokens == len(self):
             return self
-        kept = self.data[: tokens * self._row]
-        lacking = tokens - len(kept) // self._row
-        return RoutedExperts(self.layers, self.k, kept + b"\xff" * (lacking * self._row))
+        known = self.data[: tokens * self._row]
+        lacking = tokens - len(known) // self._row
+        return RoutedExperts(self.layers, self.k, known + b"\xff" * (lacking * self._row))
 
     def over(self, other: "RoutedExperts") -> "RoutedExperts":
         """Return these experts where known, else the other's of the same stream, at the length of the longer one.

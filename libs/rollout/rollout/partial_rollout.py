@@ -46,8 +46,8 @@ class ResumableEngine:
     ) -> tuple[Completion, bool]:
         """Sample until the end or an interruption; return the tokens, and whether it was interrupted."""
         before = self._pauses
-        found = await self._engine.generate(prompt_ids, sampling, media, **options)
-        return found, found.stop_reason == "abort" and self._pauses > before
+        completion = await self._engine.generate(prompt_ids, sampling, media, **options)
+        return completion, completion.stop_reason == "abort" and self._pauses > before
 
     async def pause(self, mode: PauseMode = "finish") -> None:
         """Pause sampling; "abort" interrupts running completions, which continue after `resume`."""
@@ -57,10 +57,10 @@ class ResumableEngine:
     async def cancel(self, request_id: str) -> bool:
         """End a request with the tokens so far."""
         self._cancelled.add(request_id)
-        found = await self._engine.cancel(request_id)
-        if not found:
+        was_open = await self._engine.cancel(request_id)
+        if not was_open:
             self._cancelled.discard(request_id)
-        return found
+        return was_open
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)

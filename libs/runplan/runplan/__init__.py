@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from runplan.checks.requirements import Requirement as Requirement
     from runplan.checks.requirements import requirements as requirements
+    from runplan.estimates.buffers import Buffer as Buffer
     from runplan.estimates.peak_memory import Peak as Peak
     from runplan.estimates.peak_memory import peak_memory as peak_memory
     from runplan.from_config import memory as memory
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from runplan.report.plan import make_plan as make_plan
     from runplan.report.readiness import refuse_unready as refuse_unready
     from runplan.run_spec import RunSpec as RunSpec
+    from runplan.samplers.base import SamplerPlan as SamplerPlan
     from runplan.settings import ClusterSettings as ClusterSettings
     from runplan.settings import PoolSettings as PoolSettings
     from runplan.settings import RolloutSettings as RolloutSettings
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "Requirement": "runplan.checks.requirements",
     "requirements": "runplan.checks.requirements",
+    "Buffer": "runplan.estimates.buffers",
     "Peak": "runplan.estimates.peak_memory",
     "peak_memory": "runplan.estimates.peak_memory",
     "memory": "runplan.from_config",
@@ -54,12 +57,14 @@ _EXPORTS = {
     "make_plan": "runplan.report.plan",
     "refuse_unready": "runplan.report.readiness",
     "RunSpec": "runplan.run_spec",
+    "SamplerPlan": "runplan.samplers.base",
     "ClusterSettings": "runplan.settings",
     "PoolSettings": "runplan.settings",
     "RolloutSettings": "runplan.settings",
     "ScheduleSettings": "runplan.settings",
 }
 __all__ = [
+    "Buffer",
     "ClusterSettings",
     "Grid",
     "ModelShape",
@@ -74,6 +79,7 @@ __all__ = [
     "Requirement",
     "RolloutSettings",
     "RunSpec",
+    "SamplerPlan",
     "ScheduleSettings",
     "VisionTower",
     "count_parameters",

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engines import EngineConfig
+from runplan.samplers.base import SamplerPlan
+from runplan.samplers.registry import sampler_plan
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,13 @@ class PlainCluster:
     changed: tuple[tuple[str, Any], ...] = ()
     apart: str | None = None
     """Why a native sampler has weights of its own; None where it shares training's."""
+    own_sampler: SamplerPlan | None = None
+    """Sampler of your own in a plan, where `rollout.engine` is none of this project's."""
+
+    @property
+    def sampler(self) -> SamplerPlan:
+        """Sampler in a plan."""
+        return self.own_sampler or sampler_plan(self.rollout.engine)
 
     def weights_apart(self, engine: EngineConfig) -> str | None:  # noqa: ARG002  as the protocol has it
         """Return `apart`."""

@@ -4,9 +4,12 @@ The parallelism of training is the engine's own setting (`engines.EngineConfig`)
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from engines import EngineConfig
+
+if TYPE_CHECKING:  # they import one another
+    from runplan.samplers.base import SamplerPlan
 
 
 class PoolSettings(Protocol):
@@ -127,6 +130,10 @@ class ClusterSettings(Protocol):
     @property
     def rollout(self) -> RolloutSettings:
         """The sampling engine."""
+
+    @property
+    def sampler(self) -> "SamplerPlan":
+        """Sampler of that name in a plan: its memory, requirements and launch needs."""
 
     @property
     def schedule(self) -> ScheduleSettings:

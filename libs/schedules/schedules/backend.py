@@ -1,6 +1,7 @@
 """Sampler backend: the one object that a choice of sampler is."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ class SamplerBackend(ABC):
     """Whether it takes weights under the names of the trained module, not of its checkpoint."""
     spans_ranks: bool = False
     """Whether one engine spans the devices of several training ranks, the first of which has it."""
+
+    variables: tuple[str, ...] = ()
+    """Environment variables that its processes need where they are started by Ray."""
 
     @abstractmethod
     def build(self, config: Any, model: Path, version: int) -> RolloutEngine:
@@ -49,3 +53,13 @@ class SamplerBackend(ABC):
         """Return how many devices one engine spans."""
         del layout
         return 1
+
+    def layout_problems(self, layout: Any) -> Sequence[str]:
+        """Return a text for each of its own settings (`SamplerPlan.own_settings`) that is wrong, with its flag."""
+        del layout
+        return ()
+
+    def plan(self) -> Any:
+        """Return the `runplan.SamplerPlan` that states its memory (`buffers`: bytes of weights and caches on device and
+        host), requirements and launch needs; without one a plan says "a sampler of its own: not planned"."""
+        return None

@@ -30,7 +30,7 @@ def adapter_layout(engine: Any, live: bool = False) -> AdapterExport | None:
     if not config.rank:
         return None
     adapted = [name for name, module in linear_layers(engine.executor.model).items() if hasattr(module, "lora_on")]
-    return AdapterExport(config.rank, config.scale, tuple(_told(engine, name, live) for name in adapted))
+    return AdapterExport(config.rank, config.scale, tuple(_export_name(engine, name, live) for name in adapted))
 
 
 def adapter_pieces(engine: Any, live: bool = False, max_bytes: int = PIECE_BYTES) -> Iterator[WeightPiece]:
@@ -44,12 +44,12 @@ def adapter_pieces(engine: Any, live: bool = False, max_bytes: int = PIECE_BYTES
     def named() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in finite_tensors(engine.executor.adapter_tensors()):
             layer, _, part = name.rpartition(".")
-            yield f"{_told(engine, layer, live)}.{part}", tensor
+            yield f"{_export_name(engine, layer, live)}.{part}", tensor
 
     return pieces(named(), max_bytes)
 
 
-def _told(engine: Any, layer: str, live: bool) -> str:
+def _export_name(engine: Any, layer: str, live: bool) -> str:
     """Return the layer's name: in the trained module where `live`, else on disk."""
     if live:
         return layer

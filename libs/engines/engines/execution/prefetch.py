@@ -62,27 +62,27 @@ class PrefetchedStep:
     """The batch to prepare while the device works, at most one, with its objective."""
 
     def __init__(self) -> None:
-        self._asked: tuple[Any, Any, Callable[[], Any]] | None = None
-        self._found: tuple[Any, Any, Any] | None = None
+        self._request: tuple[Any, Any, Callable[[], Any]] | None = None
+        self._prepared: tuple[Any, Any, Any] | None = None
 
     def ask(self, batch: Any, objective: Any, prepare: Callable[[], Any]) -> None:
         """Record what to prepare, in place of an earlier request."""
-        self._asked = batch, objective, prepare
+        self._request = batch, objective, prepare
 
     def run(self) -> None:
         """Prepare what was asked for; call it when the device has enough to do. An error is not raised here: `take`
         then returns None, and its caller prepares the batch."""
-        if self._asked is None:
+        if self._request is None:
             return
-        (batch, objective, prepare), self._asked = self._asked, None
+        (batch, objective, prepare), self._request = self._request, None
         try:
-            self._found = batch, objective, prepare()
+            self._prepared = batch, objective, prepare()
         except (ValueError, KeyError, RuntimeError):
-            self._found = None
+            self._prepared = None
 
     def take(self, batch: Any, objective: Any) -> Any:
         """Return, once, what was prepared of this very batch for this objective; None for any other."""
-        prepared, self._found = self._found, None
+        prepared, self._prepared = self._prepared, None
         if prepared is None or prepared[0] is not batch or prepared[1] != objective:
             return None
         return prepared[2]

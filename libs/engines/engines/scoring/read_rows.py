@@ -38,9 +38,9 @@ def compute_read_rows(model: Any) -> tuple[nn.Module, ...]:
     mixer, _ = next(iter(family.mixers(layer)))
     modules = [*(module for name, module in mixer.named_children() if name in _OF_A_ROW), layer.mlp]
     here = _Rows()
-    mixer.forward = MethodType(here.told(mixer.forward), mixer)
+    mixer.forward = MethodType(here.reading(mixer.forward), mixer)
     for module in modules:
-        module.forward = MethodType(here.over(module.forward), module)
+        module.forward = MethodType(here.computing(module.forward), module)
     return tuple(modules)
 
 
@@ -50,7 +50,7 @@ class _Rows:
     def __init__(self) -> None:
         self.rows: Tensor | None = None
 
-    def told(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return a mixer's forward that reads the rows first: each call of the layer, recomputed too, begins there."""
 
         def forward(mixer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +61,7 @@ class _Rows:
 
         return forward
 
-    def over(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def computing(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return a module's forward on these rows; the other rows are zero."""
 
         def forward(module: Any, x: Tensor) -> Tensor:

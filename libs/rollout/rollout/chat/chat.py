@@ -207,22 +207,22 @@ class Chat:
         count = len(messages)
         escaped = self._encoder.escape([*without_images(messages), *new_messages], [t.schema for t in tools])
         everything = escaped.messages
-        asked, turn = (self._known_text(everything[:n], tools, False) for n in (count - 1, count))
+        before, turn = (self._known_text(everything[:n], tools, False) for n in (count - 1, count))
         whole = self._known_text(everything, tools, True)
-        if not turn.startswith(asked):
+        if not turn.startswith(before):
             prompted = self.render(everything[: count - 1], tools, add_generation_prompt=True)
-            asked = asked[: common_prefix(asked, prompted)]  # Phi-3 ends an unprompted text with its own token
-            if not turn.startswith(asked):
+            before = before[: common_prefix(before, prompted)]  # Phi-3 ends an unprompted text with its own token
+            if not turn.startswith(before):
                 return None  # the template drops something once the turn is there
         end = turn.rfind(self.end_of_turn) + len(self.end_of_turn)
-        closed = self.end_of_turn in turn[len(asked) :] and not turn[end:].strip() and whole.startswith(turn[:end])
+        closed = self.end_of_turn in turn[len(before) :] and not turn[end:].strip() and whole.startswith(turn[:end])
         if closed and (stop == self.end_of_turn_id or stop not in self.stop_ids):
             missing = "" if stop == self.end_of_turn_id else self.end_of_turn
             return self._encoder.encode(missing + whole[end:], escaped)
-        found = self._appended(everything, count, turn, whole, tools, stop)
-        if found is None and closed:
-            found = self.end_of_turn + whole[end:]
-        return None if found is None else self._encoder.encode(found, escaped)
+        following = self._appended(everything, count, turn, whole, tools, stop)
+        if following is None and closed:
+            following = self.end_of_turn + whole[end:]
+        return None if following is None else self._encoder.encode(following, escaped)
 
     def _appended(
         self, messages: Sequence[Message], count: int, turn: str, whole: str, tools: Sequence[Tool], stop: int | None
@@ -303,9 +303,9 @@ class Chat:
         schemas = [t.schema for t in tools] or None
         shape = {"tokenize": False, "add_generation_prompt": add_generation_prompt, **self.options}
         problem: Exception | None = None
-        for given in ([dict(m) for m in messages], [_with_text_arguments(m) for m in messages]):
+        for form in ([dict(m) for m in messages], [_with_text_arguments(m) for m in messages]):
             try:
-                return str(self.tokenizer.apply_chat_template(given, tools=schemas, **shape))
+                return str(self.tokenizer.apply_chat_template(form, tools=schemas, **shape))
             except TypeError as error:  # DeepSeek-V3's template joins text to a call's arguments
                 problem = error
             except TemplateError as error:

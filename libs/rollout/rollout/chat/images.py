@@ -38,15 +38,15 @@ class RenderedPrompt:
 
 def images_of(messages: Sequence[Message]) -> list[Any]:
     """Return the pictures of messages in order. Raise ValueError for an image part without one."""
-    found = []
+    images = []
     for index, message in enumerate(messages):
         for part in _parts(message):
             if part.get("type") != "image":
                 continue
             if part.get("image") is None:
                 raise ValueError(f"message {index} ({message.get('role')}) has an image part without its 'image'")
-            found.append(part["image"])
-    return found
+            images.append(part["image"])
+    return images
 
 
 def without_images(messages: Sequence[Message]) -> list[Message]:

@@ -12,12 +12,12 @@ NOT_SAMPLED = -1  # policy version of a token that no policy made here
 
 @dataclass(frozen=True)
 class Segment:
-    """One token stream of an episode: prompt, sampled turns and what was said between them.
+    """One token stream of an episode: prompt, sampled turns and the messages between them.
 
     The four sequences are of one length. `loss_mask` is true on tokens that were sampled in this very stream; there
-    `log_probs` are the sampler's and `policy_versions` its weights, elsewhere 0.0 and -1. `media` is what the stream
-    shows (`RolloutEngine.generate`), None for text. `agent` says whose stream it is: "" for the episode's own, else a
-    sub-agent's name. `routed_experts`, where the engine tells them, are of every token.
+    `log_probs` are the sampler's and `policy_versions` its weights, elsewhere 0.0 and -1. `media` is the stream's media
+    (`RolloutEngine.generate`), None for text. `agent` says whose stream it is: "" for the episode's own, else a
+    sub-agent's name. `routed_experts`, where the engine records them, are of every token.
     """
 
     ids: tuple[int, ...]

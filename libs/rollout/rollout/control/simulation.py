@@ -96,8 +96,8 @@ def choose_pools(settings: StalenessSettings, workload: Workload, devices: int, 
     """Return the forecasts of every split of `devices` into generators and trainers, the fastest first."""
     if devices < 2:
         raise ValueError(f"two pools need at least 2 devices, got {devices}")
-    found = [simulate(settings, workload, count, devices - count, seed) for count in range(1, devices)]
-    return sorted(found, key=lambda forecast: forecast.seconds)
+    forecasts = [simulate(settings, workload, count, devices - count, seed) for count in range(1, devices)]
+    return sorted(forecasts, key=lambda forecast: forecast.seconds)
 
 
 def forecast_table(forecasts: Sequence[Forecast]) -> str:

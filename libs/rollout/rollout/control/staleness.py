@@ -151,18 +151,18 @@ class StalenessController:
     def staleness(self) -> int:
         """Staleness of the oldest group in progress, in weight syncs."""
         state = self.state
-        begun = [group.version for group in (*state.running, *state.ready, *state.training)]
-        return self.version - min(begun, default=self.version)
+        versions = [group.version for group in (*state.running, *state.ready, *state.training)]
+        return self.version - min(versions, default=self.version)
 
 
 def after(state: ControlState, event: Event) -> ControlState:
     """Return the state after an event, before any decision."""
     match event:
         case Finished(group):
-            found, rest = _without(state.running, group)
-            return replace(state, running=rest, ready=(*state.ready, found))
+            ended, rest = _without(state.running, group)
+            return replace(state, running=rest, ready=(*state.ready, ended))
         case Failed(group):
-            found, rest = _without(state.running, group)
+            ended, rest = _without(state.running, group)
             return replace(state, running=rest, again=(*state.again, group))
         case Trained():
             if not state.training:
@@ -188,8 +188,8 @@ def decide(settings: StalenessSettings, state: ControlState) -> tuple[ControlSta
         state = replace(state, ready=tuple(g for g in state.ready if g not in taken), training=batch)
         oldest = settings.version_of(state.synced) - batch[0].version
         made.append(Train(state.step + 1, tuple(sorted(g.group for g in batch)), max(0, oldest)))
-    state, begun = _begin(settings, state)
-    return state, (*made, *begun)
+    state, started = _begin(settings, state)
+    return state, (*made, *started)
 
 
 def capacity(settings: StalenessSettings, synced: int) -> int:
@@ -232,7 +232,7 @@ def _next_batch(settings: StalenessSettings, state: ControlState) -> tuple[Start
 
 
 def _without(groups: tuple[StartedGroup, ...], number: int) -> tuple[StartedGroup, tuple[StartedGroup, ...]]:
-    found = [g for g in groups if g.group == number]
-    if len(found) != 1:
+    matches = [g for g in groups if g.group == number]
+    if len(matches) != 1:
         raise ValueError(f"group {number} is not being sampled: it cannot have ended")
-    return found[0], tuple(g for g in groups if g.group != number)
+    return matches[0], tuple(g for g in groups if g.group != number)

@@ -1,4 +1,4 @@
-"""What an agent acts in: the protocol between an environment and the code that plays an episode in it.
+"""The protocol between an environment and the code that plays an episode in it.
 
     open -> step -> step -> ... -> finish(end) -> close
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:  # it needs jinja2, which an environment does without
 
 End = Literal["done", "limit", "length", "max_turns", "max_tokens", "deadline", "abort", "failed"]
 """How an episode ended: by the environment, or a limit of its own; a turn cut off at max_new_tokens; turns, tokens or
-time used up; the engine or the run stopped it; somebody's code broke."""
+time used up; the engine or the run stopped it; a user's code failed."""
 
 
 class Converse(Protocol):
-    """Begins a conversation of its own with the policy, beside the episode's: a sub-agent."""
+    """Function that starts a conversation with the policy beside the episode's own: a sub-agent."""
 
     def __call__(self, messages: Sequence[Message], tools: Sequence[Tool] = (), agent: str = "sub") -> "Conversation":
         """Return the conversation, ready for its first `reply()`; its segments are recorded in the episode."""
@@ -41,12 +41,12 @@ def _no_conversation(messages: Sequence[Message], tools: Sequence[Tool] = (), ag
 
 @dataclass(frozen=True)
 class EpisodeContext:
-    """Which episode this is.
+    """Identity of an episode.
 
-    `index` numbers the episodes of a group, `attempt` the times this one has failed and was begun again. `seed` (None:
+    `index` numbers the episodes of a group, `attempt` the times this one has failed and was played again. `seed` (None:
     the run has none) is derived from the task's id and `index`: an environment that draws numbers draws them from it.
-    `data` is the task's. `converse` plays sub-agents through the same engine. `environment` is the name that stands
-    before `task_id` in the records of a run with environments of a user's.
+    `data` is the task's. `converse` starts sub-agents on the same engine. `environment` is the name that stands before
+    `task_id` in the records of a run with several environments.
     """
 
     task_id: str
@@ -59,7 +59,7 @@ class EpisodeContext:
 
     @property
     def key(self) -> str:
-        """The `task_id` of the episode: environment/id, or the id alone."""
+        """The `task_id` in records: environment/id, or the id alone."""
         return f"{self.environment}/{self.task_id}" if self.environment else self.task_id
 
 
@@ -93,7 +93,7 @@ class StepResult:
 
 @dataclass(frozen=True, init=False)
 class Score:
-    """What an episode is worth, and the components of its reward, for people.
+    """Reward of an episode, and the components of it, for people.
 
     `parts` is the earlier name of `reward_components`. Raises ValueError, with the component's name, for what is not a
     finite number.
@@ -109,7 +109,7 @@ class Score:
         *,
         parts: Mapping[str, float] | None = None,
     ) -> None:
-        components = next((given for given in (parts, reward_components) if given is not None), {})
+        components = next((mapping for mapping in (parts, reward_components) if mapping is not None), {})
         object.__setattr__(self, "reward", reward)
         object.__setattr__(self, "reward_components", components)
         self.__post_init__()

@@ -167,8 +167,8 @@ class GymnasiumEnvironment:
             text = content.strip()
             return text if self._env.action_space.contains(text) else None
         move = last_move(content)
-        found = (content if move is None else move).strip().lower()
-        at = next((i for i, name in enumerate(self._names) if name.lower() == found), None)
+        wanted = (content if move is None else move).strip().lower()
+        at = next((i for i, name in enumerate(self._names) if name.lower() == wanted), None)
         return None if at is None else int(self._env.action_space.start) + at
 
     def _complaint(self) -> str:

@@ -24,15 +24,15 @@ def load_object(spec: str, kind: str, of: type | tuple[type, ...] | None = None)
     if not colon or not place or not name:
         raise ValueError(f"--{kind} {spec!r} is not FILE.py:NAME or package.module:name, such as my_{kind}.py:{kind}")
     module = _file(place, kind) if place.endswith(".py") else _module(place, kind)
-    found: Any = module
+    value: Any = module
     for part in name.split("."):
-        if not hasattr(found, part):
-            raise ValueError(f"{place} has no {part!r} for --{kind}{_hint(part, found)}")
-        found = getattr(found, part)
-    if of is not None and not isinstance(found, of):
+        if not hasattr(value, part):
+            raise ValueError(f"{place} has no {part!r} for --{kind}{_hint(part, value)}")
+        value = getattr(value, part)
+    if of is not None and not isinstance(value, of):
         names = " or ".join(t.__name__ for t in (of if isinstance(of, tuple) else (of,)))
-        raise ValueError(f"--{kind} {spec} is a {type(found).__name__}; a {names} is needed")
-    return found
+        raise ValueError(f"--{kind} {spec} is a {type(value).__name__}; a {names} is needed")
+    return value
 
 
 def _file(place: str, kind: str) -> ModuleType:

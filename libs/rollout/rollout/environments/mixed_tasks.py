@@ -29,7 +29,7 @@ class NumberedTasks:
         return [self._row(self._count + n) for n in range(self._start, self._end)]
 
     def held_out(self) -> list[TaskRow]:
-        """Return the first tasks."""
+        """Return the first `count` tasks."""
         return [self._row(n) for n in range(self._count)]
 
     def cursor(self) -> dict[str, Any]:

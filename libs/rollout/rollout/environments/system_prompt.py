@@ -1,4 +1,4 @@
-"""A system prompt before whatever an environment opens with."""
+"""A system prompt before the first messages of any environment."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from rollout.chat.messages import Message
 
 
 def with_system_prompt(messages: Sequence[Message], text: str) -> tuple[Message, ...]:
-    """Return the messages with the system prompt before them; their own one follows it after a blank line."""
+    """Return the messages after the system prompt; their own system prompt follows it after a blank line."""
     first = messages[0] if messages else {}
     if first.get("role") == "system" and isinstance(first.get("content"), str):
         return ({**first, "content": f"{text}\n\n{first['content']}"}, *messages[1:])
@@ -23,7 +23,7 @@ class SystemPrompt:
     text: str
 
     def __call__(self, factory: Callable[[], Any]) -> "WithSystemPrompt":
-        """Return the factory with the prompt."""
+        """Return a factory whose environments open with the prompt."""
         return WithSystemPrompt(factory, self.text)
 
 

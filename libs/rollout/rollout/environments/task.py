@@ -95,13 +95,13 @@ class TaskEnvironment:
         if not self._task.tools:
             return {}
         errors = sum(not result.ok for result in self._results)
-        found: dict[str, float] = {"tool_calls": len(self._results), "tool_errors": errors}
+        metrics: dict[str, float] = {"tool_calls": len(self._results), "tool_errors": errors}
         for name in dict.fromkeys(result.name for result in self._results if result.name in self._names):
             mine = [result for result in self._results if result.name == name]
-            found[f"tool/{name}/calls"] = len(mine)
-            found[f"tool/{name}/errors"] = sum(not result.ok for result in mine)
-            found[f"tool/{name}/timeouts"] = sum(result.timed_out for result in mine)
-        return found
+            metrics[f"tool/{name}/calls"] = len(mine)
+            metrics[f"tool/{name}/errors"] = sum(not result.ok for result in mine)
+            metrics[f"tool/{name}/timeouts"] = sum(result.timed_out for result in mine)
+        return metrics
 
 
 NO_ARGUMENTS: RewardArguments = {}

@@ -111,16 +111,16 @@ class TextArenaEnvironment:
         self._game = game
         random.seed(seed)
         game.reset(num_players=1, seed=seed)
-        return self._said()
+        return self._new_text()
 
     def _move(self, move: str) -> tuple[bool, str]:
         errors = self._game.state.error_count
         done, _ = self._game.step(move)
         info = self._game.state.game_info[0]
         self._invalid += int(self._game.state.error_count > errors or bool(done and info.get("invalid_move")))
-        return done, self._said()
+        return done, self._new_text()
 
-    def _said(self) -> str:
+    def _new_text(self) -> str:
         """Return the game's text since the last call, without the player's own moves."""
         _, observations = self._game.get_observation()
         own = textarena.ObservationType.PLAYER_ACTION

@@ -108,7 +108,7 @@ class ThreadEnvironment:
 
     async def _call(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a method in the thread: return its result, or raise what it raises."""
-        answer = self._begun_inside(function, arguments)
+        answer = self._start_call(function, arguments)
         answered = False
         try:
             async with asyncio.timeout(None if math.isinf(self._timeout) else self._timeout):
@@ -125,7 +125,7 @@ class ThreadEnvironment:
             raise EpisodeFailed(f"{what} raised {type(ended.error).__name__}: {ended.error}", False) from ended.error
         return ended.value
 
-    def _begun_inside(self, function: Callable[..., Any], arguments: Sequence[Any]) -> "asyncio.Future[Ended]":
+    def _start_call(self, function: Callable[..., Any], arguments: Sequence[Any]) -> "asyncio.Future[Ended]":
         """Start a call on the thread's loop; return a future on this loop, whose cancellation cancels the call.
 
         The call begins in any case, also where it was cancelled before the thread came free: close() has to be called.
@@ -134,21 +134,21 @@ class ThreadEnvironment:
         inside, outside = self._inside, self._outside
         answer: asyncio.Future[Ended] = outside.create_future()
         made: list[asyncio.Task[None]] = []
-        begun = False
+        started = False
 
         def settle(ended: Ended) -> None:
             if not answer.done():
                 answer.set_result(ended)
 
         async def attempt() -> None:
-            nonlocal begun
-            begun = True
+            nonlocal started
+            started = True
             ended = await _attempt(function, arguments)
             with contextlib.suppress(RuntimeError):  # that loop was closed meanwhile: nothing waits
                 outside.call_soon_threadsafe(settle, ended)
 
         def cancel() -> None:
-            if begun:
+            if started:
                 made[0].cancel()
             else:
                 inside.call_soon(made[0].cancel)  # after its first step
@@ -190,7 +190,7 @@ class ThreadEnvironment:
     def _converse(
         self, converse: Converse, messages: Sequence[Message], tools: Sequence[Tool] = (), agent: str = "sub"
     ) -> Any:
-        return OutsideConversation(_there(self._outside, converse, messages, tools, agent), self._outside)
+        return OutsideConversation(_run_on(self._outside, converse, messages, tools, agent), self._outside)
 
 
 class OutsideConversation:
@@ -206,19 +206,19 @@ class OutsideConversation:
 
     def add_messages(self, messages: Sequence[Message]) -> bool:
         """Add the messages of others."""
-        result: bool = _there(self._outside, self._conversation.add_messages, messages)
+        result: bool = _run_on(self._outside, self._conversation.add_messages, messages)
         return result
 
     say = renamed("add_messages")
 
     def go_on_from(self, messages: Sequence[Message]) -> bool:
         """Start a new stream from other messages."""
-        result: bool = _there(self._outside, self._conversation.go_on_from, messages)
+        result: bool = _run_on(self._outside, self._conversation.go_on_from, messages)
         return result
 
     def fork(self, agent: str) -> "OutsideConversation":
         """Return a branch of the conversation."""
-        return OutsideConversation(_there(self._outside, self._conversation.fork, agent), self._outside)
+        return OutsideConversation(_run_on(self._outside, self._conversation.fork, agent), self._outside)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._conversation, name)
@@ -233,7 +233,7 @@ async def _attempt(function: Callable[..., Any], arguments: Sequence[Any]) -> En
         return Ended(error=error)
 
 
-def _there(loop: asyncio.AbstractEventLoop, function: Callable[..., T], *arguments: Any) -> T:
+def _run_on(loop: asyncio.AbstractEventLoop, function: Callable[..., T], *arguments: Any) -> T:
     """Call a plain function on another loop and wait for its result in this thread alone."""
 
     async def call() -> T:

@@ -60,12 +60,12 @@ def to_batch(episodes: Sequence[Episode]) -> TensorDict:
 
 def _experts(segments: Sequence[Segment]) -> dict[str, list[Tensor]]:
     """Return i16[tokens, layers, k] of each row, {} where no row has any. Raise ValueError for rows of two models."""
-    told = [s.routed_experts for s in segments if s.routed_experts is not None]
-    if not told:
+    known = [s.routed_experts for s in segments if s.routed_experts is not None]
+    if not known:
         return {}
-    if len({(experts.layers, experts.k) for experts in told}) > 1:
+    if len({(experts.layers, experts.k) for experts in known}) > 1:
         raise ValueError("the episodes were sampled from models of different experts")
-    nothing = RoutedExperts(told[0].layers, told[0].k, b"")
+    nothing = RoutedExperts(known[0].layers, known[0].k, b"")
     rows = [nothing if s.routed_experts is None else s.routed_experts for s in segments]
     return {ROUTED_EXPERTS: [row.resized(len(s.ids)).tensor() for row, s in zip(rows, segments, strict=True)]}
 

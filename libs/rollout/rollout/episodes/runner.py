@@ -1,4 +1,4 @@
-"""Playing episodes: reply and environment step in turn, until the episode is done or a limit is reached.
+"""Playing episodes: a reply, an environment step, and again, until the episode is done or a limit is reached.
 
 1. The environment opens; its messages begin a conversation.
 2. Turn by turn: sample a reply, pass it to the environment, add its messages (or continue from its new context).
@@ -35,7 +35,7 @@ GROUP_SCORE_TIMEOUT = 600.0  # seconds
 CLOSE_TIMEOUT = 60.0
 
 
-class _Late(Exception):  # noqa: N818  not an error: time is up
+class _DeadlinePassed(Exception):  # noqa: N818  not an error: time is up
     """The deadline passed while the environment was called."""
 
 
@@ -45,7 +45,7 @@ class _Play:
 
     context: EpisodeContext
     group: int
-    begun: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.monotonic)
     conversations: list["_Timed"] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     generate_s: float = 0.0
@@ -64,7 +64,7 @@ class _Play:
             timings={
                 "generate_s": self.generate_s,
                 "environment_s": self.environment_s,
-                "total_s": time.monotonic() - self.begun,
+                "total_s": time.monotonic() - self.started,
             },
             error=error,
             messages=tuple(main.messages) if main else (),
@@ -80,22 +80,22 @@ class _Play:
         return next((c for c in self.conversations if not c.agent), None)
 
     async def ask(self, answer: Awaitable[T], what: str, deadline: float | None = None) -> T:
-        """Await a call of the environment. Raise EpisodeFailed for what it raises, _Late past the deadline."""
-        begun = time.monotonic()
+        """Await a call of the environment. Raise EpisodeFailed for its errors, _DeadlinePassed past the deadline."""
+        start = time.monotonic()
         limit: asyncio.Timeout | None = None
         try:
             if deadline is None:  # called a thousand times a step: without a deadline it must cost nothing
                 return await answer
-            async with asyncio.timeout(max(0.0, deadline - begun)) as limit:
+            async with asyncio.timeout(max(0.0, deadline - start)) as limit:
                 return await answer
         except EpisodeFailed:
             raise
         except Exception as error:
             if limit is not None and isinstance(error, TimeoutError) and limit.expired():
-                raise _Late from None
+                raise _DeadlinePassed from None
             raise EpisodeFailed(f"{what} raised {type(error).__name__}: {error}", retryable=True) from error
         finally:
-            self.environment_s += time.monotonic() - begun
+            self.environment_s += time.monotonic() - start
 
 
 async def run_episode(
@@ -227,11 +227,11 @@ class _Timed(Conversation):
         super().__init__(*arguments, **options)
 
     async def reply(self) -> Reply:
-        begun = time.monotonic()
+        start = time.monotonic()
         try:
             reply = await super().reply()
         finally:
-            self._play.generate_s += time.monotonic() - begun
+            self._play.generate_s += time.monotonic() - start
         if reply.finished:
             self.tally.count_calls(((c.name, c.id) for c in reply.tool_calls), (tool.name for tool in self.tools))
         return reply
@@ -291,7 +291,7 @@ async def _close(play: _Play, environment: Environment, limit: float | None) -> 
         await play.ask(environment.close(), "close()", None if limit is None else time.monotonic() + limit)
     except EpisodeFailed as failed:
         return failed
-    except _Late:
+    except _DeadlinePassed:
         return EpisodeFailed(f"close() did not return within {limit:g} s", retryable=True)
     return None
 
@@ -319,7 +319,7 @@ async def _turns(play: _Play, environment: Environment, begin: Begin, max_turns:
                 return "limit" if outcome.cut_off else "done"
             if turn + 1 < max_turns and not _go_on(conversation, outcome):
                 return "max_tokens"
-    except _Late:
+    except _DeadlinePassed:
         return "deadline"
     except TokensSpentError:
         return "max_tokens"

@@ -1,7 +1,7 @@
 """Agents: programs that drive themselves and reach the policy through a gateway, played as episodes.
 
 An agent is called with an `AgentSlot` (the policy's address, and the episode) and returns the episode's score. It may
-be async or block: it runs in a thread of its own, with an event loop of its own, and can't hold up sampling. Its
+be async or block: it runs in a thread of its own, with an event loop of its own, and can't block sampling. Its
 requests are recorded token by token.
 
 Truncation is no failure: where a limit of the episode (turns, tokens, time) ended the agent, the episode scores
@@ -166,7 +166,7 @@ async def _play(
     context = context or EpisodeContext("task", seed=None if sampling is None else sampling.seed)
     if sampling is not None and not sampling.greedy:
         sampling = replace(sampling, seed=context.seed)
-    begun, name = time.monotonic(), uuid.uuid4().hex
+    started, name = time.monotonic(), uuid.uuid4().hex
     limits = SessionLimits(max_turns, max_tokens, deadline)
     budget = TokenBudget(max_tokens)
     gateway.open(name, sampling=sampling, limits=limits, budget=budget)
@@ -176,7 +176,7 @@ async def _play(
     end: End = "failed"
     closed: list[SessionRecord] = []
     try:
-        end, score = await _asked(agent, slot, deadline)
+        end, score = await _run_agent(agent, slot, deadline)
     except EpisodeFailed as failed:
         error, again = failed.reason, failed.retryable
     finally:
@@ -190,7 +190,7 @@ async def _play(
     ]
     own = next((session for session in closed if session.messages), closed[0])
     generate = sum(session.generate_s for session in closed)
-    total = time.monotonic() - begun
+    total = time.monotonic() - started
     episode = Episode(
         id=f"{context.key}/{context.index}/{context.attempt}",
         task_id=context.key,
@@ -210,7 +210,7 @@ async def _play(
     return episode, again
 
 
-async def _asked(agent: Agent, slot: AgentSlot, deadline: float | None) -> tuple[End, Score | None]:
+async def _run_agent(agent: Agent, slot: AgentSlot, deadline: float | None) -> tuple[End, Score | None]:
     """Run the agent; return how it ended, and its score (None after a limit). Raise EpisodeFailed if it raises."""
     name = getattr(agent, "__qualname__", type(agent).__qualname__)
     left = float("inf") if deadline is None else max(0.0, deadline - time.monotonic()) + GRACE

@@ -40,20 +40,20 @@ class Answer:
         """Return the `chat.completion` object."""
         choices = []
         for choice in self.choices:
-            given = {"index": choice.index, "message": choice.message, "finish_reason": choice.finish_reason}
+            entry = {"index": choice.index, "message": choice.message, "finish_reason": choice.finish_reason}
             sampled = choice.completion
             entries = log_prob_entries(chat, sampled.ids, sampled.log_probs) if request.log_probs else None
-            given["logprobs"] = None if entries is None else {"content": entries, "refusal": None}
+            entry["logprobs"] = None if entries is None else {"content": entries, "refusal": None}
             if request.token_ids:
-                given["token_ids"] = list(sampled.ids)
-            choices.append(given)
+                entry["token_ids"] = list(sampled.ids)
+            choices.append(entry)
         body = self.head.object("chat.completion") | {"choices": choices, "usage": self.usage()}
         return body | {"prompt_token_ids": list(self.prompt_ids)} if request.token_ids else body
 
     def usage(self) -> dict[str, int]:
         """Count the tokens of the prompt and of all completions, stop tokens included."""
-        given, sampled = len(self.prompt_ids), sum(len(choice.completion.ids) for choice in self.choices)
-        return {"prompt_tokens": given, "completion_tokens": sampled, "total_tokens": given + sampled}
+        prompt, sampled = len(self.prompt_ids), sum(len(choice.completion.ids) for choice in self.choices)
+        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
     def usage_chunk(self) -> dict[str, Any]:
         """Return the last chunk of a stream, with its usage."""

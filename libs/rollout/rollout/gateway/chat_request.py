@@ -132,38 +132,38 @@ def read_request(body: Any, model: str) -> ChatRequest:
     """Return the request in a decoded body. Raise RequestError (400, or 404 for another model) with the parameter."""
     if not isinstance(body, dict):
         refuse(f"the body must be a JSON object, got {type(body).__name__}")
-    given = {name: value for name, value in body.items() if value is not None}
-    for name in given.keys() - set(READ):
+    parameters = {name: value for name, value in body.items() if value is not None}
+    for name in parameters.keys() - set(READ):
         if name not in IDENTITY_VALUES:
             refuse(f"the parameter {name!r} is not supported: leave it out", name, "unsupported_parameter")
-        if name == "top_logprobs" and given[name] != 0:
+        if name == "top_logprobs" and parameters[name] != 0:
             why = "top_logprobs is not supported: engines tell the log-prob of the sampled token alone"
             refuse(why, name, "unsupported_parameter")
-        if given[name] not in IDENTITY_VALUES[name]:
+        if parameters[name] not in IDENTITY_VALUES[name]:
             wanted = " or ".join(map(json.dumps, IDENTITY_VALUES[name]))
             refuse(f"{name!r} is not supported other than as {wanted}", name, "unsupported_parameter")
-    if _text(given, "model") != model:
+    if _text(parameters, "model") != model:
         raise RequestError(
-            404, f"there is no model {given['model']!r}; this server has {model!r}", "model", "model_not_found"
+            404, f"there is no model {parameters['model']!r}; this server has {model!r}", "model", "model_not_found"
         )
-    options = given.get("stream_options", {})
+    options = parameters.get("stream_options", {})
     if not isinstance(options, dict) or options.keys() - {"include_usage"}:
         refuse("stream_options takes include_usage alone", "stream_options", "unsupported_parameter")
-    if options and not given.get("stream"):
+    if options and not parameters.get("stream"):
         refuse("stream_options needs stream=true", "stream_options")
-    tools = _tools(given.get("tools", []))
-    choice, function = _tool_choice(given.get("tool_choice"), tools)
+    tools = _tools(parameters.get("tools", []))
+    choice, function = _tool_choice(parameters.get("tool_choice"), tools)
     return ChatRequest(
         model=model,
-        messages=read_messages(given.get("messages")),
+        messages=read_messages(parameters.get("messages")),
         tools=tools,
-        settings=_settings(given),
-        stop=_stops(given.get("stop", [])),
-        stream=_flag(given, "stream"),
+        settings=_settings(parameters),
+        stop=_stops(parameters.get("stop", [])),
+        stream=_flag(parameters, "stream"),
         usage=_flag(options, "include_usage"),
-        log_probs=_flag(given, "logprobs"),
-        token_ids=_flag(given, "return_token_ids"),
-        n=int(_number(given, "n", (int,), 1, MAX_CHOICES)) if "n" in given else 1,
+        log_probs=_flag(parameters, "logprobs"),
+        token_ids=_flag(parameters, "return_token_ids"),
+        n=int(_number(parameters, "n", (int,), 1, MAX_CHOICES)) if "n" in parameters else 1,
         tool_choice=choice,
         function=function,
     )

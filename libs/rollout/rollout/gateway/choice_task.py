@@ -50,7 +50,7 @@ class ChoiceTask:
         """Sample the choices and record them. Raise RequestError where the engine refuses, or the budget is spent."""
         live, limit = self._live, samplings[0].max_new_tokens
         granted = await live.budget.take(limit * len(samplings))
-        used, begun = 0, time.monotonic()
+        used, started = 0, time.monotonic()
         try:
             limit = min(limit, granted // len(samplings))
             if limit < 1:
@@ -62,7 +62,7 @@ class ChoiceTask:
             refuse(str(error), "messages")
         finally:
             live.budget.settle(granted, used)
-            live.generate_s += time.monotonic() - begun
+            live.generate_s += time.monotonic() - started
         choices = tuple(choice for choice, _ in read)
         live.record(self._turn, choices)
         for _, last in read:

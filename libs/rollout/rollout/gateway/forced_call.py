@@ -27,27 +27,27 @@ def forced_call(chat: Chat, tools: Sequence[Tool], name: str | None) -> list[int
     turns = [_turn(chat, tools, called, arguments) for called in names for arguments in ARGUMENTS]
     ids = [chat.tokenizer(turn, add_special_tokens=False)["input_ids"] for turn in turns]
     count = next((i for i, column in enumerate(zip(*ids, strict=False)) if len(set(column)) > 1), min(map(len, ids)))
-    given = [int(token) for token in ids[0][:count]]
-    text = str(chat.tokenizer.decode(given, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    beginning = [int(token) for token in ids[0][:count]]
+    text = str(chat.tokenizer.decode(beginning, skip_special_tokens=False, clean_up_tokenization_spaces=False))
     marks = _openings(find_format(chat.tool_format))
     if not any(mark in text for mark in marks) or (name is not None and name not in text):
         raise ValueError(f"the chat template's calls begin with {text!r}, which does not force one")
-    return given
+    return beginning
 
 
 def _turn(chat: Chat, tools: Sequence[Tool], name: str, arguments: dict[str, Any]) -> str:
     """Render a turn that makes this call, from where the generation prompt ends."""
-    asked: list[Message] = [{"role": "user", "content": "x"}]
+    messages: list[Message] = [{"role": "user", "content": "x"}]
     call = {"type": "function", "id": "call00000", "function": {"name": name, "arguments": arguments}}
     turn: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-    prompt = chat.render(asked, tools, add_generation_prompt=True)
-    whole = chat.render([*asked, turn], tools, add_generation_prompt=False)
+    prompt = chat.render(messages, tools, add_generation_prompt=True)
+    whole = chat.render([*messages, turn], tools, add_generation_prompt=False)
     if not whole.startswith(prompt):
         raise ValueError("the chat template writes a turn with a call in another way than it asks for one")
     text = whole[len(prompt) :]
     schemas = [tool.schema for tool in tools]
-    found = parse(text.partition(chat.end_of_turn)[0], chat.tool_format, schemas, prefill=chat.prefill).tool_calls
-    if [call.name for call in found] != [name]:
+    calls = parse(text.partition(chat.end_of_turn)[0], chat.tool_format, schemas, prefill=chat.prefill).tool_calls
+    if [call.name for call in calls] != [name]:
         raise ValueError(f"the chat template writes calls in another format than {chat.tool_format}")
     return text
 

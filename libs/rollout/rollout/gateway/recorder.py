@@ -96,7 +96,7 @@ class Recorder:
         prompt = None
         if mark is not None:
             messages = (*mark.messages, *request.messages[last + 1 :])
-            prompt = self._continued(mark, request.messages[last + 1 :], request.tools)
+            prompt = self._extended(mark, request.messages[last + 1 :], request.tools)
             if prompt is not None and mark.tokens == len(mark.stream.ids) and id(mark.stream) not in self.busy:
                 stream = mark.stream
         if prompt is None:
@@ -107,7 +107,7 @@ class Recorder:
         self.requests += 1
         return turn
 
-    def _continued(self, mark: Mark, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int] | None:
+    def _extended(self, mark: Mark, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int] | None:
         """Return the recorded tokens and those of new messages; None where the template would rewrite the former."""
         following = self.chat.follow(mark.messages, messages, tools, mark.stop)
         return None if following is None else [*mark.stream.ids[: mark.tokens], *following]

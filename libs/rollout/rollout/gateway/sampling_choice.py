@@ -72,12 +72,12 @@ class ChoiceReader:
         pieces = self.feed(completion.ids[known:], completion.log_probs[known:])
         deltas = self._message.feed(self._text.finish()) + self._message.finish()
         finished = completion.stop_reason == "stop" or self.stopped
-        if (kept := self._text.kept) is not None:
+        if (count := self._text.kept) is not None:
             completion = replace(
                 completion,
-                ids=completion.ids[:kept],
-                log_probs=completion.log_probs[:kept],
-                policy_versions=completion.policy_versions[:kept],
+                ids=completion.ids[:count],
+                log_probs=completion.log_probs[:count],
+                policy_versions=completion.policy_versions[:count],
                 stop_reason="length",  # no stop token ended it
             )
         pieces += self._pieces(deltas)

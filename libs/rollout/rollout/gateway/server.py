@@ -7,7 +7,7 @@ Strategy
    sampled (choice_task.py). Where the client leaves, the engine's work is cancelled and the session stays as it was.
    Otherwise the turn is recorded, then the rest of it sent.
 
-Security: loopback unless told otherwise; a token, compared in constant time; a session's key opens that session alone;
+Security: loopback by default; a token, compared in constant time; a session's key opens that session alone;
 JSON only, of bounded size; nothing is evaluated or unpickled.
 """
 

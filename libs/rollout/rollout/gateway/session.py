@@ -69,11 +69,11 @@ class LiveSession:
         if sampling.greedy and request.n > 1:
             refuse(f"n={request.n} likeliest answers would be one and the same: n=1, or a temperature above 0", "n")
         try:
-            given = forced_call(chat, request.tools, request.function) if request.forces_call else []
+            beginning = forced_call(chat, request.tools, request.function) if request.forces_call else []
         except ValueError as error:
             refuse(f"tool_choice can't be enforced: {error}", "tool_choice", "unsupported_parameter")
         try:
-            turn = self.recorder.begin(request, given)
+            turn = self.recorder.begin(request, beginning)
         except ValueError as error:
             refuse(f"the messages cannot be rendered: {error}", "messages")
         try:

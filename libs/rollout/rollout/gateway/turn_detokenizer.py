@@ -64,9 +64,9 @@ class TurnDetokenizer:
         if not any(self.text.find(stop, start) >= 0 for stop in self._stops):
             return None
         self.kept = min_tokens_with(self._decode, self.ids, self._stops)
-        held = self._decode(self.ids[: self.kept])
-        end = min(at for at in map(held.find, self._stops) if at >= 0)
-        self.text = held[:end]
+        text = self._decode(self.ids[: self.kept])
+        end = min(at for at in map(text.find, self._stops) if at >= 0)
+        self.text = text[:end]
         return end
 
     def _waiting(self) -> int:

@@ -93,14 +93,14 @@ class InProcessHarness(vf.Harness[HarnessConfig]):
                 message = answer.choices[0].message
                 messages.append(message)
                 for call in message.tool_calls or ():
-                    content = await _called(live, dispatch, call)
+                    content = await _call_tool(live, dispatch, call)
                     messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
                 if not message.tool_calls:
                     break
         return ProgramResult(exit_code=0, stdout="", stderr="")
 
 
-async def _called(live: Any, dispatch: Any, call: Any) -> Any:
+async def _call_tool(live: Any, dispatch: Any, call: Any) -> Any:
     """Call a tool and return its result; a call that cannot be made returns an error text for the model."""
     name = call.function.name
     if name not in dispatch:
@@ -155,7 +155,7 @@ class VerifiersAgent:
     harness: Callable[[], Any] = InProcessHarness
     environment: Any = None
     tasks: dict[str, Any] = field(init=False, repr=False)
-    held: list[dict[str, Any]] = field(init=False, repr=False, default_factory=list)
+    open_tools: list[dict[str, Any]] = field(init=False, repr=False, default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.taskset.bounded:
@@ -182,7 +182,7 @@ class VerifiersAgent:
             client = vf.EvalClientConfig(
                 base_url=slot.base_url, api_key_var=stack.enter_context(_key_in_environment(slot))
             )
-            shared = self.held[-1] if self.held else await stack.enter_async_context(self._shared_tools())
+            shared = self.open_tools[-1] if self.open_tools else await stack.enter_async_context(self._shared_tools())
             if self.environment is None:
                 config = vf.AgentConfig(harness=HarnessConfig(id="null"), runtime=SubprocessConfig())
                 await _PolicyAgent(config, client, self.harness(), slot, "", played, shared).run(task)
@@ -200,18 +200,18 @@ class VerifiersAgent:
         agents = vf.Agents(env.config, make)
         await env.setup(agents)
         await env.run(task, agents)
-        told = TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
-        await env.finalize(task, VerifiersEpisode(env=EnvInfo(id=env.config.env_id), task=told, traces=played))
+        trace_task = TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        await env.finalize(task, VerifiersEpisode(env=EnvInfo(id=env.config.env_id), task=trace_task, traces=played))
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """Share the taskset's tool servers, and what an `Env` starts, among episodes; else each makes its own."""
         async with self._shared_tools() as shared:
-            self.held.append(shared)
+            self.open_tools.append(shared)
             try:
                 yield
             finally:
-                self.held.remove(shared)
+                self.open_tools.remove(shared)
 
     @asynccontextmanager
     async def _shared_tools(self) -> AsyncIterator[dict[str, Any]]:
@@ -241,14 +241,14 @@ class _PolicyAgent(vf.Agent):
         self.harness = harness
         self._slot, self._name, self._played, self._shared = slot, name, played, shared
 
-    def _minted(self, trace: Any) -> None:
+    def _on_trace(self, trace: Any) -> None:
         trace.agent.name = self._name
         trace.agent.trainable = self.trainable
         self._slot.join(trace.id, self._name)
 
     async def run(self, task: Any, *, tools: Any = None, **options: Any) -> Any:
         trace = await super().run(
-            task, tools=self._shared if tools is None else tools, on_trace=self._minted, **options
+            task, tools=self._shared if tools is None else tools, on_trace=self._on_trace, **options
         )
         self._played.append(trace)
         return trace
@@ -258,7 +258,7 @@ class _PolicyAgent(vf.Agent):
         shared = self._shared if tools is None else tools
         made = None
         try:
-            async with super().interaction(task, tools=shared, on_trace=self._minted, **options) as made:
+            async with super().interaction(task, tools=shared, on_trace=self._on_trace, **options) as made:
                 yield made
         finally:
             if made is not None:

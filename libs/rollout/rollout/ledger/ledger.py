@@ -8,8 +8,8 @@
 3. Every record is handed to the operating system at once: a killed process loses nothing. `fsync="steps"` also waits
    for the disk at steps, checkpoints and compactions: a machine that loses its power loses at most what was sampled
    since, and samples it again. "always" waits at every record, "never" at none.
-4. Compaction, after a checkpoint, writes what is still needed into a new file and renames it over the old one. A disk
-   that has no room for both puts it off.
+4. Compaction, after a checkpoint, writes what is still needed into a new file and renames it over the old one. It is
+   skipped while the disk is too full for both.
 """
 
 import errno
@@ -122,8 +122,8 @@ class RolloutLedger:
 
     def payload(self, group: int) -> bytes:
         """Return the payload of a sampled group. Raise KeyError where it is not sampled, or a checkpoint holds it."""
-        found = self.state.sampled[group]
-        return os.pread(self._file, found.length, found.offset)
+        entry = self.state.sampled[group]
+        return os.pread(self._file, entry.length, entry.offset)
 
     def compact(self) -> bool:
         """Rewrite the file with what is still needed: whole or not at all, whenever the process ends.
@@ -185,7 +185,7 @@ class RolloutLedger:
             if view[: len(MAGIC)] != MAGIC:
                 raise ValueError(f"{self.path} is not a ledger of this version: move it away")
             try:
-                with _uncollected():
+                with _without_gc():
                     end = self._fold(view)
             except ValueError as error:
                 raise ValueError(f"{self.path}: {error}") from error
@@ -195,9 +195,9 @@ class RolloutLedger:
     def _fold(self, data: memoryview) -> int:
         """Apply every whole record to the state; return where the last one ends."""
         state, end = self.state, len(MAGIC)
-        begun, finished = int(Kind.STARTED), int(Kind.FINISHED)  # looking up an enum's member costs as much as a record
+        started, finished = int(Kind.STARTED), int(Kind.FINISHED)  # an enum's member costs as much as a record
         for kind, begin, end in records(data, len(MAGIC)):
-            if kind == begun:
+            if kind == started:
                 state.begin(*read_started(data, begin))
             elif kind == finished:
                 state.finish(read_number(data, begin), begin + NUMBER_BYTES, end - begin - NUMBER_BYTES)
@@ -256,7 +256,7 @@ class RolloutLedger:
 
     def _live(self) -> int:
         """Estimate the bytes of a compacted file."""
-        sampled = sum(found.length for found in self.state.sampled.values())
+        sampled = sum(entry.length for entry in self.state.sampled.values())
         return sampled + 64 * (len(self.state.sampled) + len(self.state.running)) + 16 * len(self.state.done.begins)
 
     def _write_live(self, file: int) -> tuple[dict[int, Sampled], int]:
@@ -274,9 +274,9 @@ class RolloutLedger:
             buffer.clear()
 
         buffer += frame(Kind.BASE, numbers_body(state.saved, state.done.pairs()))
-        for group, found in state.sampled.items():
-            buffer += frame(Kind.STARTED, started_body(group, found.version))
-            moved[group] = Sampled(found.version, end + len(buffer) + HEAD_BYTES + NUMBER_BYTES, found.length)
+        for group, entry in state.sampled.items():
+            buffer += frame(Kind.STARTED, started_body(group, entry.version))
+            moved[group] = Sampled(entry.version, end + len(buffer) + HEAD_BYTES + NUMBER_BYTES, entry.length)
             buffer += frame(Kind.FINISHED, number_body(group, self.payload(group)))
             if len(buffer) > _COPY_BYTES:
                 flush()
@@ -289,7 +289,7 @@ class RolloutLedger:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def _without_gc() -> Iterator[None]:
     """Disable the garbage collector meanwhile: it would walk a million new entries again and again, and all stay."""
     on = gc.isenabled()
     gc.disable()

@@ -56,20 +56,20 @@ def _candidates(data: memoryview, start: int) -> Iterator[int]:
         count = len(chunk) - _LEAST + 1
         kinds = chunk[HEAD_BYTES - 1 : HEAD_BYTES - 1 + count]
         high = chunk[_LEAST - 2 : _LEAST - 2 + count] | chunk[_LEAST - 1 : _LEAST - 1 + count]  # of the first number
-        found = np.flatnonzero((kinds >= min(Kind)) & (kinds <= max(Kind)) & (high == 0))
-        bytes_of = [chunk[found + place].astype(np.int64) << 8 * place for place in range(4)]
+        places = np.flatnonzero((kinds >= min(Kind)) & (kinds <= max(Kind)) & (high == 0))
+        bytes_of = [chunk[places + place].astype(np.int64) << 8 * place for place in range(4)]
         lengths = bytes_of[0] | bytes_of[1] | bytes_of[2] | bytes_of[3]
-        fit = _of_kind(kinds[found], lengths) & (first + found + HEAD_BYTES + lengths <= len(data))
-        yield from (first + found[fit]).tolist()
+        fit = _of_kind(kinds[places], lengths) & (first + places + HEAD_BYTES + lengths <= len(data))
+        yield from (first + places[fit]).tolist()
 
 
 def _of_kind(kinds: NDArray[np.uint8], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return whether bodies of these kinds can have these lengths."""
     numbers = (lengths >= NUMBER_BYTES) & (lengths % NUMBER_BYTES == 0)
-    found: NDArray[np.bool_] = (
+    possible: NDArray[np.bool_] = (
         ((kinds == Kind.FINISHED) & (lengths >= NUMBER_BYTES))
         | ((kinds == Kind.STARTED) & (lengths == STARTED_BYTES))
         | (((kinds == Kind.AGAIN) | (kinds == Kind.SAVED)) & (lengths == NUMBER_BYTES))
         | (((kinds == Kind.TRAIN) | (kinds == Kind.BASE)) & numbers)
     )
-    return found
+    return possible

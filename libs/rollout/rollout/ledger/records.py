@@ -4,7 +4,7 @@
 
 All numbers are little-endian. A file begins with `MAGIC`. A write that a crash cut short is a torn tail: the last frame
 lacks bytes, or its checksum is wrong and nothing follows it, or only zeros do (a file system may lengthen a file before
-it writes it). Anything else that does not check is damage, which is told and not repaired.
+it writes it). Any other checksum failure is damage, which is reported and not repaired.
 """
 
 import struct

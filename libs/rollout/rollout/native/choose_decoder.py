@@ -15,7 +15,7 @@ from rollout.native.lean.lean_decoder import LeanDecoder
 def decoder_of(model: nn.Module, pad_token_id: int, choice: DecoderChoice, experts: bool = False) -> Decoder[Any]:
     """Return the lean decoder where it can replace the module's own forward, else one that calls the module.
 
-    With `experts` it records the experts of each token, which only the module's own forward tells.
+    With `experts` it records the experts of each token, which only the module's own forward returns.
     """
     if choice not in ("auto", "lean", "module"):
         raise ValueError(f'decoder is "auto", "lean" or "module", got {choice!r}')

@@ -212,7 +212,7 @@ class NativeEngine:
         quiet: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def hold() -> None:
-            self._batch.held = True
+            self._batch.paused = True
             if mode == "abort":
                 for request in self._batch.running:
                     self._batch.end(request, "abort")
@@ -273,7 +273,7 @@ class NativeEngine:
             self._thread.start()
 
     def _release(self) -> None:
-        self._batch.held = False
+        self._batch.paused = False
 
     def _turn(self) -> bool:
         """Run one step of the decoding thread; return whether there is more to do."""

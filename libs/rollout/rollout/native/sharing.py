@@ -1,14 +1,14 @@
 """A native engine whose module computes with a trainer's own tensors, so that one process holds the weights once.
 
-    borrowed --propose(version, weights)--> proposed --commit--> in use, of the new version
-                                          |
-                                          +----abort-----> borrowed, of the version before
+    in use --propose(version, weights)--> proposed --commit--> in use, of the new version
+                                              |
+                                              +-----abort----> in use, of the version before
 
 A weight sync copies nothing: the trainer has written its update into the tensors already. So there is no way back to
 old values, and the two phases are: `propose` checks all tensors (names, shapes, types, devices, finite values) and
 changes nothing, `commit` gives the present values their version and renews all that was derived from the old ones.
-Until then the values have no version and nothing is sampled: a request raises `StaleWeightsError`. `abort` drops an
-offer; after a commit it takes the version back, and again nothing is sampled before the next one. A step that made no
+Until then the values have no version and nothing is sampled: a request raises `StaleWeightsError`. `abort` drops a
+proposal; after a commit it takes the version back, and again nothing is sampled before the next one. A step without an
 update (its gradient was not finite) leaves values and version as they were, and sampling goes on.
 """
 
@@ -49,21 +49,21 @@ class TrainerWeights(Protocol):
 
 
 class StaleWeightsError(RuntimeError):
-    """The trainer has changed the weights that a sampler borrows, and has not synced them."""
+    """The trainer has changed the weights that a sampler shares, and has not synced them."""
 
 
 class SharingEngine(NativeEngine):
-    """A `NativeEngine` over a module that may be empty (on the meta device): it takes the lent tensors as its own.
+    """A `NativeEngine` over a module that may be empty (on the meta device): it takes the trainer's tensors as its own.
 
     Args:
         model: the module. Its parameters and persistent buffers are replaced, tied ones stay tied; other buffers are
-            moved to the device of what is lent.
+            moved to the device of the trainer's tensors.
         lent: the trainer's weights.
-        version: their number.
+        version: their version.
         options: of `NativeEngine`.
 
-    ValueError for lent tensors that are not the module's: names what is missing, foreign, or of another shape, type or
-    device; `NotFiniteError` for values that are not finite. The module is then as it was.
+    Raises ValueError for tensors that are not the module's: names what is missing, foreign, or of another shape, type
+    or device; NotFiniteError for values that are not finite. The module is then as it was.
     """
 
     @renamed_arguments(lent="weights")
@@ -98,7 +98,7 @@ class InPlaceWeights(WeightStaging):
         self._proposed: tuple[int, TrainerWeights] | None = None
         self._earlier: int | None = None
         self._lost: str | None = None
-        self._look_through(weights.tensors)
+        self._check_tensors(weights.tensors)
         self._take(weights)
 
     def check(self) -> None:
@@ -116,7 +116,7 @@ class InPlaceWeights(WeightStaging):
         self._proposed = self._earlier = None
         if version <= self._newest:
             raise ValueError(f"weights {version} are not newer than {self._newest}, the newest so far; count upwards")
-        self._look_through(weights.tensors)
+        self._check_tensors(weights.tensors)
         self._proposed = version, weights
 
     def commit(self, version: int) -> None:
@@ -156,7 +156,7 @@ class InPlaceWeights(WeightStaging):
         self._expected, self._assembler = self._targets, self._new_assembler()  # they keep no earlier tensor
         self._updates, self._at, self._lost = weights.updates, weights.updates(), None
 
-    def _look_through(self, tensors: Mapping[str, Tensor]) -> None:
+    def _check_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise ValueError with the first tensor that the module can't share."""
         assembler, first = self._new_assembler(), next(iter(tensors.values()), None)
         seen: dict[str, Tensor] = {}
@@ -182,14 +182,14 @@ def adopt(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Where they are the module's own already nothing changes. Other buffers are moved to their device.
     """
     targets, aliases, _ = named_tensors(model)
-    found = {name: (targets[aliases.get(name, name)], tensor.detach()) for name, tensor in tensors.items()}
-    if all(old.device == new.device and old.data_ptr() == new.data_ptr() for old, new in found.values()):
+    replaced = {name: (targets[aliases.get(name, name)], tensor.detach()) for name, tensor in tensors.items()}
+    if all(old.device == new.device and old.data_ptr() == new.data_ptr() for old, new in replaced.values()):
         return
     # By whether a matrix asks for a gradient torch chooses between products that differ in the last bit, even in
     # no_grad: what the module's own would be asked stays.
     new_of: dict[int, Tensor] = {
         id(old): nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-        for old, new in found.values()
+        for old, new in replaced.values()
     }
     device = next(iter(new_of.values())).device
     for module in model.modules():

@@ -7,10 +7,10 @@ from rollout.openai.engine import OpenAIEngine
 
 
 def build(config: RolloutConfig, model: Any, pad_token_id: int, version: int) -> OpenAIEngine:
-    """Return an engine behind the server, which has a model.
+    """Return an engine behind the server, which has a model of its own.
 
     Raises:
-        ValueError: a model is named, or the server does not answer as it must.
+        ValueError: `model` is given, or the server does not respond as it must.
     """
     del pad_token_id
     if model is not None:

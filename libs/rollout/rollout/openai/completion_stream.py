@@ -89,12 +89,12 @@ def read_chunk(event: Mapping[str, Any]) -> CompletionChunk | None:
     if not choices:
         return None
     (choice,) = choices
-    ids, told = choice.get("token_ids"), choice.get("logprobs")
-    if ids is None and not told and not choice.get("text"):
+    ids, entries = choice.get("token_ids"), choice.get("logprobs")
+    if ids is None and not entries and not choice.get("text"):
         ids = []  # the end without a token
     if ids is None:
         raise WireError("the server does not tell token ids (return_token_ids): it can't be trained on; vLLM's does")
-    log_probs = () if told is None else told.get("token_logprobs") or ()
+    log_probs = () if entries is None else entries.get("token_logprobs") or ()
     if len(ids) != len(log_probs) or not all(_is_log_prob(x) for x in log_probs):
         raise WireError(f"the server told {len(ids)} token ids and {len(log_probs)} log-probs: it must tell one each")
     reason = choice.get("finish_reason")

@@ -199,8 +199,8 @@ class OpenAIEngine:
                 if response.status_code != 200:
                     await response.aread()
                     _refused(response, self._own)
-                async with contextlib.aclosing(parts(response.aiter_lines())) as found:
-                    async for part in found:
+                async with contextlib.aclosing(parts(response.aiter_lines())) as stream:
+                    async for part in stream:
                         yield part
         except httpx2.TransportError as error:
             raise RuntimeError(f"{self._own.base_url} broke off: {type(error).__name__} {error}") from error

@@ -19,9 +19,9 @@ from rollout.engine import Completion, Sampling
 from rollout.openai.engine import OpenAIEngine
 from rollout.openai.settings.config import OpenAIConfig
 from rollout.testing.chat import tiny_tokenizer
-from rollout.vllm.testing.served import ANSWER, PROMPTS, VOCAB, assert_agrees, sample, served
 from rollout.vllm.client.process import environment
 from rollout.vllm.settings.config import VllmConfig
+from rollout.vllm.testing.served import ANSWER, PROMPTS, VOCAB, assert_agrees, sample, served
 
 pytestmark = pytest.mark.skipif(
     "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"

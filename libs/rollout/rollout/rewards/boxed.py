@@ -30,7 +30,7 @@ def exact_answer(answer: str) -> Reward:
     @instant
     def reward(reply: Reply, results: Sequence[ToolResult]) -> float:
         del results
-        found = boxed(reply.content)
-        return float(found is not None and "".join(found.split()) == wanted)
+        marked = boxed(reply.content)
+        return float(marked is not None and "".join(marked.split()) == wanted)
 
     return reward

@@ -100,8 +100,8 @@ class MathAnswer:
     def __call__(self, reply: Reply, results: Sequence[ToolResult]) -> float:
         """Score a reply; blocking."""
         del results
-        found = boxed(reply.content)
-        return float(found is not None and self.checker.equal(self.answer, found))
+        answer = boxed(reply.content)
+        return float(answer is not None and self.checker.equal(self.answer, answer))
 
 
 @cache

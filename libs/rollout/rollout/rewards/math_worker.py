@@ -40,22 +40,22 @@ def main(seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     equal(r"\frac{1}{2}", "0.5")  # the first use loads modules, which must not count
     print(json.dumps({"ready": True}), flush=True)
-    asked = mmap.mmap(-1, 1)  # shared with the child: 1 while it computes
+    busy = mmap.mmap(-1, 1)  # shared with the child: 1 while it computes
     while True:
         child = os.fork()
         if not child:
-            _serve(seconds, asked)
+            _serve(seconds, busy)
         if os.waitpid(child, 0)[1] == 0:
             return
-        if asked[0]:
-            asked[0] = 0
+        if busy[0]:
+            busy[0] = 0
             print(json.dumps({"equal": False, "error": "ended: it took too long or too much memory"}), flush=True)
 
 
-def _serve(seconds: float, asked: mmap.mmap) -> NoReturn:
+def _serve(seconds: float, busy: mmap.mmap) -> NoReturn:
     """Answer requests in the child until the input ends."""
     for line in sys.stdin:
-        asked[0] = 1
+        busy[0] = 1
         signal.setitimer(signal.ITIMER_PROF, seconds)  # by default it ends the process, even inside C code
         request = json.loads(line)
         try:
@@ -65,6 +65,6 @@ def _serve(seconds: float, asked: mmap.mmap) -> NoReturn:
         except Exception as error:  # noqa: BLE001  what cannot be compared is not equal
             answer = {"equal": False, "error": f"{type(error).__name__}: {error}"[:500]}
         signal.setitimer(signal.ITIMER_PROF, 0)
-        asked[0] = 0
+        busy[0] = 0
         print(json.dumps(answer), flush=True)
     os._exit(0)

@@ -34,15 +34,15 @@ class Adapter:
     def pairs(self, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return empty tensors of the expected pairs, by name. Raise ValueError for a layer that is no matrix of the
         model."""
-        found: dict[str, Tensor] = {}
+        expected: dict[str, Tensor] = {}
         for layer in self.layers:
             weight = targets.get(f"{layer}.weight")
             if weight is None or weight.ndim != 2:
                 raise ValueError(f"an adapter of {layer!r}: this model has no matrix {layer}.weight")
             low, high = (self.rank, weight.shape[1]), (weight.shape[0], self.rank)
             for part, shape in zip(PARTS, (low, high), strict=True):
-                found[f"{layer}.{part}"] = torch.empty(shape, dtype=torch.float32, device=weight.device)
-        return found
+                expected[f"{layer}.{part}"] = torch.empty(shape, dtype=torch.float32, device=weight.device)
+        return expected
 
 
 class AdaptedWeights:
@@ -62,19 +62,19 @@ class AdaptedWeights:
         for name in adapted:
             if name not in self._base:
                 self._base[name] = current[name].detach().clone()
-        found: dict[str, Tensor] = {}
+        merged: dict[str, Tensor] = {}
         for name, base in self._base.items():
             layer = adapted.get(name)
             if layer is None:
-                found[name] = base.clone()
+                merged[name] = base.clone()
                 continue
             low, high = (pairs[f"{layer}.{part}"] for part in PARTS)
-            found[name] = (base.float() + (high @ low) * adapter.scale).to(base.dtype)
-            if not bool(torch.stack(torch.aminmax(found[name])).isfinite().all()):
+            merged[name] = (base.float() + (high @ low) * adapter.scale).to(base.dtype)
+            if not bool(torch.stack(torch.aminmax(merged[name])).isfinite().all()):
                 raise NotFiniteError(
                     f"{name} is not finite with its adapter: weights that are not finite are not taken"
                 )
-        return found
+        return merged
 
     def forget(self) -> None:
         """Drop the base: whole weights have come, which are the base of the next adapter."""

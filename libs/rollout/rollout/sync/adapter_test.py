@@ -11,7 +11,6 @@ from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import buckets
 from rollout.sync.staging import WeightStaging
 from rollout.testing.pieces import pieces_of
-from rollout.vllm.weights.shared_weights import SharedWeights
 from rollout.workers.bucket_messages import manifest_from, manifest_message
 
 BOTH = Adapter(rank=2, scale=0.5, layers=("x", "y"))
@@ -56,6 +55,8 @@ class Shared:
     """The two files that vLLM reads."""
 
     def __init__(self) -> None:
+        from rollout.vllm.weights.shared_weights import SharedWeights  # vLLM's, for these cases alone
+
         with torch.device("meta"):
             shapes = {name: torch.empty(t.shape) for name, t in base().items()}
         self.weights = SharedWeights(shapes, {}, version=0)

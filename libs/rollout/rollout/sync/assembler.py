@@ -76,18 +76,18 @@ class WeightAssembler:
         """Return all tensors by name, in the targets' shapes. Raise ValueError where any is missing, overlapping or
         contradictory."""
         whole: dict[str, Tensor] = {}
-        for given, flat in self._staged.items():
+        for arrived, flat in self._staged.items():
             at = 0
-            for start, end in sorted(self._filled[given]):
+            for start, end in sorted(self._filled[arrived]):
                 if start != at:
                     what = "twice" if start < at else "never"
-                    raise ValueError(f"{given}: elements {min(start, at)}..{max(start, at)} arrived {what}")
+                    raise ValueError(f"{arrived}: elements {min(start, at)}..{max(start, at)} arrived {what}")
                 at = end
             if at != flat.numel():
-                raise ValueError(f"{given}: elements {at}..{flat.numel()} never arrived")
-            name = self._aliases.get(given, given)
+                raise ValueError(f"{arrived}: elements {at}..{flat.numel()} never arrived")
+            name = self._aliases.get(arrived, arrived)
             if name in whole and not torch.equal(whole[name].reshape(-1), flat):
-                raise ValueError(f"{given} is tied to {name}, but the two arrived with different values")
+                raise ValueError(f"{arrived} is tied to {name}, but the two arrived with different values")
             whole[name] = flat.view(self._targets[name].shape)
         self.check_complete(whole)
         return whole

@@ -84,17 +84,17 @@ def buckets(pieces: Iterable[Piece], max_bytes: int) -> Iterator[Bucket]:
     """Join pieces, in order, into buckets of at most `max_bytes`; a larger piece is a bucket of its own."""
     if max_bytes < 1:
         raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
-    held: list[Piece] = []
+    waiting: list[Piece] = []
     size = 0
     for piece in pieces:
         need = _aligned(piece.flat.numel() * piece.dtype.itemsize)
-        if held and size + need > max_bytes:
-            yield _join(held)
-            held, size = [], 0
-        held.append(piece)
+        if waiting and size + need > max_bytes:
+            yield _join(waiting)
+            waiting, size = [], 0
+        waiting.append(piece)
         size += need
-    if held:
-        yield _join(held)
+    if waiting:
+        yield _join(waiting)
 
 
 def bucket_of(piece: Piece) -> Bucket:
@@ -155,7 +155,7 @@ class Checksum:
 
 def checksum(pieces: Iterable[Piece]) -> str:
     """Return the hex digest of a whole stream; see `Checksum`."""
-    found = Checksum()
+    digest = Checksum()
     for piece in pieces:
-        found.add(piece)
-    return found.digest()
+        digest.add(piece)
+    return digest.digest()

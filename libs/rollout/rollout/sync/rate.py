@@ -13,10 +13,10 @@ def copy_rate(nbytes: int, device: torch.device) -> float:
     source = torch.ones(min(max(nbytes, 1 << 24), most), dtype=torch.uint8, device=device)
     goal = torch.zeros_like(source)
     _wait(device)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     goal.copy_(source)
     _wait(device)
-    return source.numel() / (time.perf_counter() - begun)
+    return source.numel() / (time.perf_counter() - start)
 
 
 def _wait(device: torch.device) -> None:

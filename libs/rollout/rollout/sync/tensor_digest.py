@@ -14,7 +14,7 @@ def digest_of(tensor: Tensor) -> int:
     itself."""
     data = tensor.detach().reshape(-1).view(torch.uint8)
     whole = data.numel() // (8 * _COLUMNS) * (8 * _COLUMNS)
-    found = zlib.crc32(data[whole:].cpu().numpy().data)
+    crc = zlib.crc32(data[whole:].cpu().numpy().data)
     if whole:
-        found = zlib.crc32(data[:whole].view(torch.int64).view(-1, _COLUMNS).sum(0).cpu().numpy().data, found)
-    return found
+        crc = zlib.crc32(data[:whole].view(torch.int64).view(-1, _COLUMNS).sum(0).cpu().numpy().data, crc)
+    return crc

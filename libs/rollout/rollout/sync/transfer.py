@@ -135,7 +135,7 @@ async def share_weights(
         ValueError: the weights can't be taken here or on another process. Values that the trainer has changed have no
             version then, and the sampler refuses to sample until a weight sync succeeds.
     """
-    committed, begun = False, time.perf_counter()
+    committed, start = False, time.perf_counter()
     try:
         await _together(sampler.propose(version, weights), all_reduce_ok, SHARED)
         await _together(sampler.commit(version), all_reduce_ok, SHARED)
@@ -144,7 +144,7 @@ async def share_weights(
         if not committed:
             await sampler.abort()
         await sampler.resume()
-    return TransferTimes(0.0, time.perf_counter() - begun)
+    return TransferTimes(0.0, time.perf_counter() - start)
 
 
 class _Group:
@@ -172,9 +172,9 @@ class _Group:
 
     async def stage(self, call: Callable[[Receiver], Awaitable[object]]) -> list[object]:
         """Call all receivers as `ask` does, and count the seconds."""
-        begun = time.perf_counter()
+        start = time.perf_counter()
         answers = await self.ask(call)
-        self.staged_s += time.perf_counter() - begun
+        self.staged_s += time.perf_counter() - start
         return answers
 
     async def tell_living(self, call: Callable[[Receiver], Awaitable[object]]) -> None:

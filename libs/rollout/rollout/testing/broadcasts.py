@@ -103,8 +103,8 @@ class Pool:
 
     async def all(self, name: str, **arguments: Any) -> list[Any]:
         """Call all samplers and return their results."""
-        asked = [asyncio.wrap_future(worker.call(name, **arguments)) for worker in self.workers]
-        return [payload or head.get("answer") for head, payload in await asyncio.gather(*asked)]
+        calls = [asyncio.wrap_future(worker.call(name, **arguments)) for worker in self.workers]
+        return [payload or head.get("answer") for head, payload in await asyncio.gather(*calls)]
 
     async def announced(self, version: int) -> None:
         """Notify all samplers that weights come."""
@@ -130,9 +130,9 @@ class Pool:
         group = self.broadcast._group
         assert group is not None
         sent = waited(lambda: group.send(data), "send")
-        asked = [worker.call("receive", **head) for worker in self.workers]
+        calls = [worker.call("receive", **head) for worker in self.workers]
         sent.result(30)
-        return asked
+        return calls
 
     async def stopped(self, bucket: Bucket, seconds: float) -> "asyncio.Task[int]":
         """Stop the last sampler and send a bucket; return the send, which still runs after that many seconds."""

@@ -94,19 +94,19 @@ class CompletionServer:
 
     async def _events(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Yield an event a token, the last one with the stop reason."""
-        told: asyncio.Queue[tuple[Any, Any]] = asyncio.Queue()
+        new_tokens: asyncio.Queue[tuple[Any, Any]] = asyncio.Queue()
         task = asyncio.ensure_future(
-            self.engine.generate(body["prompt"], sampling_of(body), on_tokens=lambda *new: told.put_nowait(new))
+            self.engine.generate(body["prompt"], sampling_of(body), on_tokens=lambda *new: new_tokens.put_nowait(new))
         )
-        task.add_done_callback(lambda _: told.put_nowait((None, None)))
-        held: tuple[Any, Any] = ([], [])
+        task.add_done_callback(lambda _: new_tokens.put_nowait((None, None)))
+        last: tuple[Any, Any] = ([], [])
         try:
-            while (new := await told.get())[0] is not None:
-                if held[0]:
-                    yield _event(held[0], held[1], None)
-                held = new
+            while (new := await new_tokens.get())[0] is not None:
+                if last[0]:
+                    yield _event(last[0], last[1], None)
+                last = new
             done = await task
-            yield _event(held[0], held[1], done.stop_reason)
+            yield _event(last[0], last[1], done.stop_reason)
         finally:
             task.cancel()
 

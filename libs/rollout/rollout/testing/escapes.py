@@ -18,7 +18,7 @@ def call(number, *arguments):
     print("ESCAPED", number, result)
 """
 
-# #### name -> what the program is told instead (a regular expression), and the program; CALL is the function above
+# #### name -> the expected output (a regular expression), and the program; CALL is the function above
 PROGRAMS = r"""
 
 ######## the network and sockets of the host
@@ -294,12 +294,12 @@ os.abort()
 
 def programs() -> dict[str, tuple[str, str]]:
     """Return each program and a regular expression of its expected output, by name."""
-    found = {}
+    entries = {}
     for head, code in re.findall(r"^#### (.*)\n((?:(?!####).*\n)+)", PROGRAMS, re.MULTILINE):
-        name, _, told = head.partition(" -> ")
-        told = told.replace("DENIED", DENIED).replace("NO_SUCH", NO_SUCH)
-        found[name] = (code.replace("CALL\n", CALL), told)
-    return found
+        name, _, output = head.partition(" -> ")
+        output = output.replace("DENIED", DENIED).replace("NO_SUCH", NO_SUCH)
+        entries[name] = (code.replace("CALL\n", CALL), output)
+    return entries
 
 
 ESCAPES = programs()

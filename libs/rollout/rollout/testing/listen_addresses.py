@@ -5,7 +5,7 @@ import psutil
 
 def listen_addresses(*beside: psutil.Process) -> dict[str, set[str]]:
     """Return the IP addresses on which processes listen, by name: children, those `beside`, and their children."""
-    found: dict[str, set[str]] = {}
+    addresses: dict[str, set[str]] = {}
     for process in (*beside, *psutil.Process().children(recursive=True)):
         try:
             sockets, name = process.net_connections("inet"), process.name()
@@ -13,5 +13,5 @@ def listen_addresses(*beside: psutil.Process) -> dict[str, set[str]]:
             continue
         for one in sockets:
             if one.status == psutil.CONN_LISTEN:
-                found.setdefault(name, set()).add(one.laddr.ip.removeprefix("::ffff:"))
-    return found
+                addresses.setdefault(name, set()).add(one.laddr.ip.removeprefix("::ffff:"))
+    return addresses

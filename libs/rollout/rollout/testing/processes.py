@@ -16,36 +16,36 @@ def leftover_files() -> set[str]:
 def abandoned(before: set[str], seconds: float = 60) -> set[str]:
     """Return new such files that no living process has mapped; those of others come and go beside a test."""
     limit = time.monotonic() + seconds
-    while found := leftover_files() - before - _mapped():
+    while files := leftover_files() - before - _mapped():
         if time.monotonic() > limit:
             break
         time.sleep(0.5)
-    return found
+    return files
 
 
 def _mapped() -> set[str]:
     """Return the files of shared memory that any process has mapped."""
-    found = set()
+    paths = set()
     for path in Path("/proc").glob("[0-9]*/maps"):
         try:
             lines = path.read_text().splitlines()
         except OSError:
             continue
-        found |= {line[line.index("/dev/shm/") :] for line in lines if "/dev/shm/" in line}
-    return found
+        paths |= {line[line.index("/dev/shm/") :] for line in lines if "/dev/shm/" in line}
+    return paths
 
 
 def alive_processes(session: int) -> list[str]:
     """Return the processes of a session that are no zombies."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
         except OSError:
             continue
         if int(fields[3]) == session and fields[0] != "Z":
-            found.append(path.parent.name)
-    return found
+            pids.append(path.parent.name)
+    return pids
 
 
 def assert_ends(session: int, seconds: float = 60) -> None:

@@ -44,12 +44,12 @@ def read_names(archive: Path) -> dict[str, Any]:
 
 def _class(source: str, name: str) -> dict[str, Any]:
     """Return bases, and public methods with their arguments as written."""
-    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef) and node.name == name]
-    if len(found) != 1:
-        raise ValueError(f"there are {len(found)} classes {name}")
-    public = [node for node in found[0].body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef) and node.name == name]
+    if len(classes) != 1:
+        raise ValueError(f"there are {len(classes)} classes {name}")
+    public = [node for node in classes[0].body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
     methods = {node.name: ast.unparse(node.args) for node in public}
-    return {"bases": [ast.unparse(base) for base in found[0].bases], "methods": dict(sorted(methods.items()))}
+    return {"bases": [ast.unparse(base) for base in classes[0].bases], "methods": dict(sorted(methods.items()))}
 
 
 def _keys(source: str) -> list[str]:

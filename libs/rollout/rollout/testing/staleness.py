@@ -32,8 +32,8 @@ class StalenessChecker:
     @property
     def key(self) -> tuple[object, ...]:
         """Its whole state."""
-        held = (tuple(sorted(part.items())) for part in (self.running, self.ready))
-        return (*held, self.broken, self.training, self.trained, self.steps, self.version, self.coming)
+        groups = (tuple(sorted(part.items())) for part in (self.running, self.ready))
+        return (*groups, self.broken, self.training, self.trained, self.steps, self.version, self.coming)
 
     @property
     def done(self) -> bool:
@@ -60,12 +60,12 @@ class StalenessChecker:
 
     def events(self, failures: bool = True) -> list[Event]:
         """Return all events that can happen next."""
-        found: list[Event] = [Finished(group) for group in self.running]
-        found += [Failed(group) for group in self.running if failures and group not in self.broken]
-        found += [Trained()] if self.training else []
+        events: list[Event] = [Finished(group) for group in self.running]
+        events += [Failed(group) for group in self.running if failures and group not in self.broken]
+        events += [Trained()] if self.training else []
         if self.coming is not None:
-            found += [Synced(), SyncFailed()] if failures else [Synced()]
-        return found
+            events += [Synced(), SyncFailed()] if failures else [Synced()]
+        return events
 
     def tell(self, event: Event) -> None:
         """Apply an event that is about to be handled. A group fails once at most."""

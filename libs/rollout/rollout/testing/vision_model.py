@@ -78,13 +78,13 @@ def forced_vision(model: Any, prompt: Prompt, ids: Sequence[int]) -> Tensor:
     tokens, media = prompt
     row = torch.tensor([[*tokens, *ids[:-1]]], device=model.device)
     model.model.rope_deltas = None
-    given: Mapping[str, Any] = {}
+    inputs: Mapping[str, Any] = {}
     if media:
         types = torch.zeros_like(row)
         types[0, : len(media["mm_token_type_ids"])] = torch.tensor(media["mm_token_type_ids"])
-        given = {k: v.to(model.device) for k, v in media.items() if k != "mm_token_type_ids"}
-        given |= {"mm_token_type_ids": types}
-    logits = model(input_ids=row, **given, use_cache=False).logits[0, len(tokens) - 1 :].cpu()
+        inputs = {k: v.to(model.device) for k, v in media.items() if k != "mm_token_type_ids"}
+        inputs |= {"mm_token_type_ids": types}
+    logits = model(input_ids=row, **inputs, use_cache=False).logits[0, len(tokens) - 1 :].cpu()
     result: Tensor = logits.float().log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
     return result
 
@@ -95,8 +95,8 @@ def forced_by_types(model: Any, prompt: Prompt, ids: Sequence[int]) -> Tensor:
     tokens, media = prompt
     row = torch.tensor([[*tokens, *ids[:-1]]])
     seen = followed(seen_prompt(model, tokens, media), ids[:-1])
-    given = seen_inputs(model, row, torch.ones_like(row), [seen])
-    logits = model(inputs_embeds=given.embeddings, position_ids=given.positions, use_cache=False).logits
+    inputs = seen_inputs(model, row, torch.ones_like(row), [seen])
+    logits = model(inputs_embeds=inputs.embeddings, position_ids=inputs.positions, use_cache=False).logits
     logits = logits[0, len(tokens) - 1 :].float()
     result: Tensor = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
     return result
@@ -104,9 +104,9 @@ def forced_by_types(model: Any, prompt: Prompt, ids: Sequence[int]) -> Tensor:
 
 def vision_distances(model: Any, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Tensor:
     """Return the distance of each sampled token's log-prob from the stock module's."""
-    found = []
+    distances = []
     for prompt, completion in zip(prompts, completions, strict=True):
         ids = before_image_token(completion.ids)
-        told = torch.tensor(completion.log_probs[: len(ids)])
-        found.append((told - forced_vision(model, prompt, ids)).abs())
-    return torch.cat(found)
+        log_probs = torch.tensor(completion.log_probs[: len(ids)])
+        distances.append((log_probs - forced_vision(model, prompt, ids)).abs())
+    return torch.cat(distances)

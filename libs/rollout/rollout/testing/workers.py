@@ -36,8 +36,8 @@ def serve(connection: Connection, make: Callable[[], RolloutEngine], fault: Faul
             try:
                 if what == "raise":
                     raise ValueError(f"{name} was made to fail")
-                found = getattr(engine, name)
-                answer = await found(*arguments) if callable(found) else found
+                member = getattr(engine, name)
+                answer = await member(*arguments) if callable(member) else member
             except ValueError as error:
                 connection.send(("error", str(error)))
                 continue

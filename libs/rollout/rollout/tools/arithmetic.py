@@ -134,8 +134,8 @@ class _Parser:
         if self.at < len(self.tokens) and (self.tokens[self.at][0].isdigit() or self.tokens[self.at][0] == "."):
             self.at += 1
             return Fraction(self.tokens[self.at - 1])
-        found = repr(self.tokens[self.at]) if self.at < len(self.tokens) else "the end"
-        raise ValueError(f"expected a number but found {found}")
+        token = repr(self.tokens[self.at]) if self.at < len(self.tokens) else "the end"
+        raise ValueError(f"expected a number but found {token}")
 
 
 def _bounded(value: Fraction) -> Fraction:

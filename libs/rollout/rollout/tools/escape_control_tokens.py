@@ -67,13 +67,13 @@ def control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     template = getattr(tokenizer, "chat_template", None)
     written = "\0".join(map(str, template.values())) if isinstance(template, dict) else str(template or "")
     declared = set(getattr(tokenizer, "all_special_tokens", ()))
-    found = {}
+    tokens = {}
     for index, token in tokenizer.added_tokens_decoder.items():
         content = str(token.content)
         steers = token.special or content in declared or content in written or _PIPED.fullmatch(content)
         if steers and not content.isspace():
-            found[content] = int(index)
-    return found
+            tokens[content] = int(index)
+    return tokens
 
 
 class SafeEncoder:

@@ -97,14 +97,14 @@ async def call_tool(tools: Sequence[Tool], name: str, arguments: str, call_id: s
         known = ", ".join(t.name for t in tools) or "none"
         return ToolResult(name, f"Error: there is no tool {name!r}; available: {known}", False, call_id)
     try:
-        given = json.loads(arguments)
+        parsed = json.loads(arguments)
     except (ValueError, RecursionError) as error:
         return ToolResult(name, f"Error: the arguments are not valid JSON: {error}", False, call_id)
-    problem = _argument_problem(tool, given)
+    problem = _argument_problem(tool, parsed)
     if problem:
         return ToolResult(name, f"Error: {problem}", False, call_id)
     try:
-        ok, text = await _run(tool, given)
+        ok, text = await _run(tool, parsed)
     except OverrunError:
         return ToolResult(
             name, f"Error: {name} gave no answer within {tool.timeout:g} s", False, call_id, timed_out=True
@@ -170,15 +170,15 @@ def _as_text(answer: Any) -> str:
     return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
 
 
-def _argument_problem(tool: Tool, given: Any) -> str | None:
+def _argument_problem(tool: Tool, arguments: Any) -> str | None:
     """Return what is wrong with the arguments by the schema's required names, known names and plain types, or None."""
-    if not isinstance(given, dict):
-        return f"the arguments must be a JSON object, got {type(given).__name__}"
+    if not isinstance(arguments, dict):
+        return f"the arguments must be a JSON object, got {type(arguments).__name__}"
     properties = tool.parameters.get("properties", {})
-    missing = [n for n in tool.parameters.get("required", ()) if n not in given]
+    missing = [n for n in tool.parameters.get("required", ()) if n not in arguments]
     if missing:
         return f"missing argument {missing[0]!r}"
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name not in properties:
             return f"unknown argument {name!r}; known: {', '.join(properties) or 'none'}"
         wanted = properties[name].get("type")

@@ -161,10 +161,10 @@ class _Worker(threading.Thread):
         while True:
             call = self.inbox.get()
             outcome = call.play()
-            kept = self.pool._keep(self)  # before the outcome is out, so that the next call finds this thread
+            waits = self.pool._keep(self)  # before the outcome is out, so that the next call finds this thread
             call.deliver(outcome)
             del call, outcome  # a waiting thread must not keep its last call alive
-            if not kept:
+            if not waits:
                 return
 
 

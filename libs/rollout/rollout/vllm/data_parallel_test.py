@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from rollout.engine import Completion, Sampling
 from rollout.errors import EpisodeFailed
 from rollout.testing.processes import assert_ends
+from rollout.vllm.engine import VllmEngine
 from rollout.vllm.testing.served import (
     ANSWER,
     MEAN,
@@ -27,7 +28,6 @@ from rollout.vllm.testing.served import (
     sample,
     served,
 )
-from rollout.vllm.engine import VllmEngine
 
 pytestmark = pytest.mark.skipif(
     "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"

@@ -76,7 +76,7 @@ class VllmEngine:
             if not ready:
                 self._replicas.close()
                 self._weights.close()
-        self._replicas.listen(self._heard, self._gone)
+        self._replicas.listen(self._on_message, self._on_lost)
 
     def _start(self, model: Path, described: dict[str, Any], tied: dict[str, str]) -> dict[str, Any]:
         config, own = self._config, self._config.vllm
@@ -164,9 +164,9 @@ class VllmEngine:
 
     def load(self) -> Load:
         """Return how many requests run and wait at this moment. Never blocks; any thread may call it."""
-        asked, waiting = self._requests.counts()
-        running = min(asked, self._config.max_batch * len(self.copies))
-        return Load(running, waiting + asked - running)
+        sent, waiting = self._requests.counts()
+        running = min(sent, self._config.max_batch * len(self.copies))
+        return Load(running, waiting + sent - running)
 
     def close(self) -> None:
         """End vLLM's process and fail open requests; do nothing where it was closed before."""
@@ -291,9 +291,9 @@ class VllmEngine:
 
     async def receive(self, bucket: Bucket) -> int:
         """Stage a bucket and return the number of missing elements."""
-        begun = time.perf_counter()
+        start = time.perf_counter()
         missing = self._weights.receive(bucket.pieces())
-        self._staged_s += time.perf_counter() - begun
+        self._staged_s += time.perf_counter() - start
         return missing
 
     async def commit(self, version: int) -> None:
@@ -303,9 +303,9 @@ class VllmEngine:
             ValueError: they are not whole, or of another version; the old ones stay.
             RuntimeError: vLLM did not take them; it has the old ones again, or its process is gone.
         """
-        begun = time.perf_counter()
+        start = time.perf_counter()
         self._weights.commit(version)
-        self._staged_s += time.perf_counter() - begun
+        self._staged_s += time.perf_counter() - start
         if self._asleep:
             self._unread = True
             return
@@ -334,7 +334,7 @@ class VllmEngine:
 
     async def update_weights(self, version: int, pieces: Iterable[Piece]) -> None:
         """Replace all weights by those of a stream in this process, or raise ValueError and keep the old ones."""
-        stream, whole, begun = iter(pieces), False, time.perf_counter()
+        stream, whole, start = iter(pieces), False, time.perf_counter()
         try:
             self._weights.prepare(Manifest(version))
             self._weights.receive(stream)
@@ -343,7 +343,7 @@ class VllmEngine:
             if not whole:
                 deque(stream, maxlen=0)  # other ranks of a collective export wait for this one
                 self._weights.abort()
-        self._staged_s = time.perf_counter() - begun
+        self._staged_s = time.perf_counter() - start
         await self.commit(version)
         self._weights.settle()
 
@@ -367,14 +367,14 @@ class VllmEngine:
     def _send(self, copy: int, message: dict[str, Any], tail: Sequence[memoryview] = ()) -> None:
         self._replicas.send(copy, message, tail)
 
-    def _heard(self, message: dict[str, Any]) -> None:
+    def _on_message(self, message: dict[str, Any]) -> None:
         """Pass on a copy's message on requests."""
         if "step" in message:
             self._requests.on_step(message["step"], message["version"])
         else:
             self._requests.refused(message["not_asked"], ValueError(message["error"]))
 
-    def _gone(self, copy: int, words: str) -> None:
+    def _on_lost(self, copy: int, words: str) -> None:
         """Fail the requests of a copy that is gone, or all requests after the last one."""
         if self._replicas.alive and not self._closed:
             problem = f"copy {copy} of {self._config.vllm.data_parallel} is gone: {words}"

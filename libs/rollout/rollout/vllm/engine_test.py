@@ -16,8 +16,8 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout.engine import Completion, PauseMode, Sampling
-from rollout.vllm.testing.served import ANSWER, MEAN, PROMPTS, VOCAB, assert_agrees, config, sample, served
 from rollout.vllm.engine import VllmEngine
+from rollout.vllm.testing.served import ANSWER, MEAN, PROMPTS, VOCAB, assert_agrees, config, sample, served
 from seqpack.capability import Unsupported
 
 pytestmark = pytest.mark.skipif(

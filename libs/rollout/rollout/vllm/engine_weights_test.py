@@ -24,6 +24,7 @@ from rollout.sync.pieces import Piece, buckets
 from rollout.sync.rate import copy_rate
 from rollout.sync.transfer import transfer_weights
 from rollout.testing.pieces import pieces_of
+from rollout.vllm.engine import VllmEngine
 from rollout.vllm.testing.served import (
     ANSWER,
     MEAN,
@@ -38,7 +39,6 @@ from rollout.vllm.testing.served import (
     sample,
     served,
 )
-from rollout.vllm.engine import VllmEngine
 
 pytestmark = pytest.mark.skipif(
     "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from rollout.engine import Completion, Sampling
 from rollout.testing.model import SERVED, tiny_mixture
 from rollout.testing.processes import assert_ends
-from rollout.vllm.testing.served import ANSWER, MEAN, MOST, PROMPTS, VERSIONS, assert_agrees, config, distances, sample
 from rollout.vllm.engine import VllmEngine
+from rollout.vllm.testing.served import ANSWER, MEAN, MOST, PROMPTS, VERSIONS, assert_agrees, config, distances, sample
 from rollout.vllm.weights.shared_weights import checkpoint_pieces
 
 pytestmark = pytest.mark.skipif(

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from rollout.engine import Completion, Sampling
 from rollout.experts import ROUTED_EXPERTS
 from rollout.testing.model import SERVED, tiny_mixture
-from rollout.vllm.testing.served import ANSWER, PROMPTS, assert_agrees, config, sample, served
 from rollout.vllm.engine import VllmEngine
+from rollout.vllm.testing.served import ANSWER, PROMPTS, assert_agrees, config, sample, served
 from rollout.vllm.weights.shared_weights import checkpoint_pieces
 
 pytestmark = pytest.mark.skipif(

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from rollout.engine import Completion, PauseMode, Sampling
 from rollout.experts import ROUTED_EXPERTS
-from rollout.vllm.testing.gpu_served import ARGUMENTS, CLOSE, FAR, REASON, SIZES
 from rollout.testing.model import SERVED, tiny_mixture
-from rollout.vllm.testing.served import PROMPTS, VERSIONS, changed, config, distances, pieces, sample, served
 from rollout.testing.vision_model import Prompt, served_vision_model, shown, vision_distances
 from rollout.vllm.engine import VllmEngine
+from rollout.vllm.testing.gpu_served import ARGUMENTS, CLOSE, FAR, REASON, SIZES
+from rollout.vllm.testing.served import PROMPTS, VERSIONS, changed, config, distances, pieces, sample, served
 from rollout.vllm.weights.shared_weights import checkpoint_pieces
 
 pytestmark = [

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from rollout.engine import Sampling
+from rollout.vllm.engine import VllmEngine
 from rollout.vllm.testing.gpu_served import ARGUMENTS, CLOSE, FAR, REASON, SIZES
 from rollout.vllm.testing.served import PROMPTS, VERSIONS, changed, config, distances, pieces, sample, served
-from rollout.vllm.engine import VllmEngine
 
 pytestmark = [
     pytest.mark.gpu,

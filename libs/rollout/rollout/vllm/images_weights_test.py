@@ -11,9 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout.engine import Completion, Sampling
-from rollout.vllm.testing.served import ANSWER, MEAN, MOST, VERSIONS, config, pieces
 from rollout.testing.vision_model import Prompt, forced_by_types, served_vision_model, shown, vision_distances
 from rollout.vllm.engine import VllmEngine
+from rollout.vllm.testing.served import ANSWER, MEAN, MOST, VERSIONS, config, pieces
 
 pytestmark = pytest.mark.skipif(
     "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"

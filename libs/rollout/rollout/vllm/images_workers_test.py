@@ -11,11 +11,11 @@ import pytest
 from transformers import PreTrainedModel
 
 from rollout.engine import Completion, Sampling
-from rollout.vllm.testing.served import ANSWER, MEAN, MOST, VERSIONS, config, pieces
 from rollout.testing.vision_model import Prompt, served_vision_model, served_vision_moe, shown, vision_distances
 from rollout.vllm import engine as engine_module
 from rollout.vllm.client.images import Shown, shown_in
 from rollout.vllm.engine import VllmEngine
+from rollout.vllm.testing.served import ANSWER, MEAN, MOST, VERSIONS, config, pieces
 from rollout.vllm.weights.shared_weights import checkpoint_pieces
 
 pytestmark = pytest.mark.skipif(

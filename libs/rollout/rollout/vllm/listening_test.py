@@ -8,8 +8,8 @@ import pytest
 
 from rollout.testing.listen_addresses import listen_addresses
 from rollout.testing.model import SERVED, tiny_mixture
-from rollout.vllm.testing.served import config
 from rollout.vllm.engine import VllmEngine
+from rollout.vllm.testing.served import config
 
 pytestmark = pytest.mark.skipif(
     "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"

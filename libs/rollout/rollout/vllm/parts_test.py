@@ -14,8 +14,8 @@ import pytest
 
 from rollout.config import RolloutConfig
 from rollout.engine import Completion, Sampling
-from rollout.vllm.testing.served import ANSWER, assert_agrees, config, served
 from rollout.vllm.engine import VllmEngine
+from rollout.vllm.testing.served import ANSWER, assert_agrees, config, served
 
 pytestmark = pytest.mark.skipif(
     "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"

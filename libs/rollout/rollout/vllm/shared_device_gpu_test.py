@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import buckets
+from rollout.vllm.engine import VllmEngine
 from rollout.vllm.testing.gpu_served import ARGUMENTS, CLOSE, FAR, REASON, SIZES, of_copies
 from rollout.vllm.testing.served import PROMPTS, VERSIONS, changed, config, distances, pieces, served
-from rollout.vllm.engine import VllmEngine
 
 pytestmark = [
     pytest.mark.gpu,

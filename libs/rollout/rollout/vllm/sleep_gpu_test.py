@@ -12,9 +12,9 @@ from rollout.engine import Sampling
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import buckets
 from rollout.sync.transfer import transfer_weights
+from rollout.vllm.engine import VllmEngine
 from rollout.vllm.testing.gpu_served import ARGUMENTS, CLOSE, FAR, REASON, SIZES
 from rollout.vllm.testing.served import PROMPTS, VERSIONS, changed, config, distances, pieces, sample, served
-from rollout.vllm.engine import VllmEngine
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.vllm.testing.gpu_served import ARGUMENTS, CLOSE, FAR, HEADS, SIZES, of_copies
 from rollout.testing.listen_addresses import listen_addresses
-from rollout.vllm.testing.served import PROMPTS, VERSIONS, changed, config, distances, pieces, served
 from rollout.vllm.engine import VllmEngine
+from rollout.vllm.testing.gpu_served import ARGUMENTS, CLOSE, FAR, HEADS, SIZES, of_copies
+from rollout.vllm.testing.served import PROMPTS, VERSIONS, changed, config, distances, pieces, served
 
 DEVICES = 2
 pytestmark = [

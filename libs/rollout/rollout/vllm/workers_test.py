@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from rollout.engine import Completion, Sampling
 from rollout.testing.model import SERVED, tiny_mixture
 from rollout.testing.processes import abandoned, alive_processes, assert_ends, leftover_files
+from rollout.vllm.engine import VllmEngine
 from rollout.vllm.testing.served import (
     ANSWER,
     MEAN,
@@ -29,7 +30,6 @@ from rollout.vllm.testing.served import (
     sample,
     served,
 )
-from rollout.vllm.engine import VllmEngine
 from rollout.vllm.weights.shared_weights import checkpoint_pieces
 
 pytestmark = pytest.mark.skipif(

@@ -26,8 +26,8 @@ class GroupBuckets:
         if self._group is not None:
             self._group.abort()
         device = device_for(rendezvous.backend)
-        found = waited(lambda: join(rendezvous, int(call["rank"]), call["host"], device), "weights: join")
-        self._group = await asyncio.wrap_future(found)
+        joined = waited(lambda: join(rendezvous, int(call["rank"]), call["host"], device), "weights: join")
+        self._group = await asyncio.wrap_future(joined)
 
     def is_broadcast(self, call: Mapping[str, Any]) -> bool:
         """Return whether a call's bucket is broadcast."""

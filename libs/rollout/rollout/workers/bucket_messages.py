@@ -121,8 +121,8 @@ def manifest_from(message: Mapping[str, Any]) -> Manifest:
     """Return the manifest of a message."""
     named = message["tensors"]
     tensors = None if named is None else tuple(TensorSpec(n, tuple(shape), DTYPES[kind]) for n, shape, kind in named)
-    given = message["adapter"]
-    adapter = None if given is None else Adapter(given["rank"], given["scale"], tuple(given["layers"]))
+    fields = message["adapter"]
+    adapter = None if fields is None else Adapter(fields["rank"], fields["scale"], tuple(fields["layers"]))
     return Manifest(int(message["version"]), tensors, message["checksum"], adapter)
 
 

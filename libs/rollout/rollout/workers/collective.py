@@ -6,7 +6,7 @@
    from device to device. What the bytes are, and their checksum, travels with the call
    (`rollout.workers.bucket_messages`).
 3. Whatever lasts longer than `seconds` ends as a `BrokenGroup`, and so does the death of one of them: a group has no
-   second try, whoever owns it closes it and has its samplers replaced. `abort` ends what waits, from any thread.
+   second try, its owner closes it and has its samplers replaced. `abort` ends what waits, from any thread.
 
 torch's default process group is neither used nor changed: a trainer's ranks may have one of their own.
 """
@@ -32,7 +32,7 @@ Backend = Literal["gloo", "nccl"]
 LOOPBACK = "127.0.0.1"
 SECONDS = 60.0
 """Seconds until a broadcast of one bucket, or the making of a group, counts as hanging."""
-_UNWATCHED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+_WATCHDOG_OFF = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """Variables that turn torch's watchdog off: it ends the whole process, the trainer's, where one of NCCL's broadcasts
 fails or hangs. Here `abort` ends the broadcast, and the pool is replaced."""
 _changing = threading.Lock()
@@ -104,7 +104,7 @@ def join(rendezvous: Rendezvous, rank: int, host: str = LOOPBACK, device: torch.
     `host`: an address of this process's machine that the others reach. `device`: of NCCL, each process's its own.
 
     Raises:
-        BrokenGroup: nobody is there, or not everybody in time.
+        BrokenGroup: there is no sender, or not all came in time.
     """
     try:
         store = dist.TCPStore(
@@ -134,12 +134,12 @@ class WeightGroup:
         prefixed = dist.PrefixStore(rendezvous.token, store)
         try:
             self._group = _group_of(rendezvous, rank, prefixed, host)
-            told = self._greeting(rendezvous.token, rank)
+            token = self._exchange_token(rendezvous.token, rank)
         except RuntimeError as error:
             if isinstance(error, BrokenGroup):
                 raise
             raise BrokenGroup(f"{rendezvous.size} processes did not all meet: {_first(error)}") from error
-        if told != rendezvous.token:
+        if token != rendezvous.token:
             raise BrokenGroup("the group is not the one that was meant: its sender told another token")
 
     def send(self, data: Tensor) -> None:
@@ -158,7 +158,7 @@ class WeightGroup:
             self._aborted.set()
             waited(self._group.abort, "weights: abort")
 
-    def _greeting(self, token: str, rank: int) -> str:
+    def _exchange_token(self, token: str, rank: int) -> str:
         """Broadcast the token from the sender; NCCL makes its connections with this first broadcast."""
         mine = torch.frombuffer(bytearray(token.encode()), dtype=torch.uint8).to(self.device)
         data = mine if rank == 0 else torch.zeros_like(mine)
@@ -252,14 +252,14 @@ def _group_of(rendezvous: Rendezvous, rank: int, store: "dist.Store", host: str)
     nccl: Any = dist.ProcessGroupNCCL.Options()
     nccl.global_ranks_in_group, nccl.group_name = list(range(rendezvous.size)), f"weights {rendezvous.token}"
     nccl._timeout = timedelta(days=1)  # the limit is checked here: torch's own check ends the process
-    with _variables(_UNWATCHED):
+    with _variables(_WATCHDOG_OFF):
         return dist.ProcessGroupNCCL(store, rank, rendezvous.size, nccl)
 
 
 def _nccl_of(device: torch.device, store: "dist.Store") -> Any:
-    """Return where NCCL's own sockets are when it makes its connections: with a meeting on loopback they are there too.
+    """Return where NCCL's own sockets are when it makes its connections: with a store on loopback they are there too.
 
-    NCCL reads this once in a process's life. Who has said an interface keeps it.
+    NCCL reads this once in a process's life. An interface that the environment names is kept.
     """
     on_loopback = isinstance(store, dist.TCPStore) and store.host == LOOPBACK
     if device.type == "cpu" or not on_loopback or "NCCL_SOCKET_IFNAME" in os.environ:

@@ -51,11 +51,11 @@ class PoolBroadcast:
         meeting = RendezvousStore(self._backend, self._count, host, self._seconds)
         rendezvous = meeting.rendezvous.message()
         mine = waited(lambda: meeting.join(device), "weights: meet")
-        asked = [
+        calls = [
             self._ask(i, "join", {"rendezvous": rendezvous, "rank": i + 1, "host": hosts[i] if hosts else LOOPBACK})
             for i in range(self._count)
         ]
-        await self._ended([mine, *asked], "meet", BaseException)
+        await self._results([mine, *calls], "meet", BaseException)
         self._group = mine.result()
 
     async def send(self, bucket: Bucket) -> int:
@@ -67,11 +67,11 @@ class PoolBroadcast:
         """
         group = self._group
         assert group is not None
-        data = self._laid(bucket)
+        data = self._send_buffer(bucket)
         head = {**bucket_message(bucket, data), MARK: True}
         mine = waited(lambda: group.send(data), "weights: send")
-        asked = [self._ask(i, "receive", head) for i in range(self._count)]
-        answers = await self._ended([mine, *asked], "take a bucket of weights", BrokenGroup)
+        calls = [self._ask(i, "receive", head) for i in range(self._count)]
+        answers = await self._results([mine, *calls], "take a bucket of weights", BrokenGroup)
         return max(int(head["answer"]["missing"]) for head, _ in answers[1:])
 
     def close(self) -> None:
@@ -80,14 +80,14 @@ class PoolBroadcast:
         if self._group is not None:
             self._group.abort()
 
-    def _laid(self, bucket: Bucket) -> Tensor:
+    def _send_buffer(self, bucket: Bucket) -> Tensor:
         """Return the bucket's bytes on the device of the broadcast."""
         if self._backend == "gloo":
             return plain_bytes(bucket)
         assert self._group is not None
         return bucket.buffer.detach().to(self._group.device).contiguous()
 
-    async def _ended(self, futures: "Sequence[Future[Any]]", what: str, fatal: type[BaseException]) -> list[Any]:
+    async def _results(self, futures: "Sequence[Future[Any]]", what: str, fatal: type[BaseException]) -> list[Any]:
         """Return the results of all, the sender's first; another error of one is raised once all have ended.
 
         Raises:

@@ -33,8 +33,8 @@ class Demand:
     @property
     def bundle(self) -> dict[str, float]:
         """Resources of one worker, by Ray's names."""
-        found = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
-        return {name: float(amount) for name, amount in found.items() if amount > 0}
+        amounts = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
+        return {name: float(amount) for name, amount in amounts.items() if amount > 0}
 
 
 def room(demand: Demand, nodes: Sequence[Mapping[str, float]]) -> int:
@@ -44,9 +44,9 @@ def room(demand: Demand, nodes: Sequence[Mapping[str, float]]) -> int:
 
 
 def nodes_apart(demand: Demand, nodes: Mapping[str, Mapping[str, float]], own: str, count: int) -> tuple[str, ...]:
-    """Return the `count` nodes besides `own` that the workers are to fill: those with the most room for them.
+    """Return the `count` nodes besides `own` for the workers: those with the most free resources for them.
 
-    `nodes`: what each has, by its id.
+    `nodes`: resources of each, by its id.
 
     Raises:
         ValueError: they are more than the workers.

@@ -63,7 +63,7 @@ class WorkerProcess:
         try:
             self._channel.send({**arguments, "id": number, "call": name})
         except OSError:
-            self._bury()
+            self._mark_dead()
         return future
 
     def call_all(self, name: str, **arguments: Any) -> "list[Future[Message]]":
@@ -119,9 +119,9 @@ class WorkerProcess:
                     future = self._waiting.pop(head["id"])
                 settle_answer(future, head, payload)
         except (EOFError, OSError):
-            self._bury()
+            self._mark_dead()
 
-    def _bury(self) -> None:
+    def _mark_dead(self) -> None:
         """Fail all waiting calls: the process is gone."""
         with self._lock:
             self._dead = True

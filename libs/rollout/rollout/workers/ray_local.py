@@ -59,7 +59,7 @@ def local_ray(
         RuntimeError: it listens elsewhere than on loopback.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    with on_loopback(), _seen(cuda):
+    with on_loopback(), _visible_devices(cuda):
         ray.init(
             address="local",
             num_cpus=cpus,
@@ -70,7 +70,7 @@ def local_ray(
             configure_logging=False,
         )
     try:
-        yield _held(ray.get_runtime_context().gcs_address)
+        yield _checked_address(ray.get_runtime_context().gcs_address)
     finally:
         ray.shutdown()
 
@@ -95,13 +95,13 @@ def local_nodes(cpus: Sequence[float], store_bytes: int = SMALL_STORE) -> Iterat
             cluster.shutdown()
             raise
     try:
-        yield _held(cluster.address)
+        yield _checked_address(cluster.address)
     finally:
         cluster.shutdown()
 
 
 @contextmanager
-def _seen(cuda: Sequence[str] | None) -> Iterator[None]:
+def _visible_devices(cuda: Sequence[str] | None) -> Iterator[None]:
     """Let daemons that are started inside see these devices alone; this process's own stay as they were."""
     before = os.environ.get(VISIBLE)
     if cuda is not None:
@@ -124,7 +124,7 @@ def connect(address: str) -> None:
         ray.init(address=address, _node_ip_address=LOOPBACK, configure_logging=False)
 
 
-def _held(address: str) -> str:
+def _checked_address(address: str) -> str:
     if not is_loopback(address):
         raise RuntimeError(f"Ray listens at {address}, and was told to stay on {LOOPBACK}")
     return address

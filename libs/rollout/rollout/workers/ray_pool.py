@@ -137,8 +137,8 @@ class RayPool:
         self.ready: Future[Message] = Future()
         self._lacking = demand.workers
         for index, actor in enumerate(self._actors):
-            actor.node.remote().future().add_done_callback(lambda found, index=index: self._came(index, found))
-        threading.Thread(target=self._see_places, daemon=True).start()
+            actor.node.remote().future().add_done_callback(lambda found, index=index: self._on_started(index, found))
+        threading.Thread(target=self._watch_nodes, daemon=True).start()
 
     @property
     def alive(self) -> bool:
@@ -163,25 +163,25 @@ class RayPool:
     async def ask_all(self, name: str, data: Any = None, **arguments: Any) -> list[Any]:
         """Call every sampler and wait for all results; what one raises is raised once all have ended."""
         calls = [asyncio.wrap_future(self._ask(i, name, arguments, data)) for i in range(len(self._actors))]
-        found = await asyncio.gather(*calls, return_exceptions=True)
-        for one in found:
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        for one in results:
             if isinstance(one, BaseException):
                 raise one
-        return [head.get("answer") for head, _ in found]  # type: ignore[misc]
+        return [head.get("answer") for head, _ in results]  # type: ignore[misc]
 
     async def prepare(self, manifest: Manifest) -> None:
         """Begin a weight sync; the pool's process group, where it has one, is made with the first one."""
         if self._broadcast is not None and not self._broadcast.met:
-            await self._dying(self._broadcast.meet(*self._hosts()))
+            await self._in_group(self._broadcast.meet(*self._addresses()))
         await self.ask_all("prepare", **manifest_message(manifest))
 
     async def receive(self, bucket: Bucket) -> int:
         """Stage a bucket on all samplers; return the largest number of missing elements."""
         if self._broadcast is not None:
-            return await self._dying(self._broadcast.send(bucket))
+            return await self._in_group(self._broadcast.send(bucket))
         data = plain_bytes(bucket)
-        found = await self.ask_all("receive", ray.put(data.numpy()), **bucket_message(bucket, data))
-        return max(int(answer["missing"]) for answer in found)
+        answers = await self.ask_all("receive", ray.put(data.numpy()), **bucket_message(bucket, data))
+        return max(int(answer["missing"]) for answer in answers)
 
     async def commit(self, version: int) -> None:
         """Swap the staged weights in."""
@@ -201,23 +201,23 @@ class RayPool:
 
     def close(self) -> None:
         """End the actors and free their resources; what they still sample is lost."""
-        self._bury(WorkerDied("the pool of samplers was closed"))
+        self._mark_dead(WorkerDied("the pool of samplers was closed"))
         if self._broadcast is not None:
             self._broadcast.close()
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
         remove_placement_group(self._group)
 
-    async def _dying(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _in_group(self, work: Coroutine[Any, Any, T]) -> T:
         """Await work of the pool's process group; where that breaks, mark the pool as dead."""
         assert self._broadcast is not None
         try:
             return await work
         finally:
             if self._broadcast.broken:
-                self._bury(WorkerDied("the pool of samplers lost its process group"))
+                self._mark_dead(WorkerDied("the pool of samplers lost its process group"))
 
-    def _hosts(self) -> tuple[str, list[str]]:
+    def _addresses(self) -> tuple[str, list[str]]:
         """Return the addresses of this process's node and of each sampler's, by which Ray's processes reach them."""
         places = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
         gone = [index for index, node in enumerate(self._nodes) if node not in places]
@@ -248,45 +248,45 @@ class RayPool:
         if error is None:
             settle_answer(future, *found.result())
         elif isinstance(error, RayError):
-            threading.Thread(target=self._buried, args=(index, future, error), daemon=True).start()
+            threading.Thread(target=self._fail_call, args=(index, future, error), daemon=True).start()
         else:
             settle_error(future, error)
 
-    def _see_places(self) -> None:
+    def _watch_nodes(self) -> None:
         """Check the nodes until all samplers have begun: Ray waits silently for a node that goes before."""
         while not self.ready.done() and not self._dead and ray.is_initialized():
             living = _living_nodes()
             for index, node in self._places.items():
                 if node not in living:
-                    self._bury(_lost(index, node))
+                    self._mark_dead(_lost(index, node))
                     settle_error(self.ready, _lost(index, node))
             time.sleep(LOOK_SECONDS)
 
-    def _came(self, index: int, found: "Future[str]") -> None:
+    def _on_started(self, index: int, node: "Future[str]") -> None:
         """Record that a sampler is there, or could not begin."""
-        error = found.exception()
+        error = node.exception()
         with self._lock:
             self._lacking -= 1
             whole = not self._lacking
             if error is None:
-                self._nodes[index] = found.result()
+                self._nodes[index] = node.result()
         if self.ready.done():
             return
         if error is not None:
             death = self._death(index, error)
-            self._bury(death)
+            self._mark_dead(death)
             settle_error(self.ready, death)
         elif whole:
             settle_answer(self.ready, {}, b"")
 
-    def _buried(self, index: int, future: "Future[Message]", error: RayError) -> None:
+    def _fail_call(self, index: int, future: "Future[Message]", error: RayError) -> None:
         """Fail a call with a sampler's cause of death. Ray reports a closed socket first, and a lost node later."""
         limit = time.monotonic() + NODE_SECONDS
         node = self._nodes[index]
         while isinstance(error, ActorUnavailableError) and node in _living_nodes() and time.monotonic() < limit:
             time.sleep(0.2)
         death = self._death(index, error)
-        self._bury(death)  # first, so that the caller finds the pool dead
+        self._mark_dead(death)  # first, so that the caller finds the pool dead
         settle_error(future, death)
 
     def _death(self, index: int, error: BaseException) -> WorkerDied:
@@ -296,7 +296,7 @@ class RayPool:
             return _lost(index, node)
         return WorkerDied(f"sampler {index} ended before it answered: {str(error).strip().splitlines()[0]}")
 
-    def _bury(self, why: WorkerDied) -> None:
+    def _mark_dead(self, why: WorkerDied) -> None:
         """Fail all waiting calls: a sampler is gone."""
         with self._lock:
             self._dead, self.why = True, self.why or why

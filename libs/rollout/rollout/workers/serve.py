@@ -66,12 +66,12 @@ def weight_handlers(engine: RolloutEngine) -> dict[str, Handler]:
 
 async def answer_call(handlers: Mapping[str, Handler], call: dict[str, Any]) -> Message:
     """Run a call and return its result; where something was raised, the head says what."""
-    found = (await asyncio.gather(handlers[call["call"]](call), return_exceptions=True))[0]
-    if isinstance(found, BaseException):
-        kind = next((name for name, kind in ERRORS.items() if isinstance(found, kind)), "RuntimeError")
-        text = str(found) if kind != "RuntimeError" else f"{type(found).__name__}: {found}"
+    result = (await asyncio.gather(handlers[call["call"]](call), return_exceptions=True))[0]
+    if isinstance(result, BaseException):
+        kind = next((name for name, kind in ERRORS.items() if isinstance(result, kind)), "RuntimeError")
+        text = str(result) if kind != "RuntimeError" else f"{type(result).__name__}: {result}"
         return {"error": text, "kind": kind}, b""
-    return ({}, found) if isinstance(found, bytes) else ({"answer": found}, b"")
+    return ({}, result) if isinstance(result, bytes) else ({"answer": result}, b"")
 
 
 def settle_answer(future: "Future[Message]", head: dict[str, Any], payload: bytes) -> None:

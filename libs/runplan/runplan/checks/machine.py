@@ -1,13 +1,12 @@
 """Checks of the machine that `--plan` runs on: packages, drivers, devices, ports.
 
-It starts nothing but an interpreter of vLLM's environment, which tells the version of a package. A plan may be made
+It starts nothing but what the sampler asks about its own packages. A plan may be made
 anywhere, so that nothing here is a problem of the plan: each line says what is there, or what is missing and how to fix
 it before the run is started on this machine.
 """
 
 import shutil
 import socket
-import subprocess
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
@@ -16,30 +15,22 @@ from packaging.specifiers import SpecifierSet
 from engines.devices.detect import devices_of
 from engines.devices.hccl import HOST_PORTS, HcclSettings, port_range
 from engines.devices.npu_operators import VERSIONS
-from rollout.vllm.client.process import find_python
-from rollout.vllm.server.ascend import PACKAGE, refuse_other_versions
-from rollout.vllm.settings.config import VllmConfig
 from runplan.estimates.states import GIB
 from runplan.run_spec import RunSpec
 
-_INSTALLED = f"""
-from importlib.metadata import PackageNotFoundError, version
-try:
-    print(version({PACKAGE!r}))
-except PackageNotFoundError:
-    pass
-"""
 CANN = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")  # set by CANN's set_env.sh
 
 
 def seen_here(spec: RunSpec, environ: Mapping[str, str]) -> list[str]:
-    """Return lines on the accelerators of the run; none where it asks for the CPU or leaves the choice open."""
+    """Return lines on the accelerators of the run, none where it asks for the CPU or leaves the choice open; and the
+    lines of the sampler."""
+    lines: list[str] = []
     if spec.engine.device == "npu":
         operators = spec.engine.npu_operators != "off"
         lines = [_torch_npu(operators), _driver(), _cann(environ), *_devices(spec), *_ports(spec, environ)]
-        on_npus = (spec.cluster.rollout.engine, spec.cluster.rollout.device) == ("vllm", "auto")
-        return [*lines, *([_vllm_ascend()] if on_npus else [])]
-    return _devices(spec) if spec.engine.device == "cuda" else []
+    elif spec.engine.device == "cuda":
+        lines = _devices(spec)
+    return [*lines, *spec.cluster.sampler.seen_here(spec)]
 
 
 def _torch_npu(operators: bool) -> str:
@@ -54,18 +45,6 @@ def _torch_npu(operators: bool) -> str:
     if operators and not SpecifierSet(VERSIONS).contains(installed.partition(".post")[0], prereleases=True):
         return f"missing: torch_npu {VERSIONS} for its operators, {installed} is here; set --engine.npu-operators off"
     return f"torch_npu {installed} beside torch {torch}"
-
-
-def _vllm_ascend() -> str:
-    """Return the line on vLLM's plugin, whose version an interpreter of vLLM's environment tells."""
-    try:
-        python = find_python(VllmConfig())
-        answer = subprocess.run([python, "-c", _INSTALLED], capture_output=True, text=True, timeout=60, check=False)
-        installed = answer.stdout.strip() or None
-        refuse_other_versions(installed)
-    except (ValueError, OSError, subprocess.TimeoutExpired) as error:
-        return f"missing: {error}"
-    return f"vllm-ascend {installed} in the environment of {python}"
 
 
 def _driver() -> str:

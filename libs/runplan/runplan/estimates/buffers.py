@@ -5,14 +5,10 @@ Each figure is of the code that it names, in bytes of tensors: nothing is fitted
 
 from dataclasses import dataclass
 
-import torch
-
 from engines import EngineConfig
-from engines.fast.support import replicated_weights
 from engines.step import PIECE_BYTES
 from runplan.estimates.states import States
 from runplan.model.model_shape import ModelShape, count_parameters, tower_parameters
-from runplan.settings import ClusterSettings, RolloutSettings
 
 DISK = 2
 """Bytes of a number in a checkpoint's files and for vLLM: bfloat16."""
@@ -53,21 +49,6 @@ def export_bytes(shape: ModelShape, engine: EngineConfig) -> float:
     return largest_tensor(shape) * (2 * width + DISK) + 2 * PIECE_BYTES
 
 
-def shares_weights(engine: EngineConfig, cluster: ClusterSettings, ranks: int, shards: int) -> bool:
-    """Return whether the native sampler computes with the trainer's weights in place.
-
-    A run asks its engine itself (`engines.shared_parameters`). `shards`: ranks that share a copy of sharded weights.
-    """
-    if cluster.weights_apart(engine) is not None or engine.backend != "fsdp2" or engine.lora.rank:
-        return False
-    on_cpu = engine.device == "cpu"
-    alone = engine.weights == "auto" and ranks == 1 and not on_cpu
-    if (alone or engine.weights == "replicated") and replicated_weights(engine, torch.device("cpu")):
-        return True
-    dtype = ("float32" if on_cpu else "bfloat16") if engine.dtype == "auto" else engine.dtype
-    return shards == 1 and dtype == engine.master_dtype and (on_cpu or not engine.parameters_on_host)
-
-
 def train_buffers(
     shape: ModelShape, engine: EngineConfig, states: States, layers: int, offload: bool, width: int, samples: bool
 ) -> list[Buffer]:
@@ -95,31 +76,6 @@ def train_buffers(
     buffers.append(Buffer("checkpoint, copied to be written meanwhile", host=weights + states.optimizer))
     buffers.append(Buffer("model directory", whole, min(FILE_BYTES, DISK * total_parameters(shape))))
     return buffers
-
-
-def sampler_buffers(shape: ModelShape, layout: RolloutSettings, width: int) -> list[Buffer]:
-    """Return the buffers of a sampler's process (vLLM: one of tp x dp devices; native: each)."""
-    if layout.engine == "vllm":
-        # rollout.vllm.weights.shared_weights: the set in use and the one that is staged, where workers read them.
-        two = 2.0 * DISK * total_parameters(shape)
-        if layout.weights_on_device:
-            return [Buffer("two sets of weights", device=two, always=True)]
-        return [Buffer("two sets of weights", host=two, always=True)]
-    if layout.engine == "native":
-        whole = float(width * total_parameters(shape))
-        return [
-            Buffer("weights", device=whole, always=True),
-            Buffer("staged weights", device=whole + width * largest_tensor(shape)),
-        ]
-    return []
-
-
-def vllm_weights(shape: ModelShape, layout: RolloutSettings) -> float:
-    """Return the bytes of a worker's weights: its part of each matrix, and of the experts."""
-    count = count_parameters(shape)
-    sharers = layout.tp if layout.ep == 1 else max(layout.tp, layout.ep)
-    dense = (count.embeddings + count.dense + tower_parameters(shape)) / layout.tp
-    return DISK * (dense + count.experts / sharers)
 
 
 def cache_bytes(shape: ModelShape, tp: int) -> int:

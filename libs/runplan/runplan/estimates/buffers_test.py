@@ -1,81 +1,33 @@
 """What the plan says of buffers, held to the bytes of the tensors that the code allocates."""
 
-import gc
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engines import EngineConfig, LoraConfig, Unsupported, build_engine, shared_parameters
+from engines import EngineConfig, build_engine
 from engines.step import PIECE_BYTES
 from engines.storage.writer import on_host
 from engines.tiny import tiny_batch, tiny_model
 from objectives import SFT
 from rollout.sync.pieces import buckets
-from rollout.sync.staging import WeightStaging
-from rollout.vllm.weights.shared_weights import SharedWeights
 from runplan.estimates.buffers import (
     DISK,
     Buffer,
     cache_bytes,
     export_bytes,
     largest_tensor,
-    sampler_buffers,
-    shares_weights,
     state_bytes,
     train_buffers,
-    vllm_weights,
 )
 from runplan.estimates.states import fsdp_states
 from runplan.model.model_shape import ModelShape, count_parameters, shape_of
-from runplan.plain_settings import PlainCluster, PlainRollout
+from runplan.testing.allocated import Allocated
 
 KINDS = ["dense", "moe", "attention"]
-
-
-class Allocated(TorchDispatchMode):
-    """Bytes of the storages that operations made since and that are alive; `most` of them."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.most = 0
-        every = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]  # no proxies
-        local = [t.to_local() if isinstance(t, DTensor) else t for t in every]
-        self.before = [t.untyped_storage() for t in local if t.device.type == "cpu"]  # their addresses stay taken
-        self.seen = {storage._cdata for storage in self.before}
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage())
-        return out
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self.seen:
-            return
-        self.seen.add(key)
-        size = storage.nbytes()
-        self.now += size
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._gone, key, size)
-
-    def _gone(self, key: int, size: int) -> None:
-        self.seen.discard(key)
-        self.now -= size
 
 
 def trained(kind: str, **settings: Any) -> tuple[Any, ModelShape]:
@@ -116,75 +68,6 @@ def test_moments_on_the_host(kind: str) -> None:
 def test_the_largest_tensor_is_the_modules(kind: str) -> None:
     model = tiny_model(kind)
     assert largest_tensor(shape_of(model.config, kind)) == max(p.numel() for p in model.parameters())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_vllm_has_two_sets_of_weights_in_memory(kind: str) -> None:
-    model = tiny_model(kind).bfloat16()
-    shape = shape_of(model.config, kind)
-    shapes = {name: p.detach() for name, p in model.named_parameters()}
-    shared = SharedWeights(shapes, {}, 0)
-    try:
-        (buffer,) = sampler_buffers(shape, PlainRollout(engine="vllm"), 2)
-        assert buffer.always
-        assert buffer.host == pytest.approx(2 * shared.nbytes, rel=0.02)  # slots are aligned
-        assert vllm_weights(shape, PlainRollout(engine="vllm")) * 2 == buffer.host
-        (there,) = sampler_buffers(shape, PlainRollout(engine="vllm", weights_on_device=True), 2)
-        assert (there.device, there.host) == (buffer.host, 0)
-    finally:
-        shared.close()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_native_sampler_stages_a_second_set(kind: str) -> None:
-    source, model = tiny_model(kind), tiny_model(kind)
-    shape = shape_of(model.config, kind)
-    engine = build_engine(EngineConfig(device="cpu"), source)
-    targets = {name: p.detach() for name, p in model.named_parameters()}
-    staging = WeightStaging(targets)
-    plan = named(sampler_buffers(shape, PlainRollout(), 4))
-    assert plan["weights"].device == sum(p.numel() * 4 for p in targets.values())
-    with Allocated() as counted:
-        staging.replace(1, engine.export_weights(live=True))
-    # The set, and the tensor that is exchanged: the largest one is not, where it comes under a tied name.
-    assert plan["weights"].device < counted.most <= 1.02 * plan["staged weights"].device
-
-
-@pytest.mark.parametrize(
-    ("settings", "shared"),
-    [
-        ({}, True),
-        ({"weights": "replicated"}, True),
-        ({"weights": "replicated", "dtype": "bfloat16"}, True),
-        ({"dtype": "bfloat16", "master_dtype": "bfloat16"}, True),
-        ({"optimizer_on_host": True, "parameters_on_host": True}, True),  # the CPU is the host
-        ({"dtype": "bfloat16"}, False),
-        ({"master_dtype": "bfloat16"}, False),
-        ({"lora": LoraConfig(rank=2)}, False),
-        ({"backend": "megatron"}, False),
-    ],
-)
-def test_weights_are_shared_in_a_plan_where_the_engine_lends_them(settings: dict[str, Any], shared: bool) -> None:
-    config = EngineConfig(device="cpu", **settings)
-    assert isinstance(shared_parameters(build_engine(config, tiny_model("dense"))), Unsupported) != shared
-    assert shares_weights(config, PlainCluster(), 1, 1) == shared
-
-
-def test_where_else_weights_are_shared() -> None:
-    """On devices that are not here, over ranks, and beside settings that keep them apart."""
-    gpu, narrow = EngineConfig(device="cuda"), EngineConfig(device="cuda", master_dtype="bfloat16")
-    plain = PlainCluster()
-    assert shares_weights(gpu, plain, 1, 1), "replicated, as a GPU alone is by default"
-    assert shares_weights(narrow, plain, 1, 1)
-    assert shares_weights(EngineConfig(device="cuda", weights="replicated"), plain, 8, 8)
-    assert shares_weights(EngineConfig(device="cpu"), plain, 2, 1), "copies of shards of one rank each"
-    refused = [
-        (replace(gpu, weights="sharded"), plain, 1),
-        (replace(narrow, optimizer_on_host=True, parameters_on_host=True, moments_dtype="auto"), plain, 1),
-        (gpu, plain, 8),
-        (gpu, PlainCluster(apart="it is in a process of its own"), 1),
-    ]
-    assert [case for case in refused if shares_weights(*case, case[2])] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,7 +1,7 @@
 """Measured shares of a device's peak in a training step, by kind of layers, each row of one small model.
 
 Shares are operations as `step_time` counts them over seconds that docs/engines-speed.md (FSDP2) and
-docs/engines-megatron.md tell, 8,192 packed tokens a device; `step_time_test` holds them to those rows. Larger models
+docs/engines-megatron.md say, 8,192 packed tokens a device; `step_time_test` compares them with the rows. Larger models
 have larger matrices and may reach more; ranks that talk over a network reach less.
 """
 

@@ -6,7 +6,17 @@ import pytest
 
 from engines import EngineConfig, LoraConfig
 from engines.tiny import tiny_config
-from runplan.estimates.rates import COMPILED, COMPILED_SHARDED, EXPERTS, FUSED, MEGATRON, PLAIN, Rate, rate_of, not_measured
+from runplan.estimates.rates import (
+    COMPILED,
+    COMPILED_SHARDED,
+    EXPERTS,
+    FUSED,
+    MEGATRON,
+    PLAIN,
+    Rate,
+    not_measured,
+    rate_of,
+)
 from runplan.model.model_shape import ModelShape, shape_of
 
 HEADS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}

@@ -207,17 +207,17 @@ def _stages(plan: Plan, spec: RunSpec, grid: Grid, layers: list[int] | None, bat
 
 
 def _rollout(plan: Plan, spec: RunSpec, shape: ModelShape | None) -> None:
-    rollout = spec.cluster.rollout
+    rollout, sampler = spec.cluster.rollout, spec.cluster.sampler
     size = rollout.devices
     lines = [f"{rollout.engine}: tp {rollout.tp} x dp {rollout.dp}, ep {rollout.ep}"]
     if rollout.copies_per_device > 1:
         lines.append(f"{rollout.copies_per_device} copies share a device, each with memory and a processor of its own")
-    if spec.rollout_ranks % size and not _on_processors(spec, size):
+    if spec.rollout_ranks % size and not sampler.shares_processors(spec):
         plan.problems.append(
             f"{spec.rollout_ranks} sampling devices are no multiple of tp x dp = {size}: change --rollout.tp "
             "or the number of nodes"
         )
-    elif rollout.engine != "native":
+    elif not sampler.in_process:
         replicas = max(1, spec.rollout_ranks // size)
         lines[0] += f"; {replicas} replicas over {max(size, spec.rollout_ranks)} devices"
     accepted = rollout.max_model_tokens
@@ -233,13 +233,6 @@ def _rollout(plan: Plan, spec: RunSpec, shape: ModelShape | None) -> None:
     if spec.engine.routing_replay:
         lines.append(f"the sampler tells each token's experts (--engine.routing-replay): {_experts(spec)}")
     plan.sections["Rollout"] = lines
-
-
-def _on_processors(spec: RunSpec, size: int) -> bool:
-    """Return whether vLLM's workers, more of them than ranks, share a machine's processors."""
-    rollout = spec.cluster.rollout
-    there = rollout.device == "cpu" or spec.engine.device in ("cpu", "auto")
-    return there and rollout.engine == "vllm" and spec.rollout_ranks < size
 
 
 def _experts(spec: RunSpec) -> str:

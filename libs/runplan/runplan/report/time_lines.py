@@ -1,6 +1,6 @@
 """Lines on the time of a step: seconds where a device of its kind was measured, else the operations to divide."""
 
-from runplan.estimates.rates import PEAK, rate_of, not_measured
+from runplan.estimates.rates import PEAK, not_measured, rate_of
 from runplan.estimates.step_time import StepWork, training_flops, training_seconds
 from runplan.layout.batches import BatchPlan, bubble_share
 from runplan.layout.grid import Grid

@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from rollout import Episode, TaskRow, failures
 from rollout.seeds import derive_seed
 
@@ -19,7 +17,7 @@ MOST_REASONS = 3  # of failed episodes, in the log of a step
 REASON_CHARACTERS = 300
 
 
-def token_decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
+def token_decoder(tokenizer: Any) -> Decode:
     """Return a function from a token to its text."""
     return lambda token: str(tokenizer.decode([token]))
 

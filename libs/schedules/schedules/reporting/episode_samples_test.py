@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
-from apps.common.data.prompts import Prompt
 from rollout import Episode, TaskRow
 from schedules.reporting.episode_metrics_test import episode, segment
 from schedules.reporting.episode_samples import EpisodeSamples, episode_record, expected_answer, failure_note
@@ -67,7 +67,7 @@ def test_an_episode_of_several_streams_is_told_in_full() -> None:
 
 
 def test_where_the_expected_answer_stands() -> None:
-    prompt = Prompt(({"role": "user", "content": "x"},), "18", 1)
+    prompt = SimpleNamespace(reference="18")
     assert expected_answer(TaskRow("a", {"prompt": prompt})) == "18"
     assert expected_answer(TaskRow("a", {"answer": 3})) == "3"
     assert expected_answer(TaskRow("a", {})) is None

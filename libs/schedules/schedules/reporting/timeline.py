@@ -5,7 +5,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from runlog.timeline import TIMELINE
+TIMELINE = "timeline.jsonl"
+"""File in a run's folder; `runlog` draws it."""
 
 
 class Timeline:

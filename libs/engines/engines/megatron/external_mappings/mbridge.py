@@ -94,7 +94,7 @@ class MbridgeMap:
         """See `WeightMap`."""
         del split  # layers tell their numbers
         bridge = bridge_of(self.config, self.sizes, place.layout.tp)
-        probe = _Asked(bridge, self.shapes, place)
+        probe = _PlaceProbe(bridge, self.shapes, place)
         out = []
         for chunk, stage in enumerate(stages):
             everywhere = bridge._weight_name_mapping_mcore_local_to_global(stage)
@@ -105,7 +105,7 @@ class MbridgeMap:
         return tuple(out)
 
 
-class _Asked:
+class _PlaceProbe:
     """A probe of mbridge's functions: numbers of rows and columns in place of weights show where each one goes."""
 
     def __init__(self, bridge: Any, shapes: dict[str, Shape], place: Place) -> None:

@@ -76,7 +76,7 @@ class Router(TopKRouter):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.router_replay = _Told(self)
+        self.router_replay = _ReplayedExperts(self)
 
     @contextmanager
     def computing(self, tokens: PackedTokens) -> Iterator[None]:
@@ -102,7 +102,7 @@ class Router(TopKRouter):
         return self.balance.see(logits, self.tokens.counted, self.given)
 
 
-class _Told:
+class _ReplayedExperts:
     """The replacement of megatron-core's `RouterReplay`, which its routing asks for the experts of tokens."""
 
     def __init__(self, router: Router) -> None:

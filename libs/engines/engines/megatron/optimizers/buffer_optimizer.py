@@ -113,7 +113,7 @@ class Updates(ABC):
 
         All parameters have had the same number of steps, so what was read for some holds for all.
         """
-        most = max((one.steps for one in self._asked().values()), default=0.0)
+        most = max((one.steps for one in self._step_owners().values()), default=0.0)
         for one in self.stepped:
             one.go_on(most)
         self.publish()
@@ -150,11 +150,11 @@ class Updates(ABC):
             for name, tensor in boxed(self.parts, shapes, stored.__getitem__).items():
                 out.setdefault(name, {})[moment] = tensor
         states = dict(zip(self.stepped, moments.values(), strict=True))
-        for name, one in self._asked().items():
+        for name, one in self._step_owners().items():
             out[name]["step"] = states[one]["step"]
         return out
 
-    def _asked(self) -> dict[str, Stepped]:
+    def _step_owners(self) -> dict[str, Stepped]:
         """Return, by transformers tensor, one of its parts: the one whose number of steps a file holds."""
         parts = zip(self.parts, self.stepped, strict=True)
         return {name: one for part, one in parts for name, _, _ in boxes_of(part, one.flat)}

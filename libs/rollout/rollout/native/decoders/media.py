@@ -105,8 +105,7 @@ def checked_media(length: int, media: Mapping[str, Any], numbers: int, merge_siz
 
 
 class SeenInputs(NamedTuple):
-    """Inputs of a padded batch: embeddings [n, L, H], positions i64[3, n, L], and i64[n, 1] how far the next is ahead.
-    """
+    """Inputs of a padded batch: embeddings [n, L, H], positions i64[3, n, L], and the next step's offset i64[n, 1]."""
 
     embeddings: Tensor
     positions: Tensor
@@ -121,18 +120,18 @@ def seen_inputs(model: Any, ids: Tensor, mask: Tensor, prompts: Sequence[Sequenc
             begin = ids.shape[1] - len(prompt)
             own = torch.tensor(prompt.media.types, device=ids.device)
             types[row, begin : begin + len(own)] = own
-    found: Tensor = model.get_input_embeddings()(ids)
-    flat, grids = found.flatten(0, 1), {}
+    embeddings: Tensor = model.get_input_embeddings()(ids)
+    flat, grids = embeddings.flatten(0, 1), {}
     for kind in KINDS:
         parts = [p.media for p in prompts if isinstance(p, SeenPrompt) and len(p.media.grids.get(kind, ()))]
         if not parts:
             continue
         grids[kind] = torch.cat([part.grids[kind] for part in parts]).to(ids.device)
         patches = torch.cat([part.patches[kind] for part in parts]).to(ids.device)
-        features = tower_of(model)(patches, grid_thw=grids[kind]).pooler_output.to(found.dtype)
+        features = tower_of(model)(patches, grid_thw=grids[kind]).pooler_output.to(embeddings.dtype)
         flat = flat.index_put(((types == kind).flatten().nonzero().squeeze(1),), features)
     positions, ahead = mrope_positions(types, grids.get(IMAGE), grids.get(VIDEO), _merge_size(model), mask)
-    return SeenInputs(flat.view(found.shape), positions, ahead)
+    return SeenInputs(flat.view(embeddings.shape), positions, ahead)
 
 
 def _merge_size(model: nn.Module) -> int:
@@ -153,9 +152,9 @@ def _check_patches(name: str, patches: Tensor, grids: Tensor, numbers: int) -> N
 
 
 def _digest(types: Tensor, patches: Mapping[int, Tensor], grids: Mapping[int, Tensor]) -> bytes:
-    found = hashlib.blake2b(types.numpy().tobytes(), digest_size=16)
+    digest = hashlib.blake2b(types.numpy().tobytes(), digest_size=16)
     for kind in sorted(patches):
         for part in (grids[kind], patches[kind].float()):
-            found.update(repr((kind, tuple(part.shape))).encode())
-            found.update(part.cpu().contiguous().numpy().tobytes())
-    return found.digest()
+            digest.update(repr((kind, tuple(part.shape))).encode())
+            digest.update(part.cpu().contiguous().numpy().tobytes())
+    return digest.digest()

@@ -99,9 +99,9 @@ class ModuleDecoder:
     def keep(self, slots: Sequence[int]) -> Rows:
         """See `Decoder`."""
         assert self._rows is not None
-        kept = self._rows.pick(torch.tensor(slots, device=self.device))
-        kept.keep(len(slots))
-        return kept
+        rows = self._rows.pick(torch.tensor(slots, device=self.device))
+        rows.keep(len(slots))
+        return rows
 
     def size(self, lengths: Sequence[int]) -> int:
         """Return the memory of rows padded to the longest; see `Decoder`."""

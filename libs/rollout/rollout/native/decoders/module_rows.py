@@ -82,11 +82,11 @@ class Rows:
             self.experts = pad(self.experts, (0, 0, 0, 0, width - self.experts.shape[1], 0))
         self.mask = pad(self.mask, (width - self.mask.shape[1], 0))
         for layer in self.cache.layers:
-            held = width
+            most = width
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.cumulative_length = width
-                held = min(width, layer.sliding_window - 1)
-            _change(layer, lambda x, columns, held=held: x if columns is None else pad(x, (0, 0, held - columns, 0)))  # type: ignore[misc]
+                most = min(width, layer.sliding_window - 1)
+            _change(layer, lambda x, n, most=most: x if n is None else pad(x, (0, 0, most - n, 0)))  # type: ignore[misc]
 
 
 def _written(mine: Tensor, theirs: Tensor, at: Tensor, count: int) -> Tensor:
@@ -116,14 +116,14 @@ def joined(parts: Sequence[Rows]) -> Rows:
 
 def _tensors(layer: Any) -> list[tuple[Tensor, int | None]]:
     """Return a layer's tensors with their columns, in the order in which `_change` visits them."""
-    found: list[tuple[Tensor, int | None]] = []
+    tensors: list[tuple[Tensor, int | None]] = []
 
     def note(x: Tensor, columns: int | None) -> Tensor:
-        found.append((x, columns))
+        tensors.append((x, columns))
         return x
 
     _change(layer, note)
-    return found
+    return tensors
 
 
 def _change(layer: Any, change: Callable[[Tensor, int | None], Tensor]) -> None:

@@ -17,11 +17,11 @@ class Routers:
         self._routers = [module for module in model.modules() if type(module).__name__ in ROUTERS]
         others = [n for n, m in model.named_modules() if type(m).__name__ not in ROUTERS and _looks_like_one(m)]
         if others or not self._routers:
-            found = "it has no router"
+            reason = "it has no router"
             if others:
-                found = f"{others[0]} is a {type(model.get_submodule(others[0])).__name__}"
+                reason = f"{others[0]} is a {type(model.get_submodule(others[0])).__name__}"
             raise ValueError(
-                f"the experts that {type(model).__name__} sends its tokens to can't be told: {found}; known are "
+                f"the experts that {type(model).__name__} sends its tokens to can't be told: {reason}; known are "
                 f"{', '.join(ROUTERS)} (native/decoders/routers.py): leave routed_experts off"
             )
 

@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 WORTHWHILE = 1 << 21
-"""Multiplications of a product from which oneDNN does it."""
+"""Multiplications of a product from which oneDNN computes it."""
 MIN_ROWS = 8
-"""Fewer rows wait for memory, whoever multiplies."""
+"""Least number of rows: fewer wait for memory either way."""
 WORTHWHILE_PACKED = 1 << 20
 """Multiplications from which oneDNN does it, of two rows or more, by a matrix that it has packed."""
 READ_ONCE = 1 << 16
 """Elements of a matrix from which one token's product is a weighted sum of its rows."""
 PACKED_FOR = 16
-"""Rows that packing has in mind; others take the same layout, and it is the best or nearly so for 2 to 512."""
+"""Rows that a matrix is packed for; others use the same layout, which is the best or nearly so for 2 to 512."""
 
 # What torch's own compiler calls for a frozen linear layer; None in a build without oneDNN.
 _HAS: bool = torch.backends.mkldnn.is_available()

@@ -131,10 +131,10 @@ class Slots:
         if length > self._length:
             self._length = max(MIN_LENGTH, 2 * self._length, length)
             self._kv = [_grown(kv, 1, self._length) for kv in self._kv]
-        held = len(self.lengths)
-        if rows > held:
-            rows = max(rows, 2 * held)
-            self.lengths += [0] * (rows - held)
+        present = len(self.lengths)
+        if rows > present:
+            rows = max(rows, 2 * present)
+            self.lengths += [0] * (rows - present)
             for tensors in (self._kv, self._conv, self._state):
                 tensors[:] = [_grown(t, 0, rows) for t in tensors]
 

@@ -53,7 +53,7 @@ class ContinuousBatch:
         keep_tokens: int = 0,
     ) -> None:
         self.decoder = decoder
-        self.held = False
+        self.paused = False
         self.version = version
         self.decode_steps = 0
         self.num_prefill_tokens = 0
@@ -83,7 +83,7 @@ class ContinuousBatch:
     @property
     def has_work(self) -> bool:
         """Whether a step has anything to do."""
-        return bool(self._rows) or (bool(self._waiting) and not self.held)
+        return bool(self._rows) or (bool(self._waiting) and not self.paused)
 
     def add(self, request: SequenceRequest) -> None:
         """Append a request to those that wait for a slot."""
@@ -119,7 +119,7 @@ class ContinuousBatch:
         """Record new weights: clear the prefill and prefix caches, and keep or recompute the rows' caches."""
         self.version = version
         self._epoch += 1
-        self._park()
+        self._cache_ended()
         self.decoder.refresh(always=True)
         self._prefixes.clear()
         self._kept.clear()
@@ -148,15 +148,15 @@ class ContinuousBatch:
         A batch that has run empty is reset by the step's end, before any result is delivered: the next request must not
         depend on when it comes.
         """
-        self._park()
+        self._cache_ended()
         if not self._rows and self.decoder.refresh():
             self._kept.clear()  # its owner changed the module while nothing ran
-        while self._waiting and not self.held and self._free_slots() > 0:
+        while self._waiting and not self.paused and self._free_slots() > 0:
             self._admit()
         self._compact()
         if self._rows:
             self._decode()
-            self._park()
+            self._cache_ended()
             self._trim()
         if not self._rows and not self._waiting:
             self._prefixes.clear()
@@ -179,36 +179,36 @@ class ContinuousBatch:
             request.note(self.decoder.experts(place.past.pick, place.past.cache))
             if self._take(request, token, log_prob):
                 staying.append((request, place))
-        self._seat(staying)
+        self._assign_slots(staying)
         self._joining = []
 
     def _read(self, requests: Sequence[SequenceRequest]) -> list[PrefillEntry[Any]]:
         """Return the prefilled prompts of the requests, after prefilling the unknown ones."""
-        found = {p: self._prefixes.get(p) for p in dict.fromkeys(r.prompt for r in requests)}
-        unread = sorted((p for p, known in found.items() if known is None), key=len)
-        kept = {p: None if shown(p) else self._kept.longest(p) for p in unread}
+        prefills = {p: self._prefixes.get(p) for p in dict.fromkeys(r.prompt for r in requests)}
+        unread = sorted((p for p, known in prefills.items() if known is None), key=len)
+        cached = {p: None if shown(p) else self._kept.longest(p) for p in unread}
         for whole in (True, False):
-            prompts = [p for p in unread if (kept[p] is None) == whole]
+            prompts = [p for p in unread if (cached[p] is None) == whole]
             for part in _parts(prompts, [len(p) for p in prompts], self._prefill_tokens):
-                logits, cache = self._prefill(part, [k for p in part if (k := kept[p]) is not None])
+                logits, cache = self._prefill(part, [k for p in part if (k := cached[p]) is not None])
                 self._prefixes.add(part, logits, cache)
-                found.update({p: self._prefixes.get(p) for p in part})
-        known = [found[r.prompt] for r in requests]
+                prefills.update({p: self._prefixes.get(p) for p in part})
+        known = [prefills[r.prompt] for r in requests]
         assert all(k is not None for k in known)
         return [k for k in known if k is not None]
 
     def _prefill(
-        self, prompts: Sequence[tuple[int, ...]], kept: Sequence[CachedPrefix[Any]] = ()
+        self, prompts: Sequence[tuple[int, ...]], cached: Sequence[CachedPrefix[Any]] = ()
     ) -> tuple[Tensor, Any]:
         """Read prompts, from their beginning or all of them from the end of a cached stream."""
-        if not kept:
+        if not cached:
             self.num_prefill_tokens += sum(map(len, prompts))
             return self.decoder.prefill(prompts)
-        fed = [p[k.length :] for p, k in zip(prompts, kept, strict=True)]
+        fed = [p[k.length :] for p, k in zip(prompts, cached, strict=True)]
         self.num_prefill_tokens += sum(map(len, fed))
-        return self.decoder.prefill(fed, [k.past for k in kept])
+        return self.decoder.prefill(fed, [k.past for k in cached])
 
-    def _seat(self, staying: Sequence[tuple[SequenceRequest, PrefillEntry[Any]]]) -> None:
+    def _assign_slots(self, staying: Sequence[tuple[SequenceRequest, PrefillEntry[Any]]]) -> None:
         """Place requests in the lowest free slots and copy their caches there, a prefill at a time."""
         free = (i for i, row in enumerate([*self._rows, *[None] * len(staying)]) if row is None)
         by_cache: dict[int, tuple[Any, list[int], list[int]]] = {}
@@ -286,14 +286,14 @@ class ContinuousBatch:
     # -- what is kept ----------------------------------------------------------------------------------------------
 
     def _free(self, request: SequenceRequest, keep: bool = True) -> None:
-        """Take a request out of its slot, whose state stays until `_park`."""
+        """Take a request out of its slot, whose state stays until `_cache_ended`."""
         if request.slot is not None:
             request.note(self.decoder.experts(request.slot))
             self._rows[request.slot] = None
             self._leaving.append((request.slot, request if keep else None))
             request.slot = None
 
-    def _park(self) -> None:
+    def _cache_ended(self) -> None:
         """Keep the state of the rows that ended since the last step in the prefix cache, and release their slots."""
         if not self._leaving:
             return
@@ -318,11 +318,11 @@ class ContinuousBatch:
 
 def _parts(items: Sequence[Any], sizes: Sequence[int], most: int) -> Iterator[Sequence[Any]]:
     """Cut items, in order, into parts of at most `most` together; a larger item is a part of its own."""
-    begin, held = 0, 0
+    begin, total = 0, 0
     for i, size in enumerate(sizes):
-        if i > begin and held + size > most:
+        if i > begin and total + size > most:
             yield items[begin:i]
-            begin, held = i, 0
-        held += size
+            begin, total = i, 0
+        total += size
     if begin < len(items):
         yield items[begin:]

@@ -299,7 +299,7 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(held=st.booleans())
     def hold(self, held: bool) -> None:
-        self.batch.held = held
+        self.batch.paused = held
 
     @rule()
     def swap(self) -> None:
@@ -320,7 +320,7 @@ class Traffic(RuleBasedStateMachine):
             assert request.versions == sorted(request.versions)
 
     def teardown(self) -> None:
-        self.batch.held = False
+        self.batch.paused = False
         self.play.drain()
         assert not self.batch.running
         assert not self.batch.waiting

@@ -42,7 +42,7 @@ class GangScheduler:
 
     def ask(self, request: SequenceRequest, answer: "asyncio.Future[Any]") -> None:
         """Add a request to the next round. It leaves the round when `answer` is done."""
-        self._here()
+        self._use_running_loop()
         self._asked.append(request)
         answer.add_done_callback(lambda _: self._leave(request))
         self._wake()
@@ -50,7 +50,7 @@ class GangScheduler:
     @contextmanager
     def request_scope(self) -> Iterator[None]:
         """Count a caller that sends one request after another inside: a round waits for its next one."""
-        self._here()
+        self._use_running_loop()
         mine = self._loop
         self._present += 1
         try:
@@ -74,7 +74,7 @@ class GangScheduler:
         self._news = asyncio.Event()
         self._begun, self._took = 0.0, 0.0
 
-    def _here(self) -> None:
+    def _use_running_loop(self) -> None:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._loop = loop
@@ -94,12 +94,12 @@ class GangScheduler:
     async def _open(self) -> None:
         await settle(SETTLE_TURNS)
         await self._all_asked()
-        begun = sorted(self._asked, key=_order)
+        requests = sorted(self._asked, key=_order)
         self._asked = []
-        self._running = {id(request) for request in begun}
-        if begun:
+        self._running = {id(request) for request in requests}
+        if requests:
             self._begun = asyncio.get_running_loop().time()
-            self._begin(begun)
+            self._begin(requests)
 
     async def _all_asked(self) -> None:
         """Wait until all present callers have sent a request, or none is waiting, or the time is over."""

@@ -63,7 +63,7 @@ def bind_read_only(source: str, target: str, devices: bool = False) -> None:
     """Mount a file or folder read-only at another place; flags that its mount already has can't be dropped."""
     mount(source, target, flags=MS_BIND)
     has = os.statvfs(target).f_flag
-    kept = sum(
+    inherited = sum(
         flag
         for bit, flag in (
             (os.ST_NOEXEC, MS_NOEXEC), (os.ST_NODEV, MS_NODEV), (os.ST_NOATIME, MS_NOATIME),
@@ -72,7 +72,7 @@ def bind_read_only(source: str, target: str, devices: bool = False) -> None:
         if has & bit
     )  # fmt: skip
     wanted = MS_RDONLY | MS_NOSUID | (0 if devices else MS_NODEV)
-    mount("none", target, flags=MS_REMOUNT | MS_BIND | wanted | kept)
+    mount("none", target, flags=MS_REMOUNT | MS_BIND | wanted | inherited)
 
 
 def kill_with_parent() -> None:

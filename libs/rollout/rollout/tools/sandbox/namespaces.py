@@ -103,7 +103,7 @@ def _show(source: str, path: str, devices: bool = False) -> None:
             kernel.mount("tmpfs", f"{path}/{name}", "tmpfs", kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV)
 
 
-def move_into_room(folder: str, file_bytes: int, files: int) -> None:
+def mount_work_folder(folder: str, file_bytes: int, files: int) -> None:
     """Mount the working folder in a run's own namespace, with this size and number of files; it ends with the run."""
     data = f"size={file_bytes},nr_inodes={files},mode=1777"
     flags = kernel.MS_NOSUID | kernel.MS_NODEV

@@ -90,11 +90,11 @@ def _wait_for_threads() -> None:
 
 def _show(error: BaseException) -> None:
     """Print the traceback, without the frames of this file."""
-    told = traceback.TracebackException.from_exception(error, limit=-20)
-    told.stack[:] = [frame for frame in told.stack if frame.filename != __file__]
+    report = traceback.TracebackException.from_exception(error, limit=-20)
+    report.stack[:] = [frame for frame in report.stack if frame.filename != __file__]
     with contextlib.suppress(BaseException):
         sys.stdout.flush()
-        sys.stderr.write("".join(told.format()))
+        sys.stderr.write("".join(report.format()))
 
 
 def encoded(value: Any) -> Any:

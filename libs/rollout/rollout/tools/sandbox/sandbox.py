@@ -35,11 +35,11 @@ class SandboxRefusedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a run may use. Sizes are in bytes.
+    """Limits of a run. Sizes are in bytes.
 
     `memory_bytes` is the address space of its one process (threads share it; there is no other process), `file_bytes`
     the size of all its files together, which are in memory too, `files` their number. `output_bytes` bounds what it
-    prints, and what it gives back, each. `tasks` bounds the threads of all runs of a sandbox together.
+    prints, and its results, each. `tasks` bounds the threads of all runs of a sandbox together.
     """
 
     wall_seconds: float = 10.0
@@ -160,31 +160,31 @@ class Sandbox:
                 while waiting and len(running) < self.max_runs:
                     index, program = waiting.popleft()
                     running[index] = self._begin(program)
-                _attend(running.values())
+                _read_ready(running.values())
                 for index in [i for i, r in running.items() if r.is_over]:
-                    ended[index] = running.pop(index).how_it_ended()
+                    ended[index] = running.pop(index).outcome()
         except SandboxDiedError:
             self.close()
             raise
         finally:
             for run in running.values():
-                run.let_go()
+                run.release()
         return [ended[i] for i in range(len(programs))]
 
     def _begin(self, program: Program) -> "_Run":
-        asked = {**asdict(program), "limits": asdict(self.limits), "packages": list(self.packages)}
+        request_fields = {**asdict(program), "limits": asdict(self.limits), "packages": list(self.packages)}
         run = _Run(self.limits)
         request = os.memfd_create("request")
         try:
             with open(os.dup(request), "wb") as file:
-                file.write(json.dumps(asked).encode())
+                file.write(json.dumps(request_fields).encode())
             os.lseek(request, 0, os.SEEK_SET)
             server = self._server
             if server is None:  # closed meanwhile, by another thread
                 raise SandboxDiedError("the sandbox was closed while it was in use")
             server.start(request, *run.ends)
         except BaseException:
-            run.let_go()
+            run.release()
             raise
         finally:
             os.close(request)
@@ -248,7 +248,7 @@ class _Run:
             self._printed += chunk
             if len(self._printed) > self._limits.output_bytes:
                 self._is_flood = True
-                self.let_go()
+                self.release()
 
     def check_time(self) -> None:
         """Raise SandboxDiedError where the supervisor should have ended the run long ago."""
@@ -260,32 +260,32 @@ class _Run:
         for descriptor in self.ends:
             os.close(descriptor)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Close everything; the supervisor sees it and ends the run."""
         for descriptor in self._open:
             os.close(descriptor)
         self._open = set()
 
-    def how_it_ended(self) -> Ran:
+    def outcome(self) -> Ran:
         """Join the report and the output. Raise SandboxDiedError where there is no report."""
         output = self._printed[: self._limits.output_bytes].decode("utf-8", "replace")
         if self._is_flood:
             return Ran(output, None, "output")
         try:
-            told = json.loads(self._told)
-            results = tuple(json.loads(line) for line in told["result"].splitlines())
+            report = json.loads(self._told)
+            results = tuple(json.loads(line) for line in report["result"].splitlines())
         except (ValueError, RecursionError):
-            told, results = None, ()
-        if not isinstance(told, dict):
+            report, results = None, ()
+        if not isinstance(report, dict):
             raise SandboxDiedError("a run ended without a report")
-        status, reason = told["status"], told["reason"]
-        by_limit = status == -signal.SIGKILL and told["cpu_seconds"] >= self._limits.cpu_seconds
+        status, reason = report["status"], report["reason"]
+        by_limit = status == -signal.SIGKILL and report["cpu_seconds"] >= self._limits.cpu_seconds
         if status == -signal.SIGXCPU or by_limit:
             status, reason = None, "CPU time"
-        return Ran(output, status, reason, results, told["cpu_seconds"], told["wall_seconds"])
+        return Ran(output, status, reason, results, report["cpu_seconds"], report["wall_seconds"])
 
 
-def _attend(runs: Collection[_Run]) -> None:
+def _read_ready(runs: Collection[_Run]) -> None:
     """Wait until some run has output, and read it."""
     poll = select.poll()
     owners = {descriptor: run for run in runs for descriptor in run.descriptors}
@@ -363,11 +363,11 @@ class _Bubblewrap:
             raise SandboxRefusedError("bwrap is not installed")
         self._program, self._limits = program, limits
         self._processes: list[subprocess.Popen[bytes]] = []
-        asked = f"import json; run.preload_modules(); print(json.dumps(namespaces.visible_paths({list(packages)!r})))"
-        found = subprocess.run(_python(asked), env={}, capture_output=True, check=False)
-        if found.returncode:
-            raise SandboxRefusedError(found.stderr.decode("utf-8", "replace")[-500:])
-        self._paths: list[str] = json.loads(found.stdout)
+        code = f"import json; run.preload_modules(); print(json.dumps(namespaces.visible_paths({list(packages)!r})))"
+        done = subprocess.run(_python(code), env={}, capture_output=True, check=False)
+        if done.returncode:
+            raise SandboxRefusedError(done.stderr.decode("utf-8", "replace")[-500:])
+        self._paths: list[str] = json.loads(done.stdout)
         for self._capabilities in (BOUNDING, ()):
             tried = subprocess.run(self._command(()), env={}, capture_output=True, check=False)
             if not tried.returncode:

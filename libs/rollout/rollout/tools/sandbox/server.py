@@ -25,12 +25,12 @@ from rollout.tools.sandbox import kernel, namespaces, run, seccomp
 
 REQUEST_BYTES = 16 << 20
 _LOOK_SECONDS = 0.002  # between two counts of files, in which a program makes a hundred or so
-_BEHIND = 5  # niceness of a run whose files are counted
-_HOUSE = (
+_NICENESS = 5  # niceness of a run whose files are counted
+_SERVER_NAMESPACES = (
     kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
     | kernel.CLONE_NEWCGROUP
 )  # fmt: skip
-_ROOM = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC
+_RUN_NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC
 
 
 def main(descriptor: int, packages: list[str]) -> NoReturn:
@@ -39,7 +39,7 @@ def main(descriptor: int, packages: list[str]) -> NoReturn:
     try:
         run.preload_modules()
         paths = namespaces.visible_paths(packages)
-        process = _leave_namespaces(paths, channel)
+        process = _fork_server(paths, channel)
     except OSError as error:
         channel.send(json.dumps({"refused": str(error)}).encode())
         os._exit(1)
@@ -48,14 +48,14 @@ def main(descriptor: int, packages: list[str]) -> NoReturn:
     os._exit(0)
 
 
-def _leave_namespaces(paths: list[str], channel: socket.socket) -> int:
+def _fork_server(paths: list[str], channel: socket.socket) -> int:
     """Fork the server's process, map its users from outside, and return its id."""
     left, mapped = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
         os.close(left[0])
         os.close(mapped[1])
-        _become_house(paths, channel, left[1], mapped[0])
+        _become_server(paths, channel, left[1], mapped[0])
     os.close(left[1])
     os.close(mapped[0])
     refused = os.read(left[0], 4096).decode()
@@ -66,7 +66,7 @@ def _leave_namespaces(paths: list[str], channel: socket.socket) -> int:
     return child
 
 
-def _become_house(paths: list[str], channel: socket.socket, left: int, mapped: int) -> NoReturn:
+def _become_server(paths: list[str], channel: socket.socket, left: int, mapped: int) -> NoReturn:
     """Move into the namespaces and serve. `left` is closed (or gets the reason why not) once the user namespace is
     left; `mapped` says when the users are mapped."""
     try:
@@ -79,7 +79,7 @@ def _become_house(paths: list[str], channel: socket.socket, left: int, mapped: i
     if os.read(mapped, 1) != b".":
         os._exit(1)
     try:
-        kernel.unshare(_HOUSE)
+        kernel.unshare(_SERVER_NAMESPACES)
         process = os.fork()
         if process:
             os.close(channel.detach())
@@ -88,7 +88,7 @@ def _become_house(paths: list[str], channel: socket.socket, left: int, mapped: i
         kernel.kill_with_parent()
         namespaces.move_in(paths)
         folder = namespaces.work_folder(paths)
-        _rehearse(folder)
+        _try_confinement(folder)
         channel.send(b'{"ready": true}')
     except OSError as error:
         channel.send(json.dumps({"refused": str(error)}).encode())
@@ -96,13 +96,13 @@ def _become_house(paths: list[str], channel: socket.socket, left: int, mapped: i
     _serve(channel, folder)
 
 
-def _rehearse(folder: str) -> None:
+def _try_confinement(folder: str) -> None:
     """Try all that a run's confinement asks of the kernel once, so that a refusal is reported at the start."""
     child = os.fork()
     if child == 0:
-        with _exit_with_words(2):
-            kernel.unshare(_ROOM)
-            namespaces.move_into_room(folder, 1 << 20, 16)
+        with _exit_on_error(2):
+            kernel.unshare(_RUN_NAMESPACES)
+            namespaces.mount_work_folder(folder, 1 << 20, 16)
             kernel.drop_capabilities(namespaces.NOBODY)
             seccomp.install()
         os._exit(0)
@@ -111,7 +111,7 @@ def _rehearse(folder: str) -> None:
 
 
 @contextlib.contextmanager
-def _exit_with_words(status: int) -> Any:
+def _exit_on_error(status: int) -> Any:
     try:
         yield
     except OSError as error:
@@ -126,22 +126,22 @@ def _serve(channel: socket.socket, folder: str) -> NoReturn:
         if not message:
             os._exit(0)  # the client is gone; with process 1, all namespaces end
         if os.fork() == 0:
-            with _exit_with_words(1):
+            with _exit_on_error(1):
                 os.close(channel.detach())
-                _room(folder, *descriptors)
+                _start_run(folder, *descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def _room(folder: str, request: int, output: int, report: int) -> NoReturn:
+def _start_run(folder: str, request: int, output: int, report: int) -> NoReturn:
     """Read the request in the run's first process, enter its namespaces, and start its supervisor."""
     with open(request, "rb") as file:
         requested = json.loads(file.read(REQUEST_BYTES))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    kernel.unshare(_ROOM)
+    kernel.unshare(_RUN_NAMESPACES)
     if os.fork():
         os._exit(0)
-    namespaces.move_into_room(folder, requested["limits"]["file_bytes"], requested["limits"]["files"])
+    namespaces.mount_work_folder(folder, requested["limits"]["file_bytes"], requested["limits"]["files"])
     watch(requested, output, report)
 
 
@@ -151,7 +151,7 @@ def one(*descriptors: str) -> NoReturn:
     Without descriptors it only tries what a run's confinement asks of the kernel.
     """
     run.preload_modules()
-    with _exit_with_words(1):
+    with _exit_on_error(1):
         if not descriptors:
             kernel.drop_capabilities(namespaces.NOBODY)
             seccomp.install()
@@ -171,28 +171,28 @@ def watch(requested: dict[str, Any], output: int, report: int, files: int | None
     Ending this process ends all that the run left behind. `files`: end a run that has more of them in its folder, which
     is a file system of its own (None: the kernel bounds them).
     """
-    result, given = os.pipe()
+    result, result_end = os.pipe()
     began = time.monotonic()
     child = os.fork()
     if child == 0:
-        with _exit_with_words(1):
+        with _exit_on_error(1):
             if files is not None:
-                os.nice(_BEHIND)
-            apply_limits(requested["limits"], requested["stdin"], output, given)
+                os.nice(_NICENESS)
+            apply_limits(requested["limits"], requested["stdin"], output, result_end)
             if not requested["errors"]:
                 os.dup2(os.open("/dev/null", os.O_WRONLY), 2)
-            run.execute(requested, given)
-    os.close(given)
+            run.execute(requested, result_end)
+    os.close(result_end)
     os.close(output)
     deadline = began + requested["limits"]["wall_seconds"]
-    reason, status, found = _await_end(child, deadline, report, result, requested["limits"]["output_bytes"], files)
+    reason, status, value = _await_end(child, deadline, report, result, requested["limits"]["output_bytes"], files)
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     ended = {
         "reason": reason,
         "status": os.waitstatus_to_exitcode(status) if status is not None else None,
         "cpu_seconds": usage.ru_utime + usage.ru_stime,
         "wall_seconds": time.monotonic() - began,
-        "result": found.decode("utf-8", "replace"),
+        "result": value.decode("utf-8", "replace"),
     }
     with contextlib.suppress(OSError):
         os.write(report, json.dumps(ended).encode() + b"\n")
@@ -209,7 +209,7 @@ def _await_end(
     poll.register(handle, select.POLLIN)
     poll.register(result, select.POLLIN)
     poll.register(report, 0)  # hang-up only: the client closed the lifeline
-    found = b""
+    value = b""
     while True:
         events = dict(poll.poll(max(0.0, min(look, deadline - time.monotonic())) * 1000))
         if report in events:
@@ -218,22 +218,22 @@ def _await_end(
             return "files", None, b""
         if events.get(result, 0):
             chunk = os.read(result, 1 << 16)
-            found += chunk
+            value += chunk
             if not chunk:
                 poll.unregister(result)
-            if len(found) > most:
+            if len(value) > most:
                 return "output", None, b""
             continue
         if handle in events:
-            return None, os.waitpid(child, 0)[1], found
+            return None, os.waitpid(child, 0)[1], value
         if time.monotonic() >= deadline:
-            return "wall time", None, found
+            return "wall time", None, value
 
 
 def _files_here() -> int:
     """Count the files of the working folder's file system, the folder and open files without a name included."""
-    found = os.statvfs(".")
-    return found.f_files - found.f_ffree
+    stats = os.statvfs(".")
+    return stats.f_files - stats.f_ffree
 
 
 def apply_limits(limits: dict[str, Any], given: str, output: int, result: int) -> None:

@@ -1,6 +1,6 @@
 """Images of a prompt for vLLM: patches and grids as the trainer has them, and the places of their tokens.
 
-vLLM is told tokens, patches and places, and cuts no picture and no text of its own. What both sides count for
+vLLM gets tokens, patches and places, and cuts no picture and no text of its own. What both sides count for
 themselves (the tokens of a grid, the numbers of a patch, the image token, every token's rotary position) is compared:
 by `VisionSpec` when vLLM has started, by the digest of the positions at every prompt.
 """
@@ -77,16 +77,16 @@ def shown_in(vision_spec: VisionSpec | None, prompt_ids: Sequence[int], media: M
         raise ValueError(
             f"vLLM's model sees nothing here: {', '.join(VISION_MODELS)} with a vision tower do; leave media out"
         )
-    found = checked_media(len(prompt_ids), media, vision_spec.numbers, vision_spec.merge_size)
-    if VIDEO in found.grids:
+    checked = checked_media(len(prompt_ids), media, vision_spec.numbers, vision_spec.merge_size)
+    if VIDEO in checked.grids:
         raise ValueError(f"{KINDS[VIDEO][0]} can't be sampled from: no test has run videos through vLLM")
-    grids = found.grids.get(IMAGE, torch.empty((0, 3), dtype=torch.int64))
+    grids = checked.grids.get(IMAGE, torch.empty((0, 3), dtype=torch.int64))
     types = torch.zeros(len(prompt_ids), dtype=torch.int64)
-    types[: len(found.types)] = torch.tensor(found.types)
+    types[: len(checked.types)] = torch.tensor(checked.types)
     places = _places(types, grids, vision_spec.merge_size)
     for place, grid in zip(places, grids.tolist(), strict=True):
         _check_tokens(prompt_ids, place, grid, vision_spec)
-    patches = found.patches[IMAGE].float().cpu().split(grids.prod(-1).tolist()) if len(grids) else ()
+    patches = checked.patches[IMAGE].float().cpu().split(grids.prod(-1).tolist()) if len(grids) else ()
     images = [_image(grid, part.contiguous()) for grid, part in zip(grids.tolist(), patches, strict=True)]
     return Shown(
         tuple(images), tuple(places), digest_of(sequence_positions(types, grids, None, vision_spec.merge_size))

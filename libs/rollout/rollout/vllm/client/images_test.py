@@ -13,11 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout.engine import Completion, Sampling
-from rollout.vllm.testing.served import ANSWER, MEAN, MOST, config, served
 from rollout.testing.vision_model import IMAGE, Prompt, forced_by_types, served_vision_model, shown, vision_distances
 from rollout.vllm import engine as engine_module
 from rollout.vllm.client.images import Shown, shown_in
 from rollout.vllm.engine import VllmEngine
+from rollout.vllm.testing.served import ANSWER, MEAN, MOST, config, served
 
 pytestmark = pytest.mark.skipif(
     "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"

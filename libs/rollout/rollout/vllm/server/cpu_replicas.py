@@ -75,8 +75,8 @@ def _all_gatherv(
     """Gather the rows of all ranks, of a tensor or of each of a list, as vLLM does for accelerators."""
     parts = [input_] if isinstance(input_, Tensor) else input_
     _refuse_other_dimensions(dim)
-    found = gather_rows(parts, sizes or [parts[0].shape[0]] * self.world_size, self.device_group)
-    return found[0] if isinstance(input_, Tensor) else found
+    gathered = gather_rows(parts, sizes or [parts[0].shape[0]] * self.world_size, self.device_group)
+    return gathered[0] if isinstance(input_, Tensor) else gathered
 
 
 def _reduce_scatterv(self: Any, input_: Tensor, dim: int = -1, sizes: list[int] | None = None) -> Tensor:
@@ -103,15 +103,14 @@ class LockstepTurn:
 
 
 class LockstepTurns:
-    """Meetings of the copies before each step, so that none makes one without the others. `group`: of all, over gloo.
-    """
+    """Meetings of the copies before each step, so that none makes one alone. `group`: all copies, over gloo."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def meet(self, busy: bool, seen: int) -> LockstepTurn:
         """Share whether this copy has requests and its last message; return what all copies know then."""
-        told = torch.tensor([int(busy), -seen, seen])
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
-        some, agreed, latest = told.tolist()
+        shared = torch.tensor([int(busy), -seen, seen])
+        dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group)
+        some, agreed, latest = shared.tolist()
         return LockstepTurn(bool(some), -agreed, latest)

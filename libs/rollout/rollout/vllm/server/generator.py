@@ -131,9 +131,9 @@ class Generator:
         return cpu_copies.LockstepTurns(self._engine.dp_group)
 
     def _check_sight(self) -> None:
-        for found in self._engine.collective_rpc("report_vision"):
-            if found != self._vision_spec:
-                raise ValueError(f"vLLM's model sees by {found}, the trainer's by {self._vision_spec}")
+        for spec in self._engine.collective_rpc("report_vision"):
+            if spec != self._vision_spec:
+                raise ValueError(f"vLLM's model sees by {spec}, the trainer's by {self._vision_spec}")
 
     def _prompt(self, ids: list[int], shown: Sequence[Any], places: list[int], positions: str) -> Any:
         """Return a prompt with images. Raise ValueError where vLLM's positions differ from the trainer's."""
@@ -175,12 +175,12 @@ class Generator:
         return number, [], [], "abort", self._experts_of(name)
 
     def _experts_of(self, name: str) -> list[Any] | None:
-        found = None if self._experts is None else self._experts.take(name)
-        return None if found is None else found.plain()
+        experts = None if self._experts is None else self._experts.take(name)
+        return None if experts is None else experts.plain()
 
     def step(self) -> list[TokenUpdate]:
         """Run one step of vLLM and return the update of each request."""
-        told: list[TokenUpdate] = []
+        updates: list[TokenUpdate] = []
         outputs = self._engine.step()
         if self._experts is not None:
             self._experts.note(self._engine.collective_rpc("take_experts")[0])
@@ -189,10 +189,10 @@ class Generator:
             ids = list(answer.token_ids)
             log_probs = [row[token].logprob for token, row in zip(ids, answer.logprobs or (), strict=True)]
             name = self._names.pop(number, None) if output.finished else None
-            told.append(
+            updates.append(
                 (number, ids, log_probs, answer.finish_reason, None if name is None else self._experts_of(name))
             )
-        return told
+        return updates
 
     def sleep(self) -> None:
         """Free the memory of weights and caches; nothing may run. The weights are read again after `wake`."""

@@ -61,9 +61,9 @@ def replace_processors() -> None:
 
 def arguments(known: Collection[str]) -> dict[str, Any]:
     """Return the engine arguments for such images, for a vLLM that has the `known` ones."""
-    found = {"mm_processor_cache_gb": 0, "skip_mm_profiling": True}
+    settings = {"mm_processor_cache_gb": 0, "skip_mm_profiling": True}
     normalises = "mm_device_do_normalize"  # on with a preprocessor config: it would normalise patches twice
-    return found | ({normalises: False} if normalises in known else {})  # 0.26 does not do so on a device
+    return settings | ({normalises: False} if normalises in known else {})  # 0.26 does not do so on a device
 
 
 class ReceivedImage(NamedTuple):
@@ -76,13 +76,13 @@ class ReceivedImage(NamedTuple):
 
 def received_images(headers: Sequence[Sequence[Any]], data: bytearray) -> list[ReceivedImage]:
     """Return the images after a message: (name, grid, values of a patch) of each, and the patches of all."""
-    found, start = [], 0
+    images, start = [], 0
     for name, grid, numbers in headers:
         count = grid[0] * grid[1] * grid[2] * numbers
         patches = torch.frombuffer(data, dtype=torch.float32, count=count, offset=start).view(-1, numbers)
-        found.append(ReceivedImage(name, grid, patches))
+        images.append(ReceivedImage(name, grid, patches))
         start += patches.nbytes
-    return found
+    return images
 
 
 def seen_prompt(

@@ -30,11 +30,11 @@ def gather_rows(parts: Sequence[Tensor], sizes: Sequence[int], group: dist.Proce
     flat = [_in_bytes(part) for part in parts]
     own = torch.cat(flat, dim=1)
     width = own.shape[1]
-    found = own.new_empty(sum(sizes), width)
-    dist.all_to_all_single(found, own.repeat(ranks, 1), list(sizes), [rows] * ranks, group=group)
+    received = own.new_empty(sum(sizes), width)
+    dist.all_to_all_single(received, own.repeat(ranks, 1), list(sizes), [rows] * ranks, group=group)
     columns = [0, *accumulate(one.shape[1] for one in flat)]
     return [
-        _whole(found[:, begin:end]).view(part.dtype).reshape(sum(sizes), *part.shape[1:])
+        _whole(received[:, begin:end]).view(part.dtype).reshape(sum(sizes), *part.shape[1:])
         for part, (begin, end) in zip(parts, pairwise(columns), strict=True)
     ]
 
@@ -54,9 +54,9 @@ def sum_rows(parts: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> T
         raise ValueError(f"{parts.shape[0]} rows, where the ranks have {list(sizes)}")
     rows, ranks, rest = sizes[dist.get_rank(group)], len(sizes), parts.shape[1:]
     flat = _in_bytes(parts)
-    found = flat.new_empty(ranks * rows, flat.shape[1])
-    dist.all_to_all_single(found, flat, [rows] * ranks, list(sizes), group=group)
-    addends = found.view(parts.dtype).reshape(ranks, rows, *rest)
+    received = flat.new_empty(ranks * rows, flat.shape[1])
+    dist.all_to_all_single(received, flat, [rows] * ranks, list(sizes), group=group)
+    addends = received.view(parts.dtype).reshape(ranks, rows, *rest)
     return addends.sum(0, dtype=torch.float32 if parts.dtype.itemsize < 4 else parts.dtype).to(parts.dtype)
 
 

@@ -10,9 +10,9 @@ reads the socket; when that closes, it ends the process at once, whatever the ma
 | `images` | beside `ask`: [name, grid, numbers of a patch] each, and the patches in the bytes behind the message |
 | `end` | numbers of requests to end; each is answered with what it has |
 | `load` | read weights from a file of them, once awake where it says `wake`; answered by `loaded` |
-| `sleep` | give the device's memory back; answered by `loaded` too |
+| `sleep` | free the device's memory; answered by `loaded` too |
 | `go` | make steps again, after a `load` that said `wait` |
-| `turn` | in each message to copies that share experts: its number, the same for all; alone where another was told |
+| `turn` | in each message to copies that share experts: its number, the same for all; alone where another has one |
 
 | from the server | |
 | --- | --- |
@@ -140,9 +140,9 @@ class _Server:
             still = self._waits or (not turn.busy and turn.latest == agreed == before)
 
     def _step(self) -> None:
-        told = self._generator.step()
-        if told:
-            self._wire.send({"step": told, "version": self._version})
+        updates = self._generator.step()
+        if updates:
+            self._wire.send({"step": updates, "version": self._version})
 
     def _obey(self, message: dict[str, Any]) -> None:
         if "ask" in message:
@@ -154,13 +154,13 @@ class _Server:
                 except ValueError as error:
                     self._wire.send({"not_asked": number, "error": str(error)})
         elif "end" in message:
-            ended = [told for number in message["end"] if (told := self._generator.end(number)) is not None]
+            ended = [update for number in message["end"] if (update := self._generator.end(number)) is not None]
             if ended:
                 self._wire.send({"step": ended, "version": self._version})
         elif "sleep" in message:
-            begun = time.perf_counter()
+            start = time.perf_counter()
             self._generator.sleep()
-            self._wire.send({"loaded": message["sleep"]["call"], "seconds": time.perf_counter() - begun})
+            self._wire.send({"loaded": message["sleep"]["call"], "seconds": time.perf_counter() - start})
         elif "go" in message:
             self._waits = False
         elif "load" in message:
@@ -168,7 +168,7 @@ class _Server:
 
     def _load(self, load: dict[str, Any]) -> None:
         """Read weights; where that fails, read the earlier ones again before any further step."""
-        begun = time.perf_counter()
+        start = time.perf_counter()
         self._waits = False
         if load.get("wake"):
             self._generator.wake()
@@ -183,4 +183,4 @@ class _Server:
             self._wire.send({"loaded": load["call"], "error": str(error)})
             return
         self._version, self._waits = load["version"], load["wait"]
-        self._wire.send({"loaded": load["call"], "seconds": time.perf_counter() - begun})
+        self._wire.send({"loaded": load["call"], "seconds": time.perf_counter() - start})

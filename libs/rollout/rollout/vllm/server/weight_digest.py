@@ -29,18 +29,18 @@ def corrupted_tensors(named: Mapping[str, Tensor], digests: Mapping[str, int]) -
 def stale_heads(heads: Iterable[tuple[str, Any]], named: Mapping[str, Tensor]) -> list[str]:
     """Return the heads (vLLM's `ParallelLMHead`s by name) whose products differ from the file's weights, in the part of
     the vocabulary that is this worker's."""
-    found = []
+    problems = []
     for name, head in heads if HEAD in named else ():
         first, last = head.shard_indices.org_vocab_start_index, head.shard_indices.org_vocab_end_index
         rows = torch.linspace(0, last - first - 1, min(ROWS, last - first)).long()
         wanted = named[HEAD][first + rows].float().cpu()
-        asked = torch.randn(4, wanted.shape[1], generator=torch.Generator().manual_seed(0))
-        asked = asked.to(head.weight.dtype)
-        told = head.quant_method.apply(head, asked.to(head.weight.device))[:, rows.to(head.weight.device)]
-        expected = asked.float() @ wanted.T
-        if not (told.float().cpu() - expected).norm() <= BFLOAT16_TOLERANCE * expected.norm():
-            found.append(f"{name} does not give the products of {HEAD}")
-    return found
+        inputs = torch.randn(4, wanted.shape[1], generator=torch.Generator().manual_seed(0))
+        inputs = inputs.to(head.weight.dtype)
+        outputs = head.quant_method.apply(head, inputs.to(head.weight.device))[:, rows.to(head.weight.device)]
+        expected = inputs.float() @ wanted.T
+        if not (outputs.float().cpu() - expected).norm() <= BFLOAT16_TOLERANCE * expected.norm():
+            problems.append(f"{name} does not give the products of {HEAD}")
+    return problems
 
 
 def stale_experts(layers: Iterable[tuple[str, Any]], named: Mapping[str, Tensor], rank: int) -> list[str]:
@@ -55,7 +55,7 @@ def _stale_in(name: str, layer: Any, named: Mapping[str, Tensor], rank: int) -> 
     within = {
         key.partition(".experts.")[2]: value
         for key, value in named.items()
-        if ".experts." in key and (found := _LAYER.search(key)) is not None and found[1] == place[1]
+        if ".experts." in key and (match := _LAYER.search(key)) is not None and match[1] == place[1]
     }
     count = layer.local_num_experts if layer.expert_map is None else len(layer.expert_map)
     for expert in range(count):

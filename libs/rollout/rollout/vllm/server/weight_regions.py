@@ -19,11 +19,11 @@ class WeightRegions:
         link once and are checked there."""
         if path not in self._opened:
             self._opened[path] = _open(path, nbytes)
-        found = self._opened[path]
-        if found.is_cuda or not current_platform.is_cuda() or torch.cuda.mem_get_info()[0] < 2 * nbytes:
-            return found
+        region = self._opened[path]
+        if region.is_cuda or not current_platform.is_cuda() or torch.cuda.mem_get_info()[0] < 2 * nbytes:
+            return region
         self._copied = True
-        return found.to("cuda", non_blocking=True)
+        return region.to("cuda", non_blocking=True)
 
     def forget_copies(self) -> None:
         """Free the memory of copies, which is not vLLM's own."""

@@ -94,9 +94,9 @@ class FileWeights(NotedExperts, VisionWorker):
             named[name] = file[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
         _refuse(corrupted_tensors(named, digests))
         named |= {name: named[other] for name, other in tied.items()}
-        with _warnings() as told:
+        with _warnings() as warnings:
             self.model_runner.reload_weights(weights_iterator=iter(named.items()))
-        stale = [text for text in told if not text.startswith(STATELESS)]
+        stale = [text for text in warnings if not text.startswith(STATELESS)]
         if stale:
             raise RuntimeError(f"vLLM did not take all weights: {'; '.join(stale)}")
         if current_platform.is_cpu():
@@ -121,13 +121,13 @@ def _refuse(problems: Sequence[str]) -> None:
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
     """Collect the warnings of vLLM's reloading: its only sign that it left a parameter as it was."""
-    told: list[str] = []
+    texts: list[str] = []
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             text = record.getMessage()
             if "Failed to load weights" in text or "were not loaded" in text:
-                told.append(text)
+                texts.append(text)
 
     loggers = [logging.getLogger(f"{RELOADING}.{name}") for name in ("inplace", "layerwise")]
     before = [(logger.level, logger.propagate) for logger in loggers]
@@ -137,7 +137,7 @@ def _warnings() -> Iterator[list[str]]:
         logger.propagate = False
         logger.addHandler(keep)
     try:
-        yield told
+        yield texts
     finally:
         for logger, (level, propagate) in zip(loggers, before, strict=True):
             logger.removeHandler(keep)

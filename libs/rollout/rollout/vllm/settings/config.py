@@ -158,14 +158,14 @@ def check_routed_experts(config: "RolloutConfig") -> None:
 
 def accelerator_arguments(config: VllmConfig) -> dict[str, Any]:
     """Return the engine arguments for accelerators: memory, and graphs of steps that only decode, uncompiled."""
-    found: dict[str, Any] = {"enforce_eager": not config.graph_sizes}
+    arguments: dict[str, Any] = {"enforce_eager": not config.graph_sizes}
     if config.graph_sizes:
         sizes = sorted(set(config.graph_sizes))
         graphs = {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
-        found["compilation_config"] = graphs
+        arguments["compilation_config"] = graphs
     if config.memory_share is not None:
-        found["gpu_memory_utilization"] = config.memory_share
-    return found
+        arguments["gpu_memory_utilization"] = config.memory_share
+    return arguments
 
 
 def text_config(model: Path) -> dict[str, Any]:

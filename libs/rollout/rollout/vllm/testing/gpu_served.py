@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from rollout.engine import Completion, Sampling
-from rollout.vllm.testing.served import PROMPTS
 from rollout.vllm.engine import VllmEngine
+from rollout.vllm.testing.served import PROMPTS
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -37,8 +37,8 @@ def of_copies(engine: VllmEngine) -> list[list[Completion]]:
 
     async def ask() -> list[list[Completion]]:
         how = Sampling(max_new_tokens=8)
-        asked = [engine.generate(p, replace(how, seed=i), copy=c) for c in copies for i, p in enumerate(PROMPTS)]
-        answers = await asyncio.gather(*asked)
+        requests = [engine.generate(p, replace(how, seed=i), copy=c) for c in copies for i, p in enumerate(PROMPTS)]
+        answers = await asyncio.gather(*requests)
         return [answers[c * len(PROMPTS) : (c + 1) * len(PROMPTS)] for c in copies]
 
     return asyncio.run(ask())

@@ -75,11 +75,11 @@ def distances(
     temperature: float = 1.0,
 ) -> Tensor:
     """Return the distance of each sampled token's log-prob from the module's."""
-    found = [
+    parts = [
         (torch.tensor(c.log_probs) - forced(model, p, c.ids, temperature)).abs()
         for p, c in zip(prompts, completions, strict=True)
     ]
-    return torch.cat(found)
+    return torch.cat(parts)
 
 
 def assert_agrees(

@@ -67,8 +67,8 @@ def opened(path: str, nbytes: int) -> Tensor:
     """
     _enter()
     pointer = ctypes.c_uint64()
-    given = _Handle.from_buffer_copy(bytes.fromhex(path.removeprefix(PREFIX)))
-    _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), given, ctypes.c_uint(_LAZY_PEERS))
+    handle = _Handle.from_buffer_copy(bytes.fromhex(path.removeprefix(PREFIX)))
+    _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), handle, ctypes.c_uint(_LAZY_PEERS))
     return _tensor(pointer.value, nbytes, "cuIpcCloseMemHandle")
 
 

@@ -1,7 +1,7 @@
 """Engine arguments of vLLM from the command line: on their way to it, and held to what it takes before a run begins."""
 
 import stat
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,9 @@ from apps.grpo.config import GrpoConfig
 from apps.grpo.main import configure
 from apps.grpo.preflight import check_machine
 from apps.grpo.sampling.vllm import rollout_config
+from apps.grpo.sampling.vllm_arguments import INSTEAD, vllm_arguments
 from apps.grpo.testing.recipe import RECIPE
+from rollout.vllm.settings.arguments import OWNED
 
 LAYOUT = RolloutLayout("vllm", dtype="bfloat16", max_requests=8, vllm=("block_size=32", "kv_cache_dtype=auto"))
 
@@ -63,3 +65,26 @@ def test_an_argument_that_the_interpreters_vllm_lacks_is_refused_before_a_run(
     python.write_text("#!/bin/sh\necho 'no module vllm' >&2\nexit 1\n")
     with pytest.raises(ValueError, match="can't import vLLM; its last words:\nno module vllm"):
         check_machine(with_layout(LAYOUT))
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("model=there",), "can't hold model: use --model"),
+        (("tensor_parallel_size=2",), "use --rollout.tp"),
+        (("enforce_eager=false",), "enforce_eager: use --rollout.cuda"),
+    ],
+)
+def test_an_argument_with_a_flag_of_its_own_is_refused_where_it_is_set(words: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        RolloutLayout("vllm", vllm=words)
+
+
+def test_every_argument_that_the_library_owns_is_refused_with_what_the_app_has_instead() -> None:
+    for name in OWNED | INSTEAD:
+        with pytest.raises(ValueError, match=f"can't hold {name}: ") as refusal:
+            vllm_arguments([f"{name}=1"])
+        assert "Config" not in str(refusal.value)
+    flags = {text.removeprefix("use --rollout.") for text in INSTEAD.values() if "--rollout" in text}
+    assert flags <= {item.name.replace("_", "-") for item in fields(RolloutLayout)}
+    assert vllm_arguments(["block_size=32", "a=b=c", "b=[1]"]) == {"block_size": 32, "a": "b=c", "b": [1]}

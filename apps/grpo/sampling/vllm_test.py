@@ -1,0 +1,30 @@
+"""vLLM as a backend: what it states in a plan, and what its workers can hold of shrunk models."""
+
+import pytest
+
+from apps.common.samplers import SAMPLERS, sampler_backend, sampler_plan
+from apps.common.shrink.fields import ProcessLimit
+from apps.common.shrink.model import tiny_shape, transformers_config
+from apps.grpo.main import shrunk
+from apps.grpo.registry import recipes
+from rollout.vllm.limits.parallel_limits import spread_refusal
+
+RECIPES = recipes()
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_plan_has_of_a_sampler_what_its_backend_states(name: str) -> None:
+    """A plan does without the backends of this project, and an app without sampling without the modules of both."""
+    assert type(sampler_backend(name).plan()) is type(sampler_plan(name))
+
+
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.origin is not None])
+def test_its_workers_share_the_matrices_of_a_shrunk_model(name: str) -> None:
+    recipe = RECIPES[name]
+    small, _, _ = shrunk(recipe.config, ProcessLimit(32))
+    assert recipe.origin is not None
+    engine, layout = small.engine, small.cluster.rollout
+    shape = tiny_shape(recipe.origin.shape, engine.pipeline_parallel, engine.tensor_parallel)
+    config = transformers_config(shape, 0, 1)
+    copies = layout.dp if layout.experts_over_copies else 1
+    assert spread_refusal(config.get_text_config().to_dict(), layout.tp, layout.ep > 1, cpu=True, copies=copies) is None
