@@ -183,17 +183,18 @@ def module_test(name, srcs = None, deps = [], data = [], size = "small", tags = 
         fail("module_test %s: one test file a target, got %s" % (name, srcs))
     _pytest(srcs, deps, data, tags, args, hub, name = name, size = size, **attrs)
 
-def module_tests(name, srcs, **attrs):
+def module_tests(name, srcs, deps = [], **attrs):
     """Pytest files that need the same, each with a target of its own, which has the name of the file.
 
     Args:
       name: of the suite of all of them, for `bazel test` by name.
       srcs: the files.
-      **attrs: as in `module_test`; the deps are what any of them imports.
+      deps: what any of them imports, another of them included.
+      **attrs: as in `module_test`.
     """
     names = [file[len(_root()):-len(".py")] for file in srcs]
     for test, file in zip(names, srcs):
-        module_test(name = test, srcs = [file], **attrs)
+        module_test(name = test, srcs = [file], deps = [dep for dep in deps if dep != ":" + test], **attrs)
     native.test_suite(name = name, tests = names, tags = ["manual"])
 
 def app(name, main, deps = [], srcs = None, data = [], hub = "pypi", visibility = ["//visibility:public"], **attrs):

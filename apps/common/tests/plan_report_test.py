@@ -160,7 +160,6 @@ def test_schedules_that_no_test_has_run_are_refused_with_the_reason() -> None:
     ahead = ScheduleConfig("fully_async", 1.0)
     for schedule in (ahead, ScheduleConfig("one_step_off")):
         refuse_unready(replace(PLAIN, processes=2, cluster=Cluster(schedule=schedule)))
-        refuse_unready(replace(PLAIN, cluster=Cluster(schedule=schedule, rollout=RolloutLayout(engine="vllm"))))
     several = Pools(nodes=2, placement="separate", rollout_nodes=1)
     features = [
         requirement.feature
@@ -199,11 +198,16 @@ def test_samplers_in_ray_run_in_every_schedule(flag: str, mode: Mode) -> None:
     refuse_unready(spec)
     assert flag in [requirement.feature for requirement in make_plan(spec).requirements]
     refuse_unready(replace(spec, processes=2))
-    settings: Any = spec.cluster
-    refuse_unready(replace(spec, cluster=replace(settings, rollout=replace(RAY[flag], engine="vllm"))))
     refuse_unready(replace(spec, engine=replace(spec.engine, vision="trained")))
     with pytest.raises(ValueError, match="samples nothing"):
         refuse_unready(replace(spec, app="sft"))
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
+def test_vllm_runs_in_every_schedule_and_in_ray(mode: Mode) -> None:
+    for layout in (RolloutLayout(), *RAY.values()):
+        cluster = Cluster(rollout=replace(layout, engine="vllm"), schedule=ScheduleConfig(mode))
+        refuse_unready(replace(PLAIN, cluster=cluster))
 
 
 def test_a_column_of_images_is_read_where_the_model_sees() -> None:

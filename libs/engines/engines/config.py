@@ -1,4 +1,4 @@
-"""What an engine is built from: one frozen dataclass, checked when it is made."""
+"""The configuration of an engine: one frozen dataclass, checked when it is made."""
 
 import json
 import math

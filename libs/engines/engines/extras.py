@@ -1,4 +1,4 @@
-"""What to install for a part of this library that needs more than the library does."""
+"""Messages about extras to install, for parts of this library that need more than the library does."""
 
 
 def missing_extra_message(need: str, extra: str) -> str:

@@ -1,4 +1,4 @@
-"""What an adapter is made of."""
+"""The configuration of low-rank adapters."""
 
 import math
 from collections.abc import Iterator

@@ -22,7 +22,9 @@ def adapter_metadata(config: LoraConfig) -> dict[str, Any]:
     return {ADAPTER_KEY: {name: getattr(config, name) for name in _SCALE}} if config.rank else {}
 
 
-def check_adapter(config: EngineConfig, state: Mapping[str, Any], checkpoint: Path, metadata: Mapping[str, Any]) -> None:
+def check_adapter(
+    config: EngineConfig, state: Mapping[str, Any], checkpoint: Path, metadata: Mapping[str, Any]
+) -> None:
     """Raise ValueError where a checkpoint's adapters have another scale or another base. Collective; reads the digest.
 
     `state`: what the checkpoint would be read into; one that has no base's digest has no adapters.

@@ -1,4 +1,4 @@
-"""What CUDA devices and NPUs share: torch's module for each has the same names."""
+"""The part that CUDA devices and NPUs share: torch's module for each has the same names."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager

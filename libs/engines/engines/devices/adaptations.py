@@ -48,7 +48,7 @@ class Adaptation:
 
 @dataclass
 class Applied:
-    """What an adaptation changed. `undo()` puts it back; a second call does nothing."""
+    """The changes of an adaptation. `undo()` restores what was there; a second call does nothing."""
 
     adaptation: Adaptation
     changed: tuple[str, ...]

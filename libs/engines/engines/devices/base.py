@@ -1,4 +1,4 @@
-"""What a kind of device has to offer, and the memory it reports."""
+"""The interface of a kind of device, and the memory it reports."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager

@@ -11,7 +11,7 @@ LONGEST = 7200
 
 @dataclass(frozen=True)
 class HcclSettings:
-    """How ranks find each other. The defaults suit long starts: a hundred ranks that load a model first."""
+    """Settings with which ranks connect. The defaults suit long starts: a hundred ranks that load a model first."""
 
     connect_timeout: int = 1500
     """Seconds that a rank waits for the others to connect, 120 to 7200 (HCCL's own default is 120)."""

@@ -1,1 +1,1 @@
-"""What runs a step: the executor protocol, the micro-batches it is handed, and what executors of one kind share."""
+"""The execution of a step: the executor protocol, its micro-batches, and what executors of one kind share."""

@@ -14,7 +14,8 @@ from engines.parallel.groups import ParallelGroups
 
 @dataclass(frozen=True)
 class Scoring:
-    """What the scores of a micro-batch are: those of softmax(logits / temperature), with entropies where asked for."""
+    """The scores of a micro-batch that are asked for: those of softmax(logits / temperature), with or without
+    entropies."""
 
     temperature: float = 1.0
     entropy: bool = False

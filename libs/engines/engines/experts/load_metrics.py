@@ -1,4 +1,4 @@
-"""How evenly the tokens of a step went to the experts, as metrics."""
+"""Metrics of how evenly the tokens of a step went to the experts."""
 
 from collections.abc import Mapping
 

@@ -28,7 +28,7 @@ _PACKED = ("cu_seqlens", "seq_idx")
 
 @dataclass(frozen=True)
 class TorchOperations:
-    """What `choose_torch_operations` changed: `forward` of these modules, by name. `undo()` puts it back."""
+    """The changes of `choose_torch_operations`: `forward` of these modules, by name. `undo()` restores them."""
 
     layers: dict[str, nn.Module]
 

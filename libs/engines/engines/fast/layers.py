@@ -53,7 +53,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerFunctions:
-    """What `use_layer_functions` changed: `forward` of these modules. `undo()` restores them."""
+    """The changes of `use_layer_functions`: `forward` of these modules. `undo()` restores them."""
 
     modules: tuple[nn.Module, ...]
 

@@ -19,7 +19,7 @@ from seqpack.batches.schema import ROUTED_EXPERTS
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """What the model gets for one micro-batch, and which of its hidden states score which tokens.
+    """The model's inputs for one micro-batch, and which of its hidden states score which tokens.
 
     `input_ids`, `position_ids` [T] or [axes, T] with a `context` (packed); [B, L] or [axes, B, L] with an
     `attention_mask` (padded). Hidden state `rows[i]` (flattened tokens) predicts `targets[i]`, whose score belongs to

@@ -1,4 +1,4 @@
-"""What the Megatron backend's tests on GPUs compare: curves of two steps, as FSDP2 makes them on one device."""
+"""Curves of two steps for the Megatron backend's tests on GPUs, as FSDP2 makes them on one device."""
 
 from typing import Any
 

@@ -77,6 +77,7 @@ class SharingEngine(NativeEngine):
         answer = feature_of(NATIVE, feature)
         return Unsupported(SHARED_IN_PLACE) if feature in COPIES else answer
 
+    @renamed_arguments(lent="weights")
     async def propose(self, version: int, weights: TrainerWeights) -> None:
         """Check new weights and change nothing. Raise ValueError as the constructor does, or for a used version."""
         self._weights.propose(version, weights)

@@ -21,7 +21,7 @@ print(len(ray.nodes()))
 VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 ASK = """
 import sys, ray
-from rollout.testing.listen_addresses import listening
+from rollout.testing.listen_addresses import listen_addresses
 from rollout.workers.ray_local import connect
 connect(sys.argv[1])
 where = ray.remote(lambda: ray.get_runtime_context().get_node_id())

@@ -1,7 +1,6 @@
 """What `--plan` says of the machine: packages, driver, devices and ports, each missing one with its fix."""
 
 import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from engines.devices.base import MemoryFigures
 from engines.devices.npu import Npu
 from runplan.checks import machine
 from runplan.checks.machine import seen_here
-from runplan.plain_settings import PlainCluster, PlainPools, PlainRollout
+from runplan.plain_settings import PlainCluster, PlainPools
 from runplan.run_spec import RunSpec
 
 PLAIN = EngineConfig(device="npu", npu_operators="off")
@@ -70,25 +69,6 @@ def test_a_torch_npu_whose_operators_were_not_read_is_told(tmp_path: Path, monke
     line = npu(engine=EngineConfig(device="npu"))[0]
     assert line == "missing: torch_npu >=2.13,<2.14 for its operators, 2.14.0 is here; set --engine.npu-operators off"
     assert npu()[0] == "torch_npu 2.14.0 beside torch 2.14.0"
-
-
-def test_the_version_of_vllms_plugin_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By vLLM's own interpreter, whose packages are others; only where vLLM is to sample."""
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    monkeypatch.setenv("TESSERA_VLLM_PYTHON", str(python))
-    vllm: dict[str, Any] = {"cluster": PlainCluster(rollout=PlainRollout(engine="vllm"))}
-    assert npu(**vllm)[-1] == "missing: vLLM on NPUs needs vllm-ascend >=0.23.0,<0.24, which is not installed beside it"
-    folder = tmp_path / "vllm_ascend-0.23.0.post1.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm_ascend\nVersion: 0.23.0.post1\n")
-    assert npu(**vllm)[-1] == f"vllm-ascend 0.23.0.post1 in the environment of {python}"
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm_ascend\nVersion: 0.18.0\n")
-    assert "missing: the adaptation of vLLM on NPUs was written for vllm-ascend >=" in npu(**vllm)[-1]
-    assert "vllm-ascend" not in "".join(npu())
-    on_the_host = PlainCluster(rollout=PlainRollout(engine="vllm", device="cpu"))
-    assert "vllm-ascend" not in "".join(npu(cluster=on_the_host))
 
 
 def test_ports_that_others_hold_are_counted() -> None:

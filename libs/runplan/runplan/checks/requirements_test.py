@@ -21,4 +21,7 @@ def test_a_sampler_of_somebody_elses_answers_for_its_own_settings() -> None:
         "images shown to the sampler": True,
     }
     assert answers("native")["--rollout.tp 2"] is False
+
+
+def test_vllm_answers_by_what_its_tests_have_run() -> None:
     assert answers("vllm")["--rollout.tp 2"] is True

@@ -1,11 +1,18 @@
-"""vLLM in a plan, held to the bytes of the tensors that its engine allocates."""
+"""vLLM in a plan, held to the bytes of the tensors that its engine allocates; and its plugin on this machine."""
+
+import sys
+from pathlib import Path
+from typing import Literal
 
 import pytest
 
+from engines import EngineConfig
 from engines.tiny import tiny_model
 from rollout.vllm.weights.shared_weights import SharedWeights
+from runplan.checks.machine import seen_here
 from runplan.model.model_shape import shape_of
-from runplan.plain_settings import PlainRollout
+from runplan.plain_settings import PlainCluster, PlainRollout
+from runplan.run_spec import RunSpec
 from runplan.samplers.vllm import VllmPlan, vllm_weights
 
 
@@ -24,3 +31,30 @@ def test_vllm_has_two_sets_of_weights_in_memory(kind: str) -> None:
         assert (there.device, there.host) == (buffer.host, 0)
     finally:
         shared.close()
+
+
+def seen_by(engine: str, device: Literal["auto", "cpu"] = "auto") -> list[str]:
+    """Lines on a machine that trains on NPUs."""
+    cluster = PlainCluster(rollout=PlainRollout(engine=engine, device=device))
+    npus = EngineConfig(device="npu", npu_operators="off")
+    return seen_here(RunSpec("grpo", "r", npus, cluster, processes=2, steps=1, rows=1, longest=8), {})
+
+
+def test_the_version_of_vllms_plugin_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By vLLM's own interpreter, whose packages are others; only where vLLM is to sample."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("TESSERA_VLLM_PYTHON", str(python))
+    assert (
+        seen_by("vllm")[-1]
+        == "missing: vLLM on NPUs needs vllm-ascend >=0.23.0,<0.24, which is not installed beside it"
+    )
+    folder = tmp_path / "vllm_ascend-0.23.0.post1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm_ascend\nVersion: 0.23.0.post1\n")
+    assert seen_by("vllm")[-1] == f"vllm-ascend 0.23.0.post1 in the environment of {python}"
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm_ascend\nVersion: 0.18.0\n")
+    assert "missing: the adaptation of vLLM on NPUs was written for vllm-ascend >=" in seen_by("vllm")[-1]
+    assert "vllm-ascend" not in "".join(seen_by("native"))
+    assert "vllm-ascend" not in "".join(seen_by("vllm", device="cpu"))

@@ -24,8 +24,8 @@ UNVERIFIED = "the package index has a placeholder of mindspeed alone: nothing of
 def override_transformer_config(
     values: Mapping[str, Any], accept_unverified: bool = False, found: str | None = None
 ) -> Applied:
-    """Let MindSpeed patch megatron-core as these fields of its TransformerConfig ask (`repatch`), and return what it
-    changed. Call it before an engine is built.
+    """Apply MindSpeed's patches of megatron-core for these fields of its TransformerConfig (`repatch`), and return what
+    they changed. Call it before an engine is built.
 
     `found`: MindSpeed's version, where its metadata do not tell. ValueError, with nothing changed: see
     `engines.devices.adaptations.apply`; model-parallel groups exist; MindSpeed fails.
