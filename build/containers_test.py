@@ -40,7 +40,7 @@ def test_it_installs_its_own_lock_with_hashes(name: str) -> None:
 def test_it_has_every_library_on_its_path_and_starts_an_app(name: str) -> None:
     (path,) = [words.partition("=")[2] for step, words in steps(name) if words.startswith("PYTHONPATH=")]
     libraries = sorted(folder.parent.name for folder in (ROOT / "libs").glob("*/pyproject.toml"))
-    assert len(libraries) == 7
+    assert len(libraries) == 9
     first, *others = path.split(":")
     assert (first, sorted(others)) == ("/tessera", [f"/tessera/libs/{library}" for library in libraries])
     (command,) = [words for step, words in steps(name) if step == "CMD"]

@@ -15,6 +15,8 @@ DISTRIBUTIONS = {
     "megatron": "megatron-core",
     "mlflow": "mlflow-skinny",
 }
+MODULE = re.compile(r"[\w.]+(:\w+)?")
+"""What may name a module, alone or before an object in it."""
 
 
 def project(root: Path, library: str) -> dict[str, Any]:
@@ -58,9 +60,8 @@ def imported(node: ast.AST, deep: bool = True) -> Iterator[str]:
         elif isinstance(child, ast.ImportFrom) and child.module:
             yield child.module
             yield from (f"{child.module}.{alias.name}" for alias in child.names)
-        elif isinstance(child, ast.Constant) and isinstance(child.value, str):
-            if re.fullmatch(r"[\w.]+(:\w+)?", child.value):
-                yield f"'{child.value.partition(':')[0]}"
+        elif isinstance(child, ast.Constant) and MODULE.fullmatch(str(child.value)):
+            yield f"'{str(child.value).partition(':')[0]}"
         yield from imported(child, deep)
 
 

@@ -31,13 +31,13 @@ def find(modules: Any, name: str) -> Any:
     try:
         found = modules[name].final_target if modules[name].is_alias else modules[name]
     except (KeyError, griffe.AliasResolutionError):
-        earlier = modules[above].members.get("_ALIASES")
+        package = find(modules, above) if above else None
+        earlier = package.members.get("_ALIASES") if package else None
         new = re.search(rf"'{last}': '(\w+)'", str(earlier.value)) if earlier else None
         return find(modules, f"{above}.{new[1]}") if new else None
     new = re.fullmatch(r"(?:renamed\(')?(\w+)(?:'\))?", str(found.value)) if found.is_attribute else None
-    return (
-        find(modules, f"{found.parent.path}.{new[1]}") if new and new[1] in found.parent.all_members else None
-    ) or found
+    leads = new is not None and new[1] != found.name and new[1] in found.parent.all_members
+    return find(modules, f"{found.parent.path}.{new[1]}") if new and leads else found
 
 
 def lost_arguments(old: Any, new: Any, name: str) -> Iterator[str]:

@@ -21,7 +21,7 @@ from apps.grpo.tasks.prompt_tasks import PromptTasks
 from apps.grpo.testing.plugins import Digits
 from rollout import EpisodeContext, Reply, Score, TaskRow
 from rollout.environments.environment import End
-from rollout.environments.mixed_tasks import split_prompts
+from rollout.environments.mixed_tasks import prompts_per_environment
 from rollout.environments.system_prompt import SystemPrompt, with_system_prompt
 
 EXAMPLES = "apps.grpo.testing.plugins"
@@ -204,7 +204,7 @@ def test_every_environment_has_its_share_to_within_one(weights: list[float], cou
     shares = [weight / sum(weights) for weight in weights]
     dealt = [0] * len(shares)
     for count in counts:
-        more = split_prompts(count, shares, dealt)
+        more = prompts_per_environment(count, shares, dealt)
         assert sum(more) == count
         assert min(more) >= 0
         dealt = [a + b for a, b in zip(dealt, more, strict=True)]

@@ -4,8 +4,10 @@ from importlib.util import find_spec
 
 from engines.config import EngineConfig
 from engines.extras import missing_extra_message
+from seqpack.capability import No as No  # an earlier name, as Yes
 from seqpack.capability import Supported as Supported
 from seqpack.capability import Unsupported as Unsupported
+from seqpack.capability import Yes as Yes
 
 FSDP2: dict[str, Supported | Unsupported] = {
     "packed": Supported("step_executors_test.py::test_packed_equals_padded_in_any_micro_batches"),

@@ -68,7 +68,7 @@ def load(part: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module is there, and lacks something itself
-        raise ValueError(f"{part} is not in this installation: there is no module {error.name}") from error
+        raise ValueError(f"this installation has no {error.name} ({part})") from error
 
 
 class EachBackend(Mapping[str, T]):

@@ -126,5 +126,8 @@ def finite_on_all_ranks(loss: Tensor, group: dist.ProcessGroup | None = None) ->
     return not bool(reduce_float64((~loss.detach().isfinite()).double(), group))
 
 
+finite_everywhere = finite_on_all_ranks  # its earlier name
+
+
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -77,7 +77,7 @@ class EnvironmentTasks:
         """Return the step's tasks, environment by environment."""
         if step != self._step:
             self._step, self._before = step, self._dealt
-        counts = split_prompts(count, [part.share for part in self.parts], self._before)
+        counts = prompts_per_environment(count, [part.share for part in self.parts], self._before)
         self._dealt = [before + more for before, more in zip(self._before, counts, strict=True)]
         return [
             row
@@ -113,7 +113,7 @@ class EnvironmentTasks:
         return row.environment
 
 
-def split_prompts(count: int, shares: Sequence[float], before: Sequence[int]) -> list[int]:
+def prompts_per_environment(count: int, shares: Sequence[float], before: Sequence[int]) -> list[int]:
     """Return how many of `count` prompts each environment gets.
 
     With those of `before` each has its share, to within one: the next prompt goes to the one that lacks most.

@@ -45,23 +45,21 @@ from seqpack.renamed import renamed
 class NativeEngine:
     """The engine for a causal language model of transformers (any module with its `forward` and `config`).
 
-    Requests join and leave between any two decode steps. `generate_batch` is the synchronous core; the async methods
-    are the RolloutEngine protocol. The module is used as it is: nothing is patched.
+    Requests join and leave between any two decode steps. `generate_batch` is synchronous. The module is not patched.
 
     Args:
         model: the module; it is put in eval mode for the length of a step.
         pad_token_id: what short prompts are padded with where the module's own forward runs.
         max_batch: rows that decode together.
         max_length: prompt plus completion; the config's max_position_embeddings where None.
-        seed: of the engine's generator, which numbers the requests that bring no seed.
-        version: the number of the weights that the module has.
-        compact_below: rows move together when less than this share of the slots works.
-        prefill_tokens: prompt tokens of one forward pass, and of the read prompts that are kept while anything runs.
+        seed: seed of the engine's generator, which seeds the requests that bring none.
+        version: the version of the module's weights.
+        compact_below: rows are moved together when less than this share of the slots is in use.
+        prefill_tokens: prompt tokens of one forward pass, and of the prefill cache while anything runs.
         decoder: "lean" reads the module's weights in a forward pass of its own (Qwen3.5, Qwen3, Qwen2, Llama,
             Mistral), "module" calls the module's; "auto" takes the first that can.
-        on_commit: what a weight sync does to the caches of running rows. "keep": they stay as the old weights computed
-            them, which costs nothing (and log-probs of later tokens differ from a teacher-forced pass of the new
-            weights). "recompute": prompt and tokens so far are read again by the new weights.
+        on_commit: what a weight sync does to the caches of running rows. "keep" keeps them (log-probs of later tokens
+            then differ from a teacher-forced pass of the new weights); "recompute" reads prompt and tokens again.
         admit: when an async request may begin. "any_step": beside whatever runs. "rounds": together with all requests
             that came while the last round ran, once that is done and every running episode has sent its request
             (`rollout.native.scheduler.gang_scheduling`); then equal runs give equal bits whatever threads do.
@@ -119,7 +117,7 @@ class NativeEngine:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the module computes in."""
+        """Dtype that the module computes in."""
         return next(self._model.parameters()).dtype
 
     @property
@@ -199,15 +197,12 @@ class NativeEngine:
     attended = renamed("request_scope")
 
     async def cancel(self, request_id: str) -> bool:
-        """End a request before the next step: its `generate` returns the tokens so far, with stop_reason "abort".
-
-        Returns False where no such request is waiting or running.
-        """
+        """End a request before the next step: its `generate` returns the tokens so far, with stop_reason "abort". False
+        where no such request is waiting or running."""
         return self._open.cancel(request_id)
 
     async def pause(self, mode: PauseMode = "finish") -> None:
-        """Start no waiting request, and return once nothing runs. "abort" ends running requests before their next step:
-        their completions return with the tokens so far and stop_reason "abort"."""
+        """Start no waiting request, and return once nothing runs. "abort" ends running ones with the tokens so far."""
         check_pause(mode)
         quiet: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -236,8 +231,7 @@ class NativeEngine:
         self._thread.start()
 
     def forget(self) -> None:
-        """Clear the prefix cache. Callers change what the module computes by other means than its parameters or this
-        engine (by switching an adapter off), and then call this."""
+        """Clear the prefix cache. To be called after changes of the module by other means than this engine's."""
         self._post(self._batch.forget)
 
     def _add(self, requests: list[SequenceRequest]) -> None:
