@@ -52,9 +52,9 @@ class DataConfig:
     eval_data: Path | None = None
     """Held-out prompts; without it a share of --data is held out."""
     prompt_column: str = "question"
-    """Holds a text, or a list of messages; dots reach into nested objects."""
+    """Column with a text, or a list of messages; dots reach into nested objects."""
     answer_column: str = "answer"
-    """Holds the reference: a text, a number, or a solution that marks its answer by #### or \\boxed{}."""
+    """Column with the reference: a text, a number, or a solution that marks its answer by #### or \\boxed{}."""
     eval_share: float = 0.05
     """Share of --data that is held out where there is no --eval-data."""
     max_prompt_tokens: int = 1024
@@ -93,8 +93,8 @@ class PluginConfig:
     environment_shares: tuple[str, ...] = ()
     """NAME=SHARE of a step's prompts for each of several environments; by default as many as each has rows."""
     reward: str | None = None
-    """Scores the answers to --data: a function of some of reply, reference, row, results, end. Answers that a limit cut
-    off earn 0 and are not shown to it, unless it names `end` ("done", "limit", "length", "max_turns", "max_tokens",
+    """Score of the answers to --data: a function of some of reply, reference, row, results, end. Answers that a limit
+    cut off earn 0 and are not shown to it, unless it names `end` ("done", "limit", "length", "max_turns", "max_tokens",
     "deadline")."""
     tool: tuple[str, ...] = ()
     """Tools that may be called on the way to an answer to --data: rollout.Tool objects, or functions that make one."""
@@ -206,7 +206,7 @@ class GrpoConfig:
     group_size: int = 8
     """Answers sampled for each prompt."""
     epochs: int = 1
-    """Times each step's batch is trained on."""
+    """Number of times that each step's batch is trained on."""
     mini_batches: int = 1
     """Optimizer steps an epoch."""
     advantage: str = "grpo"
@@ -228,7 +228,7 @@ class GrpoConfig:
     tracker: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
     """Trackers that are told the metrics besides the run folder; WANDB_MODE, MLFLOW_TRACKING_URI, ... say where."""
     log_groups: int = 1
-    """Groups a step that are kept for the report, drawn at random, with all their episodes."""
+    """Number of groups a step that are kept for the report, drawn at random, with all their episodes."""
     log_failures: int = 4
     """Held-out tasks an evaluation that are kept for the report, drawn at random from those that failed, or earned
     nothing, or less than the best."""
@@ -256,7 +256,7 @@ class GrpoConfig:
         return replace(self.objective, off_policy=self.cluster.schedule.correction)
 
     def out_of_range(self) -> Iterator[str]:
-        """Fields that can't have their value, whatever the others have."""
+        """Yield texts of fields that can't have their value, whatever the others have."""
         yield from owned_problems(self, OWNED)
         for name in COUNTS:
             if getattr(self, name) < 1:

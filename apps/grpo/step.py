@@ -73,7 +73,7 @@ class GrpoTrainer:
 
 
 def advantages_of(batch: TensorDict, config: GrpoConfig, step: int) -> Tensor:
-    """Jagged (B, j): how much better each answer was than its group's; the control run deals them to wrong answers."""
+    """Return, jagged (B, j), how much better each response is than its group's; a control run shuffles them."""
     advantages = ESTIMATORS.named(config.advantage)(batch)
     if config.control_run == "shuffled-advantages":
         generator = torch.Generator().manual_seed(derive_seed(config.seed, "shuffle", step))

@@ -38,15 +38,15 @@ class DataConfig:
     """What a row is: a list of messages, a prompt with its completion (texts or messages), or plain text; "auto" is
     decided by the columns of a file's first row."""
     messages_column: str = "messages"
-    """Holds a list of messages with role and content (and tool_calls)."""
+    """Column with a list of messages with role and content (and tool_calls)."""
     tools_column: str = "tools"
-    """Holds the tools of a conversation, where the file has this column."""
+    """Column with the tools of a conversation, where the file has this column."""
     prompt_column: str = "prompt"
-    """Holds what a completion goes on from."""
+    """Column with what a completion goes on from."""
     completion_column: str = "completion"
-    """Holds what is to be written."""
+    """Column with what is to be written."""
     text_column: str = "text"
-    """Holds plain text, of which every token is trained."""
+    """Column with plain text, of which every token is trained."""
     eval_share: float = 0.05
     """Share of --data that is held out where there is no --eval-data."""
     max_tokens: int = 4096

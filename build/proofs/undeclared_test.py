@@ -21,5 +21,15 @@ def test_ray_is_locked_but_not_declared() -> None:
 
 def test_siblings_are_out_of_sight() -> None:
     """What seqpack does not depend on is not importable from its target."""
-    for name in ["dyncp", "engines", "rollout", "objectives", "chat_tools", "runlog", "runplan", "schedules", "transformers"]:
+    for name in [
+        "dyncp",
+        "engines",
+        "rollout",
+        "objectives",
+        "chat_tools",
+        "runlog",
+        "runplan",
+        "schedules",
+        "transformers",
+    ]:
         assert importlib.util.find_spec(name) is None, name

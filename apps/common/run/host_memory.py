@@ -19,7 +19,7 @@ _ADVISED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to keep freed blocks of up to 64 MiB, 1 GiB of them an arena; return whether it does.
+    """Let glibc keep freed blocks of up to 64 MiB, 1 GiB of them an arena; return whether it does.
 
     A step asks for the same blocks as the one before. glibc by default gives them back to the kernel, which clears
     each page that is asked for again (sampling 512 short answers: 6,500 page faults a step, below 200 with this).

@@ -14,8 +14,8 @@ from chat_tools.dataset import (
     DatasetReport,
     progress_bar,
     read_rows,
-    usable_workers,
     tokenize_dataset,
+    usable_workers,
     write_parquet,
 )
 from chat_tools.rendering.render import render

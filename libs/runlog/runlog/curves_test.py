@@ -2,7 +2,7 @@
 
 import pytest
 
-from runlog.curves import charts, key_figures, kind_of, noisy, smooth, downsample, unchanged
+from runlog.curves import charts, downsample, key_figures, kind_of, noisy, smooth, unchanged
 
 RUN = [
     {"step": s, "time": 1000.0 + 2 * s, "reward": s / 10, "loss": 1.0, "train/kl": 0.1 * s, "constant": 3, "odd": s % 3,

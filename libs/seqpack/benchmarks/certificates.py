@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 
 from seqpack.planning.balancing import balance
-from seqpack.planning.exact import min_bins, least_maximum
+from seqpack.planning.exact import least_maximum, min_bins
 from seqpack.planning.packing import pack
 
 CAPACITY = 120

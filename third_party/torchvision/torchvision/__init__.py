@@ -8,7 +8,7 @@ __version__ = "0.28.0"  # the one that belongs to the torch of the lock; transfo
 
 
 def missing(module: str, name: str) -> object:
-    """What a module's `__getattr__` does: dunders are not there, anything else is told when it is called."""
+    """Return an attribute of a module: dunders are not there, anything else raises when it is called."""
     if name.startswith("__"):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     return Missing(f"{module}.{name}")

@@ -27,8 +27,8 @@ from chat_tools.parsing.literals import (
     dumps,
     literal_cost,
     loads,
-    loads_with_notes,
     loads_plain,
+    loads_with_notes,
 )
 from chat_tools.parsing.nested_json import Brackets, find_end
 from chat_tools.parsing.segments import Recorder

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chat_tools.parsing.literals import LiteralError, is_no_value, loads, decode_escapes
+from chat_tools.parsing.literals import LiteralError, decode_escapes, is_no_value, loads
 
 BITS = [
     "true",

@@ -1,7 +1,7 @@
 """Values whose end is not here yet: a string decoded piece by piece, anything else up to its own end.
 
-Invariants (tests): whatever the pieces, a string's text is what `decode_escapes` makes of the whole; a value ends at the same
-character.
+Invariants (tests): whatever the pieces, a string's text is what `decode_escapes` makes of the whole; a value ends at
+the same character.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@
 3. The lower bound (`planning/lower_bound.py`). Done where the best candidate is within `CLOSE_ENOUGH` of it.
 4. Few sequences: the fastest of all plans, by dynamic programming (`planning/exact.py`), which is its own proof.
    To `SMALL_COUNT`: moves and swaps between groups (`planning/local_search.py`), from the best so far with groups of
-   any size and from each static candidate with groups of its own, to sixteen sequences beyond the first plan that no change
-   makes faster; to `MOST_STATIC` the fastest static plan itself instead.
+   any size and from each static candidate with groups of its own, to sixteen sequences beyond the first plan that no
+   change makes faster; to `MOST_STATIC` the fastest static plan itself instead.
 5. Lay the groups out over the ranks, and return the plan with `lower_bound` and, from it, `gap`.
 
 Held by tests: every sample once, the cap hard, never slower than any candidate, `lower_bound` never above the optimum

@@ -134,8 +134,8 @@ def _rest(samples: Set, taken: Set) -> Set:
 
 
 def small_questions(count: int, seed: int, min_samples: int = 1, max_samples: int = 7) -> Iterator[Question]:
-    """Yield questions of `min_samples` to `max_samples` sequences on up to eight ranks of 1,024 tokens, of every method and
-    layout.
+    """Yield questions of `min_samples` to `max_samples` sequences on up to eight ranks of 1,024 tokens, of every method
+    and layout.
 
     Fixed costs are from 0 to 30 ms. Lengths are uniform up to the widest group's room, or lognormal around 600.
     """

@@ -11,7 +11,7 @@ version of the samplers' weights and `ahead` groups of slack (`StalenessSettings
    interrupting what runs, else once nothing runs. Nothing begins and nothing is trained until the samplers have them.
    A weight sync that failed is asked for again.
 
-What follows, as an exhaustive search and a stateful test check: a group is trained exactly once, with a staleness of
+Invariants, held by an exhaustive search and a stateful test: a group is trained exactly once, with a staleness of
 at most `bound`; every group that may begin has begun; the run never deadlocks.
 
 Why rule 2 never waits in vain: up to the end of window v at most (1 + v) W + ahead groups have begun, and until the end

@@ -100,12 +100,12 @@ class Leader:
         self._sent = time.monotonic()
 
     def order(self, order: Order) -> None:
-        """Have the other ranks do it; this one does it next."""
+        """Send an order to the other ranks; this one does it next."""
         broadcast(order)
         self._sent = time.monotonic()
 
     def waits(self) -> None:
-        """Tell the others, now and then, that episodes are still waited for."""
+        """Send the others word, now and then, that episodes are still waited for."""
         if time.monotonic() - self._sent > SILENCE:
             self.order(Wait())
 

@@ -158,7 +158,7 @@ class FullyAsyncSchedule:
         return result
 
     def evaluate(self) -> Evaluation:
-        """Greedy answers to the held-out tasks by the sampling process, beside what it samples."""
+        """Return greedy responses to the held-out tasks by the sampling process, beside what it samples."""
         begun = time.perf_counter()
         while True:
             asked = self._living().call("evaluate")
@@ -176,13 +176,13 @@ class FullyAsyncSchedule:
         return evaluation_of(self._tasks, decode_episodes(payload), self._tasks.held_out())
 
     def saving(self, step: int) -> None:
-        """From where the tasks must be asked that the checkpoint does not hold."""
+        """Write from where the tasks go on that the checkpoint does not hold."""
         with self._lock:
             place = self._rows.place(self._oldest())
         save_cursor(self._run.run_dir, step, place, self._run.keep_checkpoints)
 
     def saved(self, step: int) -> None:
-        """The ledger need not keep what the checkpoint holds."""
+        """Let the ledger drop what the checkpoint holds."""
         with self._lock:
             self._ledger.saved(step)
             self._rows.forget(self._oldest())
@@ -224,8 +224,8 @@ class FullyAsyncSchedule:
         future.add_done_callback(lambda future: self._ended(worker, group, future))
 
     def _ended(self, worker: Workers, group: int, future: "Future[Message]") -> None:
-        """A group is sampled, or its process died; in the thread that hears it. What one whose groups count as lost
-        still answers is nobody's: another one samples them."""
+        """Record a group that was sampled, or the death of its process; in the thread that hears it. What a process
+        whose groups count as lost still sends is dropped: another one samples them."""
         error = future.exception()
         if error is not None:
             if self._begun.get(group) is worker and not (self._closing and isinstance(error, WorkerDied)):
@@ -316,8 +316,8 @@ class FullyAsyncSchedule:
         return {"schedule/staleness": float(staleness), **age_metrics(episodes, version), **waiting}
 
     def _synced(self, episodes: Sequence[Episode]) -> dict[str, float]:
-        """Hand over the weights as soon as the controller says so; a transfer that fails is tried again. Probes of
-        them, of the step's `episodes`, are asked for before new groups begin, whose prompts they would wait behind."""
+        """Send the weights as soon as the controller says so; a transfer that fails is tried again. Their check, by the
+        step's `episodes`, is asked for before new groups begin, whose prompts it would wait behind."""
         begun, failures = time.perf_counter(), list[RuntimeError]()
         while True:
             decision = self._next(Sync)
@@ -363,7 +363,7 @@ class FullyAsyncSchedule:
         return self._start_sampling(version, place, self._leader.wait_for)
 
     def _give(self, worker: Workers, version: int, interrupt: bool = False) -> TransferResult:
-        """Hand over the present weights."""
+        """Send a worker the present weights."""
         module_names = self._start_sampling.module_names
         pause: Literal["abort"] | None = "abort" if interrupt else None
         self._leader.order(SendWeights(version, module_names))

@@ -57,7 +57,7 @@ def ray_module(name: str) -> Any:
 
 @contextmanager
 def in_cluster(settings: RaySettings | None) -> Iterator[None]:
-    """Be connected to the run's cluster; nothing where it asks for none. Who is connected already stays so.
+    """Connect to the run's cluster while this is open; do nothing where it asks for none, or is connected already.
 
     A cluster that is started here lives on loopback, without a dashboard and without usage statistics.
     """

@@ -14,7 +14,7 @@ RATES = ("errors", "timeouts")
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Length, truncation, entropy, the spread and the parts of rewards, the rates of tools, by the names of `runlog`.
+    """Return length, truncation, entropy, spread and components of rewards, and rates of tools, by `runlog`'s names.
 
     `entropy` is the mean of -log p over the sampled tokens: unbiased for the entropy a token of the policy that sampled
     them, as answers are drawn from the whole vocabulary. Failed episodes count in `response/failed` alone.

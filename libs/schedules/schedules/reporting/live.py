@@ -49,7 +49,7 @@ class Live:
 
     @asynccontextmanager
     async def step(self, total: int) -> AsyncIterator[None]:
-        """Around the sampling of `total` episodes; the last thing shown is how it ended.
+        """Count the sampling of `total` episodes; the last thing shown is how it ended.
 
         Those that overlap are counted together.
         """
@@ -83,7 +83,7 @@ class RemoteLoad:
         self._told: dict[str, float | int | str] = {}
 
     def values(self, workers: Workers) -> dict[str, float | int | str]:
-        """Their counts together, as the progress line says them; nothing until they have answered once."""
+        """Return their counts together, as the progress line says them; nothing until they have answered once."""
         if all(future.done() for future in self._asked):
             told = [f.result()[0]["answer"] for f in self._asked if not isinstance(f.exception(), WorkerDied)]
             if told:
@@ -94,18 +94,18 @@ class RemoteLoad:
 
 
 class PeriodicTask:
-    """Calls `tell` every half second from `begin` to `end`, in a thread of its own: whatever the run's thread is at."""
+    """Thread that calls `tell` every half second from `begin` to `end`, whatever the run's thread is at."""
 
     def __init__(self, tell: Callable[[], object]) -> None:
         self._tell, self._over = tell, threading.Event()
         self._thread = threading.Thread(target=self._tick, name="live", daemon=True)
 
     def begin(self) -> None:
-        """Tell from now on."""
+        """Start calling."""
         self._thread.start()
 
     def end(self) -> None:
-        """Tell nothing any more, once what is being told is told."""
+        """Stop calling, once the present call has ended."""
         self._over.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -173,6 +173,6 @@ class CountedEnvironment:
         return result
 
     async def close(self) -> None:
-        """The environment's own, and the end of the count."""
+        """Close the environment, and end the count."""
         self._live.count(ended=1)
         await self._environment.close()

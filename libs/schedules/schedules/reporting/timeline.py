@@ -21,7 +21,7 @@ class Timeline:
         self._write({"start": done})
 
     def add(self, lane: str, kind: str, begin: float, end: float) -> None:
-        """One span of one lane."""
+        """Append one span of one lane."""
         times = {"begin": round(begin + self._clock, 4), "end": round(end + self._clock, 4)}
         self._write({"lane": lane, "kind": kind, **times})
 
@@ -41,17 +41,17 @@ class SamplerLane:
         self._since: float | None = None
 
     def runs(self) -> None:
-        """Something is sampled from now on, where nothing was."""
+        """Start a span, where nothing was sampled."""
         if self._since is None:
             self._since = time.perf_counter()
 
     def rests(self) -> None:
-        """Nothing is sampled any more."""
+        """End the span: nothing is sampled any more."""
         self._cut(time.perf_counter())
         self._since = None
 
     def held(self, begin: float, end: float) -> None:
-        """What is sampled was held meanwhile, for new weights."""
+        """Cut the span where sampling was held for new weights."""
         if self._since is not None:
             self._cut(begin)
             self._since = max(self._since, end)

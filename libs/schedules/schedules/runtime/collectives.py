@@ -29,12 +29,12 @@ def all_agree(ok: bool) -> bool:
 
 
 def broadcast_result(value: T) -> T:
-    """Rank 0's value on every rank: for what a rank reads from a disk that others may see later or not at all."""
+    """Return rank 0's value on every rank: for what it reads from a disk that others may see later or not at all."""
     return gather_lists([value])[0]
 
 
 def broadcast(value: T) -> T:
-    """Rank 0's value on every rank, one copy of it: for what may be large. Rank 0 need not wait for the others."""
+    """Return rank 0's value on every rank, one copy of it: for what may be large. Rank 0 need not wait for others."""
     box = [value]
     if rank_and_world()[1] > 1:
         dist.broadcast_object_list(box, src=0)

@@ -32,7 +32,7 @@ class NumberedRows:
         return self._steps[step][at]
 
     def forget(self, number: int) -> None:
-        """No number below this one is asked for again."""
+        """Drop the rows below this number: none is asked for again."""
         for step in [step for step in self._steps if step < number // self._count]:
             del self._steps[step], self._before[step]
 

@@ -33,7 +33,7 @@ class RemoteSampler:
         self.version = version
 
     async def abort(self) -> None:
-        """Go back to the version from before."""
+        """Restore the version from before."""
         self.version = self._before
 
     async def pause(self, mode: PauseMode = "finish") -> None:

@@ -92,7 +92,7 @@ class SamplingProcess:
         return self.worker
 
     def works(self) -> None:
-        """It finished a group: deaths are counted from here."""
+        """Note that it finished a group: deaths are counted from here."""
         self._deaths, self._first = 0, None
 
     def fail(self, error: BaseException) -> None:
@@ -109,7 +109,7 @@ class SamplingProcess:
             self._closed = self._worker
 
     def _sync(self) -> None:
-        """WorkerDied: it ended before it had the weights, or was ended as it did not take them."""
+        """Send it the weights; raise WorkerDied where it ended before it had them, or was ended for not taking them."""
         if not self.version:
             return
         try:

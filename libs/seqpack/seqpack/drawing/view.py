@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from seqpack.drawing.svg import WIDTH, drawing, legend, line, page, rect, section, color_of, color_bounds, text
+from seqpack.drawing.svg import WIDTH, color_bounds, color_of, drawing, legend, line, page, rect, section, text
 from seqpack.planning.balancing import BalancePlan
 from seqpack.planning.micro_batches import MicroBatchPlan
 from seqpack.planning.packing import PackPlan

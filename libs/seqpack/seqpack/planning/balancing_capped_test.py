@@ -10,8 +10,8 @@ from seqpack.planning.balancing_capped import (
     Slots,
     balance_capped,
     cost_units,
-    largest_cost_first,
     even_out,
+    largest_cost_first,
 )
 from seqpack.planning.bounds import Ints
 from seqpack.planning.mixes import MIXES

@@ -12,7 +12,7 @@ from seqpack.planning.bounds import (
     threshold_bound,
     volume_bound,
 )
-from seqpack.planning.exact import min_bins, least_maximum
+from seqpack.planning.exact import least_maximum, min_bins
 
 slopes = st.integers(1, 40).flatmap(lambda q: st.tuples(st.integers(q, 7 * q), st.just(q)))
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpack.planning.exact import min_bins, least_maximum
+from seqpack.planning.exact import least_maximum, min_bins
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(20, 45))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from seqpack.batches.packed import PackedBatch
 from seqpack.planning.padding import packed_geometry
 from seqpack.testing.account import HALF, IsolationReport, Tolerance
-from seqpack.testing.embedding import input_embedding, reach, perturbed_rounding, watched
+from seqpack.testing.embedding import input_embedding, perturbed_rounding, reach, watched
 from seqpack.testing.trace import Origin, find_origin, relative_error
 
 PackedForward = Callable[[nn.Module, PackedBatch], Tensor]
