@@ -82,7 +82,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class PluginConfig:
-    """What a user brings, by name: FILE.py:NAME or package.module:name (`apps.grpo.tasks.plugins`)."""
+    """What a user brings, by name: FILE.py:NAME or package.module:name (`apps.common.plugins`)."""
 
     environment: tuple[str, ...] = ()
     """Environments that are played in place of a recipe's tasks; several in one run are told apart by a column."""

@@ -7,9 +7,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from apps.common.data.answers import final_answer, same_answer
+from apps.common.plugins import load_reward
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipe import Recipe
-from apps.grpo.tasks.plugins import load_reward
 from apps.grpo.tasks.prompt_tasks import PromptTasks, prompt_tasks
 from engines import EngineConfig
 from rollout import Reply, Sampling

@@ -18,8 +18,8 @@ from typing import Any
 from apps.common.cli.flags import flag
 from apps.common.data.held_out import held_out_keys
 from apps.common.data.prompts import read_rows
+from apps.common.plugins import environment_name, load_environment
 from apps.grpo.config import DataConfig, GrpoConfig
-from apps.grpo.tasks.plugins import environment_name, load_environment
 from rollout import RowSource, TaskRow, TaskSource
 from rollout.environments.mixed_tasks import EnvironmentPart, EnvironmentTasks, NumberedTasks
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from apps.common.data.prompts import Prompt
 from apps.common.data.template_options import template_options
+from apps.common.plugins import load_environment, load_reward, load_tools
 from apps.grpo.config import DataConfig, GrpoConfig, PluginConfig
 from apps.grpo.tasks.environment_tasks import make_environment_tasks
-from apps.grpo.tasks.plugins import load_environment, load_reward, load_tools
 from apps.grpo.tasks.prompt_tasks import PromptTasks
 from apps.grpo.testing.plugins import Digits
 from rollout import EpisodeContext, Reply, Score, TaskRow

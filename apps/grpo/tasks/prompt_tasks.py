@@ -12,8 +12,8 @@ from apps.common.data.held_out import held_out_keys
 from apps.common.data.presets import PRESETS
 from apps.common.data.prompts import Prompt, read_prompts
 from apps.common.data.template_options import template_options
+from apps.common.plugins import RowReward, Scored, load_tools
 from apps.grpo.config import DataConfig, GrpoConfig
-from apps.grpo.tasks.plugins import RowReward, Scored, load_tools
 from engines.media.image_reader import ImageReader, as_text
 from engines.weights.hub import model_directory
 from rollout import EnvironmentFactory, Reply, RowSource, Task, TaskRow, TaskSource

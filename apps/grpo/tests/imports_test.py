@@ -1,10 +1,10 @@
-"""The imports of a user's file work under `bazel run`, with what `apps.grpo.tasks.plugins` brings along."""
+"""The imports of a user's file work under `bazel run`, with what `apps.common.plugins` brings along."""
 
 import importlib
 
 import pytest
 
-from apps.grpo.tasks import plugins
+from apps.common import plugins
 
 ROLLOUT = importlib.import_module("rollout")  # by name, so that this test brings nothing along itself
 MODULES = ("rollout.environments.moves", "rollout.environments.blocking")
@@ -12,7 +12,7 @@ MODULES = ("rollout.environments.moves", "rollout.environments.blocking")
 
 @pytest.mark.parametrize("name", sorted(ROLLOUT._EXPORTS))
 def test_a_name_of_the_facade(name: str) -> None:
-    assert plugins.__name__ == "apps.grpo.tasks.plugins"
+    assert plugins.__name__ == "apps.common.plugins"
     assert getattr(ROLLOUT, name) is not None
 
 
