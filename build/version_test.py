@@ -26,9 +26,9 @@ def tree(root: Path) -> None:
 
 def test_every_place_of_the_tree_agrees() -> None:
     assert version.complaints(ROOT) == []
-    assert len(version.facades(ROOT)) == 7
+    assert len(version.facades(ROOT)) == 9
     pins = version.found(ROOT)
-    assert sum(len(named) for name, named in pins.items() if name.endswith("pyproject.toml")) == 6
+    assert sum(len(named) for name, named in pins.items() if name.endswith("pyproject.toml")) == 12
 
 
 def test_it_is_written_everywhere_but_in_the_change_log(tmp_path: Path) -> None:

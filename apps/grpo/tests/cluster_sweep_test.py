@@ -32,7 +32,7 @@ OBEYED = {
     "schedule.required_batches": Change(2, ASYNC),
     "schedule.partial_rollout": Change(False, ASYNC),
     "offload": Change(True),
-    "environment": Change(("NAME=value",)),
+    "env": Change(("NAME=value",)),
     "rollout.engine": Change("vllm"),
     "rollout.max_model_tokens": Change(4096, VLLM),
     "rollout.max_batched_tokens": Change(4096, VLLM),

@@ -75,6 +75,8 @@ CHANGES = {
     "cluster.rollout.cuda_graph_sizes": Change((1, 2)),
     "cluster.rollout.vllm": Change(("block_size=32",)),
     "cluster.env": Change(("NAME=value",)),
+    "cluster.rollout.engine": Change("vllm"),
+    "cluster.schedule.mode": Change("one_step_off"),
     "cluster.schedule.partial_rollout": Change(True),  # False is what a run in turn does
     "objective.policy_loss": Change("cispo"),
     "objective.clip_low": Change(0.001),

@@ -56,6 +56,8 @@ CHANGES = {
     "cluster.rollout.cuda_graph_sizes": Change((1, 2)),
     "cluster.rollout.vllm": Change(("block_size=32",)),
     "cluster.env": Change(("NAME=value",)),
+    "cluster.rollout.engine": Change("vllm"),
+    "cluster.schedule.mode": Change("one_step_off"),
 }
 
 
