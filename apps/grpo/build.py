@@ -36,7 +36,7 @@ Demonstrations = Callable[[GrpoConfig, int], list[Conversation]]
 Sampler = RolloutEngine | RaySamplers | RemoteSampler
 
 
-def samples_elsewhere(config: GrpoConfig) -> bool:
+def samples_remotely(config: GrpoConfig) -> bool:
     """Return whether the run starts processes that sample."""
     return config.cluster.schedule.mode == "fully_async" or config.cluster.rollout.ray_workers > 0
 

@@ -20,7 +20,7 @@ from apps.common.run.nonfinite_batch import save_batch_on_nonfinite
 from apps.common.run.ranks import init_rank
 from apps.common.run.reporter import Reporter
 from apps.common.run.run_dir import steps_done
-from apps.grpo.build import Demonstrations, RunBuilder, samples_elsewhere
+from apps.grpo.build import Demonstrations, RunBuilder, samples_remotely
 from apps.grpo.config import GrpoConfig
 from apps.grpo.sampling.native import NativeBackend
 from apps.grpo.sampling.ray_devices import ray_settings
@@ -68,7 +68,7 @@ def train(
         ValueError: what was asked cannot be done; before anything is sampled.
     """
     begun = time.perf_counter()
-    if rollout_engine is not None and samples_elsewhere(config):
+    if rollout_engine is not None and samples_remotely(config):
         raise ValueError("fully_async and Ray start samplers of their own: hand no engine to train()")
     init_rank(config.threads, config.seed)
     quiet_libraries()

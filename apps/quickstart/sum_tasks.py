@@ -90,7 +90,7 @@ def refuse_file_options(config: GrpoConfig, own: Sequence[str]) -> None:
     for name in (item.name for item in fields(PluginConfig)):
         if getattr(config.plugins, name) != getattr(PluginConfig, name):
             raise ValueError(
-                f"recipe {config.recipe!r} makes its own tasks: {flag(f'own.{name}')} goes with --environment "
+                f"recipe {config.recipe!r} makes its own tasks: {flag(f'plugins.{name}')} goes with --environment "
                 "FILE.py:NAME, or with --model DIR --data FILE"
             )
 

@@ -122,8 +122,8 @@ class SettingSweep(Generic[C]):
     known: dict[C, dict[str, Any]] = field(default_factory=dict)
 
     def paths(self) -> list[str]:
-        """Return every setting without those left out and those of `data` and `own`, which choose the data."""
-        paths = {path for path in field_paths(self.base) if not path.startswith(("data.", "own."))} - self.left_out
+        """Return every setting without those left out and those of `data` and `plugins`, which choose the data."""
+        paths = {path for path in field_paths(self.base) if not path.startswith(("data.", "plugins."))} - self.left_out
         unknown = set(self.changes) - paths
         assert not unknown, f"the table names fields that are not there: {unknown}"
         return sorted(paths)

@@ -142,7 +142,7 @@ def test_who_waits_for_orders_hears_that_answers_are_waited_for(monkeypatch: pyt
     answer: Future[None] = Future()
     lead.waits()
     assert told == []  # they heard something a moment ago
-    monkeypatch.setattr(schedule_async_ranks, "SILENCE", 0.0)
+    monkeypatch.setattr(schedule_async_ranks, "QUIET_SECONDS", 0.0)
 
     def send(order: Any) -> None:
         told.append(order)

@@ -162,7 +162,7 @@ def test_a_setting_of_ones_own_environments_changes_what_is_played(
     )
     base = GrpoConfig(recipe="environment", plugins=own)
     assert played(base) == played(base)
-    changed = with_value(base, f"own.{name}", OWN_CHANGES[name])
+    changed = with_value(base, f"plugins.{name}", OWN_CHANGES[name])
     if name == "template_options":  # they change the tokens, not the messages
         chats = [chat_of(config, build_tokenizer()) for config in (base, changed)]
         assert chats[0].options != chats[1].options
@@ -187,12 +187,12 @@ def test_a_setting_of_ones_own_for_a_file_changes_what_is_asked_or_earned(
         with pytest.raises(ValueError, match="--max-turns"):
             played(base)
         base = with_value(base, "max_turns", 1)
-    changed = with_value(base, f"own.{name}", OWN_OF_FILES[name])
+    changed = with_value(base, f"plugins.{name}", OWN_OF_FILES[name])
     assert played(with_value(changed, "max_turns", 2) if name == "tool" else changed) != played(base)
 
 
 def test_every_setting_of_ones_own_is_changed_here() -> None:
-    of_own = {path.removeprefix("own.") for path in field_paths(BASE) if path.startswith("own.")}
+    of_own = {path.removeprefix("plugins.") for path in field_paths(BASE) if path.startswith("plugins.")}
     assert of_own == set(OWN_CHANGES) | set(OWN_OF_FILES)
 
 

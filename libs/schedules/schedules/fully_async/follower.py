@@ -33,7 +33,7 @@ from schedules.schedule import TrainStepResult
 from schedules.weights.weight_checks import Media, compare_checks
 from schedules.weights.weight_sync import sync_weights
 
-SILENCE = 10.0
+QUIET_SECONDS = 10.0
 """Seconds that the other ranks hear nothing, at most, while rank 0 waits for episodes."""
 
 
@@ -106,7 +106,7 @@ class Leader:
 
     def waits(self) -> None:
         """Send the others word, now and then, that episodes are still waited for."""
-        if time.monotonic() - self._sent > SILENCE:
+        if time.monotonic() - self._sent > QUIET_SECONDS:
             self.order(Wait())
 
     def wait_for(self, futures: "Sequence[Future[Any]]") -> None:

@@ -16,13 +16,13 @@ class WeightCheck:
     """Some of a step's prompts, sampled again by every sampler right after it was given weights as number `version`.
 
     The responses stand in line with whatever else is sampled, so that waiting for them would have the trainer idle;
-    `metrics` waits and compares. `living` gives the samplers: those in place of dead ones have the same weights and are
+    `metrics` waits and compares. `alive` gives the samplers: those in place of dead ones have the same weights and are
     asked again.
     """
 
-    def __init__(self, episodes: Sequence[Episode], version: int, living: Callable[[], Workers]) -> None:
+    def __init__(self, episodes: Sequence[Episode], version: int, alive: Callable[[], Workers]) -> None:
         self._prompts, self._media = check_prompts_of(episodes), check_media_of(episodes)
-        self._version, self._living = version, living
+        self._version, self._alive = version, alive
         self._requests = self._request()
 
     def metrics(self, trainer: Trainer, leader: Leader) -> dict[str, float]:
@@ -46,7 +46,7 @@ class WeightCheck:
     def _request(self) -> "list[Future[Message]]":
         if not self._prompts:
             return []
-        return self._living().call_all("probe", prompts=self._prompts, media=encode_media(self._media))
+        return self._alive().call_all("probe", prompts=self._prompts, media=encode_media(self._media))
 
 
 class PendingChecks:
@@ -54,11 +54,11 @@ class PendingChecks:
 
     Every sync is noted by `synced`, those to samplers in place of dead ones too, and one at a resume. Where no step's
     prompts are known by then, the first ones that are told serve (`known`). `run` comes before the trainer's weights
-    change. `living`: as for `WeightCheck`.
+    change. `alive`: as for `WeightCheck`.
     """
 
-    def __init__(self, living: Callable[[], Workers]) -> None:
-        self._living = living
+    def __init__(self, alive: Callable[[], Workers]) -> None:
+        self._alive = alive
         self._episodes: Sequence[Episode] = ()
         self._check: WeightCheck | None = None
         self._version: int | None = None
@@ -83,4 +83,4 @@ class PendingChecks:
     def _request(self) -> None:
         if self._version is not None and self._episodes:
             version, self._version = self._version, None
-            self._check = WeightCheck(self._episodes, version, self._living)
+            self._check = WeightCheck(self._episodes, version, self._alive)

@@ -14,7 +14,7 @@ from rollout.workers.protocol import Workers
 from rollout.workers.serve import Handler
 from schedules.protocols import SamplerSource, Tasks
 from schedules.runtime.collectives import rank_and_world
-from schedules.sampling.sampler_process import Wait, begun, generating_handlers
+from schedules.sampling.sampler_process import Wait, generating_handlers, wait_until_ready
 from schedules.sampling.settings import RolloutSettings
 
 Transport = Literal["objects", "gloo", "nccl"]
@@ -99,7 +99,7 @@ def open_pool(
         environment={**settings.environment, "PYTHONPATH": _paths()},
         transport=settings.transport,
     )
-    return begun(pool, wait)
+    return wait_until_ready(pool, wait)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class RaySamplers:
         back.
 
         Raises:
-            WorkerDied: a sampler did; see `revive`.
+            WorkerDied: a sampler did; see `restart_pool`.
         """
         count = min(self._ray.workers, len(rows))
 
@@ -94,7 +94,7 @@ class RaySamplers:
         return [dealt[at % count][at // count] for at in range(len(rows))]
 
     async def sample_checks(self, prompts: Sequence[Sequence[int]], media: Sequence[Media]) -> list[dict[str, Any]]:
-        """Return what each of the samplers answers to probes. WorkerDied: see `revive`."""
+        """Return what each of the samplers answers to probes. WorkerDied: see `restart_pool`."""
         requests = self._pool.call_all("probe", prompts=prompts, media=encode_media(media))
         answers = await asyncio.gather(*map(asyncio.wrap_future, requests))
         return [head["answer"] for head, _ in answers]
@@ -112,9 +112,9 @@ class RaySamplers:
             if self._pool.alive:
                 self.version -= 1
                 raise
-        return self.revive(runner)
+        return self.restart_pool(runner)
 
-    def revive(self, runner: Runner, trained: bool = False) -> TransferResult:
+    def restart_pool(self, runner: Runner, trained: bool = False) -> TransferResult:
         """Begin another pool with the trainer's present weights; the bytes handed over. The trainer is not at work.
 
         `trained`: the weights are newer than those of the lost pool, and count as the next version. Before the first
@@ -172,13 +172,13 @@ class RaySession(RolloutSession):
         return transfer
 
     def run(self, make: Callable[[], Coroutine[Any, Any, T]], trained: bool = False) -> T:
-        """Return what the coroutine answers; made anew after each death. `trained`: see `RaySamplers.revive`."""
+        """Return what the coroutine answers; made anew after each death. `trained`: see `RaySamplers.restart_pool`."""
         while True:
             try:
                 result = self.runner.run(make())
                 break
             except WorkerDied:
-                self.check.pending |= self.sampler.revive(self.runner, trained).nbytes > 0
+                self.check.pending |= self.sampler.restart_pool(self.runner, trained).nbytes > 0
         broadcast_order(Order(False, self.sampler.version))
         return result
 
@@ -191,7 +191,7 @@ class RaySession(RolloutSession):
     ) -> list[list[Episode]]:
         """Return a group of `size` episodes of each row, under the numbers of `places`."""
         async with self.live.step(len(rows) * size):
-            self.live.count(begun=len(rows) * size)
+            self.live.count(started=len(rows) * size)
             return await self.sampler.rollout_groups(
                 rows, places, sampling, size, lambda count: self.live.count(ended=count)
             )

@@ -25,22 +25,22 @@ class Live:
 
     show: Show | None = None
     total: int = 0
-    begun: int = 0
+    started: int = 0
     ended: int = 0
     engine: RolloutEngine | None = None
     _steps: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def count(self, begun: int = 0, ended: int = 0) -> None:
+    def count(self, started: int = 0, ended: int = 0) -> None:
         """Count episodes; from any thread."""
         with self._lock:
-            self.begun += begun
+            self.started += started
             self.ended += ended
 
     def values(self) -> dict[str, float | int | str]:
         """Return the counts as the progress line says them."""
         found: dict[str, float | int | str] = {
-            "episodes": f"{self.ended}/{self.total}, {self.begun - self.ended} in flight"
+            "episodes": f"{self.ended}/{self.total}, {self.started - self.ended} in flight"
         }
         if self.engine is not None:
             load = self.engine.load()
@@ -54,7 +54,7 @@ class Live:
         Those that overlap are counted together.
         """
         if not self._steps:
-            self.total, self.begun, self.ended = 0, 0, 0
+            self.total, self.started, self.ended = 0, 0, 0
         self.total += total
         self._steps += 1
         ticker = asyncio.ensure_future(self._tick()) if self.show is not None else None
@@ -142,7 +142,7 @@ class CountedFactory:
         return CountedEnvironment(self._factory(), self._live)
 
     async def _run_group(self, *arguments: Any, size: int, **options: Any) -> list[Episode]:
-        self._live.count(begun=size)
+        self._live.count(started=size)
         try:
             episodes: list[Episode] = await self._factory.run_group(*arguments, size=size, **options)  # type: ignore[attr-defined]
             return episodes
@@ -155,7 +155,7 @@ class CountedEnvironment:
 
     def __init__(self, environment: Any, live: Live) -> None:
         self._environment, self._live = environment, live
-        live.count(begun=1)
+        live.count(started=1)
 
     async def open(self, context: EpisodeContext) -> Observation:
         """Return the environment's own."""

@@ -131,9 +131,9 @@ def test_groups_that_overlap_are_counted_together() -> None:
 
     async def main() -> None:
         async with live.step(4):
-            live.count(begun=4)
+            live.count(started=4)
             async with live.step(4):
-                live.count(begun=4, ended=3)
+                live.count(started=4, ended=3)
                 assert live.values() == {"episodes": "3/8, 5 in flight"}
         live.count(ended=5)
         async with live.step(2):

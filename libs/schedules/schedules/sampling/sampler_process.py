@@ -67,10 +67,10 @@ class StartProcess:
     def __call__(self, version: int, place: Mapping[str, Any] | None, wait: Wait = wait) -> Workers:
         """Return the process; see `StartSampling`."""
         worker = WorkerProcess(generate, (self.source, self.tasks, self.settings, version, place))
-        return begun(worker, wait)
+        return wait_until_ready(worker, wait)
 
 
-def begun(workers: Workers, wait: Wait) -> Workers:
+def wait_until_ready(workers: Workers, wait: Wait) -> Workers:
     """Return the workers once they are ready; those that could not begin are closed. WorkerDied: one of them ended."""
     ready = False
     try:
@@ -145,7 +145,7 @@ def _players(session: RolloutSession, rows: NumberedRows) -> dict[str, Handler]:
     async def load(call: dict[str, Any]) -> dict[str, int]:
         del call
         live, requests = session.live, session.sampler.load()
-        return {"episodes": live.begun - live.ended, "running": requests.running, "waiting": requests.waiting}
+        return {"episodes": live.started - live.ended, "running": requests.running, "waiting": requests.waiting}
 
     return {"play": play, "evaluate": evaluate, "load": load}
 
