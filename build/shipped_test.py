@@ -47,7 +47,7 @@ EXTRAS = {
         "trackio": ["trackers.py"],
     },
     "runplan": {},
-    "schedules": {"native": ["sampling/transformers_sampler.py"]},
+    "schedules": {},
     "seqpack": {"tensordict": ["batches/*"]},
 }
 # Asked for by an extra, and imported by code elsewhere: transformers' templates, megatron-core's checkpoints, mbridge.
