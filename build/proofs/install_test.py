@@ -45,7 +45,14 @@ from rollout.testing.pieces import pieces_of
 tokenizer = tiny_tokenizer()
 model, trained = tiny_model(len(tokenizer)), tiny_model(len(tokenizer), seed=1)
 trainer = SimpleNamespace(export_weights=lambda: pieces_of(trained.named_parameters()))
-"""
+""",
+    "schedules": """
+from rollout.testing.chat import tiny_tokenizer
+from rollout.testing.model import tiny_dense_model
+if __name__ == "__main__":
+    tiny_tokenizer().save_pretrained("model")
+    tiny_dense_model(len(tiny_tokenizer())).save_pretrained("model")
+""",
 }
 
 # What no lock has: its calls are tested against their published signatures alone (runlog's trackers).

@@ -17,7 +17,6 @@ def test_the_example_trains_fully_asynchronously(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(tmp_path / "model")
     tiny_dense_model(len(tokenizer)).save_pretrained(tmp_path / "model")
-    (tmp_path / "run").mkdir()
     (tmp_path / "example.py").write_text(example, encoding="utf-8")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(
