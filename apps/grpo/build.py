@@ -19,6 +19,7 @@ from apps.grpo.step import GrpoTrainer
 from apps.grpo.tasks.prompt_tasks import Conversation, Tasks
 from apps.grpo.warm_start import warm_model, warm_start
 from engines import TrainEngine, build_engine
+from engines.loading import LoadedModel
 from rollout import RolloutEngine
 from schedules.ray.cluster import StartPool
 from schedules.ray.follower import RayFollower, RayFollowerSession
@@ -58,6 +59,8 @@ class RunBuilder:
     given: RolloutEngine | None
     """What samples, where the caller of the run has it."""
     runner: Runner
+    opened: LoadedModel | None = None
+    """The model, where this process has opened its directory already."""
 
     def warmed(self, demonstrations: Demonstrations | None) -> "RunBuilder":
         """Return a start from the warm start's model; it is made where it is not whole, unless there are steps after
@@ -69,8 +72,9 @@ class RunBuilder:
         if warm is None and not self.done:
             if demonstrations is None:
                 raise ValueError("a warm start needs demonstrations: hand them to train()")
-            warm = warm_start(self.config, demonstrations, self.model, self.tokenizer, folder, self._warm_session)
-        return replace(self, model=warm or self.model)
+            given = (self.model, self.tokenizer, folder, self._warm_session, self.opened)
+            warm = warm_start(self.config, demonstrations, *given)
+        return self if warm is None else replace(self, model=warm, opened=None)
 
     @property
     def source(self) -> RunSampler:
@@ -94,7 +98,7 @@ class RunBuilder:
     def _engine(self) -> TrainEngine:
         """Return what trains, at the checkpoint; beside it the reference model, where the KL penalty needs one."""
         build = functools.partial(build_engine, engine_config(self.config, self.model))
-        engine = build()
+        engine = build(self.opened)
         if self.config.objective.kl_coef and not self.config.engine.lora.rank:
             engine.reference = build(trainable=False)
         if self.checkpoint is not None:

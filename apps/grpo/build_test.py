@@ -50,7 +50,7 @@ class Trained:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
     found: list[Made] = []
 
-    def engine(config: Any, trainable: bool = True) -> Trained:
+    def engine(config: Any, model: Any = None, trainable: bool = True) -> Trained:
         found.append(Made("engine" if trainable else "reference", config.model))
         return Trained(found)
 

@@ -17,7 +17,7 @@ from apps.common.cli.environment import restart_with
 from apps.common.cli.flags import changed, flag
 from apps.common.cli.peer_flags import GRPO as PEERS
 from apps.common.cli.plan_command import answer_without_running
-from apps.common.data.model_files import check_model_directory
+from apps.common.data.model_files import open_model_directory
 from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
 from apps.common.run.config_file import write_config
 from apps.common.run.reporter import report_on_stop
@@ -32,7 +32,8 @@ from apps.grpo.registry import recipes, runnable, spec_of
 from apps.grpo.shrink.nodes import nodes_for
 from apps.grpo.shrink.shrink import shrink, shrunk_recipe, supplied
 from apps.grpo.train import Result, train
-from engines.launch import ensure_group, launch, under_torchrun
+from engines.backends import TRAIN_BACKENDS
+from engines.launch import ensure_group, launch, runs_in_this_process, under_torchrun
 from engines.weights.hub import model_directory
 from objectives.advantages import ESTIMATORS
 from objectives.losses import POLICY_LOSSES
@@ -61,6 +62,7 @@ def command_line() -> CommandLine[GrpoConfig]:
         types={
             "advantage": Literal[(*ESTIMATORS, *ESTIMATORS.aliases)],
             "cluster.schedule.mode": Annotated[Literal[tuple(MODES)], tyro.conf.arg(aliases=["--schedule"])],
+            "engine.backend": Literal[tuple(TRAIN_BACKENDS)],
             "objective.policy_loss": Literal[tuple(POLICY_LOSSES)],
             "objective.off_policy": Annotated[Correction | None, tyro.conf.arg(help=OFF_POLICY)],
         },
@@ -106,8 +108,8 @@ def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
     if config.resume:
         steps_done(run_dir, config.steps)
     model = _model(config, recipe, run_dir)
-    model_config, tokenizer = check_model_directory(model), load_tokenizer(model)
-    check_model(config, model, model_config, tokenizer)
+    opened, tokenizer = open_model_directory(model, config.engine), load_tokenizer(model)
+    check_model(config, model, opened.config, tokenizer)
     assert recipe.make_tasks is not None
     tasks = recipe.make_tasks(config, tokenizer)
     check_prompts(config, tasks, tokenizer, model)
@@ -115,6 +117,8 @@ def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
     if rank_and_world()[0] == 0:
         write_config(config, run_dir)
     job = functools.partial(train, model=model, run_dir=run_dir, demonstrations=recipe.demonstrations)
+    if runs_in_this_process(config.nproc_per_node):
+        job = functools.partial(job, opened=opened)
     with report_on_stop(run_dir, run_dir / "warm-start"):
         engine, arguments = config.engine, (config, tasks)
         waits = engine.collective_timeout_seconds

@@ -27,6 +27,7 @@ from apps.grpo.sampling.ray_devices import ray_settings
 from apps.grpo.step import correction_line
 from apps.grpo.tasks.prompt_tasks import Tasks
 from engines import TrainEngine
+from engines.loading import LoadedModel
 from rollout import RolloutEngine
 from runlog import read_metrics
 from schedules.protocols import environment_of
@@ -57,12 +58,14 @@ def train(
     model: Path,
     run_dir: Path,
     demonstrations: Demonstrations | None = None,
+    opened: LoadedModel | None = None,
 ) -> Result:
     """Run one rank's part from start to end; every rank calls it.
 
     `tasks`: what is asked, by step and held out. `rollout_engine`: samples the answers; by default the native one over
     the model's own module. `model`: the Hugging Face directory to start from. `demonstrations`: of the warm start, if
-    any. With `config.resume` the run goes on from its last checkpoint, else its finished warm start, else the start.
+    any. `opened`: the model, where this process has opened its directory already. With `config.resume` the run goes on
+    from its last checkpoint, else its finished warm start, else the start.
 
     Raises:
         ValueError: what was asked cannot be done; before anything is sampled.
@@ -75,7 +78,7 @@ def train(
     done, checkpoint = broadcast_result(steps_done(run_dir, config.steps) if config.resume else (0, None))
     tokenizer = load_tokenizer(model)
     with Runner() as runner, ExitStack() as stack:
-        start = RunBuilder(config, tasks, tokenizer, model, run_dir, done, checkpoint, rollout_engine, runner)
+        start = RunBuilder(config, tasks, tokenizer, model, run_dir, done, checkpoint, rollout_engine, runner, opened)
         start = start.warmed(demonstrations)
         stack.enter_context(in_cluster(ray_settings(config, rank_and_world()[1])))
         parts = start.components(stack)

@@ -19,6 +19,7 @@ from apps.grpo.tasks.prompt_tasks import Conversation
 from apps.sft.loop import fit
 from apps.sft.reading.samples import Sample, batch_of, sample_of, stop_tokens_of
 from engines import EngineConfig, TrainEngine, build_engine
+from engines.loading import LoadedModel
 from objectives import SFT
 from schedules.protocols import Trainer
 from schedules.runtime.collectives import broadcast_result, rank_and_world
@@ -64,17 +65,19 @@ def warm_start(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     session_of: Callable[[TrainEngine], tuple[RolloutSession, Trainer]],
+    opened: LoadedModel | None = None,
 ) -> Path:
     """Train on demonstrations until the held-out accuracy is reached; return the export's directory in `folder`.
 
-    `session_of` makes the session that samples with the engine between its steps.
+    `session_of` makes the session that samples with the engine between its steps. `opened`: the model, where its
+    directory has been opened already.
 
     It starts anew where an earlier one was killed: FINISHED is written when all else is on disk.
     """
     warm = config.warm_start
     if rank_and_world()[0] == 0:
         shutil.rmtree(folder, ignore_errors=True)
-    engine = build_engine(replace(warm_start_engine(config), model=str(model)))
+    engine = build_engine(replace(warm_start_engine(config), model=str(model)), opened)
     session, trainer = session_of(engine)
     stop_tokens, image_processor = stop_tokens_of(model, tokenizer), session.chat.image_processor
 

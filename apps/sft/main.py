@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; --threads sets what a rank uses
 
@@ -17,7 +17,7 @@ from apps.common.cli.environment import restart_with
 from apps.common.cli.peer_flags import SFT as PEERS
 from apps.common.cli.plan_command import answer_without_running
 from apps.common.data.images import image_processor_of
-from apps.common.data.model_files import check_model_directory
+from apps.common.data.model_files import open_model_directory
 from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
 from apps.common.run.config_file import write_config
 from apps.common.run.reporter import report_on_stop
@@ -37,7 +37,8 @@ from apps.sft.row_order import check_row_order, row_order
 from apps.sft.shrink import shrink, shrunk_recipe, supplied
 from apps.sft.step_plan import plan_steps
 from apps.sft.train import Result, train
-from engines.launch import ensure_group, launch, under_torchrun
+from engines.backends import TRAIN_BACKENDS
+from engines.launch import ensure_group, launch, runs_in_this_process, under_torchrun
 from engines.loading import resolve_device
 from engines.weights.hub import model_directory
 from runlog import check_tracker
@@ -57,7 +58,10 @@ def command_line() -> CommandLine[SftConfig]:
         runs=RUNS,
         by_flag={"--model": "finetune", "--data": "finetune"},
         owned=OWNED,
-        types={"cluster.schedule.mode": Annotated[Mode, tyro.conf.arg(aliases=["--schedule"])]},
+        types={
+            "cluster.schedule.mode": Annotated[Mode, tyro.conf.arg(aliases=["--schedule"])],
+            "engine.backend": Literal[tuple(TRAIN_BACKENDS)],
+        },
         peers=PEERS,
         fixed=("recipe", "model", "seed", "engine.lora", "data.task", "data.demonstrations"),
     )
@@ -89,9 +93,9 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
     if config.resume and config.epochs is None:
         steps_done(run_dir, config.steps)
     model, sources = _model(config, run_dir), _sources(config, run_dir)
-    model_config, tokenizer = check_model_directory(model), load_tokenizer(model, chat=False)
+    opened, tokenizer = open_model_directory(model, config.engine), load_tokenizer(model, chat=False)
     conversations = _conversations(config, sources, model, tokenizer, run_dir)
-    check_model(conversations, model, model_config, tokenizer)
+    check_model(conversations, model, opened.config, tokenizer)
     plan = plan_steps(config, conversations)
     if config.resume and (checkpoint := steps_done(run_dir, plan.steps)[1]) is not None:
         check_row_order(checkpoint, row_order(config, conversations), run_dir)
@@ -99,7 +103,8 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
     if rank_and_world()[0] == 0:
         write_config(config, run_dir)
     with report_on_stop(run_dir):
-        job = (config, conversations, model, run_dir)
+        given = opened if runs_in_this_process(config.nproc_per_node) else None
+        job = (config, conversations, model, run_dir, given)
         engine, waits = config.engine, config.engine.collective_timeout_seconds
         result: Result = launch(train, job, config.nproc_per_node, engine.device, config.threads, waits)
         return result

@@ -36,6 +36,7 @@ from apps.sft.row_order import ORDER, row_order
 from apps.sft.step_plan import StepPlan, plan_steps
 from engines import TrainEngine, build_engine
 from engines.config import parse_context_parallel
+from engines.loading import LoadedModel
 from runlog import read_metrics
 from schedules.runtime.collectives import broadcast_result
 
@@ -53,8 +54,12 @@ class Result:
     """After which step the exported weights were."""
 
 
-def train(config: SftConfig, conversations: Conversations, model: Path, run_dir: Path) -> Result:
+def train(
+    config: SftConfig, conversations: Conversations, model: Path, run_dir: Path, opened: LoadedModel | None = None
+) -> Result:
     """Run one rank's part from start to end; every rank calls it.
+
+    `opened`: the model, where this process has opened its directory already.
 
     Raises:
         DivergenceError, engines.NonFiniteError: the run diverged; checkpoints stay, there is no export.
@@ -68,7 +73,7 @@ def train(config: SftConfig, conversations: Conversations, model: Path, run_dir:
     logged = _losses(run_dir, done)
     best = find_best_checkpoint(run_dir, done, logged)
     tokenizer = load_tokenizer(model, chat=False)
-    engine = build_engine(replace(config.engine, model=str(model)))
+    engine = build_engine(replace(config.engine, model=str(model)), opened)
     extra = {} if checkpoint is None else engine.load(str(checkpoint))
     earlier = _Earlier(done, extra.get(BEFORE, logged.get(0)), extra.get(HELD_OUT, logged.get(done)), logged, best)
     resume_step = done if config.resume else None

@@ -1,21 +1,18 @@
-"""Check of a model directory before anything is built; errors name the file that is missing, cut short or broken."""
+"""Opening of a model directory before anything is built; errors name the file that is missing, cut short or broken."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
-import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PretrainedConfig
 
-from engines.families.registry import family_of
-from engines.loading import read_config
-from engines.weights.empty_model import empty_model
-from engines.weights.model_directory import ModelDirectory
-from engines.weights.model_weights import ModelWeights
+from engines import EngineConfig
+from engines.loading import LoadedModel, open_model
 
 
-def check_model_directory(directory: Path) -> PretrainedConfig:
-    """Return the configuration of a local Hugging Face directory after a check that an engine can load it.
+def open_model_directory(directory: Path, config: EngineConfig) -> LoadedModel:
+    """Open a local Hugging Face directory for an engine of this configuration, which `build_engine` takes as its model.
 
     Its JSON files are read, the headers of its weights held against the model of its configuration; no tensor is read.
 
@@ -33,13 +30,9 @@ def check_model_directory(directory: Path) -> PretrainedConfig:
         if path.name == "config.json" and not isinstance(content, dict):
             raise ValueError(f"{path}: expected an object, got {type(content).__name__}")
     try:
-        config = read_config(directory)
-        family = family_of(config)
-        weights = ModelDirectory.read(directory)
-        ModelWeights.of(family, empty_model(config, torch.float32), weights)
+        return open_model(replace(config, model=str(directory)))
     except (ValueError, AttributeError, StrictDataclassError) as error:
         raise ValueError(f"{directory} can't be used: {error}") from error
-    return config
 
 
 def longest_sequence(config: PretrainedConfig) -> int | None:

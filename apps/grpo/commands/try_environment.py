@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from apps.common.cli import command_line as cli
-from apps.common.data.model_files import check_model_directory
+from apps.common.data.model_files import open_model_directory
 from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
 from apps.common.run.ranks import init_rank
 from apps.common.samplers import sampler_backend
@@ -66,8 +66,8 @@ def try_episodes(
     console = console or Console(highlight=False)
     with tempfile.TemporaryDirectory(prefix="try_") as folder:
         model = config.model or _made(recipe, Path(folder) / "model", config.seed)
-        model_config, tokenizer = check_model_directory(model), load_tokenizer(model)
-        check_model(config, model, model_config, tokenizer)
+        opened, tokenizer = open_model_directory(model, config.engine), load_tokenizer(model)
+        check_model(config, model, opened.config, tokenizer)
         assert recipe.make_tasks is not None
         tasks = recipe.make_tasks(config, tokenizer)
         check_prompts(config, tasks, tokenizer, model)

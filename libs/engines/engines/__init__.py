@@ -7,6 +7,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from engines.adapters.adapter_files import save_adapter as save_adapter
+    from engines.backends import TrainBackend as TrainBackend
+    from engines.backends import register_train_backend as register_train_backend
     from engines.build import build_engine as build_engine
     from engines.capability import Supported as Supported
     from engines.capability import Unsupported as Unsupported
@@ -41,12 +43,14 @@ _EXPORTS = {
     "SharedParameters": "engines.weight_sharing",
     "StepPlan": "engines.parallel.planning",
     "PackedContext": "seqpack.adapters.context",
+    "TrainBackend": "engines.backends",
     "TrainEngine": "engines.protocol",
     "WeightPiece": "engines.weights.weight_pieces",
     "Supported": "engines.capability",
     "Unsupported": "engines.capability",
     "adapt_for_packing": "engines.scoring.packed_model",
     "build_engine": "engines.build",
+    "register_train_backend": "engines.backends",
     "shared_parameters": "engines.weight_sharing",
 }
 _ALIASES = {
@@ -71,6 +75,7 @@ __all__ = [
     "SharedWeights",
     "StepPlan",
     "Supported",
+    "TrainBackend",
     "TrainEngine",
     "Unsupported",
     "WeightPiece",
@@ -78,6 +83,7 @@ __all__ = [
     "adapt_for_packing",
     "base_policy",
     "build_engine",
+    "register_train_backend",
     "save_adapter",
     "shared_parameters",
     "shared_weights",

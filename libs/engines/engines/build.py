@@ -1,10 +1,12 @@
 """Build an engine."""
 
+from pkgutil import resolve_name
 from typing import Any
 
 import torch.distributed as dist
 
 from engines.adapters.lora import add_adapters
+from engines.backends import TRAIN_BACKENDS
 from engines.capability import refuse_unsupported
 from engines.config import EngineConfig
 from engines.fast.support import use_compiled_layers, use_replicated_weights
@@ -25,17 +27,19 @@ from engines.weights.disk_weights import DiskWeights
 def build_engine(config: EngineConfig, model: Any = None, trainable: bool = True) -> TrainEngine:
     """Build an engine over all ranks of the current process group; a group of one is made where there is none.
 
-    `model`: a transformers causal LM (it becomes the engine's), or a transformers config for random weights; None loads
-    `config.model`. `trainable=False` is a reference policy: no optimizer, no gradients, no adapter. What is not
-    supported is refused here, before a device is touched.
+    `model`: a transformers causal LM (it becomes the engine's), a transformers config for random weights, or what
+    `engines.loading.open_model` opened; None loads `config.model`. `trainable=False` is a reference policy: no
+    optimizer, no gradients, no adapter. What is not supported is refused here, before a device is touched.
     """
     refuse_unsupported(config)
     ensure_group(config.device, config.collective_timeout_seconds)
     refuse_other_timeout(config)
-    if config.backend == "megatron":
-        from engines.megatron.build import build_megatron_engine  # megatron-core is there where it is asked for
+    engine: TrainEngine = resolve_name(TRAIN_BACKENDS[config.backend].builder)(config, model, trainable)
+    return engine
 
-        return build_megatron_engine(config, model, trainable)
+
+def build_fsdp2_engine(config: EngineConfig, model: Any, trainable: bool) -> Engine:
+    """Build an engine of torch's own modules, as `build_engine`: weights sharded (FSDP2) or replicated."""
     groups = ParallelGroups.make(layout_of(config, dist.get_world_size()))
     opened = open_model(config, model)
     module = opened.module.to(resolve_device(config)) if opened.disk is None else opened.module

@@ -1,9 +1,7 @@
 """Capabilities as code, before any device is touched: Supported with its test, or Unsupported with the reason."""
 
-from importlib.util import find_spec
-
+from engines.backends import TRAIN_BACKENDS, supports_backend
 from engines.config import EngineConfig
-from engines.extras import missing_extra_message
 from seqpack.capability import No as No  # an earlier name, as Yes
 from seqpack.capability import Supported as Supported
 from seqpack.capability import Unsupported as Unsupported
@@ -118,26 +116,17 @@ MEGATRON: dict[str, Supported | Unsupported] = {
     "multi_axis_positions": Supported("megatron/engine_test.py::test_positions_of_several_axes"),
     "collective_timeout": Supported("collective_timeout_test.py::test_a_late_rank_ends_the_others_wait"),
 }
-BACKENDS = {"fsdp2": FSDP2, "megatron": MEGATRON}
 
 
 def supports(config: EngineConfig, feature: str) -> Supported | Unsupported:
     """Return whether an engine of this configuration has the feature. ValueError lists the features for an unknown
     name."""
-    if feature == "fsdp2":
-        return FSDP2["cpu"]
-    if feature == "megatron":
-        return _megatron()
-    table = BACKENDS[config.backend]
+    if feature in TRAIN_BACKENDS:
+        return supports_backend(feature)
+    table = TRAIN_BACKENDS[config.backend].features
     if feature not in table:
-        raise ValueError(f"unknown feature {feature!r}; known are {', '.join(sorted([*table, *BACKENDS]))}")
+        raise ValueError(f"unknown feature {feature!r}; known are {', '.join(sorted([*table, *TRAIN_BACKENDS]))}")
     return table[feature]
-
-
-def _megatron() -> Supported | Unsupported:
-    if find_spec("megatron") is None or find_spec("megatron.core") is None:
-        return Unsupported(missing_extra_message("megatron-core is not installed", "megatron"))
-    return MEGATRON["cpu"]
 
 
 def core_optimizer(config: EngineConfig) -> Supported | Unsupported:

@@ -1,6 +1,7 @@
 """`python -m engines capabilities`: what each backend answers to `supports`, the text of CAPABILITIES.md."""
 
-from engines.capability import BACKENDS, Supported, Unsupported, supports
+from engines.backends import TRAIN_BACKENDS
+from engines.capability import Supported, Unsupported, supports
 from engines.config import EngineConfig
 from seqpack.capability import capability_table
 
@@ -17,9 +18,9 @@ refused in combination says so when a configuration is made or built, and docs/e
 def answers() -> dict[str, dict[str, Supported | Unsupported]]:
     """Return every feature's answer, by backend."""
     table: dict[str, dict[str, Supported | Unsupported]] = {}
-    for name, features in BACKENDS.items():
-        config = EngineConfig(backend=name)  # type: ignore[arg-type]
-        table[name] = {feature: supports(config, feature) for feature in features}
+    for name, backend in TRAIN_BACKENDS.items():
+        config = EngineConfig(backend=name)
+        table[name] = {feature: supports(config, feature) for feature in backend.features}
     return table
 
 

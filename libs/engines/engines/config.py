@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
+from engines.backends import check_backend
 from engines.lora_config import LoraConfig
 
 
@@ -17,7 +18,8 @@ class EngineConfig:
 
     model: str | None = None
     """A Hugging Face model directory, or OWNER/NAME[@REVISION] on the hub; None when a module is passed."""
-    backend: Literal["fsdp2", "megatron"] = "fsdp2"
+    backend: str = "fsdp2"
+    """"fsdp2", "megatron", or one of `engines.register_train_backend`."""
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     """"auto" is cuda where there is one, else cpu."""
     npu_operators: Literal["auto", "off"] = "auto"
@@ -290,6 +292,7 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
 )
 """Fields, the condition on their values that are not None, and the text of the error."""
 _SHAPES: dict[str, Callable[[Any], object]] = {
+    "backend": check_backend,
     "context_parallel": parse_context_parallel,
     "transformer_options": parse_options,
     "learning_rates": parse_learning_rates,

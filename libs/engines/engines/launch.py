@@ -57,12 +57,16 @@ def launch(
             raise ValueError(
                 f"torchrun started {ranks} ranks, world_size={world_size} was asked for: drop one of the two"
             )
-        return _in_process(fn, args, device, timeout_seconds)
-    if world_size == 1:
+    if runs_in_this_process(world_size):
         return _in_process(fn, args, device, timeout_seconds)
     if dist.is_initialized():
         raise ValueError("this process is in a process group already: launch more ranks from outside of it")
     return _spawn(fn, args, world_size, device, threads or 1, timeout_seconds)
+
+
+def runs_in_this_process(world_size: int) -> bool:
+    """Return whether `launch` runs its function in this process, so that its arguments need not be pickled."""
+    return under_torchrun() or world_size == 1
 
 
 def under_torchrun() -> bool:

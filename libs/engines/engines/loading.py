@@ -59,6 +59,8 @@ class LoadedModel:
 
     module: Any
     weights: ModelWeights
+    config: PretrainedConfig
+    """The configuration as it was read or given: of a vision-language model the whole, also without its tower."""
     disk: DiskWeights | None = None
     """Values of the module on disk, while it is empty (on the meta device)."""
 
@@ -87,10 +89,12 @@ def load(config: EngineConfig, model: Any = None) -> LoadedModel:
 def open_model(config: EngineConfig, model: Any = None) -> LoadedModel:
     """Open the causal LM in the master dtype: what comes from a directory is empty, its values still on disk.
 
-    `model` may be a module (used as it is), or a transformers config (random weights); otherwise config.model is a
-    directory, or a name on the hub. ValueError says what is wrong with either: a family that is not supported, a
-    tensor that is missing, damaged or not known, before any weight is read.
+    `model` may be a module (used as it is), a transformers config (random weights), or a model that was opened before;
+    otherwise config.model is a directory, or a name on the hub. ValueError says what is wrong with either: a family
+    that is not supported, a tensor that is missing, damaged or not known, before any weight is read.
     """
+    if isinstance(model, LoadedModel):
+        return model
     dtype, seeing = DTYPES[config.master_dtype], config.vision != "off"
     if model is not None and config.model is not None:
         raise ValueError("give a module or a config to build_engine, or a directory in EngineConfig.model, not both")
@@ -120,7 +124,7 @@ def open_model(config: EngineConfig, model: Any = None) -> LoadedModel:
             "'frozen' and 'trained' for vision-language models"
         )
     weights = ModelWeights.of(family, module)  # the dtypes before they are cast
-    return LoadedModel(cast_parameters(module, dtype), weights)
+    return LoadedModel(cast_parameters(module, dtype), weights, module.config)
 
 
 def cast_parameters(model: Any, dtype: torch.dtype) -> Any:
@@ -151,7 +155,7 @@ def _from_directory(config: EngineConfig, directory: Path, dtype: torch.dtype, s
     weights = ModelWeights.of(family, module, source)
     if (directory / "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
-    return LoadedModel(module.eval(), weights, DiskWeights.of(weights, module))
+    return LoadedModel(module.eval(), weights, read, DiskWeights.of(weights, module))
 
 
 def _whole(opened: LoadedModel, dtype: torch.dtype | None = None, device: torch.device | None = None) -> LoadedModel:
@@ -160,7 +164,7 @@ def _whole(opened: LoadedModel, dtype: torch.dtype | None = None, device: torch.
     if opened.disk is not None:
         allocate(module, device or torch.device("cpu"))
         opened.disk.fill(module)
-    return LoadedModel(module if device is None else module.to(device), opened.weights)
+    return LoadedModel(module if device is None else module.to(device), opened.weights, opened.config)
 
 
 def read_config(directory: Path) -> PretrainedConfig:

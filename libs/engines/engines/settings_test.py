@@ -5,14 +5,15 @@ import math
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.capability import BACKENDS, FSDP2, Supported, Unsupported, refuse_unsupported, supports
+from engines.backends import TRAIN_BACKENDS
+from engines.capability import FSDP2, Supported, Unsupported, refuse_unsupported, supports
 from engines.config import EngineConfig, parse_context_parallel
 from engines.execution.lr_schedule import learning_rate
 from engines.fast.support import use_replicated_weights
@@ -135,11 +136,11 @@ def test_context_parallel_values() -> None:
     assert [parse_context_parallel(v) for v in ("off", "static:4", "dynamic")] == [1, 4, "dynamic"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_capability_answers_with_its_ground(backend: Literal["fsdp2", "megatron"]) -> None:
+@pytest.mark.parametrize("backend", TRAIN_BACKENDS)
+def test_every_capability_answers_with_its_ground(backend: str) -> None:
     """Supported names a test that is there; Unsupported says why. Both backends answer for the same features."""
     config, here = EngineConfig(backend=backend), Path(__file__).parent
-    assert BACKENDS[backend].keys() == FSDP2.keys()
+    assert TRAIN_BACKENDS[backend].features.keys() == FSDP2.keys()
     for feature in FSDP2:
         answer = supports(config, feature)
         assert isinstance(answer, (Supported, Unsupported))
@@ -156,7 +157,7 @@ def test_every_capability_answers_with_its_ground(backend: Literal["fsdp2", "meg
 
 
 def test_a_backend_that_is_not_installed_is_a_no(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engines.capability.find_spec", lambda name: None)
+    monkeypatch.setattr("engines.backends.find_spec", lambda name: None)
     answer = supports(EngineConfig(), "megatron")
     assert not answer
     assert isinstance(answer, Unsupported)

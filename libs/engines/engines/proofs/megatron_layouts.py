@@ -215,7 +215,7 @@ def engine_of(case: LayoutCase, backend: str = "megatron", seed: int = 0, **opti
     sizes = case.sizes if backend == "megatron" else {}
     torch.manual_seed(seed)
     trained = TRAINED.get(case.model, {})
-    config = EngineConfig(backend=backend, **{**OPTIONS, **trained, **sizes, **options})  # type: ignore[arg-type]
+    config = EngineConfig(backend=backend, **{**OPTIONS, **trained, **sizes, **options})
     return build_engine(config, model_of(case.model, 0 if config.lora.rank else seed))
 
 
