@@ -205,6 +205,7 @@ def test_samplers_in_ray_run_in_every_schedule(flag: str, mode: Mode) -> None:
 
 @pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
 def test_vllm_runs_in_every_schedule_and_in_ray(mode: Mode) -> None:
+    pytest.importorskip("rollout.vllm")
     for layout in (RolloutLayout(), *RAY.values()):
         cluster = Cluster(rollout=replace(layout, engine="vllm"), schedule=ScheduleConfig(mode))
         refuse_unready(replace(PLAIN, cluster=cluster))
@@ -231,6 +232,7 @@ def test_a_field_that_nothing_obeys_is_refused_by_its_flag(flag: str, app: App) 
 
 
 def test_vllm_samples_and_what_no_test_has_run_of_it_is_refused_with_the_reason() -> None:
+    pytest.importorskip("rollout.vllm")
     for layout in (
         RolloutLayout(engine="vllm", max_model_tokens=9000),
         RolloutLayout(engine="vllm", memory_share=0.5, cuda_graph_sizes=(8,)),
@@ -337,6 +339,7 @@ def test_the_table_counts_what_runs() -> None:
     [("openai", "no place for images in a completion request"), ("native", None), ("vllm", None)],
 )
 def test_images_are_asked_of_the_sampler(backend: str, says: str | None) -> None:
+    pytest.importorskip(f"rollout.{backend}")
     layout = Cluster(rollout=RolloutLayout(engine=backend))
     spec = replace(PLAIN, engine=EngineConfig(device="cpu", vision="trained"), cluster=layout)
     if says is None:

@@ -56,6 +56,8 @@ def test_a_cluster_of_this_machine_hands_out_what_no_rank_trains_on() -> None:
     ],
 )
 def test_each_sampler_has_its_devices_and_its_way_for_weights(config: GrpoConfig, gpus: float, transport: str) -> None:
+    if config.cluster.rollout.engine == "vllm":
+        pytest.importorskip("rollout.vllm")
     assert (gpus_each(config), transport_of(config)) == (gpus, transport)
 
 
@@ -87,6 +89,8 @@ def test_what_fits_is_not_refused() -> None:
     ],
 )
 def test_what_can_not_be_is_refused_with_the_numbers(config: GrpoConfig, device: torch.device, problem: str) -> None:
+    if config.cluster.rollout.engine == "vllm":
+        pytest.importorskip("rollout.vllm")
     with pytest.raises(ValueError, match=problem):
         check_ray_devices(config, device)
 

@@ -162,6 +162,8 @@ def test_the_model_is_of_the_same_architecture_in_small(name: str) -> None:
 @pytest.mark.parametrize("name", SEEDS)
 def test_a_shrunk_run_does_without_nothing_but_what_is_named(name: str) -> None:
     """Images go through several of vLLM's workers too, on the CPU beside an NPU; pools are apart in Ray."""
+    if RECIPES[name].config.cluster.rollout.engine == "vllm":
+        pytest.importorskip("rollout.vllm")
     small, recipe, differences = shrunk(RECIPES[name].config, MANY)
     on_npus = small.engine.device == "npu"
     moved = [str(one).split() for one in differences if one.path == "cluster.rollout.device"]
@@ -183,6 +185,7 @@ def test_experts_over_copies_of_the_whole_recipe_wait_for_an_accelerator() -> No
 
 def test_the_device_of_a_flag_counts() -> None:
     """A recipe for NPUs on the CPU, as it is asked for: whole, then."""
+    pytest.importorskip("rollout.vllm")
     config = RECIPES["qwen3-5-27b-fsdp2-npu"].config
     small, recipe, _ = shrunk(replace(config, engine=replace(config.engine, device="cpu")), MANY)
     assert small.engine.device == "cpu"
@@ -191,6 +194,7 @@ def test_the_device_of_a_flag_counts() -> None:
 
 def without_ray() -> GrpoConfig:
     """The recipe whose pools are apart, with nothing that samples on nodes of its own."""
+    pytest.importorskip("rollout.vllm")
     config = RECIPES[APART].config
     return replace(config, cluster=replace(config.cluster, rollout=replace(config.cluster.rollout, ray_workers=0)))
 

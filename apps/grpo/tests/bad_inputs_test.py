@@ -267,6 +267,8 @@ def assert_names(printed: str, patterns: list[str]) -> None:
 
 @pytest.mark.parametrize(("line", "patterns"), FLAGS, ids=[line for line, _ in FLAGS])
 def test_flags(refused: Refuse, line: str, patterns: list[str]) -> None:
+    if "--rollout.engine vllm" in line:
+        pytest.importorskip("rollout.vllm")
     assert_names(refused(*line.split()), patterns)
 
 

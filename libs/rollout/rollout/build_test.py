@@ -67,6 +67,7 @@ def test_what_is_not_there_is_refused_with_the_reason() -> None:
 
 
 def test_vllm_is_refused_a_module() -> None:
+    pytest.importorskip("rollout.vllm")
     assert supports(RolloutConfig(backend="vllm"), "cancel")
     with pytest.raises(ValueError, match="reads a model's directory"):
         build_rollout(RolloutConfig(backend="vllm"), tiny_model(48))

@@ -1,5 +1,7 @@
 """What is changed of a run's settings is asked of whoever obeys it; whole runs are in apps/common/tests."""
 
+import pytest
+
 from engines import EngineConfig
 from runplan import PlainCluster, PlainRollout, RunSpec, make_plan, requirements
 
@@ -24,4 +26,5 @@ def test_a_sampler_of_somebody_elses_answers_for_its_own_settings() -> None:
 
 
 def test_vllm_answers_by_what_its_tests_have_run() -> None:
+    pytest.importorskip("rollout.vllm")
     assert answers("vllm")["--rollout.tp 2"] is True
