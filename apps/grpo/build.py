@@ -1,6 +1,5 @@
 """Building of a run: the trainer, what samples, the session between the two, and the schedule."""
 
-import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from apps.grpo.sampling.source import RunSampler, rollout_settings
 from apps.grpo.step import GrpoTrainer
 from apps.grpo.tasks.prompt_tasks import Conversation, Tasks
 from apps.grpo.warm_start import warm_model, warm_start
-from engines import TrainEngine, build_engine
+from engines import TrainEngine, build_engine, build_reference
 from engines.loading import LoadedModel
 from rollout import RolloutEngine
 from schedules.ray.cluster import StartPool
@@ -97,10 +96,10 @@ class RunBuilder:
 
     def _engine(self) -> TrainEngine:
         """Return what trains, at the checkpoint; beside it the reference model, where the KL penalty needs one."""
-        build = functools.partial(build_engine, engine_config(self.config, self.model))
-        engine = build(self.opened)
+        settings = engine_config(self.config, self.model)
+        engine = build_engine(settings, self.opened)
         if self.config.objective.kl_coef and not self.config.engine.lora.rank:
-            engine.reference = build(trainable=False)
+            engine.reference = build_reference(settings)
         if self.checkpoint is not None:
             engine.load(str(self.checkpoint))
         return engine

@@ -50,8 +50,12 @@ class Trained:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
     found: list[Made] = []
 
-    def engine(config: Any, model: Any = None, trainable: bool = True) -> Trained:
-        found.append(Made("engine" if trainable else "reference", config.model))
+    def engine(config: Any, model: Any = None) -> Trained:
+        found.append(Made("engine", config.model))
+        return Trained(found)
+
+    def reference(config: Any) -> Trained:
+        found.append(Made("reference", config.model))
         return Trained(found)
 
     def sampler(*arguments: Any) -> RemoteSampler:
@@ -62,6 +66,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
         found.append(Made("sync", trainer.engine))
 
     monkeypatch.setattr(parts, "build_engine", engine)
+    monkeypatch.setattr(parts, "build_reference", reference)
     monkeypatch.setattr(NativeBackend, "build_sharing", sampler)
     monkeypatch.setattr(RunSampler, "chat", lambda self: None)
     monkeypatch.setattr(RolloutSession, "sync", sync)

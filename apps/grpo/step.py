@@ -9,6 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from apps.grpo.config import GrpoConfig
+from apps.grpo.idle import SIGNAL
 from engines import SharedParameters, TrainEngine, Unsupported, base_policy, shared_parameters
 from engines.adapters.adapter_export import adapter_layout, adapter_pieces
 from objectives.advantages import ESTIMATORS, first_rows, per_sequence, per_token
@@ -17,7 +18,10 @@ from rollout import Episode, to_batch
 from rollout.seeds import derive_seed
 from rollout.sync import Adapter
 from schedules.protocols import TrainResult, WeightExport
-from seqpack import index_select
+from seqpack import index_select, view_batch
+
+NOTHING = {"train/updates": 0.0, "train/trained_tokens": 0.0, SIGNAL: 0.0}
+"""Metrics of a step without a trained token."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,10 @@ class GrpoTrainer:
     engine: TrainEngine
 
     def train(self, step: int, episodes: Sequence[Episode]) -> TrainResult:
-        """Train on the episodes of step number `step`, from 0; collective."""
+        """Train on the episodes of step number `step`, from 0; collective. Where none of their tokens is trained, the
+        metrics are NOTHING."""
+        if all(episode.score is None for episode in episodes):
+            return TrainResult(dict(NOTHING), [0.0] * len(episodes))
         batch = to_batch(episodes)
         batch["advantages"] = advantages_of(batch, self.config, step)
         metrics = train_on(batch, self.config, self.engine)
@@ -56,20 +63,15 @@ class GrpoTrainer:
 
     @contextmanager
     def offloaded(self) -> Iterator[None]:
-        """Keep the engine, and the reference model beside it, in host memory while this is open.
+        """Keep the engine in host memory while this is open; a reference model beside it is there already.
 
-        Collective, as moving them is. An engine that was moved comes back where sampling fails too.
+        Collective, as moving it is. It comes back where sampling fails too.
         """
-        moved: list[TrainEngine] = []
         try:
-            for engine in (self.engine, self.engine.reference):
-                if engine is not None:
-                    moved.append(engine)
-                    engine.offload()
+            self.engine.offload()
             yield
         finally:
-            for engine in moved:
-                engine.onload()
+            self.engine.onload()
 
 
 def advantages_of(batch: TensorDict, config: GrpoConfig, step: int) -> Tensor:
@@ -105,8 +107,13 @@ def correction_line(config: GrpoConfig) -> str | None:
 def train_on(batch: TensorDict, config: GrpoConfig, engine: TrainEngine) -> dict[str, float]:
     """Make the optimizer steps of one batch, `epochs` times `mini_batches`; the means of their metrics.
 
-    All rows of an episode are in one mini-batch; there are fewer than asked for where episodes are.
+    All rows of an episode are in one mini-batch; there are fewer than asked for where episodes are, or where no token
+    of one is trained.
     """
+    view = view_batch(batch)
+    rows_trained = view.row_sums(view.trained) > 0
+    if not rows_trained.any():
+        return dict(NOTHING)
     if config.epochs * config.mini_batches > 1:
         # Later updates of this batch are off-policy: they need the log-probs of the policy that it started from.
         batch["old_log_probs"] = engine.forward(batch)["log_probs"]
@@ -115,7 +122,7 @@ def train_on(batch: TensorDict, config: GrpoConfig, engine: TrainEngine) -> dict
             batch["ref_log_probs"] = reference.forward(batch)["log_probs"]
     _, _, episode_of = first_rows(batch["episode"])
     parts = [(episode_of % config.mini_batches == part).nonzero()[:, 0].tolist() for part in range(config.mini_batches)]
-    parts = [part for part in parts if part]
+    parts = [part for part in parts if rows_trained[part].any()]
     objective = config.corrected_objective
     results = [
         engine.train_batch(index_select(batch, part) if len(parts) > 1 else batch, objective)
@@ -130,4 +137,5 @@ def train_on(batch: TensorDict, config: GrpoConfig, engine: TrainEngine) -> dict
         "log_prob_difference_max": means.pop("mismatch/abs/max"),
     }
     named = {f"train/{name}": value for name, value in means.items()}
+    named[SIGNAL] = float((view.flat("advantages")[view.trained] != 0).float().mean())
     return named | difference | {"train/updates": float(len(results))}

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from engines.backends import TrainBackend as TrainBackend
     from engines.backends import register_train_backend as register_train_backend
     from engines.build import build_engine as build_engine
+    from engines.build import build_reference as build_reference
     from engines.capability import Supported as Supported
     from engines.capability import Unsupported as Unsupported
     from engines.config import EngineConfig as EngineConfig
@@ -50,6 +51,7 @@ _EXPORTS = {
     "Unsupported": "engines.capability",
     "adapt_for_packing": "engines.scoring.packed_model",
     "build_engine": "engines.build",
+    "build_reference": "engines.build",
     "register_train_backend": "engines.backends",
     "shared_parameters": "engines.weight_sharing",
 }
@@ -83,6 +85,7 @@ __all__ = [
     "adapt_for_packing",
     "base_policy",
     "build_engine",
+    "build_reference",
     "register_train_backend",
     "save_adapter",
     "shared_parameters",

@@ -18,6 +18,7 @@ from engines.loading import DTYPES, device_of, open_model, resolve_device
 from engines.parallel.configured_layout import layout_of
 from engines.parallel.groups import ParallelGroups, refuse_other_timeout
 from engines.protocol import TrainEngine
+from engines.reference_policy import reference_config
 from engines.replicated.replicated_executor import ReplicatedExecutor
 from engines.step import Engine
 from engines.weights.disk_names import OWN_NAMES, DiskNames
@@ -31,11 +32,21 @@ def build_engine(config: EngineConfig, model: Any = None, trainable: bool = True
     `engines.loading.open_model` opened; None loads `config.model`. `trainable=False` is a reference policy: no
     optimizer, no gradients, no adapter. What is not supported is refused here, before a device is touched.
     """
-    refuse_unsupported(config)
+    refuse_unsupported(config, trainable)
     ensure_group(config.device, config.collective_timeout_seconds)
     refuse_other_timeout(config)
     engine: TrainEngine = resolve_name(TRAIN_BACKENDS[config.backend].builder)(config, model, trainable)
     return engine
+
+
+def build_reference(config: EngineConfig, model: Any = None) -> TrainEngine:
+    """Build the frozen reference model beside an engine of this configuration, and leave it in host memory.
+
+    Set it as `engine.reference`; `base_policy(engine)` scores by it. Collective.
+    """
+    reference = build_engine(reference_config(config), model, trainable=False)
+    reference.offload()
+    return reference
 
 
 def build_fsdp2_engine(config: EngineConfig, model: Any, trainable: bool) -> Engine:

@@ -171,8 +171,11 @@ def features_of(config: EngineConfig) -> list[str]:
     return [feature for feature, wanted in requested.items() if wanted]
 
 
-def refuse_unsupported(config: EngineConfig) -> None:
-    """Raise ValueError with the reason for the first unsupported feature that this configuration asks for."""
+def refuse_unsupported(config: EngineConfig, trainable: bool = True) -> None:
+    """Raise ValueError with the reason for the first unsupported feature that this configuration asks for.
+
+    `trainable`: whether the engine is to train; some options were only run where it scores.
+    """
     features = features_of(config)
     for feature in features:
         answer = supports(config, feature)
@@ -181,7 +184,7 @@ def refuse_unsupported(config: EngineConfig) -> None:
     if config.parameters_on_host:
         _refuse_beside_the_host(config)
     if config.backend == "fsdp2" and config.expert_parallel > 1:
-        _refuse_beside_experts(config)
+        _refuse_beside_experts(config, trainable)
     if config.backend == "megatron" and not config.reshard_after_forward:
         raise ValueError("reshard_after_forward is FSDP2's, Megatron gathers no weights: leave it at its default")
     if config.backend != "megatron" and config.transformer_options:
@@ -212,12 +215,12 @@ def _refuse_beside_the_host(config: EngineConfig) -> None:
             raise ValueError(f"{name} has not been run with parameters_on_host: leave one of both out")
 
 
-def _refuse_beside_experts(config: EngineConfig) -> None:
+def _refuse_beside_experts(config: EngineConfig, trainable: bool) -> None:
     """Raise ValueError for options that have not been run with expert parallelism under FSDP2."""
     beside = {
         "lora": config.lora.rank > 0,
         "weights='replicated'": config.weights == "replicated",
-        "master_dtype='bfloat16'": config.master_dtype == "bfloat16",
+        "master_dtype='bfloat16'": config.master_dtype == "bfloat16" and trainable,
     }
     for name, wanted in beside.items():
         if wanted:

@@ -27,8 +27,8 @@ class TrainEngine(Protocol):
     """
 
     reference: "TrainEngine | None"
-    """The frozen engine beside this one (`build_engine(..., trainable=False)`), where there is one;
-    `engines.base_policy` scores by it."""
+    """The frozen engine beside this one (`engines.build_reference`), where there is one; `engines.base_policy` scores
+    by it, and keeps it in host memory otherwise."""
 
     def train_batch(self, batch: Batch, objective: Objective) -> dict[str, float]:
         """Make one optimizer step over the batch; the metrics are the same on every rank.
@@ -86,11 +86,11 @@ class TrainEngine(Protocol):
         ...
 
     def offload(self) -> None:
-        """Move weights and optimizer to host memory."""
+        """Move weights and optimizer to host memory; nothing where they are there."""
         ...
 
     def onload(self) -> None:
-        """Move weights and optimizer back to the device."""
+        """Move weights and optimizer back to the device; nothing where they are there."""
         ...
 
     def supports(self, feature: str) -> Supported | Unsupported:

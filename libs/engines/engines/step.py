@@ -244,8 +244,7 @@ class Engine:
         if isinstance(batch, LocalBatch):
             check_held(batch, self._needed(plan), self.groups, self.device)
         self.planner.prepare(plan)
-        keys = select_media(local.view, ("input_ids", "position_ids"))
-        keys += [ROUTED_EXPERTS] if self.config.routing_replay else []
+        keys = select_media(local.view, ("input_ids", "position_ids")) + [ROUTED_EXPERTS] * self.config.routing_replay
         starts = torch.tensor([0, *local.lengths]).cumsum(0).to(self.device)
         flat = torch.zeros((2 if entropy else 1, sum(local.lengths)), dtype=torch.float32, device=self.device)
 
@@ -258,7 +257,7 @@ class Engine:
 
         scoring = Scoring(self.config.temperature if temperature is None else temperature, entropy)
         self.executor.score(self._micro_batches(local, plan, keys), take, scoring)
-        return _scored_batch(self.groups.sum(flat), local, starts, entropy)
+        return _scored_batch(self.groups.sum(flat), local, starts)
 
     # ------------------------------------------------------------------ weights and files
 
@@ -310,8 +309,8 @@ class Engine:
         self._writer.wait()
         state = self.executor.state()
         shared = self.groups.layout.pp > 1 or self.config.distributed_optimizer
-        parts = self.groups.world if shared else None
-        metadata = load_checkpoint(Path(directory), state, parts, partial(check_adapter, self.config, state))
+        check = partial(check_adapter, self.config, state)
+        metadata = load_checkpoint(Path(directory), state, self.groups.world if shared else None, check)
         self.executor.load_state(state)
         self.step = int(metadata["step"])
         self.guard = FiniteGuard(self.config, skipped=int(metadata.get("skipped_steps", 0)))
@@ -339,13 +338,15 @@ class Engine:
 
     def offload(self) -> None:
         """Move weights and optimizer states to host memory; nothing else works until `onload`."""
-        self.executor.move(torch.device("cpu"))
-        self._offloaded = True
+        if not self._offloaded:
+            self._offloaded = True  # also where the move fails: `onload` brings back what has moved
+            self.executor.move(torch.device("cpu"))
 
     def onload(self) -> None:
         """Move weights and optimizer states back to the device."""
-        self.executor.move(self.device)
-        self._offloaded = False
+        if self._offloaded:
+            self.executor.move(self.device)
+            self._offloaded = False
 
     def supports(self, feature: str) -> Supported | Unsupported:
         """See `engines.capability`."""
@@ -385,7 +386,7 @@ def _tokens_of(micro_batch: MicroBatch, starts: Tensor) -> Tensor:
     return torch.repeat_interleave(shift, cu_seqlens.diff()) + torch.arange(packed.num_tokens, device=starts.device)
 
 
-def _scored_batch(flat: Tensor, batch: LocalBatch, starts: Tensor, entropy: bool) -> TensorDict:
+def _scored_batch(flat: Tensor, batch: LocalBatch, starts: Tensor) -> TensorDict:
     """Return the rows that are held, from flat scores f32[k, tokens of the whole batch]."""
     lengths = batch.view.lengths
     if batch.rows != tuple(range(len(batch.lengths))):
@@ -394,6 +395,6 @@ def _scored_batch(flat: Tensor, batch: LocalBatch, starts: Tensor, entropy: bool
         index = torch.repeat_interleave(starts[rows] - ends + sizes, sizes)
         flat = flat[:, index + torch.arange(sum(lengths), device=flat.device)]
     flat = flat.to(batch.view.device)
-    names = ("log_probs", "entropy") if entropy else ("log_probs",)
-    columns = {name: jagged_from_values(flat[i], lengths) for i, name in enumerate(names)}
+    names = ("log_probs", "entropy")[: len(flat)]
+    columns = {name: jagged_from_values(row, lengths) for name, row in zip(names, flat, strict=True)}
     return TensorDict(columns, batch_size=[len(lengths)])
