@@ -24,6 +24,7 @@ from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 from engines import EngineConfig, build_engine
 from engines.launch import launch
 from objectives import GRPO
+from objectives.kl import k3
 from rollout import NativeEngine, Sampling
 from rollout.experts import ROUTED_EXPERTS
 from seqpack import make_batch
@@ -100,12 +101,13 @@ def sample(module: Any, rows: int, seed: int) -> Sampled:
 def gap(engine: Any, sampled: Sampled) -> dict[str, float]:
     """Return distances between the log-probs of trainer and sampler."""
     scores = engine.forward(sampled.batch)["log_probs"].values()
-    d = (scores - sampled.batch["rollout_log_probs"].values())[sampled.answers].double()
+    trainer, sampler = (x[sampled.answers].double() for x in (scores, sampled.batch["rollout_log_probs"].values()))
+    d = trainer - sampler
     return {
         "mean": float(d.abs().mean()),
         "p99": float(d.abs().quantile(0.99)),
         "largest": float(d.abs().max()),
-        "kl": float((d.exp() - 1 - d).mean()),
+        "kl": float(k3(sampler, trainer).mean()),
     }
 
 

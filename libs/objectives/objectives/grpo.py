@@ -21,8 +21,10 @@ from objectives.losses import (
     check_clips,
     check_max_tokens,
 )
-from objectives.objective import pair, rows_without_gradient, trained_mask
+from objectives.objective import rows_without_gradient, trained_mask
 from objectives.off_policy import CORRECTIONS, Correction, mismatch, weights
+from objectives.ratio import LARGEST_CAP, clamped, ratio_excess
+from objectives.sums import pair, wide
 from seqpack.batches.packed import PackedBatch
 from seqpack.batches.view import BatchView, Totals
 
@@ -64,7 +66,7 @@ class GRPO:
     off_policy: Correction | None = None
     """Weights between the policy the update starts from and the sampler (`rollout_log_probs`); None: none."""
     off_policy_cap: float | None = None
-    """The largest of those weights; None: 2."""
+    """The largest of those weights, at most 1e8; None: 2."""
 
     def __post_init__(self) -> None:
         if found := self.problems():
@@ -106,7 +108,7 @@ class GRPO:
             other = f"it goes with an off_policy of {', '.join(CORRECTIONS[1:])}"
             yield partial(check_without_effect, "off_policy_cap", self.off_policy_cap, other)
         if self.off_policy_cap is not None:
-            yield partial(check_number, "off_policy_cap", self.off_policy_cap, 1)
+            yield partial(check_number, "off_policy_cap", self.off_policy_cap, 1, LARGEST_CAP)
 
     @property
     def correction(self) -> Correction:
@@ -139,17 +141,20 @@ class GRPO:
     def __call__(
         self, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch, totals: Totals
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss and metrics: policy_loss, those of the policy loss, approx_kl, mismatch/*, kl, entropy."""
+        """Compute the loss and metrics: policy_loss, those of the policy loss, approx_kl, mismatch/*, kl, entropy.
+
+        ratio/clamped, kl/clamped and mismatch/clamped: the share of log-ratios beyond the bounds of `objectives.ratio`.
+        """
         mask = trained_mask(batch)
         values = batch.values
         # A token that does not train must stay out of every exp: its log-probs are placeholders, and 0 * inf is not 0.
-        current = torch.where(mask, log_probs, 0.0)
+        current = torch.where(mask, wide(log_probs), 0.0)
         old = values.get("old_log_probs")
-        start = current.detach() if old is None else torch.where(mask, old, 0.0)
+        start = current.detach() if old is None else torch.where(mask, wide(old), 0.0)
         per_token, metrics = self._policy(current, start, mask, batch)
         rollout = values.get("rollout_log_probs")
         if rollout is not None:
-            sampled = torch.where(mask, rollout, 0.0)
+            sampled = torch.where(mask, wide(rollout), 0.0)
             metrics |= mismatch(start, sampled, mask)
             if self.correction != "none":
                 cap = 2.0 if self.off_policy_cap is None else self.off_policy_cap
@@ -158,13 +163,15 @@ class GRPO:
                 metrics["off_policy/weight"] = pair(weight, mask)
         metrics["policy_loss"] = self._aggregate(per_token.detach(), mask, batch, totals)
         if self.kl_coef:
-            penalty = estimate(current, torch.where(mask, values["ref_log_probs"], 0.0), self.kl_estimator or "k3")
+            reference = torch.where(mask, wide(values["ref_log_probs"]), 0.0)
+            penalty = estimate(current, reference, self.kl_estimator or "k3")
             per_token = per_token + self.kl_coef * penalty
             metrics["kl"] = pair(penalty, mask)
+            metrics["kl/clamped"] = pair(clamped(reference, current), mask)
         if entropy is not None:
             metrics["entropy"] = pair(entropy, mask)
             if self.entropy_coef:
-                per_token = per_token - self.entropy_coef * torch.where(mask, entropy, 0.0)
+                per_token = per_token - self.entropy_coef * torch.where(mask, wide(entropy), 0.0)
         elif self.entropy_coef:
             raise ValueError("entropy_coef is set but no entropy was given: the engine must honour needs_entropy")
         return self._aggregate(per_token, mask, batch, totals), metrics
@@ -176,13 +183,13 @@ class GRPO:
         loss = POLICY_LOSSES.named(self.policy_loss)
         own = {name: getattr(self, name) for name in loss.defaults}
         options = {name: default if own[name] is None else own[name] for name, default in loss.defaults.items()}
-        advantages = torch.where(mask, batch.values["advantages"], 0.0)
+        advantages = torch.where(mask, wide(batch.values["advantages"]), 0.0)
         result = loss.function(PolicyTokens(current, start, advantages, mask, batch), **options)
-        gap = (current - start).detach()
-        metrics = {"approx_kl": pair(torch.expm1(gap) - gap, mask)}
+        now = current.detach()
+        metrics = {"approx_kl": pair(ratio_excess(now, start), mask), "ratio/clamped": pair(clamped(now, start), mask)}
         for name, value in result.metrics.items():
-            metrics[name] = pair(value.to(gap.dtype), mask)
-        return result.loss, metrics
+            metrics[name] = pair(value.to(now.dtype), mask)
+        return wide(result.loss), metrics
 
     def _aggregate(self, per_token: Tensor, mask: Tensor, batch: PackedBatch, totals: Totals) -> Tensor:
         return aggregate(

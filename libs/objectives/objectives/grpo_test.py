@@ -192,6 +192,8 @@ def test_metrics_equal_their_formulas(name: str) -> None:
         "ratio": sum(math.exp(lp - old) for lp, _, old, *_ in rows),
         "approx_kl": sum(math.exp(lp - old) - 1 - (lp - old) for lp, _, old, *_ in rows),
         "entropy": sum(h for _, h, *_ in rows),
+        "ratio/clamped": 0,
+        "mismatch/clamped": 0,
         "mismatch/abs": sum(abs(old - rollout) for _, _, old, _, rollout, _ in rows),
         "mismatch/kl": sum(math.exp(old - rollout) - 1 - (old - rollout) for _, _, old, _, rollout, _ in rows),
         "mismatch/weight": sum(math.exp(old - rollout) for _, _, old, _, rollout, _ in rows),
@@ -201,6 +203,7 @@ def test_metrics_equal_their_formulas(name: str) -> None:
         means[f"mismatch/above_{edge:g}"] = sum(abs(old - rollout) > edge for _, _, old, _, rollout, _ in rows)
     if objective.kl_coef:
         means["kl"] = sum(penalty_of(objective, lp, ref)[0] for lp, _, _, ref, *_ in rows)
+        means["kl/clamped"] = 0
     for key, total in means.items():
         assert metrics[key].tolist() == pytest.approx([total, len(rows)], rel=1e-12), key
     largest = max(abs(old - rollout) for _, _, old, _, rollout, _ in rows)

@@ -1,7 +1,7 @@
 """Per-token estimators of KL(policy || reference) from samples of the policy.
 
 From John Schulman's note "Approximating KL Divergence" (2020), with x drawn from the policy and log r = log_probs of
-the reference minus the policy's. All take and return f32[T].
+the reference minus the policy's, bounded (`objectives.ratio`). All take f[T] and return it in float32 at least.
 
 As a term of the loss they differ in their gradients too. With samples of the current policy, the expected gradient of
 k1 is zero (do not use it in a loss: `GRPO` refuses it), that of k2 is the gradient of KL(policy || reference), and that
@@ -12,28 +12,27 @@ never negative.
 from collections.abc import Callable
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from objectives.checks import check_choice
+from objectives.ratio import log_ratio, ratio_excess
 
 Estimator = Literal["k1", "k2", "k3"]
 
 
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """Return -log r: unbiased, high variance, can be negative."""
-    return log_probs - ref_log_probs
+    return -log_ratio(ref_log_probs, log_probs)
 
 
 def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """Return (log r)^2 / 2: biased as a value, low variance, right gradient."""
-    return 0.5 * (ref_log_probs - log_probs).square()
+    return 0.5 * log_ratio(ref_log_probs, log_probs).square()
 
 
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """Return r - 1 - log r: unbiased as a value, never negative; that of GRPO's paper (arXiv 2402.03300, eq. 4)."""
-    log_r = ref_log_probs - log_probs
-    return torch.expm1(log_r) - log_r
+    return ratio_excess(ref_log_probs, log_probs)
 
 
 ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}

@@ -1,7 +1,7 @@
 """Per-token policy losses, the registry of those an objective chooses by name, and their sums to one number.
 
-All are functions of packed f32[T] tensors; a loss is minimised. The old policy's log-probs and the advantages are
-constants: no gradient flows to them.
+All are functions of packed f[T] tensors, computed in float32 at least; a loss is minimised. The old policy's log-probs
+and the advantages are constants: no gradient flows to them. Ratios are those of `objectives.ratio`, bounded.
 
 A *policy loss* is what `GRPO(policy_loss=NAME)` computes: a function of `PolicyTokens` and of the options it declares,
 which returns a `TokenLoss`. Add one in a file of your own, which your recipe imports; nothing else is edited:
@@ -24,7 +24,9 @@ import torch
 from torch import Tensor
 
 from objectives.checks import check_choice, check_number
+from objectives.ratio import ratio as ratio_of
 from objectives.registry import Registry
+from objectives.sums import sequence_sums, wide
 from seqpack.batches.packed import PackedBatch
 
 Aggregation = Literal["token", "sequence", "constant"]
@@ -110,7 +112,7 @@ def check_max_tokens(max_tokens: int | None) -> int:
 
 def policy_gradient(log_probs: Tensor, advantages: Tensor) -> Tensor:
     """Return -A log pi: REINFORCE, the gradient of expected reward with samples of the current policy."""
-    return -advantages.detach() * log_probs
+    return -wide(advantages.detach()) * wide(log_probs)
 
 
 def ppo_clip(
@@ -129,8 +131,8 @@ def ppo_clip(
     clip/dual, the tokens whose gradient that bound cut.
     """
     check_clips(clip_low, clip_high, dual_clip)
-    advantage = advantages.detach()
-    ratio = torch.exp(log_probs - old_log_probs.detach())
+    advantage = wide(advantages.detach())
+    ratio = ratio_of(log_probs, old_log_probs.detach())
     plain = -ratio * advantage
     bounded = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantage
     loss = torch.maximum(plain, bounded)
@@ -156,10 +158,10 @@ def cispo(
     The clip bounds the weight of a token and never removes its gradient. Metrics: ratio, clip/low, clip/high.
     """
     check_clips(clip_low, clip_high)
-    ratio = torch.exp(log_probs.detach() - old_log_probs.detach())
+    ratio = ratio_of(log_probs.detach(), old_log_probs.detach())
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     metrics = {"ratio": ratio, "clip/low": ratio < 1 - clip_low, "clip/high": ratio > 1 + clip_high}
-    return TokenLoss(-weight * advantages.detach() * log_probs, metrics)
+    return TokenLoss(-weight * wide(advantages.detach()) * wide(log_probs), metrics)
 
 
 @register_policy_loss("ppo", scales_with_advantage=True, clip_low=0.2, clip_high=0.2, dual_clip=None)
@@ -184,7 +186,7 @@ def aggregate(
 ) -> Tensor:
     """Return this micro-batch's share of the global loss: its sum over micro-batches and ranks is the loss.
 
-    `per_token` f32[T], `loss_mask` bool[T], `cu_seqlens` i32[n+1]; `tokens` and `sequences`: trained ones of the
+    `per_token` f[T], `loss_mask` bool[T], `cu_seqlens` i32[n+1]; `tokens` and `sequences`: trained ones of the
     whole step.
 
     - "token": sum / tokens. Every token weighs the same (DAPO, arXiv 2503.14476, section 3.3).
@@ -193,21 +195,13 @@ def aggregate(
       the trained tokens of the whole answer that each sequence is of.
     - "constant": sum / (sequences * max_tokens) with a fixed `max_tokens` (Dr. GRPO, arXiv 2503.20783): no length bias.
     """
-    masked = torch.where(loss_mask, per_token, 0.0)
+    masked = torch.where(loss_mask, wide(per_token), 0.0)
     if how == "token":
         return masked.sum() / max(tokens, 1)
     if how == "constant":
         return masked.sum() / (max(sequences, 1) * check_max_tokens(max_tokens))
     check_choice("aggregation", how, AGGREGATIONS)
-    trained = sequence_sums(loss_mask.to(masked.dtype), cu_seqlens)
+    trained = sequence_sums(loss_mask, cu_seqlens)
     if row_tokens is not None:  # cu_seqlens may end with a pad, a sequence of nothing
         trained[: len(row_tokens)] = row_tokens.to(trained)
     return (sequence_sums(masked, cu_seqlens) / trained.clamp(min=1)).sum() / max(sequences, 1)
-
-
-def sequence_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return the sum of each packed sequence: f[T], i32[n+1] -> f[n]; differentiable."""
-    lengths = cu_seqlens.diff()
-    sequences = torch.arange(lengths.numel(), device=values.device)
-    owner = torch.repeat_interleave(sequences, lengths, output_size=values.numel())  # no wait for the device
-    return values.new_zeros(lengths.numel()).index_add(0, owner, values)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from objectives import GRPO, Totals, losses
-from objectives.losses import POLICY_LOSSES, PolicyTokens, TokenLoss, register_policy_loss, sequence_sums
+from objectives.losses import POLICY_LOSSES, PolicyTokens, TokenLoss, register_policy_loss
+from objectives.sums import sequence_sums
 from seqpack import make_batch, pack_sequences
 
 log_prob = st.floats(-6, -0.01)

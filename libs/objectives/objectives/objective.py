@@ -25,8 +25,3 @@ def rows_without_gradient(batch: TensorDict | BatchView, advantages: bool) -> Te
     if advantages:
         counted = counted & (view.flat("advantages") != 0)
     return view.row_sums(counted) == 0
-
-
-def pair(values: Tensor, mask: Tensor) -> Tensor:
-    """Return a metric: (sum over the mask, count of the mask)."""
-    return torch.stack([torch.where(mask, values, 0.0).sum(), mask.sum()]).detach()

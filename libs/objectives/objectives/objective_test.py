@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 import objectives
 import seqpack
-from objectives.objective import pair, rows_without_gradient, trained_mask
+from objectives.objective import rows_without_gradient, trained_mask
+from objectives.sums import pair
 from seqpack import make_batch, pack_sequences, view_batch
 
 

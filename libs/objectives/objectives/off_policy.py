@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from objectives.checks import check_choice, check_number
-from objectives.losses import sequence_sums
+from objectives.ratio import LARGEST_CAP, LOWEST, clamped, ratio, ratio_excess, sequence_ratios
+from objectives.sums import wide
 
 Correction = Literal["none", "truncate", "mask", "sequence_truncate", "sequence_mask"]
 CORRECTIONS: tuple[Correction, ...] = get_args(Correction)
@@ -22,14 +23,14 @@ CORRECTIONS: tuple[Correction, ...] = get_args(Correction)
 def truncated_weights(trainer_log_probs: Tensor, rollout_log_probs: Tensor, cap: float = 2.0) -> Tensor:
     """Return min(p_trainer / p_rollout, cap), a token: truncated importance sampling (Ionides 2008)."""
     _check_cap(cap)
-    return torch.exp((trainer_log_probs - rollout_log_probs).detach()).clamp(max=cap)
+    return ratio(trainer_log_probs.detach(), rollout_log_probs.detach()).clamp(max=cap)
 
 
 def masked_weights(trainer_log_probs: Tensor, rollout_log_probs: Tensor, cap: float = 2.0) -> Tensor:
     """Return the ratio where it lies in [1 / cap, cap], else 0: tokens of larger mismatch are not trained."""
     _check_cap(cap)
-    ratio = torch.exp((trainer_log_probs - rollout_log_probs).detach())
-    return torch.where((ratio <= cap) & (ratio >= 1 / cap), ratio, 0.0)
+    weight = ratio(trainer_log_probs.detach(), rollout_log_probs.detach())
+    return torch.where((weight > cap) | (weight < 1 / cap), 0.0, weight)  # NaN stays NaN
 
 
 def sequence_weights(
@@ -42,14 +43,12 @@ def sequence_weights(
 ) -> Tensor:
     """Return one weight a sequence: the product of its trained tokens' ratios, truncated at cap (`mask`: 0 above cap).
 
-    f32[T] again. Unbiased before truncation, unlike token weights, and of far higher variance for long sequences.
+    f[T] again. Unbiased before truncation, unlike token weights, and of far higher variance for long sequences.
     """
     _check_cap(cap)
-    gap = torch.where(loss_mask, (trainer_log_probs - rollout_log_probs).detach(), 0.0)
-    log_ratio = sequence_sums(gap, cu_seqlens).clamp(max=60.0)  # exp(60) is finite in float32 and beyond any cap
-    ratio = torch.exp(log_ratio)
-    weight = torch.where(ratio <= cap, ratio, 0.0) if mask else ratio.clamp(max=cap)
-    return torch.repeat_interleave(weight, cu_seqlens.diff(), output_size=gap.numel())
+    weight = sequence_ratios(trainer_log_probs.detach(), rollout_log_probs.detach(), loss_mask, cu_seqlens)
+    weight = torch.where(weight > cap, 0.0, weight) if mask else weight.clamp(max=cap)
+    return torch.repeat_interleave(weight, cu_seqlens.diff(), output_size=loss_mask.numel())
 
 
 def weights(
@@ -60,10 +59,10 @@ def weights(
     cu_seqlens: Tensor,
     cap: float = 2.0,
 ) -> Tensor:
-    """Return the weights by the correction's name, f32[T]. ValueError for an unknown one and a cap below 1."""
+    """Return the weights by the correction's name, f[T]. ValueError for an unknown one and a cap out of [1, 1e8]."""
     check_choice("off-policy correction", correction, CORRECTIONS)
     if correction == "none":
-        return torch.ones_like(rollout_log_probs)
+        return torch.ones_like(wide(rollout_log_probs))
     if correction == "truncate":
         return truncated_weights(trainer_log_probs, rollout_log_probs, cap)
     if correction == "mask":
@@ -80,18 +79,20 @@ def mismatch(trainer_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Te
     """Measure the mismatch between the trainer's and the sampler's log-probs, as metrics (see `seqpack.Objective`).
 
     `mismatch/abs` mean |difference|, `mismatch/abs/max` its maximum, `mismatch/kl` the k3 estimate of KL(rollout ||
-    trainer); and means that add up over micro-batches and ranks, of which `mismatch_meter` makes the rest.
+    trainer), `mismatch/clamped` the share of tokens beyond the bounds of `objectives.ratio` (a difference counts as
+    100 at most); and means that add up over micro-batches and ranks, of which `mismatch_meter` makes the rest.
     """
-    gap = torch.where(loss_mask, (trainer_log_probs - rollout_log_probs).detach(), 0.0)
+    trainer, rollout = (torch.where(loss_mask, wide(x.detach()), 0.0) for x in (trainer_log_probs, rollout_log_probs))
     count = loss_mask.sum()
-    size = gap.abs()
+    size = (trainer - rollout).abs().clamp(max=-LOWEST)
     largest = size.max() if size.numel() else size.new_zeros(())
-    weight = torch.where(loss_mask, gap.exp(), 0.0)
+    weight = torch.where(loss_mask, ratio(trainer, rollout), 0.0)
     above = (size[:, None] > torch.tensor(EDGES, dtype=size.dtype, device=size.device)).sum(0)
     return {
         "mismatch/abs": torch.stack([size.sum(), count]),
         "mismatch/abs/max": largest,
-        "mismatch/kl": torch.stack([(torch.expm1(gap) - gap).sum(), count]),
+        "mismatch/clamped": torch.stack([clamped(trainer, rollout).sum(), count]),
+        "mismatch/kl": torch.stack([ratio_excess(trainer, rollout).sum(), count]),
         "mismatch/weight": torch.stack([weight.sum(), count]),
         "mismatch/weight_square": torch.stack([weight.square().sum(), count]),
         **{_above(edge): torch.stack([many, count]) for edge, many in zip(EDGES, above, strict=True)},
@@ -133,4 +134,4 @@ def _above(edge: float) -> str:
 
 
 def _check_cap(cap: float) -> None:
-    check_number("the cap of importance weights", cap, 1)
+    check_number("the cap of importance weights", cap, 1, LARGEST_CAP)

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from objectives.checks import check_choice
 from objectives.losses import Aggregation, aggregate
-from objectives.objective import pair, rows_without_gradient, trained_mask
+from objectives.objective import rows_without_gradient, trained_mask
+from objectives.sums import pair
 from seqpack.batches.packed import PackedBatch
 from seqpack.batches.view import BatchView, Totals
 
