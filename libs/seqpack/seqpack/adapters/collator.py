@@ -14,7 +14,8 @@ from seqpack.planning.checks import check_positive_int
 Sample = Mapping[str, Any]
 MASKS = ("loss_mask", "assistant_masks", "completion_mask")
 """Names under which a sample may say which tokens are trained: ours, and those of transformers and TRL."""
-_KNOWN = frozenset(["input_ids", "labels", "attention_mask", "position_ids", *MASKS])
+KNOWN_COLUMNS = frozenset(["input_ids", "labels", "attention_mask", "position_ids", *MASKS])
+"""Columns that a row is made of, with an entry for each token."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class PackedCollator:
     def __post_init__(self) -> None:
         """Check the choices."""
         check_positive_int(self.align, "align")
-        wanted = sorted(_KNOWN & set(self.ignore) - set(MASKS))
+        wanted = sorted(KNOWN_COLUMNS & set(self.ignore) - set(MASKS))
         if wanted:
             raise ValueError(f"ignore names {wanted[0]!r}, which a row is made of: rename the column")
 
@@ -74,7 +75,7 @@ class PackedCollator:
         if not isinstance(sample, Mapping) or sample.get("input_ids") is None:
             contents = ", ".join(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
             raise ValueError(f"sample {index} has no input_ids, only {contents}")
-        unknown = [key for key in sample if key not in _KNOWN and key not in self.ignore and key != "length"]
+        unknown = [key for key in sample if key not in KNOWN_COLUMNS and key not in self.ignore and key != "length"]
         if unknown:
             raise ValueError(
                 f"sample {index} has the column {unknown[0]!r}, which is no part of a packed row: remove it or name it "

@@ -7,12 +7,12 @@ from typing import Any, Literal, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from seqpack.adapters.worker_events import WorkerEvents
+from seqpack.adapters.foreign_sources import check_undivided
+from seqpack.adapters.stream_reader import Empty, Limits, Overlong, Sample, SourceReader
+from seqpack.adapters.worker_events import StreamCounts, WorkerEvents
 from seqpack.planning.checks import check_positive_int
 from seqpack.planning.packing import pack
-from seqpack.planning.padding import aligned_length, frozen_bucket, usable_capacity
-
-Sample = Mapping[str, Any]
+from seqpack.planning.padding import frozen_bucket, usable_capacity
 
 
 class PackedStream(IterableDataset[list[Sample]]):
@@ -26,20 +26,23 @@ class PackedStream(IterableDataset[list[Sample]]):
        a sample that waited before: no sample waits for more than two plans.
     3. At the end of the source all that waits is given, the last row perhaps not full.
 
-    Ranks and workers. `shard="rows"`: every one reads the whole source and takes each row whose turn is its own: all
-    ranks have the same number of rows (the last incomplete step is left out, `dropped` says how many samples), and the
-    rows of a rank do not depend on how many workers there are. `shard="samples"`: every one reads each n-th sample and
-    packs these alone, which costs less reading; ranks may then differ in their number of rows. A source that is sharded
-    already takes `world_size=1`.
+    Ranks and workers. The stream alone divides the samples: while it reads, `get_worker_info` is None, so that a source
+    which divides itself among workers (as Hugging Face's do) gives everything to each. `shard="rows"`: each rank and
+    worker takes the rows whose turn is its own: all ranks have the same number of rows (the last incomplete step is
+    left out), and the rows of a rank do not depend on how many workers there are. `shard="samples"`: each takes every
+    n-th sample and packs these alone; ranks may then differ in their number of rows. All must read the source in the
+    same order: workers compare what they read; for ranks fix the seed (`shuffle(seed=...)`). A source that is split by
+    rank already takes `world_size=1`.
 
-    State. `state_dict` holds the settings, what waits and how far the source was read; a source that has `state_dict`
-    and `load_state_dict` of its own is asked, any other is read again up to there. Workers keep their states to
-    themselves: under a plain DataLoader that has some, `state_dict` is refused here; load `{"rows": n}` with the number
-    of rows that this rank trained, and the stream is packed anew up to there (`shard="rows"`). Each loaded state holds
-    for the next iteration alone, and with "rows" for any rank.
+    Samples over the cap or empty are an error, or left out, or cut (`overlong`, `empty`); `counts` says how many.
 
-    ValueError for a sample over the cap (cut it or leave it out in the source), for a rank that gets no row at all, and
-    for a state of other settings.
+    State. `state_dict` holds the settings, what waits and how far the source was read. A source with an exact state of
+    its own goes on from it; any other (a shuffle buffer too) is read again up to there, and must give the same samples.
+    Workers keep their states to themselves: under a plain DataLoader that has some, `state_dict` is refused here; load
+    `{"rows": n}` with the number of rows that this rank trained, and the stream is packed anew up to there
+    (`shard="rows"`). Each loaded state holds for the next iteration alone, and with "rows" for any rank.
+
+    ValueError for a rank that gets no row at all, and for a state of other settings or of another order of the source.
     """
 
     def __init__(
@@ -53,6 +56,8 @@ class PackedStream(IterableDataset[list[Sample]]):
         shard: Literal["rows", "samples"] = "rows",
         align: int = 1,
         bucket: int | Sequence[int] | None = None,
+        overlong: Overlong = "error",
+        empty: Empty = "error",
     ) -> None:
         super().__init__()
         self.source = source
@@ -65,22 +70,34 @@ class PackedStream(IterableDataset[list[Sample]]):
             raise ValueError(f"shard must be 'rows' or 'samples', got {shard!r}")
         self.rank, self.shard = rank, shard
         self.align, self.bucket = check_positive_int(align, "align"), frozen_bucket(bucket)
-        self.usable = usable_capacity(self.max_tokens, align, bucket)
+        self.limits = Limits(usable_capacity(self.max_tokens, align, bucket), align, overlong, empty)
+        check_undivided(source, self.world_size)
         self._loaded: dict[str, Any] | None = None
         self._packer: _Packer | None = None
         self._rows = self._phase = 0
         self._news = WorkerEvents()
 
     @property
+    def counts(self) -> StreamCounts:
+        """Numbers of samples that the running or last iteration left out or cut so far, by reason."""
+        return self._news.counts
+
+    @property
     def dropped(self) -> int:
-        """Number of samples that the last whole iteration left out at its end, over all ranks."""
-        return self._news.dropped
+        """Number of samples that the running or last iteration left out so far, over all ranks and workers."""
+        return sum(self.counts) - self.counts.truncated
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the source, by which its order is drawn, where it has one; trainers call this."""
+        if hasattr(self.source, "set_epoch"):
+            self.source.set_epoch(epoch)
 
     @property
     def settings(self) -> dict[str, Any]:
         """Settings that the rows depend on, as plain data. With shard="rows" a state holds for any rank."""
         bucket = list(self.bucket) if isinstance(self.bucket, tuple) else self.bucket
-        shared = {"max_tokens": self.max_tokens, "align": self.align, "bucket": bucket, "lookahead": self.lookahead}
+        shared: dict[str, Any] = {"max_tokens": self.max_tokens, "align": self.align, "bucket": bucket}
+        shared |= {"lookahead": self.lookahead, "overlong": self.limits.overlong, "empty": self.limits.empty}
         own = {"rank": self.rank} if self.shard == "samples" else {}
         return {**shared, "world_size": self.world_size, "shard": self.shard, **own}
 
@@ -90,7 +107,7 @@ class PackedStream(IterableDataset[list[Sample]]):
         index, count = (worker.id, worker.num_workers) if worker else (0, 1)
         state, self._loaded = self._news.state_for(worker, self._loaded), None
         whole = self.shard == "rows"
-        if not whole and count > 1 and state and "taken" not in state:
+        if not whole and count > 1 and state.get("rows") and "taken" not in state:
             raise ValueError("with shard='samples' the states of all workers are needed: use a loader that keeps them")
         part = _Part(0, 1) if whole else _Part(self.rank * count + index, self.world_size * count)
         packer = self._packer = _Packer(self, part, state if "taken" in state else {})
@@ -104,11 +121,11 @@ class PackedStream(IterableDataset[list[Sample]]):
             if number > first and (number - 1 - start) % turns == turn:
                 self._rows = number
                 yield step[own]
-        self._news.dropped = sum(map(len, step))
+        self._news.counts = packer.reader.counts._replace(last_step=sum(map(len, step)))
         if number < first:
             raise ValueError(f"the state is after row {first} of this rank, the source gives it {number} rows")
         if number == 0 and "taken" not in state and (whole or index == 0):
-            what = f"{packer.taken} samples in {len(step)} rows" if whole else f"{packer.taken} samples"
+            what = f"{packer.reader.taken} samples in {len(step)} rows" if whole else f"{packer.reader.taken} samples"
             raise ValueError(
                 f"the source gives rank {self.rank} of {self.world_size} no row ({what}): use fewer ranks, a smaller "
                 "max_tokens, or a source that can be iterated again"
@@ -162,27 +179,17 @@ class _Packer:
     """Rows of the samples of one part of a source."""
 
     def __init__(self, stream: PackedStream, part: _Part, state: Mapping[str, Any]) -> None:
-        self.stream, self.part = stream, part
-        self.taken: int = state.get("taken", 0)
+        self.stream, self.part, self.limits = stream, part, stream.limits
         self.rows: int = state.get("rows", 0)
         self.waiting: list[Sample] = list(state.get("waiting", ()))
         self.ready: deque[list[Sample]] = deque(map(list, state.get("ready", ())))
         self.carried: int = state.get("carried", 0)
-        self.ended: bool = state.get("ended", False)
-        if "source" in state:
-            stream.source.load_state_dict(state["source"])  # type: ignore[attr-defined]
-            self.samples = iter(stream.source)
-        else:
-            self.samples = islice(iter(stream.source), self.taken, None)
+        self.reader = SourceReader(stream.source, stream.limits, stream._news, state)
 
     def state(self) -> dict[str, Any]:
         """Return a state to resume from: how much was read, waiting samples, and planned rows that were not yielded."""
-        state = {"taken": self.taken, "waiting": list(self.waiting), "carried": self.carried}
-        state["ended"] = self.ended
-        state["ready"] = [list(row) for row in self.ready]
-        if hasattr(self.stream.source, "state_dict") and hasattr(self.stream.source, "load_state_dict"):
-            state["source"] = self.stream.source.state_dict()
-        return state
+        state = {"waiting": list(self.waiting), "carried": self.carried, "ready": [list(row) for row in self.ready]}
+        return {**state, **self.reader.state()}
 
     def __iter__(self) -> Iterator[list[Sample]]:
         """Return the iterator itself, which continues."""
@@ -199,39 +206,23 @@ class _Packer:
 
     def _read(self) -> None:
         """Read samples until enough of them wait for a plan, or the source ends."""
-        wanted = self.stream.lookahead * self.stream.usable
-        tokens = sum(map(self._size, self.waiting))
-        while tokens < wanted and not self.ended:
-            sample = next(self.samples, None)
-            if sample is None:
-                self.ended = True
-                return
-            self.taken += 1
-            if not isinstance(sample, Mapping) or sample.get("input_ids") is None:
-                contents = ", ".join(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
-                raise ValueError(f"sample {self.taken - 1} of the source has no input_ids, only {contents}")
-            if (self.taken - 1) % self.part.step != self.part.first:
-                continue
-            size = self._size(sample)
-            if not 0 < size <= self.stream.usable:
-                raise ValueError(
-                    f"sample {self.taken - 1} of the source has {size} tokens (aligned), a row holds "
-                    f"1..{self.stream.usable}: cut it, leave it out, or raise max_tokens"
-                )
-            self.waiting.append(sample)
-            tokens += size
+        wanted = self.stream.lookahead * self.limits.usable
+        tokens = sum(map(self.limits.size, self.waiting))
+        while tokens < wanted and (read := self.reader.read()):
+            number, sample = read
+            if number % self.part.step == self.part.first:
+                self.waiting.append(sample)
+                tokens += self.limits.size(sample)
+        self.stream._news.counts = self.reader.counts
 
     def _plan(self) -> None:
         """Plan rows of the waiting samples; the emptiest row of new samples alone keeps waiting."""
-        sizes = [self._size(sample) for sample in self.waiting]
-        rows = sorted(tuple(sorted(row)) for row in pack(sizes, self.stream.usable).bins) if sizes else []
+        sizes = list(map(self.limits.size, self.waiting))
+        rows = sorted(tuple(sorted(row)) for row in pack(sizes, self.limits.usable).bins) if sizes else []
         fresh = [row for row in rows if row[0] >= self.carried]
         carried: tuple[int, ...] = ()
-        if not self.ended and len(rows) > 1 and fresh:
+        if not self.reader.ended and len(rows) > 1 and fresh:
             carried = min(fresh, key=lambda row: (sum(sizes[i] for i in row), -row[0]))
         self.ready.extend([self.waiting[i] for i in row] for row in rows if row != carried)
         self.waiting = [self.waiting[i] for i in carried]
         self.carried = len(carried)
-
-    def _size(self, sample: Sample) -> int:
-        return aligned_length(len(sample["input_ids"]), self.stream.align)

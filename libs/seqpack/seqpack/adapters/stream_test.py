@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from seqpack.adapters import IGNORED, PackedCollator, PackedStream, TitanRows
-from seqpack.adapters.stream import Sample
+from seqpack.adapters.stream_reader import Sample
 
 
 class Source:
@@ -170,7 +170,18 @@ def test_rows_for_torchtitan() -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="sample 2 of the source has 40 tokens"):
         list(PackedStream(Source([3, 4, 40]), 32))
-    wrongs: list[dict[str, Any]] = [{"rank": 1}, {"shard": "files"}, {"lookahead": 0}, {"align": 64}]
+    with pytest.raises(ValueError, match=r'sample 1 of the source has no tokens: leave it out, or pass empty="drop"'):
+        list(PackedStream(Source([3, 0, 40]), 32, overlong="drop"))
+    with pytest.raises(ValueError, match="input_ids of sample 0 of the source is 'ab'"):
+        list(PackedStream([{"input_ids": "ab"}], 32))
+    wrongs: list[dict[str, Any]] = [
+        {"rank": 1},
+        {"shard": "files"},
+        {"lookahead": 0},
+        {"align": 64},
+        {"overlong": "cut"},
+        {"empty": "truncate"},
+    ]
     for wrong in wrongs:
         with pytest.raises(ValueError, match=next(iter(wrong))):
             PackedStream(Source([1]), 32, **wrong)
@@ -201,6 +212,8 @@ def given_state(**options: Any) -> dict[str, Any]:
         ("world_size", {"world_size": 2}),
         ("shard", {"shard": "samples"}),
         ("align", {"align": 2}),
+        ("overlong", {"overlong": "drop"}),
+        ("empty", {"empty": "drop"}),
         ("bucket", {"bucket": (16, 32)}),
     ],
 )
@@ -281,3 +294,60 @@ def test_a_rank_without_a_row_is_an_error(workers: int) -> None:
 def test_a_sample_without_tokens_is_named(sample: Any) -> None:
     with pytest.raises(ValueError, match=r"sample 1 of the source has no input_ids, only (text|list|input_ids, text)"):
         list(PackedStream([{"input_ids": [1]}, sample], 16))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shard", ["rows", "samples"])
+def test_overlong_and_empty_samples_are_left_out_and_counted(workers: int, shard: Any) -> None:
+    lengths = [*LENGTHS[:60], 0, 33, 0, 5, 40]
+    seen = []
+    for rank in range(2):
+        stream = PackedStream(
+            Source(lengths), 32, lookahead=4, rank=rank, world_size=2, shard=shard, overlong="drop", empty="drop"
+        )
+        loader = DataLoader(stream, batch_size=None, num_workers=workers)
+        seen += [n for row in loader for n in numbers(row)]
+        assert stream.counts[:3] == (2, 2, 0)
+        assert stream.dropped == 4 + stream.counts.last_step
+    assert not {61, 62, 63, 65} & set(seen)
+    assert len(seen) == len(set(seen)) == len(lengths) - stream.dropped
+
+
+def test_counts_are_told_before_the_end_and_go_on_with_a_state() -> None:
+    def stream() -> PackedStream:
+        return PackedStream(Source([33, 0, *LENGTHS, 0, 40]), 32, lookahead=4, overlong="truncate", empty="drop")
+
+    first, later = stream(), stream()
+    rows = iter(first)
+    next(rows), next(rows)
+    assert first.counts == (0, 1, 1, 0)
+    later.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert [numbers(row) for row in later] == [numbers(row) for row in rows]
+    assert later.counts == first.counts == (0, 2, 2, 0)
+    assert later.dropped == 2
+
+
+@pytest.mark.parametrize("align", [1, 5])
+def test_a_truncated_sample_keeps_its_first_tokens_in_every_column(align: int) -> None:
+    ids = list(range(1, 41))
+    sample = {
+        "input_ids": ids,
+        "labels": torch.tensor(ids),
+        "loss_mask": [True] * 40,
+        "position_ids": [list(range(40))] * 3,
+        "assistant_masks": None,
+        "length": 40,
+        "text": "x" * 40,
+    }
+    (row,) = PackedStream([sample], 32, align=align, overlong="truncate")
+    whole = 32 // align * align
+    cut = row[0]
+    assert cut["input_ids"] == ids[:whole]
+    assert cut["labels"].tolist() == ids[:whole]
+    assert (cut["loss_mask"], cut["position_ids"]) == ([True] * whole, [list(range(whole))] * 3)
+    assert (cut["assistant_masks"], cut["length"], cut["text"]) == (None, whole, "x" * 40)
+    assert sample["length"] == 40, "the source's own sample is as it was"
+    assert PackedCollator(ignore=("text",), align=align)(row)["input_ids"].shape == (1, whole)
+    tensor = {"input_ids": torch.tensor(ids), "position_ids": torch.arange(40).repeat(3, 1)}
+    (row,) = PackedStream([tensor], 32, align=align, overlong="truncate")
+    assert PackedCollator(align=align)(row)["position_ids"].shape == (3, 1, whole)
