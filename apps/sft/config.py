@@ -15,6 +15,7 @@ from apps.sft.reading.selection import Truncation
 from apps.sft.reading.sources import Source, parse_sources
 from engines import EngineConfig
 from engines.config import parse_context_parallel
+from apps.sft.reading.trained import ALONE, TrainOn
 from objectives import SFT
 
 OWNED = {
@@ -30,13 +31,20 @@ class DataConfig:
     """The training data: the rows of files, or demonstrations of a synthetic task."""
 
     data: tuple[str, ...] = ()
-    """Files of rows, .jsonl or .parquet: FILE ..., or FILE:WEIGHT ... for shares of the sequences that are trained on.
-    Without any, demonstrations of --task are written to the run folder and used."""
+    """Files of rows (.jsonl, .json, .csv, .parquet, or one of them and .gz), directories, patterns, or data sets of the
+    hub (OWNER/NAME:SPLIT): FILE ..., or FILE:WEIGHT ... for shares of the sequences that are trained on. Without any,
+    demonstrations of --task are written to the run folder and used."""
     eval_data: Path | None = None
     """Held-out rows; without it a share of --data is held out."""
     form: Form = "auto"
-    """What a row is: a list of messages, a prompt with its completion (texts or messages), or plain text; "auto" is
-    decided by the columns of a file's first row."""
+    """What a row is: messages, ShareGPT, Alpaca, a prompt with its completion (texts or messages), or plain text;
+    "auto" is decided by the columns of a file's first row, and told."""
+    train_on: tuple[TrainOn, ...] = ("assistant",)
+    """What is trained of a conversation: the turns of these roles; or the assistant's "last" turn, the "completion" as
+    TRL masks it, or "all" tokens. Marks of messages (weight, train, loss) are obeyed in any case."""
+    bad_rows: BadRows = "error"
+    """What is done where rows of a file can't be used: all of them are told and nothing is trained, or they are left
+    out and counted."""
     messages_column: str = "messages"
     """Column with a list of messages with role and content (and tool_calls)."""
     tools_column: str = "tools"
@@ -47,8 +55,8 @@ class DataConfig:
     """Column with what is to be written."""
     text_column: str = "text"
     """Column with plain text, of which every token is trained."""
-    eval_share: float = 0.05
-    """Share of --data that is held out where there is no --eval-data."""
+    eval_share: float | None = None
+    """Share of --data that is held out where there is no --eval-data; by default 0.05, and at most 512 rows."""
     max_tokens: int = 4096
     """Longer rows are left out, or cut: see --truncation."""
     truncation: Truncation = "skip"
@@ -68,7 +76,7 @@ class DataConfig:
 
     def problems(self) -> Iterator[str]:
         """Yield a text for each problem, with its flag."""
-        share = 0 < self.eval_share < 1
+        share = self.eval_share is None or 0 < self.eval_share < 1
         if not share:
             yield f"--eval-share must lie between 0 and 1, got {self.eval_share}"
         for name, least in (("max_tokens", 2), ("demonstrations", 32), ("data_processes", 1)):
@@ -77,13 +85,17 @@ class DataConfig:
                 yield f"{flag(name)} must be at least {least}, got {value}"
         try:
             parse_sources(self.data)
+        alone = [value for value in self.train_on if value in ALONE]
+        if not self.train_on or (alone and len(self.train_on) > 1):
+            got = " ".join(self.train_on) or "nothing"
+            yield f"--train-on takes roles, or one of {', '.join(ALONE)} alone, got {got}"
         except ValueError as error:
             yield str(error)
         if self.data:
             yield from self._set(("task", "demonstrations"), "is of the synthetic task; leave it out with --data")
         else:
             columns = dict.fromkeys(name for names in _COLUMNS.values() for name in names)
-            yield from self._set(("eval_data", "form", *columns), "goes with --data, which is not given")
+            yield from self._set(("eval_data", "form", "bad_rows", *columns), "goes with --data, which is not given")
         if self.eval_data is not None and share:
             yield from self._set(("eval_share",), "has no effect with --eval-data: leave one of them out")
         if self.data and self.form != "auto":
@@ -98,7 +110,12 @@ class DataConfig:
 
     @property
     def columns(self) -> Columns:
-        """The columns that are read of a row."""
+    @property
+    def held_out(self) -> tuple[float, int | None]:
+        """The share of the rows that is held out, and the most of them."""
+        return (0.05, 512) if self.eval_share is None else (self.eval_share, None)
+
+        """The columns that are read of a row, and what is trained of them."""
         return Columns(
             self.form,
             self.messages_column,
@@ -108,6 +125,7 @@ class DataConfig:
             self.text_column,
         )
 
+            train_on=tuple(dict.fromkeys(self.train_on)),
     def _set(self, names: Iterable[str], why: str) -> Iterator[str]:
         """Yield a text with `why` for each field of `names` that is not at its default."""
         usual = {item.name: item.default for item in fields(self)}
@@ -120,6 +138,8 @@ _COLUMNS = {
     "messages": ("messages_column", "tools_column"),
     "prompt_completion": ("prompt_column", "completion_column", "tools_column"),
     "text": ("text_column",),
+    "sharegpt": ("messages_column", "tools_column"),
+    "alpaca": ("tools_column",),
 }
 """The columns that each form reads."""
 
@@ -153,8 +173,9 @@ class SftConfig:
     """How often every row of --data is read, in place of --steps; the last step takes the rows that are left."""
     batch_size: int = 64
     """Rows a step."""
-    eval_every: int = 25
-    """Steps between evaluations of the held-out loss (also after the last)."""
+    eval_every: int | None = None
+    """Steps between evaluations of the held-out loss (also before the first and after the last); by default at least
+    25, and so many that at most a tenth as many tokens are evaluated as are trained on."""
     eval_rows: int | None = None
     """How many held-out rows an evaluation reads; all of them by default."""
     export: Literal["last", "best"] = "last"

@@ -4,19 +4,21 @@ import hashlib
 import json
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from apps.common.data.files import data_files
+from apps.common.data.rows import place_of
 from apps.quickstart.arithmetic import distinct, problems
 from apps.quickstart.demonstrations import demonstration
 from apps.sft.config import DataConfig
 from apps.sft.reading.selection import Samples, Usable, usable_of
 from apps.sft.reading.sources import Source
 from apps.sft.reading.split import split_against, split_off
-from apps.sft.reading.tokenized import tokenize_file
+from apps.sft.reading.tokenized import silent, tokenize_file
 from rollout import calculator
 from rollout.chat.images import ImageProcessor
 
@@ -32,7 +34,7 @@ class Skipped:
     def add(self, reason: str, path: Path, row: int) -> None:
         """Count a row that was left out."""
         self.counts[reason] = self.counts.get(reason, 0) + 1
-        self.first.setdefault(reason, f"{path.name}, row {row}")
+        self.first.setdefault(reason, f"{path.name}, {place_of(path, row)}")
 
     def lines(self) -> list[str]:
         """Return one line a reason."""
@@ -67,13 +69,14 @@ def load_conversations(
     cache: Path = Path("tokens"),
     image_processor: ImageProcessor | None = None,
     images_column: str | None = None,
+    say: Callable[[str], None] = silent,
 ) -> Conversations:
-    """Read the sources and, where it is given, the held-out file.
+    """Read the sources and, where they are given, the held-out files.
 
     Identical rows are on one side: without a held-out file a share of the different ones is held out; what is in a
     held-out file of its own is removed from the training rows, and counted. `stop_tokens`: see
     `samples.encode_messages`. `cache`: where tokens are kept, see `reading.tokenized`. `image_processor`: reads images,
-    where the model sees; they may be in `images_column`, "images" unless it is named.
+    where the model sees; they may be in `images_column`, "images" unless it is named. `say`: see `tokenize_file`.
 
     Raises:
         ValueError: a file or a row can't be used, or too little is left; the text names the row and the remedy.
@@ -82,7 +85,8 @@ def load_conversations(
     columns = config.columns if image_processor is None else replace(config.columns, images=images_column or "images")
 
     def usable(path: Path) -> Usable:
-        store = tokenize_file(path, columns, tokenizer, stop_tokens, cache, config.data_processes, image_processor)
+        how = (config.data_processes, image_processor, config.bad_rows, say)
+        store = tokenize_file(path, columns, tokenizer, stop_tokens, cache, *how)
         selected = usable_of(store, config.max_tokens, config.truncation)
         for reason, rows in selected.left_out:
             for row in rows:
@@ -91,19 +95,22 @@ def load_conversations(
             skipped.cut[f"{path.name} at the {config.truncation}, to --max-tokens {config.max_tokens}"] = selected.cut
         return selected
 
-    files = [usable(source.path) for source in sources]
+    parts = [data_files(source.path) for source in sources]
+    _check_once([path for part in parts for path in part])
+    files = [usable(path) for part in parts for path in part]
+    owners = [(number, path) for number, part in enumerate(parts) for path in part]
     keys = [key for file in files for key in file.keys]
     if config.eval_data is None:
-        split = split_off(keys, config.eval_share)
+        split = split_off(keys, *config.held_out)
         held_out = Samples.of(files, split.held_out, image_processor)
     else:
-        other = usable(config.eval_data)
-        split = split_against(keys, other.keys)
-        held_out = Samples.of([other], split.held_out, image_processor)
-    places = [(number, row) for number, file in enumerate(files) for row in file.rows]
+        others = [usable(path) for path in data_files(config.eval_data)]
+        split = split_against(keys, [key for other in others for key in other.keys])
+        held_out = Samples.of(others, split.held_out, image_processor)
+    places = [(*owner, row) for owner, file in zip(owners, files, strict=True) for row in file.rows]
     for i in split.removed:
-        number, row = places[i]
-        skipped.add(f"also in {config.eval_data}, which is held out", sources[number].path, row)
+        _, path, row = places[i]
+        skipped.add(f"also in {config.eval_data}, which is held out", path, row)
     of_files = [[keys[i] for i in split.train if places[i][0] == number] for number in range(len(sources))]
     sizes = tuple(map(len, of_files))
     weights = tuple(source.weight for source in sources if source.weight is not None)
@@ -129,6 +136,14 @@ def write_demonstrations(config: DataConfig, seed: int, path: Path) -> Path:
     temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     os.replace(temporary, path)
     return path
+
+
+def _check_once(paths: Sequence[Path]) -> None:
+    twice = [path for i, path in enumerate(paths) if path in paths[:i]]
+    if twice:
+        raise ValueError(
+            f"--data: {twice[0]} is read twice: name it once, with a weight where it is to be read more often"
+        )
 
 
 def _digest(keys: Sequence[str]) -> str:

@@ -133,7 +133,7 @@ def test_a_held_out_file_removes_the_identical_rows_alone_and_says_so(tmp_path: 
     assert (len(conversations.train), len(conversations.held_out)) == (397, 4)
     assert list(conversations.skipped.counts.values()) == [3]
     assert "left out 3 rows: also in" in conversations.skipped.lines()[0]
-    assert "a.jsonl, row 1" in conversations.skipped.lines()[0]
+    assert "a.jsonl, line 1" in conversations.skipped.lines()[0]
 
 
 LONG = {"messages": chat("long", "x" * 300)}
@@ -198,7 +198,7 @@ def test_a_row_with_a_problem_is_dropped_and_counted(tmp_path: Path) -> None:
     (reason,) = conversations.skipped.counts
     assert "can't be proven" in reason
     assert conversations.skipped.counts[reason] == 5
-    assert "row 21" in conversations.skipped.lines()[0]
+    assert "line 21" in conversations.skipped.lines()[0]
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_a_row_with_a_problem_is_dropped_and_counted(tmp_path: Path) -> None:
 )
 def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
     path = write(tmp_path / "a.jsonl", [{"messages": chat("a", "b")}, row])
-    with pytest.raises(ValueError, match=f"a.jsonl, row 2.*{message}"):
+    with pytest.raises(ValueError, match=f"a.jsonl, line 2.*{message}"):
         load_conversations(DataConfig(), path, TOKENIZER)
 
 

@@ -31,6 +31,7 @@ from apps.sft.data import Conversations, load_conversations, write_demonstration
 from apps.sft.preflight import check_model
 from apps.sft.reading.samples import stop_tokens_of
 from apps.sft.reading.sources import Source
+from apps.sft.reading.tokenized import silent
 from apps.sft.recipe import Recipe
 from apps.sft.registry import recipes, runnable, spec_of
 from apps.sft.row_order import check_row_order, row_order
@@ -190,7 +191,8 @@ def _conversations(
     column = config.cluster.media.images_column
 
     def load() -> Conversations:
-        return load_conversations(config.data, sources, tokenizer, stops, cache, pictures, column)
+        say = print if rank_and_world()[0] == 0 else silent
+        return load_conversations(config.data, sources, tokenizer, stops, cache, pictures, column, say)
 
     conversations = load() if rank_and_world()[0] == 0 else None
     broadcast_result(None)

@@ -81,7 +81,7 @@ def _sizes(config: SftConfig, short: int) -> dict[str, Any]:
     sizes: dict[str, Any] = {
         "data.max_tokens": short,
         "batch_size": min(config.batch_size, 8),
-        "eval_every": min(config.eval_every, 2),
+        "eval_every": min(config.eval_every or 2, 2),
         "save_every": min(config.save_every, 2),
         "eval_rows": None if config.eval_rows is None else min(config.eval_rows, 8),
     }

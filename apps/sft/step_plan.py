@@ -16,6 +16,8 @@ class StepPlan:
     batch_size: int
     steps: int
     places: int
+    eval_every: int
+    """Steps between evaluations."""
 
     def rows(self, step: int) -> list[int]:
         """Return the samples of step number `step`, from 0, numbered through all files.
@@ -36,7 +38,16 @@ def plan_steps(config: SftConfig, conversations: Conversations) -> StepPlan:
         ValueError: a weight is too small for the files.
     """
     mixture = Mixture(conversations.sizes, conversations.weights, config.seed)
+    every = config.eval_every or eval_interval(
+        int(conversations.held_out[: config.eval_rows].lengths.sum()),
+        float(conversations.train.lengths.mean()) * config.batch_size,
+    )
     if config.epochs is None:
-        return StepPlan(mixture, config.batch_size, config.steps, config.steps * config.batch_size)
+        return StepPlan(mixture, config.batch_size, config.steps, config.steps * config.batch_size, every)
     places = max(1, round(config.epochs * len(mixture)))
-    return StepPlan(mixture, config.batch_size, math.ceil(places / config.batch_size), places)
+    return StepPlan(mixture, config.batch_size, math.ceil(places / config.batch_size), places, every)
+
+
+def eval_interval(evaluated: int, tokens_a_step: float) -> int:
+    """Return the steps between evaluations: 25, or so many that `evaluated` tokens are a tenth of those trained on."""
+    return max(25, math.ceil(10 * evaluated / tokens_a_step))

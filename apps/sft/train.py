@@ -166,7 +166,7 @@ class _Steps:
             row |= memory_metrics(config.engine.device)
             shown: dict[str, float | int | str] = {"loss": metrics["loss"], "tokens/s": row["tokens_per_second"]}
             last = step == self.plan.steps
-            if last or step % config.eval_every == 0:
+            if last or step % self.plan.eval_every == 0:
                 row["eval/loss"] = shown["held-out loss"] = measured.losses[step] = self._held_out_loss()
             log.step(step, row, shown)
             if step in measured.losses:

@@ -4,10 +4,11 @@ import hashlib
 from collections.abc import Iterable
 
 
-def held_out_keys(keys: Iterable[str], share: float) -> set[str]:
-    """Return about `share` of the different keys, at least one: those that come first in the order of their hashes.
+def held_out_keys(keys: Iterable[str], share: float, most: int | None = None) -> set[str]:
+    """Return about `share` of the different keys, at least one and at most `most`: the first in order of their hashes.
 
     Equal keys are on one side, and the order of the rows makes no difference.
     """
     ordered = sorted(set(keys), key=lambda key: hashlib.blake2b(key.encode(), digest_size=8).digest())
-    return set(ordered[: max(1, round(len(ordered) * share))])
+    count = max(1, round(len(ordered) * share))
+    return set(ordered[: count if most is None else min(count, most)])

@@ -1,18 +1,17 @@
-"""Prompt files: a question and its reference answer a row, JSON lines or Parquet, checked in full before training."""
+"""Prompt files: a question and its reference answer a row, checked in full before training."""
 
 import difflib
-import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+from apps.common.data.files import data_files
+from apps.common.data.rows import Row, named, stream_records, told
 
+T = TypeVar("T")
 Message = dict[str, Any]
-Row = Mapping[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -25,92 +24,60 @@ class Prompt:
     row: int
     columns: Row = field(default_factory=dict, repr=False, compare=False)
     """The whole row of the file."""
+    place: str = field(default="", compare=False)
+    """The row's file and line, for messages."""
 
 
-def read_prompts(path: Path, prompt_column: str, answer_column: str) -> list[Prompt]:
-    """Read every row of a .jsonl or .parquet file.
+def read_prompts(name: Path, prompt_column: str, answer_column: str) -> list[Prompt]:
+    """Read every row of the files behind a name; see `data_files` for what it may be.
 
     A prompt is a string (one user turn) or a list of messages with role and content, a reference a string or a number.
     A column name with dots reaches into nested objects ("reward_model.ground_truth").
 
     Raises:
-        ValueError: no such file, no rows, a missing column, or a value of the wrong type; the text names the row.
+        ValueError: no such file, no rows, a missing column, or a value of the wrong type; all bad rows of a file are
+            told at once.
     """
-    rows = read_rows(path)
-    return [
-        Prompt(
-            _messages(path, i, prompt_column, _field(path, i, row, prompt_column)),
-            _reference(path, i, row, answer_column),
-            i,
-            row,
-        )
-        for i, row in enumerate(rows, start=1)
-    ]
+    files = data_files(name)
+    prompts: list[Prompt] = []
+    problems: list[str] = []
+    for path in files:
+        for record in stream_records(path):
+            place = named(path, record.number)
+            try:
+                if record.row is None:
+                    raise ValueError(record.problem)
+                messages = _messages(prompt_column, _field(record.row, prompt_column))
+                reference = _reference(record.row, answer_column)
+            except ValueError as error:
+                problems.append(f"{place}: {error}")
+                continue
+            number = record.number if len(files) == 1 else len(prompts) + 1
+            prompts.append(Prompt(messages, reference, number, record.row, place))
+    if problems:
+        raise ValueError(told(name, problems))
+    return prompts
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a .jsonl or .parquet file, at least one; see `stream_rows`."""
-    return list(stream_rows(path))
-
-
-def stream_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a .jsonl or .parquet file, at least one, with no more of them in memory than the reader needs.
+def for_each(name: Path, prompts: Sequence[Prompt], change: Callable[[Prompt], T]) -> list[T]:
+    """Return `change(prompt)` of each; raise ValueError with the places of all that it refuses by one.
 
     Raises:
-        ValueError: the file is missing, of another kind, empty, or not what its name says.
+        ValueError: a prompt is refused.
     """
-    if not path.is_file():
-        near = difflib.get_close_matches(
-            path.name, [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else [], n=1
-        )
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"no such data file: {path}{hint}")
-    if path.suffix in (".jsonl", ".ndjson"):
-        rows = _stream_jsonl(path)
-    elif path.suffix == ".parquet":
-        rows = _stream_parquet(path)
-    else:
-        raise ValueError(f"{path}: expected a name ending in .jsonl or .parquet, got {path.suffix or 'no ending'}")
-    none = True
-    for row in rows:
-        none = False
-        yield row
-    if none:
-        raise ValueError(f"{path}: the file has no rows")
+    made: list[T] = []
+    problems: list[str] = []
+    for prompt in prompts:
+        try:
+            made.append(change(prompt))
+        except ValueError as error:
+            problems.append(f"{prompt.place}: {error}")
+    if problems:
+        raise ValueError(told(name, problems))
+    return made
 
 
-def _stream_jsonl(path: Path) -> Iterator[Row]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                row = json.loads(text) if text.strip() else None
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not UTF-8 (byte {error.start} of the line)") from error
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno})") from error
-            if isinstance(row, dict):
-                yield row
-            elif text.strip():
-                raise ValueError(f"{path}, line {number}: expected an object, got {type(row).__name__}")
-
-
-def _stream_parquet(path: Path) -> Iterator[Row]:
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=_rows_at_once(file.metadata)):
-                yield from batch.to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: not a whole Parquet file ({error})") from error
-
-
-def _rows_at_once(metadata: Any) -> int:
-    """Return the number of rows that are 4 MiB on average, as rows may hold images."""
-    size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
-    return int(max(1, min(1024, 2**22 * metadata.num_rows // max(size, 1))))
-
-
-def _field(path: Path, number: int, row: Row, column: str) -> Any:
+def _field(row: Row, column: str) -> Any:
     value: Any = row
     if column in row:
         return row[column]
@@ -118,15 +85,15 @@ def _field(path: Path, number: int, row: Row, column: str) -> Any:
         if not isinstance(value, Mapping) or part not in value:
             near = difflib.get_close_matches(column, list(row), n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{path}, row {number}: no column {column!r}; it has {', '.join(row)}.{hint}")
+            raise ValueError(f"no column {column!r}; it has {', '.join(row)}.{hint}")
         value = value[part]
     return value
 
 
-def _messages(path: Path, number: int, column: str, value: Any) -> tuple[Message, ...]:
+def _messages(column: str, value: Any) -> tuple[Message, ...]:
     if isinstance(value, str) and value.strip():
         return ({"role": "user", "content": value},)
-    where = f"{path}, row {number}, column {column!r}"
+    where = f"column {column!r}"
     if not isinstance(value, list) or not value:
         raise ValueError(
             f"{where}: expected a text or a list of messages with role and content, got {_describe(value)}"
@@ -156,13 +123,11 @@ def message_problem(message: Any) -> str | None:
     return None
 
 
-def _reference(path: Path, number: int, row: Row, column: str) -> str:
-    value = _field(path, number, row, column)
+def _reference(row: Row, column: str) -> str:
+    value = _field(row, column)
     number_like = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number_like and not (isinstance(value, str) and value.strip()):
-        raise ValueError(
-            f"{path}, row {number}, column {column!r}: expected a text or a number, got {_describe(value)}"
-        )
+        raise ValueError(f"column {column!r}: expected a text or a number, got {_describe(value)}")
     return str(value)
 
 

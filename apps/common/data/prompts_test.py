@@ -42,11 +42,11 @@ def test_parquet_with_messages_and_a_nested_answer(tmp_path: Path) -> None:
         (
             "a.jsonl",
             '{"question": 3, "answer": "1"}',
-            "row 1, column 'question': expected a text or a list of messages",
+            "line 1: column 'question': expected a text or a list of messages",
         ),
-        ("a.jsonl", '{"question": "x", "answer": [1]}', "row 1, column 'answer': expected a text or a number"),
+        ("a.jsonl", '{"question": "x", "answer": [1]}', "line 1: column 'answer': expected a text or a number"),
         ("a.jsonl", '{"question": [{"role": "usr", "content": "x"}], "answer": "1"}', "a message needs a role"),
-        ("a.csv", "question,answer", "ending in .jsonl or .parquet"),
+        ("a.csv", "ask,answer\n1,2", "no column 'question'"),
         ("a.parquet", "no parquet", "not a whole Parquet file"),
     ],
 )

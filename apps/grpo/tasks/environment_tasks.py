@@ -17,7 +17,8 @@ from typing import Any
 
 from apps.common.cli.flags import flag
 from apps.common.data.held_out import held_out_keys
-from apps.common.data.prompts import read_rows
+from apps.common.data.files import data_files
+from apps.common.data.rows import named, read_rows
 from apps.common.plugins import environment_name, load_environment
 from apps.grpo.config import DataConfig, GrpoConfig
 from rollout import RowSource, TaskRow, TaskSource
@@ -75,14 +76,13 @@ def _brought(spec: str) -> list[TaskRow] | None:
 def _rows_by_name(path: Path, names: Sequence[str], column: str) -> dict[str, list[TaskRow]]:
     """Return the file's rows by environment; a row's id is its number, from 1."""
     rows_of: dict[str, list[TaskRow]] = {name: [] for name in names}
-    for number, row in enumerate(read_rows(path), start=1):
+    read = [(named(file, number), row) for file in data_files(path) for number, row in read_rows(file)]
+    for count, (place, row) in enumerate(read, start=1):
         name = names[0] if len(names) == 1 and column not in row else row.get(column)
         if name not in rows_of:
             said = f"has no column {column!r}" if name is None else f"is for the environment {name!r}"
-            raise ValueError(
-                f"{path}, row {number} {said}: --environment-column names the one of {', '.join(names)} that it is for"
-            )
-        rows_of[name].append(TaskRow(f"row-{number}", row))
+            raise ValueError(f"{place} {said}: --environment-column names the one of {', '.join(names)} that it is for")
+        rows_of[name].append(TaskRow(f"row-{count}", row))
     for name, rows in rows_of.items():
         if not rows:
             raise ValueError(f"{path} has no row for the environment {name!r}: leave it out")
@@ -92,7 +92,7 @@ def _rows_by_name(path: Path, names: Sequence[str], column: str) -> dict[str, li
 def _source(settings: GrpoConfig, name: str, rows: Sequence[TaskRow]) -> RowSource:
     """Return a source of the rows; the held-out ones are chosen by their data, or by their ids where they have none."""
     keys = [json.dumps(row.data, sort_keys=True, default=str) if row.data else row.id for row in rows]
-    chosen = held_out_keys(keys, settings.data.eval_share)
+    chosen = held_out_keys(keys, settings.data.eval_share, settings.data.eval_prompts)
     sides: tuple[list[TaskRow], list[TaskRow]] = ([], [])
     for key, row in zip(keys, rows, strict=True):
         sides[key in chosen].append(row)

@@ -217,7 +217,7 @@ def test_every_environment_has_its_share_to_within_one(weights: list[float], cou
         (lambda path: settings("Digits", "Digits"), "one name"),
         (lambda path: settings(), "add --environment"),
         (lambda path: settings("Digits", tasks=Path("nowhere.jsonl")), "no such data file"),
-        (lambda path: settings("Letters", "Closed", tasks=path), "row 1 is for the environment 'Digits'"),
+        (lambda path: settings("Letters", "Closed", tasks=path), "line 1 is for the environment 'Digits'"),
         (lambda path: settings("Digits", "Letters", tasks=path, environment_column="kind"), "no column 'kind'"),
         (lambda path: settings("Digits", "Letters", tasks=path, environment_shares=("Digits=1",)), "one for each of"),
         (lambda path: settings("Digits", "Letters", environment_shares=("Digits=x", "Letters=1")), "NAME=NUMBER"),

@@ -53,7 +53,7 @@ def test_what_is_said_goes_before_the_preset(tmp_path: Path) -> None:
 def test_rows_with_images_are_refused(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{**ROWS["geo3k"](i)} for i in range(40)]
     rows[7]["images"] = [{"bytes": "...", "path": "a.png"}]
-    with pytest.raises(ValueError, match=r"a.jsonl, row 8 holds images or other media"):
+    with pytest.raises(ValueError, match=r"a.jsonl, line 8: it holds images or other media"):
         tasks(tmp_path, "geo3k", rows)
 
 

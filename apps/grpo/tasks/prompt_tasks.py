@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from apps.common.data.held_out import held_out_keys
 from apps.common.data.presets import PRESETS
-from apps.common.data.prompts import Prompt, read_prompts
+from apps.common.data.prompts import Prompt, for_each, read_prompts
 from apps.common.data.template_options import template_options
 from apps.common.plugins import RowReward, Scored, load_tools
 from apps.grpo.config import DataConfig, GrpoConfig
@@ -119,7 +119,7 @@ def prompt_tasks(settings: GrpoConfig, tokenizer: PreTrainedTokenizerBase, rewar
         held_out, long_held_out = _short(config.eval_data, settings, tokenizer)
         excluded, long = {_key(prompt) for prompt in held_out}, long + long_held_out
     else:
-        excluded = held_out_keys(map(_key, prompts), config.eval_share)
+        excluded = held_out_keys(map(_key, prompts), config.eval_share, config.eval_prompts)
         held_out = [prompt for prompt in prompts if _key(prompt) in excluded]
     train = [prompt for prompt in prompts if _key(prompt) not in excluded]
     if not train or not held_out:
@@ -148,12 +148,12 @@ def _short(path: Path, settings: GrpoConfig, tokenizer: PreTrainedTokenizerBase)
     prompt_column, answer_column, system_prompt = layout(settings)
     prompts = read_prompts(path, prompt_column, answer_column)
     sees = settings.engine.vision != "off"
-    prompts = [_with_images(path, prompt, settings.cluster.media.images_column, sees) for prompt in prompts]
+    prompts = for_each(path, prompts, lambda p: _with_images(p, settings.cluster.media.images_column, sees))
     if system_prompt is not None:
         prompts = [replace(prompt, messages=_prompted(prompt, system_prompt)) for prompt in prompts]
     schemas = [tool.schema for tool in load_tools(own.tool)]
     options = template_options(own.template_options)
-    texts = [_render(path, prompt, tokenizer, schemas, options, sees) for prompt in prompts]
+    texts = for_each(path, prompts, lambda prompt: _render(prompt, tokenizer, schemas, options, sees))
     lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
     if sees:
         lengths = _with_image_tokens(path, settings, prompts, lengths)
@@ -161,7 +161,7 @@ def _short(path: Path, settings: GrpoConfig, tokenizer: PreTrainedTokenizerBase)
     return short, len(prompts) - len(short)
 
 
-def _with_images(path: Path, prompt: Prompt, named: str | None, sees: bool) -> Prompt:
+def _with_images(prompt: Prompt, named: str | None, sees: bool) -> Prompt:
     """Return a row with the images of its column in its question: where it says <image>, or else before it.
 
     `named`: that column where it was named, which every row then has; else `images`, which it may have.
@@ -172,33 +172,28 @@ def _with_images(path: Path, prompt: Prompt, named: str | None, sees: bool) -> P
     column = named or "images"
     if named is not None and named not in prompt.columns:
         raise ValueError(
-            f"{path}, row {prompt.row}: no column {named!r}; it has {', '.join(prompt.columns)}. Name the column of "
-            "images with --media.images-column"
+            f"no column {named!r}; it has {', '.join(prompt.columns)}. Name the column of images with "
+            "--media.images-column"
         )
     images = prompt.columns.get(column) or ()
     if not isinstance(images, list | tuple):
         images = (images,)
     if any(prompt.columns.get(name) for name in MEDIA_KEYS if name != column) or (images and not sees):
         raise ValueError(
-            f"{path}, row {prompt.row} holds images or other media: leave such rows out, or set --engine.vision to "
-            "trained or frozen for a model that sees images"
+            "it holds images or other media: leave such rows out, or set --engine.vision to trained or frozen for a "
+            "model that sees images"
         )
     if not images:
         return prompt
     question = prompt.messages[-1]["content"]
     if not isinstance(question, str):
-        raise ValueError(
-            f"{path}, row {prompt.row} has a column of images and a question of parts: keep one of the two"
-        )
+        raise ValueError("it has a column of images and a question of parts: keep one of the two")
     texts = question.split(IMAGE_MARK) if IMAGE_MARK in question else [*[""] * len(images), question]
     if len(texts) != len(images) + 1:
-        raise ValueError(f"{path}, row {prompt.row} has {len(images)} images for {len(texts) - 1} {IMAGE_MARK}")
+        raise ValueError(f"it has {len(images)} images for {len(texts) - 1} {IMAGE_MARK}")
     parts: list[dict[str, Any]] = [{"type": "text", "text": texts[0]}]
     for image, text in zip(images, texts[1:], strict=True):
-        try:
-            parts += [{"type": "image", "image": as_text(image)}, {"type": "text", "text": text}]
-        except ValueError as error:
-            raise ValueError(f"{path}, row {prompt.row}: {error}") from error
+        parts += [{"type": "image", "image": as_text(image)}, {"type": "text", "text": text}]
     turn = {"role": "user", "content": [part for part in parts if part.get("text") != ""]}
     return replace(prompt, messages=(*prompt.messages[:-1], turn))
 
@@ -209,15 +204,14 @@ def _with_image_tokens(
     """Return the lengths of prompts with their images' tokens; all images are read, so that none fails later."""
     if settings.model is None:
         raise ValueError("images need a model that sees them: add --model DIR")
-    reader, out = ImageReader.of(model_directory(settings.model)), []
-    for prompt, length in zip(prompts, lengths, strict=True):
-        try:
-            images = images_of(prompt.messages)
-            grids = reader(images)[1].tolist() if images else []
-        except ValueError as error:
-            raise ValueError(f"{path}, row {prompt.row}: {error}") from error
-        out.append(length + sum(grid_tokens(grid, reader.merge_size) - 1 for grid in grids))
-    return out
+    reader = ImageReader.of(model_directory(settings.model))
+
+    def more(prompt: Prompt) -> int:
+        images = images_of(prompt.messages)
+        grids = reader(images)[1].tolist() if images else []
+        return sum(grid_tokens(grid, reader.merge_size) - 1 for grid in grids)
+
+    return [length + added for length, added in zip(lengths, for_each(path, prompts, more), strict=True)]
 
 
 def _prompted(prompt: Prompt, system_prompt: str) -> tuple[dict[str, Any], ...]:
@@ -238,17 +232,13 @@ def layout(settings: GrpoConfig) -> tuple[str, str, str | None]:
 
 
 def _render(
-    path: Path,
     prompt: Prompt,
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[Mapping[str, Any]],
     options: Mapping[str, Any],
     sees: bool,
 ) -> str:
-    try:
-        check_text_only([without_image_parts(m) for m in prompt.messages] if sees else prompt.messages)
-    except ValueError as error:
-        raise ValueError(f"{path}, row {prompt.row}: {error}") from error
+    check_text_only([without_image_parts(m) for m in prompt.messages] if sees else prompt.messages)
     try:
         return str(
             tokenizer.apply_chat_template(
@@ -260,7 +250,7 @@ def _render(
             )
         )
     except (jinja2.TemplateError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}, row {prompt.row}: the chat template refuses the prompt: {error}") from error
+        raise ValueError(f"the chat template refuses the prompt: {error}") from error
 
 
 def _key(prompt: Prompt) -> str:

@@ -164,6 +164,6 @@ def test_files_that_cannot_be_asked_are_refused_by_row(finished: Path, tmp_path:
     with pytest.raises(ValueError, match=r"broken\.parquet, row 5: picture 0: it cannot be read"):
         run(flags(finished, data, tmp_path / "run", "--engine.vision", "trained"))
     with pytest.raises(
-        ValueError, match=r"row 1 holds images or other media: leave such rows out, or set --engine\.vision"
+        ValueError, match=r"row 1: it holds images or other media: leave such rows out, or set --engine\.vision"
     ):
         run(flags(finished, geo3k(tmp_path / "good.parquet"), tmp_path / "run"))

@@ -6,27 +6,65 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from apps.common.data.prompts import ROLES, Row
+from apps.common.data.prompts import ROLES
+from apps.common.data.rows import Row
+from apps.sft.reading.marks import split_marks
 from apps.sft.reading.row_images import with_row_images
 
 Message = dict[str, Any]
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "bing": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "system": "system",
+    "developer": "developer",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""What a turn's `from` may be, and whose message it is. A `function_call` is the assistant's, and holds its calls."""
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The messages of a row and its tools; `row` counts from 1. Turns before message `trained_from` are not trained."""
+    """The messages of a row and its tools. `row`: its place in the file, from 1.
+
+    `completes`: the first message of the completion, where the row is a prompt and its completion. `marks`: of each
+    message whether the row marks it to be trained (None where it does not say); empty where none is marked.
+    """
 
     row: int
     messages: tuple[Message, ...]
     tools: tuple[Any, ...] | None = None
-    trained_from: int = 0
+    completes: int | None = None
+    marks: tuple[bool | None, ...] = ()
 
     @property
     def key(self) -> str:
         """A digest of every message and tool: equal for identical conversations, the same in every run."""
         content: list[Any] = [self.messages, self.tools]
-        return digest([*content, self.trained_from] if self.trained_from else content)
+        if self.marks:
+            content.append(self.marks)
+        return digest([*content, self.completes] if self.completes else content)
+
+    @staticmethod
+    def of(
+        row: int, messages: Sequence[Message], tools: tuple[Any, ...] | None, completes: int | None = None
+    ) -> "Conversation":
+        """Return a conversation of messages that may have marks.
+
+        Raises:
+            ValueError: a mark can't be obeyed.
+        """
+        plain, marks = zip(*map(split_marks, messages), strict=True)
+        return Conversation(row, plain, tools, completes, marks if any(mark is not None for mark in marks) else ())
 
 
 def digest(content: Any) -> str:
@@ -36,12 +74,17 @@ def digest(content: Any) -> str:
 
 
 def conversation_of(
-    number: int, row: Row, messages_column: str, tools_column: str, images_column: str | None = None
+    number: int,
+    row: Row,
+    messages_column: str,
+    tools_column: str,
+    images_column: str | None = None,
+    system_column: str | None = None,
 ) -> Conversation:
     """Return the conversation of a row. Messages, tools and tool calls may be JSON text.
 
     `images_column`: where images may be besides the messages' parts, if the model sees; else they are refused, as
-    videos and audio always are.
+    videos and audio always are. `system_column`: where a system prompt may be.
 
     Raises:
         ValueError: it can't be used; the text names the column and the remedy.
@@ -50,8 +93,24 @@ def conversation_of(
         raise ValueError(f"no column {messages_column!r}; it has {', '.join(row)}. Name yours with --messages-column")
     where = f"column {messages_column!r}"
     messages = messages_of(list_of(row[messages_column], f"{where}: expected a list of messages"), where, images_column)
-    messages = shown(row, messages, images_column, messages_column)
-    return Conversation(number, messages, tools_of(row, tools_column))
+    messages = with_system(row, shown(row, messages, images_column, messages_column), system_column)
+    return Conversation.of(number, messages, tools_of(row, tools_column))
+
+
+def with_system(row: Row, messages: tuple[Message, ...], column: str | None) -> tuple[Message, ...]:
+    """Return the messages after the system prompt in a column of the row, where it has one.
+
+    Raises:
+        ValueError: it is no text, or the messages have a system prompt of their own.
+    """
+    text = row.get(column) if column is not None else None
+    if not text:
+        return messages
+    if not isinstance(text, str):
+        raise ValueError(f"column {column!r}: expected a text, got {text!r:.60}")
+    if messages[0]["role"] in ("system", "developer"):
+        raise ValueError(f"column {column!r} has a system prompt and so have the messages: keep one of the two")
+    return ({"role": "system", "content": text}, *messages)
 
 
 def shown(row: Row, messages: tuple[Message, ...], images_column: str | None, *columns: str) -> tuple[Message, ...]:
@@ -103,6 +162,7 @@ def messages_of(messages: Sequence[Any], where: str, sees: str | None = None) ->
 
 
 def _message(message: Any, where: str, sees: bool) -> Message:
+    message = _as_openai(message, where)
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise ValueError(f"{where}: a message needs a role of {', '.join(ROLES)}, got {message!r:.60}")
     content = message.get("content")
@@ -116,6 +176,24 @@ def _message(message: Any, where: str, sees: bool) -> Message:
         return message
     calls = list_of(message["tool_calls"], f"{where}: tool_calls must be a list")
     return {**message, "tool_calls": [_call(call, where) for call in calls]}
+
+
+def _as_openai(message: Any, where: str) -> Any:
+    """Return a turn of ShareGPT (`from`, `value`) with the keys and roles of OpenAI's messages; others as they are."""
+    if not isinstance(message, dict) or "role" in message or not {"from", "value"} <= message.keys():
+        return message
+    others = {key: value for key, value in message.items() if key not in ("from", "value")}
+    who, value = message["from"], message["value"]
+    if who == "function_call":
+        calls = _json(value, f"{where}: a turn of 'function_call'") if isinstance(value, str) else value
+        calls = calls if isinstance(calls, list) else [calls]
+        return {"role": "assistant", "content": "", "tool_calls": calls, **others}
+    role = SHAREGPT_ROLES.get(str(who))
+    if role is None:
+        raise ValueError(
+            f"{where}: a turn needs a 'from' of {', '.join(SHAREGPT_ROLES)} or function_call, got {who!r:.60}"
+        )
+    return {"role": role, "content": value, **others}
 
 
 def _check_parts(parts: Sequence[Any], where: str, sees: bool) -> None:
@@ -161,10 +239,3 @@ def _json(text: str, what: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{what}: {text!r:.60} is not JSON ({error.msg})") from error
-
-
-def without_nulls(value: Any) -> Any:
-    """Return the value without null keys: in a Parquet file each message has the keys of all."""
-    if isinstance(value, Mapping):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -1,13 +1,14 @@
-"""The forms of a row: a conversation, a prompt with its completion, or plain text."""
+"""The formats of a row: a conversation (messages, ShareGPT, Alpaca), a prompt with its completion, or plain text."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from apps.common.data.prompts import Row, stream_rows
+from apps.common.data.rows import Row, kind_of, stream_records
 from apps.sft.reading.conversations import (
     Conversation,
+    Message,
     check_no_media,
     conversation_of,
     digest,
@@ -15,15 +16,18 @@ from apps.sft.reading.conversations import (
     messages_of,
     shown,
     tools_of,
-    without_nulls,
+    with_system,
 )
+from apps.sft.reading.trained import TrainOn
 
-Form = Literal["auto", "messages", "prompt_completion", "text"]
+Form = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+ALPACA = ("instruction", "input", "output", "system", "history")
+"""The columns of Alpaca's rows; `input`, `system` and `history` may be missing or empty."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a file and the form of its rows; "auto" is decided by the first row."""
+    """The columns of a file, the form of its rows ("auto" is decided by the first row), and what is trained of them."""
 
     form: Form = "auto"
     messages: str = "messages"
@@ -33,6 +37,12 @@ class Columns:
     text: str = "text"
     images: str | None = None
     """Where images of conversations may be besides their messages; None where the model is trained on text alone."""
+    train_on: tuple[TrainOn, ...] = ("assistant",)
+
+    @property
+    def conversations(self) -> str:
+        """The column with the turns of ShareGPT's rows."""
+        return self.messages if self.messages != Columns.messages else "conversations"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,48 +59,125 @@ class Completion:
         return digest([self.prompt, self.text])
 
 
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row that can't be used, and why."""
+
+    row: int
+    problem: str
+
+
 Example = Conversation | Completion
 
 
-def read_examples(path: Path, columns: Columns) -> Iterator[Example]:
-    """Yield the rows of a .jsonl or .parquet file, checked.
+def read_examples(path: Path, columns: Columns) -> Iterator[Example | BadRow]:
+    """Yield the rows of a data file, checked.
 
-    A prompt and its completion are both texts, or both lists of messages: then only the assistant's turns of the
-    completion are trained. Of a plain text every token is.
+    A prompt and its completion are both texts, or both lists of messages.
 
     Raises:
-        ValueError: the file or a row can't be used; the text names file, row and the remedy.
+        ValueError: the file can't be read.
     """
-    form = columns.form
-    for number, row in enumerate(stream_rows(path), start=1):
+    columns = replace(columns, form=form_of_file(path, columns)[0])
+    parquet = kind_of(path) == ".parquet"
+    for record in stream_records(path):
         try:
-            plain: Row = without_nulls(row) if path.suffix == ".parquet" else row
-            form = _form_of(plain, columns) if form == "auto" else form
-            yield _example(number, plain, form, columns)
+            if record.row is None:
+                raise ValueError(record.problem)
+            plain: Row = without_nulls(record.row) if parquet else record.row
+            yield _example(record.number, plain, columns)
         except ValueError as error:
-            raise ValueError(f"{path}, row {number}: {error}") from error
+            yield BadRow(record.number, str(error))
+
+
+def form_of_file(path: Path, columns: Columns) -> tuple[Form, Row]:
+    """Return the form of a file's rows, decided by the first that can be read unless it is given, and that row.
+
+    Raises:
+        ValueError: the file can't be read, or the row has the columns of no form.
+    """
+    row = next((record.row for record in stream_records(path) if record.row is not None), {})
+    plain = without_nulls(row) if kind_of(path) == ".parquet" else row
+    return (columns.form if columns.form != "auto" else _form_of(plain, columns)), plain
+
+
+def described(form: Form, columns: Columns, row: Row) -> str:
+    """Return a form with the columns that are read of a row, and those that are not."""
+    reads = {
+        "messages": (columns.messages, columns.tools),
+        "sharegpt": (columns.conversations, "system", columns.tools),
+        "alpaca": (*ALPACA, columns.tools),
+        "prompt_completion": (columns.prompt, columns.completion, columns.tools),
+        "text": (columns.text,),
+    }[form]
+    reads = (*reads, columns.images) if columns.images and form != "text" else reads
+    other = [name for name in row if name not in reads]
+    return (
+        f"{NAMES[form]} rows, of which {', '.join(name for name in row if name in reads) or 'nothing'} is read"
+        f"{', and not ' + ', '.join(other) if other else ''}"
+    )
+
+
+NAMES = {
+    "messages": "OpenAI messages",
+    "sharegpt": "ShareGPT",
+    "alpaca": "Alpaca",
+    "prompt_completion": "prompt and completion",
+    "text": "plain text",
+}
 
 
 def _form_of(row: Row, columns: Columns) -> Form:
     if columns.messages in row:
         return "messages"
+    if columns.conversations in row:
+        return "sharegpt"
     if columns.prompt in row and columns.completion in row:
         return "prompt_completion"
+    if "instruction" in row and "output" in row:
+        return "alpaca"
     if columns.text in row:
         return "text"
     raise ValueError(
-        f"no column {columns.messages!r}, nor {columns.prompt!r} and {columns.completion!r}, nor {columns.text!r}; it "
-        f"has {', '.join(row)}. Name yours with --messages-column, --prompt-column and --completion-column, or "
-        "--text-column"
+        f"no column {columns.messages!r} or 'conversations', nor {columns.prompt!r} and {columns.completion!r}, nor "
+        f"'instruction' and 'output', nor {columns.text!r}; it has {', '.join(row) or 'none'}. Name yours with "
+        "--messages-column, --prompt-column and --completion-column, or --text-column"
     )
 
 
-def _example(number: int, row: Row, form: Form, columns: Columns) -> Example:
+def _example(number: int, row: Row, columns: Columns) -> Example:
+    form = columns.form
     if form == "messages":
         return conversation_of(number, row, columns.messages, columns.tools, columns.images)
+    if form == "sharegpt":
+        return conversation_of(number, row, columns.conversations, columns.tools, columns.images, "system")
+    if form == "alpaca":
+        messages = with_system(row, shown(row, _alpaca_messages(row), columns.images), "system")
+        return Conversation.of(number, messages, tools_of(row, columns.tools))
     if form == "text":
         check_no_media(row, columns.text)
         return Completion(number, "", _text(row, columns.text, "--text-column"))
+    return _prompt_and_completion(number, row, columns)
+
+
+def _alpaca_messages(row: Row) -> tuple[Message, ...]:
+    """Return the turns of an Alpaca row: what was asked and answered before, then the instruction and its output."""
+    more = row.get("input") or ""
+    if not isinstance(more, str):
+        raise ValueError(f"column 'input': expected a text, got {more!r:.60}")
+    pairs = list_of(row.get("history") or [], "column 'history': expected a list of pairs")
+    if not all(isinstance(pair, list) and len(pair) == 2 and all(isinstance(t, str) for t in pair) for pair in pairs):
+        raise ValueError(f"column 'history': expected pairs of an instruction and its output, got {pairs!r:.60}")
+    question = "\n\n".join(filter(None, [_text(row, "instruction"), more]))
+    turns = [*pairs, [question, _text(row, "output")]]
+    return tuple(
+        {"role": role, "content": text}
+        for turn in turns
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    )
+
+
+def _prompt_and_completion(number: int, row: Row, columns: Columns) -> Example:
     values = [row.get(name) for name in (columns.prompt, columns.completion)]
     if not any(isinstance(value, list) for value in values):
         check_no_media(row, columns.prompt, columns.completion)
@@ -108,13 +195,20 @@ def _example(number: int, row: Row, form: Form, columns: Columns) -> Example:
         for name in (columns.prompt, columns.completion)
     ]
     messages = shown(row, (*turns[0], *turns[1]), columns.images, columns.prompt, columns.completion)
-    return Conversation(number, messages, tools_of(row, columns.tools), trained_from=len(turns[0]))
+    return Conversation.of(number, messages, tools_of(row, columns.tools), completes=len(turns[0]))
 
 
-def _text(row: Row, column: str, flag: str, empty: bool = False) -> str:
+def _text(row: Row, column: str, flag: str = "", empty: bool = False) -> str:
     if column not in row:
-        raise ValueError(f"no column {column!r}; it has {', '.join(row)}. Name yours with {flag}")
+        raise ValueError(f"no column {column!r}; it has {', '.join(row)}{flag and f'. Name yours with {flag}'}")
     value = row[column]
     if not isinstance(value, str) or not (value or empty):
         raise ValueError(f"column {column!r}: expected a text that is not empty, got {value!r:.60}")
     return value
+
+
+def without_nulls(value: Any) -> Any:
+    """Return the value without null keys: in a Parquet file each message has the keys of all."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value

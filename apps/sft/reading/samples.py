@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from apps.sft.reading.trained import Trained, mask_of
 from chat_tools import Rendered, images, read_stop_tokens, render
 from rollout.chat.images import ImageProcessor, images_of, without_images
 from seqpack.batches.batch import make_batch
@@ -45,14 +46,14 @@ def encode_messages(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Any] | None = None,
     stop_tokens: Sequence[str] | None = None,
-    trained_from: int = 0,
+    trained: Trained | None = None,
     image_processor: ImageProcessor | None = None,
 ) -> Encoded:
     """Render one conversation by the tokenizer's own chat template.
 
     `stop_tokens`: those that stop the model (`stop_tokens_of`), which a turn may end with and is trained to; without
-    them, those that the tokenizer and the template tell of. Of turns before message `trained_from` nothing is trained.
-    `image_processor` reads its images, where it may have some.
+    them, those that the tokenizer and the template tell of. `trained`: what is trained, by default all that the
+    assistant wrote. `image_processor` reads its images, where it may have some.
 
     Raises:
         ImageError: an image can't be read.
@@ -68,15 +69,14 @@ def encode_messages(
         rendered = render(tokenizer, list(messages), tools=list(tools) if tools else None, stop_tokens=stop_tokens)
     if rendered.problems:
         raise UnverifiedMaskError(rendered.problems[0])
-    mask = rendered.assistant_mask
-    if trained_from:
-        first = min((span.token_start for span in rendered.spans if span.message >= trained_from), default=len(mask))
-        mask = [trained and i >= first for i, trained in enumerate(mask)]
+    mask = mask_of(tokenizer, rendered, trained)
     return Encoded(rendered.ids, mask, rendered.mm_token_type_ids if images else (), images)
 
 
-def encode_text(tokenizer: PreTrainedTokenizerBase, prompt: str, text: str) -> Encoded:
+def encode_text(tokenizer: PreTrainedTokenizerBase, prompt: str, text: str, everything: bool = False) -> Encoded:
     """Tokenise a prompt and the text after it; every token of the text is trained, and an end of sequence after it.
+
+    With `everything` the prompt is trained too.
 
     Where both together begin with the tokens of the prompt they are tokenised together. Elsewhere a token would reach
     over the border, and they are tokenised apart: in use, too, the model reads the prompt's own tokens. Special tokens
@@ -93,7 +93,8 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, prompt: str, text: str) -> E
     if whole[: len(head)] != head:
         whole = [*head, *tokenizer(text, add_special_tokens=False)["input_ids"]]
     ids = whole if len(whole) > len(head) and whole[-1] == end else [*whole, end]
-    return Encoded(ids, [max(1, len(head)) <= i for i in range(len(ids))])
+    first = 1 if everything else max(1, len(head))
+    return Encoded(ids, [first <= i for i in range(len(ids))])
 
 
 def sample_of(

@@ -13,6 +13,7 @@ from apps.sft.reading.samples import Sample, media_of
 from apps.sft.reading.store import Store
 from rollout.chat.images import ImageProcessor
 
+BAD_ROW = "can't be used (--bad-rows skip)"
 Truncation = Literal["skip", "left", "right"]
 """What is done with a row that is too long: leave it out, or cut tokens off at its beginning or its end."""
 
@@ -36,7 +37,7 @@ class Usable:
 
 def usable_of(store: Store, max_tokens: int, truncation: Truncation) -> Usable:
     """Return the usable entries of a store. Of a row that is cut, some trained token must be left."""
-    reasons = dict(store.reasons)
+    reasons = {**store.reasons, **dict.fromkeys(store.problems, BAD_ROW)}
     trained, long = store.trained.copy(), np.flatnonzero(store.lengths > max_tokens)
     for number in map(int, long):
         if truncation == "skip":
@@ -122,5 +123,8 @@ class Samples(Sequence[Sample]):
     @property
     def lengths(self) -> np.ndarray:
         """The tokens read of each sample, i64[n]."""
-        lengths = [min(int(self.files[f][0].lengths[e]), self.files[f][1]) for f, e in self.places]
-        return np.array(lengths, dtype=np.int64)
+        lengths = np.zeros(len(self), dtype=np.int64)
+        for number, (store, most, _) in enumerate(self.files):
+            own = self.places[:, 0] == number
+            lengths[own] = np.minimum(store.lengths[self.places[own, 1]], most)
+        return lengths

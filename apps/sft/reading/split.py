@@ -18,9 +18,9 @@ class Split:
     removed: tuple[int, ...] = ()
 
 
-def split_off(keys: Sequence[str], share: float) -> Split:
-    """Split off about `share` of the different keys as held out; samples of equal keys stay on one side."""
-    chosen = held_out_keys(keys, share) if keys else set()
+def split_off(keys: Sequence[str], share: float, most: int | None = None) -> Split:
+    """Split off about `share` of the different keys as held out, at most `most`; equal keys stay on one side."""
+    chosen = held_out_keys(keys, share, most) if keys else set()
     return Split(
         tuple(i for i, key in enumerate(keys) if key not in chosen),
         tuple(i for i, key in enumerate(keys) if key in chosen),

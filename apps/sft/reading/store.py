@@ -20,6 +20,8 @@ import pyarrow.compute as pc
 from apps.sft.reading.samples import Encoded
 
 T = TypeVar("T")
+NO_KEY = "00" * 16
+"""The key of a row that can't be used."""
 ROWS_A_BATCH = 1024
 BYTES_A_BATCH = 16 * 2**20
 SCHEMA = pa.schema(
@@ -34,6 +36,8 @@ SCHEMA = pa.schema(
         ("types", pa.list_(pa.int8())),
         ("images", pa.list_(pa.large_string())),
         ("stamps", pa.list_(pa.string())),
+        ("problem", pa.string()),
+        ("unread", pa.list_(pa.string())),
     ]
 )
 
@@ -48,6 +52,10 @@ class Entry:
     reason: str | None = None
     stamps: tuple[str, ...] = ()
     """Of each image, which bytes its tokens were made from (`stamp_of`)."""
+    problem: str | None = None
+    """Why the row can't be used, where it can't: `bad_rows` says what becomes of it."""
+    unread: tuple[str, ...] = ()
+    """Keys of its messages that nothing reads."""
 
     @property
     def size(self) -> int:
@@ -82,13 +90,23 @@ def in_parts(items: Iterable[T], count: int, size: int, size_of: Callable[[T], i
 
 
 def write_store(path: Path, entries: Iterable[Entry]) -> None:
-    """Write all entries in order; the file appears whole or not at all, also where several processes write it."""
+    """Write all entries in order; see `write_batches`."""
+    write_batches(path, batches_of(entries))
+
+
+def batches_of(entries: Iterable[Entry]) -> Iterator[Any]:
+    """Yield entries as record batches of so many rows or bytes."""
+    return map(record_batch, in_parts(entries, ROWS_A_BATCH, BYTES_A_BATCH, lambda entry: entry.size))
+
+
+def write_batches(path: Path, batches: Iterable[Any]) -> None:
+    """Write record batches in order; the file appears whole or not at all, also where several processes write it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.writing")
     try:
         with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
-            for part in in_parts(entries, ROWS_A_BATCH, BYTES_A_BATCH, lambda entry: entry.size):
-                writer.write_batch(_batch(part))
+            for batch in batches:
+                writer.write_batch(batch)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -124,8 +142,23 @@ class Store:
     @cached_property
     def reasons(self) -> dict[int, str]:
         """The reasons why entries have no tokens, by their number."""
-        column = self._table.column("reason")
-        return {int(i): column[int(i)].as_py() for i in np.flatnonzero(column.is_valid().to_numpy())}
+        return self._texts("reason")
+
+    @cached_property
+    def problems(self) -> dict[int, str]:
+        """The problems of the entries whose rows can't be used, by their number."""
+        return self._texts("problem")
+
+    @cached_property
+    def unread(self) -> dict[str, tuple[int, int]]:
+        """The keys of messages that nothing reads: how many rows have each, and the place of the first."""
+        found: dict[str, tuple[int, int]] = {}
+        column = self._table.column("unread")
+        for i in map(int, np.flatnonzero(pc.list_value_length(column).to_numpy())):
+            for key in column[i].as_py():
+                count, first = found.get(key, (0, int(self.rows[i])))
+                found[key] = (count + 1, first)
+        return found
 
     def key(self, number: int) -> str:
         """Return the digest of an entry's content."""
@@ -173,12 +206,17 @@ class Store:
     def _table(self) -> Any:
         return pa.Table.from_batches(self._batches, SCHEMA)
 
+    def _texts(self, name: str) -> dict[int, str]:
+        column = self._table.column(name)
+        return {int(i): column[int(i)].as_py() for i in np.flatnonzero(column.is_valid().to_numpy())}
+
     def _column(self, name: str) -> np.ndarray:
         result: np.ndarray = self._table.column(name).to_numpy()
         return result
 
 
-def _batch(entries: list[Entry]) -> Any:
+def record_batch(entries: list[Entry]) -> Any:
+    """Return entries as a record batch of `SCHEMA`."""
     encoded = [entry.encoded or Encoded((), ()) for entry in entries]
     columns = [
         [entry.row for entry in entries],
@@ -191,5 +229,7 @@ def _batch(entries: list[Entry]) -> Any:
         [list(e.types) for e in encoded],
         [list(e.images) for e in encoded],
         [list(entry.stamps) for entry in entries],
+        [entry.problem for entry in entries],
+        [list(entry.unread) for entry in entries],
     ]
     return pa.record_batch([pa.array(c, field.type) for c, field in zip(columns, SCHEMA, strict=True)], schema=SCHEMA)

@@ -13,10 +13,12 @@ import hashlib
 import json
 import os
 import re
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -27,59 +29,92 @@ import tokenizers
 import transformers
 from transformers import PreTrainedTokenizerBase
 
+from apps.common.data import rows
+from apps.common.data.rows import BadRows, Row, named, place_of, told
 from apps.common.data.tokenizer import check_chat_template
-from apps.sft.reading import conversations, examples, row_images, samples
+from apps.sft.reading import conversations, examples, marks, row_images, samples, trained
 from apps.sft.reading.conversations import Conversation
-from apps.sft.reading.examples import Columns, Example, read_examples
-from apps.sft.reading.samples import ImageError, UnverifiedMaskError, encode_messages, encode_text
-from apps.sft.reading.store import SCHEMA, Entry, Store, in_parts, stamp_of, write_store
+from apps.sft.reading.examples import BadRow, Columns, Example, described, form_of_file, read_examples
+from apps.sft.reading.marks import READ
+from apps.sft.reading.samples import Encoded, ImageError, UnverifiedMaskError, encode_messages, encode_text
+from apps.sft.reading.store import (
+    NO_KEY,
+    SCHEMA,
+    Entry,
+    Store,
+    batches_of,
+    in_parts,
+    record_batch,
+    stamp_of,
+    write_batches,
+)
+from apps.sft.reading.trained import TrainOn, trained_of
 from chat_tools.rendering import render as rendering
-from rollout.chat.images import ImageProcessor
+from rollout.chat.images import ImageProcessor, images_of
 
 PART, PART_BYTES = 256, 2**20
 """Rows that a process is given at once, and bytes of their texts and images, whichever come first."""
+MISSING = "missing"
+"""The stamp of an image without a file."""
 PARALLEL_BYTES = 4 * 2**20
 """Files below are tokenised in this process unless a number of processes is given: others take seconds to start."""
+
+
+def silent(text: str) -> None:
+    """Tell nobody."""
 
 
 @dataclass(frozen=True)
 class Encoder:
     """An encoder of the rows of one file into entries of a store."""
 
-    path: Path
     tokenizer: PreTrainedTokenizerBase
+    columns: Columns
     stop_tokens: tuple[str, ...] | None = None
     image_processor: ImageProcessor | None = None
 
-    def entry(self, example: Example) -> Entry:
-        """Tokenise a row.
-
-        Raises:
-            ValueError: the chat template or the tokenizer refuses it; the text names file and row.
-        """
+    def entry(self, example: Example | BadRow) -> Entry:
+        """Tokenise a row; one that can't be used has its problem in place of tokens."""
+        if isinstance(example, BadRow):
+            return Entry(example.row, NO_KEY, None, problem=example.problem)
         try:
-            if not isinstance(example, Conversation):
-                return Entry(example.row, example.key, encode_text(self.tokenizer, example.prompt, example.text))
-            encoded = encode_messages(
-                self.tokenizer,
-                example.messages,
-                example.tools,
-                self.stop_tokens,
-                example.trained_from,
-                self.image_processor,
-            )
-            return Entry(example.row, example.key, encoded, stamps=tuple(map(stamp_of, encoded.images)))
+            if isinstance(example, Conversation):
+                return self._of_conversation(example)
+            everything = "all" in self.columns.train_on
+            encoded = encode_text(self.tokenizer, example.prompt, example.text, everything)
+            return Entry(example.row, example.key, encoded)
         except UnverifiedMaskError as error:
             # Token and message numbers differ from row to row, the reason does not.
             reason = f"its mask can't be proven: {re.sub(r'[0-9]+', 'N', str(error))}"
             return Entry(example.row, example.key, None, reason)
-        except ImageError as error:
-            raise ValueError(f"{self.path}, row {example.row}: {error}") from error
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             # A template that joins what is no text to text is a TypeError of Jinja's own making.
             who = "the chat template" if isinstance(example, Conversation) else "the tokenizer"
             what = "conversation" if isinstance(example, Conversation) else "text"
-            raise ValueError(f"{self.path}, row {example.row}: {who} refuses the {what}: {error}") from error
+            return Entry(example.row, NO_KEY, None, problem=f"{who} refuses the {what}: {error}")
+
+    def _of_conversation(self, example: Conversation) -> Entry:
+        roles = [message["role"] for message in example.messages]
+        try:
+            usual = self.columns.train_on == ("assistant",) and not example.marks and example.completes is None
+            choice = None if usual else trained_of(roles, self.columns.train_on, example.marks, example.completes)
+        except ValueError as error:
+            return Entry(example.row, NO_KEY, None, problem=str(error))
+        unread = tuple(sorted({key for message in example.messages for key in message} - self._known))
+        messages, tools = example.messages, example.tools
+        try:
+            encoded = encode_messages(self.tokenizer, messages, tools, self.stop_tokens, choice, self.image_processor)
+            stamps = tuple(map(stamp_of, encoded.images))
+        except ImageError as error:
+            images = images_of(messages)
+            seen = Encoded((), (), images=images)
+            return Entry(example.row, NO_KEY, seen, stamps=tuple(map(_stamp_or_none, images)), problem=str(error))
+        return Entry(example.row, example.key, encoded, stamps=stamps, unread=unread)
+
+    @cached_property
+    def _known(self) -> frozenset[str]:
+        """The keys of messages that need no word: those that are always read, and what the chat template speaks of."""
+        return READ.union(re.findall(r"\w+", str(self.tokenizer.chat_template)))
 
 
 def tokenize_file(
@@ -90,25 +125,75 @@ def tokenize_file(
     folder: Path,
     processes: int | None = None,
     image_processor: ImageProcessor | None = None,
+    bad_rows: BadRows = "error",
+    say: Callable[[str], None] = silent,
 ) -> Store:
     """Return the store of a file in `folder`; make it where it is not there yet.
 
     `processes`: how many tokenise; None for one a CPU where the file is large, else this one. `image_processor` reads
-    the images of conversations: each is, so that none fails later.
+    the images of conversations: each is, so that none fails later. `say` is told the form of the rows, the progress
+    after two seconds, and the keys of messages that nothing reads.
 
     Raises:
-        ValueError: the file or a row can't be used; the text names the row and the remedy.
+        ValueError: the file can't be used, or some of its rows can't and `bad_rows` is "error"; the text names them.
     """
-    if isinstance(next(read_examples(path, columns)), Conversation):
+    form, first = form_of_file(path, columns)
+    columns = replace(columns, form=form)
+    say(f"{path.name}: {described(form, columns, first)}")
+    _check_choice(path, columns, first)
+    if form not in ("text", "prompt_completion") or isinstance(first.get(columns.prompt), list):
         check_chat_template(tokenizer)
-    store = folder / f"{path.stem[:40]}-{fingerprint(path, columns, tokenizer, stop_tokens, image_processor)}.arrow"
-    if not store.is_file() or not _has_its_images(path, Store(store)):
+    elif tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer names no end-of-sequence token; set eos_token in tokenizer_config.json")
+    store = Store(
+        folder / f"{path.stem[:40]}-{fingerprint(path, columns, tokenizer, stop_tokens, image_processor)}.arrow"
+    )
+    if not store.path.is_file() or not _has_its_images(path, store):
         if processes is None:
             processes = len(os.sched_getaffinity(0)) if path.stat().st_size > PARALLEL_BYTES else 1
-        encoder = Encoder(path, tokenizer, stop_tokens, image_processor)
-        rows = read_examples(path, columns)
-        write_store(store, map(encoder.entry, rows) if processes == 1 else _in_processes(encoder, rows, processes))
-    return Store(store)
+        encoder = Encoder(tokenizer, columns, stop_tokens, image_processor)
+        read = read_examples(path, columns)
+        made = batches_of(map(encoder.entry, read)) if processes == 1 else _in_processes(encoder, read, processes)
+        write_batches(store.path, _with_progress(made, path, say))
+        store = Store(store.path)
+    for key, (count, row) in store.unread.items():
+        say(
+            f"{path.name}: messages of {count} rows have {key!r}, which neither the chat template nor this app reads "
+            f"(first: {place_of(path, row)})"
+        )
+    if store.problems and bad_rows == "error":
+        places = [f"{named(path, int(store.rows[i]))}: {why}" for i, why in store.problems.items()]
+        hint = "" if len(places) == 1 else " (--bad-rows skip leaves them out)"
+        raise ValueError(told(path, places, hint))
+    return store
+
+
+def _check_choice(path: Path, columns: Columns, first: Row) -> None:
+    """Raise ValueError where `train_on` has no meaning for the rows of a file of texts."""
+    texts = columns.form == "text" or (
+        columns.form == "prompt_completion" and not isinstance(first.get(columns.prompt), list)
+    )
+    allowed: tuple[TrainOn, ...] = (
+        ("assistant", "all") if columns.form == "text" else ("assistant", "completion", "all")
+    )
+    if texts and not set(columns.train_on) <= set(allowed):
+        raise ValueError(
+            f"--train-on {' '.join(columns.train_on)} has no meaning for {path.name}, whose rows are texts and not "
+            f"messages: leave it out, or use {' or '.join(allowed[1:])}"
+        )
+
+
+def _with_progress(batches: Iterable[Any], path: Path, say: Callable[[str], None]) -> Iterator[Any]:
+    """Yield the batches; tell the rows so far after two seconds, and again each time that twice as many have passed."""
+    started = time.perf_counter()
+    count, due = 0, 2.0
+    for batch in batches:
+        yield batch
+        count += batch.num_rows
+        passed = time.perf_counter() - started
+        if passed >= due:
+            say(f"{path.name}: {count:,} rows tokenised in {passed:.0f} s")
+            due = min(2 * passed, passed + 60)
 
 
 def _has_its_images(path: Path, store: Store) -> bool:
@@ -119,12 +204,20 @@ def _has_its_images(path: Path, store: Store) -> bool:
     """
     for number in map(int, np.flatnonzero(store.shown)):
         for image, stamp in zip(store.images(number)[1], store.stamps(number), strict=True):
-            try:
-                if stamp_of(image) != stamp:
-                    return False
-            except FileNotFoundError:
-                raise ValueError(f"{path}, row {store.rows[number]}: there is no image {image}") from None
+            now = _stamp_or_none(image)
+            if now == stamp:
+                continue
+            if now == MISSING and number not in store.problems:
+                raise ValueError(f"{named(path, int(store.rows[number]))}: there is no image {image}")
+            return False
     return True
+
+
+def _stamp_or_none(image: str) -> str:
+    try:
+        return stamp_of(image)
+    except OSError:
+        return MISSING
 
 
 def fingerprint(
@@ -162,28 +255,32 @@ def _digest_of(path: Path) -> str:
 
 def _digest_of_code() -> str:
     """Return a digest of the modules that turn rows into tokens: a store made by an older version is not used."""
-    files = [Path(str(module.__file__)) for module in (samples, conversations, examples, row_images)]
+    files = [
+        Path(str(module.__file__)) for module in (samples, conversations, examples, row_images, marks, trained, rows)
+    ]
     files += sorted(Path(str(rendering.__file__)).parent.glob("*.py"))
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=16).hexdigest()
 
 
-def _in_processes(encoder: Encoder, rows: Iterator[Example], processes: int) -> Iterator[Entry]:
-    """Yield the entries in order, with at most a few parts a process under way."""
+def _in_processes(encoder: Encoder, examples: Iterator[Example | BadRow], processes: int) -> Iterator[Any]:
+    """Yield the record batches in order, with at most a few parts a process under way."""
     pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start, initargs=(encoder,))
-    waiting: deque[Future[list[Entry]]] = deque()
+    waiting: deque[Future[Any]] = deque()
     try:
-        for part in in_parts(rows, PART, PART_BYTES, _size_of):
+        for part in in_parts(examples, PART, PART_BYTES, _size_of):
             waiting.append(pool.submit(_encode, part))
             if len(waiting) > 4 * processes:
-                yield from waiting.popleft().result()
+                yield waiting.popleft().result()
         while waiting:
-            yield from waiting.popleft().result()
+            yield waiting.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _size_of(example: Example) -> int:
+def _size_of(example: Example | BadRow) -> int:
     """Return the characters of a row, with images as `data:` URIs."""
+    if isinstance(example, BadRow):
+        return len(example.problem)
     if isinstance(example, Conversation):
         return _characters(example.messages)
     return len(example.prompt) + len(example.text)
@@ -204,5 +301,5 @@ def _start(encoder: Encoder) -> None:
     _ENCODER.append(encoder)
 
 
-def _encode(part: list[Example]) -> list[Entry]:
-    return [_ENCODER[0].entry(example) for example in part]
+def _encode(part: list[Example | BadRow]) -> Any:
+    return record_batch([_ENCODER[0].entry(example) for example in part])

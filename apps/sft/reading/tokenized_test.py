@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from apps.quickstart.tokenizer import build_tokenizer
 from apps.sft.reading import tokenized as tokenised
-from apps.sft.reading.examples import Columns, Example
+from apps.sft.reading.examples import BadRow, Columns, Example
 from apps.sft.reading.samples import Encoded, encode_messages, encode_text
+from apps.sft.reading.selection import usable_of
 from apps.sft.reading.store import Entry, Store
 from apps.sft.reading.tokenized import Encoder, fingerprint, tokenize_file
 
@@ -43,7 +44,8 @@ def entries(store: Store) -> list[tuple[Any, ...]]:
 class Telling(Encoder):
     """Leaves its process in place of tokens."""
 
-    def entry(self, example: Example) -> Entry:
+    def entry(self, example: Example | BadRow) -> Entry:
+        assert not isinstance(example, BadRow)
         return Entry(example.row, example.key, Encoded([os.getpid()], [True]))
 
 
@@ -59,12 +61,17 @@ def test_processes_share_a_file_and_change_nothing(file: Path, tmp_path: Path, m
     assert 1 <= len(workers) <= 2
 
 
-def test_a_bad_row_ends_the_processes_and_leaves_no_store(file: Path, tmp_path: Path) -> None:
+def test_a_bad_row_is_told_by_processes_too_and_can_be_left_out(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with file.open("a") as more:
         more.write(json.dumps({"messages": [*chat("a", "b"), {"role": "system", "content": "late"}]}) + "\n")
-    with pytest.raises(ValueError, match=r"a\.jsonl, row 701: the chat template refuses the conversation"):
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 701: the chat template refuses the conversation"):
         tokenize_file(file, Columns(), TOKENIZER, None, tmp_path / "tokens", processes=2)
-    assert not list((tmp_path / "tokens").iterdir())
+    monkeypatch.setattr(tokenised, "write_batches", None)  # what was tokenised is there
+    store = tokenize_file(file, Columns(), TOKENIZER, None, tmp_path / "tokens", bad_rows="skip")
+    assert list(store.problems) == [700]
+    assert len(usable_of(store, 4096, "skip").entries) == 700
 
 
 def test_a_file_is_tokenised_once(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +80,7 @@ def test_a_file_is_tokenised_once(file: Path, tmp_path: Path, monkeypatch: pytes
     def never(*args: Any) -> Never:
         raise AssertionError(args)
 
-    monkeypatch.setattr(tokenised, "write_store", never)
+    monkeypatch.setattr(tokenised, "write_batches", never)
     moved = file.rename(tmp_path / "a.moved.jsonl").rename(tmp_path / "a.jsonl")
     assert tokenize_file(moved, Columns(), TOKENIZER, None, tmp_path / "tokens").path == first.path
 

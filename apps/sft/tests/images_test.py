@@ -177,7 +177,7 @@ def test_a_runs_losses_are_those_of_stock_transformers_one_at_a_time(model: Path
     """Packed, before training and of what is exported; the tower is trained, or stays bit for bit."""
     data, held_out = in_parts(36), in_parts(48)[36:]
     options = ("--eval-data", str(write(tmp_path / "held-out.jsonl", held_out)), "--engine.vision", vision)
-    settings = config(model, write(tmp_path / "data.jsonl", data), tmp_path / "run", *options, "--eval-share", "0.05")
+    settings = config(model, write(tmp_path / "data.jsonl", data), tmp_path / "run", *options)
     result = run(settings)
     assert result.loss_before == pytest.approx(stock_loss(model, held_out), rel=1e-5)
     assert result.loss_after == pytest.approx(stock_loss(tmp_path / "run/export", held_out), rel=1e-5)
@@ -198,13 +198,13 @@ def broken(rows: list[dict[str, Any]], number: int, change: Callable[[dict[str, 
 BAD = {
     "unreadable": (
         lambda row: row.update(images=["data:image/png;base64,AAAA"]),
-        r"row 8: picture 0: it cannot be read",
+        r"line 8: picture 0: it cannot be read",
     ),
-    "no file": (lambda row: row.update(images=["nowhere.png"]), r"row 8: picture 0: it cannot be read.*nowhere\.png"),
-    "too many": (lambda row: row.update(images=row["images"] * 2), r"row 8: .* has 2 images for 1 places"),
-    "too few": (lambda row: row.update(images=[]), r"row 8: an image part has no 'image'"),
-    "no picture": (lambda row: row.update(images=[7]), r"row 8: images: a int is no picture"),
-    "a video": (lambda row: row.update(video="a.mp4"), r"row 8: column 'video' holds media"),
+    "no file": (lambda row: row.update(images=["nowhere.png"]), r"line 8: picture 0: it cannot be read.*nowhere\.png"),
+    "too many": (lambda row: row.update(images=row["images"] * 2), r"line 8: .* has 2 images for 1 places"),
+    "too few": (lambda row: row.update(images=[]), r"line 8: an image part has no 'image'"),
+    "no picture": (lambda row: row.update(images=[7]), r"line 8: images: a int is no picture"),
+    "a video": (lambda row: row.update(video="a.mp4"), r"line 8: column 'video' holds media"),
 }
 
 
@@ -219,7 +219,7 @@ def test_bad_images_are_refused_by_file_and_row_before_a_step(model: Path, tmp_p
 
 def test_images_need_a_model_that_sees_and_a_column_that_is_there(model: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", in_a_column("marked", column="drawing"))
-    with pytest.raises(ValueError, match=r"row 1: no column 'picture'; it has messages, drawing"):
+    with pytest.raises(ValueError, match=r"line 1: no column 'picture'; it has messages, drawing"):
         load(model, path, "--media.images-column", "picture")
     conversations = load(model, path, "--media.images-column", "drawing")
     assert sum(len(sample["image_grid_thw"]) for sample in (*conversations.train, *conversations.held_out)) == 32
