@@ -167,7 +167,7 @@ def main(argv: Sequence[str], own_process: bool = False) -> None:
 
     `own_process`: this is the program's own process, which starts again with the variables that a recipe owns.
     """
-    argv, most = parse_shrink_flag(argv)
+    typed, (argv, most) = argv, parse_shrink_flag(argv)
 
     def specs() -> list[tuple[RunSpec, RunSpec]]:
         configs = [recipe.config for recipe in recipes().values()]
@@ -177,7 +177,7 @@ def main(argv: Sequence[str], own_process: bool = False) -> None:
         config = configure(rest)
         return spec_of(config) if most is None else spec_of(*shrunk(config, most)[:2])
 
-    answer_without_running(argv, specs, planned)
+    answer_without_running(argv, specs, planned, typed)
     config = configure(argv)
     if own_process:
         restart_with(config.cluster.env)

@@ -4,12 +4,15 @@ import os
 
 from apps.common.cli.environment import refuse_unset
 from apps.common.cli.recipes import load_recipes
+from apps.common.cli.words import recipe_words
 from apps.common.run.ranks import ranks_of_node
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipe import Recipe
 from runplan.model.origin import model_type
 from runplan.report.readiness import refuse_unready
 from runplan.run_spec import RunSpec
+
+NEEDS = (("model", "DIR"), ("data.data", "FILE"))
 
 
 def recipes() -> dict[str, Recipe]:
@@ -40,6 +43,7 @@ def spec_of(config: GrpoConfig, recipe: Recipe | None = None) -> RunSpec:
         needs_model=recipe.make_model is None,
         origin=recipe.origin,
         model_type=model_type(config.model),
+        words=recipe_words(config, recipe.config, () if recipe.make_model else NEEDS),
     )
 
 

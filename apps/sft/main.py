@@ -143,7 +143,7 @@ def main(argv: Sequence[str], own_process: bool = False) -> None:
 
     `own_process`: this is the program's own process, which starts again with the variables that a recipe owns.
     """
-    argv, most = parse_shrink_flag(argv)
+    typed, (argv, most) = argv, parse_shrink_flag(argv)
 
     def specs() -> list[tuple[RunSpec, RunSpec]]:
         configs = [recipe.config for recipe in recipes().values()]
@@ -155,7 +155,7 @@ def main(argv: Sequence[str], own_process: bool = False) -> None:
             raise ValueError("--plan reads no data, so it can't count --epochs: give --steps for it")
         return spec_of(config) if most is None else spec_of(*shrunk(config, most)[:2])
 
-    answer_without_running(argv, specs, planned)
+    answer_without_running(argv, specs, planned, typed)
     config = configure(argv)
     if own_process:
         restart_with(config.cluster.env)

@@ -4,11 +4,14 @@ import os
 
 from apps.common.cli.environment import refuse_unset
 from apps.common.cli.recipes import load_recipes
+from apps.common.cli.words import recipe_words
 from apps.common.run.ranks import ranks_of_node
 from apps.sft.config import SftConfig
 from apps.sft.recipe import Recipe
 from runplan.report.readiness import refuse_unready
 from runplan.run_spec import RunSpec
+
+NEEDS = (("model", "DIR"), ("data.data", "FILE"))
 
 
 def recipes() -> dict[str, Recipe]:
@@ -34,6 +37,7 @@ def spec_of(config: SftConfig, recipe: Recipe | None = None) -> RunSpec:
         longest=config.data.max_tokens,
         needs_model=not recipe.synthetic,
         origin=recipe.origin,
+        words=recipe_words(config, recipe.config, () if recipe.synthetic else NEEDS),
     )
 
 

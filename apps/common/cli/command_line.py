@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, Literal, NoReturn, TypeVar
 
@@ -16,6 +17,7 @@ from apps.common.cli.peer_flags import peer_hints
 from apps.common.cli.short_help import MORE, help_flags
 from apps.common.run.config_file import CONFIG_NAME, dump_config, load_config
 from apps.common.run.divergence import DivergenceError
+from apps.common.run.idle_steps import IdleRunError
 from apps.common.run.run_dir import newest_run
 from engines import NonFiniteError
 from schedules.runtime.interrupts import handle_interrupts
@@ -62,9 +64,8 @@ class CommandLine(Generic[C]):
         default = self.default(argv)
         self._refuse_other_names(argv, default)
         flags = [word for word in argv if word != "--print-config"]
-        types = {"recipe": Literal[tuple(self.recipes)], **self.types}
         args, brief = help_flags(flags)
-        kind = flag_type(self.kind, {**self.owned, "cluster": MORE} if brief else self.owned, types)
+        kind = self._brief if brief else self._all
         about = f"{inspect.getdoc(self.kind)}\n\n{MORE}" if brief else None
         parsed = tyro.cli(kind, default=as_type(default, kind), args=args, prog=self.prog, description=about)
         problems = [*self.beside(parsed, default)]
@@ -80,6 +81,14 @@ class CommandLine(Generic[C]):
             sys.stdout.write(dump_config(config))
             raise SystemExit(0)
         return config
+
+    @cached_property
+    def _all(self) -> type[C]:
+        return flag_type(self.kind, self.owned, {"recipe": Literal[tuple(self.recipes)], **self.types})
+
+    @property
+    def _brief(self) -> type[C]:
+        return flag_type(self._all, {"cluster": MORE}, {})
 
     def default(self, argv: Sequence[str]) -> C:
         """Return the recipe, or the earlier run's configuration, whose fields the flags of `argv` override."""
@@ -123,7 +132,8 @@ def user_directory() -> None:
 
 
 def main(run: Callable[[], Any]) -> None:
-    """Call `run` and exit: status 2 and one line a problem for a user's error, 1 for a diverged run, 130 for Ctrl-C."""
+    """Call `run` and exit: status 2 and one line a problem for a user's error, 1 for a run that diverged or trains
+    nothing, 130 for Ctrl-C."""
     try:
         with handle_interrupts():
             run()
@@ -131,7 +141,7 @@ def main(run: Callable[[], Any]) -> None:
         _refuse(*error.lines)
     except ValueError as error:
         _refuse(str(error))
-    except (NonFiniteError, DivergenceError) as error:
+    except (NonFiniteError, DivergenceError, IdleRunError) as error:
         _refuse(str(error), status=1)
     except KeyboardInterrupt as stop:
         sys.stderr.write(f"{stop or 'stopped'}\n")

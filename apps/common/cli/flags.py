@@ -49,7 +49,7 @@ def flag_type(kind: type[C], owned: Mapping[str, str], types: Mapping[str, Any])
             annotations[name] = Annotated[hint, tyro.conf.Suppress, tyro.conf.Fixed]
         elif name in types:
             annotations[name] = types[name]
-        elif isinstance(plain := _plain(hint), type) and is_dataclass(plain):
+        elif isinstance(plain := plain_type(hint), type) and is_dataclass(plain):
             view = flag_type(plain, inner_owned, inner_types)
             annotations[name] = Annotated[(view, *hint.__metadata__)] if plain is not hint else view
     own = {"__doc__": kind.__doc__, "__annotations__": annotations, "__post_init__": _unchecked}
@@ -146,5 +146,6 @@ def _default(field: Field[Any]) -> Any:
     return field.default_factory() if field.default_factory is not MISSING else field.default
 
 
-def _plain(hint: Any) -> Any:
+def plain_type(hint: Any) -> Any:
+    """Return a type hint without its `Annotated`."""
     return hint.__origin__ if get_origin(hint) is Annotated else hint

@@ -1,16 +1,17 @@
 """Command lines in the style of other trainers: each word gets its flag here, and every flag named exists."""
 
+import re
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from apps.common.cli import peer_flags as hints
+from apps.common.cli.command_line import CommandLine
 from apps.common.cli.flags import flag, leaves
-from apps.grpo.config import OWNED as GRPO_OWNED
-from apps.grpo.config import GrpoConfig
+from apps.grpo.main import command_line as grpo_line
 from apps.grpo.main import configure as configure_grpo
-from apps.sft.config import OWNED as SFT_OWNED
-from apps.sft.config import SftConfig
+from apps.sft.main import command_line as sft_line
 from apps.sft.main import configure as configure_sft
 
 LINES = {
@@ -25,7 +26,7 @@ LINES = {
     "--cluster.environment A=1 --keep-groups 1 --control none": ["--env", "--log-groups", "--control-run"],
     "--model_name_or_path dir --dataset_name file.jsonl": ["--model", "--data"],
     "--output_dir out --save_steps 50 --save_total_limit 2": ["--run-dir", "--save-every", "--keep-checkpoints"],
-    "--beta 0.04": ["--objective.kl-coef", "reference policy"],
+    "--beta 0.04": ["--objective.kl-coef (", "reference policy"],
     "--use_peft --lora_r 16 --lora_alpha 32": ["--engine.lora.rank", "--engine.lora.alpha"],
     "--epsilon 0.2 --epsilon_high 0.28 --loss_type dapo": [
         "--objective.clip-low",
@@ -33,7 +34,14 @@ LINES = {
         "--objective.aggregation",
     ],
     "--bf16 --gradient_checkpointing": ["--engine.dtype", "--engine.gradient-checkpointing"],
-    "--use_vllm --vllm_mode colocate": ["native engine"],
+    "--use_vllm --vllm_mode colocate": ["--rollout.engine vllm", "--rollout.sleep"],
+    "actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.gpu_memory_utilization=0.6": [
+        "--rollout.engine",
+        "--rollout.memory-share",
+    ],
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2": ["is --engine.tensor-parallel here"],
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2": ["is --rollout.tp"],
+    "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.1": ["into the loss"],
     "--lr_scheduler_type cosine --warmup_ratio 0.1": ["--engine.lr-schedule", "--engine.warmup-steps"],
     "actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.optim.lr=1e-6": ["--group-size", "--engine.lr"],
     "data.train_files=x.parquet data.train_batch_size=64": ["--data", "--prompts-per-step"],
@@ -67,17 +75,82 @@ def test_sft_has_names_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in printed for name in ("--batch-size", "--max-tokens", "--engine.batching"))
 
 
-@pytest.mark.parametrize(
-    ("kind", "table", "owned"), [(GrpoConfig, hints.GRPO, GRPO_OWNED), (SftConfig, hints.SFT, SFT_OWNED)]
+APPS: dict[str, tuple[CommandLine[Any], Mapping[str, str]]] = {
+    "grpo": (grpo_line(), hints.GRPO),
+    "sft": (sft_line(), hints.SFT),
+}
+BESIDE: dict[str, list[str]] = {
+    "--objective.clip-low": ["--mini-batches", "2"],
+    "--objective.clip-high": ["--mini-batches", "2"],
+    "--objective.dual-clip": ["--mini-batches", "2"],
+    "--objective.kl-estimator": ["--objective.kl-coef", "0.1"],
+    "--engine.lora.targets": ["--engine.lora.rank", "8"],
+    "--engine.lora.alpha": ["--engine.lora.rank", "8"],
+    "--eval-data": ["--data", "x.jsonl", "--model", "m"],
+    "--engine.lr-schedule": ["--engine.total-steps", "99"],
+    "--text-column": ["--data", "x.jsonl", "--model", "m"],
+    "--prompt-column": ["--data", "x.jsonl", "--model", "m"],
+    "--completion-column": ["--data", "x.jsonl", "--model", "m"],
+    "--messages-column": ["--data", "x.jsonl", "--model", "m"],
+    "--environment": ["--model", "m"],
+    "--tool": ["--data", "x.jsonl", "--model", "m"],
+    "--reward": ["--data", "x.jsonl", "--model", "m"],
+}
+"""What a flag has an effect beside."""
+VALUES: dict[str, list[str]] = {
+    "--engine.max-tokens-per-rank": ["4096"],
+    "--objective.clip-low": ["0.1"],
+    "--engine.betas": ["0.9", "0.99"],
+    "--engine.lr-schedule": ["cosine"],
+    "--engine.backend": ["megatron"],
+    "--engine.vision": ["frozen"],
+    "--engine.dtype": ["bfloat16"],
+    "--objective.aggregation": ["sequence"],
+    "--objective.policy-loss": ["cispo"],
+    "--objective.kl-estimator": ["k3"],
+    "--advantage": ["dr_grpo"],
+    "--rollout.engine": ["vllm"],
+    "--rollout.memory-share": ["0.5"],
+    "--truncation": ["left"],
+    "--export": ["best"],
+    "--tracker": ["wandb"],
+    "--engine.batching": ["padded"],
+}
+SWITCHES = (
+    "--rollout.sleep",
+    "--rollout.prefix-cache",
+    "--rollout.chunked-prefill",
+    "--offload",
+    "--engine.optimizer-on-host",
+    "--engine.gradient-checkpointing",
 )
-def test_every_hint_names_a_flag_that_exists_and_none_hides_one_of_ours(
-    kind: type[GrpoConfig] | type[SftConfig], table: Mapping[str, str], owned: Mapping[str, str]
-) -> None:
-    known = {flag(path) for path, _, _ in leaves(kind()) if path not in owned}
+
+
+@pytest.mark.parametrize("app", APPS)
+def test_what_hints_claim_parses(app: str) -> None:
+    """Every flag that one names is there, and takes the value that it is named with."""
+    line, table = APPS[app]
+    claims: dict[tuple[str, str], str] = {}
     for name, hint in table.items():
-        for word in hint.replace("(", " ").replace(",", " ").split():
-            if word.startswith("--"):
-                assert word in known, (name, hint)
+        flags = re.findall(r"--[a-z.-]+", hint)
+        assert flags or hint.endswith("leave it out"), name
+        told = re.match(r"--[a-z.-]+ ([^ (]\S*)(?= \(|$)", hint)
+        for i, own in enumerate(flags):
+            claims[own, told[1].replace(":N", ":2") if told and not i else ""] = name
+    claims.pop(("--resume", ""))  # a run is looked for
+    for (own, told_value), name in claims.items():
+        value = [] if own in SWITCHES else [told_value] if told_value else VALUES.get(own, ["2"])
+        try:
+            line.parse([own, *value, *BESIDE.get(own, [])])
+        except (ValueError, SystemExit) as error:
+            pytest.fail(f"{name} -> {own} {value}: {error}")
+
+
+@pytest.mark.parametrize("app", APPS)
+def test_no_hint_hides_a_flag_of_ours(app: str) -> None:
+    line, table = APPS[app]
+    known = {flag(path) for path, _, _ in leaves(line.recipes["quickstart"]) if path not in line.owned}
+    assert "--resume" in known
     for own in known:
         assert not hints.peer_hints([own], sorted(known), table)
         assert not hints.peer_hints([own.replace("-", "_").replace("__", "--", 1)], sorted(known), table)

@@ -4,6 +4,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from runplan.checks.machine import seen_here
 from runplan.estimates.loading import loading_table
@@ -16,11 +17,15 @@ def answer_without_running(
     argv: Sequence[str],
     specs: Callable[[], Sequence[tuple[RunSpec, RunSpec]]],
     planned: Callable[[Sequence[str]], RunSpec],
+    typed: Sequence[str],
 ) -> None:
     """Answer where `argv` asks for the table of recipes, a plan, or what reading the models takes; else return.
 
-    `works`: those of all recipes, each in full and shrunk. `planned` turns the rest of a command line with `--plan`
-    into what it asks for.
+    Args:
+        argv: the command line without `--shrink`.
+        specs: returns those of all recipes, each in full and shrunk.
+        planned: turns the rest of a command line with `--plan` into what it asks for.
+        typed: the whole command line.
 
     Raises:
         SystemExit: once it is printed; with 1 for a plan with problems, and what is merely not implemented is none.
@@ -34,6 +39,8 @@ def answer_without_running(
         raise SystemExit(0)
     if "--plan" in words:
         spec = planned([word for word in words if word != "--plan"])
+        if "--resume" in words or len(typed) > len(words):  # what it begins with is a run's, or too large to start
+            spec = replace(spec, words=tuple(word for word in typed if word != "--plan"))
         plan = make_plan(spec)
         here = "".join(f"{'Here' if i == 0 else '':<10}{line}\n" for i, line in enumerate(seen_here(spec, os.environ)))
         sys.stdout.write(f"{here}{plan}\n")

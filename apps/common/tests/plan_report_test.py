@@ -276,7 +276,7 @@ def test_the_changes_above_are_of_every_field() -> None:
 
 def test_variables_must_be_set_by_whoever_starts_the_program() -> None:
     spec = replace(PLAIN, cluster=Cluster(env=("A=1", "B=2")))
-    assert "A=1 B=2 bazel run" in str(make_plan(spec))
+    assert "A=1 B=2 ./bazelw run" in str(make_plan(spec))
     with pytest.raises(ValueError, match="start the program with B=2 in front"):
         refuse_unset(spec.cluster.env, {"A": "1", "B": "3"})
     refuse_unset(spec.cluster.env, {"A": "1", "B": "2", "C": ""})

@@ -147,7 +147,7 @@ def main(argv: Sequence[str]) -> None:
     flags = f"--preset {config.source} " if config.source in PRESETS else ""
     flags += f"--data {files.get('train', next(iter(files.values())))}"
     flags += f" --eval-data {held_out}" if held_out is not None and "train" in files else ""
-    sys.stdout.write(f"now: bazel run //apps/grpo -- --model DIR {flags}\n")
+    sys.stdout.write(f"now: ./bazelw run //apps/grpo -- --model DIR {flags}\n")
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ class RunSpec:
     origin: Origin | None = None
     model_type: str | None = None
     """Model type of the named model, where its config can be read; the origin, if any, takes precedence."""
+    words: tuple[str, ...] = ()
+    """Words of the command line that give this configuration, for the launch line; without any the recipe's name."""
 
     @property
     def ranks(self) -> int:

@@ -1,27 +1,49 @@
-"""The commands that start a planned run, node by node."""
+"""The commands that start a planned run, node by node: copied, they give the configuration that was planned."""
+
+import shlex
 
 from runplan.run_spec import RunSpec
 
 
 def launch_lines(spec: RunSpec) -> list[str]:
     """Return the start commands: one for a single process or machine, torchrun on each node, or Ray for pools."""
-    variables = "".join(f"{entry} " for entry in spec.cluster.env)
-    flags = f"--recipe {spec.recipe}" + (" --model DIR --data FILE" if spec.needs_model else "")
+    variables = "".join(f"{name}={shlex.quote(value)} " for name, value in _variables(spec))
+    words = list(spec.words or ("--recipe", spec.recipe))
     nodes = spec.cluster.pools.nodes
     ahead = spec.cluster.schedule.mode != "sync"
-    if spec.cluster.pools.placement == "separate" or (ahead and nodes > 1):
-        return _ray_lines(spec, variables, flags)
+    apart = spec.cluster.pools.placement == "separate" or (ahead and nodes > 1)
+    if apart or nodes > 1:
+        words += [] if _gives(words, "--run-dir") else ["--run-dir", "RUN"]
+    elif not _gives(words, "--nproc-per-node"):
+        words += ["--nproc-per-node", str(spec.processes)]
+    here = f"{variables}./bazelw run {_target(spec)} -- {shlex.join(words)}"
+    if apart:
+        return [*_ray_lines(spec, variables), "then on HEAD:", here]
     if nodes == 1:
-        return [f"{variables}bazel run //apps/{spec.app} -- {flags} --nproc-per-node {spec.processes}"]
+        return [here]
     where = f"on each node r of 0..{nodes - 1}, HEAD being node 0, with the same folder on all:"
     command = (
         f"{variables}torchrun --nnodes {nodes} --nproc-per-node {spec.processes} --node-rank r "
-        f"--master-addr HEAD --master-port 29500 -m apps.{spec.app}.main {flags} --run-dir RUN"
+        f"--master-addr HEAD --master-port 29500 -m apps.{spec.app}.main {shlex.join(words)}"
     )
     return [where, command]
 
 
-def _ray_lines(spec: RunSpec, variables: str, flags: str) -> list[str]:
+def _variables(spec: RunSpec) -> list[tuple[str, str]]:
+    return [(name, value) for name, _, value in (entry.partition("=") for entry in spec.cluster.env)]
+
+
+def _target(spec: RunSpec) -> str:
+    """Return the target that brings the packages of the sampler."""
+    extra = spec.cluster.sampler.target or ("ray" if spec.cluster.rollout.ray_workers else "")
+    return f"//apps/{spec.app}" + (f":{extra}" if extra else "")
+
+
+def _gives(words: list[str], flag: str) -> bool:
+    return any(word.partition("=")[0] == flag for word in words)
+
+
+def _ray_lines(spec: RunSpec, variables: str) -> list[str]:
     pools = spec.cluster.pools
     lines = []
     for pool, nodes in (("train", pools.nodes), ("rollout", pools.rollout_nodes)):
@@ -31,4 +53,4 @@ def _ray_lines(spec: RunSpec, variables: str, flags: str) -> list[str]:
             nodes -= 1
         if nodes:
             lines += [f"on each of {nodes} more {pool} nodes:", f"{variables}ray start --address HEAD:6379 {resources}"]
-    return [*lines, "then on HEAD:", f"{variables}bazel run //apps/{spec.app} -- {flags} --run-dir RUN"]
+    return lines

@@ -32,6 +32,8 @@ class SamplerPlan:
     """Whether it computes in the processes that train, on the device of each, unless it runs in Ray's actors."""
     own_settings: tuple[str, ...] = ()
     """Fields of the rollout settings that only it has."""
+    target: str = ""
+    """Target of the app that brings its packages; "" where the app's own does."""
     ray: Supported | Unsupported = RAY_SAMPLERS
     """Whether it runs in Ray's actors."""
 

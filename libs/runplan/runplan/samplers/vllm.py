@@ -51,6 +51,7 @@ class VllmPlan(SamplerPlan):
     """vLLM in a plan."""
 
     own_settings = ("vllm",)
+    target = "vllm"
     ray = Supported("apps/grpo/tests/schedule_vllm_ray_test.py")
 
     def buffers(self, shape: ModelShape, layout: RolloutSettings, width: int) -> list[Buffer]:

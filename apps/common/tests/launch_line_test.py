@@ -1,0 +1,164 @@
+"""The launch line of a plan, copied, gives the configuration that was planned: one flag at a time, and any of them."""
+
+import shlex
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from apps.common.cli.command_line import CommandLine
+from apps.common.cli.flags import changed, flag, leaves, plain_type
+from apps.grpo import main as grpo
+from apps.grpo import registry as grpo_registry
+from apps.sft import main as sft
+from apps.sft import registry as sft_registry
+from runplan.report.plan import make_plan
+
+APPS: dict[str, tuple[Callable[[], CommandLine[Any]], Callable[..., Any]]] = {
+    "grpo": (grpo.command_line, grpo_registry.spec_of),
+    "sft": (sft.command_line, sft_registry.spec_of),
+}
+GIVEN = ("--model", "my model", "--data", "it's $HOME.jsonl")
+TEXTS: dict[str, list[list[str]]] = {
+    "--data": [["a b.jsonl"], ["$(x)'\"\\.jsonl"]],
+    "--engine.context-parallel": [["static:2"], ["dynamic"]],
+    "--rollout.engine": [["vllm"]],
+    "--engine.learning-rates": [["\\.mlp\\.gate\\.=1e-5", "lora_B=2"]],
+    "--engine.transformer-options": [["a=1", "b=[1, 2]"]],
+    "--rollout.vllm": [["block_size=32"]],
+    "--template-options": [["enable_thinking=false"]],
+    "--tool-format": [["hermes"]],
+    "--env": [["A=it's;$B", "C="]],
+    "--system-prompt": [["two  words\nand 'quotes'"], ["--looks like a flag"]],
+    "--environment": [["my world.py:World"], ["a.b:C", "d.py:E"]],
+    "--environment-shares": [["A=1", "B=2"]],
+    "--engine.betas": [["0.5", "0.75"]],
+}
+EXPECTED = {
+    "grpo": {"--model", "--data", "--preset", "--rollout.engine", "--engine.lr", "--env", "--offload", "--tracker"},
+    "sft": {"--text-column", "--truncation", "--export", "--batch-size"},
+}
+"""Flags among those that were tried."""
+
+
+@cache
+def command_line(app: str) -> CommandLine[Any]:
+    return APPS[app][0]()
+
+
+def words_of(app: str, path: str, hint: Any) -> list[list[str]]:
+    """Some values of a flag, as typed."""
+    name = flag(path)
+    if name in TEXTS:
+        return TEXTS[name]
+    args = [arg for arg in get_args(hint) if arg is not type(None)]
+    optional: list[list[str]] = [["None"]] if type(None) in get_args(hint) else []
+    if hint is bool:
+        return []
+    if get_origin(hint) is tuple:
+        inner = words_of(app, path, args[0])
+        return [[], *inner, [word for words in inner[:2] for word in words]]
+    if args and get_origin(hint) is not None and str(get_origin(hint)) == "typing.Literal":
+        return [[str(choice)] for choice in args]
+    if args:
+        return [*optional, *words_of(app, path, args[0])]
+    return {int: [["1"], ["2"], ["12"]], float: [["0.1"], ["1e-7"], ["3"]], bool: [["True"], ["False"]]}.get(
+        hint, [["a b"], ["it's"]]
+    )
+
+
+def all_flags(app: str) -> Iterator[tuple[str, ...]]:
+    """Each flag with each of some values, as words of a command line."""
+    line = command_line(app)
+    types = {"recipe": str, "resume": str}  # neither is an override of a recipe
+    for path, _, _ in leaves(line.recipes[line.default_recipe]):
+        if path in line.owned or path in types:
+            continue
+        hint: Any = line.kind
+        for part in path.split("."):
+            hint = plain_type(get_type_hints(hint, include_extras=True)[part])
+        hint = plain_type(line.types.get(path, hint))
+        before, _, last = flag(path).removeprefix("--").rpartition(".")
+        if hint is bool:
+            yield (flag(path),)
+            yield (f"--{before}{'.' if before else ''}no-{last}",)
+        for words in words_of(app, path, hint):
+            yield (f"{flag(path)}={words[0]}",) if words[:1] and words[0].startswith("-") else (flag(path), *words)
+
+
+FLAGS = {app: [*all_flags(app)] for app in APPS}
+
+
+def parsed(app: str, words: list[str]) -> Any:
+    """The configuration, or None where it is refused."""
+    try:
+        return command_line(app).parse(words)
+    except ValueError:
+        return None
+
+
+def assert_copied(app: str, config: Any) -> None:
+    """Parse the launch line's words as a shell splits them."""
+    plan = make_plan(APPS[app][1](config))
+    line = plan.sections["Launch"][-1]
+    run = [word for word in shlex.split(line) if word not in ("RUN", "--run-dir") or config.run_dir is not None]
+    after = run.index("--") + 1 if "--" in run else run.index(f"apps.{app}.main") + 1
+    words = run[after:]
+    assert (words[0], words[1]) == ("--recipe", config.recipe)
+    again = command_line(app).parse(words)
+    assert again == config, changed(again, config)
+    for entry in config.cluster.env:
+        assert entry in run[:after]
+
+
+@pytest.mark.parametrize("app", APPS)
+def test_one_flag_at_a_time(app: str) -> None:
+    """Each with its first value that the parser takes; in sft those that grpo has not."""
+    default, reached = command_line(app).recipes["quickstart"], set[str]()
+    for words in FLAGS[app]:
+        if words[0] in reached or (app == "sft" and any(words[0] == other[0] for other in FLAGS["grpo"])):
+            continue
+        config = parsed(app, [*words])
+        if config is None or APPS[app][1](config).needs_model:
+            config = parsed(app, [*words, *GIVEN])
+        if config is not None and changed(config, default):
+            assert_copied(app, config)
+            reached.add(words[0])
+    assert reached > EXPECTED[app]
+
+
+@pytest.mark.parametrize("app", APPS)
+def test_each_recipe_is_told_what_it_lacks(app: str) -> None:
+    line, spec_of = command_line(app), APPS[app][1]
+    for name, config in line.recipes.items():
+        assert_copied(app, line.parse(["--recipe", name, *GIVEN]))
+        text = make_plan(spec_of(config)).sections["Launch"][-1]
+        assert ("--model DIR --data FILE" in text) == (spec_of(config).needs_model)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_flags_of_any_recipe(data: st.DataObject) -> None:
+    app = data.draw(st.sampled_from(sorted(APPS)))
+    recipe = data.draw(st.sampled_from(sorted(command_line(app).recipes)))
+    words = data.draw(st.lists(st.sampled_from(FLAGS[app]), max_size=4))
+    config = parsed(app, ["--recipe", recipe, *GIVEN, *(word for entry in words for word in entry)])
+    if config is not None:
+        assert_copied(app, config)
+
+
+def test_a_resumed_or_shrunk_run_is_told_as_it_was_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "a run"
+    run.mkdir()
+    with pytest.raises(SystemExit):
+        grpo.main(["--steps", "7", "--run-dir", str(run), "--print-config"])
+    (run / "config.json").write_text(capsys.readouterr().out)
+    for words in (["--resume", "--run-dir", str(run), "--steps", "9"], ["--shrink=2", "--seed", "3"]):
+        with pytest.raises(SystemExit):
+            grpo.main([*words, "--plan"])
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Launch")]
+        assert shlex.join(words) in line
