@@ -29,7 +29,7 @@ from engines.adapters.resume import adapter_metadata, check_adapter
 from engines.capability import Supported, Unsupported, supports
 from engines.config import EngineConfig, parse_context_parallel
 from engines.execution.executor import Executor, Scores, Scoring
-from engines.execution.local_batch import LocalBatch, RowStats, check_held, gather_row_stats, row_stats
+from engines.execution.local_batch import LocalBatch, RowStats, check_held, gather_row_stats, input_ids_of, row_stats
 from engines.execution.loss import StepLoss, check_objective
 from engines.execution.lr_schedule import learning_rate
 from engines.execution.metrics import agreed_number, check_agreement
@@ -50,6 +50,7 @@ from engines.weights.model_weights import ModelWeights
 from engines.weights.saving import save_configuration, save_weights
 from engines.weights.weight_pieces import WeightPiece, pieces
 from seqpack.batches.batch import view_batch
+from seqpack.batches.dicts import share_offsets
 from seqpack.batches.jagged import jagged_from_values
 from seqpack.batches.objective import Objective
 from seqpack.batches.schema import ROUTED_EXPERTS
@@ -257,7 +258,7 @@ class Engine:
 
         scoring = Scoring(self.config.temperature if temperature is None else temperature, entropy)
         self.executor.score(self._micro_batches(local, plan, keys), take, scoring)
-        return _scored_batch(self.groups.sum(flat), local, starts)
+        return _scored_batch(self.groups.sum(flat), local, starts, input_ids_of(batch))
 
     # ------------------------------------------------------------------ weights and files
 
@@ -386,8 +387,8 @@ def _tokens_of(micro_batch: MicroBatch, starts: Tensor) -> Tensor:
     return torch.repeat_interleave(shift, cu_seqlens.diff()) + torch.arange(packed.num_tokens, device=starts.device)
 
 
-def _scored_batch(flat: Tensor, batch: LocalBatch, starts: Tensor) -> TensorDict:
-    """Return the rows that are held, from flat scores f32[k, tokens of the whole batch]."""
+def _scored_batch(flat: Tensor, batch: LocalBatch, starts: Tensor, like: Tensor | None) -> TensorDict:
+    """Return the rows that are held, from flat scores f32[k, tokens of the whole batch]; they compose with `like`."""
     lengths = batch.view.lengths
     if batch.rows != tuple(range(len(batch.lengths))):
         rows, sizes = torch.tensor(batch.rows, device=flat.device), torch.tensor(lengths, device=flat.device)
@@ -395,6 +396,5 @@ def _scored_batch(flat: Tensor, batch: LocalBatch, starts: Tensor) -> TensorDict
         index = torch.repeat_interleave(starts[rows] - ends + sizes, sizes)
         flat = flat[:, index + torch.arange(sum(lengths), device=flat.device)]
     flat = flat.to(batch.view.device)
-    names = ("log_probs", "entropy")[: len(flat)]
-    columns = {name: jagged_from_values(row, lengths) for name, row in zip(names, flat, strict=True)}
-    return TensorDict(columns, batch_size=[len(lengths)])
+    columns = {k: jagged_from_values(x, lengths) for k, x in zip(("log_probs", "entropy"), flat, strict=False)}
+    return TensorDict(share_offsets(columns, like), batch_size=[len(lengths)])

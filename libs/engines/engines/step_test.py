@@ -170,6 +170,7 @@ def test_scores_are_those_of_every_token(
     built = build(cap, temperature=0.7)
     _, _, want = by_hand(built.executor.model, batch, temperature or 0.7)
     scored = built.forward(batch.exclude("loss_mask", "advantages"), entropy=entropy, temperature=temperature)
+    assert torch.equal((scored["log_probs"] * batch["loss_mask"] != 0).values(), batch["loss_mask"].values())
     assert set(scored.keys()) == ({"log_probs", "entropy"} if entropy else {"log_probs"})
     for column, key in enumerate(("log_probs", "entropy")[: 1 + entropy]):
         assert scored[key].dtype == torch.float32

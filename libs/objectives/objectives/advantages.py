@@ -28,7 +28,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from objectives.registry import Registry
-from seqpack.batches.jagged import flattened, is_jagged, jagged_from_values, ragged
+from seqpack.batches.jagged import flattened, is_jagged, jagged_like, ragged
 from seqpack.batches.operations import index_select
 
 BatchFunction = Callable[[TensorDict], Tensor]
@@ -79,7 +79,7 @@ def per_token(advantages: Tensor, loss_mask: Tensor) -> Tensor:
     """Spread one advantage a sequence over its tokens.
 
     `advantages` f[B]; `loss_mask` jagged bool (B, j). Returns jagged float32 (B, j): the sequence's advantage at
-    trained tokens and 0 elsewhere, ready to be the batch's `advantages`.
+    trained tokens and 0 elsewhere, ready to be the batch's `advantages`: it composes with the batch's columns.
     """
     trained, lengths = _tokens(loss_mask)
     if advantages.ndim != 1 or advantages.shape[0] != len(lengths):
@@ -87,7 +87,7 @@ def per_token(advantages: Tensor, loss_mask: Tensor) -> Tensor:
             f"advantages must have one number for each of the {len(lengths)} rows of loss_mask, "
             f"got {tuple(advantages.shape)}"
         )
-    return _where_trained(advantages.float()[_row_of(lengths, trained.device)], trained, lengths)
+    return _where_trained(advantages.float()[_row_of(lengths, trained.device)], trained, loss_mask)
 
 
 def per_sequence(advantages: Tensor, loss_mask: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class Estimator:
         if bool(wrong.any()):
             index = int(_row_of(lengths, trained.device)[wrong][0])
             raise ValueError(f"the advantage {self.name!r} of row {index} is not finite")
-        return _where_trained(values, trained, lengths)
+        return _where_trained(values, trained, mask)
 
     def _by_episode(self, batch: TensorDict) -> Tensor:
         """Return the advantage of each row; the rows of an episode share one, estimated from its first row."""
@@ -239,9 +239,9 @@ def _row_of(lengths: list[int], device: torch.device) -> Tensor:
     return torch.arange(len(lengths)).repeat_interleave(sizes).to(device)
 
 
-def _where_trained(values: Tensor, trained: Tensor, lengths: list[int]) -> Tensor:
-    """Return values f32[T] as jagged (B, j), with zeros where a token is not trained."""
-    return jagged_from_values(torch.where(trained, values, 0.0), lengths)
+def _where_trained(values: Tensor, trained: Tensor, loss_mask: Tensor) -> Tensor:
+    """Return values f32[T] as jagged (B, j) like the mask, with zeros where a token is not trained."""
+    return jagged_like(torch.where(trained, values, 0.0), loss_mask)
 
 
 def _check(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:

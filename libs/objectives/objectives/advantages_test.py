@@ -125,6 +125,7 @@ MASK = [[False, True, True], [False, True], [False]]
 def test_per_token_spreads_over_the_mask_and_per_sequence_takes_it_back() -> None:
     mask = jagged([torch.tensor(row) for row in MASK])
     got = advantages.per_token(torch.tensor([2.0, -1.0, 7.0], dtype=torch.float64), mask)
+    assert torch.equal((got * mask).values(), got.values())  # it composes with the columns of its batch
     assert [row.tolist() for row in got.unbind()] == [[0.0, 2.0, 2.0], [0.0, -1.0], [0.0]]
     assert got.dtype == torch.float32
     back = advantages.per_sequence(got, mask)

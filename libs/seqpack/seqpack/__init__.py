@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from seqpack.batches.batch import lengths as lengths
     from seqpack.batches.batch import make_batch as make_batch
     from seqpack.batches.batch import view_batch as view_batch
+    from seqpack.batches.dicts import share_offsets as share_offsets
     from seqpack.batches.objective import Objective as Objective
     from seqpack.batches.operations import chunk as chunk
     from seqpack.batches.operations import concat as concat
@@ -73,6 +74,7 @@ _EXPORTS = {
     "pack_sequences": "seqpack.batches.packed",
     "packed_geometry": "seqpack.planning.padding",
     "plan_micro_batches": "seqpack.planning.micro_batches",
+    "share_offsets": "seqpack.batches.dicts",
     "split": "seqpack.batches.operations",
     "to_padded": "seqpack.batches.operations",
     "unbind": "seqpack.batches.operations",

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from tensordict import TensorDict, is_tensor_collection
 
+from seqpack.batches.dicts import share_offsets
 from seqpack.batches.jagged import is_jagged, jagged, ragged, samples_of
 
 Row = dict[str, torch.Tensor]
@@ -44,4 +45,4 @@ def from_rows(rows: Sequence[Row], forms: dict[str, KeyForm]) -> TensorDict:
         key: torch.stack(column) if forms[key].ragged_dim is None else jagged(column, forms[key].ragged_dim or 0)
         for key, column in columns.items()
     }
-    return TensorDict(joined, batch_size=[len(rows)])
+    return TensorDict(share_offsets(joined), batch_size=[len(rows)])

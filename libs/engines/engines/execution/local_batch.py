@@ -77,6 +77,12 @@ class LocalBatch:
             )
 
 
+def input_ids_of(batch: TensorDict | BatchView | LocalBatch) -> Tensor | None:
+    """Return the jagged `input_ids` of a batch as it was given; None of a view, which holds no jagged tensors."""
+    given = batch.batch if isinstance(batch, LocalBatch) else batch
+    return given.get("input_ids") if isinstance(given, TensorDict) else None
+
+
 @dataclass(frozen=True)
 class RowStats:
     """Counts of all rows that a step needs, and the rows without a gradient."""

@@ -12,6 +12,7 @@ from rollout.chat.segment import Segment
 from rollout.episodes.episode import Episode
 from rollout.experts import ROUTED_EXPERTS, RoutedExperts
 from seqpack.batches.batch import check_batch
+from seqpack.batches.dicts import share_offsets
 from seqpack.batches.jagged import jagged, jagged_from_values
 
 TYPES = "mm_token_type_ids"
@@ -53,7 +54,7 @@ def to_batch(episodes: Sequence[Episode]) -> TensorDict:
         "episode_tokens": torch.tensor([episode.sampled for _, episode, _ in rows]),
         **{key: jagged(values, 0) for key, values in (_experts(segments) | _media(segments)).items()},
     }
-    batch = TensorDict(columns, batch_size=[len(rows)])
+    batch = TensorDict(share_offsets(columns), batch_size=[len(rows)])
     check_batch(batch)
     return batch
 

@@ -24,6 +24,7 @@ def test_a_batch_is_aligned_to_the_tokens() -> None:
     rows = {key: [row.tolist() for row in batch[key].unbind()] for key in (
         "input_ids", "position_ids", "loss_mask", "rollout_log_probs", "policy_version")}  # fmt: skip
     assert rows["input_ids"] == [[5, 6, 7, 8], [9, 4]]
+    assert (batch["rollout_log_probs"] * batch["loss_mask"]).values().tolist() == [0.0, -0.5, 0.0, -2.0, 0.0, -1.0]
     assert rows["position_ids"] == [[0, 1, 2, 3], [0, 1]]
     assert rows["loss_mask"] == [[False, True, False, True], [False, True]]
     assert rows["rollout_log_probs"] == [[0.0, -0.5, 0.0, -2.0], [0.0, -1.0]]

@@ -3,17 +3,18 @@
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from seqpack.batches.jagged import select
+from seqpack.batches.jagged import flattened, is_jagged, jagged_from_values, jagged_like, ragged, select
 
 if TYPE_CHECKING:
     from tensordict import TensorDict, TensorDictBase
 
 OLDEST = (0, 15)
+Columns = TypeVar("Columns", "TensorDict", dict[str, Any])
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,53 @@ def leaves(td: "TensorDictBase") -> Iterable[tuple[str, Any]]:
 def build(values: Mapping[str, Any], size: int, device: torch.device | None = None) -> "TensorDict":
     """Make a TensorDict with batch_size [size]; lists become per-sample values, kept as they are, `Shared` metadata.
 
+    Its jagged columns share their offsets (`share_offsets`).
     `device` is the one that the TensorDict declares: one that declares none is consolidated on the host, wherever its
     tensors lie.
     """
     tensordict = require_tensordict()
-    wrapped = {k: _wrapped(tensordict, v, size) for k, v in values.items()}
+    wrapped = {k: _wrapped(tensordict, v, size) for k, v in share_offsets(dict(values)).items()}
     return tensordict.TensorDict(wrapped, batch_size=[size], device=device)
+
+
+def share_offsets(columns: Columns, like: Tensor | None = None) -> Columns:
+    """Return the columns with one offsets object in all jagged ones of the same lengths: `a - b`, `a * mask` compose.
+
+    torch composes two jagged tensors only where they hold the very same offsets tensor; equal numbers will not do. What
+    is built here shares it, and TensorDict keeps that when a batch is indexed, joined, moved, copied or pickled, but
+    not in `consolidate`: call this behind it, and where a column was added from elsewhere.
+
+    `columns`: a batch, or a dict of its columns; nested batches share with it. `like`: the jagged column to share
+    with, where None `input_ids` or else the first jagged one. Values are not copied, except those with holes. What has
+    other lengths (media) or lies on another device stays as it is.
+    """
+    entries = dict(columns.items())
+    if like is None:
+        first = next((value for value in entries.values() if is_jagged(value)), None)
+        like = entries["input_ids"] if is_jagged(entries.get("input_ids")) else first
+    if like is not None and cast("Any", like).lengths() is not None:
+        parts = ragged(like)
+        like = jagged_from_values(flattened(parts), parts.lengths, parts.dim)
+    shared = entries if like is None else {key: _sharing(value, like) for key, value in entries.items()}
+    if isinstance(columns, dict):
+        return shared
+    batch = columns.copy()
+    for key, value in shared.items():
+        if value is not entries[key]:
+            batch.set(key, value)
+    return batch
+
+
+def _sharing(value: Any, like: Tensor) -> Any:
+    if is_tensordict(value):
+        return share_offsets(value, like)
+    if not is_jagged(value) or value.device != like.device:
+        return value
+    own, other = value.offsets(), cast("Any", like).offsets()
+    if own.shape != other.shape or (own is other and value.lengths() is None):
+        return value
+    parts = ragged(value)
+    return jagged_like(flattened(parts), like, parts.dim) if parts.lengths == ragged(like).lengths else value
 
 
 def take(x: Any, indices: list[int]) -> Any:

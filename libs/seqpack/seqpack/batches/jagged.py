@@ -63,7 +63,22 @@ def jagged_from_values(values: Tensor, lengths: Sequence[int], ragged_dim: int =
     dim = check_ragged_dim(ragged_dim, values.dim())
     if sum(sizes) != values.shape[dim]:
         raise ValueError(f"lengths add up to {sum(sizes)}, but dimension {dim} of values is {values.shape[dim]}")
-    offsets = torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0).to(values.device)
+    return _view(values, torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0).to(values.device), sizes, dim)
+
+
+def jagged_like(values: Tensor, like: Tensor, ragged_dim: int = -1) -> Tensor:
+    """View `values` as a jagged NestedTensor with the lengths of `like` and its offsets object: the two compose.
+
+    Where `like` lies on another device, or has holes, the offsets are new.
+    """
+    nested: Any = like
+    sizes, dim = ragged(like).lengths, check_ragged_dim(ragged_dim, values.dim())
+    if nested.lengths() is not None or values.device != like.device or values.shape[dim] != sum(sizes):
+        return jagged_from_values(values, sizes, dim)
+    return _view(values, nested.offsets(), sizes, dim)
+
+
+def _view(values: Tensor, offsets: Tensor, sizes: list[int], dim: int) -> Tensor:
     # Explicit bounds: without them torch pads to the wrong width when the ragged dimension is not the first.
     return torch.nested.nested_tensor_from_jagged(
         values, offsets=offsets, jagged_dim=dim + 1, min_seqlen=min(sizes, default=0), max_seqlen=max(sizes, default=0)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from seqpack.batches.batch import Batch, view_batch
 from seqpack.batches.dicts import Shared, build
-from seqpack.batches.jagged import Ragged, jagged_from_values
+from seqpack.batches.jagged import Ragged, jagged_from_values, jagged_like
 from seqpack.batches.schema import MEDIA_KEYS
 from seqpack.batches.view import BatchView
 from seqpack.planning.checks import check_indices
@@ -63,6 +64,11 @@ class PackedBatch:
         """Bool (T,): True on true tokens, False on alignment and bucket padding."""
         mask = torch.zeros(self.num_tokens, dtype=torch.bool)
         return mask.index_fill_(0, _places(self.geometry), True).to(self.cu_seqlens.device)
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        """A jagged column of the true sequences, whose offsets all that is unpacked shares."""
+        return jagged_from_values(self.positions.new_empty(sum(self.lengths)), self.lengths)
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """Return this row with every tensor on `device`."""
@@ -174,7 +180,7 @@ def unpack_tokens(packed: PackedBatch, values: Tensor, token_dim: int = -1) -> T
         )
     if packed.lengths != packed.geometry.aligned or packed.geometry.padding:
         values = values.index_select(dim, packed.token_mask.nonzero().squeeze(1))
-    return jagged_from_values(values, packed.lengths, dim)
+    return jagged_like(values, packed._rows, dim)
 
 
 def unpack_sequences(packed: PackedBatch) -> "TensorDict":

@@ -133,3 +133,12 @@ def test_what_comes_back_from_a_packed_view_is_the_batch() -> None:
 def test_bad_input_is_named(call: Callable[[BatchView], object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call(view_batch(batch_of([[True, True], [True]])))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.int32, torch.bfloat16, torch.float16, torch.float64])
+def test_row_sums_stall_in_no_dtype(dtype: torch.dtype) -> None:
+    view = view_batch(make_batch([{"input_ids": torch.zeros(n, dtype=torch.int64)} for n in (4097, 3)]))
+    got = view.row_sums(torch.ones(4100, dtype=dtype))
+    assert got.tolist() == [4097, 3]
+    wide = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float64: torch.float64}
+    assert got.dtype == wide.get(dtype, torch.int64)
