@@ -99,7 +99,7 @@ class BatchView:
         return flattened(self.parts(key))
 
     def row_sums(self, flat: Tensor) -> Tensor:
-        """Sum a tensor of one entry a token, shape (tokens,), over each sample, (B,): in int64, or in float32 at least."""
+        """Sum a tensor of one entry a token, shape (tokens,), over each sample, (B,): in int64, or float32 at least."""
         values = flat.to(torch.promote_types(flat.dtype, torch.float32) if flat.is_floating_point() else torch.int64)
         rows = torch.repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64, device=flat.device))
         return values.new_zeros(len(self.lengths)).index_add(0, rows, values)
