@@ -31,10 +31,10 @@ class Skipped:
     first: dict[str, str] = field(default_factory=dict)
     cut: dict[str, int] = field(default_factory=dict)
 
-    def add(self, reason: str, path: Path, row: int) -> None:
-        """Count a row that was left out."""
+    def add(self, reason: str, path: Path, row: int, detail: str = "") -> None:
+        """Count a row that was left out; `detail` says more of it."""
         self.counts[reason] = self.counts.get(reason, 0) + 1
-        self.first.setdefault(reason, f"{path.name}, {place_of(path, row)}")
+        self.first.setdefault(reason, f"{path.name}, {place_of(path, row)}{detail and f': {detail}'}")
 
     def lines(self) -> list[str]:
         """Return one line a reason."""
@@ -88,9 +88,10 @@ def load_conversations(
         how = (config.data_processes, image_processor, config.bad_rows, say)
         store = tokenize_file(path, columns, tokenizer, stop_tokens, cache, *how)
         selected = usable_of(store, config.max_tokens, config.truncation)
+        problems = {int(store.rows[i]): why for i, why in store.problems.items()}
         for reason, rows in selected.left_out:
             for row in rows:
-                skipped.add(reason, path, row)
+                skipped.add(reason, path, row, problems.get(row, ""))
         if selected.cut:
             skipped.cut[f"{path.name} at the {config.truncation}, to --max-tokens {config.max_tokens}"] = selected.cut
         return selected

@@ -41,7 +41,8 @@ def data_files(name: str | Path) -> tuple[Path, ...]:
         if not found:
             raise ValueError(f"no data file matches {text}")
         return found
-    if kind_of(Path(text)) is None and (match := HUB_NAME.fullmatch(text)):
+    named_on_hub = kind_of(Path(text)) is None and not Path(text).parent.is_dir()
+    if named_on_hub and (match := HUB_NAME.fullmatch(text)):
         snapshot = snapshot_of(match["repository"], match["subset"], match["split"] or "train")
         return (
             (snapshot,) if snapshot.is_file() else files_of_split(snapshot, match["split"] or "train", match["subset"])
@@ -101,11 +102,9 @@ def _check_shards(files: Sequence[Path]) -> None:
 
 def _chosen(by_split: dict[str, list[Path]], split: str, directory: Path) -> list[Path]:
     names = sorted(name for name in by_split if name)
-    if split in by_split:
+    if split and split in by_split:
         return by_split[split]
-    if not names and split in ("", "train"):
-        return by_split[""]
-    if not split and len(by_split) == 1:
+    if len(by_split) == 1 and (not split or (split == "train" and not names)):
         return next(iter(by_split.values()))
     said = f"has no split {split!r}" if split else "holds several splits"
     there = f"there are {', '.join(names)}" if names else "its files name none"

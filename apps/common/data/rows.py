@@ -139,11 +139,12 @@ def _json(path: Path) -> Iterator[Record]:
     if not content.strip():
         return
     try:
-        value = json.loads(content.decode("utf-8-sig"))
+        text = content.decode("utf-8-sig")
+        value = json.loads(text)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 (byte {error.start})") from error
     except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and content.lstrip()[:1] == b"{":
+        if error.msg == "Extra data" and text.lstrip().startswith("{"):
             yield from _lines(path)
             return
         raise ValueError(f"{path}: not JSON ({error.msg} at line {error.lineno}, column {error.colno})") from error
