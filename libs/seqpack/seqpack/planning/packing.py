@@ -9,6 +9,7 @@ import numpy as np
 
 from seqpack.planning.bounds import Ints, bins_bound
 from seqpack.planning.checks import Array, check_lengths, check_positive_int
+from seqpack.planning.cutting_stock import few_kinds
 from seqpack.planning.exact_fill import fill_bins
 from seqpack.planning.padding import (
     Bucket,
@@ -25,7 +26,7 @@ Bins = Sequence[Sequence[int]]
 LARGEST = 2**52
 """Lengths times the capacity of a bin: up to here 64 bits hold everything that packing and its bounds compute."""
 CLOSE_ENOUGH = 0.005
-"""A packing with this gap is taken; else both ways of packing are tried."""
+"""A packing by best fit with this gap is taken; else other ways of packing are tried."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def pack(
 
 
 def _few_bins(descending: Ints, names: Ints, capacity: int) -> tuple[Bins, int]:
-    """Pack by the method that suits the lengths, and the other one too when the gap is wide; return bins and bound."""
+    """Pack by the method that suits the lengths, by best fit anyway, and by columns while the gap is wide."""
     ways: list[Callable[[Ints, Ints, int], Bins]] = [best_fit, exact_fit]
     if len(descending) and descending[0] * 2 <= capacity:  # none alone, and hardly a short one to fill gaps with
         short = int(descending[np.searchsorted(-descending, -(capacity // 8), side="right") :].sum())
@@ -106,8 +107,13 @@ def _few_bins(descending: Ints, names: Ints, capacity: int) -> tuple[Bins, int]:
             ways.reverse()
     bins = ways[0](descending, names, capacity)
     bound = bins_bound(descending, capacity, len(bins))
-    if len(bins) > bound * (1 + CLOSE_ENOUGH):
+    enough = bound * (1 + CLOSE_ENOUGH) if ways[0] is best_fit else bound
+    if len(bins) > enough:
         bins = min(bins, ways[1](descending, names, capacity), key=len)
+    if len(bins) > bound * (1 + CLOSE_ENOUGH):
+        columns, proven = few_kinds(descending, names, capacity)
+        bound = max(bound, proven)
+        bins = min(bins, columns or bins, key=len)
     return bins, bound
 
 
