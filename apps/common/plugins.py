@@ -5,6 +5,8 @@
 - A reward is a function whose arguments are some of `reply`, `reference`, `row`, `results`, `end`, by these names; it
   gives a number or a `rollout.Score`, may block or be async. One that names `end` ("done", "length", "max_tokens", ...)
   scores answers that a limit cut off too; without it they earn 0.
+- A reward function or an environment may declare `held_out_metric`, "accuracy" or "score": what its mean over held-out
+  tasks is called. Without it a run calls it accuracy where every reward of its first evaluation is 0 or 1.
 - A tool is a `rollout.Tool`, or a function without arguments that makes one.
 """
 
@@ -43,6 +45,11 @@ class NamedReward:
     def takes_end(self) -> bool:
         """Whether the user's function takes `end`, and so scores truncated responses."""
         return "end" in _arguments(self.spec, load_object(self.spec, "reward"))
+
+    @property
+    def held_out_metric(self) -> str | None:
+        """What the user's function declares that its mean is called: "accuracy" or "score"; None: nothing."""
+        return getattr(load_object(self.spec, "reward"), "held_out_metric", None)
 
     def __call__(
         self,

@@ -11,6 +11,7 @@ from apps.common.cli.flags import flag, owned_problems
 from apps.common.cluster import Cluster
 from apps.common.data.presets import PresetName
 from apps.common.data.template_options import template_options
+from apps.common.run.idle_steps import ALLOWED, allowed_problem
 from chat_tools import find_format
 from engines import EngineConfig
 from objectives import GRPO
@@ -225,6 +226,8 @@ class GrpoConfig:
     """GRPO steps between checkpoints (also after the last)."""
     keep_checkpoints: int = 2
     """Checkpoints that are kept before the last one; older ones are deleted."""
+    allow_idle_steps: int | None = ALLOWED
+    """Steps in a row that may train nothing: so many stop the run, which has a checkpoint then. None: no limit."""
     tracker: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
     """Trackers that are told the metrics besides the run folder; WANDB_MODE, MLFLOW_TRACKING_URI, ... say where."""
     log_groups: int = 1
@@ -264,6 +267,7 @@ class GrpoConfig:
         for name in ("keep_checkpoints", "log_groups", "log_failures"):
             if getattr(self, name) < 0:
                 yield f"{flag(name)} must be at least 0, got {getattr(self, name)}"
+        yield from allowed_problem(self.allow_idle_steps)
         if self.control_run not in get_args(Control):
             yield f"--control-run must be one of {', '.join(get_args(Control))}, got {self.control_run!r}"
         if self.max_episode_seconds is not None and not self.max_episode_seconds > 0:

@@ -23,6 +23,7 @@ from engines.loading import resolve_device
 from rollout import EpisodeContext, Observation, TaskRow
 from rollout.environments.thread_environment import host
 from schedules.ray.cluster import ray_module
+from schedules.sampling.session import declared_metric
 
 T = TypeVar("T")
 
@@ -78,6 +79,7 @@ def check_prompts(
         ValueError: a prompt is too long, or there is nothing to ask.
     """
     chat = chat_of(config, tokenizer, model)
+    declared_metric(tasks)
     template = str(tokenizer.chat_template)
     for name in template_options(config.plugins.template_options):
         if not re.search(rf"\b{name}\b", template):

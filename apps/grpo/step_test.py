@@ -108,6 +108,7 @@ def test_one_update_is_on_policy_and_sees_the_whole_batch() -> None:
         "train/loss": 10.0,
         "train/step": 1.0,
         "train/updates": 1.0,
+        "train/nonzero_advantages": pytest.approx(3 / 17),  # of the first two answers
         "log_prob_difference": 0.5,
         "log_prob_difference_max": 6.0,
     }
@@ -228,6 +229,8 @@ def test_reward_metrics_by_hand() -> None:
     rewards = [[1.0, 0.5], [0.0, 1.0], [0.0, 0.0], [0.75, 0.75]]
     assert reward_metrics([episode(r, group) for group, some in enumerate(rewards) for r in some]) == {
         "reward": pytest.approx(4.0 / 8),
+        "reward/min": 0.0,
+        "reward/max": 1.0,
         "reward/solved_groups": pytest.approx(2 / 4),
         "reward/mixed_groups": pytest.approx(2 / 4),
     }
@@ -286,14 +289,17 @@ def test_a_step_samples_trains_and_hands_over(monkeypatch: pytest.MonkeyPatch) -
     want = advantages_of(batch, config, 7)
     assert engine.trained[0]["advantages"] == [row.tolist() for row in want.unbind()]
     assert result.episodes == episodes()
-    rows = zip(want.unbind(), batch["loss_mask"].unbind(), strict=True)
-    assert result.advantages == pytest.approx([row[mask][0].item() for row, mask in rows])
+    rows = [row[mask] for row, mask in zip(want.unbind(), batch["loss_mask"].unbind(), strict=True)]
+    assert result.advantages == pytest.approx([row[0].item() for row in rows])
+    shuffled = torch.cat(rows)
     lengths = [len(e.segments[0].ids) for e in episodes()]
     sampled = sum(e.sampled for e in episodes())
     expected = {
         **train_on(batch_with_advantages(), CONFIG, recorder()),
         **reward_metrics(episodes()),
         **episode_metrics(episodes()),
+        "train/nonzero_advantages": pytest.approx((shuffled != 0).float().mean().item()),
+        "rollout/episodes": 6.0,
         "rollout/tokens": float(sum(lengths)),
         "rollout/sampled_tokens": float(sampled),
         "rollout/policy_version": 2.0,

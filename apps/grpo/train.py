@@ -2,10 +2,11 @@
 
 import functools
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -16,26 +17,29 @@ from apps.common.run.config_file import as_plain
 from apps.common.run.device_memory import memory_metrics
 from apps.common.run.divergence import name_sampler_errors
 from apps.common.run.export import save_export
+from apps.common.run.idle_steps import IdleSteps
 from apps.common.run.nonfinite_batch import save_batch_on_nonfinite
 from apps.common.run.ranks import init_rank
 from apps.common.run.reporter import Reporter
 from apps.common.run.run_dir import steps_done
 from apps.grpo.build import Demonstrations, RunBuilder, samples_remotely
 from apps.grpo.config import GrpoConfig
+from apps.grpo.idle import idle_reason, reward_called
 from apps.grpo.sampling.native import NativeBackend
 from apps.grpo.sampling.ray_devices import ray_settings
 from apps.grpo.step import correction_line
 from apps.grpo.tasks.prompt_tasks import Tasks
+from apps.grpo.warm_start import warm_start_metrics
 from engines import TrainEngine
 from engines.loading import LoadedModel
-from rollout import RolloutEngine
+from rollout import RolloutEngine, TaskRow
 from runlog import read_metrics
 from schedules.protocols import environment_of
 from schedules.ray.cluster import in_cluster
 from schedules.reporting.episode_samples import Decode, EpisodeSamples, failure_note, token_decoder
 from schedules.runtime.collectives import broadcast_result, rank_and_world
 from schedules.runtime.interrupts import Runner
-from schedules.sampling.session import Evaluation
+from schedules.sampling.session import Evaluation, HeldOutMetric
 from schedules.schedule import Schedule, TrainStepResult
 
 
@@ -48,6 +52,8 @@ class Result:
     seconds: float
     run_dir: Path
     steps: int
+    metric: HeldOutMetric = "accuracy"
+    """What the two are; a score is a mean reward."""
 
 
 def train(
@@ -92,102 +98,139 @@ def train(
             for line in (NativeBackend().weights_line(config, parts.sampler, engine), correction_line(config)):
                 if line is not None:
                     log.note(line)
-            before, after = _steps(config, tasks, schedule, engine, log, saves, done, token_decoder(tokenizer))
+            found = _Steps(config, tasks, schedule, engine, log, saves, token_decoder(tokenizer)).run(done)
         save_export(engine, tokenizer, run_dir / "export")
-    result = Result(before, after, time.perf_counter() - begun, run_dir, config.steps)
+    result = Result(found.before, found.after, time.perf_counter() - begun, run_dir, config.steps, found.metric)
     log.close(_summary(result), f"GRPO, {config.recipe}")
     return result
 
 
-def _steps(
-    config: GrpoConfig,
-    tasks: Tasks,
-    schedule: Schedule,
-    engine: TrainEngine,
-    log: Reporter,
-    saves: CheckpointSaver,
-    done: int,
-    decode: Decode,
-) -> tuple[float, float]:
-    """Do steps done..steps; held-out accuracy at the run's first start and at its end."""
-    for reason, count in tasks.skipped.items():
-        log.note(f"skipped {count} prompts {reason}")
-    facts = engine.state_summary() | {"threads": torch.get_num_threads()}
-    log.note("{parameters:,} parameters, {dtype} on {device}, {world_size} x {threads} threads".format_map(facts))
-    log.note(f"layers compiled: {facts['compiled']}")
-    log.note(f"optimizer: {facts['optimizer']}")
-    before = _accuracy_before(log.run_dir) if done else None
-    after = None
-    evaluation: Evaluation | None = None
-    if before is None:
-        evaluation = schedule.evaluate()
-        before = after = evaluation.accuracy
-    if not done:
-        sizes = {f"run/{name}": facts[name] for name in ("parameters", "world_size", "threads")}
-        found = {"eval/accuracy": before} if evaluation is None else evaluation.metrics
-        log.step(0, {**found, **sizes}, {"held-out": before})
-        _log_episodes(config, tasks, log, 0, None, evaluation, decode)
-    for step in range(done + 1, config.steps + 1):
-        with name_sampler_errors(step):
-            result = schedule.step(step - 1)
-        saves.look()
-        last = step == config.steps
-        row: dict[str, Any] = {**result.metrics, **memory_metrics(config.engine.device)}
-        evaluation = None
-        if last or step % config.eval_every == 0:
+@dataclass(frozen=True)
+class _HeldOut:
+    """What the mean reward of held-out responses is called in this run, and its value at the run's first start and
+    last."""
+
+    metric: HeldOutMetric
+    before: float
+    after: float
+
+
+@dataclass
+class _Steps:
+    """The parts of a run's loop."""
+
+    config: GrpoConfig
+    tasks: Tasks
+    schedule: Schedule
+    engine: TrainEngine
+    log: Reporter
+    saves: CheckpointSaver
+    decode: Decode
+
+    def run(self, done: int) -> _HeldOut:
+        """Do steps done..steps; return the held-out results of the run's first start and its end.
+
+        Raises:
+            IdleRunError: so many steps in a row trained nothing as the configuration allows.
+        """
+        config, log, schedule = self.config, self.log, self.schedule
+        idle = IdleSteps.resumed(config.allow_idle_steps, log.run_dir, done)
+        found = self._begin(done)
+        for step in range(done + 1, config.steps + 1):
             with name_sampler_errors(step):
-                evaluation = schedule.evaluate()
-            after = evaluation.accuracy
-            row |= evaluation.metrics
-        log.step(step, row, _shown(row))
-        _log_episodes(config, tasks, log, step, result, evaluation, decode)
-        if last or step % config.save_every == 0:
-            saves.begin(step, [checkpoint_path(log.run_dir, step)])
-    return before, after if after is not None else schedule.evaluate().accuracy
+                result = schedule.step(step - 1)
+            self.saves.look()
+            last = step == config.steps
+            row: dict[str, Any] = {**result.metrics, **memory_metrics(config.engine.device)}
+            row |= reward_called(result.episodes, self._rows(step, result), self.tasks)
+            reason = idle_reason(result.episodes, row, config)
+            row |= idle.row(reason)
+            stops = idle.too_many and not last
+            evaluation = None
+            if last or step % config.eval_every == 0:
+                with name_sampler_errors(step):
+                    evaluation = schedule.evaluate()
+                found = replace(found, after=evaluation.accuracy)
+                row |= evaluation.metrics_as(found.metric)
+            log.step(step, row, _shown(row))
+            self._log_episodes(step, result, evaluation)
+            if last or stops or step % config.save_every == 0:
+                self.saves.begin(step, [checkpoint_path(log.run_dir, step)])
+            if stops:
+                raise idle.error(step, reason, log.run_dir)
+        return found
+
+    def _begin(self, done: int) -> _HeldOut:
+        """Tell what the run is; return what its first evaluation found, and log it as a new run's first row."""
+        config, log = self.config, self.log
+        for reason, count in self.tasks.skipped.items():
+            log.note(f"skipped {count} prompts {reason}")
+        facts = self.engine.state_summary() | {"threads": torch.get_num_threads()}
+        log.note("{parameters:,} parameters, {dtype} on {device}, {world_size} x {threads} threads".format_map(facts))
+        log.note(f"layers compiled: {facts['compiled']}")
+        log.note(f"optimizer: {facts['optimizer']}")
+        found = _found_before(log.run_dir) if done else None
+        if found is not None and done < config.steps:
+            return found
+        evaluation = self.schedule.evaluate()
+        if found is None:
+            found = _HeldOut(evaluation.metric, evaluation.accuracy, evaluation.accuracy)
+        found = replace(found, after=evaluation.accuracy)
+        if not done:
+            sizes = {f"run/{name}": facts[name] for name in ("parameters", "world_size", "threads")}
+            row = {**evaluation.metrics_as(found.metric), **sizes, **warm_start_metrics(config, log.run_dir)}
+            log.step(0, row, _shown(row))
+            self._log_episodes(0, None, evaluation)
+        return found
+
+    def _rows(self, step: int, result: TrainStepResult) -> Sequence[TaskRow]:
+        """Return the tasks of a step, by group."""
+        return self.tasks.tasks(step - 1, self.config.prompts_per_step) if result.rows is None else result.rows
+
+    def _log_episodes(self, step: int, result: TrainStepResult | None, evaluation: Evaluation | None) -> None:
+        """Keep some of the step's groups and of what an evaluation found unsolved, and say why episodes failed."""
+        if rank_and_world()[0] != 0:
+            return
+        config, log = self.config, self.log
+        for place, played in ((f"step {step}", result), (f"step {step}, held out", evaluation)):
+            if played is not None and (failed := failure_note(place, played.episodes)) is not None:
+                log.note(failed)
+        show = EpisodeSamples(step, config.seed, self.decode, functools.partial(environment_of, self.tasks))
+        kept: list[dict[str, Any]] = []
+        if result is not None:
+            kept += show.groups(result.episodes, result.advantages, self._rows(step, result), config.log_groups)
+        if evaluation is not None:
+            kept += show.failures(evaluation.episodes, evaluation.rows, config.log_failures)
+        for episode in kept:
+            log.episode(episode)
 
 
-def _log_episodes(
-    config: GrpoConfig,
-    tasks: Tasks,
-    log: Reporter,
-    step: int,
-    result: TrainStepResult | None,
-    evaluation: Evaluation | None,
-    decode: Decode,
-) -> None:
-    """Keep some of the step's groups and of what an evaluation found unsolved, and say why episodes failed."""
-    if rank_and_world()[0] != 0:
-        return
-    for place, played in ((f"step {step}", result), (f"step {step}, held out", evaluation)):
-        if played is not None and (failed := failure_note(place, played.episodes)) is not None:
-            log.note(failed)
-    show = EpisodeSamples(step, config.seed, decode, functools.partial(environment_of, tasks))
-    kept: list[dict[str, Any]] = []
-    if result is not None:
-        rows = tasks.tasks(step - 1, config.prompts_per_step) if result.rows is None else result.rows
-        kept += show.groups(result.episodes, result.advantages, rows, config.log_groups)
-    if evaluation is not None:
-        kept += show.failures(evaluation.episodes, evaluation.rows, config.log_failures)
-    for episode in kept:
-        log.episode(episode)
-
-
-def _accuracy_before(run_dir: Path) -> float | None:
+def _found_before(run_dir: Path) -> _HeldOut | None:
     """Return what the run's first evaluation found, from its metrics; None where they are lost."""
     first = next(iter(read_metrics(run_dir)), {})
-    return broadcast_result(first.get("eval/accuracy") if first.get("step") == 0 else None)
+    named = [(name, first[f"eval/{name}"]) for name in get_args(HeldOutMetric) if f"eval/{name}" in first]
+    found = [_HeldOut(name, value, value) for name, value in named if first.get("step") == 0]
+    return broadcast_result(found[0] if found else None)
 
 
 def _shown(row: dict[str, Any]) -> dict[str, float | int | str]:
-    names = {"reward": "reward", "eval/accuracy": "held-out", "tokens_per_second": "tokens/s"}
+    names = {
+        "reward": "reward",
+        "eval/accuracy": "held-out",
+        "eval/score": "held-out score",
+        "tokens_per_second": "tokens/s",
+    }
     return {short: row[name] for name, short in names.items() if name in row}
 
 
 def _summary(result: Result) -> list[tuple[str, Any]]:
-    rise = 100 * (result.accuracy_after - result.accuracy_before)
+    before, after = result.accuracy_before, result.accuracy_after
+    told = (f"{before:.4g}", f"{after:.4g}  ({after - before:+.4g})")
+    if result.metric == "accuracy":
+        told = (f"{before:.1%}", f"{after:.1%}  ({100 * (after - before):+.1f} points)")
     return [
-        ("held-out accuracy before", f"{result.accuracy_before:.1%}"),
-        ("held-out accuracy after", f"{result.accuracy_after:.1%}  ({rise:+.1f} points)"),
+        (f"held-out {result.metric} before", told[0]),
+        (f"held-out {result.metric} after", told[1]),
         ("steps", result.steps),
         ("time", f"{result.seconds:.0f} s"),
         ("open this", str(result.run_dir / "report.html")),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
@@ -13,17 +14,18 @@ from transformers import PreTrainedTokenizerBase
 from apps.common.run.config_file import as_plain
 from apps.common.run.divergence import name_sampler_errors
 from apps.common.run.export import save_export
+from apps.common.run.idle_steps import IdleSteps
 from apps.common.run.reporter import Reporter
 from apps.grpo.config import GrpoConfig
 from apps.grpo.tasks.prompt_tasks import Conversation
-from apps.sft.loop import fit
+from apps.sft.loop import fit, idle_reason
 from apps.sft.reading.samples import Sample, batch_of, sample_of, stop_tokens_of
 from engines import EngineConfig, TrainEngine, build_engine
 from engines.loading import LoadedModel
 from objectives import SFT
 from schedules.protocols import Trainer
 from schedules.runtime.collectives import broadcast_result, rank_and_world
-from schedules.sampling.session import RolloutSession
+from schedules.sampling.session import HeldOutMetric, RolloutSession
 
 FINISHED = "finished.json"
 
@@ -40,6 +42,19 @@ def warm_model(folder: Path) -> Path | None:
     """Return the model of a finished warm start in `folder`; None where there is none, or it was killed."""
     finished = broadcast_result((folder / FINISHED).is_file())
     return folder / "export" if finished else None
+
+
+def warm_start_metrics(config: GrpoConfig, run_dir: Path) -> dict[str, float]:
+    """Return steps and accuracy of the run's warm start, and the accuracy it was to reach; nothing without one.
+
+    An `until_accuracy` of 1 asks for all its steps.
+    """
+    path = run_dir / "warm-start" / FINISHED
+    if not config.warm_start.steps or not path.is_file():
+        return {}
+    result = {f"warm_start/{name}": float(value) for name, value in json.loads(path.read_text("utf-8")).items()}
+    wanted = config.warm_start.until_accuracy
+    return result | ({"warm_start/wanted": wanted} if wanted < 1 else {})
 
 
 def warm_start_engine(config: GrpoConfig) -> EngineConfig:
@@ -90,19 +105,32 @@ def warm_start(
         return batch_of([sample_at(json.dumps([c.messages, c.tools])) for c in demonstrations(config, step)])
 
     accuracy, done = 0.0, 0
+    metric: HeldOutMetric | None = None
+    idle = IdleSteps(config.allow_idle_steps)
     log = Reporter(folder, as_plain(warm), warm.steps, "warm start")
     with log:
         for done, metrics in fit(engine, batch_at, SFT(), warm.steps):
-            row = {f"train/{name}": value for name, value in metrics.items()}
-            shown: dict[str, float | int | str] = {"loss": metrics["loss"]}
+            row: dict[str, Any] = {f"train/{name}": value for name, value in metrics.items()}
+            shown: dict[str, float | int | str] = {"loss": metrics["loss"]} if "loss" in metrics else {}
+            reason = idle_reason(metrics)
+            row |= idle.row(reason)
             if done % warm.eval_every == 0 or done == warm.steps:
                 with name_sampler_errors(done):
                     session.sync(trainer)
-                    accuracy = row["eval/accuracy"] = shown["held-out"] = session.accuracy(warm.eval_prompts)
+                    evaluation = session.evaluate(warm.eval_prompts)
+                metric = metric or evaluation.metric
+                accuracy = row[f"eval/{metric}"] = shown["held-out"] = evaluation.accuracy
             log.step(done, row, shown)
+            if idle.too_many:
+                raise idle.error(done, reason, folder)
             if accuracy >= warm.until_accuracy:
                 break
-        log.note(f"warm start: {done} steps, {accuracy:.1%} of the held-out problems right")
+        told = (
+            f"a held-out score of {accuracy:.4g}"
+            if metric == "score"
+            else f"{accuracy:.1%} of the held-out problems right"
+        )
+        log.note(f"warm start: {done} steps, {told}")
     export = save_export(engine, tokenizer, folder / "export")
     if rank_and_world()[0] == 0:
         (folder / FINISHED).write_text(json.dumps(asdict(WarmStartResult(done, accuracy))) + "\n", encoding="utf-8")

@@ -10,12 +10,14 @@ import tyro
 
 from apps.common.cli.flags import flag, owned_problems
 from apps.common.cluster import Cluster
+from apps.common.data.rows import BadRows
+from apps.common.run.idle_steps import ALLOWED, allowed_problem
 from apps.sft.reading.examples import Columns, Form
 from apps.sft.reading.selection import Truncation
 from apps.sft.reading.sources import Source, parse_sources
+from apps.sft.reading.trained import ALONE, TrainOn
 from engines import EngineConfig
 from engines.config import parse_context_parallel
-from apps.sft.reading.trained import ALONE, TrainOn
 from objectives import SFT
 
 OWNED = {
@@ -83,12 +85,12 @@ class DataConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 yield f"{flag(name)} must be at least {least}, got {value}"
-        try:
-            parse_sources(self.data)
         alone = [value for value in self.train_on if value in ALONE]
         if not self.train_on or (alone and len(self.train_on) > 1):
             got = " ".join(self.train_on) or "nothing"
             yield f"--train-on takes roles, or one of {', '.join(ALONE)} alone, got {got}"
+        try:
+            parse_sources(self.data)
         except ValueError as error:
             yield str(error)
         if self.data:
@@ -109,12 +111,12 @@ class DataConfig:
         return parse_sources(self.data)
 
     @property
-    def columns(self) -> Columns:
-    @property
     def held_out(self) -> tuple[float, int | None]:
         """The share of the rows that is held out, and the most of them."""
         return (0.05, 512) if self.eval_share is None else (self.eval_share, None)
 
+    @property
+    def columns(self) -> Columns:
         """The columns that are read of a row, and what is trained of them."""
         return Columns(
             self.form,
@@ -123,9 +125,9 @@ class DataConfig:
             self.prompt_column,
             self.completion_column,
             self.text_column,
+            train_on=tuple(dict.fromkeys(self.train_on)),
         )
 
-            train_on=tuple(dict.fromkeys(self.train_on)),
     def _set(self, names: Iterable[str], why: str) -> Iterator[str]:
         """Yield a text with `why` for each field of `names` that is not at its default."""
         usual = {item.name: item.default for item in fields(self)}
@@ -136,10 +138,10 @@ class DataConfig:
 
 _COLUMNS = {
     "messages": ("messages_column", "tools_column"),
-    "prompt_completion": ("prompt_column", "completion_column", "tools_column"),
-    "text": ("text_column",),
     "sharegpt": ("messages_column", "tools_column"),
     "alpaca": ("tools_column",),
+    "prompt_completion": ("prompt_column", "completion_column", "tools_column"),
+    "text": ("text_column",),
 }
 """The columns that each form reads."""
 
@@ -185,6 +187,8 @@ class SftConfig:
     """Steps between checkpoints (also after the last)."""
     keep_checkpoints: int = 2
     """Checkpoints that are kept before the last one; older ones are deleted."""
+    allow_idle_steps: int | None = ALLOWED
+    """Steps in a row that may train nothing: so many stop the run, which has a checkpoint then. None: no limit."""
     tracker: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
     """Trackers that are told the metrics besides the run folder; WANDB_MODE, MLFLOW_TRACKING_URI, ... say where."""
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -214,6 +218,7 @@ class SftConfig:
             value, least = getattr(self, name), 0 if name == "keep_checkpoints" else 1
             if value is not None and value < least:
                 yield f"{flag(name)} must be at least {least}, got {value}"
+        yield from allowed_problem(self.allow_idle_steps)
         if self.epochs is not None:
             if not 0 < self.epochs < math.inf:
                 yield f"--epochs must be a number above 0, got {self.epochs}"

@@ -16,6 +16,7 @@ from apps.common.run.config_file import as_plain
 from apps.common.run.device_memory import memory_metrics
 from apps.common.run.divergence import check_loss
 from apps.common.run.export import save_export
+from apps.common.run.idle_steps import IdleSteps
 from apps.common.run.nonfinite_batch import save_batch_on_nonfinite
 from apps.common.run.ranks import init_rank
 from apps.common.run.reporter import Reporter
@@ -30,7 +31,7 @@ from apps.sft.best_checkpoint import (
 )
 from apps.sft.config import SftConfig
 from apps.sft.data import Conversations
-from apps.sft.loop import fit
+from apps.sft.loop import fit, idle_reason
 from apps.sft.reading.samples import Sample, batch_of
 from apps.sft.row_order import ORDER, row_order
 from apps.sft.step_plan import StepPlan, plan_steps
@@ -63,6 +64,7 @@ def train(
 
     Raises:
         DivergenceError, engines.NonFiniteError: the run diverged; checkpoints stay, there is no export.
+        IdleRunError: so many steps in a row trained nothing as the configuration allows; likewise.
         ValueError: the best weights of the run's first part can't be read, or are not those that were kept.
     """
     started = time.perf_counter()
@@ -96,13 +98,19 @@ def train(
 
 
 def held_out_loss(engine: TrainEngine, samples: Sequence[Sample], rows: int = 256) -> float:
-    """Return the mean negative log-likelihood of the samples' trained tokens, in nats; `rows` samples at a time."""
+    """Return the mean negative log-likelihood of the samples' trained tokens, in nats; `rows` samples at a time.
+
+    Raises:
+        ValueError: there is no such token.
+    """
     total, tokens = 0.0, 0
     for first in range(0, len(samples), rows):
         batch = batch_of([samples[i] for i in range(first, min(first + rows, len(samples)))])
         log_probs, mask = engine.forward(batch)["log_probs"].values(), batch["loss_mask"].values()
         total -= log_probs[mask].sum(dtype=torch.float64).item()
         tokens += int(mask.sum())
+    if not tokens:
+        raise ValueError(f"no token of the {len(samples)} held-out rows is trained: there is nothing to evaluate")
     return total / tokens
 
 
@@ -157,6 +165,7 @@ class _Steps:
             log.note(line)
         log.note("layers compiled: {compiled}\noptimizer: {optimizer}".format_map(engine.state_summary()))
         measured = self._begin(earlier)
+        idle = IdleSteps.resumed(config.allow_idle_steps, log.run_dir, earlier.done)
         ahead = parse_context_parallel(config.engine.context_parallel) == 1
         clock = time.perf_counter()
         for step, metrics in fit(engine, self._batch, config.objective, self.plan.steps, earlier.done, ahead):
@@ -164,16 +173,22 @@ class _Steps:
             row["train/epoch"] = min(step * config.batch_size, self.plan.places) / len(self.plan.mixture)
             row["tokens_per_second"] = metrics["tokens"] / (time.perf_counter() - clock)
             row |= memory_metrics(config.engine.device)
-            shown: dict[str, float | int | str] = {"loss": metrics["loss"], "tokens/s": row["tokens_per_second"]}
+            shown: dict[str, float | int | str] = {"loss": metrics["loss"]} if "loss" in metrics else {}
+            shown["tokens/s"] = row["tokens_per_second"]
             last = step == self.plan.steps
+            reason = idle_reason(metrics)
+            row |= idle.row(reason)
+            stops = idle.too_many and not last
             if last or step % self.plan.eval_every == 0:
                 row["eval/loss"] = shown["held-out loss"] = measured.losses[step] = self._held_out_loss()
             log.step(step, row, shown)
             if step in measured.losses:
                 check_loss(step, measured.losses[step], self.vocab_size)
             self.saves.look()
-            if directories := self._directories(step, measured):
+            if directories := self._directories(step, measured, last or stops):
                 self._save(step, directories, measured)
+            if stops:
+                raise idle.error(step, reason, log.run_dir)
             clock = time.perf_counter()
         return measured
 
@@ -211,11 +226,12 @@ class _Steps:
     def _held_out_loss(self) -> float:
         return held_out_loss(self.engine, self.conversations.held_out[: self.config.eval_rows])
 
-    def _directories(self, step: int, measured: _HeldOutLosses) -> list[Path]:
-        """Return where the state after a step is saved: as the best first, then as the last, if it is both."""
+    def _directories(self, step: int, measured: _HeldOutLosses, ends: bool) -> list[Path]:
+        """Return where the state after a step is saved: as the best first, then as the last, if it is both; `ends`: no
+        step follows."""
         config, run_dir = self.config, self.log.run_dir
         best = config.export == "best" and step in measured.losses and measured.best.step == step
-        due = step == self.plan.steps or step % config.save_every == 0
+        due = ends or step % config.save_every == 0
         return [best_checkpoint_path(run_dir)] * best + [checkpoint_path(run_dir, step)] * due
 
     def _save(self, step: int, directories: list[Path], measured: _HeldOutLosses) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from apps.common.run.run_dir import resume_hint
 from runlog import Progress, RunLog, read_metrics, start_tracker, write_report
+from runlog.notices import row_notices, run_notices
 from runlog.report import flat_config
 from schedules.runtime.collectives import rank_and_world
 from schedules.runtime.interrupts import defer_interrupts, interrupted
@@ -41,6 +42,7 @@ class Reporter:
         self._total, self._label, self._start = total, label, resume_step or 0
         self._stack = ExitStack()
         self._progress: Progress | None = None
+        self._told: set[str] = set()
 
     def __enter__(self) -> "Reporter":
         if self._log is not None:
@@ -61,11 +63,18 @@ class Reporter:
             self._stack.__exit__(kind, error, trace)
 
     def step(self, step: int, metrics: Mapping[str, Any], shown: Mapping[str, float | int | str]) -> None:
-        """Log one row of metrics with `shown` on the progress line. Raise a KeyboardInterrupt that was lost."""
+        """Log one row of metrics with `shown` on the progress line, and tell each kind of notice once.
+
+        Raise a KeyboardInterrupt that was lost.
+        """
         with defer_interrupts():
             if self._log is not None and self._progress is not None:
                 self._log.metrics(step, metrics)
                 self._progress.update(step, shown)
+                for kind, line in row_notices({"step": step, **metrics}).items():
+                    if kind not in self._told:
+                        self._told.add(kind)
+                        self.note(line)
 
     def live(self, values: Mapping[str, float | int | str]) -> None:
         """Show the progress within a step, until its row is logged."""
@@ -83,9 +92,11 @@ class Reporter:
             self._progress.note(text)
 
     def close(self, rows: Iterable[Sequence[Any]], title: str) -> None:
-        """Write the report and print the closing table with the paths, after the loop."""
+        """Write the report and print the run's notices and the closing table with the paths, after the loop."""
         if self._log is not None:
             write_report(self.run_dir)
+            for line in run_notices(read_metrics(self.run_dir)):
+                self._log.console.print(f"warning: {line}", soft_wrap=True, markup=False)
             self._log.summary_table(rows, title)
 
 

@@ -72,6 +72,11 @@ class PromptTasks(RowSource):
         self._tools = tuple(tools)
         self._takes_end = bool(getattr(reward, "takes_end", False))
 
+    @property
+    def held_out_metric(self) -> str | None:
+        """What the reward declares that its mean is called; None: nothing."""
+        return getattr(self.reward, "held_out_metric", None)
+
     def environment(self, row: TaskRow) -> Task:
         """Return the task of a row, scored against its reference."""
         prompt = row.data["prompt"]

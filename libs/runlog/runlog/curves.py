@@ -44,6 +44,7 @@ KINDS = (
         percent=True,
         always=True,
     ),
+    Kind("Held-out score", ("eval/score",), "mean reward, greedy answers", marks=True, always=True),
     Kind("Held-out share of {}", ("eval/reward/{}/share",), "of the held-out episodes", percent=True),
     Kind("Held-out reward, {}", ("eval/reward/{}",), "greedy answers", marks=True),
     Kind("Held-out loss", ("eval/loss", "held_out_loss"), "nats a token", marks=True),
@@ -191,6 +192,8 @@ def key_figures(metrics: Sequence[Mapping[str, Any]], episodes: int) -> list[dic
         tiles.append(
             _tile("Held-out accuracy", _percent(last), f"{_percent(first)} before, {100 * (last - first):+.1f} points")
         )
+    elif score := by_title.get("Held-out score"):
+        tiles.append(_tile("Held-out score", shown(score[1][-1]), f"{shown(score[1][0])} before"))
     elif loss := by_title.get("Held-out loss"):
         tiles.append(_tile("Held-out loss", shown(loss[1][-1]), f"{shown(loss[1][0])} before"))
     if reward := by_title.get("Reward"):

@@ -21,6 +21,7 @@ except ImportError as error:
 from runlog import store
 from runlog.curves import charts, key_figures, series, unchanged
 from runlog.episodes import view
+from runlog.notices import run_notices
 from runlog.sampling import HELD_OUT, TRAINING, draw_groups
 from runlog.timeline import read_timeline, timeline_svg
 
@@ -130,6 +131,7 @@ def _page(
     return template.render(
         title=title or run_dir.resolve().name,
         tiles=key_figures(metrics, logged),
+        notices=run_notices(metrics),
         episodes=logged,
         unchanged=flat[:MOST_UNCHANGED],
         more_unchanged=max(0, len(flat) - MOST_UNCHANGED),

@@ -77,7 +77,7 @@ class OneStepOffSchedule:
         metrics |= rollout_metrics(episodes, session.environment_of)
         metrics |= {
             "weights/version": float(session.sampler.version),
-            "schedule/staleness": version - metrics["rollout/policy_version"],
+            "schedule/staleness": version - metrics.get("rollout/policy_version", version),
             "time/train_s": trained - first,
             "time/wait_for_rollout_s": sampled - trained + first - begun,
             "time/export_and_update_weights_s": ended - sampled,

@@ -108,6 +108,13 @@ class EnvironmentTasks:
         factory: Callable[[], Any] = self._load(spec)
         return factory if self._wrap is None else self._wrap(factory)
 
+    @property
+    def held_out_metric(self) -> str | None:
+        """What the mean reward is called, by the attribute `held_out_metric` of the factories: "score" where one says
+        so, else what all say; None where some say nothing."""
+        declared = {getattr(self._load(part.spec), "held_out_metric", None) for part in self.parts}
+        return "score" if "score" in declared else declared.pop() if len(declared) == 1 else None
+
     def environment_of(self, row: TaskRow) -> str:
         """Return the name of the row's environment."""
         return row.environment

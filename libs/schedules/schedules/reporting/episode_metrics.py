@@ -112,25 +112,31 @@ def rollout_metrics(episodes: Sequence[Episode], environment_of: Callable[[str],
     """Return what a step's episodes were like, and how many tokens they have."""
     segments = [segment for episode in episodes for segment in episode.segments]
     metrics = reward_metrics(episodes) | episode_metrics(episodes) | environment_metrics(episodes, environment_of)
+    if segments:
+        metrics["rollout/policy_version"] = float(max(max(s.policy_versions) for s in segments))
     return metrics | {
+        "rollout/episodes": float(len(episodes)),
         "rollout/tokens": float(sum(len(s.ids) for s in segments)),
         "rollout/sampled_tokens": float(sum(s.sampled for s in segments)),
-        "rollout/policy_version": float(max(max(s.policy_versions) for s in segments)),
         "rollout/failed_episodes": float(sum(episode.error is not None for episode in episodes)),
         "rollout/retried_episodes": float(sum(episode.attempt > 0 for episode in episodes)),
     }
 
 
 def reward_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Return the mean reward of the episodes that were scored; the shares of groups that solve their task, and that
-    teach."""
+    """Return mean, least and largest reward of the episodes that were scored; the shares of groups that solve their
+    task, and that teach. Nothing where all episodes failed."""
     groups: dict[int, list[float]] = {}
     for episode in episodes:
         if episode.error is None:
             groups.setdefault(episode.group, []).append(episode.reward)
+    if not groups:
+        return {}
     low, high = (torch.tensor([choose(rewards) for rewards in groups.values()]) for choose in (min, max))
     return {
         "reward": torch.tensor([reward for rewards in groups.values() for reward in rewards]).mean().item(),
+        "reward/min": low.min().item(),
+        "reward/max": high.max().item(),
         "reward/solved_groups": (low > 0).float().mean().item(),
         "reward/mixed_groups": (low < high).float().mean().item(),
     }

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from rollout import Chat, Episode, NativeEngine, RolloutEngine, Sampling, SharingEngine, TaskRow, failures, run_group
 from rollout.episodes.runner import together
@@ -19,6 +19,8 @@ from schedules.weights.weight_checks import Media, sample_checks
 from schedules.weights.weight_sync import sync_shared_weights, sync_weights
 
 T = TypeVar("T")
+HeldOutMetric = Literal["accuracy", "score"]
+"""What the mean reward of held-out responses is called: "accuracy" where a reward is 0 or 1, else "score"."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Evaluation:
     rows: Sequence[TaskRow]
     episodes: Sequence[Episode]
     environment_of: Callable[[str], str | None]
+    declared: HeldOutMetric | None = None
+    """What the tasks call their mean reward; None: what these rewards look like."""
 
     @property
     def accuracy(self) -> float:
@@ -35,10 +39,21 @@ class Evaluation:
         return fmean(episode.reward for episode in self.episodes if episode.score is not None)
 
     @property
+    def metric(self) -> HeldOutMetric:
+        """What the mean reward is called: as the tasks declare, else "accuracy" where every reward is 0 or 1."""
+        binary = all(episode.reward in (0, 1) for episode in self.episodes if episode.score is not None)
+        return self.declared or ("accuracy" if binary else "score")
+
+    @property
     def metrics(self) -> dict[str, float]:
-        """The accuracy, how long responses are and how many a limit cut off, and each environment's mean reward."""
+        """What `metrics_as` returns, under the name `metric`."""
+        return self.metrics_as(self.metric)
+
+    def metrics_as(self, metric: HeldOutMetric) -> dict[str, float]:
+        """Return the mean reward under this name, how long responses are and how many a limit cut off, and each
+        environment's mean reward."""
         of_episodes = episode_metrics(self.episodes)
-        metrics = {"eval/accuracy": self.accuracy}
+        metrics = {f"eval/{metric}": self.accuracy}
         metrics |= {f"eval/{name}": of_episodes[f"response/{name}"] for name in ("length", "truncated", "failed")}
         return metrics | environment_metrics(self.episodes, self.environment_of, "eval/reward/")
 
@@ -47,11 +62,25 @@ def evaluation_of(tasks: Tasks, episodes: Sequence[Episode], rows: Sequence[Task
     """Return the evaluation that these episodes of held-out rows make.
 
     Raises:
-        ValueError: none of them could be scored.
+        ValueError: there are none, none of them could be scored, or the tasks declare no known metric.
     """
+    if not rows:
+        raise ValueError(f"{type(tasks).__name__}.held_out() gives no task: an evaluation needs at least one")
     if all(episode.score is None for episode in episodes):
         raise ValueError(f"none of {len(rows)} held-out prompts could be scored: {next(iter(failures(episodes)))}")
-    return Evaluation(rows, episodes, lambda task_id: environment_of(tasks, task_id))
+    return Evaluation(rows, episodes, lambda task_id: environment_of(tasks, task_id), declared_metric(tasks))
+
+
+def declared_metric(tasks: object) -> HeldOutMetric | None:
+    """Return what tasks declare that their mean reward is called, by `held_out_metric`; None where they do not.
+
+    Raises:
+        ValueError: it is neither "accuracy" nor "score".
+    """
+    declared = getattr(tasks, "held_out_metric", None)
+    if declared is not None and declared not in get_args(HeldOutMetric):
+        raise ValueError(f'held_out_metric must be "accuracy" or "score", got {declared!r}')
+    return cast(HeldOutMetric | None, declared)
 
 
 @dataclass
