@@ -191,10 +191,10 @@ MODELS = [
     ("weights of nothing", lambda d: save_file({}, d / "model.safetensors"), ["lacks model"]),
     ("a shard is missing", lambda d: index(d, {"x": "shard.safetensors"}), [r"shard\.safetensors is missing"]),
     ("an index of nothing", lambda d: index(d, {}), ["lacks model"]),
-    ("an index without a map", lambda d: (d / f"{WEIGHTS}.index.json").write_text("{}"), ["no index of weights"]),
+    ("an index without a map", lambda d: index(d, None), ["no index of weights"]),
     ("a tensor is missing", lambda d: tensors(d, {NORM: None}), [f"lacks {NORM}"]),
     ("a tensor of another shape", lambda d: tensors(d, {NORM: torch.ones(32)}), [NORM, r"\(32,\)", r"\(64,\)"]),
-    ("a tensor that nobody knows", lambda d: tensors(d, {"strange": torch.ones(3)}), ["holds strange"]),
+    ("an adapter beside it", lambda d: (d / "adapter_config.json").write_text("{}"), ["holds an adapter"]),
     ("another model's tokenizer", lambda d: grow(d), ["has a token 277", "vocabulary of 277"]),
 ]  # fmt: skip
 
@@ -225,8 +225,9 @@ def gpt2(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
 
 
-def index(directory: Path, names: Mapping[str, str]) -> None:
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+def index(directory: Path, names: Mapping[str, str] | None) -> None:
+    (directory / WEIGHTS).unlink()
+    (directory / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": names}))
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,12 @@
 """Load a causal LM from a directory, a config or a module, with what its exports are to hold."""
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
@@ -13,8 +15,9 @@ from engines.config import EngineConfig
 from engines.devices.detect import devices_of
 from engines.families.family import Family
 from engines.families.registry import family_of
+from engines.weights.disk_names import names_in
 from engines.weights.disk_weights import DiskWeights
-from engines.weights.empty_model import allocate, empty_model, model_of
+from engines.weights.empty_model import allocate, empty_model, meta_model, model_of, text_config
 from engines.weights.hub import model_directory
 from engines.weights.model_directory import ModelDirectory
 from engines.weights.model_weights import ModelWeights
@@ -106,7 +109,8 @@ def open_model(config: EngineConfig, model: Any = None) -> LoadedModel:
         return _from_directory(config, model_directory(config.model), dtype, seeing)
     if isinstance(model, PretrainedConfig):
         family = family_of(model)
-        module = model_of(model, family.check_vision(model) if seeing else None)
+        vision = family.check_vision(model) if seeing else None
+        module = model_of(model if seeing else text_config(model), vision)
     elif isinstance(model, nn.Module):
         module = model
     else:
@@ -146,13 +150,19 @@ def _check_replay(config: EngineConfig, family: Family, model: PretrainedConfig)
 def _from_directory(config: EngineConfig, directory: Path, dtype: torch.dtype, seeing: bool) -> LoadedModel:
     read = read_config(directory)
     family = family_of(read)
+    if (unread := family.unread(read)) and (not dist.is_initialized() or dist.get_rank() == 0):
+        warnings.warn(
+            f"{directory / 'config.json'}: no model of transformers reads {', '.join(unread)}: ignored", stacklevel=2
+        )
     _check_replay(config, family, read)
     vision = family.check_vision(read) if seeing else None
     source = ModelDirectory.read(directory)
-    module = empty_model(read, dtype, vision)
+    text = read if seeing else text_config(read)
+    module = empty_model(text, dtype, vision)
     family.check_module(module)
-    untie_what_differs(module, source)
-    weights = ModelWeights.of(family, module, source)
+    names = names_in(source.tensors, module, module if text is read else meta_model(read, dtype))
+    untie_what_differs(module, source, names)
+    weights = ModelWeights.of(family, module, source, names)
     if (directory / "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     return LoadedModel(module.eval(), weights, read, DiskWeights.of(weights, module))

@@ -13,6 +13,7 @@ from engines.adapters.lora import linear_layers
 from engines.lora_config import LoraConfig
 from engines.nonfinite import finite_tensors
 from engines.storage.directories import fresh_temporary, replace_directory
+from engines.weights.disk_names import DiskNames
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -20,6 +21,9 @@ WEIGHTS = "adapter_model.safetensors"
 
 def save_adapter(engine: Any, directory: str | Path) -> None:
     """Write the adapter of an engine for `peft.PeftModel.from_pretrained`; the directory appears whole. Collective.
+
+    One of a vision-language checkpoint has the names of two classes, the checkpoint's own and that of its text part:
+    peft reads those of the class that it is put over, and ignores the others.
 
     ValueError where the engine has none, `NonFiniteError` for values that are not finite, and after a step that
     ended a run.
@@ -29,19 +33,25 @@ def save_adapter(engine: Any, directory: str | Path) -> None:
         raise ValueError("the engine has no adapter to save: set EngineConfig.lora, or use save_hf")
     engine.guard.check_export()
     model, target = engine.executor.model, Path(directory)
+    names: DiskNames = engine.weights.names
     tensors: dict[str, Tensor] = {}
-    for name, tensor in finite_tensors(engine.executor.adapter_tensors()):
-        tensors[f"base_model.model.{name}.weight"] = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
+    for live, tensor in finite_tensors(engine.executor.adapter_tensors()):
+        for name in names.in_classes(live):
+            whole = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
+            tensors[f"base_model.model.{name}.weight"] = whole
     if dist.get_rank() == 0:
         made = fresh_temporary(target)
         save_file(tensors, made / WEIGHTS, metadata={"format": "pt"})
-        (made / CONFIG).write_text(json.dumps(_peft_config(config, model, engine.config.model), indent=2) + "\n")
+        peft_config = _peft_config(config, model, names, engine.config.model)
+        (made / CONFIG).write_text(json.dumps(peft_config, indent=2) + "\n")
         replace_directory(made, target)
     dist.barrier()
 
 
-def _peft_config(config: LoraConfig, model: Any, base: str | None) -> dict[str, Any]:
+def _peft_config(config: LoraConfig, model: Any, names: DiskNames, base: str | None) -> dict[str, Any]:
     layers = [name for name, module in linear_layers(model).items() if hasattr(module, "lora_on")]
+    targets = sorted({name.rpartition(".")[2] for name in layers})
+    decoder = rf"model\.(language_model\.)?layers\..*\.({'|'.join(targets)})"  # a tower may have such layers too
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -49,7 +59,7 @@ def _peft_config(config: LoraConfig, model: Any, base: str | None) -> dict[str, 
         "r": config.rank,
         "lora_alpha": config.alpha,
         "use_rslora": config.rank_stabilized,
-        "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
+        "target_modules": decoder if names.text_prefix else targets,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,

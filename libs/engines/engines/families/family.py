@@ -2,8 +2,8 @@
 
 The engine bypasses two parts of a stock model: attention and gated delta nets run on packed sequences through
 `seqpack.ops`, and the head is computed in chunks. Everything else is the stock code. A family therefore names every
-field of its config: a field that is not named, or has a value that no row of `python -m engines families` has run, is
-refused, since the stock model may honour it where this engine would not.
+field of its config: a field that is not named and that modelling code reads, or that has a value that no row of
+`python -m engines families` has run, is refused, since the stock model may honour it where this engine would not.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,8 +12,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
+from transformers import GenerationConfig
 
 from engines.families.router import RouterLoss
+from engines.families.unread_fields import unread_fields
 from seqpack.adapters.delta_net import PackedForward
 
 ANY = None
@@ -24,6 +26,8 @@ _METADATA = frozenset(
         *("_name_or_path", "architectures", "chunk_size_feed_forward", "dtype", "torch_dtype", "id2label", "label2id"),
         *("is_encoder_decoder", "model_type", "output_attentions", "output_hidden_states", "problem_type"),
         *("return_dict", "transformers_version"),
+        *("gradient_checkpointing", "is_decoder", "add_cross_attention", "prefix"),
+        *GenerationConfig().to_dict(),
     ]
 )
 _ROPE_KEYS = frozenset(
@@ -88,8 +92,9 @@ class Family:
 
     def check_config(self, config: Any) -> None:
         """Refuse (ValueError) a config with a field or value that no test of this family has run."""
-        for name, value in config.get_text_config().to_dict().items():
-            if name in _METADATA or name in ("layer_types", "rope_parameters") or value is None:
+        unread = self.unread(config)
+        for name, value in _set_fields(config).items():
+            if name in unread:
                 continue
             if name not in self.fields:
                 raise ValueError(self._refusal(f"config field {name} = {value!r} is not known to this family"))
@@ -99,6 +104,10 @@ class Family:
                 raise ValueError(self._refusal(f"config field {name} = {value!r} is not handled, only {wanted}"))
         self._check_layers(config.get_text_config())
         self._check_rope(config.get_text_config())
+
+    def unread(self, config: Any) -> tuple[str, ...]:
+        """Return fields of a config that are ignored: unknown to this family, and read by no modelling code."""
+        return unread_fields(config, [name for name in _set_fields(config) if name not in self.fields])
 
     def check_vision(self, config: Any) -> VisionForm:
         """Refuse (ValueError) a config without a vision tower, or with one that no test of this family has run."""
@@ -209,6 +218,13 @@ class Family:
             f"{self.name}: {what}. What no test has run is refused: make it right in "
             f"engines/families/{self.name}.py and add a row that has it to engines/proofs/family_cases.py"
         )
+
+
+def _set_fields(config: Any) -> dict[str, Any]:
+    """Return the fields of the text part that may change its numbers, where they are set."""
+    fields = config.get_text_config().to_dict()
+    apart = _METADATA | {"layer_types", "rope_parameters"}
+    return {name: value for name, value in fields.items() if name not in apart and value is not None}
 
 
 def routed_layers(text: Any) -> int:

@@ -1,4 +1,7 @@
-"""Gemma 3, text: windows in five layers of six, a rotary base for each kind, scaled embeddings, a tied head."""
+"""Gemma 3, text: windows in five layers of six, a rotary base for each kind, scaled embeddings, a tied head.
+
+Of a vision-language checkpoint the text part is trained, and the tower is carried.
+"""
 
 from engines.families.family import ANY, Family
 from engines.families.fields import ATTENTION
@@ -6,6 +9,7 @@ from engines.families.fields import ATTENTION
 GEMMA3 = Family(
     name="gemma3",
     model_types=("gemma3_text",),
+    wrappers=("gemma3",),
     architecture="Gemma3ForCausalLM",
     attention="Gemma3Attention",
     layer_types=("full_attention", "sliding_attention"),
@@ -24,4 +28,5 @@ GEMMA3 = Family(
         "final_logit_softcapping": (),
         "attn_logit_softcapping": (),
     },
+    carried={"*vision_tower.*": (), "*multi_modal_projector.*": ()},
 )

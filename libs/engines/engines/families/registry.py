@@ -35,7 +35,6 @@ _REASONS = {
     "cohere": "its head multiplies by logit_scale",
     "cohere2": "its head multiplies by logit_scale",
     "gemma2": "its attention and its head have soft caps",
-    "gemma3": "images change its attention masks; its text model alone is gemma3_text",
     "glm4_moe": "its router has a score-correction buffer that nothing updates",
     "deepseek_v3": "its attention is latent, and its router has a score-correction buffer that nothing updates",
     "mistral3": "it is a vision-language model; its text model alone is mistral",

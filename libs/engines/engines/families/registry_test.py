@@ -10,6 +10,7 @@ import transformers
 from transformers import AutoConfig
 
 from engines import EngineConfig
+from engines.families.gemma3 import GEMMA3
 from engines.families.registry import FAMILIES, family_of, register_family
 from engines.loading import load_model
 from engines.scoring.packed_model import adapt_for_packing
@@ -27,7 +28,6 @@ REFUSED = {
     "phi": "registry.py",
     "phi3": "registry.py",
     "gemma2": "soft caps",
-    "gemma3": "gemma3_text",
     "mamba": "registry.py",
     "olmo2": "registry.py",
     "qwen2_moe": "registry.py",
@@ -74,11 +74,8 @@ def test_fields_that_only_published_checkpoints_have_are_known(kind: str, fields
         ("residual_multiplier", 0.2),
         ("embedding_multiplier", 12.0),
         ("attention_multiplier", 0.1),
-        ("num_sinks", 1),
         ("use_qk_norm", True),
         ("quantization_config", {"quant_method": "fp8"}),
-        ("auto_map", {"AutoModelForCausalLM": "modeling.Other"}),
-        ("a_field_of_tomorrow", 1),
         ("rope_parameters", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
         ("rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "a_new_key": 1}),
     ],
@@ -92,6 +89,45 @@ def test_fields_that_change_the_result_are_refused_by_name(
         ValueError, match=field if field != "rope_parameters" else "rope (type 'dynamic'|parameter a_new_key)"
     ):
         family_of(config)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("is_llama_config", True),
+        ("unsloth_version", "2025.3.19"),
+        ("_attn_implementation_autoset", True),
+        ("finetuning_task", "x"),
+        ("auto_map", {"AutoModelForCausalLM": "modeling.Other"}),
+        ("rope_interleaved", False),
+        ("a_field_of_tomorrow", 1),
+    ],
+)
+def test_fields_that_no_modelling_code_reads_are_ignored(kind: str, field: str, value: Any) -> None:
+    config = AutoConfig.for_model(kind)
+    setattr(config, field, value)
+    assert family_of(config).unread(config) == (field,)
+    config.transformers_version = "99.0"  # its modelling code may read a field that is not known to be a note
+    if field in ("rope_interleaved", "a_field_of_tomorrow"):
+        with pytest.raises(ValueError, match=field):
+            family_of(config)
+    else:
+        assert family_of(config).unread(config) == (field,)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("gradient_checkpointing", True),
+        ("temperature", 0.7),
+        ("max_length", 20),
+    ],
+)
+def test_fields_that_are_not_of_the_model_are_ignored(field: str, value: Any) -> None:
+    config = AutoConfig.for_model("llama")
+    setattr(config, field, value)
+    assert family_of(config).unread(config) == ()
 
 
 @pytest.mark.parametrize(
@@ -131,6 +167,9 @@ def test_two_families_cannot_have_one_model_type() -> None:
 def test_vision_language_configs_are_their_text_part() -> None:
     assert family_of(AutoConfig.for_model("qwen3_5")).name == "qwen3_5"
     assert family_of(AutoConfig.for_model("qwen3_5_moe")).name == "qwen3_5_moe"
+    assert family_of(AutoConfig.for_model("gemma3")).name == "gemma3"
+    with pytest.raises(ValueError, match="'gemma3' sees no images here: leave vision at 'off'"):
+        GEMMA3.check_vision(AutoConfig.for_model("gemma3"))
 
 
 def test_modules_that_are_not_what_their_config_says() -> None:

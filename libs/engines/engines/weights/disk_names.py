@@ -4,18 +4,23 @@ Two things differ. The text model of a vision-language checkpoint lies under `mo
 `model.` in memory, unless the vision-language model itself is trained. Experts that are one tensor in memory
 (`experts.gate_up_proj` [E, 2 I, H], `experts.down_proj` [E, H, I]) may be three tensors an expert on disk
 (`experts.0.gate_proj.weight` [I, H], ...). Which of them holds is read off the checkpoint that a model came from, and
-an export goes back to the same form.
+an export goes back to the same form. A tensor that a checkpoint holds under another name still, which transformers
+reads as well (without `model.`, as a base model is saved; an older layout), keeps that name (`names_in`).
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
+from engines.weights.stock_names import stock_names
+
 _BASE, _TEXT, _TOWER = "model.", "model.language_model.", "model.visual."
+_TEXT_BASE = "language_model."
 _EXPERTS = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)")
-_ONE_EXPERT = re.compile(r".*\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight")
+_ONE_EXPERT = re.compile(r"(?:model\.|language_model\.|layers\.).*\bmlp\.experts\.(\d+\.(?:gate|up|down)_proj\.weight)")
 
 Index = tuple[int | slice, ...]
 
@@ -45,18 +50,31 @@ class DiskNames:
     """Whether the model lies under `model.language_model.`."""
     split_experts: bool = True
     """Whether each expert has tensors of its own."""
+    others: Mapping[str, str] = field(default_factory=dict)
+    """Names on disk of parts that do not have the name of this form there."""
 
     @staticmethod
     def of(names: Iterable[str]) -> "DiskNames":
         """Read the form off the names of a checkpoint."""
         names = tuple(names)
-        text = any(name.startswith(_TEXT) for name in names)
-        return DiskNames(text, any(_ONE_EXPERT.fullmatch(name) and name.startswith(_BASE) for name in names))
+        text = any(name.startswith((_TEXT, _TEXT_BASE)) for name in names)
+        return DiskNames(text, any(_ONE_EXPERT.fullmatch(name) for name in names))
+
+    def in_classes(self, name: str) -> tuple[str, ...]:
+        """Return a live name in the class of the checkpoint and, of a vision-language one, in that of its text part."""
+        own = self._moved(name)
+        return (own, _BASE + own.removeprefix(_TEXT)) if own.startswith(_TEXT) else (own,)
 
     def parts(self, name: str, shape: Sequence[int]) -> tuple[DiskPart, ...]:
         """Return the tensors on disk that a live tensor of this shape is made of."""
+        parts = self._parts(self._moved(name), shape)
+        return tuple(replace(p, name=self.others.get(p.name, p.name)) for p in parts) if self.others else parts
+
+    def _moved(self, name: str) -> str:
         moved = self.text_prefix and name.startswith(_BASE) and not name.startswith((_TEXT, _TOWER))
-        disk = _TEXT + name.removeprefix(_BASE) if moved else name
+        return _TEXT + name.removeprefix(_BASE) if moved else name
+
+    def _parts(self, disk: str, shape: Sequence[int]) -> tuple[DiskPart, ...]:
         experts = _EXPERTS.fullmatch(disk)
         if experts is None or not self.split_experts:
             return (DiskPart(disk),)
@@ -83,6 +101,34 @@ class DiskNames:
                 yield DiskRead(part.name, rows)
             elif isinstance(part.index[0], int) and rows.start <= part.index[0] < rows.stop:
                 yield DiskRead(part.name, None, (part.index[0] - rows.start, *part.index[1:]))
+
+
+def names_in(checkpoint: Iterable[str], model: Any, stock: Any) -> DiskNames:
+    """Return the names in a checkpoint of what `model` holds, where transformers would read it into `stock`.
+
+    `stock` is the class that `from_pretrained` makes, `model` that or its text part; both may be empty. A tied weight
+    that is there under the name of its copy alone is read from that. ValueError for two tensors that are read as one.
+    """
+    checkpoint = set(checkpoint)
+    form = DiskNames.of(checkpoint)
+    live = model.state_dict()
+    known = {part.name for name, tensor in live.items() for part in form.parts(name, tensor.shape)}
+    others: dict[str, str] = {}
+    for name, key in stock_names(stock, sorted(checkpoint - known)).items():
+        key = key if key in live else _BASE + key.removeprefix(_TEXT) if key.startswith(_TEXT) else key
+        if key not in live:
+            continue
+        experts, one = _EXPERTS.fullmatch(form._moved(key)), _ONE_EXPERT.fullmatch(name)
+        own = experts[1] + one[1] if experts and one else form._moved(key)
+        if own in checkpoint or own in others:
+            raise ValueError(f"{name} and {others.get(own, own)} are both read as {key}: remove one of them")
+        others[own] = name
+    first: dict[Any, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        own, copy = (form._moved(one) for one in (first.setdefault(parameter, name), name))
+        if own not in checkpoint and own not in others and (copy in checkpoint or copy in others):
+            others[own] = others.get(copy, copy)
+    return replace(form, others=others)
 
 
 OWN_NAMES = DiskNames()

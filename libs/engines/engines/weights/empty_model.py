@@ -1,10 +1,16 @@
 """A model that takes no memory yet: parameters on the meta device, buffers with their final values."""
 
+import copy
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+)
 
 from engines.families.family import VisionForm
 
@@ -16,6 +22,25 @@ def model_of(config: PretrainedConfig, vision: VisionForm | None = None, **optio
     return AutoModelForImageTextToText.from_config(config, **options)
 
 
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the config of the model that reads text alone, where transformers would make one with a vision tower."""
+    text = config.get_text_config()
+    if text is config or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].config_class is not type(config):
+        return config
+    text = copy.deepcopy(text)
+    text.tie_word_embeddings = config.tie_word_embeddings  # of the whole model
+    return text
+
+
+def meta_model(config: PretrainedConfig, dtype: torch.dtype, vision: VisionForm | None = None) -> Any:
+    """Build the model that transformers makes of a config on the meta device, buffers too; ValueError if it can't."""
+    try:
+        with torch.device("meta"):
+            return model_of(config, vision, dtype=dtype)
+    except (AssertionError, AttributeError, RuntimeError, TypeError) as error:
+        raise ValueError(f"config.json describes a model that can't be built: {error}") from error
+
+
 def empty_model(config: PretrainedConfig, dtype: torch.dtype, vision: VisionForm | None = None) -> Any:
     """Build the causal LM of a config, or its vision-language model, with meta parameters of this dtype.
 
@@ -23,11 +48,7 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype, vision: VisionForm
     with which `from_pretrained` fills them: each module's part of `_init_weights`. ValueError for a config that
     describes no model, or a buffer that this code leaves alone.
     """
-    try:
-        with torch.device("meta"):
-            model = model_of(config, vision, dtype=dtype)
-    except (AssertionError, AttributeError, RuntimeError, TypeError) as error:
-        raise ValueError(f"config.json describes a model that can't be built: {error}") from error
+    model = meta_model(config, dtype, vision)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     saved = model.state_dict().keys()

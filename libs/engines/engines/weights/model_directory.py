@@ -1,11 +1,17 @@
-"""The files of a Hugging Face model directory: the headers of its safetensors, and tensors one at a time."""
+"""The files of a Hugging Face model directory: what its weight files hold, and tensors one at a time.
+
+Of several kinds of weight files the first counts, as in `from_pretrained`: `model.safetensors`, its index, and the same
+of `pytorch_model.bin`, which is read as tensors alone (`torch.load` with `weights_only`).
+"""
 
 import json
 import math
+import pickle
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,6 +19,8 @@ from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_ORDER = (SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+"""Weight files of a directory in their order of precedence."""
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
@@ -24,8 +32,10 @@ class DiskTensor:
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype | None
-    offset: int
-    """Offset of its first byte in the file."""
+    offset: int = 0
+    """Offset of its first byte in a safetensors file."""
+    mapped: Tensor | None = field(default=None, compare=False, repr=False)
+    """The tensor of a .bin file, whose values are read from the file when they are used."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +47,25 @@ class ModelDirectory:
 
     @staticmethod
     def read(path: Path) -> "ModelDirectory":
-        """Read all headers; ValueError names the file or tensor that is missing, cut off, double or not safetensors."""
+        """Read all headers; ValueError names the file or tensor that is missing, cut off or double.
+
+        All tensors of the files that an index names are there, as in transformers, whichever of them it gives each.
+        """
+        if (path / "adapter_config.json").is_file():
+            raise ValueError(
+                f"{path} holds an adapter (adapter_config.json), which from_pretrained puts over the weights: give the "
+                "base model's directory, or save the two as one (peft: merge_and_unload, then save_pretrained)"
+            )
         tensors: dict[str, DiskTensor] = {}
         files = _files(path)
-        for file, indexed in files.items():
-            header = _header(file)
-            for name in sorted(indexed - header.keys()):
-                raise ValueError(f"{path / INDEX} says that {file.name} holds {name}, which it does not")
+        for file in files:
+            header = _header(file) if file.suffix == ".safetensors" else _mapped(file)
             for name in sorted(header.keys() & tensors.keys()):
                 raise ValueError(f"{file} and {tensors[name].file} both hold {name}: remove one of them")
             tensors |= header
+        for file, indexed in files.items():
+            for name in sorted(indexed - tensors.keys()):
+                raise ValueError(f"the index of {path} says that {file.name} holds {name}, which no file of it does")
         return ModelDirectory(path, tensors)
 
     def rows(self, name: str, rows: slice | None = None) -> Tensor:
@@ -56,6 +75,8 @@ class ModelDirectory:
         """
         entry = self.tensors[name]
         assert entry.dtype is not None, f"{name} is quantised"
+        if entry.mapped is not None:
+            return (entry.mapped if rows is None else entry.mapped[rows]).clone(memory_format=torch.contiguous_format)
         shape = entry.shape if rows is None else (rows.stop - rows.start, *entry.shape[1:])
         tensor = torch.empty(shape, dtype=entry.dtype)
         if tensor.numel() == 0:
@@ -74,7 +95,11 @@ class ModelDirectory:
     def load(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield these tensors as they are, one at a time."""
         for name in names:
-            with safe_open(self.tensors[name].file, "pt") as opened:
+            entry = self.tensors[name]
+            if entry.mapped is not None:
+                yield name, entry.mapped.clone(memory_format=torch.contiguous_format)
+                continue
+            with safe_open(entry.file, "pt") as opened:
                 yield name, opened.get_tensor(name)
 
     def other_files(self) -> list[Path]:
@@ -84,22 +109,41 @@ class ModelDirectory:
 
 def _files(path: Path) -> dict[Path, set[str]]:
     """Return the weight files, each with the tensors that an index assigns to it."""
-    if (path / INDEX).is_file():
-        try:
-            weight_map = dict(json.loads((path / INDEX).read_text())["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path / INDEX} is no index of weights ({error!r})") from error
-        files: dict[Path, set[str]] = {}
-        for name, file in sorted(weight_map.items(), key=str):
-            if not isinstance(file, str) or Path(file).name != file:
-                raise ValueError(f"{path / INDEX} places {name} in {file!r}, which is no file of the directory")
-            files.setdefault(path / file, set()).add(name)
-        return dict(sorted(files.items()))
-    if (path / SINGLE).is_file():
-        return {path / SINGLE: set()}
-    raise ValueError(
-        f"{path} has neither {SINGLE} nor {INDEX}: weights are read from safetensors alone, as save_pretrained writes"
-    )
+    name = next((name for name in _ORDER if (path / name).is_file()), None)
+    if name is None or any(path.glob("shard-*-model-*-of-*.safetensors")):
+        raise ValueError(
+            f"{path} has neither {SINGLE} nor an index of such files, nor pytorch_model.bin: no other weights are read "
+            "(save_pretrained writes these)"
+        )
+    if not name.endswith(".json"):
+        return {path / name: set()}
+    try:
+        weight_map = dict(json.loads((path / name).read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path / name} is no index of weights ({error!r})") from error
+    files: dict[Path, set[str]] = {}
+    for tensor, file in sorted(weight_map.items(), key=str):
+        if not isinstance(file, str) or Path(file).is_absolute() or ".." in Path(file).parts:
+            raise ValueError(f"{path / name} places {tensor} in {file!r}, which is no file of the directory")
+        files.setdefault(path / file, set()).add(tensor)
+    return dict(sorted(files.items()))
+
+
+def _mapped(file: Path) -> dict[str, DiskTensor]:
+    """Return the tensors of a .bin file, mapped into memory; one of the format before zip files is read whole."""
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{file} is damaged, or holds more than tensors: copy it again, or save tensors") from error
+    except (OSError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{file} is missing or damaged ({error}): copy the checkpoint again") from error
+    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise ValueError(f"{file} is no state dict: save_pretrained writes one of tensors alone")
+    known = set(_DTYPES.values())
+    return {
+        name: DiskTensor(file, tuple(value.shape), value.dtype if value.dtype in known else None, mapped=value)
+        for name, value in found.items()
+    }
 
 
 def _header(file: Path) -> dict[str, DiskTensor]:

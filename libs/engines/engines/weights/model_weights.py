@@ -1,21 +1,24 @@
 """The weights of one run: the live model's tensors, their names in its checkpoint, and the tensors carried along.
 
-`ModelWeights.of` compares a model with the directory it comes from: every live tensor must be there, and every tensor
-there must be live, carried (`Family.carried`) or a second copy of a tied one. Anything else is refused, so that nothing
-is initialised at random or dropped silently. `export` and `save` stream from an iterator of live tensors.
+`ModelWeights.of` compares a model with the directory it comes from: every live tensor must be there, so that nothing is
+initialised at random. A tensor there that is not live goes into every export: the second copy of a tied weight with the
+values of the first, all else as it is. What the family does not know (`Family.carried`), such as the head of a
+classifier, is told: transformers ignores it. `export` and `save` stream from an iterator of live tensors.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from engines.families.family import Family
 from engines.weights.disk_names import DiskNames
-from engines.weights.model_directory import ModelDirectory
+from engines.weights.model_directory import DiskTensor, ModelDirectory
 
 
 @dataclass(frozen=True)
@@ -30,28 +33,37 @@ class ModelWeights:
     """Dtypes of an export by name on disk, unless it is asked for another."""
     carried: tuple[str, ...] = ()
     """Names on disk of tensors that go into every export as they are."""
+    copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Names on disk, by live tensor, under which a tied weight is there once more."""
     source: ModelDirectory | None = None
 
     @staticmethod
-    def of(family: Family, model: Any, source: ModelDirectory | None = None) -> "ModelWeights":
-        """Match a model (on any device, meta too) with its directory; ValueError names the first odd tensor."""
+    def of(
+        family: Family, model: Any, source: ModelDirectory | None = None, names: DiskNames | None = None
+    ) -> "ModelWeights":
+        """Match a model (on any device, meta too) with its directory; ValueError names the first odd tensor.
+
+        `names`: of its tensors there (`names_in`); None where the directory has the plain names of its form.
+        """
         live = live_tensors(model)
         shapes = {name: tuple(tensor.shape) for name, tensor in live.items()}
         if source is None:
             names = _names_of_module(model)
             dtypes = {p.name: live[name].dtype for name in live for p in names.parts(name, shapes[name])}
             return ModelWeights(family, names, shapes, dtypes)
-        names = DiskNames.of(source.tensors)
+        names = names or DiskNames.of(source.tensors)
         dtypes = _check_present(names, live, source)
-        tied = {p.name for n, t in model.state_dict().items() if n not in live for p in names.parts(n, t.shape)}
-        carried = tuple(name for name in source.tensors if _matches(name, family.carried) and name not in dtypes)
-        for name in source.tensors:
-            if name not in dtypes and name not in tied and name not in carried:
-                raise ValueError(
-                    f"{source.tensors[name].file} holds {name}, which {family.architecture} does not know: it would be "
-                    f"lost. If it is to be kept as it is, add it to `carried` in engines/families/{family.name}.py"
-                )
-        return ModelWeights(family, names, shapes, dtypes, carried, source)
+        copies = _copies(names, model, source, dtypes)
+        carried = tuple(name for name in source.tensors if name not in dtypes)
+        unknown = [name for name in carried if not _matches(name, family.carried)]
+        if unknown and (not dist.is_initialized() or dist.get_rank() == 0):
+            warnings.warn(
+                f"{source.path}: {family.architecture} has no {', '.join(unknown[:3])}"
+                f"{f' (and {len(unknown) - 3} more)' if len(unknown) > 3 else ''}: not used, as in transformers, and "
+                "part of every export as it is",
+                stacklevel=2,
+            )
+        return ModelWeights(family, names, shapes, dtypes, carried, copies, source)
 
     def carries(self, pattern: str) -> bool:
         """Return whether a tensor of this name on disk is carried along."""
@@ -72,6 +84,8 @@ class ModelWeights:
             del left[name]
             for disk, part in self.names.split(name, tensor.detach()):
                 yield disk, part.to(self.export_dtype(name, disk, dtype))
+            for disk in self.copies.get(name, ()) if carried else ():
+                yield disk, tensor.detach().to(self.export_dtype(name, disk, dtype))
         if left:
             raise RuntimeError(f"the executor did not give {next(iter(left))}")
         if carried and self.source is not None:
@@ -101,12 +115,33 @@ def _check_present(names: DiskNames, live: Mapping[str, Tensor], source: ModelDi
                 raise ValueError(
                     f"{source.path} lacks {part.name}: the checkpoint is not whole, or its config is another's"
                 )
-            if entry.shape != wanted:
-                raise ValueError(f"{entry.file}: {part.name} has shape {entry.shape}, the config says {wanted}")
+            _check_shape(part.name, entry, wanted)
             if entry.dtype is None:
                 raise ValueError(f"{entry.file}: {part.name} is quantised, and quantised weights cannot be trained")
             dtypes[part.name] = entry.dtype
     return dtypes
+
+
+def _check_shape(name: str, entry: DiskTensor, wanted: tuple[int, ...]) -> None:
+    if entry.shape != wanted:
+        raise ValueError(f"{entry.file}: {name} has shape {entry.shape}, the config says {wanted}")
+
+
+def _copies(
+    names: DiskNames, model: Any, source: ModelDirectory, dtypes: dict[str, torch.dtype]
+) -> dict[str, tuple[str, ...]]:
+    """Return the second copies of tied weights on disk, and add their dtypes."""
+    first: dict[torch.nn.Parameter, str] = {}
+    copies: dict[str, tuple[str, ...]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        live = first.setdefault(parameter, name)
+        (part, *_) = names.parts(name, parameter.shape)
+        entry = source.tensors.get(part.name)
+        if live != name and entry is not None and part.name not in dtypes:
+            _check_shape(part.name, entry, tuple(parameter.shape))
+            copies[live] = (*copies.get(live, ()), part.name)
+            dtypes[part.name] = entry.dtype or parameter.dtype
+    return copies
 
 
 def _names_of_module(model: Any) -> DiskNames:

@@ -12,9 +12,8 @@ _ELEMENTS = 2**22
 """Number of elements compared at a time."""
 
 
-def untie_what_differs(model: Any, source: ModelDirectory) -> tuple[str, ...]:
+def untie_what_differs(model: Any, source: ModelDirectory, names: DiskNames) -> tuple[str, ...]:
     """Give tied parameters of an empty model that differ on disk tensors of their own; return their names."""
-    names = DiskNames.of(source.tensors)
     first: dict[nn.Parameter, str] = {}
     untied = []
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
@@ -22,7 +21,7 @@ def untie_what_differs(model: Any, source: ModelDirectory) -> tuple[str, ...]:
         parts = [[part.name for part in names.parts(one, parameter.shape)] for one in (name, tied_to)]
         if tied_to == name or any(part not in source.tensors for one in parts for part in one):
             continue
-        if all(_equal(source, a, b) for a, b in zip(*parts, strict=True)):
+        if all(a == b or _equal(source, a, b) for a, b in zip(*parts, strict=True)):
             continue
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, nn.Parameter(torch.empty_like(parameter)))

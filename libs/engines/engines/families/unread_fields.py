@@ -1,0 +1,41 @@
+"""Config fields that no modelling code reads: what other tools leave in config.json for themselves.
+
+The installed transformers is asked, by the text of its modelling code. A field that any model there reads has a meaning
+for the numbers, and so may one that a newer transformers has written.
+"""
+
+import re
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import transformers
+from packaging.version import InvalidVersion, Version
+
+_NOTES = frozenset(
+    [
+        *("auto_map", "finetuning_task", "is_llama_config", "pruned_heads", "tie_encoder_decoder", "torchscript"),
+        *("unsloth_fixed", "unsloth_version", "use_bfloat16", "_attn_implementation_autoset"),
+    ]
+)
+"""Fields known to be notes, whichever transformers wrote them. Code that `auto_map` names is run on request alone."""
+_CODE = ("models/*/modeling_*.py", "modeling_*.py", "masking_utils.py", "cache_utils.py", "integrations/*.py")
+
+
+def unread_fields(config: Any, names: Iterable[str]) -> tuple[str, ...]:
+    """Return those of these config fields that no modelling code of transformers reads; of a newer one's, notes."""
+    try:
+        newer = Version(getattr(config, "transformers_version", None) or "0") > Version(transformers.__version__)
+    except InvalidVersion:
+        newer = True
+    return tuple(name for name in names if name in _NOTES or not (newer or _is_read(name)))
+
+
+@cache
+def _is_read(name: str) -> bool:
+    word = re.escape(name)
+    reads = re.compile(rf"config\.{word}\b|[\"']{word}[\"']")
+    root = Path(transformers.__file__).parent
+    texts = (file.read_text(encoding="utf-8") for pattern in _CODE for file in root.glob(pattern))
+    return any(name in text and reads.search(text) for text in texts)
