@@ -247,6 +247,31 @@ def gspo() -> Iterator[Callable[..., TokenLoss]]:
     del POLICY_LOSSES._entries["test-gspo"]
 
 
+@pytest.mark.parametrize("keys", [(), ("old_log_probs",)])
+def test_all_but_the_log_probs_are_constants_to_a_loss(keys: tuple[str, ...]) -> None:
+    """Also on policy, where the old log-probs are the current ones: a loss from outside need not detach them."""
+    seen: list[PolicyTokens] = []
+
+    @register_policy_loss("test-constants")
+    def keep(tokens: PolicyTokens) -> TokenLoss:
+        seen.append(tokens)
+        return TokenLoss(-(tokens.log_probs - tokens.old_log_probs).exp() * tokens.advantages, {})
+
+    try:
+        tokens = tokens_of(torch.linspace(-1, 1, 7, dtype=torch.float64))
+        packed = tokens.batch.with_values(advantages=tokens.advantages, **{key: getattr(tokens, key) for key in keys})
+        log_probs = tokens.log_probs.clone().requires_grad_()
+        loss, _ = GRPO(policy_loss="test-constants")(log_probs, None, packed, Totals(5, 2))
+        loss.backward()
+    finally:
+        del POLICY_LOSSES._entries["test-constants"]
+    assert [name for name in ("log_probs", "old_log_probs", "advantages") if getattr(seen[0], name).requires_grad] == [
+        "log_probs"
+    ]
+    ratio = (tokens.log_probs - tokens.old_log_probs).exp() if keys else torch.ones(7, dtype=torch.float64)
+    torch.testing.assert_close(log_probs.grad, -ratio * tokens.advantages * tokens.mask / 5)
+
+
 @pytest.mark.usefixtures("gspo")
 def test_a_loss_from_outside_needs_no_other_edit() -> None:
     objective = GRPO(policy_loss="test-gspo", clip_high=0.5, aggregation="sequence")

@@ -79,7 +79,11 @@ def test_an_epoch_has_an_order_of_its_own_and_the_same_on_every_machine() -> Non
         orders.append(list(first))
         assert orders[-1] == list(second)
     assert orders[0] != orders[1] != orders[2]
-    assert list(PackedBatchSampler(LENGTHS, 16, seed=1)) != orders[0]
+    for seed in (1, 2):  # another seed is another run: no epoch of it has the order of an epoch here
+        other = PackedBatchSampler(LENGTHS, 16, seed=seed)
+        for epoch in range(3):
+            other.set_epoch(epoch)
+            assert list(other) not in orders
     in_order = list(PackedBatchSampler(LENGTHS, 16, shuffle=False, window=4))
     firsts = [min(row) // 4 for row in in_order]
     assert firsts == sorted(firsts)
@@ -238,3 +242,83 @@ def test_the_fields_of_megatrons_class() -> None:
     assert (fields["max_seqlen_q"], fields["max_seqlen_kv"], fields["qkv_format"]) == (8, 8, "thd")
     assert fields["cu_seqlens_q"].dtype == torch.int32
     assert (packed.values["labels"] == IGNORED).sum() == 16 - 6
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("longest", "cap"), [(60, 128), (128, 128), (20, 128), (128, 130)])
+def test_every_epoch_has_as_many_rows_as_the_sampler_says(drop_last: bool, longest: int, cap: int) -> None:
+    """As trainers take it: asked once, before the first epoch, and again in a resumed run."""
+    lengths = torch.randint(1 + longest // 3, longest + 1, (500,), generator=torch.Generator().manual_seed(1)).tolist()
+    options: dict[str, Any] = {"world_size": 3, "window": 60, "drop_last": drop_last}
+    ranks = [PackedBatchSampler(lengths, cap, rank=rank, **options) for rank in range(3)]
+    rows, drawn = len(ranks[0]), set()
+    for epoch in range(12):
+        for sampler in ranks:
+            sampler.set_epoch(epoch)
+        own = [list(sampler) for sampler in ranks]
+        assert [len(given_rows) for given_rows in own] == [rows] * 3 == [len(sampler) for sampler in ranks]
+        samples = [i for given_rows in own for row in given_rows for i in row]
+        assert all(0 < sum(lengths[i] for i in row) <= cap for given_rows in own for row in given_rows)
+        assert len(set(samples)) == 500 - ranks[0].dropped == len(samples) - ranks[0].repeated
+        assert ranks[0].dropped <= (10 if drop_last else 0)
+        assert ranks[0].repeated <= 2  # a step that the last samples do not fill
+        drawn.add(len(ranks[0]._drawn(epoch)))
+        resumed = PackedBatchSampler(lengths, cap, rank=1, **options)
+        resumed.load_state_dict(ranks[1].state_dict(4))
+        assert len(resumed) == rows
+        assert list(resumed) == own[1][4:]
+    assert longest * 2 > cap or len(drawn) > 1, "epochs of which none is cut or left out show nothing"
+
+
+def test_an_epoch_that_would_have_more_rows_is_planned_as_one_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = torch.randint(5, 60, (300,), generator=torch.Generator().manual_seed(0)).tolist()
+    whole = len(PackedBatchSampler(lengths, 64, window=1000))
+    sampler = PackedBatchSampler(lengths, 64, window=20)
+    drawn = max(len(sampler._drawn(epoch)) for epoch in range(4))
+    assert drawn > whole
+    sampler.__dict__["_length"] = whole  # as if the first epoch had needed so few
+    for epoch in range(4):
+        sampler.set_epoch(epoch)
+        assert len(list(sampler)) == whole
+        assert sampler.dropped == sampler.repeated == 0
+
+
+def test_overlong_and_empty_samples_by_choice() -> None:
+    lengths = [5, 0, 17, 3, 16, 40]
+    samples = samples_of(lengths)
+    sampler = PackedBatchSampler(lengths, 16, overlong="drop", empty="drop")
+    assert sorted(i for row in sampler for i in row) == [0, 3, 4]
+    assert sampler.dropped == 3
+    for options, message in [
+        ({"empty": "drop"}, r"lengths\[2\] = 17 does not fit in 16"),
+        ({"overlong": "drop"}, r"lengths\[1\] must be at least 1, got 0"),
+        ({"overlong": "truncate"}, "overlong must be 'error' or 'drop'"),
+        ({"empty": "keep"}, "empty must be 'error' or 'drop'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            PackedBatchSampler(lengths, 16, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="1 samples are too few for 2 ranks"):
+        PackedBatchSampler([5, 17], 16, world_size=2, overlong="drop")
+    for align in (1, 3):
+        loader = packed_dataloader(
+            samples, 16, collator=PackedCollator(align=align), overlong="truncate", empty="drop", num_workers=2
+        )
+        tokens = torch.cat([row["input_ids"][0] for row in loader]).tolist()
+        whole = 16 // align * align
+        want = {t for sample in samples for t in sample["input_ids"][:whole]}
+        assert set(tokens) - {0} == want - {0}
+        assert (loader.truncated, loader.batch_sampler.dropped) == (2 if align == 1 else 3, 1)
+    with pytest.raises(ValueError, match="is the work of a PackedCollator"):
+        packed_dataloader(samples, 16, collator=lambda rows: rows, overlong="truncate")
+    with pytest.raises(ValueError, match="max_length"):
+        PackedCollator(max_length=0)
+
+
+def test_seed_and_epoch_draw_orders_of_their_own() -> None:
+    orders = {}
+    for seed in range(4):
+        for epoch in range(4):
+            sampler = PackedBatchSampler(LENGTHS, 16, seed=seed)
+            sampler.set_epoch(epoch)
+            orders[seed, epoch] = list(sampler)
+    assert len({str(order) for order in orders.values()}) == 16, "seed 1 of epoch 2 is not seed 2 of epoch 1"

@@ -73,6 +73,16 @@ def test_every_sample_once_under_the_cap_and_none_waits_long(
         assert tokens <= 2 * (lookahead + 1) * 32 + 2 * 32
 
 
+@pytest.mark.parametrize("lookahead", [1, 2, 4])
+@pytest.mark.parametrize("at", [0, 7])
+def test_a_sample_that_fits_beside_no_other_is_not_left_waiting(lookahead: int, at: int) -> None:
+    """Its row is the emptiest of every plan; it waits for one plan all the same, and not for the end."""
+    lengths = [32] * 60
+    lengths[at] = 5
+    rows = [numbers(row) for row in PackedStream(Source(lengths), 32, lookahead=lookahead)]
+    assert rows.index([at + 1]) <= at + 2 * (lookahead + 1)
+
+
 @settings(max_examples=20, deadline=None)
 @given(lengths_of, st.integers(2, 4))
 def test_ranks_share_the_rows_of_one_stream(lengths: list[int], world: int) -> None:

@@ -57,6 +57,18 @@ def test_totals_of_a_mask_that_is_all_true_leave_the_first_token_out() -> None:
     assert Totals.of(batch) == Totals(tokens=2, sequences=1, groups=0)
 
 
+@given(st.lists(st.lists(st.booleans(), max_size=3), min_size=1, max_size=6))
+def test_rows_without_tokens_count_nothing(masks: list[list[bool]]) -> None:
+    """A mask alone may have such rows, first, between and last."""
+    column = jagged([torch.tensor(mask, dtype=torch.bool) for mask in masks])
+    groups = torch.arange(len(masks)) // 2
+    counts = [sum(mask[1:]) for mask in masks]
+    used = {row // 2 for row, count in enumerate(counts) if count}
+    batch = TensorDict({"loss_mask": column, "group": groups, "episode": torch.arange(len(masks))}, [len(masks)])
+    answers = sum(count > 0 for count in counts)
+    assert Totals.of(batch) == Totals(sum(counts), answers, len(used), answers)
+
+
 def test_totals_need_a_mask() -> None:
     batch = make_batch([{"input_ids": [1, 2]}])
     for given_batch in (batch, view_batch(batch)):

@@ -91,6 +91,17 @@ def join_without_any_difference_takes_the_last_dimension(device: str) -> None:
     assert ragged_dim(join([jagged(mrope(4, device=device)), equal])) == 1
 
 
+def join_without_any_difference_keeps_a_common_label(device: str) -> None:
+    """Assert it where the values have holes or other sizes beside, so that samples are joined one by one."""
+    rows = torch.arange(24, device=device).view(3, 4, 2)
+    starts, sizes = torch.tensor([1, 0, 2], device=device), torch.full((3,), 2, device=device)
+    holes = torch.nested.narrow(rows, 1, starts, sizes, layout=torch.jagged)  # three samples (2, 2), ragged along 0
+    assert ragged_dim(holes) == 0
+    for both in (join([holes, holes]), join([holes, jagged([torch.zeros(2, 2, dtype=torch.int64, device=device)], 0)])):
+        assert ragged_dim(both) == 0
+    assert_same(samples_of(join([holes, holes])), [s.cpu() for s in samples_of(holes)] * 2, device)
+
+
 def pad_and_unpad_carry_gradients(device: str) -> None:
     """Assert it in float64, against the weights of the sum."""
     values = torch.randn(2, 6, dtype=torch.float64, device=device, requires_grad=True)
@@ -125,6 +136,7 @@ PROPERTIES: dict[str, Callable[[str], None]] = {
         holes_are_skipped,
         join_fixes_layouts_that_torch_inferred_from_equal_lengths,
         join_without_any_difference_takes_the_last_dimension,
+        join_without_any_difference_keeps_a_common_label,
         pad_and_unpad_carry_gradients,
         neighbours_are_a_view_and_others_a_copy,
     )
