@@ -12,294 +12,16 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from engines import EngineConfig, build_engine
+from engines.testing import model_directories as made
+from engines.testing.model_directories import BIN_INDEX, INDEX, gemma3, qwen3, sharded, tensors, whole
 from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
-from engines.tiny import tiny_batch, tiny_model
+from engines.tiny import tiny_batch
 from objectives import SFT
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 32,
-    "head_dim": 8,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.3,
-}
-INDEX, BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
-
-
-def qwen3(seed: int = 0, **changes: Any) -> Any:
-    torch.manual_seed(seed)
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES | changes))
-
-
-def qwen3_moe() -> Any:
-    torch.manual_seed(0)
-    more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES | more))
-
-
-def gemma3(tied: bool = True) -> Any:
-    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    vision |= {"image_size": 8, "patch_size": 4}
-    text = SIZES | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "pad_token_id": 0}
-    torch.manual_seed(0)
-    config = transformers.Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, tie_word_embeddings=tied
-    )
-    return transformers.Gemma3ForConditionalGeneration(config)
-
-
-def tensors(path: Path) -> dict[str, Tensor]:
-    return load_file(path / "model.safetensors")
-
-
-def rewrite(path: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
-    save_file(change(tensors(path)), path / "model.safetensors", metadata={"format": "pt"})
-
-
-def edit_config(path: Path, **fields: Any) -> None:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | fields))
-
-
-def to_bin(path: Path, shards: int = 1, **options: Any) -> None:
-    """The weights as torch.save writes them, tied ones sharing their memory."""
-    found = tensors(path)
-    (path / "model.safetensors").unlink()
-    if shards == 1:
-        torch.save(
-            found | {"lm_head.weight": found["model.embed_tokens.weight"]}, path / "pytorch_model.bin", **options
-        )
-        return
-    weight_map: dict[str, str] = {}
-    for shard in range(shards):
-        names = list(found)[shard::shards]
-        torch.save({name: found[name] for name in names}, path / f"pytorch_model-{shard}.bin")
-        weight_map |= dict.fromkeys(names, f"pytorch_model-{shard}.bin")
-    (path / BIN_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-
-
-def whole(path: Path) -> None:
-    qwen3().save_pretrained(path)
-
-
-def untied(path: Path) -> None:
-    qwen3(tie_word_embeddings=False).save_pretrained(path)
-
-
-def sharded(path: Path) -> None:
-    qwen3().save_pretrained(path, max_shard_size="20KB")
-
-
-def sharded_then_whole(path: Path) -> None:
-    sharded(path)
-    qwen3(1).save_pretrained(path)
-    assert (path / INDEX).is_file()
-
-
-def whole_then_sharded(path: Path) -> None:
-    whole(path)
-    qwen3(1).save_pretrained(path, max_shard_size="20KB")
-    assert (path / "model.safetensors").is_file()
-
-
-def newer_file_beside_shards(path: Path) -> None:
-    sharded(path)
-    model = qwen3(1)
-    found = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    save_file(found, path / "model.safetensors", metadata={"format": "pt"})
-    assert len(list(path.glob("*.safetensors"))) > 2
-
-
-def shards_in_a_subfolder(path: Path) -> None:
-    sharded(path)
-    (path / "weights").mkdir()
-    for file in path.glob("*.safetensors"):
-        file.rename(path / "weights" / file.name)
-    index = json.loads((path / INDEX).read_text())
-    index["weight_map"] = {name: f"weights/{file}" for name, file in index["weight_map"].items()}
-    (path / INDEX).write_text(json.dumps(index))
-
-
-def index_names_another_of_its_files(path: Path) -> None:
-    sharded(path)
-    index = json.loads((path / INDEX).read_text())
-    found = index["weight_map"]
-    found["model.norm.weight"] = next(file for file in found.values() if file != found["model.norm.weight"])
-    (path / INDEX).write_text(json.dumps(index))
-
-
-def bin_file(path: Path) -> None:
-    whole(path)
-    to_bin(path)
-
-
-def bin_file_of_the_old_format(path: Path) -> None:
-    whole(path)
-    to_bin(path, _use_new_zipfile_serialization=False)
-
-
-def bin_shards(path: Path) -> None:
-    whole(path)
-    to_bin(path, shards=3)
-
-
-def bin_beside_safetensors(path: Path) -> None:
-    whole(path)
-    to_bin(path)
-    qwen3(1).save_pretrained(path)
-
-
-def bin_beside_shards(path: Path) -> None:
-    whole(path)
-    to_bin(path)
-    qwen3(1).save_pretrained(path, max_shard_size="20KB")
-
-
-def base_model(path: Path) -> None:
-    qwen3().model.save_pretrained(path)
-    assert "embed_tokens.weight" in tensors(path)
-
-
-def base_model_with_experts(path: Path) -> None:
-    qwen3_moe().model.save_pretrained(path)
-    assert "layers.0.mlp.experts.0.gate_proj.weight" in tensors(path)
-
-
-def half_without_prefix(path: Path) -> None:
-    whole(path)
-    rewrite(path, lambda t: {n.removeprefix("model.") if ".1." in n else n: value for n, value in t.items()})
-
-
-def experts_apart(path: Path) -> None:
-    qwen3_moe().save_pretrained(path)
-
-
-def experts_together(path: Path) -> None:
-    model = qwen3_moe()
-    model.save_pretrained(path)
-    found = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    save_file(found, path / "model.safetensors", metadata={"format": "pt"})
-
-
-def head_twice(path: Path) -> None:
-    whole(path)
-    rewrite(path, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].clone()})
-
-
-def head_of_its_own(path: Path) -> None:
-    whole(path)
-    rewrite(path, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].flip(0).contiguous()})
-
-
-def head_alone(path: Path) -> None:
-    whole(path)
-    rewrite(path, lambda t: {n.replace("model.embed_tokens", "lm_head"): value for n, value in t.items()})
-
-
-def vision_language(path: Path) -> None:
-    model: Any = tiny_model("vision")
-    model.save_pretrained(path)
-
-
-def vision_language_base(path: Path) -> None:
-    model: Any = tiny_model("vision")
-    model.model.save_pretrained(path)
-    assert "language_model.embed_tokens.weight" in tensors(path)
-
-
-def vision_language_with_head(path: Path) -> None:
-    vision_language(path)
-    rewrite(path, lambda t: t | {"lm_head.weight": t["model.language_model.embed_tokens.weight"].clone()})
-
-
-def text_part_saved_alone(path: Path) -> None:
-    vision_language(path.with_name("vision"))
-    AutoModelForCausalLM.from_pretrained(path.with_name("vision")).save_pretrained(path)
-
-
-def gemma3_vision(path: Path) -> None:
-    gemma3().save_pretrained(path)
-
-
-def gemma3_untied(path: Path) -> None:
-    gemma3(tied=False).save_pretrained(path)
-
-
-def gemma3_as_published(path: Path) -> None:
-    gemma3().save_pretrained(path)
-    old = {"model.language_model.": "language_model.model.", "model.vision_tower.": "vision_tower."}
-    old |= {"model.multi_modal_projector.": "multi_modal_projector."}
-
-    def change(found: dict[str, Tensor]) -> dict[str, Tensor]:
-        prefixes = {name: next(one for one in old if name.startswith(one)) for name in found}
-        return {old[prefixes[n]] + n.removeprefix(prefixes[n]): value for n, value in found.items()}
-
-    if any(name.startswith("model.") for name in tensors(path)):
-        rewrite(path, change)
-    assert "language_model.model.norm.weight" in tensors(path)
-
-
-def classifier(path: Path) -> None:
-    torch.manual_seed(0)
-    transformers.Qwen3ForSequenceClassification(transformers.Qwen3Config(**SIZES)).save_pretrained(path)
-    assert "score.weight" in tensors(path)
-
-
-def value_head(path: Path) -> None:
-    whole(path)
-    rewrite(path, lambda t: t | {"v_head.summary.weight": torch.randn(1, 32), "v_head.summary.bias": torch.ones(1)})
-
-
-def more_layers_than_the_config(path: Path) -> None:
-    qwen3(num_hidden_layers=3).save_pretrained(path)
-    edit_config(path, num_hidden_layers=2, layer_types=["full_attention"] * 2)
-
-
-def old_buffers(path: Path) -> None:
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(path)
-    rewrite(path, lambda t: t | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
-
-
-def further_token_head(path: Path) -> None:
-    vision_language(path)
-    rewrite(path, lambda t: t | {"mtp.fc.weight": torch.randn(32, 64)})
-
-
-def fields_of_other_tools(path: Path) -> None:
-    whole(path)
-    edit_config(
-        path,
-        is_llama_config=True,
-        rope_interleaved=False,
-        unsloth_version="2025.3.19",
-        _attn_implementation_autoset=True,
-        gradient_checkpointing=True,
-        finetuning_task="x",
-        auto_map={"AutoModelForCausalLM": "modeling_other.Other"},
-        temperature=0.7,
-        max_length=20,
-        torchscript=False,
-        pruned_heads={},
-    )
-
-
-def half_precision(path: Path) -> None:
-    qwen3().to(torch.float16).save_pretrained(path)
-
-
-def mixed_precision(path: Path) -> None:
-    whole(path)
-    rewrite(path, lambda t: {n: v if "norm" in n else v.bfloat16() for n, v in t.items()})
 
 
 def adapter_merged_by_peft(path: Path) -> None:
@@ -309,15 +31,16 @@ def adapter_merged_by_peft(path: Path) -> None:
 
 
 DIRECTORIES = [
-    whole, untied, sharded, sharded_then_whole, whole_then_sharded, newer_file_beside_shards, shards_in_a_subfolder,
-    index_names_another_of_its_files, bin_file, bin_file_of_the_old_format, bin_shards, bin_beside_safetensors,
-    bin_beside_shards, base_model, base_model_with_experts, half_without_prefix, experts_apart, experts_together,
-    head_twice, head_of_its_own, head_alone, vision_language, vision_language_with_head,
-    text_part_saved_alone, gemma3_vision, gemma3_untied, gemma3_as_published, classifier, value_head,
-    more_layers_than_the_config, old_buffers, further_token_head, fields_of_other_tools, half_precision,
-    mixed_precision, adapter_merged_by_peft,
+    whole, made.untied, sharded, made.sharded_then_whole, made.whole_then_sharded, made.newer_file_beside_shards,
+    made.shards_in_a_subfolder, made.index_names_another_of_its_files, made.bin_file, made.bin_file_of_the_old_format,
+    made.bin_shards, made.bin_beside_safetensors, made.bin_beside_shards, made.base_model,
+    made.base_model_with_experts, made.half_without_prefix, made.experts_apart, made.experts_together, made.head_twice,
+    made.head_of_its_own, made.head_alone, made.vision_language, made.vision_language_with_head,
+    made.text_part_saved_alone, made.gemma3_vision, made.gemma3_untied, made.gemma3_as_published, made.classifier,
+    made.value_head, made.more_layers_than_the_config, made.old_buffers, made.further_token_head,
+    made.fields_of_other_tools, made.half_precision, made.mixed_precision, adapter_merged_by_peft,
 ]  # fmt: skip
-TOLD = [classifier, value_head, more_layers_than_the_config, fields_of_other_tools]
+TOLD = [made.classifier, made.value_head, made.more_layers_than_the_config, made.fields_of_other_tools]
 
 
 def named(make: Callable[[Path], None]) -> str:
@@ -380,12 +103,16 @@ def test_a_directory_is_read_and_written_as_transformers_reads_it(make: Callable
 @pytest.mark.parametrize("make", TOLD, ids=named)
 def test_what_transformers_ignores_is_told(make: Callable[[Path], None], tmp_path: Path) -> None:
     make(tmp_path / "source")
-    told = "ignored" if make is fields_of_other_tools else "part of every export as it is"
+    told = "ignored" if make is made.fields_of_other_tools else "part of every export as it is"
     with pytest.warns(UserWarning, match=told):
         build_engine(EngineConfig(model=str(tmp_path / "source"), device="cpu"))
 
 
-@pytest.mark.parametrize("make", [head_twice, head_alone, bin_file, vision_language_with_head, base_model], ids=named)
+@pytest.mark.parametrize(
+    "make",
+    [made.head_twice, made.head_alone, made.bin_file, made.vision_language_with_head, made.base_model],
+    ids=named,
+)
 def test_what_was_trained_is_under_every_name_that_it_had(make: Callable[[Path], None], tmp_path: Path) -> None:
     make(tmp_path / "source")
     batch = tiny_batch([12, 7, 9], vocab=40)
@@ -400,50 +127,14 @@ def test_what_was_trained_is_under_every_name_that_it_had(make: Callable[[Path],
     assert all(torch.equal(head, heads[0]) for head in heads)
 
 
-def without_a_shard(path: Path) -> None:
-    sharded(path)
-    next(iter(path.glob("*.safetensors"))).unlink()
-
-
-def cut_short(path: Path) -> None:
-    whole(path)
-    (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-8])
-
-
-def bin_cut_short(path: Path) -> None:
-    bin_file(path)
-    (path / "pytorch_model.bin").write_bytes((path / "pytorch_model.bin").read_bytes()[:-400])
-
-
-def bin_with_code(path: Path) -> None:
-    whole(path)
-    (path / "model.safetensors").unlink()
-    torch.save({"model.norm.weight": Path("x")}, path / "pytorch_model.bin")
-
-
-def another_shape(path: Path) -> None:
-    whole(path)
-    rewrite(path, lambda t: t | {"model.norm.weight": torch.ones(7)})
-
-
-def head_of_another_shape(path: Path) -> None:
-    whole(path)
-    rewrite(path, lambda t: t | {"lm_head.weight": torch.ones(50, 32)})
-
-
-def no_weights(path: Path) -> None:
-    whole(path)
-    (path / "model.safetensors").unlink()
-
-
 REFUSED: dict[Callable[[Path], None], str] = {
-    without_a_shard: "is missing or damaged",
-    cut_short: "is missing or damaged",
-    bin_cut_short: r"pytorch_model\.bin is missing or damaged",
-    bin_with_code: r"pytorch_model\.bin is damaged, or holds more than tensors",
-    another_shape: r"has shape \(7,\)",
-    head_of_another_shape: r"has shape \(50, 32\)",
-    no_weights: "has neither model.safetensors",
+    made.without_a_shard: "is missing or damaged",
+    made.cut_short: "is missing or damaged",
+    made.bin_cut_short: r"pytorch_model\.bin is missing or damaged",
+    made.bin_with_code: r"pytorch_model\.bin is damaged, or holds more than tensors",
+    made.another_shape: r"has shape \(7,\)",
+    made.head_of_another_shape: r"has shape \(50, 32\)",
+    made.no_weights: "has neither model.safetensors",
 }
 
 
@@ -456,26 +147,16 @@ def test_what_transformers_cannot_read_is_refused_by_both(make: Callable[[Path],
         build_engine(EngineConfig(model=str(tmp_path / "source"), device="cpu"))
 
 
-def no_head(path: Path) -> None:
-    untied(path)
-    rewrite(path, lambda t: {name: value for name, value in t.items() if name != "lm_head.weight"})
-
-
 def an_adapter_beside_the_weights(path: Path) -> None:
     whole(path)
     get_peft_model(qwen3(), LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(path)
 
 
-def two_prefixes(path: Path) -> None:
-    whole(path)
-    rewrite(path, lambda t: t | {"norm.weight": t["model.norm.weight"].clone()})
-
-
 STRICTER: dict[Callable[[Path], None], str] = {
-    vision_language_base: "lacks model",  # the text class does not find it
-    no_head: r"lacks lm_head\.weight",
+    made.vision_language_base: "lacks model",  # the text class does not find it
+    made.no_head: r"lacks lm_head\.weight",
     an_adapter_beside_the_weights: "merge_and_unload",
-    two_prefixes: r"norm\.weight and model\.norm\.weight are both read as model\.norm\.weight",
+    made.two_prefixes: r"norm\.weight and model\.norm\.weight are both read as model\.norm\.weight",
 }
 
 
@@ -490,7 +171,7 @@ def test_what_transformers_would_fill_at_random_or_choose_is_refused(
 
 
 def test_a_vision_language_model_is_read_from_its_base(tmp_path: Path) -> None:
-    vision_language_base(tmp_path / "source")
+    made.vision_language_base(tmp_path / "source")
     engine = build_engine(EngineConfig(model=str(tmp_path / "source"), device="cpu", vision="frozen"))
     batch = tiny_batch([12, 7, 9], vocab=40)
     model = stock(tmp_path / "source", transformers.AutoModelForImageTextToText)[0]
