@@ -27,11 +27,12 @@ class PackedCollator:
     `position_ids`, (l,) or (axes, l), are kept; `length` and the columns named by `ignore` are left out. A column that
     is None is as one that is not there.
 
-    The row: `input_ids`, `labels`, `position_ids` i64[1, T] (positions of several axes [axes, 1, T]), `seq_idx`
-    i32[1, T] and the flash arguments `cu_seq_lens_q`, `cu_seq_lens_k` i32[n+1], `max_length_q`, `max_length_k`. Labels
-    are not shifted, as transformers wants them, and -100 at the first token of each sequence: no sequence predicts the
-    next one's. There is no attention mask. Padding (`align`, `bucket` as in `pack_sequences`) is `pad_token_id` with
-    the label -100. ValueError names the sample and key that do not fit.
+    The row: `input_ids`, `labels`, `position_ids` i64[1, T] (positions of several axes [axes, 1, T]), `seq_idx` i32[1,
+    T] and the flash arguments `cu_seq_lens_q`, `cu_seq_lens_k` i32[n+1], `max_length_q`, `max_length_k`. Labels are not
+    shifted, as transformers wants them, and -100 at the first token of each sequence: no sequence predicts the next
+    one's. There is no attention mask. Padding (`align`, `bucket` as in `pack_sequences`) is `pad_token_id` with the
+    label -100. Of a sample of more than `max_length` tokens the first are taken. ValueError names the sample and key
+    that do not fit.
     """
 
     pad_token_id: int = 0
@@ -40,10 +41,13 @@ class PackedCollator:
     seq_idx: bool = True
     flash: bool = True
     ignore: tuple[str, ...] = ()
+    max_length: int | None = None
 
     def __post_init__(self) -> None:
         """Check the choices."""
         check_positive_int(self.align, "align")
+        if self.max_length is not None:
+            check_positive_int(self.max_length, "max_length")
         wanted = sorted(KNOWN_COLUMNS & set(self.ignore) - set(MASKS))
         if wanted:
             raise ValueError(f"ignore names {wanted[0]!r}, which a row is made of: rename the column")
@@ -67,7 +71,10 @@ class PackedCollator:
         """Return the row as a PackedBatch with `labels`: for Megatron (`packed_seq_arguments`), or to unpack."""
         if not samples:
             raise ValueError("no samples to pack: a batch sampler gave an empty batch")
-        rows = [self._columns(index, sample) for index, sample in enumerate(samples)]
+        rows = [
+            {key: column[..., : self.max_length] for key, column in self._columns(index, sample).items()}
+            for index, sample in enumerate(samples)
+        ]
         pads = {"input_ids": self.pad_token_id, "labels": IGNORED}
         return pack_sequences(rows, align=self.align, bucket=self.bucket, pad_values=pads)
 
@@ -103,6 +110,22 @@ class PackedCollator:
                 labels[~_flags(sample, name, index, ids)] = IGNORED
         labels[0] = IGNORED
         return labels
+
+
+def cut(sample: Sample, tokens: int) -> Sample:
+    """Return the sample's first tokens: the columns that a row is made of are cut, `length` says so."""
+    shorter: dict[str, Any] = {"length": tokens} if "length" in sample else {}
+    for key in KNOWN_COLUMNS & sample.keys():
+        column = sample[key]
+        if column is not None:
+            shorter[key] = column[..., :tokens] if hasattr(column, "ndim") else _cut_list(column, tokens)
+    return {**sample, **shorter}
+
+
+def _cut_list(column: Sequence[Any], tokens: int) -> Sequence[Any]:
+    if len(column) and isinstance(column[0], Sequence):  # positions of several axes
+        return [axis[:tokens] for axis in column]
+    return column[:tokens]
 
 
 def _tensor(value: Any, key: str, index: int) -> Tensor:

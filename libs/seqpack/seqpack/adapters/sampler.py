@@ -1,18 +1,23 @@
 """A batch sampler for a map dataset: each batch is the samples of one packed row, the same number on every rank."""
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import cycle, pairwise
-from typing import Any
+from itertools import cycle, islice, pairwise
+from typing import Any, Literal
 
 import numpy as np
 
 from seqpack.planning.checks import check_costs, check_lengths, check_positive_int
 from seqpack.planning.micro_batches import Cost, plan_micro_batches
-from seqpack.planning.padding import check_aligned, frozen_bucket, usable_capacity
+from seqpack.planning.packing import pack
+from seqpack.planning.padding import aligned_length, check_aligned, frozen_bucket, usable_capacity
 from seqpack.planning.plan_json import plan_hash
 
 Row = tuple[int, ...]
+Step = tuple[Row, ...]
+_PLANS = 2
+"""Raised when the same arguments give other rows than before: states of then do not hold."""
 
 
 class PackedBatchSampler:
@@ -25,6 +30,9 @@ class PackedBatchSampler:
     3. The rows that run at the same time on the ranks (a step) stay together; the order of a window's steps is drawn.
     4. Where samples are fewer than places in a step, the places are filled with rows of the epoch again, or with
        `drop_last` the step is left out: every rank yields the same number of rows. `repeated` and `dropped` say it.
+    5. Every epoch has the same number of rows, which trainers ask for once, before the first: windows of another epoch
+       need a few more or fewer. Where an epoch has fewer, steps are cut in two; where it would have more, it is planned
+       as one window (with `drop_last`, steps are left out).
 
     The plan is a pure function of the arguments and the epoch: every rank computes the same. `set_epoch` draws a new
     order. `state_dict` and `load_state_dict` resume in the middle of an epoch; with workers a DataLoader runs ahead of
@@ -45,8 +53,13 @@ class PackedBatchSampler:
         cost: Cost | None = None,
         align: int = 1,
         bucket: int | Sequence[int] | None = None,
+        overlong: Literal["error", "drop"] = "error",
+        empty: Literal["error", "drop"] = "error",
     ) -> None:
-        self.lengths = check_lengths(lengths)
+        for name, choice in (("overlong", overlong), ("empty", empty)):
+            if choice not in ("error", "drop"):
+                raise ValueError(f"{name} must be 'error' or 'drop', got {choice!r}")
+        self.lengths = check_lengths(lengths, minimum=0 if empty == "drop" else 1)
         self.max_tokens = check_positive_int(max_tokens, "max_tokens")
         self.world_size = check_positive_int(world_size, "world_size")
         if not 0 <= rank < self.world_size:
@@ -58,25 +71,30 @@ class PackedBatchSampler:
                 f"cost has {len(cost)} numbers for {len(self.lengths)} samples: one a sample, or a function"
             )
         self.cost, self.align, self.bucket = cost, align, frozen_bucket(bucket)
-        check_aligned(self.lengths, align, usable_capacity(self.max_tokens, align, bucket))
-        if len(self.lengths) < self.world_size:
-            raise ValueError(f"{len(self.lengths)} samples are too few for {self.world_size} ranks")
+        usable = usable_capacity(self.max_tokens, align, bucket)
+        if overlong == "error":
+            check_aligned([max(1, length) for length in self.lengths], align, usable)
+        sizes = enumerate(self.lengths)
+        self.kept = [i for i, length in sizes if 0 < aligned_length(length, align) <= usable]
+        """Samples that fit a row."""
+        if len(self.kept) < self.world_size:
+            raise ValueError(f"{len(self.kept)} samples are too few for {self.world_size} ranks")
         if self.window < self.world_size:
             raise ValueError(f"window={self.window} is under the {self.world_size} ranks: no step could be filled")
         self.epoch = 0
         self._start = 0
         self._yielded = 0
-        self._planned: tuple[int, list[tuple[Row, ...]]] | None = None
+        self._planned: tuple[int, list[Step]] | None = None
 
     @cached_property
     def fingerprint(self) -> int:
         """The 52-bit hash of all that an epoch's plan depends on except the rank; states and ranks compare it."""
-        costs = None if self.cost is None else [float(c) for c in self._costs(range(len(self.lengths)))]
+        costs = None if self.cost is None else [float(c) for c in self._costs(self.kept)]
         parts = (self.lengths, self.max_tokens, self.world_size, self.shuffle, self.seed, self.drop_last, self.window)
-        return plan_hash(repr((*parts, costs, self.align, self.bucket)))
+        return plan_hash(repr((*parts, costs, self.align, self.bucket, len(self.kept), _PLANS)))
 
     @property
-    def steps(self) -> list[tuple[Row, ...]]:
+    def steps(self) -> list[Step]:
         """The rows of this epoch: one a rank in each step."""
         if self._planned is None or self._planned[0] != self.epoch:
             self._planned = (self.epoch, self._plan(self.epoch))
@@ -94,8 +112,8 @@ class PackedBatchSampler:
         return len(self.lengths) - len({i for step in self.steps for row in step for i in row})
 
     def __len__(self) -> int:
-        """Return the number of rows of this rank in this epoch."""
-        return len(self.steps)
+        """Return the number of rows of each rank, in every epoch."""
+        return self._length
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's rows, from the place in a loaded state."""
@@ -137,20 +155,49 @@ class PackedBatchSampler:
         self.epoch, self._planned = state["epoch"], (state["epoch"], planned)
         self._start = self._yielded = state["rows"]
 
-    def _plan(self, epoch: int) -> list[tuple[Row, ...]]:
-        """Return the steps of an epoch, each with a row for every rank."""
-        rng = np.random.default_rng([self.seed, epoch])
-        count = len(self.lengths)
-        order = rng.permutation(count).tolist() if self.shuffle else list(range(count))
-        edges = [*range(0, count, self.window), count]
+    @cached_property
+    def _length(self) -> int:
+        steps, windows = self._drawn(0), -(-len(self.kept) // self.window)
+        if not self.shuffle or windows == 1:
+            return len(steps)
+        # Each window rounds up to a whole step: where windows are many, a few steps spare the plan as one window.
+        spare = min(math.isqrt(windows) // 4, sum(map(_divisible, steps)))
+        rows = pack([self.lengths[i] for i in self.kept], self.max_tokens, self.align, self.bucket).bins
+        return max(len(steps) + spare, -(-len(rows) // self.world_size))
+
+    def _plan(self, epoch: int) -> list[Step]:
+        """Return the steps of an epoch, each with a row for every rank: `_length` of them."""
+        steps = self._drawn(epoch)
+        if len(steps) > self._length and not self.drop_last:
+            steps = self._filled(self._window(self._order(epoch), np.random.default_rng([self.seed, epoch, 2])))
+        steps = steps[: self._length]
+        while missing := self._length - len(steps):
+            widest = sorted(filter(_divisible, steps), key=lambda step: -min(map(len, step)))[:missing]
+            halves = {step: [tuple(row[half::2] for row in step) for half in range(2)] for step in widest}
+            if not halves:
+                return [*steps, *islice(cycle(steps), missing)]
+            steps = [half for step in steps for half in halves.pop(step, [step])]
+        return steps
+
+    def _order(self, epoch: int) -> list[int]:
+        """Return the samples in the order of an epoch."""
+        if not self.shuffle:
+            return self.kept
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.kept))
+        return [self.kept[i] for i in order.tolist()]
+
+    def _drawn(self, epoch: int) -> list[Step]:
+        """Return the steps of an epoch as its windows give them."""
+        order, rng = self._order(epoch), np.random.default_rng([self.seed, epoch, 1])
+        edges = [*range(0, len(order), self.window), len(order)]
         if len(edges) > 2 and edges[-1] - edges[-2] < self.world_size:
             del edges[-2]  # too few for a step of their own: they join the window before
-        steps: list[tuple[Row, ...]] = []
+        steps: list[Step] = []
         for start, stop in pairwise(edges):
             steps += self._window(order[start:stop], rng)
         return self._filled(steps)
 
-    def _window(self, samples: list[int], rng: np.random.Generator) -> list[tuple[Row, ...]]:
+    def _window(self, samples: list[int], rng: np.random.Generator) -> list[Step]:
         lengths = [self.lengths[i] for i in samples]
         costs = None if self.cost is None else self._costs(samples)
         plan = plan_micro_batches(
@@ -167,10 +214,15 @@ class PackedBatchSampler:
         assert self.cost is not None
         return [float(self.cost[i]) for i in samples]
 
-    def _filled(self, steps: list[tuple[Row, ...]]) -> list[tuple[Row, ...]]:
+    def _filled(self, steps: list[Step]) -> list[Step]:
         """Fill an incomplete last step with the epoch's first rows, or drop it, so that each rank has a row."""
         if self.drop_last:
             return [step for step in steps if all(step)]
         rows = [row for step in steps for row in step if row]
         spare = cycle(rows)
         return [tuple(row or next(spare) for row in step) for step in steps]
+
+
+def _divisible(step: Step) -> bool:
+    """Return whether each row of the step can be cut in two."""
+    return min(map(len, step)) > 1

@@ -1,18 +1,17 @@
 """Samples of a stream's source: read whole by everyone, checked, cut or left out, counted, compared on resumption."""
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from seqpack.adapters.collator import KNOWN_COLUMNS
+from seqpack.adapters.collator import Sample, cut
 from seqpack.adapters.foreign_sources import begun, keeps_exact_state, resumed
 from seqpack.adapters.worker_events import StreamCounts, WorkerEvents, undivided
 from seqpack.planning.padding import aligned_length
 
-Sample = Mapping[str, Any]
 Overlong = Literal["error", "drop", "truncate"]
 Empty = Literal["error", "drop"]
 
@@ -56,22 +55,6 @@ class Limits:
             f"sample {number} of the source has {size} tokens (aligned), a row holds 1..{self.usable}: cut it, leave "
             'it out, raise max_tokens, or pass overlong="truncate" or "drop"'
         )
-
-
-def cut(sample: Sample, tokens: int) -> Sample:
-    """Return the sample's first tokens: the columns that `PackedCollator` packs are cut, `length` says so."""
-    shorter: dict[str, Any] = {"length": tokens} if "length" in sample else {}
-    for key in KNOWN_COLUMNS & sample.keys():
-        column = sample[key]
-        if column is not None:
-            shorter[key] = column[..., :tokens] if hasattr(column, "ndim") else _cut_list(column, tokens)
-    return {**sample, **shorter}
-
-
-def _cut_list(column: Sequence[Any], tokens: int) -> Sequence[Any]:
-    if len(column) and isinstance(column[0], Sequence):  # positions of several axes
-        return [axis[:tokens] for axis in column]
-    return column[:tokens]
 
 
 class SourceReader:
