@@ -11,7 +11,8 @@ from engines import EngineConfig, NonFiniteError, build_engine
 from engines.testing.executors import BUILDERS, LENGTHS, assert_same_weights, engine, inside, weights
 from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
 from engines.tiny import tiny_batch
-from objectives import SFT
+from objectives import GRPO, SFT
+from seqpack.batches.jagged import jagged_like
 
 EXECUTORS = pytest.mark.parametrize("executor", BUILDERS)
 
@@ -39,6 +40,26 @@ def test_a_loss_that_is_not_finite_ends_the_run(executor: str, factor: float) ->
     assert built.step == 1
     for name, value in weights(built).items():
         assert torch.equal(value, before[name])
+
+
+@EXECUTORS
+def test_a_far_token_is_counted_and_a_nan_ends_the_run(executor: str) -> None:
+    """One log-ratio beyond float32 made the gradient NaN under a finite loss."""
+    built: Any = engine(executor=executor)
+    batch = tiny_batch(LENGTHS)
+    first = int(batch["loss_mask"].values().nonzero()[0])
+    for step, old in enumerate((-math.inf, -101.0, math.nan), 1):
+        values = built.forward(batch)["log_probs"].values().clone()
+        values[first] = old
+        batch["old_log_probs"] = jagged_like(values, batch["input_ids"])
+        if math.isnan(old):
+            with pytest.raises(NonFiniteError, match=f"step {step}: the loss is nan; no update was made"):
+                built.train_batch(batch, GRPO())
+            continue
+        result = built.train_batch(batch, GRPO())
+        assert math.isfinite(result["loss"])
+        assert 0 < result["grad_norm"] < 1e3
+        assert result["ratio/clamped"] == pytest.approx(1 / result["trained_tokens"])
 
 
 @EXECUTORS
