@@ -11,6 +11,8 @@ from huggingface_hub.errors import HFValidationError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+_OLDER = "pytorch_model*.bin"
+"""Weights of a repository that has no safetensors."""
 
 
 def model_directory(model: str | Path) -> Path:
@@ -36,15 +38,22 @@ def model_directory(model: str | Path) -> Path:
 def _fetched(name: str) -> Path | str:
     """Return the snapshot, or the reason why there is none."""
     repository, _, revision = name.partition("@")
-    wanted: Any = {"revision": revision or None, "allow_patterns": _FILES}
+    wanted: Any = {"revision": revision or None}
     try:
-        return Path(snapshot_download(repository, **wanted))
+        return _snapshot(repository, **wanted)
     except (OSError, HFValidationError, *_transport_errors()) as error:
         text = str(error).strip() or type(error).__name__
     try:  # before 2.0 a commit that is named is asked for, though its snapshot is there
-        return Path(snapshot_download(repository, **wanted, local_files_only=True))
+        return _snapshot(repository, **wanted, local_files_only=True)
     except (OSError, HFValidationError):
         return f"{name} is no local directory, and huggingface_hub has no snapshot of it: {text.splitlines()[0]}"
+
+
+def _snapshot(repository: str, **options: Any) -> Path:
+    found = Path(snapshot_download(repository, **options, allow_patterns=_FILES))
+    if any(found.rglob("*.safetensors")):
+        return found
+    return Path(snapshot_download(repository, **options, allow_patterns=[*_FILES, _OLDER]))
 
 
 def _transport_errors() -> tuple[type[Exception], ...]:

@@ -7,6 +7,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
 
 from engines import EngineConfig
 from engines.loading import load
@@ -74,6 +75,23 @@ def test_what_is_there_goes_before_the_hub(cache: Path, monkeypatch: pytest.Monk
         assert model_directory(path) == Path(path)
 
 
+def test_bin_files_are_asked_for_where_there_are_no_others(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def snapshot(repository: str, *, allow_patterns: list[str], **options: Any) -> str:
+        asked.append("pytorch_model*.bin" in allow_patterns)
+        return str(snapshot_download(repository, allow_patterns=allow_patterns, **options))
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot)
+    file = model_directory("some-lab/tiny-1.5") / "model.safetensors"
+    assert asked == [False]
+    torch.save(load_file(file), file.with_name("pytorch_model.bin"))
+    file.unlink()
+    module = load(EngineConfig(model="some-lab/tiny-1.5")).module
+    assert asked == [False, False, True]
+    assert torch.equal(module.model.norm.weight, tiny_model("dense").get_parameter("model.norm.weight"))
+
+
 def on_ranks(here: Path, folder: Path) -> Path:
     """Rank 0 fetches; rank 1 takes its result, and would be told of its error."""
     calls = []
@@ -96,6 +114,7 @@ def on_ranks(here: Path, folder: Path) -> Path:
 def test_one_rank_fetches_for_all(tmp_path: Path) -> None:
     here = tmp_path / "snapshot"
     here.mkdir()
+    (here / "model.safetensors").touch()
     assert launch_forked(on_ranks, (here, tmp_path), 2) == here
     assert (tmp_path / "calls0").read_text() == "lab/model lab/gone here"
     assert (tmp_path / "calls1").read_text() == ""

@@ -10,6 +10,7 @@ each worker of vLLM computes again of what it reads.
 A file has no name (memfd), and a device's memory a handle: both end with the processes that hold them.
 """
 
+import json
 import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -221,7 +222,7 @@ def checkpoint_shapes(model: Path) -> dict[str, Tensor]:
     """Return the tensors of a Hugging Face directory by name, without their values.
 
     Raises:
-        ValueError: it has no safetensors files.
+        ValueError: it has no safetensors file, or no index of several.
     """
     with torch.device("meta"):
         return {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in _headers(model)}
@@ -243,10 +244,20 @@ def _has_cuda() -> bool:
 
 
 def _files(model: Path) -> list[Path]:
-    files = sorted(model.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{model} has no *.safetensors files: vLLM's weights are read from those")
-    return files
+    """Return the files that `from_pretrained` would read: one of all tensors goes before an index."""
+    single, index = model / "model.safetensors", model / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ValueError(
+            f"{model} has no model.safetensors and no index of such files: vLLM's weights are read from those (load "
+            "the model with transformers and save it again)"
+        )
+    try:
+        names = {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is no index of weights ({error!r})") from error
+    return sorted(model / name for name in names)
 
 
 def _headers(model: Path) -> Iterable[tuple[str, list[int], torch.dtype]]:

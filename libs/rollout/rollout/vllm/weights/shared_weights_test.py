@@ -1,5 +1,6 @@
 """Two files of weights: what is in use is never written, whatever the order of calls, and it is what a reader finds."""
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -131,7 +132,11 @@ def test_whatever_the_order_of_calls_the_file_in_use_is_of_one_version(calls: li
 
 def test_a_checkpoint_is_read_by_name_shape_and_type(tmp_path: Path) -> None:
     save_file({"a": torch.arange(6.0).view(2, 3)}, tmp_path / "model-1.safetensors")
-    save_file({"b": torch.ones(2, dtype=torch.bfloat16)}, tmp_path / "model-2.safetensors")
+    (tmp_path / "part").mkdir()
+    save_file({"b": torch.ones(2, dtype=torch.bfloat16)}, tmp_path / "part/model-2.safetensors")
+    save_file({"c": torch.ones(2)}, tmp_path / "adapter_model.safetensors")
+    weight_map = {"a": "model-1.safetensors", "b": "part/model-2.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     shapes = checkpoint_shapes(tmp_path)
     assert {name: (tuple(t.shape), t.dtype) for name, t in shapes.items()} == {
         "a": ((2, 3), torch.float32),
@@ -139,5 +144,12 @@ def test_a_checkpoint_is_read_by_name_shape_and_type(tmp_path: Path) -> None:
     }
     found = {piece.name: piece.flat.view(piece.shape) for piece in checkpoint_pieces(tmp_path)}
     assert torch.equal(found["a"], torch.arange(6.0).view(2, 3))
-    with pytest.raises(ValueError, match=r"no .*safetensors"):
-        checkpoint_shapes(tmp_path / "nowhere")
+    save_file({"a": torch.ones(2, 3)}, tmp_path / "model.safetensors")  # newer: transformers reads this one alone
+    (piece,) = checkpoint_pieces(tmp_path)
+    assert torch.equal(piece.flat, torch.ones(6))
+    assert list(checkpoint_shapes(tmp_path)) == ["a"]
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    for folder, words in ((tmp_path, "no index of weights"), (tmp_path / "nowhere", r"has no model\.safetensors")):
+        with pytest.raises(ValueError, match=words):
+            checkpoint_shapes(folder)
