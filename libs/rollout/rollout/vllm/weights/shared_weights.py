@@ -272,9 +272,12 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 def tied_head(model: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names of the head and of the embedding that it is tied to; {} where it has weights of its own."""
+    """Return the names of the head and of the embedding that it is tied to; {} where it has weights of its own.
+
+    A config that does not say has no head on disk because it is tied: that is the default of some families.
+    """
     names = list(checkpoint_shapes(model))
     embeddings = [name for name in names if name.endswith("embed_tokens.weight")]
-    if not config.get("tie_word_embeddings") or "lm_head.weight" in names or not embeddings:
+    if not config.get("tie_word_embeddings", True) or "lm_head.weight" in names or not embeddings:
         return {}
     return {"lm_head.weight": embeddings[0]}

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from rollout.sync.manifest import Manifest
 from rollout.testing.pieces import pieces_of
-from rollout.vllm.weights.shared_weights import SharedWeights, checkpoint_pieces, checkpoint_shapes
+from rollout.vllm.weights.shared_weights import SharedWeights, checkpoint_pieces, checkpoint_shapes, tied_head
 
 SHAPES: dict[str, tuple[int, ...]] = {"embed": (3, 2), "norm": (5,), "half": (7,)}
 DTYPES = {"embed": torch.float32, "norm": torch.float32, "half": torch.bfloat16}
@@ -153,3 +153,16 @@ def test_a_checkpoint_is_read_by_name_shape_and_type(tmp_path: Path) -> None:
     for folder, words in ((tmp_path, "no index of weights"), (tmp_path / "nowhere", r"has no model\.safetensors")):
         with pytest.raises(ValueError, match=words):
             checkpoint_shapes(folder)
+
+
+@pytest.mark.parametrize(
+    ("said", "tied"), [({}, True), ({"tie_word_embeddings": True}, True), ({"tie_word_embeddings": False}, False)]
+)
+def test_a_head_that_is_not_on_disk_is_tied_unless_the_config_says_otherwise(
+    said: dict[str, bool], tied: bool, tmp_path: Path
+) -> None:
+    name = "model.language_model.embed_tokens.weight"
+    save_file({name: torch.ones(3, 2)}, tmp_path / "model.safetensors")
+    assert tied_head(tmp_path, said) == ({"lm_head.weight": name} if tied else {})
+    save_file({name: torch.ones(3, 2), "lm_head.weight": torch.ones(3, 2)}, tmp_path / "model.safetensors")
+    assert tied_head(tmp_path, said) == {}
