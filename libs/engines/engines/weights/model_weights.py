@@ -113,7 +113,8 @@ def _check_present(names: DiskNames, live: Mapping[str, Tensor], source: ModelDi
             wanted = tuple(tensor[part.index].shape) if part.index else tuple(tensor.shape)
             if entry is None:
                 raise ValueError(
-                    f"{source.path} lacks {part.name}: the checkpoint is not whole, or its config is another's"
+                    f"{source.path} lacks {part.name}, which transformers would fill at random: the checkpoint is not "
+                    "whole, or its config is another's"
                 )
             _check_shape(part.name, entry, wanted)
             if entry.dtype is None:
