@@ -199,6 +199,7 @@ def test_an_attempt_keeps_the_seed_and_counts_up() -> None:
         (lambda reply, results: "0.5", "gave the text '0.5': give a number or a Score"),
         (lambda reply, results: math.nan, "finish() raised ValueError: reward is nan"),
         (lambda reply, results: -math.inf, "reward is -inf"),
+        (lambda reply, results: 1e39, "reward is 1e+39: a score is made of finite numbers, as float32 holds them"),
         (lambda reply, results: Score(1.0, {"style": math.nan}), "reward component 'style' is nan"),
         (lambda reply, results: "good", "gave the text 'good': give a number or a Score"),
         (lambda reply, results: None, "TypeError"),
