@@ -20,6 +20,7 @@ from apps.common.cli.plan_command import answer_without_running
 from apps.common.data.model_files import open_model_directory
 from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
 from apps.common.run.config_file import write_config
+from apps.common.run.full_disk import writing
 from apps.common.run.reporter import report_on_stop
 from apps.common.run.run_dir import resolve_run_dir, steps_done
 from apps.common.shrink.command import check_nothing_dropped, parse_shrink_flag, print_differences
@@ -107,15 +108,17 @@ def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
     run_dir = resolve_run_dir(config.run_dir, RUNS, config.recipe, config.resume)
     if config.resume:
         steps_done(run_dir, config.steps)
-    model = _model(config, recipe, run_dir)
+    with writing("the tiny model", run_dir):
+        model = _model(config, recipe, run_dir)
     opened, tokenizer = open_model_directory(model, config.engine), load_tokenizer(model)
     check_model(config, model, opened.config, tokenizer)
     assert recipe.make_tasks is not None
     tasks = recipe.make_tasks(config, tokenizer)
     check_prompts(config, tasks, tokenizer, model)
     broadcast_result(None)  # every rank has passed its checks
-    if rank_and_world()[0] == 0:
-        write_config(config, run_dir)
+    with writing("the configuration", run_dir):
+        if rank_and_world()[0] == 0:
+            write_config(config, run_dir)
     job = functools.partial(train, model=model, run_dir=run_dir, demonstrations=recipe.demonstrations)
     if runs_in_this_process(config.nproc_per_node):
         job = functools.partial(job, opened=opened)

@@ -20,6 +20,7 @@ from apps.common.data.images import image_processor_of
 from apps.common.data.model_files import open_model_directory
 from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
 from apps.common.run.config_file import write_config
+from apps.common.run.full_disk import writing
 from apps.common.run.reporter import report_on_stop
 from apps.common.run.run_dir import resolve_run_dir, steps_done
 from apps.common.shrink.command import check_nothing_dropped, parse_shrink_flag, print_differences
@@ -93,7 +94,8 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
     run_dir = resolve_run_dir(config.run_dir, RUNS, config.recipe, config.resume)
     if config.resume and config.epochs is None:
         steps_done(run_dir, config.steps)
-    model, sources = _model(config, run_dir), _sources(config, run_dir)
+    with writing("the tiny model or the demonstrations", run_dir):
+        model, sources = _model(config, run_dir), _sources(config, run_dir)
     opened, tokenizer = open_model_directory(model, config.engine), load_tokenizer(model, chat=False)
     conversations = _conversations(config, sources, model, tokenizer, run_dir)
     check_model(conversations, model, opened.config, tokenizer)
@@ -101,8 +103,9 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
     if config.resume and (checkpoint := steps_done(run_dir, plan.steps)[1]) is not None:
         check_row_order(checkpoint, row_order(config, conversations), run_dir)
     broadcast_result(None)  # every rank has passed its checks
-    if rank_and_world()[0] == 0:
-        write_config(config, run_dir)
+    with writing("the configuration", run_dir):
+        if rank_and_world()[0] == 0:
+            write_config(config, run_dir)
     with report_on_stop(run_dir):
         given = opened if runs_in_this_process(config.nproc_per_node) else None
         job = (config, conversations, model, run_dir, given)
@@ -194,9 +197,10 @@ def _conversations(
         say = print if rank_and_world()[0] == 0 else silent
         return load_conversations(config.data, sources, tokenizer, stops, cache, pictures, column, say)
 
-    conversations = load() if rank_and_world()[0] == 0 else None
-    broadcast_result(None)
-    return conversations or load()
+    with writing(f"the tokens of {', '.join(str(source.path) for source in sources)}", cache, run_dir):
+        conversations = load() if rank_and_world()[0] == 0 else None
+        broadcast_result(None)
+        return conversations or load()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from apps.common.cli.peer_flags import peer_hints
 from apps.common.cli.short_help import MORE, help_flags
 from apps.common.run.config_file import CONFIG_NAME, dump_config, load_config
 from apps.common.run.divergence import DivergenceError
+from apps.common.run.full_disk import FullDiskError
 from apps.common.run.idle_steps import IdleRunError
 from apps.common.run.run_dir import newest_run
 from engines import NonFiniteError
@@ -132,8 +133,8 @@ def user_directory() -> None:
 
 
 def main(run: Callable[[], Any]) -> None:
-    """Call `run` and exit: status 2 and one line a problem for a user's error, 1 for a run that diverged or trains
-    nothing, 130 for Ctrl-C."""
+    """Call `run` and exit: status 2 and one line a problem for a user's error, 1 for a run that diverged, trains
+    nothing or has no disk left, 130 for Ctrl-C."""
     try:
         with handle_interrupts():
             run()
@@ -141,7 +142,7 @@ def main(run: Callable[[], Any]) -> None:
         _refuse(*error.lines)
     except ValueError as error:
         _refuse(str(error))
-    except (NonFiniteError, DivergenceError, IdleRunError) as error:
+    except (FullDiskError, NonFiniteError, DivergenceError, IdleRunError) as error:
         _refuse(str(error), status=1)
     except KeyboardInterrupt as stop:
         sys.stderr.write(f"{stop or 'stopped'}\n")

@@ -8,11 +8,13 @@ The copy alone stalls a step, unless the disk takes longer than the steps betwee
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from apps.common.run.checkpoints import delete_old_checkpoints
+from apps.common.run.full_disk import writing
 from engines import TrainEngine
 from schedules.runtime.collectives import rank_and_world
 from schedules.runtime.interrupts import defer_interrupts
@@ -63,14 +65,18 @@ class CheckpointSaver:
         `extra`: what else they say, which loading returns; plain JSON.
 
         Raises:
-            OSError, RuntimeError: what was begun before could not be written.
+            OSError, RuntimeError: what was begun before could not be written; FullDiskError where the disk is full.
         """
         first, *also = directories
         with defer_interrupts():
             self.settle()
-            self._saving(step)
-            self._engine.save(first, extra, wait=False, also=also)
+            with self._writing(step):
+                self._saving(step)
+                self._engine.save(first, extra, wait=False, also=also)
             self._begun = step
+
+    def _writing(self, step: int | None) -> AbstractContextManager[None]:
+        return writing("a checkpoint" if step is None else f"the checkpoint of step {step}", self._run_dir)
 
     def look(self) -> None:
         """Record a checkpoint whose write is over, and delete old ones. Ranks may see it at different steps."""
@@ -81,13 +87,14 @@ class CheckpointSaver:
         """Wait for the write in progress, record it and delete old checkpoints.
 
         Raises:
-            OSError, RuntimeError: it could not be written.
+            OSError, RuntimeError: it could not be written; FullDiskError where the disk is full.
         """
         with defer_interrupts():
             step, self._begun = self._begun, None
-            self._engine.wait_for_saves()
-            if step is None:
-                return
-            self._saved(step)
+            with self._writing(step):
+                self._engine.wait_for_saves()
+                if step is None:
+                    return
+                self._saved(step)
             if rank_and_world()[0] == 0:
                 delete_old_checkpoints(self._run_dir, self._keep)

@@ -9,6 +9,7 @@ import pytest
 
 from apps.common.run.checkpoint_saver import CheckpointSaver
 from apps.common.run.checkpoints import checkpoint_path, last_checkpoint
+from apps.common.run.full_disk import FullDiskError
 from engines import EngineConfig, build_engine
 from engines.storage import checkpoint
 from engines.storage.directories import repeat_directory
@@ -126,7 +127,7 @@ def test_a_full_disk_is_told_beside_what_ended_the_run_or_ends_it(
 
     monkeypatch.setattr(checkpoint, "write_manifest", full)
     run = Run(tmp_path)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(FullDiskError, match=f"no space is left on the disk of {tmp_path}: the checkpoint of step 0"):
         run.broken(None)
     with pytest.raises(ValueError, match="other") as caught:
         run.broken(ValueError("other"))

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from apps.common.run.full_disk import writing
 from engines import Engine, TrainEngine, save_adapter
 from schedules.runtime.collectives import rank_and_world
 
@@ -13,9 +14,10 @@ def save_export(engine: TrainEngine, tokenizer: PreTrainedTokenizerBase, directo
 
     Adapters are part of the weights there, and alone, as peft reads them, in the folder "adapter" beside it.
     """
-    engine.save_hf(str(directory))
-    if isinstance(engine, Engine) and engine.config.lora.rank:
-        save_adapter(engine, directory.with_name("adapter"))
-    if rank_and_world()[0] == 0:
-        tokenizer.save_pretrained(directory)
+    with writing("the export", directory.parent):
+        engine.save_hf(str(directory))
+        if isinstance(engine, Engine) and engine.config.lora.rank:
+            save_adapter(engine, directory.with_name("adapter"))
+        if rank_and_world()[0] == 0:
+            tokenizer.save_pretrained(directory)
     return directory

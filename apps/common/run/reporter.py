@@ -1,12 +1,14 @@
 """The log of a run on rank 0; the other ranks have the same object and write nothing."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from apps.common.run.full_disk import FullDiskError, told_by_rank, writing
 from apps.common.run.run_dir import resume_hint
+from engines.launch import RankError
 from runlog import Progress, RunLog, read_metrics, start_tracker, write_report
 from runlog.notices import row_notices, run_notices
 from runlog.report import flat_config
@@ -34,7 +36,8 @@ class Reporter:
         keep_until = -1 if resume_step == 0 else resume_step
         self._log: RunLog | None = None
         if rank_and_world()[0] == 0:
-            run_dir.mkdir(parents=True, exist_ok=True)
+            with writing("the log", run_dir):
+                run_dir.mkdir(parents=True, exist_ok=True)
             flat, resume = dict(flat_config(config)), resume_step is not None
             with defer_interrupts():
                 started = [start_tracker(name, label, run_dir, flat, resume) for name in trackers]
@@ -47,7 +50,7 @@ class Reporter:
     def __enter__(self) -> "Reporter":
         if self._log is not None:
             try:
-                with defer_interrupts():
+                with defer_interrupts(), writing("the log", self.run_dir):
                     self._stack.enter_context(self._log)
                     progress = self._log.progress(self._total, self._label, start=self._start)
                     self._progress = self._stack.enter_context(progress)
@@ -60,14 +63,19 @@ class Reporter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with defer_interrupts():
-            self._stack.__exit__(kind, error, trace)
+            try:
+                with writing("the log", self.run_dir):
+                    self._stack.__exit__(kind, error, trace)
+            except FullDiskError:
+                if error is None:
+                    raise  # else what was written first has told it
 
     def step(self, step: int, metrics: Mapping[str, Any], shown: Mapping[str, float | int | str]) -> None:
         """Log one row of metrics with `shown` on the progress line, and tell each kind of notice once.
 
         Raise a KeyboardInterrupt that was lost.
         """
-        with defer_interrupts():
+        with defer_interrupts(), writing("the metrics", self.run_dir):
             if self._log is not None and self._progress is not None:
                 self._log.metrics(step, metrics)
                 self._progress.update(step, shown)
@@ -84,7 +92,8 @@ class Reporter:
     def episode(self, episode: Mapping[str, Any]) -> None:
         """Log one sampled episode for the report's browser."""
         if self._log is not None:
-            self._log.episode(episode)
+            with writing("an episode", self.run_dir):
+                self._log.episode(episode)
 
     def note(self, text: str) -> None:
         """Print a line above the progress."""
@@ -94,7 +103,8 @@ class Reporter:
     def close(self, rows: Iterable[Sequence[Any]], title: str) -> None:
         """Write the report and print the run's notices and the closing table with the paths, after the loop."""
         if self._log is not None:
-            write_report(self.run_dir)
+            with writing("the report", self.run_dir):
+                write_report(self.run_dir)
             for line in run_notices(read_metrics(self.run_dir)):
                 self._log.console.print(f"warning: {line}", soft_wrap=True, markup=False)
             self._log.summary_table(rows, title)
@@ -109,14 +119,18 @@ def report_on_stop(run_dir: Path, *folders: Path) -> Iterator[None]:
 
     Raises:
         KeyboardInterrupt: with a text for the user.
+        FullDiskError: a rank had no space left.
     """
     try:
         yield
     except BaseException as error:
         if rank_and_world()[0] == 0:
             for folder in (run_dir, *folders):
-                if read_metrics(folder):
-                    write_report(folder)
+                with suppress(FullDiskError), writing("the report", folder):
+                    if read_metrics(folder):
+                        write_report(folder)
         if interrupted() or isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt(resume_hint(run_dir)) from None
+        if isinstance(error, RankError) and (full := told_by_rank(error)) is not None:
+            raise full from error
         raise
