@@ -18,7 +18,6 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -26,11 +25,12 @@ from tensordict import TensorDict
 from torch import nn
 
 from dyncp.comm.process_groups import ProcessGroups
-from dyncp.megatron.layers import CoreAttention, ShardParams, ShardRotary, delta_net_forward
+from dyncp.megatron.layers import CoreAttention, ShardDeltaNet, ShardParams, ShardRotary
 from dyncp.planning.cost import CostModel
 from dyncp.planning.methods import Method
 from dyncp.planning.types import DynamicPlan
 from dyncp.sharding.shards import pack_group, shard
+from seqpack.adapters.subclasses import remove_mixin, set_mixin
 from seqpack.batches.batch import view_batch
 from seqpack.planning.flops import ModelFlops, delta_net, full_attention, mlp
 
@@ -67,7 +67,7 @@ class Adaptation:
         if self.rotary is not None:
             self.model.rotary_pos_emb = self.rotary
         for layer in self.delta_nets:
-            layer.__dict__.pop("forward", None)
+            remove_mixin(layer, ShardDeltaNet)
         self.rotary, self.delta_nets = None, ()
 
 
@@ -87,8 +87,8 @@ def adapt(model: Any) -> Adaptation:
         changes.append("rotary_pos_emb: follows the shard's positions")
     delta_nets = {name: m for name, m in model.named_modules() if type(m).__name__ == "GatedDeltaNet"}
     for name, layer in delta_nets.items():
-        layer.forward = MethodType(delta_net_forward(layer.forward), layer)
-        changes.append(f"{name}: forward")
+        set_mixin(layer, ShardDeltaNet)
+        changes.append(f"{name}: class")
     return Adaptation(model, tuple(changes), rotary, tuple(delta_nets.values()))
 
 

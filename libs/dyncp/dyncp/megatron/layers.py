@@ -3,7 +3,6 @@
 Nothing here imports megatron-core: arguments of its layers are read by attribute, as `PackedSeqParams` has them.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,21 +165,19 @@ class ShardRotary(nn.Module):
         return result
 
 
-def delta_net_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the forward of a megatron-core GatedDeltaNet that takes packed sequences and groups of ranks.
+class ShardDeltaNet(nn.Module):
+    """The class of a megatron-core GatedDeltaNet that takes packed sequences and groups of ranks, before its own.
 
     A call without packed_seq_params is the original's.
     """
 
     def forward(
-        layer: Any,
-        hidden_states: torch.Tensor,
-        attention_mask: Any = None,
-        packed_seq_params: Any = None,
-        **others: Any,
+        self, hidden_states: torch.Tensor, attention_mask: Any = None, packed_seq_params: Any = None, **others: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the layer on [tokens, batch, hidden]."""
+        layer: Any = self
         if packed_seq_params is None:
-            plain: tuple[torch.Tensor, torch.Tensor | None] = original(
+            plain: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
                 hidden_states, attention_mask, packed_seq_params=None, **others
             )
             return plain
@@ -195,8 +192,6 @@ def delta_net_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         out = out.view(hidden_states.shape[1], hidden_states.shape[0], -1).transpose(0, 1).contiguous()
         result: tuple[torch.Tensor, torch.Tensor | None] = layer.out_proj(out)
         return result
-
-    return forward
 
 
 _NOT_PACKED = ("key_value_states", "inference_context", "inference_params", "attention_bias", "sequence_len_offset")

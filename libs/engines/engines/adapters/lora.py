@@ -16,7 +16,6 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from torch.nn import functional
 from engines.families.registry import family_of
 from engines.lora_config import LoraConfig
 from engines.weights.model_weights import ModelWeights, live_tensors
+from seqpack.adapters.subclasses import set_mixin, stock_class
 
 PARTS = ("lora_A", "lora_B")
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
@@ -43,6 +43,20 @@ def add_adapters(model: Any, config: LoraConfig, weights: ModelWeights, dtype: t
     Returns the names of the layers that have one now. ValueError for a target that is no linear layer of the decoder,
     or a rank that is larger than a layer.
     """
+    chosen = adapted_layers(model, config)
+    _keep_dtypes(model, weights)
+    model.requires_grad_(False)
+    for module in chosen.values():
+        options: dict[str, Any] = {"dtype": dtype, "device": module.weight.device}
+        module.lora_A = nn.Parameter(torch.zeros(config.rank, module.in_features, **options))
+        module.lora_B = nn.Parameter(torch.zeros(module.out_features, config.rank, **options))
+        module.lora_scale, module.lora_on = config.scale, True
+        set_mixin(module, LowRankLinear)
+    return tuple(chosen)
+
+
+def adapted_layers(model: Any, config: LoraConfig) -> dict[str, Any]:
+    """Return the layers that are to have adapters, by name; ValueError as `add_adapters`."""
     layers = linear_layers(model)
     for target in config.targets:
         if target not in {name.rpartition(".")[2] for name in layers}:
@@ -53,15 +67,7 @@ def add_adapters(model: Any, config: LoraConfig, weights: ModelWeights, dtype: t
         smallest = min(module.in_features, module.out_features)
         if config.targets and config.rank > smallest:
             raise ValueError(f"lora rank {config.rank} is larger than {name}, which has {smallest} features")
-    _keep_dtypes(model, weights)
-    model.requires_grad_(False)
-    for module in chosen.values():
-        options: dict[str, Any] = {"dtype": dtype, "device": module.weight.device}
-        module.lora_A = nn.Parameter(torch.zeros(config.rank, module.in_features, **options))
-        module.lora_B = nn.Parameter(torch.zeros(module.out_features, config.rank, **options))
-        module.lora_scale, module.lora_on = config.scale, True
-        module.forward = MethodType(_forward, module)
-    return tuple(chosen)
+    return chosen
 
 
 def linear_layers(model: Any) -> dict[str, Any]:
@@ -72,7 +78,7 @@ def linear_layers(model: Any) -> dict[str, Any]:
     """
     family = family_of(model.config)
     inside = {module for layer in family.layers(model) for module in layer.modules()}
-    linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m in inside}
+    linears = {name: m for name, m in model.named_modules() if stock_class(m) is nn.Linear and m in inside}
     return {n: m for n, m in linears.items() if not family.routed or n.rpartition(".")[2] not in _OF_EXPERTS}
 
 
@@ -144,13 +150,21 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _forward(module: Any, x: Tensor) -> Tensor:
-    out = functional.linear(x, module.weight, module.bias)
-    if not module.lora_on:
-        return out
-    low = functional.linear(x.to(module.lora_A.dtype), module.lora_A)
-    result: Tensor = out + (functional.linear(low, module.lora_B) * module.lora_scale).to(out.dtype)
-    return result
+class LowRankLinear(nn.Module):
+    """The class of a linear layer that has an adapter, before its stock class."""
+
+    lora_A: Tensor  # noqa: N815  (peft's name)
+    lora_B: Tensor  # noqa: N815
+    lora_scale: float
+    lora_on: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return W x, with scale * B (A x) where the adapter is on."""
+        out: Tensor = super().forward(x)
+        if not self.lora_on:
+            return out
+        low = functional.linear(x.to(self.lora_A.dtype), self.lora_A)
+        return out + (functional.linear(low, self.lora_B) * self.lora_scale).to(out.dtype)
 
 
 def _keep_dtypes(model: Any, weights: ModelWeights) -> None:

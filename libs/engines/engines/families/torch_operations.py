@@ -9,12 +9,14 @@ transformers' own PyTorch functions for host memory, what was picked before else
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType, MethodType
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 
 from engines.families.registry import family_of
+from seqpack.adapters.subclasses import remove_mixin, set_mixin, stock_class
 
 _OPERATIONS = (
     "causal_conv1d_fn",
@@ -28,47 +30,55 @@ _PACKED = ("cu_seqlens", "seq_idx")
 
 @dataclass(frozen=True)
 class TorchOperations:
-    """The changes of `choose_torch_operations`: `forward` of these modules, by name. `undo()` restores them."""
+    """The changes of `choose_torch_operations`: the class of these modules, by name. `undo()` restores them."""
 
     layers: dict[str, nn.Module]
 
     def undo(self) -> None:
         """Restore the layers as they were; a second call does nothing."""
         for module in self.layers.values():
-            vars(module).pop("forward", None)
+            remove_mixin(module, _ByDevice)
 
 
 def choose_torch_operations(model: Any) -> TorchOperations:
     """Make this model's stock delta net layers compute in PyTorch where their input is in host memory.
 
-    ValueError where another adaptation replaced a layer's forward, or a layer's code calls none of the operations.
+    ValueError where another adaptation changed a layer, or a layer's code calls none of the operations.
     """
     family = family_of(model.config)
     layers = {name: module for name, module in model.named_modules() if type(module).__name__ in family.delta_nets}
     for name, module in layers.items():
-        if "forward" in vars(module):
-            raise ValueError(f"another adaptation already replaced the forward of {name}: undo that one first")
+        if "forward" in vars(module) or stock_class(module) is not type(module):
+            raise ValueError(f"another adaptation already changed {name}: undo that one first")
+        kind: Any = type(module)
+        _in_torch(kind)
     for module in layers.values():
-        module.forward = MethodType(_by_device(type(module)), module)
+        set_mixin(module, _ByDevice)
     return TorchOperations(layers)
 
 
-def _by_device(layer: type[nn.Module]) -> Callable[..., Tensor]:
-    picked: Callable[..., Tensor] = layer.forward
-    stock = inspect.unwrap(picked)
+class _ByDevice(nn.Module):
+    """The class of a layer that chooses by the device of its input, before its stock class."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer."""
+        if hidden_states.device.type == "cpu":
+            kind: Any = stock_class(self)
+            return _in_torch(kind)(self, hidden_states, *args, **kwargs)
+        return super().forward(hidden_states, *args, **kwargs)
+
+
+@cache
+def _in_torch(layer: Any) -> Callable[..., Any]:
+    """Return the forward of a class of layers over a table of names that holds transformers' PyTorch functions."""
+    stock = inspect.unwrap(layer.forward)
     operations = [name for name in _OPERATIONS if isinstance(stock, FunctionType) and name in stock.__code__.co_names]
     if not isinstance(stock, FunctionType) or not operations:
         raise ValueError(f"{layer.__name__} calls none of {', '.join(_OPERATIONS)}")
     names = {**stock.__globals__, **{name: _torch_function(stock.__globals__[name]) for name in operations}}
     own = FunctionType(stock.__code__, names, stock.__name__, stock.__defaults__, stock.__closure__)
     own.__kwdefaults__ = stock.__kwdefaults__
-
-    def forward(module: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        chosen = own if hidden_states.device.type == "cpu" else picked
-        output: Tensor = chosen(module, hidden_states, *args, **kwargs)
-        return output
-
-    return forward
+    return own
 
 
 def _torch_function(operation: Callable[..., Any]) -> Callable[..., Any]:

@@ -40,18 +40,17 @@ def test_nothing_else_changes_and_undo_restores(kind: str) -> None:
     assert torch.equal(model(IDS).logits, plain(IDS).logits)
     chosen.undo()
     chosen.undo()
-    assert not any("forward" in vars(module) for module in model.modules())
+    assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
 
 
 def test_another_adaptation_and_packed_arguments_are_refused() -> None:
     model: Any = tiny_model("dense")
     adapted = adapt_for_packing(model)
-    with pytest.raises(ValueError, match=r"another adaptation already replaced the forward of model\.layers\.0"):
+    with pytest.raises(ValueError, match=r"another adaptation already changed model\.layers\.0"):
         choose_torch_operations(model)
     adapted.undo()
     choose_torch_operations(model)
-    with pytest.raises(ValueError, match="another adaptation"):
-        adapt_for_packing(model)
+    adapt_for_packing(model).undo()  # packing goes over it
     layer = model.model.layers[0].linear_attn
     with pytest.raises(ValueError, match="causal_conv1d_fn takes no seq_idx: pack with adapt_for_packing"):
         layer(torch.randn(1, 4, 32), seq_idx=torch.zeros(1, 4))

@@ -1,15 +1,15 @@
 """The norm behind the last layer as a compiled function, for packed calls (one row of tokens)."""
 
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from engines.fast.compiling import MIN_TOKENS, compiled, mark_tokens
 from engines.fast.pointwise import rms_norm, rms_norm_grad
+from seqpack.adapters.subclasses import remove_mixin, set_mixin
 
 
 def final_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -25,16 +25,29 @@ def final_norm_grad(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tupl
 
 def use_final_norm(norm: Any, eps: float, backend: str | None) -> None:
     """Make this norm module run as a function where it is given one row of tokens."""
-    original = norm.forward
+    set_mixin(norm, FunctionNorm)
+    vars(norm)["function_options"] = eps, backend
 
-    def forward(module: Any, hidden: Tensor) -> Tensor:
+
+def undo_final_norm(norm: nn.Module) -> None:
+    """Restore the norm; nothing where it is the stock one."""
+    remove_mixin(norm, FunctionNorm)
+    vars(norm).pop("function_options", None)
+
+
+class FunctionNorm(nn.Module):
+    """The class of a norm that runs as a function, before its stock class."""
+
+    weight: Tensor
+    function_options: tuple[float, str | None]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalise [1, T, H] by the function, anything else by the stock forward."""
         if hidden.dim() != 3 or hidden.shape[0] != 1:
-            unpacked: Tensor = original(hidden)
+            unpacked: Tensor = super().forward(hidden)
             return unpacked
-        result: Tensor = _Norm.apply(hidden.squeeze(0), module.weight, eps, backend).unsqueeze(0)
+        result: Tensor = _Norm.apply(hidden.squeeze(0), self.weight, *self.function_options).unsqueeze(0)
         return result
-
-    norm.forward = MethodType(forward, norm)
 
 
 class _Norm(Function):

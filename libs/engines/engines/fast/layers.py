@@ -1,14 +1,13 @@
 """Decoder layers of one model that run as two functions each, mixer and MLP, under autograd, with adapters or without.
 
-`use_layer_functions(model)` replaces the forward of each decoder layer instance, and only for calls that carry a
-`PackedContext`; hooks of FSDP and recomputation stay outside. The adaptation of `scoring.packed_model` stays as it
-was for everything else. The plain reference is the same model without it.
+`use_layer_functions(model)` gives each decoder layer instance a subclass of its class, whose forward differs for calls
+that carry a `PackedContext` alone; hooks of FSDP and recomputation stay outside. The adaptation of
+`scoring.packed_model` stays as it was for everything else. The plain reference is the same model without it.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from types import MethodType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -31,10 +30,10 @@ from engines.fast.blocks import (
 )
 from engines.fast.compiling import MIN_TOKENS, compiled, mark_tokens
 from engines.fast.delta_rule import prepare_delta_rule
-from engines.fast.final_norm import use_final_norm
+from engines.fast.final_norm import undo_final_norm, use_final_norm
 from engines.fast.sequence_bounds import Sequences
-from seqpack.adapters.context import PackedContext
-from seqpack.adapters.mixers import CONTEXT_KEY
+from seqpack.adapters.context import CONTEXT_KEY, PackedContext
+from seqpack.adapters.subclasses import remove_mixin, set_mixin
 
 
 class Block(NamedTuple):
@@ -53,14 +52,17 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerFunctions:
-    """The changes of `use_layer_functions`: `forward` of these modules. `undo()` restores them."""
+    """The changes of `use_layer_functions`: the classes of these layers and of a norm. `undo()` restores them."""
 
-    modules: tuple[nn.Module, ...]
+    layers: tuple[nn.Module, ...]
+    norm: nn.Module
 
     def undo(self) -> None:
         """Restore the layers; a second call does nothing."""
-        for module in self.modules:
-            module.__dict__.pop("forward", None)
+        for layer in self.layers:
+            remove_mixin(layer, FunctionLayer)
+            vars(layer).pop("functions", None)
+        undo_final_norm(self.norm)
 
 
 def use_layer_functions(model: Any, backend: str | None = "inductor") -> LayerFunctions:
@@ -75,11 +77,11 @@ def use_layer_functions(model: Any, backend: str | None = "inductor") -> LayerFu
     names = {id(mixer): name for name, mixer in model.named_modules()}
     for layer in layers:
         mixer = next(iter(family.mixers(layer)))[0]
-        run = _Layer(names[id(mixer)], text, backend)
-        layer.forward = MethodType(run.forward_over(layer.forward), layer)
+        set_mixin(layer, FunctionLayer)
+        vars(layer)["functions"] = _Functions(names[id(mixer)], text, backend)
     norm = model.base_model.norm
     use_final_norm(norm, float(text.rms_norm_eps), backend)
-    return LayerFunctions((*layers, norm))
+    return LayerFunctions(layers, norm)
 
 
 def sequences_of(context: PackedContext, text: Any) -> Sequences:
@@ -93,26 +95,28 @@ def sequences_of(context: PackedContext, text: Any) -> Sequences:
     return sequences
 
 
-class _Layer:
-    """The forward of one decoder layer."""
+class FunctionLayer(nn.Module):
+    """The class of a decoder layer that runs as functions, before its stock class."""
+
+    functions: "_Functions"
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the functions on a packed call, the stock forward on any other."""
+        context: PackedContext | None = kwargs.get(CONTEXT_KEY)
+        if context is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        context.mixed.append(self.functions.name)
+        return self.functions.run(self, hidden_states.squeeze(0), kwargs["position_embeddings"], context).unsqueeze(0)
+
+
+class _Functions:
+    """The functions of one decoder layer."""
 
     def __init__(self, name: str, text: Any, backend: str | None) -> None:
         self.name = name
         self.text = text
         self.eps = float(text.rms_norm_eps)
         self.backend = backend
-
-    def forward_over(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the method that replaces `original`."""
-
-        def forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            context: PackedContext | None = kwargs.get(CONTEXT_KEY)
-            if context is None:
-                return original(hidden_states, *args, **kwargs)
-            context.mixed.append(self.name)
-            return self.run(layer, hidden_states.squeeze(0), kwargs["position_embeddings"], context).unsqueeze(0)
-
-        return forward
 
     def run(self, layer: Any, x: Tensor, angles: tuple[Tensor, Tensor], context: PackedContext) -> Tensor:
         cos, sin = (part.squeeze(0) for part in angles)

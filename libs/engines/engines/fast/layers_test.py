@@ -117,7 +117,10 @@ def test_calls_without_a_context_and_after_undo_are_stock() -> None:
     functions = use_layer_functions(model, None)
     assert torch.equal(model(ids).logits, expected)
     functions.undo()
-    assert not any("forward" in vars(module) for module in (model.base_model.norm, *model.base_model.layers))
+    stock: Any = tiny_model()
+    changed = [(one.base_model.norm, *one.base_model.layers) for one in (model, stock)]
+    assert [type(module) for module in changed[0]] == [type(module) for module in changed[1]]
+    assert [set(vars(module)) for module in changed[0]] == [set(vars(module)) for module in changed[1]]
 
 
 def test_nothing_crosses_a_boundary() -> None:

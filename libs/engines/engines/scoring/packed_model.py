@@ -11,7 +11,7 @@ from seqpack.batches.packed import PackedBatch
 
 
 def adapt_for_packing(model: Any) -> Adaptation:
-    """Prepare this model instance for packed calls; an instance that is prepared already returns its Adaptation again.
+    """Prepare this model instance for packed calls; one that is prepared already stays as it is.
 
     ValueError for a model whose family is not registered, or that is not what its family says.
     """
@@ -20,7 +20,8 @@ def adapt_for_packing(model: Any) -> Adaptation:
         raise ValueError("adapt_for_packing needs a transformers model, this one has no config")
     family = family_of(config)
     family.check_module(model)
-    return adapt_mixers(model, [mixer for layer in family.layers(model) for mixer in family.mixers(layer)])
+    mixers = [mixer for layer in family.layers(model) for mixer in family.mixers(layer)]
+    return adapt_mixers(model, mixers, family.decoder(model))
 
 
 def packed_logits(model: Any, packed: PackedBatch, ops: PackedOps | None = None) -> Tensor:

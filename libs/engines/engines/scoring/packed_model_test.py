@@ -95,25 +95,28 @@ def test_without_a_context_the_model_is_as_before(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_undo_restores_the_instance(kind: str) -> None:
     model: Any = tiny_model(kind)
-    config = model.config
+    config, before = model.config, [(type(module), set(vars(module))) for module in model.modules()]
     adaptation = adapt_for_packing(model)
-    assert adapt_for_packing(model) is adaptation
+    assert adapt_for_packing(model) == adaptation
     assert len(adaptation.changes) == config.num_hidden_layers
     adaptation.undo()
     adaptation.undo()
     assert model.config is config
-    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert [(type(module), set(vars(module))) for module in model.modules()] == before
     with pytest.raises(ValueError, match="adapt_for_packing"):
         packed_logits(model, pack_sequences(tiny_batch([3])))
 
 
 def test_another_model_of_the_same_config_is_not_touched() -> None:
-    first = tiny_model("dense")
-    second = type(first)(first.config)
-    known = set(ALL_ATTENTION_FUNCTIONS)
+    first: Any = tiny_model("dense")
+    second: Any = type(first)(first.config)
+    before = [type(module) for module in second.modules()]
+    known = dict(ALL_ATTENTION_FUNCTIONS)
     adapt_for_packing(first)
-    assert set(ALL_ATTENTION_FUNCTIONS) == known
-    assert not any("forward" in module.__dict__ for module in second.modules())
+    assert {name: ALL_ATTENTION_FUNCTIONS[name] for name in known} == known
+    assert [type(module) for module in second.modules()] == before
+    assert all(module.config is second.config for module in second.modules() if hasattr(module, "config"))
+    assert second.config._attn_implementation == "sdpa"
 
 
 def test_multi_axis_positions_reach_the_rotary_embedding() -> None:

@@ -8,15 +8,13 @@ Invariants (tests, by family): scores and gradients are those of all rows, and a
 the model's own.
 """
 
-from collections.abc import Callable
-from types import MethodType
+import math
 from typing import Any
 
 from torch import Tensor, nn
 
 from engines.families.registry import family_of
-from seqpack.adapters.context import PackedContext
-from seqpack.adapters.mixers import CONTEXT_KEY
+from seqpack.adapters.context import CONTEXT_KEY, PackedContext
 
 READ = "read_rows"
 """Key in `PackedContext.derived` of i64[N], distinct rows of the packed tokens."""
@@ -38,38 +36,40 @@ def compute_read_rows(model: Any) -> tuple[nn.Module, ...]:
     mixer, _ = next(iter(family.mixers(layer)))
     modules = [*(module for name, module in mixer.named_children() if name in _OF_A_ROW), layer.mlp]
     here = _Rows()
-    mixer.forward = MethodType(here.reading(mixer.forward), mixer)
+    mixer.register_forward_pre_hook(here.begin, with_kwargs=True)
     for module in modules:
-        module.forward = MethodType(here.computing(module.forward), module)
+        module.register_forward_pre_hook(here.gather)
+        module.register_forward_hook(here.scatter)
     return tuple(modules)
 
 
 class _Rows:
-    """The rows that the running layer computes; None for all."""
+    """The rows that the running layer computes, None for all; its methods are hooks, so that a copy has its own."""
 
     def __init__(self) -> None:
         self.rows: Tensor | None = None
+        self.shape: tuple[int, ...] | None = None
 
-    def reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a mixer's forward that reads the rows first: each call of the layer, recomputed too, begins there."""
+    def begin(self, mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Read the rows of this call of the layer: each call, recomputed too, begins with its mixer."""
+        del mixer, args
+        context: PackedContext | None = kwargs.get(CONTEXT_KEY)
+        self.rows = None if context is None else context.derived.get(READ)
 
-        def forward(mixer: Any, *args: Any, **kwargs: Any) -> Any:
-            del mixer
-            context: PackedContext | None = kwargs.get(CONTEXT_KEY)
-            self.rows = None if context is None else context.derived.get(READ)
-            return original(*args, **kwargs)
+    def gather(self, module: nn.Module, args: tuple[Tensor]) -> Tensor | None:
+        """Return the rows to compute in the place of all; None where gathering does not pay."""
+        del module
+        flat, rows = args[0].flatten(0, -2), self.rows
+        if rows is None or len(rows) > _WORTH * len(flat):
+            self.shape = None
+            return None
+        self.shape = tuple(args[0].shape[:-1])
+        return flat.index_select(0, rows)
 
-        return forward
-
-    def computing(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return a module's forward on these rows; the other rows are zero."""
-
-        def forward(module: Any, x: Tensor) -> Tensor:
-            del module
-            flat, rows = x.flatten(0, -2), self.rows
-            if rows is None or len(rows) > _WORTH * len(flat):
-                return original(x)
-            y = original(flat.index_select(0, rows))
-            return y.new_zeros(len(flat), y.shape[-1]).index_copy(0, rows, y).view(*x.shape[:-1], y.shape[-1])
-
-        return forward
+    def scatter(self, module: nn.Module, args: tuple[Tensor], y: Tensor) -> Tensor | None:
+        """Put the computed rows at their places; the other rows are zero."""
+        del module, args
+        if self.shape is None or self.rows is None:
+            return None
+        whole = y.new_zeros(math.prod(self.shape), y.shape[-1])
+        return whole.index_copy(0, self.rows, y).view(*self.shape, y.shape[-1])

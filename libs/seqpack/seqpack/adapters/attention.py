@@ -1,84 +1,108 @@
-"""The packed forward of attention layers: a layer's stock code, with an attention function of our own.
+"""Packed attention in stock layers, under a name of our own in transformers' registry of attention functions.
 
-Stock layers project, normalise and rotate, then look a function up in transformers' `ALL_ATTENTION_FUNCTIONS`. The
-stock code of one layer instance is run over a table of its own that holds packed attention; transformers' table, and
-every other model of the process, stay as they are.
+Stock layers project, normalise and rotate, then look up the function that their config names. The layers of an adapted
+model have a copy of the config that names `NAME`; the model's own config, by which masks are made, stays as it is. A
+call that carries a context goes to packed attention; one without goes to the function that the model's config names.
 """
 
+import copy
 import inspect
-from collections.abc import Callable
-from types import FunctionType
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from seqpack.adapters.context import PackedContext
+from seqpack.adapters.context import CONTEXT_KEY, PackedContext
 
+NAME = "seqpack_packed"
+"""The name in `transformers.AttentionInterface`."""
 _TABLE = "ALL_ATTENTION_FUNCTIONS"
+_STOCK = "stock_attention"
 _INERT = frozenset(["position_ids", "use_cache", "output_router_logits", "output_attentions", "output_hidden_states"])
 _INERT |= {"num_items_in_batch"}
 """Arguments of a stock attention call that have nothing to do with its result here: nothing is cached or returned, and
 the count of a batch's labels, which trainers hand to the model, is the loss's."""
 
 
-class PackedAttention:
-    """In the place of transformers' table of attention functions, for one call: `context` does the mixing."""
+@dataclass(frozen=True)
+class StockAttention:
+    """What a layer would use if it were not adapted: its config, and the function where that names "eager"."""
 
-    def __init__(self, context: PackedContext) -> None:
-        self.context = context
-
-    def get_interface(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the packed function, whichever implementation the config names."""
-        del name, default
-        return self.attend
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        sliding_window: int | None = None,
-        **unknown: Any,
-    ) -> tuple[Tensor, None]:
-        """Attend in each sequence: query, key, value [1, heads, T, D] -> [1, T, heads, D].
-
-        ValueError names an argument that is not handled.
-        """
-        del attention_mask  # packed attention is causal inside each sequence
-        unhandled = sorted(name for name, value in unknown.items() if value is not None and name not in _INERT)
-        if unhandled:
-            raise ValueError(f"packed attention does not take {unhandled[0]} (from {type(module).__name__})")
-        if dropout:
-            raise ValueError("packed attention has no dropout: call model.eval(), or set attention_dropout to 0")
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype) for x in (query, key, value))
-        return self.context.ops.attention(q, k, v, self.context, scale, sliding_window).unsqueeze(0), None
+    config: Any
+    eager: Callable[..., Any]
 
 
-def packed_attention_forward(layer: nn.Module) -> Callable[..., Any]:
-    """Return a function (layer, context, *arguments of the stock forward): the stock forward over
-    `PackedAttention(context)`.
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend as transformers' registry asks for it: query, key, value [1, heads, T, D] -> [1, T, heads, D]."""
+    context: PackedContext | None = options.pop(CONTEXT_KEY, None)
+    if context is not None:
+        return packed_attention(module, query, key, value, context, **options), None
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ValueError for a layer whose code does not look its attention function up in transformers' table.
-    """
+    stock: StockAttention = vars(module)[_STOCK]
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(stock.config._attn_implementation, stock.eager)
+    result: tuple[Tensor, Tensor | None] = function(module, query, key, value, attention_mask, **options)
+    return result
 
-    def code_of(module: nn.Module) -> FunctionType:
-        stock = inspect.unwrap(type(module).forward)
-        if not isinstance(stock, FunctionType) or _TABLE not in stock.__code__.co_names:
-            raise ValueError(f"{type(module).__name__} does not choose its attention through transformers' {_TABLE}")
-        return stock
 
-    code_of(layer)
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    context: PackedContext,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **unknown: Any,
+) -> Tensor:
+    """Attend causally in each sequence. ValueError names an argument that is not handled."""
+    unhandled = sorted(name for name, value in unknown.items() if value is not None and name not in _INERT)
+    if unhandled:
+        raise ValueError(f"packed attention does not take {unhandled[0]} (from {type(module).__name__})")
+    if dropout:
+        raise ValueError("packed attention has no dropout: call model.eval(), or set attention_dropout to 0")
+    context.mixed.append(type(module).__name__)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    return context.ops.attention(q, k, v, context, scale, sliding_window).unsqueeze(0)
 
-    def forward(module: nn.Module, context: PackedContext, *args: Any, **kwargs: Any) -> Any:
-        stock = code_of(module)  # now: another adaptation may have changed the class, or put it back
-        names = {**stock.__globals__, _TABLE: PackedAttention(context)}
-        own = FunctionType(stock.__code__, names, stock.__name__, stock.__defaults__, stock.__closure__)
-        own.__kwdefaults__ = stock.__kwdefaults__
-        return own(module, *args, **kwargs)
 
-    return forward
+def stock_attention(layer: nn.Module) -> StockAttention:
+    """Return what a layer uses. ValueError where it does not look its function up in transformers' registry."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    code: Any = inspect.unwrap(type(layer).forward)
+    names = getattr(code, "__globals__", {})
+    if names.get(_TABLE) is not ALL_ATTENTION_FUNCTIONS or _TABLE not in code.__code__.co_names:
+        raise ValueError(f"{type(layer).__name__} does not choose its attention through transformers' {_TABLE}")
+    return StockAttention(layer.config, names["eager_attention_forward"])
+
+
+def adapt_attention(layers: Iterable[nn.Module]) -> None:
+    """Let these layers look up `NAME`. ValueError, with nothing changed, where one of them looks nothing up."""
+    from transformers import AttentionInterface
+
+    stocks = {layer: stock_attention(layer) for layer in layers}
+    AttentionInterface.register(NAME, attend)
+    configs = {id(stock.config): copy.deepcopy(stock.config) for stock in stocks.values()}
+    for config in configs.values():
+        config._attn_implementation = NAME
+    for layer, stock in stocks.items():
+        vars(layer)[_STOCK] = stock
+        layer.config = configs[id(stock.config)]
+
+
+def restore_attention(layer: nn.Module) -> None:
+    """Give a layer its config back; nothing where it has it."""
+    stock: StockAttention | None = vars(layer).pop(_STOCK, None)
+    if stock is not None:
+        layer.config = stock.config

@@ -11,6 +11,8 @@ from torch import Tensor
 from seqpack.ops import attention, causal_conv1d, gated_delta_rule
 
 Activation = Literal["silu"] | None
+CONTEXT_KEY = "packed_context"
+"""The keyword under which a context travels through the model's layers (recomputed layers see it as well)."""
 
 
 class PackedOps(Protocol):

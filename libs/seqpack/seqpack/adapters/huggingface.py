@@ -4,31 +4,28 @@
     model(**collator(samples))                # a row of seqpack.adapters.PackedCollator, or of TRL's padding-free one
 
 Strategy
-1. A hook in front of the base model takes the flash arguments of a call (`cu_seq_lens_q`, ...), which say where
-   sequences begin, and hands a `PackedContext` down to the layers in their place.
-2. Each layer that mixes tokens runs its packed form over that context (`seqpack.adapters.mixers`): attention, the
-   causal convolution and the gated delta rule of `seqpack.ops`. All others are token by token and stay the stock code,
-   the head and the loss too.
-3. A hook behind the base model checks that every such layer went through the context.
+1. The base model gets a subclass of its class (`seqpack.adapters.mixers`): it takes the flash arguments of a call
+   (`cu_seq_lens_q`, ...), which say where sequences begin, and hands a `PackedContext` down to the layers in their
+   place. Afterwards it checks that every layer that mixes tokens went through the context.
+2. Each such layer runs its packed form over that context: attention, the causal convolution and the gated delta rule of
+   `seqpack.ops`. All others are token by token and stay the stock code, the head and the loss too.
 
-A call without flash arguments (padded batches, generate) is the stock model's. Which models are taken is a table here;
-each has a row in the tests, which hold packed to one by one, logits and gradients.
+A call without flash arguments (padded batches, generate) is the stock model's, and one whose position_ids begin again
+inside a row is refused: its boundaries were lost. A copy of the model is adapted as well. Which models are taken is a
+table here; each has a row in the tests, which hold packed to one by one, logits and gradients.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from seqpack.adapters.arguments import flash_arguments
-from seqpack.adapters.context import PackedContext
 from seqpack.adapters.delta_net import PackedForward, joint_projections, split_projections
-from seqpack.adapters.mixers import CONTEXT_KEY, Adaptation, adapt_mixers, check_mixed, no_mask
+from seqpack.adapters.mixers import Adaptation, adapt_mixers
 from seqpack.batches.packed import PackedBatch
 
-_FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _ROPE_TYPES = frozenset(["default", "linear", "llama3", "yarn"])
 """Types whose angles depend on a token's position alone; "dynamic" and "longrope" depend on the longest of a call."""
 
@@ -71,16 +68,10 @@ def adapt_for_packing(model: Any) -> Adaptation:
             "MIXERS in seqpack/adapters/huggingface.py, and a row to its test"
         )
     _check_rope(config)
-    base = model.base_model
-    layers = getattr(base, "layers", None)
+    layers = getattr(model.base_model, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(f"{type(model).__name__} has no base_model.layers: hand the causal LM itself")
-    adaptation = adapt_mixers(model, [_mixer(layer, known) for layer in layers])
-    if not adaptation.hooks:
-        hook = _Hooks(adaptation)
-        adaptation.hooks.append(base.register_forward_pre_hook(hook.before, with_kwargs=True))
-        adaptation.hooks.append(base.register_forward_hook(hook.after, with_kwargs=True))
-    return adaptation
+    return adapt_mixers(model, [_mixer(layer, known) for layer in layers])
 
 
 def packed_forward(model: nn.Module, packed: PackedBatch) -> Tensor:
@@ -89,53 +80,6 @@ def packed_forward(model: nn.Module, packed: PackedBatch) -> Tensor:
     output = model(input_ids=ids, position_ids=positions, use_cache=False, **flash_arguments(packed))
     logits: Tensor = output.logits
     return logits[0]
-
-
-class _Hooks:
-    """Hooks that translate the arguments of a call of the base model."""
-
-    def __init__(self, adaptation: Adaptation) -> None:
-        self.adaptation = adaptation
-
-    def before(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Replace the flash arguments by a context."""
-        del module
-        if kwargs.get("cu_seq_lens_q") is None:
-            return None
-        bounds, longest = kwargs["cu_seq_lens_q"], kwargs.get("max_length_q")
-        tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
-        _check_row(args, kwargs, tokens, bounds)
-        if longest is None:
-            longest = int(bounds.diff().max())
-        others = {key: value for key, value in kwargs.items() if key not in _FLASH}
-        context = PackedContext(bounds.to(torch.int32), int(longest))
-        assert tokens is not None
-        return args, {**others, "attention_mask": no_mask(tokens), "use_cache": False, CONTEXT_KEY: context}
-
-    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Check that no layer was missed."""
-        del module, args, output
-        if (context := kwargs.get(CONTEXT_KEY)) is not None:
-            check_mixed(context, self.adaptation)
-
-
-def _check_row(args: tuple[Any, ...], kwargs: Mapping[str, Any], tokens: Tensor | None, bounds: Tensor) -> None:
-    """Raise ValueError for a call that is no packed row; nothing is read that waits for a device."""
-    if args or tokens is None:
-        raise ValueError("a packed row goes to the model by keyword: input_ids=..., cu_seq_lens_q=..., ...")
-    if tokens.shape[0] != 1:
-        raise ValueError(f"a packed row is one row, input_ids has {tokens.shape[0]}: flatten them, [1, T]")
-    if kwargs.get("position_ids") is None:
-        raise ValueError("a packed row needs position_ids that begin again with each sequence")
-    mask = kwargs.get("attention_mask")
-    if mask is not None and mask.ndim == 2 and mask.device.type == "cpu" and not bool(mask.all()):
-        raise ValueError("a packed row has no padding outside of its sequences: leave attention_mask out")
-    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
-        raise ValueError("a packed row has no cache: use_cache=False")
-    if bounds.device.type == "cpu" and int(bounds[-1]) != tokens.shape[1]:
-        raise ValueError(f"cu_seq_lens_q ends at {int(bounds[-1])}, the row has {tokens.shape[1]} tokens")
 
 
 def _mixer(layer: nn.Module, known: Mixers) -> tuple[nn.Module, PackedForward | None]:

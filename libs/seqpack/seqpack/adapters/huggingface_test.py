@@ -94,16 +94,16 @@ def test_a_call_without_boundaries_is_the_stock_models_and_undo_restores() -> No
     model = tiny()
     plain = copy.deepcopy(model)
     adaptation = adapt_for_packing(model)
-    assert adapt_for_packing(model) is adaptation
+    assert adapt_for_packing(model) == adaptation
     ids = torch.randint(2, 48, (2, 7), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[0, 4:] = 0
     assert torch.equal(model(ids, attention_mask=mask).logits, plain(ids, attention_mask=mask).logits)
     adaptation.undo()
-    assert not model.base_model._forward_pre_hooks
-    assert not model.base_model._forward_hooks
-    assert not any("forward" in vars(module) for module in model.modules())
-    assert len(adapt_for_packing(model).hooks) == 2
+    adaptation.undo()
+    assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
+    assert [set(vars(module)) for module in model.modules()] == [set(vars(module)) for module in plain.modules()]
+    assert all(module.config is model.config for module in model.modules() if hasattr(module, "config"))
 
 
 def test_refusals() -> None:

@@ -1,87 +1,116 @@
-"""Packed forward passes in the layers of one model instance: an explicit, reversible change.
+"""Packed mixers in the layers of one model instance: an explicit, reversible change.
 
 Stock models leak state between packed sequences (the convolution and the recurrence of gated delta net layers, and
-attention with a cache or a mask). After `adapt_mixers(model, mixers)`, a call that carries a `PackedContext` runs these
-layers through `seqpack.ops`, sequence by sequence. A call without one is untouched: padded batches, caches, generate().
+attention with a cache or a mask). After `adapt_mixers(model, mixers)`, a call that carries a `PackedContext` or flash
+arguments runs these layers through `seqpack.ops`, sequence by sequence. A call without them is untouched: padded
+batches, caches, generate(); but position_ids that begin again in a row, with nothing that says where, are refused.
+
+No forward is replaced: attention layers look a function up under our own name, delta nets and the decoder have a
+subclass of their class. So the model is copied, pickled and compiled as a stock one is, and a copy is adapted too.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from types import MethodType
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from seqpack.adapters.attention import packed_attention_forward
-from seqpack.adapters.context import PackedContext
+from seqpack.adapters.attention import adapt_attention, restore_attention
+from seqpack.adapters.boundaries import context_of, no_mask, refuse_restarts
+from seqpack.adapters.context import CONTEXT_KEY, PackedContext
 from seqpack.adapters.delta_net import PackedForward
+from seqpack.adapters.subclasses import remove_mixin, set_mixin
 
-CONTEXT_KEY = "packed_context"
-"""The keyword under which a context travels through the model's layers (recomputed layers see it as well)."""
-_ADAPTED: "WeakKeyDictionary[nn.Module, Adaptation]" = WeakKeyDictionary()
+_NUMBER = "packed_mixers"
 
 
 @dataclass(frozen=True)
 class Adaptation:
-    """What was changed in a model: `forward` of these modules, by name. `undo()` puts everything back.
-
-    `hooks`: what translates the arguments of a trainer (`seqpack.adapters.huggingface`), where that was asked for.
-    """
+    """What was changed in a model: its decoder, and these mixers, by name. `undo()` puts everything back."""
 
     model: nn.Module
-    mixers: dict[str, nn.Module]
-    hooks: list[RemovableHandle] = field(default_factory=list)
+    decoder: nn.Module
+    mixers: Mapping[str, nn.Module]
 
     @property
     def changes(self) -> tuple[str, ...]:
         """The changes, one line each."""
-        return tuple(f"{name}: forward" for name in self.mixers)
+        kinds = {name: "class" if isinstance(m, PackedDeltaNet) else "config" for name, m in self.mixers.items()}
+        return tuple(f"{name}: {kind}" for name, kind in kinds.items())
 
     def undo(self) -> None:
         """Restore the model as it was before; a second call does nothing."""
-        if _ADAPTED.get(self.model) is not self:
+        if not isinstance(self.decoder, PackedDecoder):
             return
-        for hook in self.hooks:
-            hook.remove()
         for module in self.mixers.values():
-            del module.__dict__["forward"]
-        del _ADAPTED[self.model]
+            remove_mixin(module, PackedDeltaNet)
+            restore_attention(module)
+        remove_mixin(self.decoder, PackedDecoder)
+        del vars(self.decoder)[_NUMBER]
 
 
-def adapt_mixers(model: nn.Module, mixers: Iterable[tuple[nn.Module, PackedForward | None]]) -> Adaptation:
-    """Replace the forward of each mixer (a module that mixes tokens) by its packed form (None: attention).
+def adapt_mixers(
+    model: Any, mixers: Iterable[tuple[nn.Module, PackedForward | None]], decoder: nn.Module | None = None
+) -> Adaptation:
+    """Make each mixer (a module that mixes tokens) run its packed form (None: attention) where a call has a context.
 
-    Return the same Adaptation if the model is adapted already. ValueError where another adaptation replaced a layer's
-    forward, or an attention layer does not look its attention function up in transformers' table.
+    `decoder`: the text model that holds them, `model.base_model` by default. An adapted model stays as it is.
+    ValueError where another adaptation replaced a layer's forward, or an attention layer does not look its function up
+    in transformers' registry.
     """
-    if model in _ADAPTED:
-        return _ADAPTED[model]
+    decoder = model.base_model if decoder is None else decoder
+    assert decoder is not None
     names = {module: name for name, module in model.named_modules()}
-    named = [(names[module], module, packed) for module, packed in mixers]
-    if any("forward" in vars(module) for _, module, _ in named):
+    found = list(mixers)
+    adaptation = Adaptation(model, decoder, {names[module]: module for module, _ in found})
+    if isinstance(decoder, PackedDecoder):
+        return adaptation
+    if any("forward" in vars(module) for module, _ in found):
         raise ValueError("another adaptation already replaced a layer's forward: undo that one first")
-    forwards = [packed_attention_forward(m) if packed is None else _delta_net(packed) for _, m, packed in named]
-    for (name, module, _), own in zip(named, forwards, strict=True):
-        module.forward = MethodType(_with_context(name, own, module.forward), module)
-    adaptation = _ADAPTED[model] = Adaptation(model, {name: module for name, module, _ in named})
+    adapt_attention(module for module, packed in found if packed is None)
+    for module, packed in found:
+        if packed is not None:
+            set_mixin(module, PackedDeltaNet, packed=packed)
+    set_mixin(decoder, PackedDecoder)
+    vars(decoder)[_NUMBER] = len(found)
     return adaptation
 
 
-def check_mixed(context: PackedContext, adaptation: Adaptation) -> None:
-    """Raise RuntimeError unless every mixer used the context: a layer that did not would leak."""
-    if len(context.mixed) != len(adaptation.mixers):
-        raise RuntimeError(
-            f"{len(context.mixed)} of {len(adaptation.mixers)} layers mixed tokens through the packed context: "
-            "this model's layers do not hand keyword arguments down, so packing it would leak between sequences"
-        )
+class PackedDecoder(nn.Module):
+    """The class of an adapted decoder, before its stock class: where each call learns where its sequences begin."""
+
+    packed_mixers: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the stock forward; with boundaries, check that every mixer used them: one that did not would leak."""
+        context: PackedContext | None = kwargs.get(CONTEXT_KEY)
+        if context is None:
+            context, kwargs = context_of(args, kwargs)
+        if context is None:
+            refuse_restarts(args, kwargs)
+            return super().forward(*args, **kwargs)
+        context.mixed.clear()
+        output = super().forward(*args, **kwargs)
+        if len(context.mixed) != self.packed_mixers:
+            raise RuntimeError(
+                f"{len(context.mixed)} of {self.packed_mixers} layers mixed tokens through the packed context: "
+                "this model's layers do not hand keyword arguments down, so packing it would leak between sequences"
+            )
+        return output
 
 
-def no_mask(like: Tensor) -> Tensor:
-    """Return a mask that transformers passes on instead of building one of T x T; packed layers ignore it."""
-    return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=like.device)
+class PackedDeltaNet(nn.Module):
+    """The class of an adapted gated delta net, before its stock class."""
+
+    packed: PackedForward
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the packed form where the call has a context (masks and caches are the stock layer's), else the stock."""
+        context: PackedContext | None = kwargs.pop(CONTEXT_KEY, None)
+        if context is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        context.mixed.append(type(self).__name__)
+        return self.packed(self, hidden_states.squeeze(0), context).unsqueeze(0)
 
 
 def packed_output(
@@ -100,44 +129,21 @@ def packed_output(
     `input_ids`, as where images are among the tokens. `options` go to the base model (such as output_router_logits).
     The model must be adapted. A layer that did not go through the context is an error, never a silent leak.
     """
-    adaptation = _ADAPTED.get(model)
-    if adaptation is None:
+    decoder = model.base_model if decoder is None else decoder
+    if not isinstance(decoder, PackedDecoder):
         raise ValueError("the model is not prepared for packed sequences: call adapt_for_packing(model) first")
-    positions = position_ids.unsqueeze(-2)  # [1, T], or [axes, 1, T]
-    context.mixed.clear()
     inputs = {"input_ids": input_ids} if embeddings is None else {"inputs_embeds": embeddings}
-    output = (model.base_model if decoder is None else decoder)(
+    return decoder(
         **{name: tensor.unsqueeze(0) for name, tensor in inputs.items()},
-        position_ids=positions,
+        position_ids=position_ids.unsqueeze(-2),  # [1, T], or [axes, 1, T]
         attention_mask=no_mask(input_ids),
         use_cache=False,
         **options,
         **{CONTEXT_KEY: context},
     )
-    check_mixed(context, adaptation)
-    return output
 
 
 def packed_hidden(model: Any, input_ids: Tensor, position_ids: Tensor, context: PackedContext) -> Tensor:
     """Return last hidden states [T, H] of packed tokens; arguments as for `packed_output`."""
     hidden: Tensor = packed_output(model, input_ids, position_ids, context).last_hidden_state
     return hidden.squeeze(0)
-
-
-def _with_context(name: str, packed: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        context: PackedContext | None = kwargs.pop(CONTEXT_KEY, None)
-        if context is None:
-            return original(*args, **kwargs)
-        context.mixed.append(name)
-        return packed(module, context, *args, **kwargs)
-
-    return forward
-
-
-def _delta_net(packed: PackedForward) -> Callable[..., Any]:
-    def forward(module: nn.Module, context: PackedContext, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        del args, kwargs  # masks and caches of the stock layer
-        return packed(module, hidden_states.squeeze(0), context).unsqueeze(0)
-
-    return forward
