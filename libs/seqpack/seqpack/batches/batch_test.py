@@ -175,6 +175,16 @@ def test_routed_experts_lie_along_the_tokens(lengths: list[int]) -> None:
     assert all(torch.equal(found, chosen[i]) for i, found in zip(backwards, back, strict=True))
 
 
+def test_routed_experts_under_another_label_are_laid_out_by_the_tokens() -> None:
+    """Where rows have as many tokens as layers, the dimension that is labelled ragged says nothing."""
+    chosen = [torch.randint(-1, 9, (2, 2, 3), dtype=torch.int16) for _ in "ab"]
+    batch = changed(input_ids=jagged([torch.arange(2)] * 2), loss_mask=jagged([torch.tensor([False, True])] * 2))
+    batch["routed_experts"] = jagged(chosen, 1)
+    view = view_batch(batch)
+    assert view.parts("routed_experts").dim == 0
+    assert torch.equal(view.flat("routed_experts"), torch.cat(chosen))
+
+
 def test_routed_experts_of_another_shape_are_refused() -> None:
     good = torch.zeros(3, 2, 2, dtype=torch.int16)
     for wrong in (good.int(), good[:2], good[:, 0], good.transpose(0, 1).repeat(1, 2, 1)):
