@@ -312,13 +312,3 @@ def test_overlong_and_empty_samples_by_choice() -> None:
         packed_dataloader(samples, 16, collator=lambda rows: rows, overlong="truncate")
     with pytest.raises(ValueError, match="max_length"):
         PackedCollator(max_length=0)
-
-
-def test_seed_and_epoch_draw_orders_of_their_own() -> None:
-    orders = {}
-    for seed in range(4):
-        for epoch in range(4):
-            sampler = PackedBatchSampler(LENGTHS, 16, seed=seed)
-            sampler.set_epoch(epoch)
-            orders[seed, epoch] = list(sampler)
-    assert len({str(order) for order in orders.values()}) == 16, "seed 1 of epoch 2 is not seed 2 of epoch 1"
