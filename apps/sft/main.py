@@ -21,6 +21,7 @@ from apps.common.data.model_files import open_model_directory
 from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
 from apps.common.run.config_file import write_config
 from apps.common.run.full_disk import writing
+from apps.common.run.moved_weights import check_moved
 from apps.common.run.reporter import report_on_stop
 from apps.common.run.run_dir import resolve_run_dir, steps_done
 from apps.common.shrink.command import check_nothing_dropped, parse_shrink_flag, print_differences
@@ -130,6 +131,7 @@ def run_shrunk(config: SftConfig, most: ProcessLimit) -> Result:
 
     Raises:
         ValueError: the run would have to do without something, which the text names; or see `run`.
+        IdleRunError: some weights that the run trains did not move.
     """
     if config.resume:
         raise ValueError("a shrunk run goes on without --shrink: its settings are in its folder")
@@ -138,7 +140,9 @@ def run_shrunk(config: SftConfig, most: ProcessLimit) -> Result:
     check_nothing_dropped(spec_of(small, recipe))
     run_dir = resolve_run_dir(config.run_dir, RUNS, f"{config.recipe}-shrunk", resume=False)
     with fake_npu_for(small.engine.device):
-        return run(supplied(small, recipe, run_dir), recipe)
+        result = run(supplied(small, recipe, run_dir), recipe)
+    sys.stdout.write(f"{check_moved(run_dir, small.engine)}\n")
+    return result
 
 
 def main(argv: Sequence[str], own_process: bool = False) -> None:

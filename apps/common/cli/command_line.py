@@ -50,6 +50,9 @@ class CommandLine(Generic[C]):
     """Fields, or groups of them, that a resumed run can't change."""
     beside: Callable[[C, C], Iterable[str]] = lambda _, __: ()
     """What else is wrong with the values of a command line (which are not checked yet), seen beside its recipe."""
+    reset: Callable[[C, C], tuple[C, list[str]]] = lambda recipe, _: (recipe, [])
+    """The recipe without those of its settings that the values of a command line leave without an effect, and lines
+    that say so."""
 
     def parse(self, argv: Sequence[str]) -> C:
         """Return the configuration that `argv` asks for.
@@ -68,7 +71,12 @@ class CommandLine(Generic[C]):
         args, brief = help_flags(flags)
         kind = self._brief if brief else self._all
         about = f"{inspect.getdoc(self.kind)}\n\n{MORE}" if brief else None
-        parsed = tyro.cli(kind, default=as_type(default, kind), args=args, prog=self.prog, description=about)
+        view = as_type(default, kind)
+        parsed = tyro.cli(kind, default=view, args=args, prog=self.prog, description=about)
+        default, lines = self.reset(view, parsed)
+        if lines:
+            sys.stderr.write("".join(f"{line}\n" for line in lines))
+            parsed = tyro.cli(kind, default=default, args=args, prog=self.prog, description=about)
         problems = [*self.beside(parsed, default)]
         if "--resume" in argv:
             problems += self._changes(parsed, default)

@@ -12,6 +12,9 @@ from runplan.report.plan import make_plan
 from runplan.run_spec import RunSpec
 
 TEXT_ALONE = "--engine.vision off --media.images-column None"
+NO_VLLM, ENGINE = "--no-vllm", "--rollout.engine"
+NATIVE = {ENGINE: RolloutLayout.engine, "--rollout.ray-workers": "0", "--pools.placement": "colocated"}
+"""What `--no-vllm` stands for: the native sampler, in processes of the run itself."""
 LEFT_OUT = {
     "vision": TEXT_ALONE,
     "images shown to the sampler": TEXT_ALONE,
@@ -37,7 +40,24 @@ def parse_shrink_flag(argv: Sequence[str]) -> tuple[list[str], ProcessLimit | No
     return rest, ProcessLimit(int(limits[-1])) if limits[-1] else ProcessLimit()
 
 
-def print_differences(recipe: str, differences: Sequence[Difference]) -> None:
+def without_vllm(argv: Sequence[str]) -> list[str]:
+    """Return the command line with the flags of NATIVE that it does not have in place of `--no-vllm`.
+
+    Raises:
+        ValueError: there is no `--shrink`, or a sampler is named too.
+    """
+    rest = [word for word in argv if word != NO_VLLM]
+    if len(rest) == len(argv):
+        return rest
+    if not any(word.partition("=")[0] == "--shrink" for word in rest):
+        raise ValueError(f"{NO_VLLM} is of shrunk runs: use --rollout.engine native, or add --shrink")
+    given = {word.partition("=")[0] for word in rest}
+    if ENGINE in given:
+        raise ValueError(f"{NO_VLLM} and {ENGINE} both name a sampler: leave one of them out")
+    return rest + [word for name, value in NATIVE.items() if name not in given for word in (name, value)]
+
+
+def print_differences(recipe: str, differences: Sequence[Difference | str]) -> None:
     """Print how the run differs from its recipe, by flags and by shrinking."""
     lines = [f"{recipe}, shrunk: the recipe's settings but for these", *map(str, differences)]
     sys.stdout.write("\n".join(lines) + "\n")
@@ -71,5 +91,5 @@ def _flag_without(feature: str, spec: RunSpec) -> str | None:
             return f"{before}.no-{last}"
         return name if default == () else f"{name} {default}"
     if feature in spec.cluster.sampler.requirements(spec):
-        return f"--rollout.engine {RolloutLayout.engine}"
+        return f"{ENGINE} {RolloutLayout.engine}"
     return LEFT_OUT.get(feature)

@@ -63,7 +63,7 @@ def apply_changes(config: C, changes: Sequence[Change]) -> tuple[C, tuple[Differ
         for change in changes
         if (before := value_at(config, change.path)) != change.value
     )
-    return _with(config, {difference.path: difference.after for difference in differences}), differences
+    return with_values(config, {difference.path: difference.after for difference in differences}), differences
 
 
 def by_flag(config: Any, recipe: Any) -> tuple[Difference, ...]:
@@ -233,7 +233,8 @@ def _spread_experts(rollout: RolloutLayout, tp: int, dp: int) -> int:
     return tp if rollout.ep == rollout.tp else tp * dp
 
 
-def _with(config: C, values: dict[str, Any]) -> C:
+def with_values(config: C, values: dict[str, Any]) -> C:
+    """Return the configuration with the fields of these dotted paths replaced, all at once."""
     here: dict[str, Any] = {}
     for item in fields(config):  # type: ignore[arg-type]
         name, value = item.name, getattr(config, item.name)
@@ -241,5 +242,5 @@ def _with(config: C, values: dict[str, Any]) -> C:
         if name in values:
             here[name] = values[name]
         elif below and is_dataclass(value):
-            here[name] = _with(value, below)
+            here[name] = with_values(value, below)
     return replace(config, **here)  # type: ignore[type-var]

@@ -1,6 +1,5 @@
 """Comparison of a run's export with its weights before training: did training reach every weight?"""
 
-import json
 import re
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from apps.common.run.config_file import CONFIG_NAME
+from apps.common.run.moved_weights import starting_weights
 
 
 def load_tensors(directory: Path) -> dict[str, Tensor]:
@@ -23,15 +22,6 @@ def load_tensors(directory: Path) -> dict[str, Tensor]:
             tensors |= {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 (no mapping)
     assert tensors, f"no weights in {directory}"
     return tensors
-
-
-def starting_weights(run_dir: Path) -> Path:
-    """Return the directory of a run's weights before training: its warm start's, `--model`, or the ones it made."""
-    warm = run_dir / "warm-start" / "export"
-    if warm.is_dir():
-        return warm
-    model = json.loads((run_dir / CONFIG_NAME).read_text(encoding="utf-8")).get("model")
-    return Path(model) if model else run_dir / "model"
 
 
 def assert_trained(run_dir: Path, start: Path | None = None, only: str = "") -> None:

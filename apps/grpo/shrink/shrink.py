@@ -17,6 +17,7 @@ from apps.common.shrink.fields import (
 from apps.common.shrink.model import make_model, tiny_shape
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipe import Recipe
+from apps.grpo.shrink.varied import with_varied_reward
 from apps.grpo.tasks.prompt_tasks import IMAGE_MARK
 from apps.quickstart.arithmetic import Problem
 from apps.quickstart.model import ensure_tiny_model
@@ -45,7 +46,9 @@ def shrink(config: GrpoConfig, recipe: Recipe, most: ProcessLimit) -> tuple[Grpo
 
 
 def shrunk_recipe(config: GrpoConfig, recipe: Recipe) -> Recipe:
-    """Return the recipe of a shrunk configuration, whose model and data are small too."""
+    """Return the recipe of a shrunk configuration, whose model and data are small too, with a reward that varies."""
+    if recipe.make_tasks is not None:
+        recipe = replace(recipe, make_tasks=with_varied_reward(recipe.make_tasks))
     if recipe.origin is None:
         return recipe
     shape = tiny_shape(recipe.origin.shape, config.engine.pipeline_parallel, config.engine.tensor_parallel)

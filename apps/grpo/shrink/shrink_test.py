@@ -286,12 +286,8 @@ def test_a_script_with_images_runs_from_end_to_end_with_the_native_sampler(
     """All of it but vLLM: the tower trained on two ranks, a frozen reference policy that sees, the host's memory."""
     config = RECIPES[name].config
     cluster = replace(config.cluster, rollout=RolloutLayout())
-    (tmp_path / "own.py").write_text("def parity(reply):\n    return float(len(reply.content) % 2)\n")
-    own = replace(config.plugins, reward=f"{tmp_path}/own.py:parity")  # a random model is right about nothing
     run_dir = tmp_path / "run"
-    assert (
-        run_shrunk(replace(config, cluster=cluster, plugins=own, steps=2, run_dir=run_dir), ProcessLimit(2)).steps == 2
-    )
+    assert run_shrunk(replace(config, cluster=cluster, steps=2, run_dir=run_dir), ProcessLimit(2)).steps == 2
     output = capsys.readouterr().out
     assert "flag   --rollout.engine  vllm -> native" in output
     assert "images-column" not in output

@@ -1,7 +1,4 @@
-"""Recipes for NPUs, shrunk, each in a process of its own as from the command line: for tests.
-
-What the flags leave out: machines of their own that sample, where there is no Ray, and vLLM where there is none.
-"""
+"""Recipes for NPUs, shrunk, each in a process of its own as from the command line: for tests."""
 
 import json
 import multiprocessing
@@ -14,15 +11,6 @@ from apps.common.testing.weight_delta import assert_trained
 from apps.grpo.main import main
 from apps.grpo.registry import recipes
 
-NATIVE = (
-    *("--rollout.engine", "native", "--rollout.tp", "1", "--rollout.memory-share", "0"),
-    *("--rollout.no-chunked-prefill", "--rollout.max-batched-tokens", "None"),
-)
-ONE_POOL = (
-    *("--rollout.dp", "1", "--rollout.ep", "1", "--rollout.max-model-tokens", "None"),
-    *("--rollout.cuda-graph-sizes", "--pools.nodes", "1", "--pools.placement", "colocated"),
-    *("--pools.rollout-nodes", "0", "--rollout.ray-workers", "0"),
-)
 ONE_RANK = (
     *("--nproc-per-node", "1", "--engine.tensor-parallel", "1", "--engine.pipeline-parallel", "1"),
     *("--engine.first-stage-layers", "None", "--engine.last-stage-layers", "None"),
@@ -39,9 +27,7 @@ def run_whole(argv: Sequence[str], folder: Path, capfd: Any) -> tuple[str, list[
     Raises:
         AssertionError: with what it said, where it failed.
     """
-    (folder / "own.py").write_text("def spread(reply, end):\n    return sum(map(ord, reply.content)) % 7\n")
-    own = ["--reward", f"{folder}/own.py:spread"]  # a random model is right about nothing, and is cut off
-    process = multiprocessing.get_context("spawn").Process(target=main, args=([*argv, *own, "--steps", "2"],))
+    process = multiprocessing.get_context("spawn").Process(target=main, args=([*argv, "--steps", "2"],))
     process.start()
     process.join()
     output = capfd.readouterr()

@@ -25,15 +25,13 @@ LAYOUTS = {
 def test_a_script_runs_from_end_to_end_with_a_frozen_tower(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of it but vLLM. A random model is right about nothing, so the reward is one that varies."""
+    """All of it but vLLM."""
     config = RECIPES[name].config
-    (tmp_path / "own.py").write_text("def parity(reply):\n    return float(len(reply.content) % 2)\n")
-    own = replace(config.plugins, reward=f"{tmp_path}/own.py:parity")
     cluster = replace(config.cluster, rollout=RolloutLayout())
     for entry in cluster.env:
         monkeypatch.setenv(*entry.split("=", 1))
     run_dir = tmp_path / "run"
-    settings = replace(config, cluster=cluster, plugins=own, steps=STEPS, run_dir=run_dir)
+    settings = replace(config, cluster=cluster, steps=STEPS, run_dir=run_dir)
     assert run_shrunk(settings, ProcessLimit(8)).steps == STEPS
     output = capsys.readouterr().out
     assert "--engine.vision" not in output

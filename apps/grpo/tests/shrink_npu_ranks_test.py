@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from apps.grpo.testing.shrink import NATIVE, ONE_POOL, check, run_whole
+from apps.grpo.testing.shrink import check, run_whole
 from engines.testing.npu.build import reason_against
 
 pytestmark = pytest.mark.skipif(reason_against() is not None, reason=str(reason_against()))
@@ -19,7 +19,7 @@ def test_the_training_side_runs_through_device_npu_beside_a_process_that_samples
 ) -> None:
     """TP2, three stages with ends of their own, EP2, expert TP2, the distributed optimizer, the KL penalty."""
     argv = ["--recipe", NAME, "--shrink=12", "--run-dir", str(tmp_path / "run"), "--nproc-per-node", "128"]
-    output, rows = run_whole([*argv, *NATIVE, *ONE_POOL], tmp_path, capfd)
+    output, rows = run_whole([*argv, "--no-vllm"], tmp_path, capfd)
     assert "--nproc-per-node  128 -> 12" in output
     assert [row["weights/version"] for row in rows] == [1, 2]
     check(NAME, "bfloat16", output, rows, tmp_path / "run")

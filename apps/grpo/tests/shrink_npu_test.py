@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from apps.grpo.registry import recipes
-from apps.grpo.testing.shrink import NATIVE, ONE_POOL, ONE_RANK, check, run_whole
+from apps.grpo.testing.shrink import ONE_RANK, check, run_whole
 from engines.testing.npu.build import reason_against
 
 pytestmark = pytest.mark.skipif(reason_against() is not None, reason=str(reason_against()))
 CASES = {
-    "qwen3-5-27b-fsdp2-npu": (2, ("--rollout.no-prefix-cache",)),
-    "qwen3-5-35b-a3b-fsdp2-npu": (2, ("--rollout.no-prefix-cache", "--engine.dtype", "float32")),
-    "qwen3-235b-a22b-async-npu": (1, (*ONE_POOL, *ONE_RANK)),
+    "qwen3-5-27b-fsdp2-npu": (2, ()),
+    "qwen3-5-35b-a3b-fsdp2-npu": (2, ("--engine.dtype", "float32")),
+    "qwen3-235b-a22b-async-npu": (1, ONE_RANK),
 }
 """Most ranks, and flags. The last is fully asynchronous: one rank beside a process that samples."""
 
@@ -25,6 +25,6 @@ def test_a_recipe_runs_through_device_npu(
     for entry in recipes()[name].config.cluster.env:  # as the command starts itself again with them
         monkeypatch.setenv(*entry.split("="))
     ranks, flags = CASES[name]
-    argv = ["--recipe", name, f"--shrink={ranks}", "--run-dir", str(tmp_path / "run"), *NATIVE, *flags]
+    argv = ["--recipe", name, f"--shrink={ranks}", "--run-dir", str(tmp_path / "run"), "--no-vllm", *flags]
     output, rows = run_whole(argv, tmp_path, capfd)
     check(name, "float32" if "float32" in flags else "bfloat16", output, rows, tmp_path / "run")

@@ -32,7 +32,7 @@ def test_a_recipe_runs_through_device_npu_with_its_own_sampler(
     for entry in recipes()[name].config.cluster.env:  # as the command starts itself again with them
         monkeypatch.setenv(*entry.split("="))
     output, rows = run_whole(["--recipe", name, "--shrink=2", "--run-dir", str(tmp_path / "run")], tmp_path, capfd)
-    assert {line.split()[1] for line in output.splitlines() if line.startswith("flag")} == {"--reward", "--steps"}
+    assert {line.split()[1] for line in output.splitlines() if line.startswith("flag")} == {"--steps"}
     assert "device --rollout.device  auto -> cpu" in output
     assert [row["weights/version"] for row in rows] == [1, 2]
     assert [row["rollout/failed_episodes"] for row in rows] == [0, 0]

@@ -23,7 +23,13 @@ def test_a_run_that_learns_is_told_nothing() -> None:
 
 
 def test_steps_that_trained_nothing_are_counted_by_their_reasons() -> None:
-    idle = [{**CUT, "idle": "a"}, FINE, {**FINE, "idle": "b"}, {**FINE, "idle": "a"}, *({"idle": c} for c in "cde")]
+    idle: list[dict[str, Any]] = [
+        {**CUT, "idle": "a"},
+        FINE,
+        {**FINE, "idle": "b"},
+        {**FINE, "idle": "a"},
+        *({"idle": c} for c in "cde"),
+    ]
     first, *_ = run_notices(rows({}, *idle))
     assert first == "6 of 7 steps trained nothing (first: step 1): 2 x a; 1 x b; 1 x c; and 2 more reasons"
     assert row_notices({"step": 3, **idle[2]}) == {"idle": "step 3 trained nothing: b"}
