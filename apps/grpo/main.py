@@ -17,24 +17,21 @@ from apps.common.cli.environment import restart_with
 from apps.common.cli.flags import changed, flag
 from apps.common.cli.peer_flags import GRPO as PEERS
 from apps.common.cli.plan_command import answer_without_running
-from apps.common.data.model_files import open_model_directory
-from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
+from apps.common.cli.refusals import Refusals
+from apps.common.data.tokenizer import quiet_libraries
 from apps.common.run.config_file import write_config
 from apps.common.run.full_disk import writing
-from apps.common.run.moved_weights import check_moved
 from apps.common.run.reporter import report_on_stop
 from apps.common.run.run_dir import resolve_run_dir, steps_done
-from apps.common.shrink.command import check_nothing_dropped, parse_shrink_flag, print_differences, without_vllm
+from apps.common.shrink.command import check_nothing_dropped, parse_shrink_flag, print_differences
 from apps.common.shrink.fields import Difference, ProcessLimit, by_flag
 from apps.common.shrink.npu import fake_npu_for
 from apps.grpo.config import OWNED, GrpoConfig
-from apps.grpo.preflight import check_machine, check_model, check_prompts
+from apps.grpo.preflight import check_machine, prepare
 from apps.grpo.recipe import Recipe
-from apps.grpo.recipe_resets import without_idle_settings
-from apps.grpo.registry import recipes, runnable, spec_of
+from apps.grpo.registry import recipes, registered, runnable, spec_of
 from apps.grpo.shrink.nodes import nodes_for
 from apps.grpo.shrink.shrink import shrink, shrunk_recipe, supplied
-from apps.grpo.shrink.varied import LINE
 from apps.grpo.train import Result, train
 from engines.backends import TRAIN_BACKENDS
 from engines.launch import ensure_group, launch, runs_in_this_process, under_torchrun
@@ -73,7 +70,6 @@ def command_line() -> CommandLine[GrpoConfig]:
         peers=PEERS,
         fixed=("recipe", "model", "warm_start", "engine.lora"),
         beside=_unused,
-        reset=without_idle_settings,
     )
 
 
@@ -102,10 +98,14 @@ def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
         ValueError: model, data or settings can't be used; said before anything is sampled.
     """
     quiet_libraries()
-    recipe = runnable(config, recipe)
-    check_machine(config)
+    recipe, refusals = recipe or registered(config.recipe), Refusals()
+    refusals.of(lambda: runnable(config, recipe))
+    refusals.of(lambda: check_machine(config))
     for name in config.tracker:
-        check_tracker(name)
+        refusals.of(functools.partial(check_tracker, name))
+    here = config.model is not None and config.model.is_dir()  # else it is to be made, or fetched
+    prepared = prepare(config, recipe, config.model, refusals) if here and config.model else None
+    refusals.tell()
     if under_torchrun():
         # rank 0 makes the model and the folder, the others wait for it
         ensure_group(config.engine.device, config.engine.collective_timeout_seconds)
@@ -114,20 +114,17 @@ def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
         steps_done(run_dir, config.steps)
     with writing("the tiny model", run_dir):
         model = _model(config, recipe, run_dir)
-    opened, tokenizer = open_model_directory(model, config.engine), load_tokenizer(model)
-    check_model(config, model, opened.config, tokenizer)
-    assert recipe.make_tasks is not None
-    tasks = recipe.make_tasks(config, tokenizer)
-    check_prompts(config, tasks, tokenizer, model)
+    prepared = prepared or prepare(config, recipe, model, refusals)
+    refusals.tell()
     broadcast_result(None)  # every rank has passed its checks
     with writing("the configuration", run_dir):
         if rank_and_world()[0] == 0:
             write_config(config, run_dir)
     job = functools.partial(train, model=model, run_dir=run_dir, demonstrations=recipe.demonstrations)
     if runs_in_this_process(config.nproc_per_node):
-        job = functools.partial(job, opened=opened)
+        job = functools.partial(job, opened=prepared.opened)
     with report_on_stop(run_dir, run_dir / "warm-start"):
-        engine, arguments = config.engine, (config, tasks)
+        engine, arguments = config.engine, (config, prepared.tasks)
         waits = engine.collective_timeout_seconds
         result: Result = launch(job, arguments, config.nproc_per_node, engine.device, config.threads, waits)
         return result
@@ -158,18 +155,15 @@ def run_shrunk(config: GrpoConfig, most: ProcessLimit) -> Result:
 
     Raises:
         ValueError: the run would have to do without something, which the text names; or see `run`.
-        IdleRunError: some weights that the run trains did not move.
     """
     if config.resume:
         raise ValueError("a shrunk run goes on without --shrink: its settings are in its folder")
     small, recipe, differences = shrunk(config, most)
-    print_differences(config.recipe, [*by_flag(config, recipes()[config.recipe].config), *differences, LINE])
+    print_differences(config.recipe, [*by_flag(config, recipes()[config.recipe].config), *differences])
     check_nothing_dropped(spec_of(small, recipe))
     run_dir = resolve_run_dir(config.run_dir, RUNS, f"{config.recipe}-shrunk", resume=False)
     with fake_npu_for(small.engine.device), nodes_for(small):
-        result = run(supplied(small, recipe, run_dir), recipe)
-    sys.stdout.write(f"{check_moved(run_dir, small.engine)}\n")
-    return result
+        return run(supplied(small, recipe, run_dir), recipe)
 
 
 def main(argv: Sequence[str], own_process: bool = False) -> None:
@@ -177,7 +171,7 @@ def main(argv: Sequence[str], own_process: bool = False) -> None:
 
     `own_process`: this is the program's own process, which starts again with the variables that a recipe owns.
     """
-    typed, (argv, most) = argv, parse_shrink_flag(without_vllm(argv))
+    typed, (argv, most) = argv, parse_shrink_flag(argv)
 
     def specs() -> list[tuple[RunSpec, RunSpec]]:
         configs = [recipe.config for recipe in recipes().values()]

@@ -4,22 +4,29 @@ import asyncio
 import re
 from collections.abc import Awaitable
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from apps.common.cli.flags import flag
-from apps.common.data.model_files import longest_sequence
+from apps.common.cli.refusals import Refusals
+from apps.common.data.model_files import described_model, longest_sequence, open_model_directory
 from apps.common.data.template_options import template_options
+from apps.common.data.tokenizer import load_tokenizer
+from apps.common.run.ranks import ranks_of_node
 from apps.common.samplers import sampler_backend
 from apps.grpo.config import GrpoConfig
+from apps.grpo.recipe import Recipe
 from apps.grpo.sampling.chat import chat_of, tool_format_of
 from apps.grpo.sampling.ray_devices import check_ray_devices
 from apps.grpo.tasks.prompt_tasks import Tasks
 from chat_tools import formats
-from engines.capability import refuse_unsupported
-from engines.loading import resolve_device
+from engines.capability import unsupported
+from engines.loading import LoadedModel, resolve_device
+from engines.preflight import refusals as model_refusals
 from rollout import EpisodeContext, Observation, TaskRow
 from rollout.environments.thread_environment import host
 from schedules.ray.cluster import ray_module
@@ -32,14 +39,18 @@ def check_machine(config: GrpoConfig) -> None:
     """Raise ValueError for an engine or a device that is missing; ranks and lengths are the plan's (`runplan`).
 
     Raises:
-        ValueError: with the setting to change.
+        SettingsError: with the settings to change, all of them.
     """
-    refuse_unsupported(config.engine)
-    device = resolve_device(config.engine)
+    refusals = Refusals()
+    refusals.lines += unsupported(config.engine)
+    device = refusals.of(partial(resolve_device, config.engine))
     if config.cluster.rollout.ray_workers:
-        ray_module("rollout.workers.ray_pool")
-        check_ray_devices(config, device)
-    sampler_backend(config.cluster.rollout.engine).check_machine(config)
+        refusals.of(partial(ray_module, "rollout.workers.ray_pool"))
+        if device is not None:
+            refusals.of(partial(check_ray_devices, config, device))
+    if device is not None:
+        refusals.of(partial(sampler_backend(config.cluster.rollout.engine).check_machine, config))
+    refusals.tell()
 
 
 def check_model(
@@ -48,25 +59,55 @@ def check_model(
     """Raise ValueError for a model that cannot hold an episode, or a tokenizer of another model.
 
     Raises:
-        ValueError: with the file or flag to change.
+        SettingsError: with the files or flags to change, all of them.
     """
+    refusals = Refusals()
     longest, vocab_size = longest_sequence(model), model.get_text_config().vocab_size
     if longest is not None and config.max_episode_tokens > longest:
-        raise ValueError(
+        refusals.lines.append(
             f"--max-episode-tokens {config.max_episode_tokens} is over the {longest} positions of {directory} "
             "(max_position_embeddings): lower it"
         )
     largest = max(tokenizer.get_vocab().values())
     if largest >= vocab_size:
-        raise ValueError(
+        refusals.lines.append(
             f"the tokenizer in {directory} has a token {largest}, its model a vocabulary of {vocab_size}: "
             "they don't belong together"
         )
-    sampler_backend(config.cluster.rollout.engine).check_model(config, directory, model)
+    refusals.of(partial(sampler_backend(config.cluster.rollout.engine).check_model, config, directory, model))
     outside = [token for token in config.sampling.stop_token_ids if not 0 <= token < vocab_size]
     if outside:
         name = flag("sampling.stop_token_ids")
-        raise ValueError(f"{name} {outside[0]} is no token: {directory} has a vocabulary of {vocab_size}")
+        refusals.lines.append(f"{name} {outside[0]} is no token: {directory} has a vocabulary of {vocab_size}")
+    refusals.tell()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model that was opened, and the tasks for it; None what was refused."""
+
+    opened: LoadedModel | None
+    tasks: Tasks | None
+
+
+def prepare(config: GrpoConfig, recipe: Recipe, directory: Path, refusals: Refusals) -> Prepared:
+    """Open the model, and make and check the tasks; what refuses the run is added to `refusals`.
+
+    Environments of the user's, which may be slow, are opened only where nothing is refused.
+    """
+    opened = refusals.of(partial(open_model_directory, directory, config.engine))
+    described = described_model(directory, opened)
+    tokenizer = None if described is None else refusals.of(partial(load_tokenizer, directory))
+    if described is not None:
+        ranks = ranks_of_node(config.nproc_per_node, config.cluster.pools.nodes) * config.cluster.pools.nodes
+        refusals.lines += model_refusals(config.engine, described, ranks, opened)
+        if tokenizer is not None:
+            refusals.of(partial(check_model, config, directory, described, tokenizer))
+    make = recipe.make_tasks
+    tasks = None if make is None or tokenizer is None else refusals.of(lambda: make(config, tokenizer))
+    if tasks is not None and tokenizer is not None and not (config.plugins.environment and refusals.lines):
+        refusals.of(partial(check_prompts, config, tasks, tokenizer, directory))
+    return Prepared(opened, tasks)
 
 
 def check_prompts(

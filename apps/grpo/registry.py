@@ -4,12 +4,13 @@ import os
 
 from apps.common.cli.environment import refuse_unset
 from apps.common.cli.recipes import load_recipes
+from apps.common.cli.refusals import Refusals
 from apps.common.cli.words import recipe_words
 from apps.common.run.ranks import ranks_of_node
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipe import Recipe
 from runplan.model.origin import model_type
-from runplan.report.readiness import refuse_unready
+from runplan.report.readiness import unready
 from runplan.run_spec import RunSpec
 
 NEEDS = (("model", "DIR"), ("data.data", "FILE"))
@@ -26,7 +27,7 @@ def spec_of(config: GrpoConfig, recipe: Recipe | None = None) -> RunSpec:
     Raises:
         ValueError: there is no recipe of that name.
     """
-    recipe = recipe or _registered(config.recipe)
+    recipe = recipe or registered(config.recipe)
     return RunSpec(
         app="grpo",
         recipe=config.recipe,
@@ -51,21 +52,31 @@ def runnable(config: GrpoConfig, recipe: Recipe | None = None) -> Recipe:
     """Return the registered recipe of a configuration, or `recipe`, after a check that it can be run.
 
     Raises:
-        ValueError: there is none of that name, it can only be planned, or the configuration asks it for what it lacks.
+        SettingsError: there is none of that name, it can only be planned, or the configuration asks it for what it
+            lacks; all of it.
     """
-    recipe = recipe or _registered(config.recipe)
-    refuse_unready(spec_of(config, recipe))
-    refuse_unset(config.cluster.env, os.environ)
+    recipe, refusals = recipe or registered(config.recipe), Refusals()
+    if reasons := unready(spec_of(config, recipe)):
+        refusals.lines += [*reasons, f"recipe {config.recipe!r} can't be run with these settings; --plan says all"]
+    refusals.of(lambda: refuse_unset(config.cluster.env, os.environ))
     if recipe.make_tasks is None:
-        raise ValueError(f"recipe {config.recipe!r} cannot be run yet: --plan says what it lacks")
+        refusals.lines.append(f"recipe {config.recipe!r} cannot be run yet: --plan says what it lacks")
     if config.model is None and recipe.make_model is None:
-        raise ValueError(f"recipe {config.recipe!r} has no model of its own: add --model DIR")
+        refusals.lines.append(f"recipe {config.recipe!r} has no model of its own: add --model DIR")
     if config.warm_start.steps and recipe.demonstrations is None:
-        raise ValueError(f"recipe {config.recipe!r} has no demonstrations to start from: leave --warm-start.steps at 0")
+        refusals.lines.append(
+            f"recipe {config.recipe!r} has no demonstrations to start from: leave --warm-start.steps at 0"
+        )
+    refusals.tell()
     return recipe
 
 
-def _registered(name: str) -> Recipe:
+def registered(name: str) -> Recipe:
+    """Return the recipe of a name.
+
+    Raises:
+        ValueError: there is none.
+    """
     known = recipes()
     if name not in known:
         raise ValueError(f"no recipe {name!r}; there are {', '.join(known)}")

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,9 +17,9 @@ from apps.common.cli.command_line import CommandLine
 from apps.common.cli.environment import restart_with
 from apps.common.cli.peer_flags import SFT as PEERS
 from apps.common.cli.plan_command import answer_without_running
+from apps.common.cli.refusals import Refusals
 from apps.common.data.images import image_processor_of
-from apps.common.data.model_files import open_model_directory
-from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
+from apps.common.data.tokenizer import quiet_libraries
 from apps.common.run.config_file import write_config
 from apps.common.run.full_disk import writing
 from apps.common.run.moved_weights import check_moved
@@ -30,7 +31,7 @@ from apps.common.shrink.npu import fake_npu_for
 from apps.quickstart.model import ensure_tiny_model
 from apps.sft.config import OWNED, SftConfig
 from apps.sft.data import Conversations, load_conversations, write_demonstrations
-from apps.sft.preflight import check_model
+from apps.sft.preflight import check_model, prepare
 from apps.sft.reading.samples import stop_tokens_of
 from apps.sft.reading.sources import Source
 from apps.sft.reading.tokenized import silent
@@ -85,10 +86,14 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
         DivergenceError, engines.NonFiniteError: the run diverged; it has no export.
     """
     quiet_libraries()
-    runnable(config, recipe)
-    resolve_device(config.engine)
+    refusals = Refusals()
+    refusals.of(lambda: runnable(config, recipe))
+    refusals.of(lambda: resolve_device(config.engine))
     for name in config.tracker:
-        check_tracker(name)
+        refusals.of(partial(check_tracker, name))
+    here = config.model is not None and config.model.is_dir()  # else it is to be made, or fetched
+    prepared = prepare(config, config.model, refusals) if here and config.model else None
+    refusals.tell()
     if under_torchrun():
         # rank 0 makes the model and the folder, the others wait for it
         ensure_group(config.engine.device, config.engine.collective_timeout_seconds)
@@ -97,7 +102,10 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
         steps_done(run_dir, config.steps)
     with writing("the tiny model or the demonstrations", run_dir):
         model, sources = _model(config, run_dir), _sources(config, run_dir)
-    opened, tokenizer = open_model_directory(model, config.engine), load_tokenizer(model, chat=False)
+    opened, tokenizer = prepared or prepare(config, model, refusals)
+    refusals.tell()
+    assert opened is not None
+    assert tokenizer is not None
     conversations = _conversations(config, sources, model, tokenizer, run_dir)
     check_model(conversations, model, opened.config, tokenizer)
     plan = plan_steps(config, conversations)

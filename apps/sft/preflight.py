@@ -1,12 +1,19 @@
 """Checks that refuse what will fail, before a process is started."""
 
+from functools import partial
 from pathlib import Path
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from apps.common.data.model_files import longest_sequence
+from apps.common.cli.refusals import Refusals
+from apps.common.data.model_files import described_model, longest_sequence, open_model_directory
+from apps.common.data.tokenizer import load_tokenizer
+from apps.common.run.ranks import ranks_of_node
+from apps.sft.config import SftConfig
 from apps.sft.data import Conversations
 from engines.families.registry import family_of
+from engines.loading import LoadedModel
+from engines.preflight import refusals as model_refusals
 
 
 def check_model(
@@ -15,19 +22,35 @@ def check_model(
     """Raise ValueError for an unknown family, conversations without positions, or a tokenizer of another model.
 
     Raises:
-        ValueError: with the file or flag to change.
+        SettingsError: with the files or flags to change, all of them.
     """
-    family_of(model)
+    refusals = Refusals()
+    refusals.of(partial(family_of, model))
     longest, vocab_size = longest_sequence(model), model.get_text_config().vocab_size
     here = int(max(conversations.train.lengths.max(), conversations.held_out.lengths.max()))
     if longest is not None and here > longest:
-        raise ValueError(
+        refusals.lines.append(
             f"a row has {here} tokens, {directory} has {longest} positions (max_position_embeddings): lower "
             f"--max-tokens to {longest}"
         )
     largest = max(tokenizer.get_vocab().values())
     if largest >= vocab_size:
-        raise ValueError(
+        refusals.lines.append(
             f"the tokenizer in {directory} has a token {largest}, its model a vocabulary of {vocab_size}: they don't "
             "belong together"
         )
+    refusals.tell()
+
+
+def prepare(
+    config: SftConfig, directory: Path, refusals: Refusals
+) -> tuple[LoadedModel | None, PreTrainedTokenizerBase | None]:
+    """Open the model and its tokenizer; what refuses the run is added to `refusals`, and None stands in its place."""
+    opened = refusals.of(partial(open_model_directory, directory, config.engine))
+    described = described_model(directory, opened)
+    tokenizer = None if described is None else refusals.of(partial(load_tokenizer, directory, chat=False))
+    if described is not None:
+        nodes = config.cluster.pools.nodes
+        ranks = ranks_of_node(config.nproc_per_node, nodes) * nodes
+        refusals.lines += model_refusals(config.engine, described, ranks, opened)
+    return opened, tokenizer

@@ -4,11 +4,12 @@ import os
 
 from apps.common.cli.environment import refuse_unset
 from apps.common.cli.recipes import load_recipes
+from apps.common.cli.refusals import Refusals
 from apps.common.cli.words import recipe_words
 from apps.common.run.ranks import ranks_of_node
 from apps.sft.config import SftConfig
 from apps.sft.recipe import Recipe
-from runplan.report.readiness import refuse_unready
+from runplan.report.readiness import unready
 from runplan.run_spec import RunSpec
 
 NEEDS = (("model", "DIR"), ("data.data", "FILE"))
@@ -45,15 +46,17 @@ def runnable(config: SftConfig, recipe: Recipe | None = None) -> Recipe:
     """Return the registered recipe of a configuration, or `recipe`, after a check that it can be run.
 
     Raises:
-        ValueError: there is none of that name, it can only be planned, or it lacks a model or data.
+        SettingsError: there is none of that name, it can only be planned, or it lacks a model or data; all of it.
     """
-    recipe = recipe or _recipe(config.recipe)
-    refuse_unready(spec_of(config, recipe))
-    refuse_unset(config.cluster.env, os.environ)
+    recipe, refusals = recipe or _recipe(config.recipe), Refusals()
+    if reasons := unready(spec_of(config, recipe)):
+        refusals.lines += [*reasons, f"recipe {config.recipe!r} can't be run with these settings; --plan says all"]
+    refusals.of(lambda: refuse_unset(config.cluster.env, os.environ))
     if not recipe.synthetic:
         for name, value in (("model", config.model), ("data", config.data.data)):
             if not value:
-                raise ValueError(f"recipe {config.recipe!r} has no {name} of its own: add --{name}")
+                refusals.lines.append(f"recipe {config.recipe!r} has no {name} of its own: add --{name}")
+    refusals.tell()
     return recipe
 
 

@@ -1,6 +1,7 @@
 """Opening of a model directory before anything is built; errors name the file that is missing, cut short or broken."""
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PretrainedConfig
 
 from engines import EngineConfig
-from engines.loading import LoadedModel, open_model
+from engines.loading import LoadedModel, open_model, read_config
 
 
 def open_model_directory(directory: Path, config: EngineConfig) -> LoadedModel:
@@ -33,6 +34,15 @@ def open_model_directory(directory: Path, config: EngineConfig) -> LoadedModel:
         return open_model(replace(config, model=str(directory)))
     except (ValueError, AttributeError, StrictDataclassError) as error:
         raise ValueError(f"{directory} can't be used: {error}") from error
+
+
+def described_model(directory: Path, opened: LoadedModel | None) -> PretrainedConfig | None:
+    """Return the configuration of a model that was opened, or that could not be; None where it can't be read."""
+    if opened is not None:
+        return opened.config
+    with suppress(ValueError):
+        return read_config(directory)
+    return None
 
 
 def longest_sequence(config: PretrainedConfig) -> int | None:

@@ -1,5 +1,7 @@
 """Capabilities as code, before any device is touched: Supported with its test, or Unsupported with the reason."""
 
+from collections.abc import Iterator
+
 from engines.backends import TRAIN_BACKENDS, supports_backend
 from engines.config import EngineConfig
 from seqpack.capability import No as No  # an earlier name, as Yes
@@ -172,56 +174,61 @@ def features_of(config: EngineConfig) -> list[str]:
 
 
 def refuse_unsupported(config: EngineConfig, trainable: bool = True) -> None:
-    """Raise ValueError with the reason for the first unsupported feature that this configuration asks for.
+    """Raise ValueError with the reason for each unsupported feature that this configuration asks for, and each set of
+    options that exclude each other. `trainable`: whether it is to train; some options were only run where it scores."""
+    if found := unsupported(config, trainable):
+        raise ValueError("; ".join(found))
 
-    `trainable`: whether the engine is to train; some options were only run where it scores.
-    """
-    features = features_of(config)
-    for feature in features:
-        answer = supports(config, feature)
-        if isinstance(answer, Unsupported):
-            raise ValueError(f"{feature} is not supported: {answer.reason}")
+
+def unsupported(config: EngineConfig, trainable: bool = True) -> list[str]:
+    """Return the text of all that `refuse_unsupported` refuses; empty where an engine can be asked for."""
+    answers = ((feature, supports(config, feature)) for feature in features_of(config))
+    missing = [
+        f"{name} is not supported: {answer.reason}" for name, answer in answers if isinstance(answer, Unsupported)
+    ]
+    return [*missing, *conflicts(config, trainable)]
+
+
+def conflicts(config: EngineConfig, trainable: bool = True) -> Iterator[str]:
+    """Yield the text of each set of options that this backend does not take together, or not at all."""
     if config.parameters_on_host:
-        _refuse_beside_the_host(config)
+        yield from _beside_the_host(config)
     if config.backend == "fsdp2" and config.expert_parallel > 1:
-        _refuse_beside_experts(config, trainable)
+        yield from _beside_experts(config, trainable)
     if config.backend == "megatron" and not config.reshard_after_forward:
-        raise ValueError("reshard_after_forward is FSDP2's, Megatron gathers no weights: leave it at its default")
+        yield "reshard_after_forward is FSDP2's, Megatron gathers no weights: leave it at its default"
     if config.backend != "megatron" and config.transformer_options:
-        raise ValueError("transformer_options are Megatron's: leave them out, or set backend='megatron'")
-    if config.backend != "megatron" and config.megatron_optimizer != "auto":
-        raise ValueError("megatron_optimizer is Megatron's: leave it at its default, or set backend='megatron'")
-    if config.megatron_optimizer == "core" and isinstance(answer := core_optimizer(config), Unsupported):
-        raise ValueError(f"megatron_optimizer='core' cannot be used: {answer.reason}; set it to 'auto' or 'torch'")
+        yield "transformer_options are Megatron's: leave them out, or set backend='megatron'"
+    if config.backend != "megatron" and config.megatron_optimizer == "torch":
+        yield "megatron_optimizer is Megatron's: leave it at its default, or set backend='megatron'"
+    core = config.backend == "megatron" and config.megatron_optimizer == "core"
+    if core and isinstance(answer := core_optimizer(config), Unsupported):
+        yield f"megatron_optimizer='core' cannot be used: {answer.reason}; set it to 'auto' or 'torch'"
     if config.virtual_pipeline_parallel > 1 and config.pipeline_parallel == 1:
-        raise ValueError("virtual_pipeline_parallel has no effect without pipeline_parallel: set that above 1")
-    if config.virtual_pipeline_parallel > 1 and "uneven_stages" in features:
-        raise ValueError(
-            "first_stage_layers and last_stage_layers have not been run with virtual stages: use one of both"
-        )
-    if "context_parallel" in features and config.batching != "packed":
-        raise ValueError("context parallelism shards packed sequences: set batching='packed'")
+        yield "virtual_pipeline_parallel has no effect without pipeline_parallel: set that above 1"
+    if config.virtual_pipeline_parallel > 1 and (config.first_stage_layers or config.last_stage_layers):
+        yield "first_stage_layers and last_stage_layers have not been run with virtual stages: use one of both"
+    if config.context_parallel not in ("off", "static:1") and config.batching != "packed":
+        yield "context parallelism shards packed sequences: set batching='packed'"
 
 
-def _refuse_beside_the_host(config: EngineConfig) -> None:
-    """Raise ValueError for options that have not been run with parameters on the host."""
+def _beside_the_host(config: EngineConfig) -> Iterator[str]:
+    """Yield the options that have not been run with parameters on the host."""
     beside = {
         "lora": config.lora.rank > 0,
         "expert_parallel": config.expert_parallel > 1,
         "shard_ranks": config.shard_ranks is not None,
     }
-    for name, wanted in beside.items():
-        if wanted:
-            raise ValueError(f"{name} has not been run with parameters_on_host: leave one of both out")
+    for name in (name for name, wanted in beside.items() if wanted):
+        yield f"{name} has not been run with parameters_on_host: leave one of both out"
 
 
-def _refuse_beside_experts(config: EngineConfig, trainable: bool) -> None:
-    """Raise ValueError for options that have not been run with expert parallelism under FSDP2."""
+def _beside_experts(config: EngineConfig, trainable: bool) -> Iterator[str]:
+    """Yield the options that have not been run with expert parallelism under FSDP2."""
     beside = {
         "lora": config.lora.rank > 0,
         "weights='replicated'": config.weights == "replicated",
         "master_dtype='bfloat16'": config.master_dtype == "bfloat16" and trainable,
     }
-    for name, wanted in beside.items():
-        if wanted:
-            raise ValueError(f"{name} has not been run with expert_parallel under FSDP2: leave one of both out")
+    for name in (name for name, wanted in beside.items() if wanted):
+        yield f"{name} has not been run with expert_parallel under FSDP2: leave one of both out"

@@ -32,6 +32,14 @@ class RankError(RuntimeError):
     """A rank failed; the text holds its number and its traceback."""
 
 
+class RankRefusedError(RankError, ValueError):
+    """A rank refused what was asked with a ValueError; the text is its text, `traceback` says where."""
+
+    def __init__(self, text: str, traceback: str) -> None:
+        super().__init__(text)
+        self.traceback = traceback
+
+
 def launch(
     fn: Callable[..., Any],
     args: Sequence[Any] = (),
@@ -44,10 +52,10 @@ def launch(
 
     One rank runs in this process. More are spawned on this machine and talk over loopback; `fn`, `args` and the result
     must then be picklable, and `fn` importable. Under torchrun this process joins as the rank it is, and `world_size`
-    must be 1 or torchrun's. The first rank that raises ends all others and becomes a RankError here; no process
-    outlives the call, nor this process. A rank may start processes of its own. `threads` sets torch's CPU threads of
-    spawned ranks (1 by default). `timeout_seconds`: how long a collective of the default group waits, and of those
-    that engines make; torch's own where it is not given.
+    must be 1 or torchrun's. The first rank that raises ends all others and becomes a RankError here, a ValueError a
+    RankRefusedError, which is a ValueError too; no process outlives the call, nor this process. A rank may start
+    processes of its own. `threads` sets torch's CPU threads of spawned ranks (1 by default). `timeout_seconds`: how
+    long a collective of the default group waits, and of those that engines make; torch's own where it is not given.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
@@ -168,7 +176,7 @@ def _end(code: int | None) -> str:
 
 
 def _first_error(
-    rank: int, error: tuple[float, str], pipes: Mapping[Connection, int], processes: Sequence[Any]
+    rank: int, error: tuple[float, str, str | None], pipes: Mapping[Connection, int], processes: Sequence[Any]
 ) -> RankError:
     """Return the cause among errors that arrive together: a rank that died silently, else the earliest error."""
     errors = [(*error, rank)]
@@ -183,7 +191,9 @@ def _first_error(
                 )
             if kind == "error":
                 errors.append((*value, other))
-    _, text, first = min(errors)
+    _, text, refusal, first = min(errors, key=lambda each: each[0])
+    if refusal is not None:
+        return RankRefusedError(f"{refusal} (told by rank {first})", text)
     return RankError(f"rank {first} failed:\n{text}")
 
 
@@ -220,8 +230,9 @@ def _rank_main(
             dist.init_process_group(_backend(device), store=files, rank=rank, world_size=world_size, timeout=waits)
         fn, args = pickle.loads(work)
         answer = ("ok", fn(*args))
-    except BaseException:  # noqa: BLE001 (handed to the parent, whatever it is: torch's checkpoint errors are no Exception)
-        pipe.send_bytes(pickle.dumps(("error", (time.monotonic(), traceback.format_exc()))))
+    except BaseException as error:  # noqa: BLE001 (handed to the parent, whatever it is: torch's checkpoint errors are no Exception)
+        refusal = str(error) if isinstance(error, ValueError) else None
+        pipe.send_bytes(pickle.dumps(("error", (time.monotonic(), traceback.format_exc(), refusal))))
         os._exit(1)  # the other ranks may wait for this one in a collective: no orderly end
     dist.barrier()
     dist.destroy_process_group()

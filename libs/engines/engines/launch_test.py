@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engines.launch import RankError, _first_error, launch, under_torchrun
+from engines.launch import RankError, RankRefusedError, _first_error, launch, under_torchrun
 
 
 def total(start: float) -> tuple[float, int, int]:
@@ -50,6 +50,20 @@ def test_one_rank_runs_here_and_leaves_no_group() -> None:
     assert (value, world, pid) == (5.0, 1, os.getpid())
     assert not dist.is_initialized()
     assert dict(os.environ) == before
+
+
+def refuse_on_one() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("raise --steps to 3")
+    dist.barrier()
+
+
+def test_a_refusal_of_a_rank_is_its_text_and_a_value_error() -> None:
+    with pytest.raises(ValueError, match=r"^raise --steps to 3 \(told by rank 1\)$") as caught:
+        launch(refuse_on_one, (), world_size=2)
+    assert isinstance(caught.value, RankRefusedError)
+    assert isinstance(caught.value, RankError)
+    assert "in refuse_on_one" in caught.value.traceback
 
 
 def test_two_ranks_talk_and_rank_0_answers() -> None:
@@ -109,7 +123,7 @@ def test_a_lost_peer_is_named_before_the_error_that_it_caused() -> None:
     lost.start()
     here, there = context.Pipe()
     there.close()
-    error = _first_error(0, (1.0, "ConnectionError: closed by peer"), {here: 1}, [None, lost])
+    error = _first_error(0, (1.0, "ConnectionError: closed by peer", None), {here: 1}, [None, lost])
     assert str(error).startswith(
         "rank 1 died with exit code -9 (SIGKILL) and said nothing; memory may have run out; then rank 0 failed:"
     )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from engines.capability import Unsupported
+from engines.capability import Unsupported, conflicts
 from engines.parallel.stages import split_layers, split_problems
 from runplan.checks.requirements import Requirement, has_experts, requirements
 from runplan.layout.batches import BatchPlan, batch_problems, bubble_share, span
@@ -54,6 +54,7 @@ def make_plan(spec: RunSpec) -> Plan:
     shape = spec.origin.shape if spec.origin else None
     plan.problems += spec.grid_problems
     grid = None if plan.problems else spec.grid
+    plan.problems += conflicts(spec.engine)
     layers: list[int] | None = None
     if shape is not None:
         plan.sections["Model"] = _model(shape)

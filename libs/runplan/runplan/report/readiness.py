@@ -7,12 +7,16 @@ from runplan.run_spec import RunSpec
 
 def refuse_unready(spec: RunSpec) -> None:
     """Raise ValueError for a run whose plan has problems or requires what is missing."""
+    if reasons := unready(spec):
+        told = "; ".join(reasons)
+        raise ValueError(f"recipe {spec.recipe!r} can't be run with these settings: {told}; --plan says all")
+
+
+def unready(spec: RunSpec) -> list[str]:
+    """Return the text of each problem of the plan, and of each requirement that is missing."""
     plan = make_plan(spec)
     reasons = [*plan.problems]
     for requirement in plan.missing:
         assert isinstance(requirement.answer, Unsupported)
         reasons.append(f"{requirement.feature} is not supported: {requirement.answer.reason}")
-    if reasons:
-        more = f" (and {len(reasons) - 3} more)" if len(reasons) > 3 else ""
-        first = "; ".join(reasons[:3])
-        raise ValueError(f"recipe {spec.recipe!r} can't be run with these settings: {first}{more}; --plan says all")
+    return list(dict.fromkeys(reasons))

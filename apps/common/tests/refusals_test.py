@@ -1,0 +1,115 @@
+"""All that refuses a run is told by the process that reads the command line, before a rank starts."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from apps.common.cli import command_line as cli
+from apps.grpo import main as grpo
+from apps.quickstart.model import ensure_tiny_model
+from apps.sft import main as sft
+
+MAINS: dict[str, Callable[[Sequence[str]], Any]] = {"grpo": grpo.main, "sft": sft.main}
+NO_EXPERTS = "expert_parallel is for models with experts"
+BESIDE_EXPERTS = "master_dtype='bfloat16' has not been run with expert_parallel under FSDP2"
+CASES: list[tuple[str, str, list[str]]] = [
+    (
+        "grpo",
+        "--nproc-per-node 2 --engine.expert-parallel 2 --engine.master-dtype bfloat16 --sampling.stop-token-ids 999999",
+        [BESIDE_EXPERTS, NO_EXPERTS, "--sampling.stop-token-ids 999999 is no token"],
+    ),
+    (
+        "grpo",
+        (
+            "--nproc-per-node 2 --engine.backend megatron --engine.tensor-parallel 2 --engine.expert-parallel 2 "
+            "--engine.no-reshard-after-forward --rollout.tp 2 --data nowhere.jsonl"
+        ),
+        ["need a model with experts", "reshard_after_forward is FSDP2's", "--rollout.tp 2", "nowhere.jsonl"],
+    ),
+    (
+        "grpo",
+        (
+            "--engine.compile on --engine.weights replicated --engine.optimizer-on-host --max-episode-tokens 9999999 "
+            "--engine.vision frozen"
+        ),
+        ["--max-episode-tokens 9999999", "vision"],
+    ),
+    (
+        "sft",
+        "--nproc-per-node 2 --engine.expert-parallel 2 --engine.master-dtype bfloat16 --offload",
+        [BESIDE_EXPERTS, NO_EXPERTS, "--offload True"],
+    ),
+    (
+        "sft",
+        "--engine.lora.rank 4 --engine.lora.targets wqkv --engine.weights replicated --engine.compile on",
+        ["no linear layer 'wqkv'", "weights='replicated' cannot be had", "compile='on' cannot be had"],
+    ),
+    (
+        "sft",
+        (
+            "--nproc-per-node 3 --engine.backend megatron --engine.tensor-parallel 3 --engine.transformer-options "
+            "hidden_size=3 --engine.no-reshard-after-forward"
+        ),
+        ["cannot be split over tensor_parallel=3", "hidden_size has not been run", "reshard_after_forward"],
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("given")
+    rows = [{"question": f"{i}?", "answer": str(i), "prompt": f"{i}?", "completion": str(i)} for i in range(40)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    model = ensure_tiny_model(folder / "model", 0)
+    return ["--model", str(model), "--data", str(folder / "rows.jsonl"), "--engine.device", "cpu"]
+
+
+def refused(app: str, argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The lines of standard error, of a program that ends with status 2."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main(lambda: MAINS[app](argv))
+    assert stop.value.code == 2
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+
+
+@pytest.mark.parametrize(("app", "flags", "texts"), CASES)
+def test_two_or_three_refusals_are_told_together_and_nothing_is_started(
+    app: str,
+    flags: str,
+    texts: list[str],
+    given: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def launch(*_: object) -> NoReturn:
+        pytest.fail("a rank was started")
+
+    monkeypatch.setattr(grpo, "launch", launch)
+    monkeypatch.setattr(sft, "launch", launch)
+    run_dir = tmp_path / "run"
+    lines = refused(app, [*given, *flags.split(), "--run-dir", str(run_dir)], capsys)
+    for text in texts:
+        assert [line for line in lines if text in line], (text, lines)
+    assert len(set(lines)) == len(lines)
+    assert not run_dir.exists()
+
+
+def test_without_a_model_at_hand_what_needs_none_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    flags = "--nproc-per-node 2 --engine.expert-parallel 2 --engine.master-dtype bfloat16 --rollout.tp 2 --run-dir"
+    lines = refused("grpo", [*flags.split(), str(tmp_path / "run")], capsys)
+    assert len(lines) == 3
+    assert BESIDE_EXPERTS in lines[0]
+    assert "--rollout.tp 2 is not supported" in lines[1]
+    assert lines[2].endswith("recipe 'quickstart' can't be run with these settings; --plan says all")
+
+
+def test_the_plan_has_what_the_run_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--engine.expert-parallel 2 --nproc-per-node 2 --engine.master-dtype bfloat16"
+    with pytest.raises(SystemExit) as stop:
+        grpo.main([*flags.split(), "--plan"])
+    assert stop.value.code == 1
+    assert f"PROBLEM   {BESIDE_EXPERTS}" in capsys.readouterr().out
