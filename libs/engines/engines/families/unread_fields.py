@@ -29,13 +29,20 @@ def unread_fields(config: Any, names: Iterable[str]) -> tuple[str, ...]:
         newer = Version(getattr(config, "transformers_version", None) or "0") > Version(transformers.__version__)
     except InvalidVersion:
         newer = True
-    return tuple(name for name in names if name in _NOTES or not (newer or _is_read(name)))
+    names = tuple(names)
+    asked = tuple(name for name in names if name not in _NOTES)
+    read = frozenset(asked) if newer else _read(asked)
+    return tuple(name for name in names if name not in read)
 
 
 @cache
-def _is_read(name: str) -> bool:
-    word = re.escape(name)
-    reads = re.compile(rf"config\.{word}\b|[\"']{word}[\"']")
+def _read(names: tuple[str, ...]) -> frozenset[str]:
+    """Return those of these names that modelling code reads as fields; its files are gone through once."""
+    left = {name: re.compile(rf"config\.{re.escape(name)}\b|[\"']{re.escape(name)}[\"']") for name in names}
     root = Path(transformers.__file__).parent
-    texts = (file.read_text(encoding="utf-8") for pattern in _CODE for file in root.glob(pattern))
-    return any(name in text and reads.search(text) for text in texts)
+    for file in (file for pattern in _CODE for file in root.glob(pattern)):
+        if not left:
+            break
+        text = file.read_text(encoding="utf-8")
+        left = {name: reads for name, reads in left.items() if name not in text or not reads.search(text)}
+    return frozenset(names) - frozenset(left)
