@@ -21,17 +21,20 @@ from apps.common.cli.refusals import Refusals
 from apps.common.data.tokenizer import quiet_libraries
 from apps.common.run.config_file import write_config
 from apps.common.run.full_disk import writing
+from apps.common.run.moved_weights import check_moved
 from apps.common.run.reporter import report_on_stop
 from apps.common.run.run_dir import resolve_run_dir, steps_done
-from apps.common.shrink.command import check_nothing_dropped, parse_shrink_flag, print_differences
+from apps.common.shrink.command import check_nothing_dropped, parse_shrink_flag, print_differences, without_vllm
 from apps.common.shrink.fields import Difference, ProcessLimit, by_flag
 from apps.common.shrink.npu import fake_npu_for
 from apps.grpo.config import OWNED, GrpoConfig
 from apps.grpo.preflight import check_machine, prepare
 from apps.grpo.recipe import Recipe
+from apps.grpo.recipe_resets import without_idle_settings
 from apps.grpo.registry import recipes, registered, runnable, spec_of
 from apps.grpo.shrink.nodes import nodes_for
 from apps.grpo.shrink.shrink import shrink, shrunk_recipe, supplied
+from apps.grpo.shrink.varied import LINE
 from apps.grpo.train import Result, train
 from engines.backends import TRAIN_BACKENDS
 from engines.launch import ensure_group, launch, runs_in_this_process, under_torchrun
@@ -70,6 +73,7 @@ def command_line() -> CommandLine[GrpoConfig]:
         peers=PEERS,
         fixed=("recipe", "model", "warm_start", "engine.lora"),
         beside=_unused,
+        reset=without_idle_settings,
     )
 
 
@@ -155,15 +159,18 @@ def run_shrunk(config: GrpoConfig, most: ProcessLimit) -> Result:
 
     Raises:
         ValueError: the run would have to do without something, which the text names; or see `run`.
+        IdleRunError: some weights that the run trains did not move.
     """
     if config.resume:
         raise ValueError("a shrunk run goes on without --shrink: its settings are in its folder")
     small, recipe, differences = shrunk(config, most)
-    print_differences(config.recipe, [*by_flag(config, recipes()[config.recipe].config), *differences])
+    print_differences(config.recipe, [*by_flag(config, recipes()[config.recipe].config), *differences, LINE])
     check_nothing_dropped(spec_of(small, recipe))
     run_dir = resolve_run_dir(config.run_dir, RUNS, f"{config.recipe}-shrunk", resume=False)
     with fake_npu_for(small.engine.device), nodes_for(small):
-        return run(supplied(small, recipe, run_dir), recipe)
+        result = run(supplied(small, recipe, run_dir), recipe)
+    sys.stdout.write(f"{check_moved(run_dir, small.engine)}\n")
+    return result
 
 
 def main(argv: Sequence[str], own_process: bool = False) -> None:
@@ -171,7 +178,7 @@ def main(argv: Sequence[str], own_process: bool = False) -> None:
 
     `own_process`: this is the program's own process, which starts again with the variables that a recipe owns.
     """
-    typed, (argv, most) = argv, parse_shrink_flag(argv)
+    typed, (argv, most) = argv, parse_shrink_flag(without_vllm(argv))
 
     def specs() -> list[tuple[RunSpec, RunSpec]]:
         configs = [recipe.config for recipe in recipes().values()]
