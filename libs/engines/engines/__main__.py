@@ -2,7 +2,7 @@
 
 families: each model family against transformers. checkpoints: runs that are resumed, by as many ranks and by others.
 megatron: each layout of Megatron's ranks against one process (it needs megatron-core). capabilities: what each backend
-can do, and the test that shows it.
+can do, and the test that shows it. prove DIR: the certificate of a model directory's config, printed as JSON.
 """
 
 import argparse
@@ -20,8 +20,14 @@ COMMANDS = {
 def main() -> int:
     """Run a command of the library; return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m engines", description=__doc__)
-    parser.add_argument("command", choices=[*COMMANDS])
-    status: int = import_module(COMMANDS[parser.parse_args().command]).main()
+    parser.add_argument("command", choices=[*COMMANDS, "prove"])
+    parser.add_argument("model", nargs="?", help="prove: a model directory, or OWNER/NAME of one in the cache")
+    arguments = parser.parse_args()
+    if arguments.command == "prove":
+        from engines.prove.command import main as prove  # torch and transformers
+
+        return prove(parser, arguments.model)
+    status: int = import_module(COMMANDS[arguments.command]).main()
     return status
 
 

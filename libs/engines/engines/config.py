@@ -127,6 +127,12 @@ class EngineConfig:
     grad_clip: float | None = 1.0
     """Largest global gradient norm; None clips nothing."""
 
+    prove: Literal["off", "cached", "always"] = "cached"
+    """What admits a model that no family here describes: a comparison with stock transformers in small, kept for the
+    next start ("cached"), made anew ("always"), or nothing ("off")."""
+    allow_untested: tuple[str, ...] = ()
+    """Config fields of such a model that no part of its proof exercised, accepted by name."""
+
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Reaction to a loss or gradient that is NaN or infinite, always without an update: "stop" ends the run with
     `engines.NonFiniteError`, "skip" continues with the next batch, and ends it at the tenth such step in a row."""

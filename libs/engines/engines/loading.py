@@ -14,7 +14,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from engines.config import EngineConfig
 from engines.devices.detect import devices_of
 from engines.families.family import Family
-from engines.families.registry import family_of
+from engines.prove.admission import admitted_family
 from engines.weights.disk_names import names_in
 from engines.weights.disk_weights import DiskWeights
 from engines.weights.empty_model import allocate, empty_model, meta_model, model_of, text_config
@@ -108,7 +108,7 @@ def open_model(config: EngineConfig, model: Any = None) -> LoadedModel:
     if config.model is not None:
         return _from_directory(config, model_directory(config.model), dtype, seeing)
     if isinstance(model, PretrainedConfig):
-        family = family_of(model)
+        family = admitted_family(model, config.prove, config.allow_untested)
         vision = family.check_vision(model) if seeing else None
         module = model_of(model if seeing else text_config(model), vision)
     elif isinstance(model, nn.Module):
@@ -117,7 +117,7 @@ def open_model(config: EngineConfig, model: Any = None) -> LoadedModel:
         raise ValueError(f"model must be a module or a transformers config, got {type(model).__name__}")
     if not hasattr(module, "get_output_embeddings") or not hasattr(module, "base_model"):
         raise ValueError(f"{type(module).__name__} is not a transformers causal LM (such as Qwen3_5ForCausalLM)")
-    family = family_of(module.config)
+    family = admitted_family(module.config, config.prove, config.allow_untested)
     family.check_module(module)
     _check_replay(config, family, module.config)
     if seeing:
@@ -149,7 +149,7 @@ def _check_replay(config: EngineConfig, family: Family, model: PretrainedConfig)
 
 def _from_directory(config: EngineConfig, directory: Path, dtype: torch.dtype, seeing: bool) -> LoadedModel:
     read = read_config(directory)
-    family = family_of(read)
+    family = admitted_family(read, config.prove, config.allow_untested)
     if (unread := family.unread(read)) and (not dist.is_initialized() or dist.get_rank() == 0):
         warnings.warn(
             f"{directory / 'config.json'}: no model of transformers reads {', '.join(unread)}: ignored", stacklevel=2

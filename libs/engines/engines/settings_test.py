@@ -28,6 +28,8 @@ BAD: dict[str, list[Any]] = {
     "master_dtype": ["float16"],
     "moments_dtype": ["float32", "int8", None],
     "lr_schedule": ["wsd"],
+    "prove": ["never", True],
+    "allow_untested": ["conv_bias", (1,)],
     "on_nonfinite": ["ignore", True],
     "context_parallel": ["static", "static:0", "static:-1", "static:x", "on", 2, None],
     "model": [7],

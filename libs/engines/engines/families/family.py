@@ -161,8 +161,18 @@ class Family:
         return list(layers)
 
     def head(self, model: Any) -> Any:
-        """Return the output layer: logits = hidden @ weight.T, without scale or soft cap in any family so far."""
+        """Return the output layer: logits = hidden @ weight.T, times `head_scale`, under `soft_cap`."""
         return model.get_output_embeddings()
+
+    def head_scale(self, config: Any) -> float:
+        """Return the factor of the logits."""
+        del config
+        return 1.0
+
+    def soft_cap(self, config: Any) -> float | None:
+        """Return the bound c of the logits, c tanh(logits / c); None where they have none."""
+        del config
+        return None
 
     def mixers(self, layer: nn.Module) -> Iterator[tuple[nn.Module, PackedForward | None]]:
         """Yield the modules of a layer that mix tokens, each with its packed form (None: attention)."""

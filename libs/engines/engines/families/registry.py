@@ -1,5 +1,9 @@
 """The families that are supported; everything else is refused before weights are loaded."""
 
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from engines.families.family import Family
@@ -13,6 +17,7 @@ from engines.families.qwen3_5_moe import QWEN3_5_MOE
 from engines.families.qwen3_moe import QWEN3_MOE
 from engines.families.qwen3_next import QWEN3_NEXT
 
+_NAMES = frozenset(["architectures", "dtype", "torch_dtype", "transformers_version"])
 FAMILIES: list[Family] = [
     QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, QWEN3, QWEN3_MOE, QWEN2, LLAMA, MISTRAL, GEMMA3,
 ]  # fmt: skip
@@ -41,13 +46,57 @@ _REASONS = {
 }
 
 
-def family_of(config: Any) -> Family:
-    """Return the family of a transformers config, checked field by field; ValueError for what is not supported."""
+_ADMITTED: dict[str, Family] = {}
+"""Families that a proof has admitted in this process, by the digest of their config."""
+
+
+def admit(text: Any, family: Family) -> Family:
+    """Make `family_of` return this family for this very text config, unchecked; see `engines.prove.admission`."""
+    return _ADMITTED.setdefault(digest(text), family)
+
+
+@contextmanager
+def admitted(text: Any, family: Family) -> Iterator[None]:
+    """Admit a family for this very text config while this is open: for the proof itself."""
+    key = digest(text)
+    before = _ADMITTED.get(key)
+    _ADMITTED[key] = family
+    try:
+        yield
+    finally:
+        if before is None:
+            del _ADMITTED[key]
+
+
+def digest(text: Any) -> str:
+    """Return the digest of a text config, without names, dtypes and versions."""
+    values = {name: value for name, value in text.to_dict().items() if name not in _NAMES and name[0] != "_"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def registered_family(config: Any) -> Family | None:
+    """Return the family that describes a config's model type, unchecked; None where none does."""
     kind = getattr(config, "model_type", None)
-    for family in FAMILIES:
-        if kind in (*family.model_types, *family.wrappers):
+    return next((one for one in FAMILIES if kind in (*one.model_types, *one.wrappers)), None)
+
+
+def family_of(config: Any) -> Family:
+    """Return the family of a transformers config, checked field by field, or the one that a proof has admitted.
+
+    Raises:
+        ValueError: the type, a field or a value is not supported, and no proof has admitted this config.
+    """
+    kind = getattr(config, "model_type", None)
+    if (family := registered_family(config)) is not None:
+        try:
             family.check_config(config)
             return family
+        except ValueError:
+            if (admitted := _ADMITTED.get(digest(config.get_text_config()))) is None:
+                raise
+            return admitted
+    if kind is not None and (admitted := _ADMITTED.get(digest(config.get_text_config()))) is not None:
+        return admitted
     known = ", ".join(sorted(name for family in FAMILIES for name in (*family.model_types, *family.wrappers)))
     because = f" ({_REASONS[kind]})" if kind in _REASONS else ""
     raise ValueError(

@@ -13,33 +13,47 @@ from engines import EngineConfig
 from engines.families.gemma3 import GEMMA3
 from engines.families.registry import FAMILIES, family_of, register_family
 from engines.loading import load_model
+from engines.prove.admission import admitted_family
 from engines.scoring.packed_model import adapt_for_packing
 from engines.tiny import tiny_config, tiny_model
 
 TYPES = [kind for family in FAMILIES for kind in family.model_types]
 REFUSED = {
     "gpt_oss": "s_aux",
-    "granite": "logits_scaling",
-    "cohere": "logit_scale",
-    "cohere2": "logit_scale",
-    "glm4_moe": "score-correction",
-    "deepseek_v3": "score-correction",
-    "mixtral": "registry.py",
-    "phi": "registry.py",
-    "phi3": "registry.py",
-    "gemma2": "soft caps",
-    "mamba": "registry.py",
-    "olmo2": "registry.py",
-    "qwen2_moe": "registry.py",
-    "qwen3_vl": "registry.py",
+    "deepseek_v3": r"q must be \[T, Hq, D\]",
+    "phi": "the output layer must be a Linear without bias",
+    "gemma2": "softcap",
+    "mamba": "no layers with attention",
 }
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_other_families_are_refused_before_weights_are_loaded(kind: str, tmp_path: Path) -> None:
+def test_what_a_proof_refutes_is_refused_before_weights_are_loaded(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TESSERA_CERTIFICATES", str(tmp_path / "certificates"))
     AutoConfig.for_model(kind).save_pretrained(tmp_path)  # a config.json alone: no weight could be loaded
-    with pytest.raises(ValueError, match=rf"'{kind}' is not supported.*{REFUSED[kind]}"):
+    with pytest.raises(ValueError, match=rf"proof of {kind} .*{REFUSED[kind]}"):
         load_model(EngineConfig(model=str(tmp_path)))
+    with pytest.raises(ValueError, match=f"'{kind}' is not supported"):
+        load_model(EngineConfig(model=str(tmp_path), prove="off"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("quantization_config", {"quant_method": "fp8"}, "not plain numbers"),
+        ("rope_parameters", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "packed rows differ"),
+    ],
+)
+def test_fields_that_no_proof_can_admit(
+    field: str, value: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TESSERA_CERTIFICATES", str(tmp_path / "certificates"))
+    config = AutoConfig.for_model("llama")
+    setattr(config, field, value)
+    with pytest.raises(ValueError, match=words):
+        admitted_family(config)
 
 
 def test_the_refusal_says_what_to_write() -> None:

@@ -19,10 +19,11 @@ def problem(
 
 @pytest.mark.parametrize("chunk", [1, 4, 11, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_equals_the_reference(chunk: int, temperature: float) -> None:
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+def test_equals_the_reference(chunk: int, temperature: float, soft_cap: float | None) -> None:
     h, w, targets = problem()
-    got, entropy = token_log_probs(h, w, targets, temperature, chunk, entropy=True)
-    want, want_entropy = token_log_probs_reference(h, w, targets, temperature)
+    got, entropy = token_log_probs(h, w, targets, temperature, chunk, entropy=True, soft_cap=soft_cap)
+    want, want_entropy = token_log_probs_reference(h, w, targets, temperature, soft_cap)
     torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(entropy, want_entropy, atol=1e-12, rtol=1e-12)
     assert entropy is not None
@@ -36,7 +37,8 @@ def test_equals_the_reference(chunk: int, temperature: float) -> None:
 
 def test_against_numerical_differentiation() -> None:
     h, w, targets = problem(tokens=4, hidden=3, vocab=5)
-    assert torch.autograd.gradcheck(lambda a, b: token_log_probs(a, b, targets, 0.9, 3, True), (h, w))  # type: ignore[arg-type,return-value]
+    for cap in (None, 2.0):
+        assert torch.autograd.gradcheck(lambda a, b: token_log_probs(a, b, targets, 0.9, 3, True, cap), (h, w))  # type: ignore[arg-type,return-value] # noqa: B023
 
 
 def test_no_tokens_stay_connected() -> None:

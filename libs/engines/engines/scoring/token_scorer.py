@@ -48,6 +48,9 @@ class TokenScorer(nn.Module):
         self.family.check_module(model)
         self.router = self.family.auxiliary_loss(model.config, router_aux_loss_coef, router_z_loss_coef)
         self.routers = Routers.of(model)
+        self.scale = self.family.head_scale(model.config)
+        cap = self.family.soft_cap(model.config)
+        self.head_options = {} if cap is None else {"soft_cap": cap}
         self.model = model
         self.logit_chunk = logit_chunk
 
@@ -64,7 +67,8 @@ class TokenScorer(nn.Module):
         load = None if taken is None or self.routers is None else taken.load(self.routers.experts)
         chosen = output.last_hidden_state.flatten(0, 1).index_select(0, inputs.rows)
         weight = self.family.head(self.model).weight
-        log_probs, entropies = self.log_probs(chosen, weight, inputs.targets, temperature, self.logit_chunk, entropy)
+        arguments = (chosen, weight, inputs.targets, temperature / self.scale, self.logit_chunk, entropy)
+        log_probs, entropies = self.log_probs(*arguments, **self.head_options)
         if not options or self.router is None:
             return ModelScores(log_probs, entropies, load=load)
         chosen = None if taken is None or inputs.experts is None else taken.experts

@@ -1,0 +1,103 @@
+"""The family of a model type that none of `engines.families` describes: found by its structure, admitted by a proof.
+
+Nothing of its config is checked here. `engines.prove.proof` holds a small model of the config to stock transformers
+instead, and `engines.families.registry` hands this family out where a certificate says that it was equal.
+"""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from engines.families.family import Family
+from engines.families.router import RouterLoss
+from seqpack.adapters.delta_net import PackedForward
+
+_TABLE = "ALL_ATTENTION_FUNCTIONS"
+_SCALES = {"logits_scaling": True, "logit_scale": False, "lm_head_multiplier": False}
+"""Config fields with a factor of the logits, and whether it divides them."""
+
+
+@dataclass(frozen=True)
+class GenericFamily(Family):
+    """A family whose layers are found in the model: whatever chooses its attention through transformers' table."""
+
+    def check_config(self, config: Any) -> None:
+        """Check nothing: a proof has."""
+
+    def check_module(self, model: Any) -> None:
+        """Refuse (ValueError) a module whose head or layers this engine cannot take apart."""
+        head = self.head(model)
+        if not isinstance(head, nn.Linear) or head.bias is not None:
+            raise ValueError(f"{self.name}: the output layer must be a Linear without bias, got {head}")
+        if not any(True for layer in self.layers(model) for _ in self.mixers(layer)):
+            raise ValueError(f"{self.name}: no layer of {type(model).__name__} chooses its attention by name")
+
+    def decoder(self, model: Any) -> Any:
+        """Return the text model under the head."""
+        base = model.base_model
+        base = model.model if base is model and hasattr(model, "model") else base
+        return getattr(base, "language_model", base)
+
+    def head_scale(self, config: Any) -> float:
+        """Return the factor of the logits by the fields that are known to hold one."""
+        text = config.get_text_config()
+        scale = 1.0
+        for name, inverse in _SCALES.items():
+            value = getattr(text, name, None)
+            if isinstance(value, int | float) and value:
+                scale *= 1 / value if inverse else value
+        return scale
+
+    def soft_cap(self, config: Any) -> float | None:
+        """Return the bound of the logits; None where they have none."""
+        cap: float | None = getattr(config.get_text_config(), "final_logit_softcapping", None)
+        return cap or None
+
+    def auxiliary_loss(
+        self, config: Any, coefficient: float | None = None, z_coefficient: float = 0.0
+    ) -> RouterLoss | None:
+        """Return None; ValueError where a router's loss is asked for, as nothing is known of the routers."""
+        text = config.get_text_config()
+        wanted = coefficient
+        if coefficient is None and getattr(text, "output_router_logits", False):
+            wanted = getattr(text, "router_aux_loss_coef", 0.0)
+        if wanted or z_coefficient:
+            raise ValueError(f"{self.name}: the routers of this type have no loss here: set router_aux_loss_coef to 0")
+        return None
+
+    def layers(self, model: Any) -> list[nn.Module]:
+        """Return the decoder layers: the longest list of modules in the decoder that holds attention."""
+        lists = [
+            module
+            for module in self.decoder(model).modules()
+            if isinstance(module, nn.ModuleList) and any(True for part in module for _ in self.mixers(part))
+        ]
+        if not lists:
+            raise ValueError(f"{self.name}: the decoder of {type(model).__name__} has no layers with attention")
+        return list(lists[0])
+
+    def mixers(self, layer: nn.Module) -> Iterator[tuple[nn.Module, PackedForward | None]]:
+        """Yield the attention modules of a layer."""
+        for module in layer.modules():
+            if chooses_attention(module):
+                yield module, None
+
+
+def chooses_attention(module: nn.Module) -> bool:
+    """Return whether the stock code of a module looks its attention function up in transformers' table."""
+    stock = inspect.unwrap(type(module).forward)
+    return isinstance(stock, FunctionType) and _TABLE in stock.__code__.co_names
+
+
+def generic_family(config: Any) -> GenericFamily:
+    """Return the family of a transformers config of any causal language model; ValueError where it is none."""
+    kind, name = type(config), config.model_type
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"{name} is no causal language model of this transformers")
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[kind].__name__
+    return GenericFamily(name=name, model_types=(name,), architecture=architecture, attention="", fields={})

@@ -1,0 +1,124 @@
+"""Hold a model type to stock transformers before it is trained: one layer of each kind, in small, in float64.
+
+1. `shrink_config` makes the config small. Every switch keeps its value, every threshold lies between the lengths.
+2. Packed rows are compared with stock transformers, one sequence at a time: log-probs, and the gradient of every
+   parameter. No value is as it was initialised, and matrices are larger, so that a leak shows.
+3. Errors are planted: the first two sequences as one, to all layers and to each kind of layer alone. Each must move a
+   log-prob by `CLEARLY` times the tolerance.
+4. Every config field is changed in stock transformers. One that moves no number although the modelling code names it
+   is not exercised: what it does was not compared.
+
+A proof does not show that stock transformers is right, that training converges, or what other kernels compute.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from engines.families.registry import admitted, digest, registered_family
+from engines.inputs.model_inputs import PackedInputs, PaddedInputs
+from engines.private_api import set_experts
+from engines.prove.certificate import Certificate, versions
+from engines.prove.comparison import Difference, Result, difference, largest, packed_layers, scored, sequences, stock
+from engines.prove.generic_family import generic_family
+from engines.prove.lengths import proof_lengths
+from engines.prove.sensitivity import MergedOps, SeenOps, flips, not_exercised
+from engines.prove.small_config import VOCABULARY, shrink_config, thresholds
+
+LOG_PROBS = 3e-5
+"""Largest difference of a log-prob that counts as equal: parts of stock layers compute in float32."""
+GRADIENTS = 1e-3
+CLEARLY = 100.0
+"""How many tolerances a planted error must move a log-prob."""
+GAIN = 1.0
+"""Standard deviation of a matrix, times the root of its columns."""
+INFINITE = float("inf")
+
+
+def prove(config: Any) -> Certificate:
+    """Prove a transformers config; the certificate says what was equal, and `problems` what was not.
+
+    Raises:
+        ValueError: the type has no causal language model, or none could be built in small.
+    """
+    start, text = time.perf_counter(), config.get_text_config()
+    family, small = registered_family(text) or generic_family(text), small_config(text)
+    model = random_model(small)
+    lengths = proof_lengths(thresholds(small))
+    rows = sequences(lengths, min(VOCABULARY, small.vocab_size))
+    want = stock(model, rows)
+    with admitted(small, family):
+        got, problem = _packed(model, rows, want)
+        padded = _padded(model, rows, want) if problem else None
+        planted = {} if problem else _planted(model, rows, want)
+    weak = [name for name, moved in planted.items() if moved < CLEARLY * LOG_PROBS]
+    if weak:
+        problem = f"planted errors are not seen: {', '.join(weak)}"
+    unseen = () if problem else not_exercised(flips(small, model, rows, want), LOG_PROBS)
+    return Certificate(
+        text.model_type, digest(text), "small", lengths, got.log_probs, got.gradients, padded, planted, unseen,
+        (problem,) if problem else (), time.perf_counter() - start, versions(),
+    )  # fmt: skip
+
+
+def small_config(text: Any) -> Any:
+    """Return the text config in small, with experts that take float64 (grouped products do not)."""
+    small = shrink_config(text).config
+    set_experts(small, "eager")
+    return small
+
+
+def random_model(config: Any, seed: int = 0) -> nn.Module:
+    """Return a float64 model in evaluation mode in which no value is as it was initialised.
+
+    Matrices keep the size of what they are given, so that every layer moves what the head sees.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: nn.Module = (
+            AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(torch.float64).eval()
+        )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0.0, GAIN * parameter.shape[-1] ** -0.5, generator=generator)
+            else:
+                parameter.add_(0.1 * torch.rand(parameter.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
+def _packed(model: Any, rows: Sequence[Tensor], want: Result) -> tuple[Difference, str]:
+    """Return how far packed rows are from stock transformers, and what is wrong with them."""
+    try:
+        with packed_layers(model):
+            got = difference(scored(model, rows, PackedInputs()), want)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        return Difference(INFINITE, INFINITE), f"packed rows cannot be computed: {error}"
+    equal = got.log_probs <= LOG_PROBS and got.gradients <= GRADIENTS
+    return got, "" if equal else f"packed rows differ from stock transformers: {got}"
+
+
+def _padded(model: Any, rows: Sequence[Tensor], want: Result) -> float:
+    """Return how far padded rows are from stock transformers; infinite where they cannot be computed."""
+    try:
+        return largest(scored(model, rows, PaddedInputs(), gradients=False).log_probs - want.log_probs)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return INFINITE
+
+
+def _planted(model: Any, rows: Sequence[Tensor], want: Result) -> dict[str, float]:
+    """Return how far each planted error moves a log-prob."""
+    seen: dict[Any, None] = {}
+    with packed_layers(model):
+        scored(model, rows, PackedInputs(SeenOps(seen=seen)), gradients=False)
+        moved = {}
+        for kind in seen:
+            name = kind if isinstance(kind, str) else "attention" if kind[1] is None else f"attention, window {kind[1]}"
+            got = scored(model, rows, PackedInputs(MergedOps(kind=kind)), gradients=False)
+            moved[f"leak in {name}"] = largest(got.log_probs - want.log_probs)
+    return moved

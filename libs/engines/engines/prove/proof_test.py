@@ -1,0 +1,141 @@
+"""What proofs admit and refuse: registered families, types of transformers that none describes, thresholds."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, Phi3Config
+
+from engines import EngineConfig, build_engine
+from engines.families.registry import FAMILIES, family_of
+from engines.prove import proof
+from engines.prove.admission import admitted_family, certify
+from engines.prove.certificate import Certificate, cached_at
+from engines.prove.generic_family import GenericFamily
+from engines.prove.lengths import proof_lengths
+from engines.prove.proof import prove, small_config
+from engines.prove.small_config import shrink_config, thresholds
+from engines.testing.one_rank import one_rank  # noqa: F401  a group for every test
+from engines.tiny import tiny_batch
+from objectives import SFT
+
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0 + i / 50 for i in range(48)],
+    "long_factor": [2.0 + i / 5 for i in range(48)],
+    "original_max_position_embeddings": 4096,
+    "factor": 32.0,
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TESSERA_CERTIFICATES", str(tmp_path / "certificates"))
+    monkeypatch.setattr("engines.families.registry._ADMITTED", {})
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No config field is changed: what the other parts of a proof say."""
+    monkeypatch.setattr(proof, "flips", lambda *args: ())
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.usefixtures("quick")
+def test_registered_families_agree_with_their_certificates(family: Any) -> None:
+    for kind in family.model_types:
+        certificate = prove(AutoConfig.for_model(kind))
+        assert certificate.holds, certificate
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("kind", ["granite", "olmo2", "glm4_moe", "phi3", "nanochat", "gpt_neox"])
+def test_types_that_no_family_describes_are_equal(kind: str) -> None:
+    assert prove(AutoConfig.for_model(kind)).holds
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("gemma2", "packed attention does not take softcap"),
+        ("gpt_oss", "packed attention does not take s_aux"),
+        ("lfm3", "packed rows differ from stock transformers: log-probs"),
+        ("mamba2", "no layers with attention"),
+        ("phi", "the output layer must be a Linear without bias"),
+    ],
+)
+def test_what_is_not_equal_is_refused_with_the_number_or_the_operation(kind: str, problem: str) -> None:
+    certificate = prove(AutoConfig.for_model(kind))
+    assert not certificate.holds
+    assert problem in str(certificate)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_rotary_embedding_that_switches_at_a_length_is_refused() -> None:
+    """Right at lengths 30, 5 and 17, and wrong at 4,200 beside 100: the threshold lies between the proof's lengths."""
+    config = Phi3Config(rope_parameters=LONG_ROPE, original_max_position_embeddings=4096)
+    crossed = {"original_max_position_embeddings": 16, "max_position_embeddings": 24}
+    assert thresholds(small_config(config)) == crossed
+    certificate = prove(config)
+    assert {15, 16, 17, 33} <= set(certificate.lengths)
+    assert certificate.log_probs > 0.1
+    assert not certificate.holds
+    assert prove(Phi3Config()).holds
+
+
+def test_lengths_are_on_both_sides_of_every_threshold() -> None:
+    lengths = proof_lengths({"sliding_window": 8, "index_topk": 6})
+    assert {1, 5, 6, 7, 8, 9, 13, 17, 33} <= set(lengths)
+    assert len(set(lengths)) == len(lengths)
+
+
+def test_a_small_config_keeps_every_switch_and_a_layer_of_each_kind() -> None:
+    config = AutoConfig.for_model("qwen3_5_text", attention_bias=True, tie_word_embeddings=True)
+    small = shrink_config(config)
+    assert set(small.config.layer_types) == set(config.layer_types)
+    assert small.config.attention_bias
+    assert small.config.tie_word_embeddings
+    assert small.config.hidden_size < config.hidden_size
+    assert ("hidden_size", config.hidden_size, small.config.hidden_size) in small.changes
+
+
+def test_fields_that_nothing_exercised_need_their_names() -> None:
+    """A model without a convolution layer says nothing of its kernel."""
+    config = AutoConfig.for_model("lfm2", layer_types=["full_attention"] * 4, num_hidden_layers=4)
+    certificate = certify(config)
+    assert certificate.holds
+    assert "conv_L_cache" in certificate.not_exercised
+    with pytest.raises(ValueError, match=r"exercised conv_bias.*allow_untested="):
+        admitted_family(config)
+    assert isinstance(admitted_family(config, untested=certificate.not_exercised), GenericFamily)
+    assert isinstance(family_of(config), GenericFamily)
+
+
+def test_a_certificate_is_made_once_for_a_config_and_its_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = AutoConfig.for_model("granite", num_hidden_layers=2)
+    first = certify(config)
+    assert Certificate.load(cached_at(config)) == first
+    monkeypatch.setattr("engines.prove.admission.prove", lambda text: pytest.fail("proven again"))
+    assert certify(config) == first
+    assert cached_at(AutoConfig.for_model("granite", num_hidden_layers=2, logits_scaling=2.0)) != cached_at(config)
+    with pytest.raises(ValueError, match="model family 'granite' is not supported"):
+        admitted_family(config, "off")
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("kind", ["smollm3", "cohere2", "glm4_moe"])
+def test_a_proven_model_is_trained_exported_and_read_by_stock_transformers(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(small_config(AutoConfig.for_model(kind))).save_pretrained(tmp_path / "model")
+    settings = {"device": "cpu", "lr": 1e-3, "max_tokens_per_rank": 24}
+    engine = build_engine(EngineConfig(model=str(tmp_path / "model"), **settings))  # type: ignore[arg-type]
+    batch = tiny_batch([7, 3, 12, 5])
+    losses = [engine.train_batch(batch, SFT())["loss"] for _ in range(3)]
+    assert losses == sorted(losses, reverse=True)
+    engine.save_hf(str(tmp_path / "export"))
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
+    for ids, ours in zip(batch["input_ids"].unbind(), engine.forward(batch)["log_probs"].unbind(), strict=True):
+        table = torch.log_softmax(stock(input_ids=ids[None]).logits[0].float(), -1)
+        assert torch.allclose(ours[1:], table[:-1].gather(1, ids[1:, None])[:, 0], atol=1e-5)

@@ -1,0 +1,165 @@
+"""Errors that are planted to see that a proof would notice them: leaks between sequences, dropped boundaries, config
+fields that the packed path would not honour."""
+
+import copy
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, masking_utils, modeling_rope_utils
+
+from engines.prove.comparison import Result, largest, stock
+from engines.prove.small_config import SIZES
+from seqpack.adapters.context import Activation, LocalOps, PackedContext
+
+INERT = re.compile(
+    r"dropout|pdrop|layerdrop|initializer|init_std|use_cache|output_|return_dict|_token_id|token_id$|id2label|label2id|"
+    r"problem_type|transformers_version|_name_or_path|architectures|dtype|model_type|chunk_size_feed_forward|"
+    r"is_encoder_decoder|pretraining_tp|max_position_embeddings|tie_word_embeddings|router_jitter|aux_loss|z_loss"
+)
+"""Fields that change no forward pass in evaluation mode, or that other parts of a proof hold: dropout and
+initialisation, caches and outputs, special tokens, names, ties (the export), the router's losses."""
+
+
+@dataclass(frozen=True)
+class Flip:
+    """What a changed config field did to stock transformers."""
+
+    field: str
+    value: Any
+    moved: float
+    """The largest change of a log-prob; infinite where the model has other shapes, or cannot be built."""
+    read: bool
+    """Whether the modelling code names the field."""
+
+
+@dataclass(frozen=True)
+class MergedOps(LocalOps):
+    """Operations to which the first two sequences are one: those of a kind alone, "conv", "delta" or a window."""
+
+    kind: Any = "conv"
+
+    def causal_conv1d(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, context: PackedContext, activation: Activation
+    ) -> Tensor:
+        """Return the convolution."""
+        return super().causal_conv1d(x, weight, bias, self._context(context, "conv"), activation)
+
+    def gated_delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, context: PackedContext
+    ) -> Tensor:
+        """Return the recurrence."""
+        return super().gated_delta_rule(q, k, v, g, beta, self._context(context, "delta"))
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, context: PackedContext, scale: float, window: int | None
+    ) -> Tensor:
+        """Return attention."""
+        return super().attention(q, k, v, self._context(context, ("attention", window)), scale, window)
+
+    def _context(self, context: PackedContext, kind: Any) -> PackedContext:
+        if kind != self.kind:
+            return context
+        edges = torch.cat([context.cu_seqlens[:1], context.cu_seqlens[2:]])
+        longest = int((edges[1:] - edges[:-1]).max())
+        return PackedContext(edges, longest, LocalOps(self.backend))
+
+
+@dataclass(frozen=True)
+class SeenOps(LocalOps):
+    """Operations that note which kinds a model asks for."""
+
+    seen: dict[Any, None] = None  # type: ignore[assignment]
+
+    def causal_conv1d(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, context: PackedContext, activation: Activation
+    ) -> Tensor:
+        """Return the convolution."""
+        self.seen["conv"] = None
+        return super().causal_conv1d(x, weight, bias, context, activation)
+
+    def gated_delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, context: PackedContext
+    ) -> Tensor:
+        """Return the recurrence."""
+        self.seen["delta"] = None
+        return super().gated_delta_rule(q, k, v, g, beta, context)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, context: PackedContext, scale: float, window: int | None
+    ) -> Tensor:
+        """Return attention."""
+        self.seen["attention", window] = None
+        return super().attention(q, k, v, context, scale, window)
+
+
+def flips(config: Any, model: Any, rows: Sequence[Tensor], want: Result) -> Iterator[Flip]:
+    """Yield what each field of a config does to the stock model with the same weights."""
+    modules = (inspect.getmodule(type(model)), modeling_rope_utils, masking_utils)
+    source = "".join(inspect.getsource(module) for module in modules if module is not None)
+    for path, value in _fields(config.to_dict()):
+        for other in _others(path, value):
+            moved = _moved(config, path, other, model, rows, want)
+            if moved > 0:
+                break
+        else:
+            if not [*_others(path, value)]:
+                continue
+        yield Flip(path, other, moved, bool(re.search(rf"\b{path.rpartition('.')[2]}\b", source)))
+
+
+def not_exercised(found: Iterator[Flip], tolerance: float) -> tuple[str, ...]:
+    """Return the fields that the modelling code names, and that moved no log-prob by more than the tolerance.
+
+    A size that changes the shape of no weight, and no number, belongs to no layer of the model: it is left out.
+    """
+    return tuple(one.field for one in found if one.read and not one.moved > tolerance and one.field not in SIZES)
+
+
+def _fields(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if INERT.search(name) or value is None:
+            continue
+        if isinstance(value, dict):
+            yield from _fields(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _others(path: str, value: Any) -> Iterator[Any]:
+    """Yield other values of a field, the likeliest to be possible first."""
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int):
+        yield from (value + 1, max(1, value // 2), value * 2)
+    elif isinstance(value, float):
+        yield 100 * value if 0 < abs(value) < 1e-3 else value * 1.5 + (0.0 if value else 0.1)
+    elif isinstance(value, list) and value and isinstance(value[0], int | float) and not isinstance(value[0], bool):
+        yield [value[-1] + 1, *value[1:]]
+    elif isinstance(value, str) and re.search(r"act", path):
+        yield "relu" if value != "relu" else "gelu"
+
+
+def _moved(config: Any, path: str, other: Any, model: Any, rows: Sequence[Tensor], want: Result) -> float:
+    changed = copy.deepcopy(config)
+    target: Any = changed
+    *parents, name = path.split(".")
+    try:
+        for parent in parents:
+            target = target[parent] if isinstance(target, dict) else getattr(target, parent)
+        if isinstance(target, dict):
+            target[name] = other
+        else:
+            setattr(target, name, other)
+        flipped = AutoModelForCausalLM.from_config(changed).to(next(model.parameters()).dtype).eval()
+        state, own = model.state_dict(), flipped.state_dict()
+        if {n: t.shape for n, t in state.items()} != {n: t.shape for n, t in own.items()}:
+            return float("inf")
+        flipped.load_state_dict(state)
+        return largest(stock(flipped, rows, gradients=False).log_probs - want.log_probs)
+    except (ArithmeticError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        return float("inf")  # the field matters so much that the model cannot be built or run

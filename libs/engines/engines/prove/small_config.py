@@ -1,0 +1,169 @@
+"""A config in small: one layer of each kind, few features, every switch kept, every threshold lowered so that short
+sequences cross it.
+
+Fields are known by the names that transformers' configs share. A field that is not named keeps its value.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+HIDDEN, HEADS, HEAD_DIM, VOCABULARY, LAYERS = 64, 4, 16, 64, 4
+LONGEST = 128
+"""Positions of the small model."""
+CROSSED = 24
+"""Positions of one whose rotary embedding depends on the longest sequence of a call: a threshold like others."""
+BY_POSITION = frozenset(["default", "linear", "llama3", "yarn", "proportional"])
+"""Rotary embeddings whose angles depend on a token's position alone."""
+
+SIZES: Mapping[str, int] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "hidden_dim", "embedding_size"), HIDDEN),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads"), HEADS),
+    **dict.fromkeys(("head_dim", "attention_head_dim", "v_head_dim", "qk_nope_head_dim", "global_head_dim"), HEAD_DIM),
+    **dict.fromkeys(("qk_rope_head_dim", "index_head_dim", "kv_lora_rank", "linear_key_head_dim"), HEAD_DIM),
+    **dict.fromkeys(("linear_value_head_dim", "mamba_d_head", "mamba_head_dim", "ssm_state_size"), HEAD_DIM),
+    **dict.fromkeys(("mamba_d_state", "state_size"), HEAD_DIM),
+    **dict.fromkeys(("linear_num_value_heads", "mamba_n_heads", "mamba_num_heads", "index_n_heads"), HEADS),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "d_ff", "ffn_hidden_size"), 96),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
+    **dict.fromkeys(("moe_shared_expert_intermediate_size", "shared_intermediate_size", "dense_intermediate_size"), 32),
+    **dict.fromkeys(("q_lora_rank", "hidden_size_per_layer_input"), 24),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "codebook_size"), VOCABULARY),
+    **dict.fromkeys(("linear_num_key_heads", "mamba_n_groups", "n_groups"), 2),
+    **dict.fromkeys(("qk_head_dim",), 2 * HEAD_DIM),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
+    "rotary_dim": HEAD_DIM,
+    "chunk_size": 8,
+    "mamba_chunk_size": 8,
+    "block_size": 8,
+}
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k", "moe_k", "num_selected_experts")
+_DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
+_THRESHOLDS: Mapping[str, int] = {
+    "sliding_window": 8,
+    "attention_window": 8,
+    "local_attention": 8,
+    "window_size": 8,
+    "attention_chunk_size": 12,
+    "index_topk": 6,
+    "original_max_position_embeddings": 16,
+}
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+
+
+@dataclass(frozen=True)
+class SmallConfig:
+    """A config in small, with what was changed: (field, value before, value after)."""
+
+    config: Any
+    changes: tuple[tuple[str, Any, Any], ...]
+
+
+def shrink_config(config: Any) -> SmallConfig:
+    """Return the text config in small; ValueError where its sizes do not fit together afterwards."""
+    text = copy.deepcopy(config.get_text_config())
+    before = text.to_dict()
+    depth = next((name for name in _DEPTHS if isinstance(before.get(name), int)), None)
+    kept = _layers(before, before[depth]) if depth is not None else []
+    values = {name: value for name, value in _values(before, depth, kept) if before[name] != value}
+    expand = before.get("mamba_expand", before.get("expand"))
+    for name in ("mamba_n_heads", "mamba_num_heads", "num_heads"):
+        if expand and name in values:
+            values[name] = int(expand) * HIDDEN // HEAD_DIM
+    for name, value in values.items():
+        setattr(text, name, value)
+    _shrink_rope(text)
+    after = text.to_dict()
+    return SmallConfig(
+        text, tuple((name, before.get(name), after[name]) for name in after if after[name] != before.get(name))
+    )
+
+
+def thresholds(config: Any) -> dict[str, int]:
+    """Return the lengths at which a text config's computation may change, by field."""
+    values = config.get_text_config().to_dict()
+    parts = [values, *_ropes(values)]
+    crossed = {
+        name: part[name] for part in parts for name in _THRESHOLDS if isinstance(part.get(name), int) and part[name] > 1
+    }
+    if _by_length(values):
+        crossed |= {name: values[name] for name in _POSITIONS if isinstance(values.get(name), int)}
+    return crossed
+
+
+def _ropes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the parameters of rotary embeddings: of all layers, or of each kind."""
+    rope = values.get("rope_parameters") or {}
+    return [rope, *(part for part in rope.values() if isinstance(part, dict))]
+
+
+def _by_length(values: Mapping[str, Any]) -> bool:
+    """Return whether some rotary embedding depends on more than a token's position."""
+    return any(part.get("rope_type", "default") not in BY_POSITION for part in _ropes(values))
+
+
+def _values(before: Mapping[str, Any], depth: str | None, kept: Sequence[int]) -> Iterator[tuple[str, Any]]:
+    heads = next(
+        (before[name] for name in ("num_attention_heads", "n_head") if isinstance(before.get(name), int)), HEADS
+    )
+    for name, value in before.items():
+        if isinstance(value, bool):
+            continue
+        if isinstance(value, list) and depth is not None and len(value) == before[depth]:
+            yield name, [value[layer] for layer in kept]
+        if not isinstance(value, int):
+            continue
+        if name in SIZES:
+            yield name, min(value, SIZES[name])
+        elif name == "num_key_value_heads":
+            yield name, HEADS if value == heads else 1 if value == 1 else 2
+        elif name in _CHOSEN:
+            yield name, min(value, 2)
+        elif name == depth:
+            yield name, len(kept)
+        elif name in _THRESHOLDS:
+            yield name, min(value, _THRESHOLDS[name])
+        elif name in _POSITIONS:
+            yield name, min(value, CROSSED if _by_length(before) else LONGEST)
+        elif name in ("n_group", "topk_group", "moe_topk_group"):
+            yield name, min(value, 2 if name == "n_group" else 1)
+        elif name == "first_k_dense_replace":
+            yield name, min(value, 1)
+        elif name in ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id") and value >= VOCABULARY:
+            yield name, {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sep_token_id": 3}[name]
+
+
+def _layers(before: Mapping[str, Any], depth: int) -> list[int]:
+    """Return the layers that are kept: the first of each kind by the config's own lists, at least `LAYERS` of them."""
+    lists = [value for value in before.values() if isinstance(value, list) and len(value) == depth]
+    seen: dict[str, int] = {}
+    for layer in range(depth):
+        seen.setdefault(repr([one[layer] for one in lists]), layer)
+    if not lists:
+        return list(range(min(depth, LAYERS)))
+    return sorted({*seen.values(), *range(min(depth, LAYERS - len(seen) + 1)), depth - 1})
+
+
+def _shrink_rope(text: Any) -> None:
+    values = text.to_dict()
+    rope = getattr(text, "rope_parameters", None)
+    if not isinstance(rope, dict):
+        return
+    for part in [rope, *(one for one in rope.values() if isinstance(one, dict))]:
+        width = values.get("qk_rope_head_dim") or values.get("head_dim") or HEAD_DIM
+        half = int(width * part.get("partial_rotary_factor", values.get("partial_rotary_factor") or 1.0)) // 2
+        if isinstance(part.get("original_max_position_embeddings"), int):
+            part["original_max_position_embeddings"] = _THRESHOLDS["original_max_position_embeddings"]
+        for name in ("short_factor", "long_factor"):
+            if isinstance(part.get(name), list):
+                part[name] = [part[name][i * len(part[name]) // half] for i in range(half)]
+        if isinstance(part.get("mrope_section"), list):
+            part["mrope_section"] = _sections(part["mrope_section"], half)
+
+
+def _sections(sections: Sequence[int], half: int) -> list[int]:
+    """Return sections in the same proportions that add up to `half`, none of them empty."""
+    scaled = [max(1, size * half // sum(sections)) for size in sections]
+    scaled[0] += half - sum(scaled)
+    return scaled
