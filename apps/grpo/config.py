@@ -49,7 +49,8 @@ class DataConfig:
     """What is asked: a recipe's synthetic task, or a file of prompts with reference answers."""
 
     data: Path | None = None
-    """Training prompts, .jsonl or .parquet; without it the recipe's own task is used."""
+    """Training prompts: a file (.jsonl, .json, .csv, .parquet, or one of them and .gz), a directory, or a data set of
+    the hub (OWNER/NAME:SPLIT); without it the recipe's own task is used."""
     eval_data: Path | None = None
     """Held-out prompts; without it a share of --data is held out."""
     prompt_column: str = "question"
@@ -57,7 +58,7 @@ class DataConfig:
     answer_column: str = "answer"
     """Column with the reference: a text, a number, or a solution that marks its answer by #### or \\boxed{}."""
     eval_share: float = 0.05
-    """Share of --data that is held out where there is no --eval-data."""
+    """Share of --data that is held out where there is no --eval-data; at most --eval-prompts rows."""
     max_prompt_tokens: int = 1024
     """Longer prompts are skipped and counted."""
     digits: int = 2

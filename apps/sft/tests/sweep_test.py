@@ -132,6 +132,7 @@ DATA_CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "data": (("eval.jsonl",), {}),
     "eval_data": (Path("eval.jsonl"), {}),
     "form": ("text", {}),
+    "train_on": (("user", "assistant"), {}),
     "messages_column": ("talk", {}),
     "tools_column": ("functions", {}),
     "prompt_column": ("question", {"form": "prompt_completion"}),
@@ -165,6 +166,10 @@ def test_a_setting_of_the_data_changes_what_is_imitated(
     if name == "data_processes":  # tokenised_test shows that so many tokenise
         with pytest.raises(ValueError, match="--data-processes"):
             DataConfig(data_processes=0)
+        return
+    if name == "bad_rows":  # formats_test shows that they are told or left out
+        with pytest.raises(ValueError, match="--bad-rows goes with --data"):
+            DataConfig(bad_rows="skip")
         return
     base = DataConfig(data=("train.jsonl",))
     value = other_value(DataConfig, name, getattr(base, name)) if name == "task" else 40
