@@ -13,6 +13,7 @@ from rollout import RolloutConfig, RolloutEngine, VllmConfig, VllmEngine
 from rollout.vllm.client.process import VARIABLE, find_python, known_arguments
 from rollout.vllm.limits.cpu import chosen_dtype, refusal
 from rollout.vllm.settings.arguments import check_arguments
+from rollout.vllm.weights.shared_weights import checkpoint_shapes
 from runplan.samplers.vllm import VllmPlan
 from schedules.backend import SamplerBackend
 
@@ -69,7 +70,9 @@ class VllmBackend(SamplerBackend):
                 raise ValueError(f"{VLLM_FLAG}: {error}") from error
 
     def check_model(self, config: GrpoConfig, directory: Path, model: PretrainedConfig) -> None:
-        """Refuse what vLLM's kernels for CPUs lack, which its process would say after the warm start."""
+        """Refuse files that its weights are not read from, and what vLLM's kernels for CPUs lack: its process would say
+        so after the warm start."""
+        checkpoint_shapes(directory)
         if not samples_on_a_cpu(config):
             return
         described = model.get_text_config().to_dict()

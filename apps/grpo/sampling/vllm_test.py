@@ -1,15 +1,31 @@
 """vLLM as a backend: what it states in a plan, and what its workers can hold of shrunk models."""
 
+from pathlib import Path
+
 import pytest
+from transformers import AutoConfig
 
 from apps.common.samplers import SAMPLERS, sampler_backend, sampler_plan
 from apps.common.shrink.fields import ProcessLimit
 from apps.common.shrink.model import tiny_shape, transformers_config
+from apps.grpo.config import GrpoConfig
 from apps.grpo.main import shrunk
 from apps.grpo.registry import recipes
+from apps.quickstart.model import save_tiny_model
 from rollout.vllm.limits.parallel_limits import spread_refusal
 
 RECIPES = recipes()
+
+
+def test_weights_that_it_does_not_read_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    config, backend = GrpoConfig(), sampler_backend("vllm")
+    model = save_tiny_model(tmp_path / "model", seed=0)
+    described = AutoConfig.from_pretrained(model)
+    with pytest.raises(ValueError, match="head_dim 16"):  # the files are no reason
+        backend.check_model(config, model, described)
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"has no model\.safetensors .*save it again"):
+        backend.check_model(config, model, described)
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
