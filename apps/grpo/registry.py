@@ -3,7 +3,7 @@
 import os
 
 from apps.common.cli.environment import refuse_unset
-from apps.common.cli.recipes import load_recipes
+from apps.common.cli.recipes import beside_own_model, load_recipes
 from apps.common.cli.refusals import Refusals
 from apps.common.cli.words import recipe_words
 from apps.common.run.ranks import ranks_of_node
@@ -40,11 +40,17 @@ def spec_of(config: GrpoConfig, recipe: Recipe | None = None) -> RunSpec:
         mini_batches=config.mini_batches,
         epochs=config.epochs,
         longest=config.max_episode_tokens,
-        reference_policy=config.objective.kl_coef > 0 and not config.engine.lora.rank,
+        reference_policy=config.objective.kl_coef > 0,
+        held_out=config.data.eval_prompts,
+        eval_share=0.0 if config.data.eval_data else config.data.eval_share,
         needs_model=recipe.make_model is None,
         origin=recipe.origin,
         model_type=model_type(config.model),
-        words=recipe_words(config, recipe.config, () if recipe.make_model else NEEDS),
+        words=recipe_words(
+            config,
+            beside_own_model(recipe.config) if config.model else recipe.config,
+            () if recipe.make_model else NEEDS,
+        ),
     )
 
 

@@ -1,6 +1,7 @@
 """A GRPO run from start to end: warm start, steps, evaluations, checkpoints, export, report."""
 
 import functools
+import gc
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
 from apps.common.run.checkpoint_saver import CheckpointSaver
 from apps.common.run.checkpoints import checkpoint_path
 from apps.common.run.config_file import as_plain
-from apps.common.run.device_memory import memory_metrics
+from apps.common.run.device_memory import memory_metrics, memory_note
 from apps.common.run.divergence import name_sampler_errors
 from apps.common.run.export import save_export
 from apps.common.run.idle_steps import IdleSteps
@@ -41,6 +42,7 @@ from schedules.runtime.collectives import broadcast_result, rank_and_world
 from schedules.runtime.interrupts import Runner
 from schedules.sampling.session import Evaluation, HeldOutMetric
 from schedules.schedule import Schedule, TrainStepResult
+from seqpack.memory import ledger
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ def train(
     with Runner() as runner, ExitStack() as stack:
         start = RunBuilder(config, tasks, tokenizer, model, run_dir, done, checkpoint, rollout_engine, runner, opened)
         start = start.warmed(demonstrations)
+        gc.collect()  # an engine has reference cycles: that of the warm start is freed here
+        ledger.clear()
         stack.enter_context(in_cluster(ray_settings(config, rank_and_world()[1])))
         parts = start.components(stack)
         engine, resumed = parts.trainer.engine, done if config.resume else None
@@ -153,6 +157,8 @@ class _Steps:
                 found = replace(found, after=evaluation.accuracy)
                 row |= evaluation.metrics_as(found.metric)
             log.step(step, row, _shown(row))
+            if step == done + 1:
+                log.note(memory_note(row))
             self._log_episodes(step, result, evaluation)
             if last or stops or step % config.save_every == 0:
                 self.saves.begin(step, [checkpoint_path(log.run_dir, step)])

@@ -13,7 +13,7 @@ from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
 from apps.common.run.checkpoint_saver import CheckpointSaver
 from apps.common.run.checkpoints import checkpoint_path
 from apps.common.run.config_file import as_plain
-from apps.common.run.device_memory import memory_metrics
+from apps.common.run.device_memory import memory_metrics, memory_note
 from apps.common.run.divergence import check_loss
 from apps.common.run.export import save_export
 from apps.common.run.idle_steps import IdleSteps
@@ -40,6 +40,7 @@ from engines.config import parse_context_parallel
 from engines.loading import LoadedModel
 from runlog import read_metrics
 from schedules.runtime.collectives import broadcast_result
+from seqpack.memory import ledger
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ def train(
     """
     started = time.perf_counter()
     init_rank(config.threads, config.seed)
+    ledger.clear()
     quiet_libraries()
     plan = plan_steps(config, conversations)
     done, checkpoint = broadcast_result(steps_done(run_dir, plan.steps) if config.resume else (0, None))
@@ -182,6 +184,8 @@ class _Steps:
             if last or step % self.plan.eval_every == 0:
                 row["eval/loss"] = shown["held-out loss"] = measured.losses[step] = self._held_out_loss()
             log.step(step, row, shown)
+            if step == earlier.done + 1:
+                log.note(memory_note(row))
             if step in measured.losses:
                 check_loss(step, measured.losses[step], self.vocab_size)
             self.saves.look()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from runplan.plain_settings import PlainPools as PlainPools
     from runplan.plain_settings import PlainRollout as PlainRollout
     from runplan.plain_settings import PlainSchedule as PlainSchedule
+    from runplan.report.memory_table import memory_table as memory_table
     from runplan.report.plan import Plan as Plan
     from runplan.report.plan import make_plan as make_plan
     from runplan.report.readiness import refuse_unready as refuse_unready
@@ -53,6 +54,7 @@ _EXPORTS = {
     "PlainPools": "runplan.plain_settings",
     "PlainRollout": "runplan.plain_settings",
     "PlainSchedule": "runplan.plain_settings",
+    "memory_table": "runplan.report.memory_table",
     "Plan": "runplan.report.plan",
     "make_plan": "runplan.report.plan",
     "refuse_unready": "runplan.report.readiness",
@@ -86,6 +88,7 @@ __all__ = [
     "make_grid",
     "make_plan",
     "memory",
+    "memory_table",
     "peak_memory",
     "refuse_unready",
     "requirements",

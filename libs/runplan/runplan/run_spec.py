@@ -28,10 +28,15 @@ class RunSpec:
     mini_batches: int = 1
     epochs: int = 1
     reference_policy: bool = False
+    """Whether a step is scored by the reference model too: a frozen one, or the base under an adapter."""
+    held_out: int = 0
+    """Held-out prompts of an evaluation."""
     needs_model: bool = True
     origin: Origin | None = None
     model_type: str | None = None
     """Model type of the named model, where its config can be read; the origin, if any, takes precedence."""
+    eval_share: float = 0.0
+    """Share of the training rows that is held out, at most `held_out` of them; 0 where held-out rows are given."""
     words: tuple[str, ...] = ()
     """Words of the command line that give this configuration, for the launch line; without any the recipe's name."""
 
@@ -80,6 +85,11 @@ class RunSpec:
         except ValueError as error:
             problems.append(str(error))
         return problems
+
+    def held_out_of(self, rows: int) -> int:
+        """Return how many of so many training rows are held out."""
+        count = max(1, round(rows * self.eval_share)) if self.eval_share else 0
+        return min(count, self.held_out) if self.held_out else count
 
     @property
     def micro_batch_tokens(self) -> int:

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from engines.devices.detect import devices_of
+from engines.private_api import is_traceable_wrapper_subclass
 
 LOG = logging.getLogger(__name__)
 BLOCK = 2**28
@@ -55,7 +55,7 @@ class HostCopies:
     """A store in host memory for tensors that move there from time to time; it keeps its memory in between."""
 
     def __init__(self) -> None:
-        self._blocks: list[Tensor] = []
+        self.blocks: list[Tensor] = []
 
     def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return finished host copies of contiguous tensors of one device; the next call overwrites them.
@@ -65,12 +65,12 @@ class HostCopies:
         if not tensors or tensors[0].device.type == "cpu":
             return [tensor.clone() for tensor in tensors]
         plan = layout([tensor.nbytes for tensor in tensors])
-        if [block.nbytes for block in self._blocks] != [*plan.blocks]:
-            self._blocks = []  # those of an engine without moments, say: freed first
-            self._blocks = [_block(size) for size in plan.blocks]
+        if [block.nbytes for block in self.blocks] != [*plan.blocks]:
+            self.blocks = []  # those of an engine without moments, say: freed first
+            self.blocks = [_block(size) for size in plan.blocks]
         copies = []
         for tensor, (block, start) in zip(tensors, plan.places, strict=True):
-            flat = self._blocks[block][start : start + tensor.nbytes].view(tensor.dtype)
+            flat = self.blocks[block][start : start + tensor.nbytes].view(tensor.dtype)
             copies.append(flat.view(tensor.shape).copy_(tensor, non_blocking=True))
         devices_of(tensors[0].device).current_stream().synchronize()
         return copies

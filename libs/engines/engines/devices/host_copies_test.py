@@ -147,7 +147,8 @@ def moved_megatron() -> tuple[int, int, float, float]:
         built = build_engine(EngineConfig(device="npu", backend="megatron", lr=1e-2, max_tokens_per_rank=64), model)
         built.train_batch(tiny_batch(LENGTHS), SFT())
         if moves:
-            before, size = state_of(built), sum(tensor.nbytes for tensor in inside(built)._kept())
+            kept = inside(built).memory.kept(inside(built).device)
+            before, size = state_of(built), sum(tensor.nbytes for tensor in kept)
             for _ in range(2):
                 at_first = allocated(devices)
                 built.offload()

@@ -12,6 +12,7 @@ from engines.execution.local_batch import LocalBatch
 from engines.parallel.planning import PlannedRows
 from seqpack.batches.packed import PackedBatch, pack_each
 from seqpack.batches.view import BatchView
+from seqpack.memory import ledger
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class MicroBatches:
     ) -> None:
         """Take the rows and the plan. `keys` are carried (all where None): with `loss_mask` the trained tokens are
         wanted, else all but the first of each row."""
+        ledger.record(ledger.BATCH, batch.view.columns)
         self.batch = batch
         self.parts = tuple(parts)
         self.group = group

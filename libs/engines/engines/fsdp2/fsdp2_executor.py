@@ -29,6 +29,7 @@ from engines.devices.npu_layers import npu_operators_enabled, use_npu_operators
 from engines.execution.early_host_read import EarlyRead
 from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
 from engines.execution.learning_rates import rate_scales
+from engines.execution.memory import StateTensors, register_states
 from engines.execution.micro_batches import MicroBatch, MicroBatches
 from engines.execution.optimizer import build_optimizer, clip_and_step, gradient_norm, name_of
 from engines.execution.prefetch import PrefetchedMicroBatches
@@ -53,6 +54,7 @@ from engines.weights.disk_names import OWN_NAMES, DiskNames
 from engines.weights.disk_weights import DiskWeights
 from engines.weights.empty_model import allocate
 from engines.weights.model_weights import live_tensors
+from seqpack.memory import ledger
 
 PLAIN = Unsupported("not asked for")
 
@@ -124,11 +126,21 @@ class FSDP2Executor:
         if self.adapted:
             reset_adapters(model, torch.initial_seed())
         self.optimizer = self._build_optimizer() if trainable else None
+        register_states(self)
 
     @property
     def updated_by(self) -> str:
         """See `Executor`."""
         return name_of(self.optimizer)
+
+    @property
+    def memory(self) -> StateTensors:
+        """See `StateTensors`."""
+        moving = () if self.optimizer is None else moments(self.optimizer)
+        weights = [*self.scorer.parameters(), *self.scorer.buffers()]
+        return StateTensors(
+            weights, [one.grad for one in weights if one.grad is not None], [*moving], self._host.blocks
+        )
 
     def _build_optimizer(self) -> torch.optim.AdamW | None:
         return build_optimizer(self.scorer, self.config, self.scales)
@@ -246,6 +258,7 @@ class FSDP2Executor:
 
     def optimizer_step(self, lr: float, loss: Tensor) -> SupportsFloat:
         """Clip the gradient, and update by AdamW where the norm is finite."""
+        ledger.observe(self, ledger.GRADIENTS)
         norm = gradient_norm(self.scorer, loss, self.groups.world, self.copies)
         known = EarlyRead(norm)
         clip_and_step(self.scorer, self._optimizer, norm, self.config.grad_clip, lr)

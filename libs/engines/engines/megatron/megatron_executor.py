@@ -30,6 +30,7 @@ from engines.config import EngineConfig, parse_options
 from engines.devices.detect import devices_of
 from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
 from engines.execution.learning_rates import rate_scales
+from engines.execution.memory import StateTensors, register_states
 from engines.execution.micro_batches import MicroBatch, MicroBatches
 from engines.families.registry import family_of
 from engines.fast.fused_log_probs import fused_log_probs
@@ -129,6 +130,17 @@ class MegatronExecutor:
                 self.updates.publish()
         self.model = model.to("meta")
         self._moved = Moved()
+        register_states(self)
+
+    @property
+    def memory(self) -> StateTensors:
+        """See `StateTensors`. A master that lies in its weight's memory is one with it."""
+        held = [tensor.detach() for stage in self.stages for tensor in (*stage.parameters(), *stage.buffers())]
+        held += [*(one.parameter for one in frozen_in(self.tower)), *(values for _, values in self.frozen)]
+        chunks = self.chunks if self.trainable else ()
+        buffers = (buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
+        states = [] if self.updates is None else self.updates.tensors()
+        return StateTensors(held, [buffer.grad_data for buffer in buffers], states, self._moved.host.blocks)
 
     def _built(self, sizes: ModelSizes, split: Split) -> list[PackedGPT]:
         """Make this rank's stages on its device; their routers share `balance`."""
@@ -372,20 +384,9 @@ class MegatronExecutor:
         if device == self.device:
             self._moved.back()
             return
-        self._moved.offload(self._kept(), self._gradients())
+        memory = self.memory
+        self._moved.offload(memory.kept(self.device), memory.gradients)
         devices_of(self.device).release()
-
-    def _kept(self) -> list[Tensor]:
-        own = [] if self.updates is None else self.updates.tensors()
-        frozen = [one.parameter for one in frozen_in(self.tower)]
-        every = [p.detach() for p in (*(p for stage in self.stages for p in stage.parameters()), *frozen)] + own
-        return [tensor for tensor in every if tensor.device == self.device]
-
-    def _gradients(self) -> list[Tensor]:
-        if not self.trainable:
-            return []
-        buffers = (buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
-        return [buffer.grad_data for buffer in buffers]
 
 
 def _scorer_names(tensors: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from engines.devices.detect import devices_of
 from engines.execution.early_host_read import EarlyRead
 from engines.execution.executor import LossFunction, Scoring
+from engines.execution.memory import StateTensors
 from engines.execution.micro_batches import MicroBatches
 from engines.families.registry import family_of
 from engines.fast.adamw import AdamW, control
@@ -23,11 +24,13 @@ from engines.fsdp2.fsdp2_executor import FSDP2Executor
 from engines.fsdp2.host_offload import move_all
 from engines.loading import cast_parameters, compute_dtype
 from engines.parallel.groups import mesh_of, second_world
+from engines.private_api import foreach_norm
 from engines.replicated.bucket_exchange import Exchange
 from engines.replicated.fp32_masters import Master, optimizer_state
 from engines.weights.disk_weights import DiskWeights
 from engines.weights.empty_model import allocate
 from engines.weights.model_weights import live_tensors
+from seqpack.memory import ledger
 
 
 class ReplicatedExecutor(FSDP2Executor):
@@ -79,6 +82,16 @@ class ReplicatedExecutor(FSDP2Executor):
         """See `Executor`."""
         return "the fused AdamW of replicated weights" if self.trainable else super().updated_by
 
+    @property
+    def memory(self) -> StateTensors:
+        """See `StateTensors`. Float32 values and moments of this rank's rows are its optimizer states."""
+        weights = [*self.scorer.parameters(), *self.scorer.buffers()]
+        sums = [total for bucket in self.exchange.buckets for total in bucket.sums or ()]
+        beside = [tensor for one in self.masters for tensor in one.beside()]
+        return StateTensors(
+            weights, [*(one.grad for one in weights if one.grad is not None), *sums], beside, self._host.blocks
+        )
+
     def _build_optimizer(self) -> None:
         """Build none: the masters have the moments."""
         return
@@ -94,6 +107,7 @@ class ReplicatedExecutor(FSDP2Executor):
     def optimizer_step(self, lr: float, loss: Tensor) -> SupportsFloat:
         """Clip and update; see `Executor`. Nothing here waits for the device."""
         gradients = self.exchange.gradients()
+        ledger.observe(self, ledger.GRADIENTS)
         norm = self._norm([grad for bucket in gradients for grad in bucket], loss)
         known = EarlyRead(norm)
         controls = control(norm, self.config.grad_clip, self.updates + 1, self.config.betas)
@@ -116,7 +130,7 @@ class ReplicatedExecutor(FSDP2Executor):
         filled = [grad for grad in grads if grad.numel()]
         squares = 0.0 * loss.detach().double()
         if filled:
-            norms = torch.stack(torch._foreach_norm(filled, dtype=torch.float32))
+            norms = torch.stack(foreach_norm(filled, dtype=torch.float32))
             squares = squares + norms.double().square().sum()
         if not self.exchange.alone:
             dist.all_reduce(squares, group=self.groups.world)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from dyncp.comm.process_groups import world_timeout
 from engines.storage.checkpoint import random_state, save_checkpoint
+from seqpack.memory import ledger
 
 
 class CheckpointWriter:
@@ -27,6 +28,8 @@ class CheckpointWriter:
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         self._error: OSError | RuntimeError | None = None
+        self._copied: dict[str, Any] = {}
+        ledger.register(ledger.CHECKPOINT, self, lambda it: it._copied)
 
     def save(
         self,
@@ -43,7 +46,9 @@ class CheckpointWriter:
             return
         if self._group is None and dist.is_initialized():
             self._group = dist.new_group(backend="gloo", timeout=world_timeout())
-        args = (directory, on_host(state), dict(metadata), random_state(), self._group, tuple(also))
+        self._copied = on_host(state)
+        ledger.observe(self, ledger.CHECKPOINT, again=True)
+        args = (directory, self._copied, dict(metadata), random_state(), self._group, tuple(also))
         # No daemon: a process that ends in order finishes what it began to write.
         self._thread = threading.Thread(target=self._write, args=args, name="checkpoint")
         self._thread.start()
@@ -67,6 +72,8 @@ class CheckpointWriter:
             save_checkpoint(*args)
         except (OSError, RuntimeError) as error:
             self._error = error
+        finally:
+            self._copied = {}
 
 
 def on_host(state: Any) -> Any:

@@ -31,7 +31,8 @@ class WeightAssembler:
         self._aliases = aliases or {}
         self._optional = frozenset(optional)
         self._allocate = allocate or _new_memory
-        self._staged: dict[str, Tensor] = {}
+        self.staged: dict[str, Tensor] = {}
+        """Flat tensors so far, by name."""
         self._filled: dict[str, list[tuple[int, int]]] = {}
 
     def check(self, spec: TensorSpec) -> None:
@@ -66,17 +67,17 @@ class WeightAssembler:
                 f"{piece.name}: element {piece.offset + at} is {float(piece.flat[at])} ({float(run[at])} as "
                 f"{target.dtype}): weights that are not finite are not taken"
             )
-        if piece.name not in self._staged:  # nothing is written before it is known to be good
-            self._staged[piece.name] = self._allocate(piece.name, target)
+        if piece.name not in self.staged:  # nothing is written before it is known to be good
+            self.staged[piece.name] = self._allocate(piece.name, target)
             self._filled[piece.name] = []
-        self._staged[piece.name][piece.offset : end].copy_(run)
+        self.staged[piece.name][piece.offset : end].copy_(run)
         self._filled[piece.name].append((piece.offset, end))
 
     def finish(self) -> dict[str, Tensor]:
         """Return all tensors by name, in the targets' shapes. Raise ValueError where any is missing, overlapping or
         contradictory."""
         whole: dict[str, Tensor] = {}
-        for arrived, flat in self._staged.items():
+        for arrived, flat in self.staged.items():
             at = 0
             for start, end in sorted(self._filled[arrived]):
                 if start != at:

@@ -19,6 +19,7 @@ from rollout.sync.adapter import AdaptedWeights
 from rollout.sync.assembler import Allocate, WeightAssembler, assemble
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Checksum, Piece
+from seqpack.memory import ledger
 
 
 class WeightStaging:
@@ -51,6 +52,7 @@ class WeightStaging:
         self._digest = Checksum()
         self._arrived: dict[str, int] = {}
         self._before: tuple[int, dict[str, Tensor]] | None = None
+        ledger.register(ledger.SAMPLER_STAGED, self, lambda it: [it._assembler.staged, it._before, it._adapted])
 
     @property
     def version(self) -> int:
@@ -109,6 +111,7 @@ class WeightStaging:
             staged = self._adapted.merged(manifest.adapter, staged, self._current())
         self._whole = manifest.adapter is None
         self._before = (self._version, staged)
+        ledger.observe(self, ledger.SAMPLER_STAGED, again=True)
         self._manifest = None
         swapped = False
         try:

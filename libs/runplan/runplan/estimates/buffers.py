@@ -20,12 +20,14 @@ FILE_BYTES = 4 * 2**30
 
 @dataclass(frozen=True)
 class Buffer:
-    """Bytes on a device and in host memory of one rank; `always`, or only while its use lasts."""
+    """Bytes on a device and in host memory of one rank; `always`, or only while its use lasts. `remark`: what else is
+    to be said of it."""
 
     name: str
     device: float = 0.0
     host: float = 0.0
     always: bool = False
+    remark: str = ""
 
 
 def largest_tensor(shape: ModelShape) -> int:
@@ -50,30 +52,21 @@ def export_bytes(shape: ModelShape, engine: EngineConfig) -> float:
 
 
 def train_buffers(
-    shape: ModelShape, engine: EngineConfig, states: States, layers: int, offload: bool, width: int, samples: bool
+    shape: ModelShape, engine: EngineConfig, states: States, layers: int, width: int, samples: bool
 ) -> list[Buffer]:
-    """Return the buffers of a training rank with these states, whose stage has `layers` layers.
+    """Return what is there for a moment in a training rank with these states, whose stage has `layers` layers.
 
     `samples`: whether a sampler gets copies of the weights.
     """
-    buffers = (
-        [Buffer("all states" if states.all_on_host else "optimizer states", host=states.host, always=True)]
-        if states.host
-        else []
-    )
+    buffers = []
     if states.host and engine.backend == "megatron":
         buffers.append(Buffer("gradients on their way to the optimizer", host=states.optimizer / 3))
     if engine.activation_offload:
         rows = engine.max_tokens_per_rank * shape.hidden * layers
         buffers.append(Buffer("recomputed layers' inputs", host=width * rows))
-    if offload:
-        buffers.append(Buffer("offload", host=max(0.0, states.device - states.gradients)))
     whole = export_bytes(shape, engine)
     if samples:
-        buffers.append(Buffer("hand-over", whole, whole if engine.device == "cpu" else PIECE_BYTES))
-    masters = states.optimizer / 3 if engine.backend == "megatron" and width < WIDE else 0.0
-    weights = 0.0 if masters else states.weights
-    buffers.append(Buffer("checkpoint, copied to be written meanwhile", host=weights + states.optimizer))
+        buffers.append(Buffer("export of weights", whole, whole if engine.device == "cpu" else PIECE_BYTES))
     buffers.append(Buffer("model directory", whole, min(FILE_BYTES, DISK * total_parameters(shape))))
     return buffers
 

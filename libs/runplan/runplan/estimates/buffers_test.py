@@ -50,9 +50,8 @@ def named(buffers: Iterable[Buffer]) -> dict[str, Buffer]:
 def test_a_checkpoint_is_copied_to_the_host_whole(kind: str) -> None:
     engine, shape = trained(kind, weights="sharded")
     states = fsdp_states(shape, engine.config, 1)
-    plan = named(train_buffers(shape, engine.config, states, shape.layers, False, 4, True))
     copied = size_of(on_host(engine.executor.state()))
-    assert plan["checkpoint, copied to be written meanwhile"].host == copied == 12 * count_parameters(shape).total
+    assert states.weights + states.optimizer == copied == 12 * count_parameters(shape).total
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -60,8 +59,7 @@ def test_moments_on_the_host(kind: str) -> None:
     engine, shape = trained(kind, weights="sharded", optimizer_on_host=True)
     moments = [v for s in engine.executor.optimizer.state.values() for v in s.values() if v.ndim]
     states = fsdp_states(shape, engine.config, 1)
-    plan = named(train_buffers(shape, engine.config, states, shape.layers, False, 4, True))
-    assert plan["optimizer states"].host == sum(m.numel() * 4 for m in moments) == states.host
+    assert sum(m.numel() * 4 for m in moments) == states.host
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,12 +94,10 @@ def test_what_comes_with_which_setting() -> None:
     engine = EngineConfig(device="cuda", gradient_checkpointing=True, activation_offload=True, max_tokens_per_rank=64)
     states = fsdp_states(shape, engine, 2)
 
-    def plan(changed: EngineConfig = engine, offload: bool = False, samples: bool = False) -> dict[str, Buffer]:
-        return named(train_buffers(shape, changed, states, shape.layers, offload, 2, samples))
+    def plan(changed: EngineConfig = engine, samples: bool = False) -> dict[str, Buffer]:
+        return named(train_buffers(shape, changed, states, shape.layers, 2, samples))
 
-    assert "offload" not in plan()
-    assert "hand-over" not in plan()
-    assert "hand-over" in plan(samples=True)
-    assert plan(offload=True)["offload"].host == states.weights + states.optimizer
+    assert "export of weights" not in plan()
+    assert "export of weights" in plan(samples=True)
     assert plan()["recomputed layers' inputs"].host == 2 * 64 * shape.hidden * shape.layers
     assert "recomputed layers' inputs" not in plan(replace(engine, activation_offload=False))

@@ -17,7 +17,14 @@ from dataclasses import dataclass
 
 from engines import EngineConfig
 from runplan.estimates.logits import WIDE, fsdp_head, megatron_head
-from runplan.estimates.states import StageParameters, fsdp_states, megatron_states, parameters_by_stage
+from runplan.estimates.states import (
+    StageParameters,
+    States,
+    fsdp_states,
+    megatron_states,
+    parameters_by_stage,
+    width_of,
+)
 from runplan.layout.grid import Grid
 from runplan.model.model_shape import ModelShape, count_parameters, tower_parameters
 
@@ -135,11 +142,6 @@ def _backward(
     return there + max(making, remain + WIDE * layer * (1 + 1 / shards))
 
 
-def width_of(engine: EngineConfig) -> int:
-    """Return the bytes of a number in the dtype that layers compute in."""
-    return WIDE if engine.dtype == "float32" or engine.device == "cpu" else 2
-
-
 def peak_memory(shape: ModelShape, engine: EngineConfig, grid: Grid, layers: Sequence[int], shards: int) -> Peak:
     """Return the peak of a run whose micro-batches are full, every token of which trains.
 
@@ -150,6 +152,21 @@ def peak_memory(shape: ModelShape, engine: EngineConfig, grid: Grid, layers: Seq
     if engine.backend == "megatron":
         return megatron_peak(shape, engine, grid, layers, tokens, width)
     return fsdp_peak(shape, engine, shards, tokens, width)
+
+
+def scoring_peak(shape: ModelShape, engine: EngineConfig, states: States, scored: float, tp: int = 1) -> float:
+    """Return the bytes while a frozen model of `scored` bytes scores a full micro-batch beside these states.
+
+    Nothing is kept for a backward pass: a layer's activations, a chunk's logits, and under FSDP2 the outermost weights
+    and those of two layers, gathered.
+    """
+    tokens, width, count = engine.max_tokens_per_rank, width_of(engine), count_parameters(shape)
+    passing = activation_bytes(shape, 1, tokens, True, width, tp)
+    if engine.backend == "megatron":
+        return states.device + scored + passing + megatron_head(shape, engine, tokens, width, tp).logits
+    gathered = width * (count.embeddings + 2 * (count.dense + count.experts) / shape.layers)
+    kept = 0.0 if states.all_on_host else states.device - states.gradients
+    return kept + scored + gathered + passing + fsdp_head(shape, engine, tokens, width).logits
 
 
 def megatron_peak(

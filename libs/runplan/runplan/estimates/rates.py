@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from engines import EngineConfig
 from runplan.estimates.logits import has_fused_pieces, is_compiled
-from runplan.estimates.peak_memory import width_of
+from runplan.estimates.states import width_of
 from runplan.model.model_shape import ModelShape
 
 PEAK = {"cuda": 989e12}

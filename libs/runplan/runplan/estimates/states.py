@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from engines import EngineConfig
+from engines.fast.support import replicated_weights
 from runplan.estimates.loading import DISK_BYTES
 from runplan.layout.grid import Grid
 from runplan.model.adapters import adapter_parameters
@@ -83,10 +86,23 @@ def megatron_states(
     return States(width * (every + tower), 4.0 * every, share, engine.optimizer_on_host)
 
 
+def width_of(engine: EngineConfig) -> int:
+    """Return the bytes of a number in the dtype that layers compute in."""
+    wide = engine.dtype == "float32" or (engine.dtype == "auto" and engine.device == "cpu")
+    return 4 if wide else 2
+
+
+def lies_replicated(engine: EngineConfig, shards: float) -> bool:
+    """Return whether every rank holds FSDP2's weights whole, in the dtype of layers: as asked, or alone on a GPU."""
+    alone = engine.weights == "auto" and shards == 1 and engine.device not in ("cpu", "npu")
+    return (alone or engine.weights == "replicated") and bool(replicated_weights(engine, torch.device("cpu")))
+
+
 def fsdp_states(shape: ModelShape, engine: EngineConfig, shards: float, disk: int = DISK_BYTES) -> States:
     """Return masters, gradients and two moments, shared by `shards` ranks; of a frozen tower masters.
 
-    With adapters they are theirs alone, and the rest is frozen in the checkpoint's dtype, of `disk` bytes.
+    With adapters they are theirs alone, and the rest is frozen in the checkpoint's dtype, of `disk` bytes. Replicated
+    weights are whole on each rank, and what makes them float32 is shared beside the moments.
     """
     master = 4 if engine.master_dtype == "float32" else 2
     moment = 4 if engine.optimizer_on_host else 2 if engine.moments_dtype == "bfloat16" else master
@@ -98,6 +114,9 @@ def fsdp_states(shape: ModelShape, engine: EngineConfig, shards: float, disk: in
         parts = (disk * every + master * adapters, master * adapters, 2 * moment * adapters)
         weights, gradients, optimizer = (part / shards for part in parts)
         return States(weights, gradients, optimizer, engine.optimizer_on_host, engine.parameters_on_host)
+    if lies_replicated(engine, shards):
+        width = width_of(engine)
+        return States(float(width * every), 4.0 * trained / shards, (2 * moment + 4 - width) * trained / shards)
     optimizer = 2 * moment * trained / shards
     weights, gradients = master * every / shards, master * trained / shards
     return States(weights, gradients, optimizer, engine.optimizer_on_host, engine.parameters_on_host)

@@ -5,18 +5,32 @@ from collections.abc import Iterator
 from engines import LoraConfig
 from runplan.model.model_shape import ModelShape
 
-Sizes = tuple[str, int, int]
+LinearSizes = tuple[str, int, int]
 """The last name of a linear layer, its inputs and outputs."""
 
 
 def adapter_parameters(shape: ModelShape, lora: LoraConfig) -> int:
     """Count the parameters of all adapters: rank times inputs and outputs of each layer that has one."""
-    mixers = shape.full_attention_layers * [*_attention(shape)] + shape.linear_layers * [*_delta_net(shape)]
-    layers = [*mixers, *(shape.layers * [*_mlp(shape)])]
-    return sum(lora.rank * (i + o) for name, i, o in layers if not lora.targets or name in lora.targets)
+    return sum(lora.rank * (i + o) for i, o in _adapted(shape, lora))
 
 
-def _attention(shape: ModelShape) -> Iterator[Sizes]:
+def adapted_elements(shape: ModelShape, lora: LoraConfig) -> int:
+    """Count the elements of the weights that have adapters."""
+    return sum(i * o for i, o in _adapted(shape, lora))
+
+
+def _adapted(shape: ModelShape, lora: LoraConfig) -> Iterator[tuple[int, int]]:
+    """Yield inputs and outputs of each layer that has an adapter."""
+    mixers = shape.full_attention_layers * [*attention_linears(shape)] + shape.linear_layers * [
+        *delta_net_linears(shape)
+    ]
+    for name, inputs, outputs in [*mixers, *(shape.layers * [*mlp_linears(shape)])]:
+        if not lora.targets or name in lora.targets:
+            yield inputs, outputs
+
+
+def attention_linears(shape: ModelShape) -> Iterator[LinearSizes]:
+    """Yield the linear layers of attention."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     yield "q_proj", shape.hidden, queries * (2 if shape.gated_attention else 1)
     yield "k_proj", shape.hidden, keys
@@ -24,7 +38,8 @@ def _attention(shape: ModelShape) -> Iterator[Sizes]:
     yield "o_proj", queries, shape.hidden
 
 
-def _delta_net(shape: ModelShape) -> Iterator[Sizes]:
+def delta_net_linears(shape: ModelShape) -> Iterator[LinearSizes]:
+    """Yield the linear layers of a gated delta net."""
     keys, values = (n * shape.linear_head_dim for n in (shape.linear_key_heads, shape.linear_value_heads))
     yield "in_proj_qkv", shape.hidden, 2 * keys + values
     yield "in_proj_z", shape.hidden, values
@@ -33,7 +48,7 @@ def _delta_net(shape: ModelShape) -> Iterator[Sizes]:
     yield "out_proj", values, shape.hidden
 
 
-def _mlp(shape: ModelShape) -> Iterator[Sizes]:
+def mlp_linears(shape: ModelShape) -> Iterator[LinearSizes]:
     """Yield the layers of a dense MLP; of one with experts only the gate of the shared expert."""
     if not shape.experts:
         yield "gate_proj", shape.hidden, shape.intermediate

@@ -1,13 +1,16 @@
 """Lines on memory: of each training rank by part, of the hosts, of the pool that samples; and the problems."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from runplan.estimates.buffers import train_buffers
+from runplan.estimates.loading import DISK_BYTES
 from runplan.estimates.logits import Head, fsdp_head, megatron_head
-from runplan.estimates.peak_memory import Peak, activation_bytes, peak_memory, width_of
-from runplan.estimates.states import GIB, States, fsdp_states, megatron_states, parameters_by_stage
+from runplan.estimates.peak_memory import Peak, activation_bytes, peak_memory, scoring_peak
+from runplan.estimates.states import GIB, States, fsdp_states, megatron_states, parameters_by_stage, width_of
 from runplan.layout.grid import Grid
 from runplan.model.model_shape import ModelShape, tower_parameters
+from runplan.report.memory_table import memory_table, reference_bytes, table_lines
 from runplan.run_spec import RunSpec
 from runplan.samplers.pool_lines import gib, host_line, places
 
@@ -20,18 +23,24 @@ def memory_lines(spec: RunSpec, shape: ModelShape, grid: Grid, layers: Sequence[
     peak = peak_memory(shape, spec.engine, grid, layers, spec.shards)
     width, samples = width_of(spec.engine), spec.app == "grpo"
     copied = samples and not spec.cluster.sampler.shares_weights(spec)
-    buffers = train_buffers(shape, spec.engine, states, max(layers), spec.cluster.offload, width, copied)
+    if scored := reference_bytes(spec, shape, states):
+        moment = scoring_peak(shape, spec.engine, states, scored, grid.tp)
+        peak = replace(peak, moments=peak.moments | {"the reference model scores": moment})
+    buffers = train_buffers(shape, spec.engine, states, max(layers), width, copied)
+    table = memory_table(spec, shape, states)
+    hosts = [row for row in table if not row.name.startswith("sampler")] + buffers
     sections = {
         "Memory": _device(spec, shape, grid, layers, states, peak),
+        "Kept": table_lines(table, spec.engine.device == "cpu"),
         "Buffers": [f"{buffer.name}: {places(buffer)}" for buffer in buffers],
-        "Host": [host_line(buffers, spec.processes, spec.ranks, "training")],
+        "Host": [host_line(hosts, spec.processes, spec.ranks, "training")],
     }
     problems = _too_much(spec, states, peak)
     moved = max((b.device for b in buffers), default=0.0) + max(0.0, states.device - states.gradients)
     memory = spec.cluster.pools.device_memory_gib
     if memory is not None and peak.bytes / GIB < memory <= moved / GIB:
         problems.append(
-            f"{moved / GIB:.0f} GiB of states and a tensor put together for the hand-over do not fit a device of "
+            f"{moved / GIB:.0f} GiB of states and a tensor put together for the weight sync do not fit a device of "
             f"{memory:g} GiB: {_fewer(spec)}"
         )
     if samples:
@@ -41,16 +50,18 @@ def memory_lines(spec: RunSpec, shape: ModelShape, grid: Grid, layers: Sequence[
     return sections, problems
 
 
-def states_of(spec: RunSpec, shape: ModelShape, grid: Grid, layers: Sequence[int]) -> States:
-    """Return the states of the rank with the most on its device."""
-    return max(states_by_stage(spec, shape, grid, layers), key=lambda states: states.device)
+def states_of(spec: RunSpec, shape: ModelShape, grid: Grid, layers: Sequence[int], disk: int = DISK_BYTES) -> States:
+    """Return the states of the rank with the most on its device; `disk`: bytes of a number in the checkpoint."""
+    return max(states_by_stage(spec, shape, grid, layers, disk), key=lambda states: states.device)
 
 
-def states_by_stage(spec: RunSpec, shape: ModelShape, grid: Grid, layers: Sequence[int]) -> list[States]:
+def states_by_stage(
+    spec: RunSpec, shape: ModelShape, grid: Grid, layers: Sequence[int], disk: int = DISK_BYTES
+) -> list[States]:
     """Return the states of a rank of each pipeline stage; FSDP2 has one."""
     engine, width = spec.engine, width_of(spec.engine)
     if engine.backend != "megatron":
-        return [fsdp_states(shape, engine, spec.shards)]
+        return [fsdp_states(shape, engine, spec.shards, disk)]
     tower = tower_parameters(shape) if engine.vision != "off" else 0
     stages = enumerate(parameters_by_stage(shape, grid, layers))
     return [megatron_states(engine, grid, parameters, width, 0 if stage else tower) for stage, parameters in stages]
@@ -93,14 +104,12 @@ def _device(
     line = f"{gib(states.device)} of {_named(states)} on the fullest rank"
     if memory is not None:
         line += f"; the device has {memory:g}"
-    parts = f"weights {gib(states.weights)}, gradients {gib(states.gradients)}, optimizer {gib(states.optimizer)}"
     tokens, width = engine.max_tokens_per_rank, width_of(engine)
     whole, again = (gib(activation_bytes(shape, max(layers), tokens, how, width, grid.tp)) for how in (False, True))
     taken = f"{again}, layers computed again" if engine.gradient_checkpointing else f"{whole}, all kept"
     other = f"{whole} were all kept" if engine.gradient_checkpointing else f"{again} by --engine.gradient-checkpointing"
     return [
         line,
-        parts + _where(states),
         *_stages(spec, shape, grid, layers),
         f"activations of a full micro-batch: {taken} ({other})",
         _logits(head_of(spec, shape, grid), tokens, grid),

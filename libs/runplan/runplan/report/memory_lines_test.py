@@ -58,15 +58,20 @@ def test_logits_have_a_line_of_their_own(settings: dict[str, Any], said: str, lo
 
 
 def test_weights_that_a_sampler_shares_are_counted_once() -> None:
-    """No set of its own, no staged one, no tensor put together for a hand-over: on one GPU; on two it has copies."""
+    """No set of its own, no staged one, no tensor put together for a weight sync: on one GPU; on two it has copies."""
     one = replace(SPEC, app="grpo", processes=1)
     sections, _ = memory_lines(one, SHAPE, one.grid, [12])
     assert sections["Pool"] == ["weights of each sampler: training's own, in place"]
-    assert not any(line.startswith("hand-over") for line in sections["Buffers"])
+    assert not any(line.startswith("export") for line in sections["Buffers"])
+    assert [line for line in sections["Kept"] if line.startswith("sampler")] == [
+        line for line in sections["Kept"] if line.startswith("sampler caches")
+    ]
     two = replace(one, processes=2)
     sections, _ = memory_lines(two, SHAPE, two.grid, [12])
-    assert [line.partition(" of each sampler")[0] for line in sections["Pool"]] == ["weights", "staged weights"]
-    assert any(line.startswith("hand-over") for line in sections["Buffers"])
+    assert sections["Pool"] == ["weights of each sampler: a copy of its own"]
+    rows = [line.partition(":")[0] for line in sections["Kept"] if line.startswith(("sampler", "weight sync"))]
+    assert rows == ["weight sync buckets", "sampler weights", "sampler staged weights", "sampler caches"]
+    assert any(line.startswith("export") for line in sections["Buffers"])
 
 
 def test_the_line_says_what_the_peak_counts() -> None:

@@ -5,8 +5,8 @@ from typing import Literal
 from engines import EngineConfig
 from engines.capability import Supported, Unsupported
 from runplan.estimates.buffers import Buffer
-from runplan.estimates.peak_memory import Peak, width_of
-from runplan.estimates.states import States
+from runplan.estimates.peak_memory import Peak
+from runplan.estimates.states import States, width_of
 from runplan.model.model_shape import ModelShape
 from runplan.run_spec import RunSpec
 from runplan.samplers.pool_lines import LinesAndProblems, places
@@ -46,6 +46,16 @@ class SamplerPlan:
             width: bytes of a number in what training computes.
         """
         del shape, layout, width
+        return []
+
+    def held(self, spec: RunSpec, shape: ModelShape) -> list[Buffer]:
+        """Return its rows of the memory table: what it keeps in processes of the run, by the ledger's names.
+
+        Args:
+            spec: the run.
+            shape: the sizes of its model.
+        """
+        del spec, shape
         return []
 
     def shares_weights(self, spec: RunSpec) -> bool:

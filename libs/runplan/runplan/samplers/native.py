@@ -1,16 +1,32 @@
 """The native sampler in a plan: a whole model on each device, or training's own weights in place."""
 
+from collections.abc import Iterable
+
 import torch
 
 from engines import EngineConfig
 from engines.capability import Supported, Unsupported
 from engines.fast.support import replicated_weights
 from rollout.capability import backend_supports
-from runplan.estimates.buffers import Buffer, largest_tensor, total_parameters
+from rollout.config import KEEP_TOKENS
+from rollout.native.lean.model_weights import JOIN_ELEMENTS
+from runplan.estimates.buffers import DISK, Buffer, cache_bytes, largest_tensor, state_bytes, total_parameters
+from runplan.estimates.peak_memory import Peak
+from runplan.estimates.states import States, width_of
+from runplan.model.adapters import (
+    LinearSizes,
+    adapted_elements,
+    adapter_parameters,
+    attention_linears,
+    delta_net_linears,
+    mlp_linears,
+)
 from runplan.model.model_shape import ModelShape
 from runplan.run_spec import RunSpec
 from runplan.samplers.base import SamplerPlan
+from runplan.samplers.pool_lines import LinesAndProblems
 from runplan.settings import ClusterSettings, RolloutSettings
+from seqpack.memory import ledger
 
 NO_OPTIONS = Unsupported("the native engine holds a whole model on each device and has no options of its own")
 ADMIT = Supported("apps/grpo/sampling/native_test.py")
@@ -33,6 +49,29 @@ class NativePlan(SamplerPlan):
             Buffer("staged weights", device=whole + width * largest_tensor(shape)),
         ]
 
+    def held(self, spec: RunSpec, shape: ModelShape) -> list[Buffer]:
+        """Return its weights and the copies that it derives from them, staged weights and caches."""
+        width, engine = width_of(spec.engine), spec.engine
+        shared = self.shares_weights(spec)
+        whole = 0.0 if shared else float(width * total_parameters(shape))
+        staged = whole
+        if engine.lora.rank:  # the base of adapted layers, their sums, and the pairs
+            layers = adapted_elements(shape, engine.lora)
+            staged = 2.0 * width * layers + 4 * adapter_parameters(shape, engine.lora)
+        joined = joined_elements(shape) * width * (2 if engine.device == "cpu" else 1)
+        return [
+            Buffer(ledger.SAMPLER_WEIGHTS, device=whole + joined, always=True, remark="training's" if shared else ""),
+            Buffer(ledger.SAMPLER_STAGED, device=staged, remark="in a weight sync"),
+            Buffer(ledger.SAMPLER_CACHES, device=cached_bytes(spec, shape, width), remark="at most"),
+        ]
+
+    def pool(self, spec: RunSpec, shape: ModelShape, states: States, peak: Peak) -> LinesAndProblems:
+        """Return where its weights are; their bytes are in the memory table."""
+        if spec.cluster.rollout.ray_workers:
+            return super().pool(spec, shape, states, peak)
+        text = "training's own, in place" if self.shares_weights(spec) else "a copy of its own"
+        return [f"weights of each sampler: {text}"], []
+
     def shares_weights(self, spec: RunSpec) -> bool:
         """Return whether it computes with training's weights in place."""
         return shares_weights(spec.engine, spec.cluster, spec.ranks, spec.shards)
@@ -47,6 +86,51 @@ class NativePlan(SamplerPlan):
             return NO_OPTIONS
         ahead = spec.cluster.schedule.mode == "fully_async" and spec.cluster.rollout.admit == "rounds"
         return ADMIT_ROUNDS if ahead else ADMIT
+
+
+MAX_ROWS = 512
+"""Rows that decode together at most, by default (`rollout.NativeEngine`)."""
+PREFILL_TOKENS = 16384
+"""Prompt tokens of its prefill cache at most, by default."""
+LEAN = ("qwen3_5", "qwen3", "qwen2", "llama", "mistral")
+"""Model types that its lean decoder reads, or their beginnings."""
+
+
+def joined_elements(shape: ModelShape) -> int:
+    """Count the elements of small matrices that the lean decoder joins to larger ones, copies of the module's."""
+    if shape.experts or not shape.model_type.startswith(LEAN):
+        return 0
+    every = [
+        *shape.full_attention_layers * joined_inputs(attention_linears(shape)),
+        *shape.linear_layers * joined_inputs(delta_net_linears(shape)),
+        *shape.layers * joined_inputs(mlp_linears(shape)),
+        shape.hidden * shape.vocab,
+    ]
+    return sum(size for size in every if size <= JOIN_ELEMENTS)
+
+
+def joined_inputs(linears: Iterable[LinearSizes]) -> list[int]:
+    """Return the elements of the matrices of one mixer or MLP, those of one input together."""
+    sums: dict[bool, int] = {}
+    for name, inputs, outputs in linears:
+        last = name in ("o_proj", "out_proj", "down_proj")
+        sums[last] = sums.get(last, 0) + inputs * outputs
+    return [*sums.values()]
+
+
+def cached_bytes(spec: RunSpec, shape: ModelShape, width: int) -> float:
+    """Return the bytes of all caches at most: slots of decoding rows (rows and lengths grow by doubling), the prefix
+    cache, and the prefill cache with the logits after each prompt."""
+    asked = max(spec.rows * spec.group, spec.held_out)
+    if spec.cluster.schedule.mode != "sync":
+        asked = MAX_ROWS  # groups of several steps are in flight
+    rows = min(MAX_ROWS, asked)
+    token = cache_bytes(shape, 1) * width / DISK
+    state = state_bytes(shape, 1) * width / DISK
+    slots = 2 * rows * (2 * spec.longest * token + state)
+    prefill = min(PREFILL_TOKENS, rows * spec.longest) * token + rows * (state + shape.vocab * 4)
+    kept = min(KEEP_TOKENS * token, rows * (spec.longest * token + state)) if token else rows * state
+    return slots + prefill + kept
 
 
 def shares_weights(engine: EngineConfig, cluster: ClusterSettings, ranks: int, shards: int) -> bool:

@@ -9,15 +9,15 @@ LinesAndProblems = tuple[list[str], list[str]]
 
 
 def gib(size: float) -> str:
-    """Return bytes as text in GiB."""
-    return f"{size / GIB:.1f} GiB"
+    """Return bytes as text in GiB, of a small model in MiB."""
+    return f"{size / GIB:.1f} GiB" if not 0 < size < GIB / 20 else f"{size / 2**20:.2f} MiB"
 
 
 def places(buffer: Buffer) -> str:
     """Return the bytes of a buffer on the device and on the host, as text."""
     sizes = ((buffer.device, "on the device"), (buffer.host, "on the host"))
     texts = [f"{gib(size)} {where}" for size, where in sizes if size]
-    return " and ".join(texts) + ("" if buffer.always else ", meanwhile")
+    return " and ".join(texts) + (f", {buffer.remark}" if buffer.remark else "" if buffer.always else ", meanwhile")
 
 
 def host_line(buffers: Sequence[Buffer], node: int, every: int, pool: str) -> str:

@@ -25,6 +25,7 @@ from schedules.sampling.numbered_tasks import NumberedRows
 from schedules.sampling.session import RolloutSession
 from schedules.sampling.settings import RolloutSettings
 from schedules.weights.weight_checks import decode_media, sample_checks
+from seqpack.memory import ledger
 
 Wait = Callable[["Sequence[Future[Any]]"], object]
 """Returns once all futures have ended."""
@@ -155,7 +156,9 @@ def _checker(session: RolloutSession, sampler: RolloutEngine, source: SamplerSou
 
     async def probe(call: dict[str, Any]) -> dict[str, Any]:
         media = decode_media(call["media"])
-        return await sample_checks(sampler, session.chat, session.settings.sampling, dtype, call["prompts"], media)
+        how = session.settings.sampling
+        said = await sample_checks(sampler, session.chat, how, dtype, call["prompts"], media)
+        return {**said, "metrics": said["metrics"] | ledger.metrics()}
 
     return {"probe": probe}
 

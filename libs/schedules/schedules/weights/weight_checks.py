@@ -154,7 +154,8 @@ def compare_checks(
         who = "the sampler" if len(parts) == 1 else f"sampler {number} of {len(parts)}"
         distance = _distances(rows[span], scores[span])
         metrics.append(_check(distance, mine, BOUNDS[one["dtype"]], one["dtype"], version, who) | one["metrics"])
-    return {name: max(row[name] for row in metrics) for name in metrics[0]}
+    names = dict.fromkeys(name for row in metrics for name in row)
+    return {name: max(row[name] for row in metrics if name in row) for name in names}
 
 
 def _distances(rows: Sequence[dict[str, Any]], scores: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -4,12 +4,13 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from rollout import SharingEngine, share_weights
-from rollout.sync import Manifest, buckets, transfer_weights
+from rollout.sync import Bucket, Manifest, buckets, transfer_weights
 from rollout.sync.transfer import Receiver
 from schedules.protocols import SharingTrainer, Trainer
 from schedules.runtime.collectives import all_agree
 from schedules.runtime.interrupts import Runner
 from schedules.weights.transfer_result import TransferResult
+from seqpack.memory import ledger
 
 BUCKET_BYTES = 1 << 26  # of weights on their way to the sampler
 
@@ -39,9 +40,13 @@ def sync_weights(
             size += piece.flat.numel() * piece.flat.element_size()
             yield piece
 
+    def recorded() -> Iterator[Bucket]:
+        for bucket in buckets(measured(), BUCKET_BYTES):
+            ledger.record(ledger.BUCKETS, bucket.buffer)
+            yield bucket
+
     manifest = Manifest(version, adapter=export.adapter)
-    stream = buckets(measured(), BUCKET_BYTES)
-    times = runner.run(transfer_weights([sampler], manifest, stream, pause=pause, all_reduce_ok=all_agree))
+    times = runner.run(transfer_weights([sampler], manifest, recorded(), pause=pause, all_reduce_ok=all_agree))
     return TransferResult(size, times, "cpu" if getattr(sampler, "through_host", False) else device)
 
 

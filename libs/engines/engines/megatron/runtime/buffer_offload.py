@@ -18,7 +18,7 @@ class Moved:
     """The storages that are offloaded at the moment."""
 
     def __init__(self) -> None:
-        self._host = HostCopies()
+        self.host = HostCopies()
         self._kept: list[tuple[torch.UntypedStorage, Tensor]] = []
         self._forgotten: list[tuple[torch.UntypedStorage, int]] = []
 
@@ -31,7 +31,7 @@ class Moved:
             self._forgotten.append((storage, storage.nbytes()))
             storage.resize_(0)
         storages = _storages(kept)
-        self._kept = list(zip(storages, self._host.of([_bytes(storage) for storage in storages]), strict=True))
+        self._kept = list(zip(storages, self.host.of([_bytes(storage) for storage in storages]), strict=True))
         for storage in storages:
             storage.resize_(0)
 

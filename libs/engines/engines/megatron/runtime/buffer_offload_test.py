@@ -33,7 +33,7 @@ def test_buffers_go_away_and_come_back(name: str) -> None:
     executor, moved = inside(built), Moved()
     before = weights(built)
     buffers = [*executor.chunks[0].buffers, *executor.chunks[0].expert_parallel_buffers]
-    tensors = executor._kept()
+    tensors = executor.memory.kept(executor.device)
     storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     assert {p.untyped_storage().data_ptr() for p in executor.stages[0].parameters()} <= storages
     trained = [p for p in executor.stages[0].parameters() if p.requires_grad]

@@ -17,6 +17,7 @@ from rollout.native.decoders.fingerprint import fingerprint
 from rollout.native.decoders.media import SeenPrompt, seen_inputs
 from rollout.native.decoders.module_rows import KINDS, Rows, joined
 from rollout.native.decoders.routers import Routers
+from seqpack.memory import ledger
 
 
 class ModuleDecoder:
@@ -32,6 +33,7 @@ class ModuleDecoder:
         self._pad = pad_token_id
         self._rows: Rows | None = None
         self._read: object = None
+        ledger.register(ledger.SAMPLER_CACHES, self, lambda it: it._rows)
         self.vocab_size = int(self._config.vocab_size)
         self.device = next(model.parameters()).device
         for layer in DynamicCache(config=self._config).layers:

@@ -15,6 +15,7 @@ from rollout.native.lean.forward import hidden_states
 from rollout.native.lean.prefill import PackedCache
 from rollout.native.lean.rotary import Rotary, head_dim_of
 from rollout.native.lean.slots import Slots
+from seqpack.memory import ledger
 
 
 class LeanDecoder:
@@ -31,6 +32,8 @@ class LeanDecoder:
         self._slots = Slots(self._weights)
         self.vocab_size = self._weights.embed.shape[0]
         self.device = self._weights.embed.device
+        ledger.register(ledger.SAMPLER_WEIGHTS, self, lambda it: it._weights)  # joined copies of small matrices
+        ledger.register(ledger.SAMPLER_CACHES, self, lambda it: it._slots)
 
     def refresh(self, always: bool = False) -> bool:
         """Read the weights again where they have changed, or `always`."""

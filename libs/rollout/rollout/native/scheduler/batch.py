@@ -34,6 +34,7 @@ from rollout.native.decoders.decoder import Decoder
 from rollout.native.decoders.media import followed, shown
 from rollout.native.scheduler.request import SequenceRequest
 from rollout.native.scheduler.sampling import SamplingRows, choose
+from seqpack.memory import ledger
 
 
 class ContinuousBatch:
@@ -69,6 +70,7 @@ class ContinuousBatch:
         self._kept: PrefixCache[Any] = PrefixCache(keep_tokens)
         self._leaving: list[tuple[int, SequenceRequest | None]] = []  # slots of rows that ended, and what to cache
         self._epoch = 0
+        ledger.register(ledger.SAMPLER_CACHES, self, lambda it: [it._prefixes, it._kept, it._columns])
 
     @property
     def running(self) -> list[SequenceRequest]:
@@ -159,6 +161,8 @@ class ContinuousBatch:
             self._cache_ended()
             self._trim()
         if not self._rows and not self._waiting:
+            for owner in (self, self.decoder):
+                ledger.observe(owner, ledger.SAMPLER_CACHES, again=True)
             self._prefixes.clear()
             self.decoder.clear()
 

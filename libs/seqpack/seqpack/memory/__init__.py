@@ -1,0 +1,1 @@
+"""What stays in the memory of a process, by name."""
