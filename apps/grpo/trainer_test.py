@@ -7,19 +7,20 @@ import pytest
 import torch
 
 from apps.common.cluster import Cluster
-from apps.grpo.step import GrpoTrainer, correction_line, train_on
-from apps.grpo.step_test import CONFIG, batch_with_advantages
+from apps.grpo.step import NOTHING, GrpoTrainer, correction_line, train_on
+from apps.grpo.step_test import CONFIG, batch_with_advantages, episode
 from engines import EngineConfig, LoraConfig, SharedParameters, TrainEngine, build_engine
 from engines.testing.one_rank import one_rank  # noqa: F401  a group for every test
 from engines.tiny import tiny_model
 from objectives import GRPO
 from schedules.config import ScheduleConfig
+from seqpack.batches.batch import jagged
 
 
-def engine_of(seed: int = 0, trainable: bool = True, **options: Any) -> TrainEngine:
+def engine_of(seed: int = 0, trainable: bool = True, kind: str = "dense", **options: Any) -> TrainEngine:
     """A tiny model whose vocabulary holds the tokens of the step's batch."""
     config = EngineConfig(device="cpu", lr=1e-2, **options)
-    return build_engine(config, tiny_model(seed=seed, num_hidden_layers=1, vocab_size=64), trainable)
+    return build_engine(config, tiny_model(kind, seed=seed, num_hidden_layers=1, vocab_size=64), trainable)
 
 
 def trainer_of(**options: Any) -> GrpoTrainer:
@@ -33,9 +34,24 @@ def test_log_probs_are_the_engines() -> None:
     assert torch.equal(torch.cat(list(rows)), trainer.engine.forward(batch)["log_probs"].values())
 
 
+def test_a_step_of_failed_episodes_trains_nothing() -> None:
+    trainer = trainer_of()
+    result = trainer.train(0, [episode(None, group) for group in range(3)])
+    assert (result.metrics, result.advantages) == (NOTHING, [0.0, 0.0, 0.0])
+    assert result.metrics is not NOTHING
+
+
+def test_a_batch_without_a_trained_token_trains_nothing() -> None:
+    batch, engine = batch_with_advantages(), engine_of()
+    batch["loss_mask"] = jagged([torch.zeros_like(row) for row in batch["loss_mask"].unbind()])
+    assert train_on(batch, CONFIG, engine) == NOTHING
+    assert engine.state_summary()["step"] == 0
+
+
 @pytest.mark.parametrize("module_names", [False, True])
 def test_whole_weights_are_exported_under_either_names(module_names: bool) -> None:
-    trainer = trainer_of()
+    """Experts are one tensor a layer in the module, and one an expert on disk."""
+    trainer = GrpoTrainer(CONFIG, engine_of(kind="moe"))
     export = trainer.export_weights(module_names)
     assert export.adapter is None
     pieces = {piece.name: piece.flat for piece in export.pieces}
