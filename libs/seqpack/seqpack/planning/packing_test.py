@@ -80,6 +80,15 @@ def test_the_capacity_holds_after_padding_and_the_bound_counts_it(
         assert plan.lower_bound <= min_bins(aligned, usable_capacity(capacity, align, bucket)) <= len(plan.bins)
 
 
+@pytest.mark.parametrize("low", [0.0, 0.01])
+def test_best_fit_is_taken_where_exact_fit_is_close_and_worse(low: float) -> None:
+    lengths = np.random.default_rng(1).integers(max(1, int(low * 16384)), 8193, 16384)
+    array = np.sort(lengths)[::-1]
+    fewest = len(best_fit(array, np.arange(16384), 16384))
+    assert fewest < len(exact_fit(array, np.arange(16384), 16384)) <= 1.005 * fewest
+    assert len(pack(lengths, 16384).bins) == fewest
+
+
 # Lengths with nothing short among them, over the capacity, and what best fit decreasing leaves of it.
 LONG = {
     "a fifth to a half": (0.2, 0.5, 0.06),
