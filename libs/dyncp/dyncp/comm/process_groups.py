@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from dyncp.comm.plan_hash import check_same_plan, communication_device
 from dyncp.planning.types import DynamicPlan
+from dyncp.private_api import timeout_of
 
 Ranks = tuple[int, ...]
 
@@ -97,8 +98,7 @@ def world_timeout() -> timedelta:
     """Return the timeout of the default group's collectives, as passed to `init_process_group(timeout=...)`."""
     world = dist.group.WORLD
     assert world is not None, "the default group is initialised"
-    timeout: timedelta = world._get_backend(communication_device()).options._timeout
-    return timeout
+    return timeout_of(world, communication_device())
 
 
 def _busiest(groups: Iterable[Ranks]) -> tuple[int, int]:

@@ -7,6 +7,7 @@ row (merged over many blocks): the gradient of a block needs only the row's fina
 
 import torch
 
+from dyncp.private_api import flash_attention_backward, flash_attention_forward
 from dyncp.sharding.layout import Block
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -43,7 +44,7 @@ def flash_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run `block_forward` by torch's flash attention."""
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+    out, lse, *_ = flash_attention_forward(
         q.contiguous(), k.contiguous(), v.contiguous(), block.cu_q, block.cu_k, block.max_q, block.max_k,
         0.0, block.causal, False, scale=scale,
     )  # fmt: skip
@@ -63,7 +64,7 @@ def flash_backward(
     """Run `block_backward` by torch's flash attention, which takes the whole rows' out and lse as they are."""
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty(0, device=q.device)
-    result: Triple = torch.ops.aten._flash_attention_backward(
+    result: Triple = flash_attention_backward(
         grad.contiguous(), q.contiguous(), k.contiguous(), v.contiguous(), out.contiguous(), lse.contiguous(),
         block.cu_q, block.cu_k, block.max_q, block.max_k, 0.0, block.causal, no_dropout, unused, scale=scale,
     )  # fmt: skip

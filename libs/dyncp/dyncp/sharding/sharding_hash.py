@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from dyncp.comm.collectives import gathered
 from dyncp.comm.plan_hash import communication_device, odd_ranks
+from dyncp.private_api import assert_async
 from dyncp.sharding.layout import Sharding
 
 
@@ -26,7 +27,7 @@ def check_same_sharding(sharding: Sharding, group: dist.ProcessGroup, operation:
     mine = torch.tensor([number], device=device)
     numbers = gathered(mine, group)
     if device.type == "cuda":
-        torch._assert_async((numbers == mine).all(), f"{operation}: the ranks of a group hold different cu_seqlens")
+        assert_async((numbers == mine).all(), f"{operation}: the ranks of a group hold different cu_seqlens")
     else:
         odd, common = odd_ranks(numbers.tolist())
         if odd:

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from engines.adapters.lora import is_adapter
+from engines.private_api import compute_local_shape_and_global_offset
 from engines.weights.row_shards import counts_once
 
 BASE = "lora_base"

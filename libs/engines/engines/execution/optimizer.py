@@ -15,6 +15,7 @@ from engines.execution.bfloat16_adamw import BFloat16AdamW
 from engines.execution.host_adamw import HostAdamW
 from engines.execution.learning_rates import LR_SCALE, scale_of
 from engines.execution.reductions import reduce_float64
+from engines.private_api import foreach_mul, foreach_norm
 
 
 def build_optimizer(
@@ -84,8 +85,8 @@ def gradient_norm(module: nn.Module, loss: Tensor, group: dist.ProcessGroup | No
 def _norms(shards: list[Tensor], device: torch.device) -> Sequence[Tensor]:
     """Return the f32[] norm of each shard; shards on the host come to the device one at a time."""
     if all(shard.device == device for shard in shards):
-        return torch._foreach_norm(shards, dtype=torch.float32)
-    return [torch._foreach_norm([shard.to(device)], dtype=torch.float32)[0] for shard in shards]
+        return foreach_norm(shards, dtype=torch.float32)
+    return [foreach_norm([shard.to(device)], dtype=torch.float32)[0] for shard in shards]
 
 
 def clip_and_step(
@@ -118,7 +119,7 @@ def scale_gradients(module: nn.Module, norm: float, limit: float | None) -> None
     """Scale gradients down to `limit` where their norm is above it, and finite."""
     if limit is not None and limit < norm < math.inf:
         shards = [_local(p.grad) for p in module.parameters() if p.grad is not None]
-        torch._foreach_mul_([shard for shard in shards if shard.numel()], limit / norm)
+        foreach_mul([shard for shard in shards if shard.numel()], limit / norm)
 
 
 def finite_on_all_ranks(loss: Tensor, group: dist.ProcessGroup | None = None) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engines.fast.autograd_reference import grad_of
+from engines.private_api import flash_attention_backward, flash_attention_forward
 from seqpack.ops import attention as packed_attention
 
 
@@ -22,7 +23,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longes
     if not q.is_cuda:
         return _plain(cu_seqlens, q, k, v), q.new_empty(0, dtype=torch.float32)
     most = int(longest)
-    o, normalizers, *_ = torch.ops.aten._flash_attention_forward(
+    o, normalizers, *_ = flash_attention_forward(
         q.contiguous(),
         k.contiguous(),
         v.contiguous(),
@@ -54,7 +55,7 @@ def causal_attention_grad(
         return d_q, d_k, d_v
     most = int(longest)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-    d_q, d_k, d_v = torch.ops.aten._flash_attention_backward(
+    d_q, d_k, d_v = flash_attention_backward(
         grad.contiguous(),
         q.contiguous(),
         k.contiguous(),

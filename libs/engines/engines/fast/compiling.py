@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engines.private_api import compiled_graphs, mark_dynamic
+
 MIN_TOKENS = 2
 """Number of tokens below which (a dummy micro-batch is one token) functions run uncompiled."""
 
@@ -22,9 +24,7 @@ product to a multiple of 8, and makes one kernel of reductions over rows and ove
 
 def compilations() -> int:
     """Return how many graphs this process has compiled so far."""
-    from torch._dynamo.utils import counters  # the compiler itself, which a CPU run never loads
-
-    return int(counters["stats"]["unique_graphs"])
+    return compiled_graphs()
 
 
 @cache
@@ -37,5 +37,4 @@ def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callabl
 def mark_tokens(tensors: Sequence[Tensor]) -> None:
     """Mark dimension 0 of these tensors as one whose size changes from call to call."""
     for tensor in tensors:
-        if not hasattr(tensor, "_dynamo_dynamic_indices"):
-            torch._dynamo.mark_dynamic(tensor, 0)
+        mark_dynamic(tensor, 0)

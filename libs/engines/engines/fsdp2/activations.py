@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engines.families.registry import family_of
+from engines.private_api import wrap_checkpointing
 
 Checkpoint = Callable[..., Any]
 
@@ -29,8 +30,7 @@ def recompute_layers(model: Any, offload: bool = False) -> None:
     for layer in family_of(model.config).layers(model):
         layer.training = True  # the layer alone: what is inside of it stays in evaluation mode
         if offload:
-            known: Any = layer
-            known._gradient_checkpointing_func = moved_inputs(known._gradient_checkpointing_func)
+            wrap_checkpointing(layer, moved_inputs)
 
 
 def moved_inputs(checkpoint: Checkpoint) -> Checkpoint:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from engines.devices.host_copies import HostCopies
+from engines.private_api import replace_tensors
 
 Take = Callable[[Tensor], Tensor]
 """A function from a tensor to its copy after a move."""
@@ -21,7 +22,7 @@ def move_all(module: nn.Module, beside: Iterable[Tensor], device: torch.device, 
             one.reshard()  # the shards are its parameters then
     take = _moved([*module.parameters(), *module.buffers(), *beside], device, copies)
     with _cycles_freed():
-        module._apply(take)  # what `Module.to` is, with copies that have arrived already
+        replace_tensors(module, take)
     return take
 
 

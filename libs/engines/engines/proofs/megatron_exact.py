@@ -18,6 +18,7 @@ from engines.parallel.configured_layout import layout_of
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.layout import ParallelLayout
 from engines.parallel.planning import DataParallelPlanner
+from engines.private_api import set_experts
 from engines.proofs.float64 import KeepFloat64
 from engines.proofs.megatron_layouts import LENGTHS, OPTIONS, STEPS, TRAINED, LayoutCase, exported_by, model_of
 from engines.proofs.plain_executor import PlainExecutor
@@ -73,7 +74,7 @@ def stock_steps(model: str, objective: Objective) -> tuple[list[dict[str, float]
 
 def _module(model: str) -> Any:
     module: Any = cast_parameters(model_of(model), torch.float64)
-    module.config._experts_implementation = "eager"  # transformers' default has no float64
+    set_experts(module.config, "eager")  # transformers' default has no float64
     return module
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from engines.private_api import foreach_add, foreach_copy
 from engines.replicated.fp32_masters import Master
 from engines.weights.row_shards import rows_of
 
@@ -89,7 +90,7 @@ class Bucket:
         if self.sums is None:
             self.sums = own
         else:
-            torch._foreach_add_(self.sums, own)
+            foreach_add(self.sums, own)
 
     def gather(self) -> None:
         """Start to gather the rows that the ranks have updated; `settle` ends it."""
@@ -139,7 +140,7 @@ class _Together:
             weights += into
             rows += [part.view(shape) for part, shape in zip(_cut(self.received[rank], shapes), shapes, strict=True)]
         if weights:
-            torch._foreach_copy_(weights, rows)
+            foreach_copy(weights, rows)
 
 
 class Exchange:
@@ -204,7 +205,7 @@ class Exchange:
             if bucket.sums is None:
                 bucket.sums = [grad.float() for grad in grads]
             else:
-                torch._foreach_add_(bucket.sums, grads)
+                foreach_add(bucket.sums, grads)
             for one in bucket.masters:
                 one.parameter.grad = None
 

@@ -24,6 +24,7 @@ from engines.loading import cast_parameters
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.layout import ParallelLayout
 from engines.parallel.planning import DataParallelPlanner
+from engines.private_api import set_experts
 from engines.proofs.family_cases import CASES as FAMILY_CASES
 from engines.proofs.float64 import KeepFloat64
 from engines.proofs.plain_executor import PlainExecutor
@@ -164,7 +165,7 @@ def exact(kind: str, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
     config = config_of(Case(kind, options=(("grad_clip", None),)), max(ranks, 1), alone=True)
     config = replace(config, router_aux_loss_coef=0.0)  # the plain executor has no router's loss
     module = cast_parameters(model_of(Case(kind)), torch.float64)
-    module.config._experts_implementation = "eager"  # transformers' default has no float64
+    set_experts(module.config, "eager")  # transformers' default has no float64
     model_weights = ModelWeights.of(family_of(module.config), module)
     groups = ParallelGroups.make(ParallelLayout.of_world(dist.get_world_size(), ep=max(ranks, 1)))
     with KeepFloat64(), float64_shards():

@@ -13,6 +13,7 @@ from transformers import (
 )
 
 from engines.families.family import VisionForm
+from engines.private_api import init_weights
 
 
 def model_of(config: PretrainedConfig, vision: VisionForm | None = None, **options: Any) -> Any:
@@ -83,7 +84,7 @@ def _fill_buffers(model: Any, module: nn.Module, prefix: str, saved: set[str]) -
             )
         setattr(module, name, torch.full_like(buffer, torch.nan, device="cpu"))
     if buffers:
-        model._init_weights(module)
+        init_weights(model, module)
     for name in buffers:
         if getattr(module, name).isnan().any():
             raise ValueError(f"transformers says nothing of buffer {prefix}.{name}, which is in no checkpoint")

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from seqpack.adapters.context import CONTEXT_KEY, PackedContext
+from seqpack.private_api import attention_of, set_attention
 
 NAME = "seqpack_packed"
 """The name in `transformers.AttentionInterface`."""
@@ -48,7 +49,7 @@ def attend(
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     stock: StockAttention = vars(module)[_STOCK]
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(stock.config._attn_implementation, stock.eager)
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(attention_of(stock.config), stock.eager)
     result: tuple[Tensor, Tensor | None] = function(module, query, key, value, attention_mask, **options)
     return result
 
@@ -62,9 +63,11 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **unknown: Any,
 ) -> Tensor:
-    """Attend causally in each sequence. ValueError names an argument that is not handled."""
+    """Attend causally in each sequence. `softcap` bounds the scores, `s_aux` [heads] are sinks. ValueError names an argument that is not handled."""
     unhandled = sorted(name for name, value in unknown.items() if value is not None and name not in _INERT)
     if unhandled:
         raise ValueError(f"packed attention does not take {unhandled[0]} (from {type(module).__name__})")
@@ -73,7 +76,10 @@ def packed_attention(
     context.mixed.append(type(module).__name__)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    return context.ops.attention(q, k, v, context, scale, sliding_window).unsqueeze(0)
+    options: dict[str, Any] = {} if softcap is None else {"soft_cap": softcap}
+    if s_aux is not None:
+        options["sinks"] = s_aux
+    return context.ops.attention(q, k, v, context, scale, sliding_window, **options).unsqueeze(0)
 
 
 def stock_attention(layer: nn.Module) -> StockAttention:
@@ -95,7 +101,7 @@ def adapt_attention(layers: Iterable[nn.Module]) -> None:
     AttentionInterface.register(NAME, attend)
     configs = {id(stock.config): copy.deepcopy(stock.config) for stock in stocks.values()}
     for config in configs.values():
-        config._attn_implementation = NAME
+        set_attention(config, NAME)
     for layer, stock in stocks.items():
         vars(layer)[_STOCK] = stock
         layer.config = configs[id(stock.config)]

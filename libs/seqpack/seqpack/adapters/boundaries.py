@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from seqpack.adapters.context import CONTEXT_KEY, PackedContext
+from seqpack.private_api import assert_async
 
 _FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _POSITIONAL = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds")
@@ -96,6 +97,6 @@ def _check_bounds(bounds: Tensor, tokens: int, positions: Tensor) -> None:
 def _refuse(wrong: Tensor, message: str) -> None:
     """Raise ValueError where `wrong`; in a compiled graph RuntimeError, without a graph break."""
     if torch.compiler.is_compiling():
-        torch._assert_async(~wrong, message)
+        assert_async(~wrong, message)
     elif bool(wrong):
         raise ValueError(message)

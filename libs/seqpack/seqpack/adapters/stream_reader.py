@@ -9,8 +9,9 @@ import numpy as np
 
 from seqpack.adapters.collator import Sample, cut
 from seqpack.adapters.foreign_sources import begun, keeps_exact_state, resumed
-from seqpack.adapters.worker_events import StreamCounts, WorkerEvents, undivided
+from seqpack.adapters.worker_events import StreamCounts, WorkerEvents
 from seqpack.planning.padding import aligned_length
+from seqpack.private_api import undivided
 
 Overlong = Literal["error", "drop", "truncate"]
 Empty = Literal["error", "drop"]

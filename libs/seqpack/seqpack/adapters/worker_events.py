@@ -2,13 +2,10 @@
 
 import os
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import get_worker_info
-from torch.utils.data._utils import worker as torch_worker
 
 _SLOTS = 64
 
@@ -24,22 +21,6 @@ class StreamCounts(NamedTuple):
     """Given, but cut to fit a row."""
     last_step: int = 0
     """Left out at the end, because their rows are too few for one on each rank."""
-
-
-@contextmanager
-def undivided() -> Iterator[None]:
-    """Hide this worker from what is read meanwhile: a source that divides itself among workers gives all its samples.
-
-    `get_worker_info` has no public way to be told otherwise. RuntimeError where it does not read that name any more.
-    """
-    info = torch_worker._worker_info
-    torch_worker._worker_info = None
-    try:
-        if get_worker_info() is not None:
-            raise RuntimeError("this version of torch keeps its worker elsewhere: sources would divide themselves")
-        yield
-    finally:
-        torch_worker._worker_info = info
 
 
 class WorkerEvents:

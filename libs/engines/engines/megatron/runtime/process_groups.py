@@ -9,6 +9,7 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
 from dyncp.comm.process_groups import world_timeout
 from engines.parallel.layout import ParallelLayout
+from engines.private_api import megatron_groups
 
 _MADE: dict[str, Any] = {}
 """For which layout and default group megatron-core's groups were made: they belong to the process, as its own do."""
@@ -51,7 +52,7 @@ def release() -> None:
     threads and sockets, on CUDA a communicator, and megatron-core only forgets them.
     """
     if _MADE and _MADE["world"] is dist.group.WORLD:
-        made = [group for group in parallel_state._global_process_group_list or () if group is not None]
+        made = megatron_groups()
         dist.barrier()  # nobody closes a connection that another rank has still to read from
         for group in made:
             dist.destroy_process_group(group)

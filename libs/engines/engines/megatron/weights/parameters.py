@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from engines.megatron.weights.bridge import Box, MappedParameter, Shape
+from engines.private_api import empty_wrapper
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +170,7 @@ class BoxedTensor(torch.Tensor):
     def __new__(cls, shape: Shape, parts: tuple[tuple[Box, Tensor, bool], ...]) -> "BoxedTensor":
         """Make it from `parts`: boxes, their values, and whether this rank is the one that writes them."""
         values = parts[0][1]
-        made: BoxedTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=values.dtype, device=values.device)
+        made: BoxedTensor = empty_wrapper(cls, shape, values)
         made.parts = parts
         return made
 

@@ -1,0 +1,10 @@
+"""Private names of other packages stand in one file, `dyncp/private_api.py`."""
+
+from pathlib import Path
+
+from seqpack.testing.private_names import private_names
+
+
+def test_private_names_of_other_packages_stand_in_one_file() -> None:
+    found = private_names(Path(__file__).parent)
+    assert found == []
