@@ -7,7 +7,8 @@
   scores answers that a limit cut off too; without it they earn 0.
 - A reward function or an environment may declare `held_out_metric`, "accuracy" or "score": what its mean over held-out
   tasks is called. Without it a run calls it accuracy where every reward of its first evaluation is 0 or 1.
-- A tool is a `rollout.Tool`, or a function without arguments that makes one.
+- A tool is a `rollout.Tool`, a function without arguments that makes one, or a function with typed arguments, which the
+  model calls.
 """
 
 import functools
@@ -20,7 +21,7 @@ from rollout import Reply, Score, Tool
 from rollout.environments.environment import End
 from rollout.environments.load_object import load_object
 from rollout.tools.sandbox.sandbox import SandboxRefusedError
-from rollout.tools.tool import ToolResult
+from rollout.tools.tool import ToolResult, as_tools
 
 METHODS = ("open", "step", "finish", "close")
 REWARD_ARGUMENTS = ("reply", "reference", "row", "results", "end")
@@ -98,28 +99,38 @@ def load_tools(specs: Sequence[str]) -> tuple[Tool, ...]:
     """Return the tools that specs name.
 
     Raises:
-        ValueError: there is none of a name, it is no tool and makes none without arguments, two have one name, or the
-            kernel refuses its sandbox.
+        ValueError: there is none of a name, it is no tool and makes none, its arguments can't be described, two have
+            one name, or the kernel refuses its sandbox.
     """
     tools: list[Tool] = []
     for spec in specs:
         tool = load_object(spec, "tool")
         if not isinstance(tool, Tool) and callable(tool):
-            if needed := _needed(tool):
-                raise ValueError(
-                    f"--tool {spec} takes ({', '.join(needed)}): name a rollout.Tool(name, description, schema, "
-                    "function), or a function without arguments that makes one"
-                )
-            try:
-                tool = _made(tool)
-            except SandboxRefusedError as refused:
-                raise ValueError(f"--tool {spec}: {refused}") from refused
+            tool = _tool_of(spec, tool)
         if not isinstance(tool, Tool):
             raise ValueError(f"--tool {spec} is a {type(tool).__name__}: a rollout.Tool, or a function that makes one")
         if any(tool.name == other.name for other in tools):
             raise ValueError(f"--tool {spec}: a tool is called {tool.name!r} already; rename one of the two")
         tools.append(tool)
     return tuple(tools)
+
+
+def _tool_of(spec: str, function: Callable[..., Any]) -> Any:
+    """Return the tool that a function makes where it needs no arguments, else the one that it is."""
+    needed = _needed(function)
+    try:
+        if needed and set(needed) <= set(REWARD_ARGUMENTS):
+            raise ValueError("these are the arguments of a reward, which --reward names")
+        return as_tools([function])[0] if needed else _made(function)
+    except SandboxRefusedError as refused:
+        raise ValueError(f"--tool {spec}: {refused}") from refused
+    except ValueError as error:
+        if not needed:
+            raise
+        raise ValueError(
+            f"--tool {spec} takes ({', '.join(needed)}): name a rollout.Tool(name, description, schema, function), a "
+            f"function without arguments that makes one, or one whose arguments have types ({error})"
+        ) from error
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:

@@ -99,7 +99,8 @@ class PluginConfig:
     cut off earn 0 and are not shown to it, unless it names `end` ("done", "limit", "length", "max_turns", "max_tokens",
     "deadline")."""
     tool: tuple[str, ...] = ()
-    """Tools that may be called on the way to an answer to --data: rollout.Tool objects, or functions that make one."""
+    """Tools that may be called on the way to an answer to --data: rollout.Tool objects, functions that make one, or
+    functions with typed arguments."""
     system_prompt: str | None = None
     """Put before every conversation."""
     template_options: tuple[str, ...] = ()

@@ -17,6 +17,7 @@ from apps.common.cli.environment import restart_with
 from apps.common.cli.flags import changed, flag
 from apps.common.cli.peer_flags import GRPO as PEERS
 from apps.common.cli.plan_command import answer_without_running
+from apps.common.cli.recipes import beside_own_model
 from apps.common.cli.refusals import Refusals
 from apps.common.data.tokenizer import quiet_libraries
 from apps.common.run.config_file import write_config
@@ -71,6 +72,7 @@ def command_line() -> CommandLine[GrpoConfig]:
             "objective.off_policy": Annotated[Correction | None, tyro.conf.arg(help=OFF_POLICY)],
         },
         peers=PEERS,
+        own_model=beside_own_model,
         fixed=("recipe", "model", "warm_start", "engine.lora"),
         beside=_unused,
         reset=without_idle_settings,

@@ -17,6 +17,7 @@ from apps.common.cli.command_line import CommandLine
 from apps.common.cli.environment import restart_with
 from apps.common.cli.peer_flags import SFT as PEERS
 from apps.common.cli.plan_command import answer_without_running
+from apps.common.cli.recipes import beside_own_model
 from apps.common.cli.refusals import Refusals
 from apps.common.data.images import image_processor_of
 from apps.common.data.tokenizer import quiet_libraries
@@ -67,6 +68,7 @@ def command_line() -> CommandLine[SftConfig]:
             "engine.backend": Literal[tuple(TRAIN_BACKENDS)],
         },
         peers=PEERS,
+        own_model=beside_own_model,
         fixed=("recipe", "model", "seed", "engine.lora", "data.task", "data.demonstrations"),
     )
 

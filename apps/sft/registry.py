@@ -3,7 +3,7 @@
 import os
 
 from apps.common.cli.environment import refuse_unset
-from apps.common.cli.recipes import load_recipes
+from apps.common.cli.recipes import beside_own_model, load_recipes
 from apps.common.cli.refusals import Refusals
 from apps.common.cli.words import recipe_words
 from apps.common.run.ranks import ranks_of_node
@@ -27,6 +27,7 @@ def spec_of(config: SftConfig, recipe: Recipe | None = None) -> RunSpec:
         ValueError: there is no recipe of that name.
     """
     recipe = recipe or _recipe(config.recipe)
+    share, most = config.data.held_out
     return RunSpec(
         app="sft",
         recipe=config.recipe,
@@ -36,9 +37,15 @@ def spec_of(config: SftConfig, recipe: Recipe | None = None) -> RunSpec:
         steps=config.steps,
         rows=config.batch_size,
         longest=config.data.max_tokens,
+        eval_share=0.0 if config.data.eval_data else share,
+        held_out=most or 0,
         needs_model=not recipe.synthetic,
         origin=recipe.origin,
-        words=recipe_words(config, recipe.config, () if recipe.synthetic else NEEDS),
+        words=recipe_words(
+            config,
+            beside_own_model(recipe.config) if config.model else recipe.config,
+            () if recipe.synthetic else NEEDS,
+        ),
     )
 
 

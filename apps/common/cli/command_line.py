@@ -46,6 +46,8 @@ class CommandLine(Generic[C]):
     """Fields whose flags have another type."""
     peers: Mapping[str, str] = field(default_factory=dict)
     """Other trainers' names for our flags; see `apps.common.cli.peer_flags`."""
+    own_model: Callable[[C], C] = lambda recipe: recipe
+    """The recipe's settings where --model names a model of the user's."""
     fixed: Sequence[str] = ("recipe", "model")
     """Fields, or groups of them, that a resumed run can't change."""
     beside: Callable[[C, C], Iterable[str]] = lambda _, __: ()
@@ -110,7 +112,7 @@ class CommandLine(Generic[C]):
             near = difflib.get_close_matches(recipe, self.recipes, n=1)
             meant = f", perhaps you meant {near[0]!r}" if near else ""
             _refuse(f"no recipe {recipe!r}{meant}; there are {', '.join(self.recipes)}")
-        return self.recipes[recipe]
+        return self.own_model(self.recipes[recipe]) if "--model" in flags else self.recipes[recipe]
 
     def _earlier_run(self, named: str | None) -> C:
         directory = Path(named) if named else newest_run(self.runs)

@@ -2,9 +2,23 @@
 
 import importlib
 import pkgutil
+from dataclasses import replace
 from typing import Any, TypeVar
 
 R = TypeVar("R")
+C = TypeVar("C")
+
+
+def beside_own_model(config: C) -> C:
+    """Return a recipe's settings for a model of the user's: it computes on the accelerator where there is one.
+
+    A recipe that makes a tiny model says `device="cpu"`, where equal runs give equal bits: that is for its own model.
+    """
+    settings: Any = config
+    if settings.engine.device != "cpu":
+        return config
+    changed: C = replace(settings, engine=replace(settings.engine, device="auto"))
+    return changed
 
 
 def load_recipes(package: str, kind: type[R]) -> dict[str, R]:

@@ -75,6 +75,8 @@ RECIPE = Recipe(
             "a run goes on with --resume; the script's resume_from_path had no effect without resume_mode",
             "15 epochs of 32 whole batches are 480 steps; the last rows of an epoch go into the next batch",
             "checkpoints and environment are settings of this file; the script computed both and used neither",
+            "weights are offloaded while answers are sampled; in training only the optimizer states are on the host",
+            "without --eval-data 5 % of the training rows are held out; the script evaluates on the test split",
         ),
     ),
 )

@@ -47,7 +47,7 @@ RECIPE = Recipe(
         save_every=20,
         engine=EngineConfig(
             backend="megatron",
-            vision="frozen",
+            vision="trained",
             distributed_optimizer=True,
             device="cuda",
             tensor_parallel=2,
@@ -83,6 +83,8 @@ RECIPE = Recipe(
             "gradients are offloaded with the weights; the script's grad_offload was read by nobody",
             "the optimizer lives on the host alone: of the script's optimizer_offload nothing is left to move",
             "VLLM_USE_V1 is left out: vLLM has had no other engine since 0.11",
+            "no prefix cache, which verl's default asks for",
+            "without --eval-data 5 % of the training rows are held out; the script evaluates on the test split",
         ),
     ),
 )

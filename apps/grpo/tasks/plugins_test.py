@@ -230,3 +230,14 @@ def test_what_does_not_fit_is_refused(make: Callable[[Path], GrpoConfig], text: 
     path = write(tmp_path / "a.jsonl", {"Digits": 5, "Letters": 5})
     with pytest.raises(ValueError, match=text):
         make_environment_tasks(make(path))
+
+
+def test_a_function_with_typed_arguments_is_a_tool(tmp_path: Path) -> None:
+    file = tmp_path / "prices.py"
+    file.write_text(
+        'def price(name: str) -> str:\n    """Look a price up."""\n    return "3"\n\ndef bad(x):\n    ...\n'
+    )
+    (tool,) = load_tools([f"{file}:price"])
+    assert (tool.name, tool.description, tool.run(name="tea")) == ("price", "Look a price up.", "3")
+    with pytest.raises(ValueError, match=r"--tool .*bad takes \(x\): name a rollout.Tool.*argument 'x' has no type"):
+        load_tools([f"{file}:bad"])

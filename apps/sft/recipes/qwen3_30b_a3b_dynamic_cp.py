@@ -57,6 +57,7 @@ RECIPE = Recipe(
             "batches with fewer rows than ranks work; the script fell back or failed an assertion",
             "outputs are merged as tensors; the script pickled them",
             "batch, lengths and learning rate are ours: the change names none",
+            "without --eval-data a share of the rows is held out",
         ),
     ),
 )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rollout.chat.messages import Message, Reply
-from rollout.tools.tool import Tool
+from rollout.tools.tool import Tool, as_tools
 
 if TYPE_CHECKING:  # it needs jinja2, which an environment does without
     from rollout.chat.conversation import Conversation
@@ -65,10 +65,16 @@ class EpisodeContext:
 
 @dataclass(frozen=True)
 class Observation:
-    """The first messages of an episode, and the tools that the model is offered."""
+    """The first messages of an episode, and the tools that the model is offered.
+
+    A plain function with types and a docstring may stand for a tool (`rollout.tools.tool.as_tools`).
+    """
 
     messages: Sequence[Message]
     tools: Sequence[Tool] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tools", as_tools(self.tools))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import ClassVar, TypedDict
 from rollout.chat.messages import Message, Reply
 from rollout.environments.environment import End, EpisodeContext, Observation, Score, StepResult
 from rollout.errors import EpisodeFailed
-from rollout.tools.tool import Tool, ToolResult, call_id, call_tools
+from rollout.tools.tool import Tool, ToolResult, as_tools, call_id, call_tools
 from rollout.tools.workers import REWARDS, OverrunError, RefusedError
 
 Reward = Callable[..., float | Score | Awaitable[float | Score]]
@@ -40,6 +40,11 @@ class Task:
     cut_off_reward: float | None = 0.0
     reward_timeout: float = 60.0
     reward_takes_end: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tools", as_tools(self.tools))
+        if not callable(self.reward):
+            raise ValueError(f"the reward of a task is a {type(self.reward).__name__}: give a function of a reply")
 
     def __call__(self) -> "TaskEnvironment":
         """Return an episode of this task."""

@@ -26,7 +26,7 @@ from rollout.environments.thread_environment import host
 from rollout.episodes.episode import Episode
 from rollout.errors import EpisodeFailed
 from rollout.seeds import derive_seed
-from rollout.tools.tool import Tool
+from rollout.tools.tool import Tool, as_tools
 from rollout.tools.tool_stats import ToolStats, summed_metrics
 from rollout.tools.workers import REWARDS, OverrunError, RefusedError
 
@@ -208,7 +208,7 @@ async def _play(
     def converse(messages: Sequence[Message], tools: Sequence[Tool] = (), agent: str = "sub") -> Conversation:
         if not agent:
             raise ValueError("name the agent of a conversation beside the episode's own")
-        return begin(messages, tools, agent)
+        return begin(messages, as_tools(tools), agent)
 
     play, budget = _Play(replace(context, converse=converse), group), TokenBudget(max_tokens)
     try:

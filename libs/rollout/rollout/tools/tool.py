@@ -9,10 +9,11 @@ that ran out, a tool whose earlier calls all hang. Neither stops the run, and ne
 import asyncio
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from chat_tools import function_schema
 from rollout.errors import EpisodeFailed
 from rollout.tools.workers import TOOLS, OverrunError, RefusedError
 
@@ -70,6 +71,25 @@ class Tool:
         object.__setattr__(self, "schema", {"type": "function", "function": function})
 
 
+def as_tools(tools: Iterable[Tool | Callable[..., Any]]) -> tuple[Tool, ...]:
+    """Return the tools, with a `Tool` of each plain function: its name, docstring and types say the rest.
+
+    Raises:
+        ValueError: one is neither, or an argument of a function has no type that can be described; the text says which.
+    """
+    return tuple(tool if isinstance(tool, Tool) else _tool_of(tool) for tool in tools)
+
+
+def _tool_of(function: Any) -> Tool:
+    if not callable(function):
+        raise ValueError(
+            f"a tool is a {type(function).__name__}: give a rollout.Tool(name, description, parameters, run), or a "
+            "function with types and a docstring"
+        )
+    described = function_schema(function)["function"]
+    return Tool(described["name"], described["description"], described["parameters"], function)
+
+
 @dataclass(frozen=True)
 class ToolResult:
     """The text for the model, whether the call worked, and whether it timed out."""
@@ -92,6 +112,7 @@ async def call_tool(tools: Sequence[Tool], name: str, arguments: str, call_id: s
     The result's text says what the model or the tool did wrong. Raises EpisodeFailed, to be tried again, where the run
     is at fault: the tool raises it or runs out of memory, or too many of its earlier calls still hang.
     """
+    tools = as_tools(tools)
     tool = next((t for t in tools if t.name == name), None)
     if tool is None:
         known = ", ".join(t.name for t in tools) or "none"

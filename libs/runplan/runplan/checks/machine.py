@@ -22,14 +22,16 @@ CANN = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")  # set by CANN's set_env.sh
 
 
 def seen_here(spec: RunSpec, environ: Mapping[str, str]) -> list[str]:
-    """Return lines on the accelerators of the run, none where it asks for the CPU or leaves the choice open; and the
-    lines of the sampler."""
+    """Return lines on the accelerators of the run, none where it asks for the CPU, its kind alone where the choice is
+    left open; and the lines of the sampler."""
     lines: list[str] = []
     if spec.engine.device == "npu":
         operators = spec.engine.npu_operators != "off"
         lines = [_torch_npu(operators), _driver(), _cann(environ), *_devices(spec), *_ports(spec, environ)]
     elif spec.engine.device == "cuda":
         lines = _devices(spec)
+    elif spec.engine.device == "auto":
+        lines = [f"device auto: {devices_of('auto').kind}"]
     return [*lines, *spec.cluster.sampler.seen_here(spec)]
 
 

@@ -11,6 +11,7 @@ import pytest
 from engines import EngineConfig
 from engines.devices import accelerator
 from engines.devices.base import MemoryFigures
+from engines.devices.detect import devices_of
 from engines.devices.npu import Npu
 from runplan.checks import machine
 from runplan.checks.machine import seen_here
@@ -40,7 +41,7 @@ def test_a_machine_without_cards_is_told_what_to_install() -> None:
 
 def test_other_devices_are_not_looked_for() -> None:
     assert seen_here(replace(SPEC, engine=EngineConfig(device="cpu")), {}) == []
-    assert seen_here(replace(SPEC, engine=EngineConfig()), {}) == []
+    assert seen_here(replace(SPEC, engine=EngineConfig()), {}) == [f"device auto: {devices_of('auto').kind}"]
 
 
 def test_what_is_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

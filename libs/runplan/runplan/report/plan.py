@@ -14,6 +14,11 @@ from runplan.report.memory_lines import memory_lines
 from runplan.report.time_lines import time_lines
 from runplan.run_spec import RunSpec
 
+DEVICES = {
+    "cpu": "on the CPU, as the settings say, where equal runs give equal bits: --engine.device auto takes a GPU",
+    "auto": "on a GPU where there is one, else on the CPU (--engine.device auto)",
+}
+
 
 @dataclass
 class Plan:
@@ -110,6 +115,8 @@ def _ranks(spec: RunSpec, grid: Grid | None) -> list[str]:
         spans = f" of {devices} devices" if devices > 1 else ""
         each = f"{actors} actors{spans}" if actors else f"x {spec.processes} = {spec.rollout_ranks}"
         lines[0] += f"; {pools.rollout_nodes} nodes {each} sample"
+    if (device := DEVICES.get(spec.engine.device)) is not None:
+        lines.append(device)
     if grid is None:
         return lines
     lines.append(" x ".join(f"{axis} {grid.size(axis)}" for axis in DENSE))
@@ -266,7 +273,9 @@ def _data(plan: Plan, spec: RunSpec) -> None:
     taken = spec.steps * spec.rows
     line = f"{origin.dataset}: {spec.steps} steps take {taken} rows"
     if origin.dataset_rows is not None:
-        line += f", {taken / origin.dataset_rows:.1f} passes over {origin.dataset_rows}"
+        held = spec.held_out_of(origin.dataset_rows)
+        line += f", {taken / (origin.dataset_rows - held):.1f} passes over {origin.dataset_rows - held}"
+        line += f" ({held} of {origin.dataset_rows} are held out: no --eval-data)" if held else ""
         if spec.rows > origin.dataset_rows:
             plan.problems.append(f"a step takes {spec.rows} rows and the data has {origin.dataset_rows}: lower it")
     plan.sections["Data"] = [line, *origin.remarks]
