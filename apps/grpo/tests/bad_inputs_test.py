@@ -300,7 +300,8 @@ def test_files_and_models_that_are_not_there(refused: Refuse, model: Path, tmp_p
     assert_names(
         refused(*on_a_file(model, tmp_path / "trian.jsonl")), [r"no such data file.*did you mean train\.jsonl"]
     )
-    assert_names(refused(*on_a_file(model, tmp_path)), ["no such data file"])
+    (tmp_path / "empty").mkdir()
+    assert_names(refused(*on_a_file(model, tmp_path / "empty")), ["has no data files"])
     assert_names(refused(*on_a_file(tmp_path / "nowhere", good)), ["no model directory"])
     assert_names(refused(*on_a_file(good, good)), ["no model directory"])
     assert_names(refused(*on_a_file(model, good), "--eval-data", "nowhere.jsonl"), ["no such data file: nowhere"])

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from apps.common.data.rows import Row, kind_of, stream_records
+from apps.common.data.rows import Row, kind_of, named, stream_records, told
 from apps.sft.reading.conversations import (
     Conversation,
     Message,
@@ -94,11 +94,22 @@ def form_of_file(path: Path, columns: Columns) -> tuple[Form, Row]:
     """Return the form of a file's rows, decided by the first that can be read unless it is given, and that row.
 
     Raises:
-        ValueError: the file can't be read, or the row has the columns of no form.
+        ValueError: the file or all of its rows can't be read, or the row has the columns of no form.
     """
-    row = next((record.row for record in stream_records(path) if record.row is not None), {})
-    plain = without_nulls(row) if kind_of(path) == ".parquet" else row
-    return (columns.form if columns.form != "auto" else _form_of(plain, columns)), plain
+    problems: list[str] = []
+    for record in stream_records(path):
+        place = named(path, record.number)
+        if record.row is None:
+            problems.append(f"{place}: {record.problem}")
+            continue
+        plain = without_nulls(record.row) if kind_of(path) == ".parquet" else record.row
+        if columns.form != "auto":
+            return columns.form, plain
+        try:
+            return _form_of(plain, columns), plain
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
+    raise ValueError(told(path, problems))
 
 
 def described(form: Form, columns: Columns, row: Row) -> str:
