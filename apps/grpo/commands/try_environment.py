@@ -11,7 +11,7 @@ import itertools
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
@@ -32,6 +32,7 @@ from apps.grpo.registry import runnable
 from apps.grpo.sampling.chat import chat_of
 from apps.grpo.sampling.source import rollout_settings
 from rollout import Episode, RolloutEngine, TaskRow
+from schedules.reporting.episode_metrics import TRUNCATED
 from schedules.reporting.episode_samples import expected_answer
 from schedules.runtime.interrupts import Runner
 from schedules.sampling.session import RolloutSession
@@ -84,7 +85,18 @@ def try_episodes(
     rewards = [episode.reward for episode in episodes if episode.score is not None]
     mean = f"mean reward {sum(rewards) / len(rewards):.3g}" if rewards else "no reward"
     console.print(f"{len(episodes)} episodes, {failed} failed, {mean}", style="bold")
+    for warning in warnings_of(episodes):
+        console.print(Text(warning, FAILED), soft_wrap=True)
     return episodes
+
+
+def warnings_of(episodes: Sequence[Episode]) -> Iterator[str]:
+    """Yield what of the episodes would leave a run without anything to learn."""
+    scored = [episode for episode in episodes if episode.score is not None]
+    if scored and all(episode.end in TRUNCATED for episode in scored):
+        yield "every response was cut off by a limit (the ends above name it)"
+    if len(scored) > 1 and len({episode.reward for episode in scored}) == 1:
+        yield "every reward is the same: a run learns from rewards that differ within a group"
 
 
 def show(console: Console, row: TaskRow, episode: Episode, decode: Callable[[Sequence[int]], str]) -> None:

@@ -8,11 +8,12 @@ import pytest
 from rich.console import Console
 
 from apps.common.cli.command_line import main as run_command
-from apps.grpo.commands.try_environment import main, try_episodes, visible
+from apps.grpo.commands.try_environment import main, try_episodes, visible, warnings_of
 from apps.grpo.main import configure
 from apps.quickstart.model import save_tiny_model
 from apps.quickstart.tokenizer import build_tokenizer
-from rollout import Episode, RolloutEngine
+from rollout import Episode, RolloutEngine, Score
+from rollout.environments.environment import End
 from rollout.testing.scripted import ScriptedEngine
 
 EXAMPLES = "apps.grpo.testing.plugins"
@@ -111,3 +112,19 @@ def test_what_cannot_be_played_is_refused(argv: list[str], text: str, capsys: py
 def test_a_terminal_obeys_nothing_that_a_model_says() -> None:
     assert visible("a\x1b[31m\x07\x7f\x9b\u202e\n\tb") == "a\u241b[31m\u2407\u2421\ufffd\ufffd\n\tb"
     assert visible(str(Path("plain"))) == "plain"
+
+
+def test_episodes_that_would_teach_nothing_are_told() -> None:
+    def episode(reward: float, end: End) -> Episode:
+        return Episode("t/0/0", "t", 0, (), Score(reward), end)
+
+    cut, same = "every response was cut off by a limit", "every reward is the same"
+    for episodes, told in (
+        ([episode(0, "length"), episode(1, "max_turns")], [cut]),
+        ([episode(0, "length"), episode(0, "length")], [cut, same]),
+        ([episode(0, "done"), episode(0, "done")], [same]),
+        ([episode(0, "done"), episode(1, "length")], []),
+        ([episode(0, "done")], []),
+    ):
+        lines = list(warnings_of(episodes))
+        assert [line[: len(start)] for line, start in zip(lines, told, strict=True)] == told

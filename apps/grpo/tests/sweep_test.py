@@ -38,10 +38,10 @@ BASE = replace(
     objective=GRPO(),
 )
 NAMED = {"recipe", "model", "run_dir", "resume", "engine.on_nonfinite", "max_episode_seconds", "cluster.rollout.admit"}
-NAMED |= {"engine.collective_timeout_seconds"}
+NAMED |= {"engine.collective_timeout_seconds", "allow_idle_steps"}
 """What a run is of and where it is, changed in config_test, run_test and bad_inputs_test. Losses that are not finite
 have a test below, what ends episodes that hang one in schedule_test, when requests begin one in native_sampler_test;
-how long ranks wait one in engines' collective_timeout_test."""
+how long ranks wait one in engines' collective_timeout_test, how many steps may train nothing one in idle_test."""
 CHANGES = {
     "engine.weights": Change("replicated"),
     "advantage": Change("rloo"),

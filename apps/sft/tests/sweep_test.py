@@ -27,9 +27,9 @@ BASE = replace(
     save_every=1,
     engine=replace(quickstart.RECIPE.config.engine, warmup_steps=0),
 )
-NAMED = {"recipe", "model", "run_dir", "resume", "threads", "engine.collective_timeout_seconds"}
+NAMED = {"recipe", "model", "run_dir", "resume", "threads", "engine.collective_timeout_seconds", "allow_idle_steps"}
 """What a run is of and where it is, changed in run_test and bad_inputs_test; threads have a test below, how long ranks
-wait has one in engines (collective_timeout_test)."""
+wait has one in engines (collective_timeout_test), how many steps may train nothing one in idle_test."""
 CHANGES = {
     "engine.weights": Change("replicated"),
     "nproc_per_node": Change(2),
