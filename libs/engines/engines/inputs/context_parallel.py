@@ -56,10 +56,20 @@ class ShardedOps:
         return gated_delta_rule(q, k, v, g, beta, self.sharding, self.group)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, context: PackedContext, scale: float, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: PackedContext,
+        scale: float,
+        window: int | None,
+        **options: Any,
     ) -> Tensor:
         """Attend causally over the whole sequences."""
         del context
+        if options or v.shape != k.shape:
+            what = ", ".join(options) or "values of another width than keys"
+            raise ValueError(f"{what} in attention is not implemented under context parallelism: leave that off")
         if window is not None:
             raise ValueError(f"sliding-window attention ({window}) is not implemented under context parallelism")
         layout = self.sharding.layout

@@ -25,6 +25,8 @@ CONFIGS: dict[str, Any] = {
     "gemma3_text": {},
     "llama": {"tie_word_embeddings": True},
     "opt": {},
+    "gemma2": {},
+    "gpt_oss": {},
 }
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -35,11 +37,24 @@ def attention(change: Callable[..., tuple[Any, ...]]) -> Plant:
     def plant(patch: pytest.MonkeyPatch) -> None:
         real = LocalOps.attention
 
-        def attend(self: LocalOps, q: Tensor, k: Tensor, v: Tensor, context: Any, scale: float, window: Any) -> Tensor:
+        def attend(
+            self: LocalOps, q: Any, k: Any, v: Any, context: Any, scale: Any, window: Any, **more: Any
+        ) -> Tensor:
             q, k, v, scale, window = change(q, k, v, scale, window)
-            return real(self, q, k, v, context, scale, window)
+            return real(self, q, k, v, context, scale, window, **more)
 
         patch.setattr(LocalOps, "attention", attend)
+
+    return plant
+
+
+def without(option: str) -> Plant:
+    """Plant attention that does without an option."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        real = LocalOps.attention
+        kept = lambda more: {name: value for name, value in more.items() if name != option}  # noqa: E731
+        patch.setattr(LocalOps, "attention", lambda self, *args, **more: real(self, *args, **kept(more)))
 
     return plant
 
@@ -77,8 +92,9 @@ def boundary(name: str, last: bool) -> Plant:
     def plant(patch: pytest.MonkeyPatch) -> None:
         real = getattr(LocalOps, name)
 
-        def mixed(self: LocalOps, *args: Any) -> Tensor:
-            result: Tensor = real(self, *(joined(a, last) if isinstance(a, PackedContext) else a for a in args))
+        def mixed(self: LocalOps, *args: Any, **more: Any) -> Tensor:
+            args = tuple(joined(one, last) if isinstance(one, PackedContext) else one for one in args)
+            result: Tensor = real(self, *args, **more)
             return result
 
         patch.setattr(LocalOps, name, mixed)
@@ -211,6 +227,8 @@ ERRORS: dict[str, tuple[str, Plant]] = {
     "scores of the token before": ("llama", inputs(rows=lambda rows: (rows - 1).clamp(min=0))),
     "targets of the token after": ("llama", inputs(targets=lambda ids: ids.roll(-1))),
     "another temperature": ("llama", scorer(lambda args: (args[0], 1.01, *args[2:]))),
+    "sinks forgotten": ("gpt_oss", without("sinks")),
+    "soft cap of scores forgotten": ("gemma2", without("soft_cap")),
     "factor of the logits": ("cohere2", method(GenericFamily, "head_scale", 1.0)),
     "bound of the logits": ("llama", method(Family, "soft_cap", 30.0)),
     "layers in another order": ("smollm3", in_model(swapped_layers)),

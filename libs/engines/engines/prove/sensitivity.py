@@ -56,10 +56,10 @@ class MergedOps(LocalOps):
         return super().gated_delta_rule(q, k, v, g, beta, self._context(context, "delta"))
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, context: PackedContext, scale: float, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, context: PackedContext, scale: float, window: int | None, **options: Any
     ) -> Tensor:
         """Return attention."""
-        return super().attention(q, k, v, self._context(context, ("attention", window)), scale, window)
+        return super().attention(q, k, v, self._context(context, ("attention", window)), scale, window, **options)
 
     def _context(self, context: PackedContext, kind: Any) -> PackedContext:
         if kind != self.kind:
@@ -90,11 +90,11 @@ class SeenOps(LocalOps):
         return super().gated_delta_rule(q, k, v, g, beta, context)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, context: PackedContext, scale: float, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, context: PackedContext, scale: float, window: int | None, **options: Any
     ) -> Tensor:
         """Return attention."""
         self.seen["attention", window] = None
-        return super().attention(q, k, v, context, scale, window)
+        return super().attention(q, k, v, context, scale, window, **options)
 
 
 def flips(config: Any, model: Any, rows: Sequence[Tensor], want: Result) -> Iterator[Flip]:

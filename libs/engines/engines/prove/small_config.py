@@ -49,6 +49,9 @@ _THRESHOLDS: Mapping[str, int] = {
     "index_topk": 6,
     "original_max_position_embeddings": 16,
 }
+CAP = 1.5
+"""Bound of logits and scores in small: they reach it."""
+_CAPS = ("softcapping", "soft_cap", "softcap")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 
 
@@ -112,6 +115,8 @@ def _values(before: Mapping[str, Any], depth: str | None, kept: Sequence[int]) -
             continue
         if isinstance(value, list) and depth is not None and len(value) == before[depth]:
             yield name, [value[layer] for layer in kept]
+        if isinstance(value, float) and name.endswith(_CAPS):
+            yield name, min(value, CAP)
         if not isinstance(value, int):
             continue
         if name in SIZES:

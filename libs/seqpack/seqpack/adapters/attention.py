@@ -67,7 +67,11 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **unknown: Any,
 ) -> Tensor:
-    """Attend causally in each sequence. `softcap` bounds the scores, `s_aux` [heads] are sinks. ValueError names an argument that is not handled."""
+    """Attend causally in each sequence; `softcap` bounds the scores, `s_aux` [heads] are sinks.
+
+    Raises:
+        ValueError: an argument that is not handled, by its name; dropout.
+    """
     unhandled = sorted(name for name, value in unknown.items() if value is not None and name not in _INERT)
     if unhandled:
         raise ValueError(f"packed attention does not take {unhandled[0]} (from {type(module).__name__})")

@@ -31,9 +31,19 @@ class PackedOps(Protocol):
         ...
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, context: "PackedContext", scale: float, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: "PackedContext",
+        scale: float,
+        window: int | None,
+        **options: Any,
     ) -> Tensor:
-        """Return causal attention: q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]."""
+        """Return causal attention: q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, Hq, Dv].
+
+        `options`: `soft_cap` and `sinks` of `seqpack.ops.attention`, where a layer has them.
+        """
         ...
 
 
@@ -56,12 +66,18 @@ class LocalOps:
         return gated_delta_rule(q, k, v, g, beta, context.cu_seqlens, l2norm_qk=True, backend=self.backend)[0]
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, context: "PackedContext", scale: float, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: "PackedContext",
+        scale: float,
+        window: int | None,
+        **options: Any,
     ) -> Tensor:
         """Return causal attention within each sequence."""
-        return attention(
-            q, k, v, context.cu_seqlens, scale=scale, window=window, max_seqlen=context.max_seqlen, backend=self.backend
-        )
+        options |= {"max_seqlen": context.max_seqlen, "backend": self.backend}
+        return attention(q, k, v, context.cu_seqlens, scale=scale, window=window, **options)
 
 
 class PackedContext:

@@ -61,3 +61,5 @@ class AttentionCall:
     causal: bool
     window: int | None
     max_seqlen: int | None
+    soft_cap: float | None = None
+    sinks: Tensor | None = None

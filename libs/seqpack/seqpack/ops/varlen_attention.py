@@ -24,38 +24,47 @@ def attention(
     window: int | None = None,
     max_seqlen: int | None = None,
     backend: str = "auto",
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend within each packed sequence.
 
     Args:
         q: [T, Hq, D].
         k: [T, Hkv, D]; Hq is a multiple of Hkv, and query head h reads key head h // (Hq // Hkv).
-        v: [T, Hkv, D].
+        v: [T, Hkv, Dv]; Dv is D but in latent attention.
         cu_seqlens: int32 [n + 1].
         scale: factor on the scores; D ** -0.5 where None.
         causal: token i sees tokens up to i.
         window: token i sees the last `window` tokens, itself included; needs causal=True. None for all.
         max_seqlen: longest sequence, for the fused kernel; taken from cu_seqlens (a wait for the device) where None.
         backend: "auto", "naive", "torch" or "varlen" (see `seqpack.ops.backends`).
+        soft_cap: bound c of the scaled scores, c tanh(scores / c) (Gemma 2, arXiv 2408.00118). No "varlen".
+        sinks: [Hq], a logit more in each head's softmax, which no value belongs to (gpt-oss). No "varlen".
 
     Returns:
-        [T, Hq, D] in the dtype of q, or autocast's where that is on.
+        [T, Hq, Dv] in the dtype of q, or autocast's where that is on.
 
     Raises:
         ValueError: shapes that disagree, or a backend that cannot run here, with the reason.
     """
-    if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[2] != q.shape[2]:
+    if not q.dim() == k.dim() == v.dim() == 3 or k.shape[:2] != v.shape[:2] or k.shape[::2] != q.shape[::2]:
         raise ValueError(
-            f"q must be [T, Hq, D], k and v [T, Hkv, D], got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+            f"q must be [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], got {tuple(q.shape)}, {tuple(k.shape)}, "
+            f"{tuple(v.shape)}"
         )
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"the {q.shape[1]} query heads are no multiple of the {k.shape[1]} key heads")
     if window is not None and (window < 1 or not causal):
         raise ValueError(f"window must be at least 1 and needs causal=True, got window={window}, causal={causal}")
+    if soft_cap is not None or sinks is not None or v.shape[2] != q.shape[2]:
+        if backend == "varlen":
+            raise ValueError("the varlen kernel takes no soft cap, no sinks and no values of another width than keys")
+        backend = "torch" if backend == "auto" else backend
     q, k, v = _one_dtype(q, k, v)
     run = choose(OpRequest.of("attention", q, k, v, cu_seqlens, head_dim=q.shape[2]), backend)
     factor = q.shape[2] ** -0.5 if scale is None else scale
-    result: Tensor = run(AttentionCall(q, k, v, cu_seqlens, factor, causal, window, max_seqlen))
+    result: Tensor = run(AttentionCall(q, k, v, cu_seqlens, factor, causal, window, max_seqlen, soft_cap, sinks))
     return result
 
 
@@ -78,10 +87,15 @@ def attention_naive(call: AttentionCall) -> Tensor:
             first = start if call.window is None else max(start, t - call.window + 1)
             last = t + 1 if call.causal else start + length
             keys, values = (x[first:last].repeat_interleave(groups, 1) for x in (call.k, call.v))
-            weights = (torch.einsum("hd,jhd->hj", q[t], keys) * call.scale).softmax(-1)
+            scores = torch.einsum("hd,jhd->hj", q[t], keys) * call.scale
+            if call.soft_cap is not None:
+                scores = call.soft_cap * (scores / call.soft_cap).tanh()
+            if call.sinks is not None:
+                scores = torch.cat([scores, call.sinks.to(scores.dtype)[:, None]], 1)
+            weights = scores.softmax(-1)[:, : len(keys)]
             outputs.append(torch.einsum("hj,jhd->hd", weights, values))
         start += length
-    return torch.stack(outputs) if outputs else torch.zeros_like(q)
+    return torch.stack(outputs) if outputs else q.new_zeros(*q.shape[:2], call.v.shape[2])
 
 
 def attention_torch(call: AttentionCall) -> Tensor:
@@ -90,7 +104,7 @@ def attention_torch(call: AttentionCall) -> Tensor:
     lengths = lengths_of(call.cu_seqlens, call.q.shape[0])
     groups = buckets(lengths)
     if not groups:
-        return call.q.clone()
+        return call.q.new_zeros(*call.q.shape[:2], call.v.shape[2])
     if len(groups) == 1:
         return _bucket(call, call.q, call.k, call.v, lengths)
     tokens = torch.arange(call.q.shape[0], device=device).split(lengths)
@@ -134,13 +148,25 @@ def _bucket(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, lengths: Seque
         mask = (gap >= 0) & (gap < call.window)
     elif not call.causal:
         mask = (place < sizes[:, None].clamp(min=1))[:, None, None]
+    q, k, v = (put_rows(x, rows, columns, len(lengths), longest) for x in (q, k, v))
+    if call.soft_cap is not None or call.sinks is not None:
+        mask = place[:, None] >= place if mask is None else mask
+        return take_rows(_by_scores(call, q, k, v, mask), rows, columns)
     out = scaled_dot_product_attention(
-        put_rows(q, rows, columns, len(lengths), longest),
-        put_rows(k, rows, columns, len(lengths), longest),
-        put_rows(v, rows, columns, len(lengths), longest),
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=call.scale,
-        enable_gqa=q.shape[1] != k.shape[1],
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=call.scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     return take_rows(out, rows, columns)
+
+
+def _by_scores(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attend through the matrix of scores [B, Hq, L, L], which soft caps and sinks change: q, k, v [B, H, L, D]."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    scores = (q @ k.transpose(2, 3)).to(torch.promote_types(q.dtype, torch.float32)) * call.scale
+    if call.soft_cap is not None:
+        scores = call.soft_cap * (scores / call.soft_cap).tanh()
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if call.sinks is not None:
+        sinks = call.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], -1)
+    return scores.softmax(-1)[..., : k.shape[2]].to(v.dtype) @ v
