@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -164,3 +165,14 @@ def test_ranks_wait_little_for_one_another(mix: str, most: float) -> None:
 def test_bad_input_is_named(call: Callable[[], MicroBatchPlan], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_the_ranks_totals_even_out_over_the_micro_batches() -> None:
+    """A level's costliest goes to the rank with least so far: totals differ by no more than one level's costs do."""
+    rng = np.random.default_rng(0)
+    for ranks in (2, 3, 8):
+        lengths = rng.integers(60, 100, 12 * ranks)  # each alone in a micro-batch
+        loads = plan_micro_batches(lengths, 100, ranks).loads
+        assert len(loads[0]) == 12
+        totals = list(map(sum, loads))
+        assert max(totals) - min(totals) <= max(max(level) - min(level) for level in zip(*loads, strict=True))
