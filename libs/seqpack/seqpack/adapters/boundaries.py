@@ -12,6 +12,8 @@ from seqpack.private_api import assert_async
 _FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _POSITIONAL = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds")
 """The first parameters of transformers' decoders."""
+_CACHES = ("past_key_values", "cache")
+"""The cache of a call, before and since transformers 5.24."""
 
 
 def context_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[PackedContext | None, dict[str, Any]]:
@@ -49,7 +51,7 @@ def refuse_restarts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     if isinstance(mask, Tensor) and mask.ndim == 2:
         real = mask[:, -positions.shape[-1] :].to(torch.bool)
         begins = begins & real[:, 1:] & real[:, :-1]
-    elif mask is not None and given.get("past_key_values") is not None:
+    elif mask is not None and _cached(given):
         return  # a mask that generate() prepared: it hides the padding, whose positions are anything
     _refuse(
         begins.any(),
@@ -79,7 +81,7 @@ def _check_row(kwargs: Mapping[str, Any], tokens: Tensor, bounds: Tensor) -> Non
     mask = kwargs.get("attention_mask")
     if mask is not None and mask.ndim == 2 and mask.device.type == "cpu":
         _refuse(~mask.all(), "a packed row has no padding outside of its sequences: leave attention_mask out")
-    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+    if _cached(kwargs) or kwargs.get("use_cache"):
         raise ValueError("a packed row has no cache: use_cache=False")
     if bounds.device.type == "cpu":
         _check_bounds(bounds, tokens.shape[1], kwargs["position_ids"])
@@ -92,6 +94,10 @@ def _check_bounds(bounds: Tensor, tokens: int, positions: Tensor) -> None:
         first = torch.zeros(tokens + 1, dtype=torch.bool).index_fill(0, bounds.to(torch.int64), True)
         unnamed = restarts(positions)[0] & ~first[1:-1]
         _refuse(unnamed.any(), "position_ids begin again where cu_seq_lens_q has no boundary: sequences would mix")
+
+
+def _cached(kwargs: Mapping[str, Any]) -> bool:
+    return any(kwargs.get(name) is not None for name in _CACHES)
 
 
 def _refuse(wrong: Tensor, message: str) -> None:

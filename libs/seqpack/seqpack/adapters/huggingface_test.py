@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
+    DynamicCache,
     MambaConfig,
     MambaForCausalLM,
     PreTrainedTokenizerFast,
@@ -124,6 +125,8 @@ def test_refusals() -> None:
         ({"position_ids": None}, "position_ids that begin again"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 1, 0]])}, "no padding"),
         ({"use_cache": True}, "no cache"),
+        ({"past_key_values": DynamicCache()}, "no cache"),
+        ({"cache": DynamicCache()}, "no cache"),
         ({"cu_seq_lens_q": torch.tensor([0, 2, 4])}, "ends at 4, the row has 5"),
     ]:
         with pytest.raises(ValueError, match=message):
