@@ -6,6 +6,7 @@ from apps.common.cli.environment import refuse_unset
 from apps.common.cli.recipes import beside_own_model, load_recipes
 from apps.common.cli.refusals import Refusals
 from apps.common.cli.words import recipe_words
+from apps.common.data.model_files import sizes_of
 from apps.common.run.ranks import ranks_of_node
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipe import Recipe
@@ -28,6 +29,7 @@ def spec_of(config: GrpoConfig, recipe: Recipe | None = None) -> RunSpec:
         ValueError: there is no recipe of that name.
     """
     recipe = recipe or registered(config.recipe)
+    own, unknown = sizes_of(config.model, config.engine)
     return RunSpec(
         app="grpo",
         recipe=config.recipe,
@@ -43,6 +45,8 @@ def spec_of(config: GrpoConfig, recipe: Recipe | None = None) -> RunSpec:
         reference_policy=config.objective.kl_coef > 0,
         held_out=config.data.eval_prompts,
         eval_share=0.0 if config.data.eval_data else config.data.eval_share,
+        own=own,
+        unknown=unknown,
         needs_model=recipe.make_model is None,
         origin=recipe.origin,
         model_type=model_type(config.model),

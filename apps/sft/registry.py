@@ -6,6 +6,7 @@ from apps.common.cli.environment import refuse_unset
 from apps.common.cli.recipes import beside_own_model, load_recipes
 from apps.common.cli.refusals import Refusals
 from apps.common.cli.words import recipe_words
+from apps.common.data.model_files import sizes_of
 from apps.common.run.ranks import ranks_of_node
 from apps.sft.config import SftConfig
 from apps.sft.recipe import Recipe
@@ -28,6 +29,7 @@ def spec_of(config: SftConfig, recipe: Recipe | None = None) -> RunSpec:
     """
     recipe = recipe or _recipe(config.recipe)
     share, most = config.data.held_out
+    own, unknown = sizes_of(config.model, config.engine)
     return RunSpec(
         app="sft",
         recipe=config.recipe,
@@ -39,6 +41,8 @@ def spec_of(config: SftConfig, recipe: Recipe | None = None) -> RunSpec:
         longest=config.data.max_tokens,
         eval_share=0.0 if config.data.eval_data else share,
         held_out=most or 0,
+        own=own,
+        unknown=unknown,
         needs_model=not recipe.synthetic,
         origin=recipe.origin,
         words=recipe_words(

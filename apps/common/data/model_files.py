@@ -10,6 +10,8 @@ from transformers import PretrainedConfig
 
 from engines import EngineConfig
 from engines.loading import LoadedModel, open_model, read_config
+from runplan.model.model_shape import ModelShape
+from runplan.model.own_model import own_model
 
 
 def open_model_directory(directory: Path, config: EngineConfig) -> LoadedModel:
@@ -43,6 +45,16 @@ def described_model(directory: Path, opened: LoadedModel | None) -> PretrainedCo
     with suppress(ValueError):
         return read_config(directory)
     return None
+
+
+def sizes_of(model: Path | None, engine: EngineConfig) -> tuple[ModelShape | None, str | None]:
+    """Return the sizes of a model for a plan, or why they are not known; neither where none is named."""
+    if model is None:
+        return None, None
+    try:
+        return own_model(model, engine.vision != "off"), None
+    except ValueError as error:
+        return None, str(error)
 
 
 def longest_sequence(config: PretrainedConfig) -> int | None:

@@ -113,3 +113,21 @@ def test_the_plan_has_what_the_run_refuses(capsys: pytest.CaptureFixture[str]) -
         grpo.main([*flags.split(), "--plan"])
     assert stop.value.code == 1
     assert f"PROBLEM   {BESIDE_EXPERTS}" in capsys.readouterr().out
+
+
+def test_a_plan_of_ones_own_model_has_its_memory_and_its_refusals(
+    given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for app, main in MAINS.items():
+        words = [*given, "--engine.backend", "megatron", "--engine.pipeline-parallel", "2", "--nproc-per-node", "2"]
+        with pytest.raises(SystemExit):
+            main([*words, "--max-tokens" if app == "sft" else "--max-episode-tokens", "4096", "--plan"])
+        text = capsys.readouterr().out
+        assert "config.json" in text
+        assert " layers over 2 stages" in text
+        assert "GiB at the fullest moment of a step" in text
+        with pytest.raises(SystemExit):
+            main(["--model", "nobody/nothing-3B", "--data", "x.jsonl", "--plan"])
+        assert (
+            "memory, layers and time are not planned: nobody/nothing-3B is no directory here" in capsys.readouterr().out
+        )

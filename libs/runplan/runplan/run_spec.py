@@ -8,6 +8,7 @@ from engines.config import parse_context_parallel
 from engines.parallel.configured_layout import shards_of
 from runplan.layout.batches import BatchPlan, plan_batches
 from runplan.layout.grid import Grid, grid_problems, make_grid
+from runplan.model.model_shape import ModelShape
 from runplan.model.origin import Origin
 from runplan.settings import ClusterSettings
 
@@ -35,10 +36,21 @@ class RunSpec:
     origin: Origin | None = None
     model_type: str | None = None
     """Model type of the named model, where its config can be read; the origin, if any, takes precedence."""
+    own: ModelShape | None = None
+    """Sizes of the model that is named, where its config can be read; they take precedence over the origin's."""
+    unknown: str | None = None
+    """Why the sizes of the model that is named are not known."""
     eval_share: float = 0.0
     """Share of the training rows that is held out, at most `held_out` of them; 0 where held-out rows are given."""
     words: tuple[str, ...] = ()
     """Words of the command line that give this configuration, for the launch line; without any the recipe's name."""
+
+    @property
+    def shape(self) -> ModelShape | None:
+        """Sizes of the model, as far as they are known."""
+        if self.own is not None or self.unknown is not None:
+            return self.own
+        return None if self.origin is None else self.origin.shape
 
     @property
     def ranks(self) -> int:

@@ -55,7 +55,7 @@ def requirements(spec: RunSpec) -> list[Requirement]:
 
 
 def _engine_requirements(spec: RunSpec) -> list[Requirement]:
-    engine, shape = spec.engine, spec.origin.shape if spec.origin else None
+    engine, shape = spec.engine, spec.shape
     features = features_of(engine)
     features += ["moe"] if shape is not None and shape.experts else []
     every = [Requirement(feature, supports(engine, feature)) for feature in features]
@@ -73,8 +73,8 @@ def _replay(spec: RunSpec) -> list[Requirement]:
 
 def has_experts(spec: RunSpec) -> bool | None:
     """Return whether the run's model has experts; None where that is unknown before the model is read."""
-    if spec.origin is not None:
-        return spec.origin.shape.experts > 0
+    if spec.shape is not None:
+        return spec.shape.experts > 0
     for family in FAMILIES:
         if spec.model_type in (*family.model_types, *family.wrappers):
             return bool(family.router)
@@ -94,7 +94,7 @@ def _cluster_requirement(spec: RunSpec, path: str, value: Any) -> Requirement:
         return Requirement(feature, _images(spec))
     if path == "pools.device_memory_gib":
         return Requirement(
-            feature, UNKNOWN_SIZE if spec.origin is None else Supported("the plan's memory is held against it")
+            feature, UNKNOWN_SIZE if spec.shape is None else Supported("the plan's memory is held against it")
         )
     if spec.app == "sft" and path.split(".")[0] in ("rollout", "schedule", "offload"):
         return Requirement(feature, NO_SAMPLING)

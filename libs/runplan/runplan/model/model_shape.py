@@ -121,8 +121,8 @@ def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         heads=text.num_attention_heads,
-        kv_heads=text.num_key_value_heads,
-        head_dim=text.head_dim,
+        kv_heads=size("num_key_value_heads") or text.num_attention_heads,
+        head_dim=size("head_dim") or text.hidden_size // text.num_attention_heads,
         vocab=text.vocab_size,
         intermediate=0 if size("num_experts") else text.intermediate_size,
         experts=size("num_experts"),
@@ -140,7 +140,7 @@ def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
 
 
 def _tower_of(config: Any) -> VisionTower | None:
-    if config is None:
+    if not hasattr(config, "depth"):  # another tower than Qwen3.5's
         return None
     return VisionTower(
         layers=config.depth,

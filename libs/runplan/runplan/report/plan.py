@@ -1,6 +1,6 @@
 """A run's plan as data and as text: every figure is derived, every problem has its fix."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engines.capability import Unsupported, conflicts
 from engines.parallel.stages import split_layers, split_problems
@@ -56,7 +56,7 @@ class Plan:
 def make_plan(spec: RunSpec) -> Plan:
     """Derive everything from the settings; what fails becomes a problem, and the rest goes on."""
     plan = Plan(_title(spec))
-    shape = spec.origin.shape if spec.origin else None
+    shape = spec.shape
     plan.problems += spec.grid_problems
     grid = None if plan.problems else spec.grid
     plan.problems += conflicts(spec.engine)
@@ -65,6 +65,8 @@ def make_plan(spec: RunSpec) -> Plan:
         plan.sections["Model"] = _model(shape)
         layers = _layers(plan, spec, shape)
         _heads(plan, spec, shape)
+    elif spec.unknown is not None:
+        plan.sections["Model"] = [f"memory, layers and time are not planned: {spec.unknown}"]
     plan.sections["Ranks"] = _ranks(spec, grid)
     batches = _batches(plan, spec, grid)
     if grid is not None and batches is not None:
@@ -75,7 +77,7 @@ def make_plan(spec: RunSpec) -> Plan:
         sections, problems = memory_lines(spec, shape, grid, layers)
         plan.sections |= sections
         plan.problems += problems
-        if batches is not None and (lines := time_lines(spec, shape, grid, batches)):
+        if batches is not None and (lines := _time(spec, shape, grid, batches)):
             plan.sections["Time"] = lines
     if spec.app == "grpo":
         _rollout(plan, spec, shape)
@@ -264,6 +266,14 @@ def _schedule(plan: Plan, spec: RunSpec) -> None:
         if schedule.interrupts:
             lines.append("generation is interrupted for new weights and goes on: log-probs of several versions mix")
     plan.sections["Schedule"] = lines
+
+
+def _time(spec: RunSpec, shape: ModelShape, grid: Grid, batches: BatchPlan) -> list[str]:
+    """Return the lines on time; those of a GPU where the choice of device is left open."""
+    if spec.engine.device != "auto":
+        return time_lines(spec, shape, grid, batches)
+    first, *rest = time_lines(replace(spec, engine=replace(spec.engine, device="cuda")), shape, grid, batches)
+    return [f"on a GPU: {first}", *rest]
 
 
 def _data(plan: Plan, spec: RunSpec) -> None:

@@ -18,7 +18,7 @@ def recipe_table(specs: Iterable[tuple[RunSpec, RunSpec]]) -> str:
 
 
 def _row(spec: RunSpec, plan: Plan, small: Plan) -> tuple[str, ...]:
-    model = spec.origin.shape.name if spec.origin else "your own" if spec.needs_model else "made on the spot"
+    model = spec.shape.name if spec.shape else "your own" if spec.needs_model else "made on the spot"
     names = {"auto": "GPU or CPU", "cuda": "GPU"}
     device = names.get(spec.engine.device, spec.engine.device.upper())
     rollout = spec.rollout_ranks if spec.cluster.pools.placement == "separate" else 0
