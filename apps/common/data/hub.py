@@ -40,7 +40,7 @@ def snapshot_of(repository: str, subset: str | None, split: str) -> Path:
 
 def _through_datasets(repository: str, subset: str | None, split: str) -> Path | str:
     """Return a Parquet file of the split in the cache of `datasets`, or why there is none."""
-    import datasets
+    import datasets  # installed where hub names are read through it
 
     try:
         rows = datasets.load_dataset(repository, subset, split=split)

@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("model", nargs="?", help="prove: a model directory, or OWNER/NAME of one in the cache")
     arguments = parser.parse_args()
     if arguments.command == "prove":
-        from engines.prove.command import main as prove  # torch and transformers
+        from engines.prove_command import main as prove  # torch and transformers
 
         return prove(parser, arguments.model)
     status: int = import_module(COMMANDS[arguments.command]).main()

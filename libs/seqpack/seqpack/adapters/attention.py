@@ -46,7 +46,7 @@ def attend(
     context: PackedContext | None = options.pop(CONTEXT_KEY, None)
     if context is not None:
         return packed_attention(module, query, key, value, context, **options), None
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # seqpack does without transformers
 
     stock: StockAttention = vars(module)[_STOCK]
     function = ALL_ATTENTION_FUNCTIONS.get_interface(attention_of(stock.config), stock.eager)
@@ -88,7 +88,7 @@ def packed_attention(
 
 def stock_attention(layer: nn.Module) -> StockAttention:
     """Return what a layer uses. ValueError where it does not look its function up in transformers' registry."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # seqpack does without transformers
 
     code: Any = inspect.unwrap(type(layer).forward)
     names = getattr(code, "__globals__", {})
@@ -99,7 +99,7 @@ def stock_attention(layer: nn.Module) -> StockAttention:
 
 def adapt_attention(layers: Iterable[nn.Module]) -> None:
     """Let these layers look up `NAME`. ValueError, with nothing changed, where one of them looks nothing up."""
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface  # seqpack does without transformers
 
     stocks = {layer: stock_attention(layer) for layer in layers}
     AttentionInterface.register(NAME, attend)
