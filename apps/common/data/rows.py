@@ -55,9 +55,10 @@ def told(name: Path | str, problems: Sequence[str], hint: str = "") -> str:
     """Return the text of all bad rows of a file or files: the first `TOLD`, and how many there are."""
     if len(problems) == 1 and not hint:
         return problems[0]
+    shown = [problem.removeprefix(f"{name}, ") for problem in problems[:TOLD]]
     rest = f"; and {len(problems) - TOLD} more" if len(problems) > TOLD else ""
     rows = "rows" if len(problems) > 1 else "row"
-    return f"{name} has {len(problems)} bad {rows}{hint}: {'; '.join(problems[:TOLD])}{rest}"
+    return f"{name} has {len(problems)} bad {rows}{hint}: {'; '.join(shown)}{rest}"
 
 
 def read_rows(path: Path) -> list[tuple[int, Row]]:

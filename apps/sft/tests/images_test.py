@@ -177,7 +177,7 @@ def test_a_runs_losses_are_those_of_stock_transformers_one_at_a_time(model: Path
     """Packed, before training and of what is exported; the tower is trained, or stays bit for bit."""
     data, held_out = in_parts(36), in_parts(48)[36:]
     options = ("--eval-data", str(write(tmp_path / "held-out.jsonl", held_out)), "--engine.vision", vision)
-    settings = config(model, write(tmp_path / "data.jsonl", data), tmp_path / "run", *options)
+    settings = config(model, write(tmp_path / "data.jsonl", data), tmp_path / "run", *options, "--eval-share", "None")
     result = run(settings)
     assert result.loss_before == pytest.approx(stock_loss(model, held_out), rel=1e-5)
     assert result.loss_after == pytest.approx(stock_loss(tmp_path / "run/export", held_out), rel=1e-5)
@@ -225,9 +225,9 @@ def test_images_need_a_model_that_sees_and_a_column_that_is_there(model: Path, t
     assert sum(len(sample["image_grid_thw"]) for sample in (*conversations.train, *conversations.held_out)) == 32
     with pytest.raises(ValueError, match=r"the model is trained on text: set --engine\.vision"):
         run(config(model, path, tmp_path / "run", "--media.images-column", "drawing"))
-    with pytest.raises(ValueError, match=r"row 2: column 'images' holds media.* set --engine\.vision to frozen"):
+    with pytest.raises(ValueError, match=r"line 2: column 'images' holds media.* set --engine\.vision to frozen"):
         run(config(model, write(tmp_path / "b.jsonl", in_a_column("marked")), tmp_path / "run"))
-    with pytest.raises(ValueError, match=r"row 2: .* a part of kind 'image'.* --engine\.vision frozen"):
+    with pytest.raises(ValueError, match=r"line 2: .* a part of kind 'image'.* --engine\.vision frozen"):
         run(config(model, write(tmp_path / "c.jsonl", in_parts()), tmp_path / "run"))
 
 
@@ -240,7 +240,7 @@ def test_a_picture_that_is_gone_is_missed_where_tokens_were_kept(model: Path, tm
     first = load(model, path)
     assert_same(load(model, path).train, first.train)
     file.unlink()
-    with pytest.raises(ValueError, match=r"a\.jsonl, row 8: there is no image .*one\.png"):
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 8: there is no image .*one\.png"):
         load(model, path)
 
 
