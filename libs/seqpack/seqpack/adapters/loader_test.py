@@ -328,3 +328,15 @@ def test_overlong_and_empty_samples_by_choice() -> None:
         packed_dataloader(samples, 16, collator=lambda rows: rows, overlong="truncate")
     with pytest.raises(ValueError, match="max_length"):
         PackedCollator(max_length=0)
+
+
+def test_rows_that_run_at_the_same_time_cost_alike() -> None:
+    costs = torch.rand(240, generator=torch.Generator().manual_seed(0)).square().tolist()
+
+    def waste(**options: Any) -> float:
+        """Return what the costliest row of each step costs, over a fair share."""
+        steps = PackedBatchSampler([10] * 240, 60, world_size=4, **options).steps
+        loads = [[sum(costs[i] for i in row) for row in step] for step in steps]
+        return float(4 * sum(map(max, loads)) / sum(map(sum, loads)))
+
+    assert waste(cost=costs) < 1.02 < 1.2 < waste()
