@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -54,6 +54,7 @@ KINDS: dict[Kind, Any] = {"same": Same, "failed": Failed, "graded": Graded}
 class IdleTasks(AsciiTasks):
     """Tasks whose numbers from `first` on, below `last`, are of another kind."""
 
+    held_out_metric: ClassVar[str | None] = None
     kind: Kind = field(kw_only=True)
     first: int = field(kw_only=True)
     last: int = field(kw_only=True, default=1 << 30)

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -90,6 +90,7 @@ async def _hang() -> str:
 class AsciiTasks:
     """Tasks of consecutive numbers; the held-out ones come first."""
 
+    held_out_metric: ClassVar[str | None] = "score"
     eval_prompts: int
     name: str = "babble"
     skipped: Mapping[str, int] = field(default_factory=dict)

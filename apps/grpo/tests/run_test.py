@@ -123,7 +123,7 @@ def test_the_metrics_tell_of_plan_packing_export_and_new_weights(finished: Finis
         assert row["weights/bytes"] == 0  # the sampler computes with training's own (`sharing_test`)
         # The sampler's cache and the trainer's packed rows speak of the same tokens under the same weights.
         assert row["log_prob_difference"] <= row["log_prob_difference_max"] < 1e-3
-    assert {"eval/accuracy"} <= set(steps[0]) & set(steps[2]) & set(steps[4])
+    assert {"eval/score"} <= set(steps[0]) & set(steps[2]) & set(steps[4])
 
 
 def test_a_resumed_run_ends_with_the_same_bits(finished: Finished, tmp_path: Path) -> None:
@@ -138,8 +138,8 @@ def test_a_resumed_run_ends_with_the_same_bits(finished: Finished, tmp_path: Pat
     whole, resumed = rows(run_dir), rows(tmp_path / "half")
     assert [row["step"] for row in resumed] == [0, 1, 2, 3, 4]
     assert all(same_row(left, right) for left, right in zip(whole, resumed, strict=True))
-    assert result.accuracy_before == first.accuracy_before == whole[0]["eval/accuracy"]
-    assert result.accuracy_after == first.accuracy_after == whole[-1]["eval/accuracy"]
+    assert result.accuracy_before == first.accuracy_before == whole[0]["eval/score"]
+    assert result.accuracy_after == first.accuracy_after == whole[-1]["eval/score"]
 
 
 def test_resuming_a_finished_run_trains_nothing_more(finished: Finished) -> None:
@@ -287,7 +287,7 @@ def test_two_environments_of_ones_own_in_one_run_that_is_resumed(tmp_path: Path)
         assert 0 <= row["reward/environment/Letters"] <= 1
         assert row["reward/part/cut"] == row["response/truncated"]
         assert row["entropy"] > 1
-    assert {"eval/reward/Digits", "eval/reward/Letters", "eval/accuracy"} <= set(logged[0]) & set(logged[4])
+    assert {"eval/reward/Digits", "eval/reward/Letters", "eval/score"} <= set(logged[0]) & set(logged[4])
     episodes_kept = [json.loads(line) for line in (tmp_path / "whole" / "episodes.jsonl").read_text().splitlines()]
     for step in (1, 2, 3, 4):
         group = [e for e in episodes_kept if (e["step"], e["split"]) == (step, "training")]

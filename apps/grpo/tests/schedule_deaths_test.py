@@ -75,7 +75,7 @@ def test_fully_async_trains_every_task_once_within_the_bound(asynchronous: Path)
     assert max(row["schedule/token_staleness"] for row in logged[1:]) > 0
     assert [row["weights/version"] for row in logged[1:]] == [1, 2, 3, 4]
     assert logged[1]["log_prob_difference"] < 1e-3
-    assert {"eval/accuracy"} <= set(logged[0]) & set(logged[2]) & set(logged[4])
+    assert {"eval/score"} <= set(logged[0]) & set(logged[2]) & set(logged[4])
     assert {span.lane for span in read_timeline(asynchronous)} == {"trainer", "sampler", "weights"}
     assert all(row["train/grad_norm"] > 1e-4 for row in logged[1:])
     assert all(0 < distance < 1e-5 for distance in proofs(logged[1:]))

@@ -37,7 +37,7 @@ def test_two_ranks_train_every_task_once_and_have_the_same_weights(whole: Path) 
     assert [row["weights/version"] for row in logged[1:]] == [1, 2, 3, 4]
     assert all(0 < distance < 1e-5 for distance in proofs(logged[1:]))
     assert logged[1]["log_prob_difference"] < 1e-3
-    assert {"eval/accuracy"} <= set(logged[0]) & set(logged[2]) & set(logged[4])
+    assert {"eval/score"} <= set(logged[0]) & set(logged[2]) & set(logged[4])
 
 
 def test_no_token_is_older_than_the_bound(whole: Path) -> None:

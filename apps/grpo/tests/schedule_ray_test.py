@@ -70,7 +70,7 @@ def test_a_run_is_the_same_with_ray_as_without(
     """Episode for episode, and the weights bit for bit."""
     run(small(tmp_path / "plain", schedule, **SHORT), RECIPE)
     plain, sampled[:] = list(sampled), []
-    accuracies = [row.get("eval/accuracy") for row in rows(tmp_path / "plain")]
+    accuracies = [row.get("eval/score") for row in rows(tmp_path / "plain")]
     assert len(plain) == 2
     for workers in (1, 2):
         run_dir = tmp_path / f"ray-{workers}"
@@ -79,7 +79,7 @@ def test_a_run_is_the_same_with_ray_as_without(
         assert log_probs(sampled) == (log_probs(plain) if workers == 1 else pytest.approx(log_probs(plain), abs=1e-5))
         assert same_weights(tmp_path / "plain", run_dir)
         assert [r["weights/version"] for r in rows(run_dir)[1:]] == [1, 2]
-        assert [row.get("eval/accuracy") for row in rows(run_dir)] == accuracies
+        assert [row.get("eval/score") for row in rows(run_dir)] == accuracies
         sampled[:] = []
 
 
