@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from apps.common.cli.flags import flag
-from apps.common.data.held_out import held_out_keys
 from apps.common.data.files import data_files
+from apps.common.data.held_out import held_out_keys
 from apps.common.data.rows import named, read_rows
 from apps.common.plugins import environment_name, load_environment
 from apps.grpo.config import DataConfig, GrpoConfig
