@@ -7,8 +7,9 @@ from typing import Any, Literal, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from seqpack.adapters.collator import Sample
 from seqpack.adapters.foreign_sources import check_undivided
-from seqpack.adapters.stream_reader import Empty, Limits, Overlong, Sample, SourceReader
+from seqpack.adapters.stream_reader import Empty, Limits, Overlong, SourceReader
 from seqpack.adapters.worker_events import StreamCounts, WorkerEvents
 from seqpack.planning.checks import check_positive_int
 from seqpack.planning.packing import pack
