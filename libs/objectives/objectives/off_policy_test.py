@@ -136,6 +136,24 @@ def test_the_meter_of_equal_policies_and_of_one_apart_in_a_hundred() -> None:
         assert size / 1.42 <= found <= 1.42 * size
 
 
+def test_the_quantile_is_interpolated_between_the_edges_around_it() -> None:
+    gaps = [1.2] * 5 + [0.9] * 95 + [0.6] * 100 + [0.0] * 800  # above 0.71 lies a share of 0.1, above 1 one of 0.005
+    found = off_policy.mismatch_meter(means_of(gaps))["mismatch/p99"]
+    assert found == pytest.approx(0.5**0.5 * 2 ** (0.5 * (0.1 - 0.01) / (0.1 - 0.005)), rel=1e-9)
+
+
+def test_a_difference_on_an_edge_is_not_above_it() -> None:
+    gaps, mask = torch.tensor(off_policy.EDGES, dtype=torch.float64), torch.ones(len(off_policy.EDGES)).bool()
+    found = off_policy.mismatch(gaps, torch.zeros_like(gaps), mask)
+    above = [int(value[0]) for name, value in found.items() if "/above_" in name]
+    assert above == list(reversed(range(len(gaps))))
+
+
+def test_nothing_counted_has_no_effective_size() -> None:
+    metrics = dict.fromkeys(off_policy.mismatch(TRAINER, ROLLOUT, MASK), 0.0)
+    assert off_policy.mismatch_meter(metrics)["mismatch/ess"] == 0.0
+
+
 def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"^the cap of importance weights must be a number from 1 to 1e\+08, got 0.5"):
         off_policy.truncated_weights(TRAINER, ROLLOUT, cap=0.5)

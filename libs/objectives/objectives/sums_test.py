@@ -108,6 +108,7 @@ def test_sums_of_ones_are_exact(dtype: torch.dtype, how: str) -> None:
     ones, mask = torch.ones(5000, dtype=dtype), torch.ones(5000, dtype=torch.bool)
     bounds = torch.tensor([0, 4097, 5000], dtype=torch.int32)
     assert sequence_sums(ones, bounds).tolist() == sequence_sums(mask, bounds).tolist() == [4097, 903]
+    assert sequence_sums(mask, bounds).dtype == torch.int64
     assert pair(ones, mask).tolist() == [5000.0, 5000.0]
     assert float(aggregate(ones, mask, bounds, how, 5000, 2, max_tokens=2500)) == 1.0  # type: ignore[arg-type]
     assert wide(ones).dtype == torch.float32
