@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from itertools import islice
 from typing import Any, SupportsFloat
 
 import torch
@@ -34,6 +35,7 @@ from engines.execution.micro_batches import MicroBatch, MicroBatches
 from engines.execution.optimizer import build_optimizer, clip_and_step, gradient_norm, name_of
 from engines.execution.prefetch import PrefetchedMicroBatches
 from engines.experts.placement import place_experts
+from engines.experts.router_counts import StepCounts, can_be_given, given_counts
 from engines.families.registry import family_of
 from engines.families.router import RouterCounts, RouterLoss, Routing
 from engines.families.torch_operations import choose_torch_operations
@@ -198,35 +200,43 @@ class FSDP2Executor:
         return inputs
 
     def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
-        """Run forward and backward of one micro-batch after another.
-
-        A router's loss needs the counts of the whole step first (`engines.families.router`): a pass without gradients
-        takes them, unless the only micro-batch of a rank gives them on its way.
-        """
+        """Run forward and backward of one micro-batch after another."""
         self._optimizer.zero_grad(set_to_none=True)
-        counts = self._counts(micro_batches) if self.router is not None and len(micro_batches) > 1 else None
+        counts = self._counts(micro_batches)
         micro_batches = self.ahead(micro_batches)
         for micro_batch in micro_batches if self.sums is None else self.sums.each(micro_batches):
-            loss(micro_batch, self._scores(micro_batch, scoring, self.router, counts)).backward()
+            loss(micro_batch, self._scores(micro_batch, scoring, counts)).backward()
 
     @torch.no_grad()
-    def _counts(self, micro_batches: MicroBatches) -> RouterCounts:
-        """Run forward on all micro-batches, and return what the router chose in them."""
-        counts = []
-        for micro_batch in micro_batches:
-            inputs = micro_batch.inputs or self._inputs(micro_batch)
-            routing = self.scorer(inputs, 1.0, False, routing=True).routing
-            counts.append(self._own_counts(routing, micro_batch, inputs))
-        return self._summed(torch.stack(counts).sum(0))
+    def _counts(self, micro_batches: MicroBatches) -> StepCounts | None:
+        """Return what the router's loss needs of the whole step; see `engines.experts.router_counts`. Collective."""
+        if self.router is None:
+            return None
+        counts = StepCounts(self.groups.plan)
+        if can_be_given(self.router, self.config.routing_replay):
+            dtype = torch.promote_types(torch.float32, next(self.scorer.parameters()).dtype)
+            sums = torch.stack([self._given(self.router, one, dtype) for one in micro_batches]).sum(0)
+            dist.all_reduce(sums, group=self.groups.plan)
+            if not sums[-1]:
+                counts.known = RouterCounts(sums[:-2], sums[-2])
+                return counts
+        if len(micro_batches) > 1:
+            counts.later = torch.stack([self._counted(one) for one in islice(micro_batches, 1, None)]).sum(0)
+        return counts
+
+    def _given(self, router: RouterLoss, micro_batch: MicroBatch, dtype: torch.dtype) -> Tensor:
+        inputs = micro_batch.inputs or self._inputs(micro_batch)
+        return self.builder.total(given_counts(router, inputs, dtype), inputs) * micro_batch.loss_weight
+
+    def _counted(self, micro_batch: MicroBatch) -> Tensor:
+        """Run forward without the head, and return what the router chose."""
+        inputs = micro_batch.inputs or self._inputs(micro_batch)
+        return self._own_counts(self.scorer(inputs, 1.0, False, routing=True, head=False).routing, micro_batch, inputs)
 
     def _own_counts(self, routing: Routing, micro_batch: MicroBatch, inputs: ModelInputs) -> Tensor:
         """Return f32[E + 1]: the choices of each expert, and rows; ranks with one micro-batch count shares of it."""
         counts = torch.cat([routing.chosen, routing.rows[None]])
         return self.builder.total(counts, inputs) * micro_batch.loss_weight
-
-    def _summed(self, counts: Tensor) -> RouterCounts:
-        dist.all_reduce(counts, group=self.groups.plan)
-        return RouterCounts(counts[:-1], counts[-1])
 
     @torch.no_grad()
     def score(self, micro_batches: MicroBatches, take: TakeScores, scoring: Scoring) -> None:
@@ -236,19 +246,14 @@ class FSDP2Executor:
         if isinstance(self.scorer, FSDPModule):
             self.scorer.reshard()  # without a backward pass the outermost weights would stay gathered
 
-    def _scores(
-        self,
-        micro_batch: MicroBatch,
-        scoring: Scoring,
-        router: RouterLoss | None = None,
-        counts: RouterCounts | None = None,
-    ) -> Scores:
+    def _scores(self, micro_batch: MicroBatch, scoring: Scoring, counts: StepCounts | None = None) -> Scores:
         inputs = micro_batch.inputs or self._inputs(micro_batch)
-        scores: ModelScores = self.scorer(inputs, scoring.temperature, scoring.entropy, routing=router is not None)
+        routing = counts is not None
+        scores: ModelScores = self.scorer(inputs, scoring.temperature, scoring.entropy, routing=routing)
         auxiliary = None
-        if router is not None and scores.routing is not None:
-            counts = counts or self._summed(self._own_counts(scores.routing, micro_batch, inputs))
-            auxiliary = router.loss(self.builder.total(scores.routing.terms, inputs), counts)
+        if counts is not None and self.router is not None and (sums := scores.routing) is not None:
+            known = counts.of(lambda: self._own_counts(sums, micro_batch, inputs))
+            auxiliary = self.router.loss(self.builder.total(sums.terms, inputs), known)
         return Scores(
             self.builder.collect(scores.log_probs, inputs),
             None if scores.entropy is None else self.builder.collect(scores.entropy, inputs),

@@ -211,7 +211,7 @@ class MegatronExecutor:
         """Run forward on all micro-batches, and count what the routers of all stages choose in them."""
         balance.begin()
         nothing = torch.zeros((), device=self.device)
-        self._run(micro_batches, lambda *_: nothing, Scoring(), forward_only=True, counting=True)
+        self._run(micro_batches, lambda *_: nothing, None, forward_only=True, counting=True)
         balance.counted_all(self.groups.world)
 
     @torch.no_grad()
@@ -227,12 +227,12 @@ class MegatronExecutor:
     def _run(
         self,
         micro_batches: MicroBatches,
-        finish: Callable[[MicroBatch, Scores], Tensor],
-        scoring: Scoring,
+        finish: Callable[[MicroBatch, Any], Tensor],
+        scoring: Scoring | None,
         forward_only: bool,
         counting: bool = False,
     ) -> None:
-        """Run the schedule over the micro-batches; `finish` gets the scores of each on the last stage.
+        """Run the schedule over the micro-batches; `finish` gets the scores of each on the last stage, where asked for.
 
         `counting`: whether routers are to count, or to add their loss.
         """
@@ -247,7 +247,7 @@ class MegatronExecutor:
             output = chunk(inputs.input_ids.unsqueeze(0), packed, features)
 
             def calculate_loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                value = finish(micro_batch, self._scores(hidden, inputs, scoring))
+                value = finish(micro_batch, None if scoring is None else self._scores(hidden, inputs, scoring))
                 return value, torch.zeros((), dtype=torch.int, device=value.device), {}
 
             return output, calculate_loss

@@ -54,8 +54,11 @@ class TokenScorer(nn.Module):
         self.model = model
         self.logit_chunk = logit_chunk
 
-    def forward(self, inputs: ModelInputs, temperature: float, entropy: bool, routing: bool = False) -> ModelScores:
-        """Score inputs.targets; `routing` sums up the router's choices, where the config asks for its loss.
+    def forward(
+        self, inputs: ModelInputs, temperature: float, entropy: bool, routing: bool = False, head: bool = True
+    ) -> ModelScores:
+        """Score inputs.targets; `routing` sums up the router's choices, where the config asks for its loss. Without
+        `head` there are no scores, only these sums.
 
         Connected to every layer even when N is 0, so that a rank with nothing to do takes part in all collectives.
         """
@@ -65,14 +68,17 @@ class TokenScorer(nn.Module):
         output = self._base_output(inputs, options)
         taken = None if self.routers is None else self.routers.end(inputs.counted)
         load = None if taken is None or self.routers is None else taken.load(self.routers.experts)
+        given = None if taken is None or inputs.experts is None else taken.experts
+        if not head and self.router is not None:
+            sums = self.router.routing(output.router_logits, inputs.counted, given)
+            return ModelScores(output.last_hidden_state.new_zeros(0), routing=sums)
         chosen = output.last_hidden_state.flatten(0, 1).index_select(0, inputs.rows)
         weight = self.family.head(self.model).weight
         arguments = (chosen, weight, inputs.targets, temperature / self.scale, self.logit_chunk, entropy)
         log_probs, entropies = self.log_probs(*arguments, **self.head_options)
         if not options or self.router is None:
             return ModelScores(log_probs, entropies, load=load)
-        chosen = None if taken is None or inputs.experts is None else taken.experts
-        sums = self.router.routing(output.router_logits, inputs.counted, chosen)
+        sums = self.router.routing(output.router_logits, inputs.counted, given)
         return ModelScores(log_probs, entropies, sums, load)
 
     def _base_output(self, inputs: ModelInputs, options: dict[str, bool]) -> Any:

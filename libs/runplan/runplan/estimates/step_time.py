@@ -17,8 +17,9 @@ from seqpack.planning.flops import LayerFlops, ModelFlops, delta_net, experts, f
 class StepWork:
     """Work of a step: `sequences` of `length` tokens, trained `epochs` times on `ranks` ranks.
 
-    `forwards`: further forward passes (log-probs before the first update, a reference model). `stages` wait for one
-    another with so many `micro_batches`.
+    `forwards`: further forward passes (log-probs before the first update, a reference model). `counting`: passes
+    without the head that a router's loss takes its counts from. `stages` wait for one another with so many
+    `micro_batches`.
     """
 
     sequences: int
@@ -30,6 +31,7 @@ class StepWork:
     stages: int = 1
     chunks: int = 1
     micro_batches: int = 1
+    counting: float = 0.0
 
 
 def flops_of(shape: ModelShape) -> ModelFlops:
@@ -60,7 +62,7 @@ def training_flops(shape: ModelShape, work: StepWork) -> float:
     model = flops_of(shape)
     whole, layers = SequenceCost.of(model)(work.length), SequenceCost.of(model, lm_head=False)(work.length)
     each = 3 * whole + (layers if work.recompute else 0.0)
-    return work.sequences * (work.epochs * each + work.forwards * whole)
+    return work.sequences * (work.epochs * each + work.forwards * whole + work.counting * layers)
 
 
 def training_seconds(shape: ModelShape, work: StepWork, reached: float) -> float:

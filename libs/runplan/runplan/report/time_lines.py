@@ -1,13 +1,21 @@
 """Lines on the time of a step: seconds where a device of its kind was measured, else the operations to divide."""
 
+from engines import EngineConfig
+from runplan.estimates.buffers import total_parameters
+from runplan.estimates.loading import DISK_BYTES
 from runplan.estimates.rates import PEAK, not_measured, rate_of
+from runplan.estimates.states import GIB
 from runplan.estimates.step_time import StepWork, training_flops, training_seconds
 from runplan.layout.batches import BatchPlan, bubble_share
 from runplan.layout.grid import Grid
+from runplan.model.adapters import adapter_parameters
 from runplan.model.model_shape import ModelShape
 from runplan.run_spec import RunSpec
+from runplan.samplers.pool_lines import gib
 
 UNIT = 1e15
+SYNC_SECONDS = {"nccl": 0.098, "objects": 2.41, "gloo": 2.59}
+"""Seconds of a GiB of weights to Ray's samplers, by transport: measured between H200 of one host (docs/samplers.md)."""
 EXAMPLE = 0.1
 """PFLOPS of the example division."""
 
@@ -24,8 +32,27 @@ def time_lines(spec: RunSpec, shape: ModelShape, grid: Grid, batches: BatchPlan)
     else:
         return []
     tower = "a vision tower, " if spec.engine.vision != "off" else ""
-    sampled = "sampling, the hand-over of weights" if spec.app == "grpo" else "reading data"
+    sampled = "sampling" if spec.app == "grpo" else "reading data"
+    counting = [f"of which {step.counting:.2f} forward passes, without the head, count for the router's loss"]
+    lines += counting * bool(step.counting) + [sync_line(spec, shape)] * (spec.app == "grpo")
     return [*lines, f"not counted: {tower}communication, offloading, {sampled}"]
+
+
+def sync_line(spec: RunSpec, shape: ModelShape) -> str:
+    """Return what a weight sync moves, and its seconds where a transport of its kind was measured."""
+    rollout, steps = spec.cluster.rollout, spec.cluster.schedule.parameter_sync_step
+    often = "each optimizer step" if steps == 1 and spec.mini_batches * spec.epochs == 1 else "each sync"
+    if spec.cluster.sampler.shares_weights(spec):
+        return "weight sync: nothing is copied"
+    size, what = float(DISK_BYTES * total_parameters(shape)), "weights"
+    if spec.engine.lora.rank:
+        size, what = 4.0 * adapter_parameters(shape, spec.engine.lora), "adapters"
+    moved = f"weight sync: {gib(size)} of {what} to each sampler, {often}"
+    if not rollout.ray_workers:
+        return f"{moved}; not timed"
+    transport = "objects" if rollout.weight_transport == "auto" else rollout.weight_transport
+    seconds = SYNC_SECONDS[transport] * size / GIB
+    return f"{moved}: {seconds:.0f} s by {transport}, at the rate between two H200 of one host"
 
 
 def step_of(spec: RunSpec, grid: Grid, batches: BatchPlan) -> StepWork:
@@ -41,7 +68,20 @@ def step_of(spec: RunSpec, grid: Grid, batches: BatchPlan) -> StepWork:
         stages=grid.pp,
         chunks=spec.engine.virtual_pipeline_parallel,
         micro_batches=min(batches.micro_batches),
+        counting=spec.epochs * _counted_share(spec.engine, min(batches.micro_batches)),
     )
+
+
+def _counted_share(engine: EngineConfig, micro_batches: int) -> float:
+    """Return the share of a step's micro-batches that a pass counts for the router's balancing loss.
+
+    FSDP2 spares one (`engines.experts.router_counts`), and all where their experts are given; Megatron counts all.
+    """
+    if engine.backend == "megatron":
+        return 1.0 if engine.router_aux_loss_coef or engine.router_z_loss_coef else 0.0
+    if not engine.router_aux_loss_coef or engine.routing_replay:
+        return 0.0
+    return 1 - 1 / micro_batches
 
 
 def _estimated(spec: RunSpec, shape: ModelShape, step: StepWork, counted: str) -> list[str]:

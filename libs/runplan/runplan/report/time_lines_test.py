@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 
 from engines import EngineConfig
+from runplan.estimates.buffers import total_parameters
 from runplan.estimates.rates import EXPERTS
 from runplan.estimates.step_time import StepWork, training_flops
 from runplan.layout.batches import plan_batches
 from runplan.model.model_shape import ModelShape
-from runplan.plain_settings import PlainCluster
+from runplan.plain_settings import PlainCluster, PlainRollout
 from runplan.report.time_lines import step_of, time_lines
 from runplan.run_spec import RunSpec
 
@@ -64,3 +65,40 @@ def test_a_cpu_has_no_lines_and_a_tower_is_not_counted() -> None:
     seeing = replace(SPEC, engine=EngineConfig(device="cuda", vision="frozen"))
     assert lines_of(seeing)[0][-1].startswith("not counted: a vision tower, ")
     assert "tower" not in lines_of(SPEC)[0][-1]
+
+
+def test_the_pass_of_a_routers_loss_is_counted() -> None:
+    """FSDP2 spares one of its micro-batches, all with the experts given; Megatron's pass takes all."""
+    losses = EngineConfig(device="cuda", router_aux_loss_coef=0.01, max_tokens_per_rank=8192)
+    lines, step = lines_of(replace(SPEC, engine=losses))
+    share = 1 - 1 / step.micro_batches
+    assert step.counting == share
+    assert any(line.startswith(f"of which {share:.2f} forward passes, without the head") for line in lines)
+    without = replace(step, counting=0.0)
+    head = 2.0 * SHAPE.hidden * SHAPE.vocab * SPEC.longest
+    forward = (training_flops(SHAPE, without) / SPEC.rows) / 3
+    extra = (training_flops(SHAPE, step) - training_flops(SHAPE, without)) / SPEC.rows
+    assert extra == pytest.approx(share * (forward - head), rel=1e-6)
+    for engine, expected in (
+        (replace(losses, routing_replay=True), 0.0),
+        (replace(losses, router_aux_loss_coef=0.0, router_z_loss_coef=0.1), 0.0),
+        (replace(losses, backend="megatron"), 1.0),
+    ):
+        assert lines_of(replace(SPEC, engine=engine))[1].counting == expected
+
+
+def test_a_weight_sync_has_a_line() -> None:
+    """A copy in the same process, none where weights are shared, and Ray's transports at their measured rates."""
+    run = replace(SPEC, app="grpo")
+
+    def said(spec: RunSpec) -> str:
+        return next(line for line in lines_of(spec)[0] if line.startswith("weight sync"))
+
+    assert said(run).endswith("to each sampler, each optimizer step; not timed")
+    assert said(replace(run, processes=1)) == "weight sync: nothing is copied"
+    size = 2 * total_parameters(SHAPE) / 2**30
+    for transport, name, rate in (("auto", "objects", 2.41), ("nccl", "nccl", 0.098)):
+        rollout = PlainRollout(ray_workers=2, weight_transport=transport)
+        ray = replace(run, cluster=PlainCluster(rollout=rollout, apart="in actors"))
+        assert f": {size * rate:.0f} s by {name}, at the rate" in said(ray)
+    assert not any(line.startswith("weight sync") for line in lines_of(SPEC)[0])
