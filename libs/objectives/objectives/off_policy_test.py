@@ -90,6 +90,7 @@ def test_mismatch_counts_trained_tokens_alone() -> None:
     assert got["mismatch/abs"].tolist() == pytest.approx([sum(map(abs, gaps)), 3.0])
     assert float(got["mismatch/abs/max"]) == pytest.approx(math.log(3.0))
     assert got["mismatch/kl"].tolist() == pytest.approx([sum(math.exp(g) - 1 - g for g in gaps), 3.0])
+    assert got["mismatch/weight"].tolist() == pytest.approx([sum(map(math.exp, gaps)), 3.0])
     assert off_policy.mismatch(TRAINER[:0], ROLLOUT[:0], MASK[:0])["mismatch/abs"].tolist() == [0.0, 0.0]
 
 
@@ -150,6 +151,7 @@ def test_a_difference_on_an_edge_is_not_above_it() -> None:
 
 
 def test_nothing_counted_has_no_effective_size() -> None:
+    assert off_policy.mismatch_meter({"loss": 1.0}) == {"loss": 1.0}  # of another objective
     metrics = dict.fromkeys(off_policy.mismatch(TRAINER, ROLLOUT, MASK), 0.0)
     assert off_policy.mismatch_meter(metrics)["mismatch/ess"] == 0.0
 
