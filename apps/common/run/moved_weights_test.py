@@ -60,9 +60,7 @@ def test_an_expert_without_tokens_may_stay_beside_one_that_moved(tmp_path: Path)
     some = run_of(tmp_path / "some", {names[0]: 1.0, names[3]: 1.0}, names)
     assert check_moved(some, ALL).endswith("2 of 4 trained tensors differ from the start; 2 experts got no token")
     none = run_of(tmp_path / "none", {names[0]: 1.0, names[1]: 1.0}, names)
-    with pytest.raises(
-        IdleRunError, match=r"did not reach: model.layers.1.mlp.experts.0.up_proj.weight, "
-    ):
+    with pytest.raises(IdleRunError, match=r"did not reach: model.layers.1.mlp.experts.0.up_proj.weight, "):
         check_moved(none, ALL)
 
 

@@ -7,7 +7,7 @@ Switch Transformer (Fedus et al. 2021, equations 4 to 6) as transformers compute
 over E experts, with R = layers x tokens of the whole global batch (padding excluded, prompts included), C_e the number
 of those rows that chose expert e (no gradient), P_e the sum of their probabilities of e. C, P and R are sums over
 tokens, but the loss is a product of two sums. It is split over micro-batches by first counting C and R over all of them
-(`engines.experts.router_counts`: a pass without gradients where nothing else says them), after which micro-batch m adds
+(`engines.scoring.router_counts`: a pass without gradients where nothing else says them), after which micro-batch m adds
 coefficient * E * sum_e (C_e / R) * (P_e^m / R).
 
 The z-loss (ST-MoE, Zoph et al. 2022, equation 5) holds logits x down. As in megatron-core, whose `moe_z_loss_coeff` has

@@ -35,7 +35,6 @@ from engines.execution.micro_batches import MicroBatch, MicroBatches
 from engines.execution.optimizer import build_optimizer, clip_and_step, gradient_norm, name_of
 from engines.execution.prefetch import PrefetchedMicroBatches
 from engines.experts.placement import place_experts
-from engines.experts.router_counts import StepCounts, can_be_given, given_counts
 from engines.families.registry import family_of
 from engines.families.router import RouterCounts, RouterLoss, Routing
 from engines.families.torch_operations import choose_torch_operations
@@ -51,6 +50,7 @@ from engines.parallel.groups import ParallelGroups
 from engines.scoring.log_probs import token_log_probs
 from engines.scoring.packed_model import adapt_for_packing
 from engines.scoring.read_rows import compute_read_rows
+from engines.scoring.router_counts import StepCounts, can_be_given, given_counts
 from engines.scoring.token_scorer import ModelScores, TokenScorer
 from engines.weights.disk_names import OWN_NAMES, DiskNames
 from engines.weights.disk_weights import DiskWeights
@@ -209,7 +209,7 @@ class FSDP2Executor:
 
     @torch.no_grad()
     def _counts(self, micro_batches: MicroBatches) -> StepCounts | None:
-        """Return what the router's loss needs of the whole step; see `engines.experts.router_counts`. Collective."""
+        """Return what the router's loss needs of the whole step; see `engines.scoring.router_counts`. Collective."""
         if self.router is None:
             return None
         counts = StepCounts(self.groups.plan)

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
-from engines.families.registry import family_of
 from engines.loading import read_config
+from engines.weights.empty_model import meta_model
 from runplan.model.model_shape import ModelShape, count_parameters, shape_of
 
 NEAR = 0.01
@@ -26,7 +26,6 @@ def own_model(model: Path, sees: bool = False) -> ModelShape:
     """
     directory = _directory(model)
     config = read_config(directory)
-    family_of(config)
     shape = replace(_shape(config, model.name), source=f"{directory / 'config.json'}")
     if sees and shape.vision is None:
         raise ValueError(f"the vision tower of {config.model_type!r} has no plan of its memory, but Qwen3.5's has")
@@ -64,6 +63,4 @@ def _shape(config: PretrainedConfig, name: str) -> ModelShape:
 
 def _parameters(config: PretrainedConfig) -> int:
     """Count the parameters of the text model, made without memory."""
-    with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config.get_text_config())
-    return sum(parameter.numel() for parameter in module.parameters())
+    return sum(parameter.numel() for parameter in meta_model(config.get_text_config(), torch.float32).parameters())

@@ -75,7 +75,7 @@ def step_of(spec: RunSpec, grid: Grid, batches: BatchPlan) -> StepWork:
 def _counted_share(engine: EngineConfig, micro_batches: int) -> float:
     """Return the share of a step's micro-batches that a pass counts for the router's balancing loss.
 
-    FSDP2 spares one (`engines.experts.router_counts`), and all where their experts are given; Megatron counts all.
+    FSDP2 spares one (`engines.scoring.router_counts`), and all where their experts are given; Megatron counts all.
     """
     if engine.backend == "megatron":
         return 1.0 if engine.router_aux_loss_coef or engine.router_z_loss_coef else 0.0
