@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from apps.grpo.config import GrpoConfig
 from objectives.losses import POLICY_LOSSES
 from rollout import Episode, Task, TaskRow
-from runlog.notices import UNCALLED
+from runlog.notices import NOT_CALLED
 from schedules.protocols import Tasks
 from schedules.reporting.episode_metrics import TRUNCATED
 
@@ -58,7 +58,7 @@ def _without_advantages(scored: Sequence[Episode], metrics: dict[str, float], co
     else:
         same = f"in each of {len(groups)} groups all rewards were equal ({len(scored)} responses)"
     if all(episode.end in TRUNCATED for episode in scored):
-        uncalled = UNCALLED if metrics.get("reward/called") == 0 else ""
+        uncalled = NOT_CALLED if metrics.get("reward/called") == 0 else ""
         fixes = sorted({LIMITS[episode.end] for episode in scored if episode.end in LIMITS})
         fix = f" (raise {', '.join(fixes)})" if fixes else ""
         same = f"{same}, and every response was cut off by a limit{uncalled}{fix}"

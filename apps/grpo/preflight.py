@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from apps.common.cli.flags import flag
 from apps.common.cli.refusals import Refusals
-from apps.common.data.model_files import described_model, longest_sequence, open_model_directory
+from apps.common.data.model_files import config_of_model, longest_sequence, open_model_directory
 from apps.common.data.template_options import template_options
 from apps.common.data.tokenizer import load_tokenizer
 from apps.common.run.ranks import ranks_of_node
@@ -96,7 +96,7 @@ def prepare(config: GrpoConfig, recipe: Recipe, directory: Path, refusals: Refus
     Environments of the user's, which may be slow, are opened only where nothing is refused.
     """
     opened = refusals.of(partial(open_model_directory, directory, config.engine))
-    described = described_model(directory, opened)
+    described = config_of_model(directory, opened)
     tokenizer = None if described is None else refusals.of(partial(load_tokenizer, directory))
     if described is not None:
         ranks = ranks_of_node(config.nproc_per_node, config.cluster.pools.nodes) * config.cluster.pools.nodes

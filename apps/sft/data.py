@@ -69,7 +69,7 @@ def load_conversations(
     cache: Path = Path("tokens"),
     image_processor: ImageProcessor | None = None,
     images_column: str | None = None,
-    say: Callable[[str], None] = silent,
+    log_line: Callable[[str], None] = silent,
 ) -> Conversations:
     """Read the sources and, where they are given, the held-out files.
 
@@ -85,7 +85,7 @@ def load_conversations(
     columns = config.columns if image_processor is None else replace(config.columns, images=images_column or "images")
 
     def usable(path: Path) -> Usable:
-        how = (config.data_processes, image_processor, config.bad_rows, say)
+        how = (config.data_processes, image_processor, config.bad_rows, log_line)
         store = tokenize_file(path, columns, tokenizer, stop_tokens, cache, *how)
         selected = usable_of(store, config.max_tokens, config.truncation)
         problems = {int(store.rows[i]): why for i, why in store.problems.items()}

@@ -208,8 +208,8 @@ def _conversations(
     column = config.cluster.media.images_column
 
     def load() -> Conversations:
-        say = print if rank_and_world()[0] == 0 else silent
-        return load_conversations(config.data, sources, tokenizer, stops, cache, pictures, column, say)
+        log_line = print if rank_and_world()[0] == 0 else silent
+        return load_conversations(config.data, sources, tokenizer, stops, cache, pictures, column, log_line)
 
     with writing(f"the tokens of {', '.join(str(source.path) for source in sources)}", cache, run_dir):
         conversations = load() if rank_and_world()[0] == 0 else None

@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from apps.common.cli.refusals import Refusals
-from apps.common.data.model_files import described_model, longest_sequence, open_model_directory
+from apps.common.data.model_files import config_of_model, longest_sequence, open_model_directory
 from apps.common.data.tokenizer import load_tokenizer
 from apps.common.run.ranks import ranks_of_node
 from apps.sft.config import SftConfig
@@ -47,7 +47,7 @@ def prepare(
 ) -> tuple[LoadedModel | None, PreTrainedTokenizerBase | None]:
     """Open the model and its tokenizer; what refuses the run is added to `refusals`, and None stands in its place."""
     opened = refusals.of(partial(open_model_directory, directory, config.engine))
-    described = described_model(directory, opened)
+    described = config_of_model(directory, opened)
     tokenizer = None if described is None else refusals.of(partial(load_tokenizer, directory, chat=False))
     if described is not None:
         nodes = config.cluster.pools.nodes

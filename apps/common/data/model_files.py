@@ -38,7 +38,7 @@ def open_model_directory(directory: Path, config: EngineConfig) -> LoadedModel:
         raise ValueError(f"{directory} can't be used: {error}") from error
 
 
-def described_model(directory: Path, opened: LoadedModel | None) -> PretrainedConfig | None:
+def config_of_model(directory: Path, opened: LoadedModel | None) -> PretrainedConfig | None:
     """Return the configuration of a model that was opened, or that could not be; None where it can't be read."""
     if opened is not None:
         return opened.config

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from apps.common.data.files import data_files
-from apps.common.data.rows import Row, named, stream_records, told
+from apps.common.data.rows import Row, error_text, named, stream_records
 
 T = TypeVar("T")
 Message = dict[str, Any]
@@ -55,7 +55,7 @@ def read_prompts(name: Path, prompt_column: str, answer_column: str) -> list[Pro
             number = record.number if len(files) == 1 else len(prompts) + 1
             prompts.append(Prompt(messages, reference, number, record.row, place))
     if problems:
-        raise ValueError(told(name, problems))
+        raise ValueError(error_text(name, problems))
     return prompts
 
 
@@ -73,7 +73,7 @@ def for_each(name: Path, prompts: Sequence[Prompt], change: Callable[[Prompt], T
         except ValueError as error:
             problems.append(f"{prompt.place}: {error}")
     if problems:
-        raise ValueError(told(name, problems))
+        raise ValueError(error_text(name, problems))
     return made
 
 

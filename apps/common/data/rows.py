@@ -22,7 +22,7 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 """The endings of data files; each may have .gz after it."""
 BadRows = Literal["error", "skip"]
 """What is done with rows that can't be used: all of a file are told and nothing is trained, or they are left out."""
-TOLD = 20
+MOST_ERRORS = 20
 """Bad rows that are told one by one; the others are counted."""
 
 
@@ -51,12 +51,12 @@ def named(path: Path, number: int) -> str:
     return f"{path}, {place_of(path, number)}"
 
 
-def told(name: Path | str, problems: Sequence[str], hint: str = "") -> str:
-    """Return the text of all bad rows of a file or files: the first `TOLD`, and how many there are."""
+def error_text(name: Path | str, problems: Sequence[str], hint: str = "") -> str:
+    """Return the text of all bad rows of a file or files: the first `MOST_ERRORS`, and how many there are."""
     if len(problems) == 1 and not hint:
         return problems[0]
-    shown = [problem.removeprefix(f"{name}, ") for problem in problems[:TOLD]]
-    rest = f"; and {len(problems) - TOLD} more" if len(problems) > TOLD else ""
+    shown = [problem.removeprefix(f"{name}, ") for problem in problems[:MOST_ERRORS]]
+    rest = f"; and {len(problems) - MOST_ERRORS} more" if len(problems) > MOST_ERRORS else ""
     rows = "rows" if len(problems) > 1 else "row"
     return f"{name} has {len(problems)} bad {rows}{hint}: {'; '.join(shown)}{rest}"
 
@@ -75,7 +75,7 @@ def read_rows(path: Path) -> list[tuple[int, Row]]:
         else:
             rows.append((record.number, record.row))
     if problems:
-        raise ValueError(told(path, problems))
+        raise ValueError(error_text(path, problems))
     return rows
 
 

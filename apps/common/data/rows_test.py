@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apps.common.data.rows import SUFFIXES, TOLD, read_rows, stream_records, told
+from apps.common.data.rows import MOST_ERRORS, SUFFIXES, error_text, read_rows, stream_records
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\x00"), max_size=20)
 ROWS = st.lists(st.fixed_dictionaries({"a": TEXT, "b, c": TEXT}), min_size=1, max_size=8)
@@ -101,9 +101,9 @@ def test_the_first_bad_rows_are_told_and_the_rest_counted(tmp_path: Path) -> Non
     (tmp_path / "a.jsonl").write_text("{}\n" + "[]\n" * 33)
     with pytest.raises(ValueError, match="has 33 bad rows: ") as error:
         read_rows(tmp_path / "a.jsonl")
-    assert str(error.value).count("expected an object") == TOLD
+    assert str(error.value).count("expected an object") == MOST_ERRORS
     assert str(error.value).endswith("line 21: expected an object, got list; and 13 more")
-    assert told("a", ["one"]) == "one"
+    assert error_text("a", ["one"]) == "one"
 
 
 def test_no_more_is_read_than_is_asked_for(tmp_path: Path) -> None:

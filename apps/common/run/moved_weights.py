@@ -42,14 +42,14 @@ class MovedWeights:
     """The tensors that a run trains, and those of them that are what they were."""
 
     trained: frozenset[str]
-    unmoved: frozenset[str]
+    unchanged_weights: frozenset[str]
 
     @property
-    def unreached(self) -> list[str]:
-        """The unmoved ones, without experts beside which another one of their layer moved: a router may leave some
+    def without_gradient(self) -> list[str]:
+        """The unchanged ones, without experts beside which another one of their layer moved: a router may leave some
         out."""
-        moved = {EXPERT.sub(".experts.*.", name) for name in self.trained - self.unmoved}
-        return sorted(name for name in self.unmoved if EXPERT.sub(".experts.*.", name) not in moved)
+        moved = {EXPERT.sub(".experts.*.", name) for name in self.trained - self.unchanged_weights}
+        return sorted(name for name in self.unchanged_weights if EXPERT.sub(".experts.*.", name) not in moved)
 
 
 def moved_weights(run_dir: Path, engine: EngineConfig) -> MovedWeights:
@@ -80,11 +80,11 @@ def check_moved(run_dir: Path, engine: EngineConfig) -> str:
         IdleRunError: some that it trains did not move; the text names them.
     """
     weights = moved_weights(run_dir, engine)
-    moved, unreached = len(weights.trained - weights.unmoved), weights.unreached
+    moved, without_gradient = len(weights.trained - weights.unchanged_weights), weights.without_gradient
     told = f"{moved} of {len(weights.trained)} trained tensors differ from the start"
-    if unreached or not weights.trained:
-        more = f" and {len(unreached) - MOST_NAMES} more" if len(unreached) > MOST_NAMES else ""
-        named = ", ".join(unreached[:MOST_NAMES])
+    if without_gradient or not weights.trained:
+        more = f" and {len(without_gradient) - MOST_NAMES} more" if len(without_gradient) > MOST_NAMES else ""
+        named = ", ".join(without_gradient[:MOST_NAMES])
         raise IdleRunError(f"{run_dir}/export: {told}. Training did not reach: {named or 'any tensor'}{more}")
-    rest = f"; {len(weights.unmoved)} experts got no token" if weights.unmoved else ""
+    rest = f"; {len(weights.unchanged_weights)} experts got no token" if weights.unchanged_weights else ""
     return f"weights: {told}{rest}"

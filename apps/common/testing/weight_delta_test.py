@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from apps.common.run.config_file import CONFIG_NAME
-from apps.common.testing.weight_delta import assert_trained, starting_weights
+from apps.common.run.moved_weights import starting_weights
+from apps.common.testing.weight_delta import assert_trained
 
 START = {"a.weight": torch.zeros(2, 3), "b.bias": torch.ones(4)}
 

@@ -39,7 +39,7 @@ class Failed(AsciiEnvironment):
         raise RuntimeError("the environment is broken")
 
 
-class Graded(AsciiEnvironment):
+class ScoredAscii(AsciiEnvironment):
     """An environment whose reward is far below 0."""
 
     async def finish(self, end: End) -> Score:
@@ -47,7 +47,7 @@ class Graded(AsciiEnvironment):
         return Score((await super().finish(end)).reward - 20)
 
 
-KINDS: dict[Kind, Any] = {"same": Same, "failed": Failed, "graded": Graded}
+KINDS: dict[Kind, Any] = {"same": Same, "failed": Failed, "graded": ScoredAscii}
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ MANY: dict[str, Any] = {"steps": 8, "save_every": 8, "eval_every": 8}
 SAME = "every reward was 0.5 (16 responses)"
 
 
-def unmoved(run_dir: Path) -> bool:
+def unchanged_weights(run_dir: Path) -> bool:
     before, after = (load_tensors(run_dir / name) for name in ("model", "export"))
     return all(after[name].equal(tensor) for name, tensor in before.items())
 
@@ -60,7 +60,7 @@ def test_a_step_whose_episodes_all_failed_is_told_and_the_run_goes_on(
     output = capsys.readouterr().out
     assert "step 2 trained nothing: every episode failed (16 episodes)" in output
     assert "step 2: 16 of 16 episodes failed: 16 x " in output
-    assert not unmoved(run_dir)
+    assert not unchanged_weights(run_dir)
 
 
 def test_a_first_step_whose_episodes_all_failed_is_told(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from apps.common.data.tokenizer import load_tokenizer
 from apps.common.run.divergence import DivergenceError
-from apps.common.testing.weight_delta import assert_trained, starting_weights
+from apps.common.run.moved_weights import starting_weights
+from apps.common.testing.weight_delta import assert_trained
 from apps.grpo.config import GrpoConfig, WarmStart
 from apps.grpo.main import configure, run
 from apps.grpo.registry import recipes

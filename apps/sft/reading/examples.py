@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from apps.common.data.rows import Row, kind_of, named, stream_records, told
+from apps.common.data.rows import Row, error_text, kind_of, named, stream_records
 from apps.sft.reading.conversations import (
     Conversation,
     Message,
@@ -109,10 +109,10 @@ def form_of_file(path: Path, columns: Columns) -> tuple[Form, Row]:
             return _form_of(plain, columns), plain
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from error
-    raise ValueError(told(path, problems))
+    raise ValueError(error_text(path, problems))
 
 
-def described(form: Form, columns: Columns, row: Row) -> str:
+def description_of(form: Form, columns: Columns, row: Row) -> str:
     """Return a form with the columns that are read of a row, and those that are not."""
     reads = {
         "messages": (columns.messages, columns.tools),

@@ -65,8 +65,8 @@ FORMATS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 def tokens(path: Path, row: dict[str, Any], said: list[str] | None = None) -> list[list[Any]]:
     path.write_text(json.dumps([row]))
-    say = (said if said is not None else []).append
-    store = tokenize_file(path, Columns(), TOKENIZER, None, path.parent / "tokens", say=say)
+    log_line = (said if said is not None else []).append
+    store = tokenize_file(path, Columns(), TOKENIZER, None, path.parent / "tokens", log_line=log_line)
     return [values.tolist() for values in store.tokens(0)]
 
 
@@ -124,8 +124,8 @@ FILES = {
 
 def loaded(cache: Path, *data: str, said: list[str] | None = None, **settings: Any) -> Conversations:
     config = DataConfig(data=data, **settings)
-    say = (said if said is not None else []).append
-    return load_conversations(config, parse_sources(data), TOKENIZER, None, cache, say=say)
+    log_line = (said if said is not None else []).append
+    return load_conversations(config, parse_sources(data), TOKENIZER, None, cache, log_line=log_line)
 
 
 def texts(found: Conversations) -> list[list[str]]:

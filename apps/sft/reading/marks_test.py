@@ -28,7 +28,7 @@ TALK = [
 ]
 
 
-def marked(marks: dict[int, dict[str, Any]]) -> dict[str, Any]:
+def marked(marks: Any) -> dict[str, Any]:
     return {"messages": [{**message, **marks.get(i, {})} for i, message in enumerate(TALK)]}
 
 
@@ -135,7 +135,7 @@ def test_keys_that_nobody_reads_are_told(tmp_path: Path) -> None:
     path.write_text("\n" + "".join(json.dumps(row) + "\n" for row in (marked({}), marked(marks), marked(marks))))
     for _ in range(2):
         said: list[str] = []
-        tokenize_file(path, Columns(), TOKENIZER, None, tmp_path / "tokens", say=said.append)
+        tokenize_file(path, Columns(), TOKENIZER, None, tmp_path / "tokens", log_line=said.append)
         assert said[0] == "a.jsonl: OpenAI messages rows, of which messages is read"
         assert [line.split(", which")[0] for line in said[1:]] == [
             f"a.jsonl: messages of 2 rows have '{key}'" for key in ("score", "wieght")

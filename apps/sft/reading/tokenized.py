@@ -30,11 +30,11 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from apps.common.data import rows
-from apps.common.data.rows import BadRows, Row, named, place_of, told
+from apps.common.data.rows import BadRows, Row, error_text, named, place_of
 from apps.common.data.tokenizer import check_chat_template
 from apps.sft.reading import conversations, examples, marks, row_images, samples, trained
 from apps.sft.reading.conversations import Conversation
-from apps.sft.reading.examples import BadRow, Columns, Example, described, form_of_file, read_examples
+from apps.sft.reading.examples import BadRow, Columns, Example, form_of_file, read_examples
 from apps.sft.reading.marks import READ
 from apps.sft.reading.samples import Encoded, ImageError, UnverifiedMaskError, encode_messages, encode_text
 from apps.sft.reading.store import (
@@ -126,7 +126,7 @@ def tokenize_file(
     processes: int | None = None,
     image_processor: ImageProcessor | None = None,
     bad_rows: BadRows = "error",
-    say: Callable[[str], None] = silent,
+    log_line: Callable[[str], None] = silent,
 ) -> Store:
     """Return the store of a file in `folder`; make it where it is not there yet.
 
@@ -139,7 +139,7 @@ def tokenize_file(
     """
     form, first = form_of_file(path, columns)
     columns = replace(columns, form=form)
-    say(f"{path.name}: {described(form, columns, first)}")
+    log_line(f"{path.name}: {described(form, columns, first)}")
     _check_choice(path, columns, first)
     if form not in ("text", "prompt_completion") or isinstance(first.get(columns.prompt), list):
         check_chat_template(tokenizer)
@@ -154,17 +154,17 @@ def tokenize_file(
         encoder = Encoder(tokenizer, columns, stop_tokens, image_processor)
         read = read_examples(path, columns)
         made = batches_of(map(encoder.entry, read)) if processes == 1 else _in_processes(encoder, read, processes)
-        write_batches(store.path, _with_progress(made, path, say))
+        write_batches(store.path, _with_progress(made, path, log_line))
         store = Store(store.path)
     for key, (count, row) in store.unread.items():
-        say(
+        log_line(
             f"{path.name}: messages of {count} rows have {key!r}, which neither the chat template nor this app reads "
             f"(first: {place_of(path, row)})"
         )
     if store.problems and bad_rows == "error":
         places = [f"{named(path, int(store.rows[i]))}: {why}" for i, why in store.problems.items()]
         hint = "" if len(places) == 1 else " (--bad-rows skip leaves them out)"
-        raise ValueError(told(path, places, hint))
+        raise ValueError(error_text(path, places, hint))
     return store
 
 
@@ -183,7 +183,7 @@ def _check_choice(path: Path, columns: Columns, first: Row) -> None:
         )
 
 
-def _with_progress(batches: Iterable[Any], path: Path, say: Callable[[str], None]) -> Iterator[Any]:
+def _with_progress(batches: Iterable[Any], path: Path, log_line: Callable[[str], None]) -> Iterator[Any]:
     """Yield the batches; tell the rows so far after two seconds, and again each time that twice as many have passed."""
     started = time.perf_counter()
     count, due = 0, 2.0
@@ -192,7 +192,7 @@ def _with_progress(batches: Iterable[Any], path: Path, say: Callable[[str], None
         count += batch.num_rows
         passed = time.perf_counter() - started
         if passed >= due:
-            say(f"{path.name}: {count:,} rows tokenised in {passed:.0f} s")
+            log_line(f"{path.name}: {count:,} rows tokenised in {passed:.0f} s")
             due = min(2 * passed, passed + 60)
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from engines.loading import read_config
-from engines.prove.admission import certify
+from engines.prove.admission import make_certificate
 from engines.weights.hub import model_directory
 
 
@@ -16,7 +16,7 @@ def main(parser: argparse.ArgumentParser, model: str | None) -> int:
     if model is None:
         parser.error("prove takes a model directory")
     try:
-        certificate = certify(read_config(model_directory(str(Path(model)))).get_text_config(), "always")
+        certificate = make_certificate(read_config(model_directory(str(Path(model)))).get_text_config(), "always")
     except ValueError as error:
         parser.error(str(error))
     print(json.dumps(asdict(certificate), indent=1))

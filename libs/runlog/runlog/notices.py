@@ -14,13 +14,13 @@ Row = Mapping[str, Any]
 IDLE = "idle"
 """Key of a row, a text: why the step trained nothing."""
 MOST_REASONS = 3
-UNCALLED = "; the reward function was never called"
+NOT_CALLED = "; the reward function was never called"
 
 
 def row_notices(row: Row) -> dict[str, str]:
     """Return lines on one row by their kind; none where all is well."""
     step, found = row.get("step", 0), {}
-    uncalled = UNCALLED if row.get("reward/called") == 0 else ""
+    uncalled = NOT_CALLED if row.get("reward/called") == 0 else ""
     if IDLE in row:
         found["idle"] = f"step {step} trained nothing: {row[IDLE]}"
     elif row.get("response/truncated") == 1:
@@ -75,7 +75,7 @@ def _truncated(steps: Sequence[Row]) -> list[str]:
     if not cut:
         return []
     count = sum(row.get("rollout/episodes", 0) for row in cut)
-    uncalled = UNCALLED if all(row.get("reward/called") == 0 for row in cut) else ""
+    uncalled = NOT_CALLED if all(row.get("reward/called") == 0 for row in cut) else ""
     where = f"{len(cut)} of {len(steps)} steps ({count:g} responses, first: step {cut[0]['step']})"
     return [f"every response was cut off by a limit in {where}{uncalled}"]
 

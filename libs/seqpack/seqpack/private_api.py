@@ -25,7 +25,7 @@ def set_attention(config: Any, name: str) -> None:
 
 
 @contextmanager
-def undivided() -> Iterator[None]:
+def hidden_worker() -> Iterator[None]:
     """Hide this worker from what is read meanwhile: a source that divides itself among workers gives all its samples.
 
     `get_worker_info` has no public way to be told otherwise. RuntimeError where it does not read that name any more.

@@ -25,7 +25,7 @@ class StateTensors:
         return [tensor for tensor in (*self.weights, *self.optimizer) if tensor.device == device]
 
 
-class Keeping(Protocol):
+class HasStates(Protocol):
     """An executor that says what it keeps."""
 
     trainable: bool
@@ -36,7 +36,7 @@ class Keeping(Protocol):
         ...
 
 
-def register_states(executor: Keeping) -> None:
+def register_states(executor: HasStates) -> None:
     """Register what an executor keeps: a frozen one is a reference model, whole under that name."""
     if not executor.trainable:
         ledger.register(ledger.REFERENCE, executor, lambda it: [it.memory.weights, it.memory.offload])

@@ -32,7 +32,7 @@ def admitted_family(config: Any, mode: Mode = "cached", untested: tuple[str, ...
             raise ValueError(
                 f"{config.model_type} has {name}: weights that are not plain numbers can't be trained here"
             )
-    certificate = certify(text, mode)
+    certificate = make_certificate(text, mode)
     if not certificate.holds:
         raise ValueError(f"{certificate}{_padded_hint(certificate)}")
     if missing := [name for name in certificate.not_exercised if name not in untested]:
@@ -43,7 +43,7 @@ def admitted_family(config: Any, mode: Mode = "cached", untested: tuple[str, ...
     return admit(text, registered_family(text) or generic_family(text))
 
 
-def certify(text: Any, mode: Mode = "cached") -> Certificate:
+def make_certificate(text: Any, mode: Mode = "cached") -> Certificate:
     """Return the certificate of a text config, from the cache where `mode` allows; a new one is cached."""
     path = cached_at(text)
     if mode != "always" and path.is_file():

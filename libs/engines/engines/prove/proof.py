@@ -4,7 +4,7 @@
 2. Packed rows are compared with stock transformers, one sequence at a time: log-probs, and the gradient of every
    parameter. No value is as it was initialised, and matrices are larger, so that a leak shows.
 3. Errors are planted: the first two sequences as one, to all layers and to each kind of layer alone. Each must move a
-   log-prob by `CLEARLY` times the tolerance.
+   log-prob by `MARGIN` times the tolerance.
 4. Every config field is changed in stock transformers. One that moves no number although the modelling code names it
    is not exercised: what it does was not compared.
 
@@ -32,7 +32,7 @@ from engines.prove.small_config import VOCABULARY, shrink_config, thresholds
 LOG_PROBS = 3e-5
 """Largest difference of a log-prob that counts as equal: parts of stock layers compute in float32."""
 GRADIENTS = 1e-3
-CLEARLY = 100.0
+MARGIN = 100.0
 """How many tolerances a planted error must move a log-prob."""
 GAIN = 1.0
 """Standard deviation of a matrix, times the root of its columns."""
@@ -55,7 +55,7 @@ def prove(config: Any) -> Certificate:
         got, problem = _packed(model, rows, want)
         padded = _padded(model, rows, want) if problem else None
         planted = {} if problem else _planted(model, rows, want)
-    weak = [name for name, moved in planted.items() if moved < CLEARLY * LOG_PROBS]
+    weak = [name for name, moved in planted.items() if moved < MARGIN * LOG_PROBS]
     if weak:
         problem = f"planted errors are not seen: {', '.join(weak)}"
     unseen = () if problem else not_exercised(flips(small, model, rows, want), LOG_PROBS)

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Phi3Config
 from engines import EngineConfig, build_engine
 from engines.families.registry import FAMILIES, family_of
 from engines.prove import proof
-from engines.prove.admission import admitted_family, certify
+from engines.prove.admission import admitted_family, make_certificate
 from engines.prove.certificate import Certificate, cached_at
 from engines.prove.generic_family import GenericFamily
 from engines.prove.lengths import proof_lengths
@@ -104,7 +104,7 @@ def test_a_small_config_keeps_every_switch_and_a_layer_of_each_kind() -> None:
 def test_fields_that_nothing_exercised_need_their_names() -> None:
     """A model without a convolution layer says nothing of its kernel."""
     config = AutoConfig.for_model("lfm2", layer_types=["full_attention"] * 4, num_hidden_layers=4)
-    certificate = certify(config)
+    certificate = make_certificate(config)
     assert certificate.holds
     assert "conv_L_cache" in certificate.not_exercised
     with pytest.raises(ValueError, match=r"exercised conv_bias.*allow_untested="):
@@ -115,10 +115,10 @@ def test_fields_that_nothing_exercised_need_their_names() -> None:
 
 def test_a_certificate_is_made_once_for_a_config_and_its_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     config = AutoConfig.for_model("granite", num_hidden_layers=2)
-    first = certify(config)
+    first = make_certificate(config)
     assert Certificate.load(cached_at(config)) == first
     monkeypatch.setattr("engines.prove.admission.prove", lambda text: pytest.fail("proven again"))
-    assert certify(config) == first
+    assert make_certificate(config) == first
     assert cached_at(AutoConfig.for_model("granite", num_hidden_layers=2, logits_scaling=2.0)) != cached_at(config)
     with pytest.raises(ValueError, match="model family 'granite' is not supported"):
         admitted_family(config, "off")

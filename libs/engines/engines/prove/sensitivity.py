@@ -16,7 +16,7 @@ from engines.prove.comparison import Result, largest, stock
 from engines.prove.small_config import SIZES
 from seqpack.adapters.context import Activation, LocalOps, PackedContext
 
-INERT = re.compile(
+IGNORED = re.compile(
     r"dropout|pdrop|layerdrop|initializer|init_std|use_cache|output_|return_dict|_token_id|token_id$|id2label|label2id|"
     r"problem_type|transformers_version|_name_or_path|architectures|dtype|model_type|chunk_size_feed_forward|"
     r"is_encoder_decoder|pretraining_tp|max_position_embeddings|tie_word_embeddings|router_jitter|aux_loss|z_loss"
@@ -122,7 +122,7 @@ def not_exercised(found: Iterator[Flip], tolerance: float) -> tuple[str, ...]:
 
 def _fields(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
-        if INERT.search(name) or value is None:
+        if IGNORED.search(name) or value is None:
             continue
         if isinstance(value, dict):
             yield from _fields(value, f"{prefix}{name}.")

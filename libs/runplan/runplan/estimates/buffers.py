@@ -20,14 +20,14 @@ FILE_BYTES = 4 * 2**30
 
 @dataclass(frozen=True)
 class Buffer:
-    """Bytes on a device and in host memory of one rank; `always`, or only while its use lasts. `remark`: what else is
+    """Bytes on a device and in host memory of one rank; `always`, or only while its use lasts. `note`: what else is
     to be said of it."""
 
     name: str
     device: float = 0.0
     host: float = 0.0
     always: bool = False
-    remark: str = ""
+    note: str = ""
 
 
 def largest_tensor(shape: ModelShape) -> int:

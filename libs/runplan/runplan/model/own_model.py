@@ -12,7 +12,7 @@ from engines.loading import read_config
 from engines.weights.empty_model import meta_model
 from runplan.model.model_shape import ModelShape, count_parameters, shape_of
 
-NEAR = 0.01
+TOLERANCE = 0.01
 """Relative difference of counted parameters from the module's own that a plan of memory stands."""
 
 
@@ -30,7 +30,7 @@ def own_model(model: Path, sees: bool = False) -> ModelShape:
     if sees and shape.vision is None:
         raise ValueError(f"the vision tower of {config.model_type!r} has no plan of its memory, but Qwen3.5's has")
     module, counted = _parameters(config), count_parameters(shape).total
-    if abs(counted - module) > NEAR * module:
+    if abs(counted - module) > TOLERANCE * module:
         raise ValueError(
             f"memory of {shape.model_type!r} is not planned: its layers would count as {counted:,} parameters, the "
             f"module has {module:,}"

@@ -57,23 +57,23 @@ def _training(spec: RunSpec, shape: ModelShape, states: States) -> Iterator[Buff
         yield Buffer(name, 0.0 if on_host else size, size if on_host else 0.0, always=True)
     size, cpu = reference_bytes(spec, shape, states), spec.engine.device == "cpu"
     device = 0.0 if spec.engine.parameters_on_host and not cpu else size
-    yield Buffer(ledger.REFERENCE, device, 0.0 if cpu else size, always=True, remark="on the device while it scores")
+    yield Buffer(ledger.REFERENCE, device, 0.0 if cpu else size, always=True, note="on the device while it scores")
 
 
 def _moving(spec: RunSpec, shape: ModelShape, states: States, disk: int) -> Iterator[Buffer]:
     engine = spec.engine
     if spec.cluster.offload and engine.device != "cpu":
         yield Buffer(ledger.OFFLOAD, host=max(0.0, states.device - states.gradients), always=True)
-    yield Buffer(ledger.CHECKPOINT, host=_saved(shape, engine, states, spec.shards), remark="while it is written")
+    yield Buffer(ledger.CHECKPOINT, host=_saved(shape, engine, states, spec.shards), note="while it is written")
     tokens = spec.rows * spec.group * spec.longest
-    yield Buffer(ledger.BATCH, host=float(TOKEN_BYTES * tokens), always=True, remark="at most")
+    yield Buffer(ledger.BATCH, host=float(TOKEN_BYTES * tokens), always=True, note="at most")
     if spec.app == "grpo" and not spec.cluster.sampler.shares_weights(spec):
         whole = disk * total_parameters(shape)
         if engine.lora.rank:
             whole = 4 * adapter_parameters(shape, engine.lora)
         size = float(min(PIECE_BYTES, whole))
         cpu = engine.device == "cpu"
-        yield Buffer(ledger.BUCKETS, 0.0 if cpu else size, size if cpu else 0.0, remark="in a weight sync, at most")
+        yield Buffer(ledger.BUCKETS, 0.0 if cpu else size, size if cpu else 0.0, note="in a weight sync, at most")
 
 
 def _saved(shape: ModelShape, engine: EngineConfig, states: States, shards: int) -> float:

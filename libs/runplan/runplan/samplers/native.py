@@ -60,9 +60,9 @@ class NativePlan(SamplerPlan):
             staged = 2.0 * width * layers + 4 * adapter_parameters(shape, engine.lora)
         joined = joined_elements(shape) * width * (2 if engine.device == "cpu" else 1)
         return [
-            Buffer(ledger.SAMPLER_WEIGHTS, device=whole + joined, always=True, remark="training's" if shared else ""),
-            Buffer(ledger.SAMPLER_STAGED, device=staged, remark="in a weight sync"),
-            Buffer(ledger.SAMPLER_CACHES, device=cached_bytes(spec, shape, width), remark="at most"),
+            Buffer(ledger.SAMPLER_WEIGHTS, device=whole + joined, always=True, note="training's" if shared else ""),
+            Buffer(ledger.SAMPLER_STAGED, device=staged, note="in a weight sync"),
+            Buffer(ledger.SAMPLER_CACHES, device=cached_bytes(spec, shape, width), note="at most"),
         ]
 
     def pool(self, spec: RunSpec, shape: ModelShape, states: States, peak: Peak) -> LinesAndProblems:

@@ -17,7 +17,7 @@ def places(buffer: Buffer) -> str:
     """Return the bytes of a buffer on the device and on the host, as text."""
     sizes = ((buffer.device, "on the device"), (buffer.host, "on the host"))
     texts = [f"{gib(size)} {where}" for size, where in sizes if size]
-    return " and ".join(texts) + (f", {buffer.remark}" if buffer.remark else "" if buffer.always else ", meanwhile")
+    return " and ".join(texts) + (f", {buffer.note}" if buffer.note else "" if buffer.always else ", meanwhile")
 
 
 def host_line(buffers: Sequence[Buffer], node: int, every: int, pool: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 
-def check_undivided(source: Any, world_size: int) -> None:
+def check_not_split(source: Any, world_size: int) -> None:
     """Raise ValueError where both the source and the stream would divide the samples among ranks."""
     if world_size > 1 and _of_hub(source) and getattr(source, "_distributed", None) is not None:
         raise ValueError(
@@ -42,7 +42,7 @@ def resumed(source: Any, state: Mapping[str, Any]) -> Iterator[Any]:
         source.restart_on_stop_iteration = True
 
 
-def begun(source: Any) -> Iterator[Any]:
+def fresh_iterator(source: Any) -> Iterator[Any]:
     """Return the iterator of the source from its beginning, whatever state was loaded for an iteration before."""
     if _of_hub(source) and hasattr(source, "load_state_dict"):
         source.load_state_dict({})  # the one that was loaded would hold for every iteration of its epoch

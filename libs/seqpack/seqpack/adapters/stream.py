@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from torch.utils.data import IterableDataset, get_worker_info
 
 from seqpack.adapters.collator import Sample
-from seqpack.adapters.foreign_sources import check_undivided
+from seqpack.adapters.foreign_sources import check_not_split
 from seqpack.adapters.stream_reader import Empty, Limits, Overlong, SourceReader
 from seqpack.adapters.worker_events import StreamCounts, WorkerEvents
 from seqpack.planning.checks import check_positive_int
@@ -72,7 +72,7 @@ class PackedStream(IterableDataset[list[Sample]]):
         self.rank, self.shard = rank, shard
         self.align, self.bucket = check_positive_int(align, "align"), frozen_bucket(bucket)
         self.limits = Limits(usable_capacity(self.max_tokens, align, bucket), align, overlong, empty)
-        check_undivided(source, self.world_size)
+        check_not_split(source, self.world_size)
         self._loaded: dict[str, Any] | None = None
         self._packer: _Packer | None = None
         self._rows = self._phase = 0

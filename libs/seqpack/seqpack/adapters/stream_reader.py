@@ -8,10 +8,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from seqpack.adapters.collator import Sample, cut
-from seqpack.adapters.foreign_sources import begun, keeps_exact_state, resumed
+from seqpack.adapters.foreign_sources import fresh_iterator, keeps_exact_state, resumed
 from seqpack.adapters.worker_events import StreamCounts, WorkerEvents
 from seqpack.planning.padding import aligned_length
-from seqpack.private_api import undivided
+from seqpack.private_api import hidden_worker
 
 Overlong = Literal["error", "drop", "truncate"]
 Empty = Literal["error", "drop"]
@@ -74,11 +74,11 @@ class SourceReader:
         self.samples: Iterator[Any] = iter(())
         if self.ended:
             return
-        with undivided():
+        with hidden_worker():
             if "source" in state:
                 self.samples = resumed(source, state["source"])
             else:
-                self.samples = begun(source)
+                self.samples = fresh_iterator(source)
                 self._skip()
 
     def state(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class SourceReader:
     def read(self) -> tuple[int, Sample] | None:
         """Return the next sample that a row takes and its number in the source; None at the end."""
         while not self.ended:
-            with undivided():
+            with hidden_worker():
                 sample = next(self.samples, None)
             if sample is None:
                 self.ended = True

@@ -94,7 +94,7 @@ class Wrapper(torch.Tensor):
     parts: tuple[Any, ...]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise RuntimeError(f"{func} has no memory to read")
 
 

@@ -158,7 +158,7 @@ class _Program:
         return whole, left
 
 
-def few_kinds(descending: Ints, names: Ints, capacity: int) -> tuple[list[list[int]], int]:
+def small_kinds(descending: Ints, names: Ints, capacity: int) -> tuple[list[list[int]], int]:
     """Return bins of the items' names by `cutting_stock` and the bound; no bins and 0 where it is not for these."""
     kinds = 1 + np.count_nonzero(np.diff(descending))
     if kinds > KINDS or len(descending) < 3 * kinds:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import seqpack.planning.cutting_stock
 from seqpack.planning.bounds import Ints, bins_bound
-from seqpack.planning.cutting_stock import KINDS, Pattern, cutting_stock, few_kinds
+from seqpack.planning.cutting_stock import KINDS, Pattern, cutting_stock, small_kinds
 from seqpack.planning.exact import min_bins
 from seqpack.planning.packing import pack
 
@@ -140,6 +140,6 @@ def test_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_only_few_kinds_are_tried(lengths: list[int], tried: bool) -> None:
     array: Any = -np.sort(-np.array(lengths, dtype=np.int64))
-    bins, bound = few_kinds(array, np.arange(len(array)), 100)
+    bins, bound = small_kinds(array, np.arange(len(array)), 100)
     assert bool(bins) == bool(bound) == tried
-    assert few_kinds(array[:0], array[:0], 100) == ([], 0)
+    assert small_kinds(array[:0], array[:0], 100) == ([], 0)

@@ -9,7 +9,7 @@ import numpy as np
 
 from seqpack.planning.bounds import Ints, bins_bound
 from seqpack.planning.checks import Array, check_lengths, check_positive_int
-from seqpack.planning.cutting_stock import few_kinds
+from seqpack.planning.cutting_stock import small_kinds
 from seqpack.planning.exact_fill import fill_bins
 from seqpack.planning.padding import (
     Bucket,
@@ -111,7 +111,7 @@ def _few_bins(descending: Ints, names: Ints, capacity: int) -> tuple[Bins, int]:
     if len(bins) > enough:
         bins = min(bins, ways[1](descending, names, capacity), key=len)
     if len(bins) > bound * (1 + CLOSE_ENOUGH):
-        columns, proven = few_kinds(descending, names, capacity)
+        columns, proven = small_kinds(descending, names, capacity)
         bound = max(bound, proven)
         bins = min(bins, columns or bins, key=len)
     return bins, bound
