@@ -55,7 +55,7 @@ def is_full(error: BaseException | None) -> bool:
     return False
 
 
-def told_by_rank(error: BaseException) -> FullDiskError | None:
+def named_by_rank(error: BaseException) -> FullDiskError | None:
     """Return the line of a full disk that another process raised and this error quotes; None where it quotes none."""
     quoted = _TOLD.findall(str(error))
     return FullDiskError(quoted[-1]) if quoted else None

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from apps.common.run.config_file import CONFIG_NAME
-from apps.common.run.full_disk import FullDiskError, is_full, told_by_rank, writing
+from apps.common.run.full_disk import FullDiskError, is_full, named_by_rank, writing
 from apps.common.run.reporter import Reporter
 from engines.launch import RankError
 
@@ -75,9 +75,9 @@ def test_the_outer_line_stays_and_is_read_from_a_rank(tmp_path: Path) -> None:
     both = writing("the outer", tmp_path), writing("the inner", tmp_path)
     with pytest.raises(FullDiskError, match="the inner") as raised, both[0], both[1]:
         raise OSError(errno.ENOSPC, "No space left on device")
-    quoted = told_by_rank(RankError(f"rank 1 failed:\nx\napps.full_disk.FullDiskError: {raised.value}\n"))
+    quoted = named_by_rank(RankError(f"rank 1 failed:\nx\napps.full_disk.FullDiskError: {raised.value}\n"))
     assert str(quoted) == str(raised.value)
-    assert told_by_rank(RankError("rank 1 failed:\nValueError: x")) is None
+    assert named_by_rank(RankError("rank 1 failed:\nValueError: x")) is None
 
 
 def test_a_warm_start_is_resumed_with_its_run(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from apps.common.run.full_disk import FullDiskError, told_by_rank, writing
+from apps.common.run.full_disk import FullDiskError, named_by_rank, writing
 from apps.common.run.run_dir import resume_hint
 from engines.launch import RankError
 from runlog import Progress, RunLog, read_metrics, start_tracker, write_report
@@ -131,6 +131,6 @@ def report_on_stop(run_dir: Path, *folders: Path) -> Iterator[None]:
                         write_report(folder)
         if interrupted() or isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt(resume_hint(run_dir)) from None
-        if isinstance(error, RankError) and (full := told_by_rank(error)) is not None:
+        if isinstance(error, RankError) and (full := named_by_rank(error)) is not None:
             raise full from error
         raise

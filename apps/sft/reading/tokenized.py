@@ -34,7 +34,7 @@ from apps.common.data.rows import BadRows, Row, error_text, named, place_of
 from apps.common.data.tokenizer import check_chat_template
 from apps.sft.reading import conversations, examples, marks, row_images, samples, trained
 from apps.sft.reading.conversations import Conversation
-from apps.sft.reading.examples import BadRow, Columns, Example, form_of_file, read_examples
+from apps.sft.reading.examples import BadRow, Columns, Example, description_of, form_of_file, read_examples
 from apps.sft.reading.marks import READ
 from apps.sft.reading.samples import Encoded, ImageError, UnverifiedMaskError, encode_messages, encode_text
 from apps.sft.reading.store import (
@@ -139,7 +139,7 @@ def tokenize_file(
     """
     form, first = form_of_file(path, columns)
     columns = replace(columns, form=form)
-    log_line(f"{path.name}: {described(form, columns, first)}")
+    log_line(f"{path.name}: {description_of(form, columns, first)}")
     _check_choice(path, columns, first)
     if form not in ("text", "prompt_completion") or isinstance(first.get(columns.prompt), list):
         check_chat_template(tokenizer)
