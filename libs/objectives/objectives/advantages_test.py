@@ -13,7 +13,7 @@ from torch import Tensor
 from objectives import advantages
 from objectives.advantages import ESTIMATORS, BatchFunction, Estimator, estimate, register_estimator
 from seqpack import make_batch
-from seqpack.batches.batch import jagged
+from seqpack.batches.jagged import jagged, select
 
 REWARDS = torch.tensor([1.0, 0.0, 0.5, 0.25, 3.0, 3.0, -2.0])
 GROUPS = torch.tensor([7, 7, 2, 7, 2, 9, 2])
@@ -135,6 +135,12 @@ def test_per_token_spreads_over_the_mask_and_per_sequence_takes_it_back() -> Non
     assert [len([x for x in row.tolist() if x != 0]) for row in nan.unbind()] == [2, 1, 0]
     uneven = jagged([torch.tensor([9.0, 1.0, 2.0]), torch.tensor([9.0, 4.0]), torch.tensor([9.0])])
     assert advantages.per_sequence(uneven, mask).tolist() == [1.5, 4.0, 0.0]
+
+
+def test_a_batch_of_no_rows_has_no_advantages() -> None:
+    mask = select(jagged([torch.tensor(row) for row in MASK]), [])
+    nothing = advantages.per_token(torch.zeros(0), mask)
+    assert (len(nothing.unbind()), advantages.per_sequence(nothing, mask).tolist()) == (0, [])
 
 
 def test_refusals_name_the_fault() -> None:

@@ -24,6 +24,9 @@ def test_an_earlier_name_finds_its_entry_and_is_not_listed() -> None:
     assert (list(registry), registry.aliases) == (["round"], ("circular",))
     with pytest.raises(ValueError, match="'circular' is registered already"):
         registry.add("circular", 2)
+    for taken in ("round", "circular"):
+        with pytest.raises(ValueError, match=f"{taken!r} is registered already"):
+            registry.add_alias(taken, "round")
 
 
 def test_refusals() -> None:
