@@ -24,7 +24,7 @@ EXTRAS = {
     "dyncp": {"megatron": ["testing/megatron.py"]},
     "engines": {
         "images": ["media/image_reader.py"],
-        "megatron": ["megatron/*", "proofs/megatron_*"],
+        "megatron": ["megatron/*", "proofs/megatron_*", "private_api.py"],
         "mbridge": ["megatron/external_mappings/*"],
     },
     "objectives": {},
@@ -48,7 +48,7 @@ EXTRAS = {
     },
     "runplan": {},
     "schedules": {},
-    "seqpack": {"tensordict": ["batches/*"]},
+    "seqpack": {"tensordict": ["batches/*"], "transformers": ["adapters/attention.py"]},
 }
 # Asked for by an extra, and imported by code elsewhere: transformers' templates, megatron-core's checkpoints, mbridge.
 BY_OTHERS = {

@@ -97,7 +97,7 @@ def test_a_column_of_images_is_refused_at_load(tmp_path: Path) -> None:
     """Whatever names the columns: without a preset the question alone would be asked."""
     rows = [{"question": f"<image>{i} twice?", "answer": 2 * i, "images": ["x.png"]} for i in range(40)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ValueError, match=r"a.jsonl, line 1: it holds images"):
+    with pytest.raises(ValueError, match=r"a.jsonl has 40 bad rows: line 1: it holds images"):
         make(DataConfig(data=tmp_path / "a.jsonl"))
 
 

@@ -38,7 +38,7 @@ BASE = replace(
     objective=GRPO(),
 )
 NAMED = {"recipe", "model", "run_dir", "resume", "engine.on_nonfinite", "max_episode_seconds", "cluster.rollout.admit"}
-NAMED |= {"engine.collective_timeout_seconds", "allow_idle_steps"}
+NAMED |= {"engine.collective_timeout_seconds", "allow_idle_steps", "engine.prove", "engine.allow_untested"}
 """What a run is of and where it is, changed in config_test, run_test and bad_inputs_test. Losses that are not finite
 have a test below, what ends episodes that hang one in schedule_test, when requests begin one in native_sampler_test;
 how long ranks wait one in engines' collective_timeout_test, how many steps may train nothing one in idle_test."""
@@ -56,6 +56,7 @@ CHANGES = {
     "warm_start.warmup_steps": Change(1, {"warm_start.warmup_steps": 3}),
     "warm_start.eval_every": Change(2),
     "warm_start.eval_prompts": Change(2),
+    "engine.backend": Change("megatron"),
     "engine.device": Change("cuda"),
     "engine.max_tokens_per_rank": Change(80),
     "engine.context_parallel": Change("dynamic"),

@@ -28,8 +28,9 @@ BASE = replace(
     engine=replace(quickstart.RECIPE.config.engine, warmup_steps=0),
 )
 NAMED = {"recipe", "model", "run_dir", "resume", "threads", "engine.collective_timeout_seconds", "allow_idle_steps"}
+NAMED |= {"engine.prove", "engine.allow_untested"}
 """What a run is of and where it is, changed in run_test and bad_inputs_test; threads have a test below, how long ranks
-wait has one in engines (collective_timeout_test), how many steps may train nothing one in idle_test."""
+wait has one in engines (collective_timeout_test), how many steps may train nothing one in idle_test, what admits a model one in engines/prove."""
 CHANGES = {
     "engine.weights": Change("replicated"),
     "nproc_per_node": Change(2),
@@ -38,6 +39,7 @@ CHANGES = {
     "tracker": Change(("trackio",)),
     "eval_every": Change(1),
     "save_every": Change(2),
+    "engine.backend": Change("megatron"),
     "engine.device": Change("cuda"),
     "engine.max_tokens_per_rank": Change(80),
     "engine.context_parallel": Change("dynamic"),
