@@ -30,7 +30,8 @@ BASE = replace(
 NAMED = {"recipe", "model", "run_dir", "resume", "threads", "engine.collective_timeout_seconds", "allow_idle_steps"}
 NAMED |= {"engine.prove", "engine.allow_untested"}
 """What a run is of and where it is, changed in run_test and bad_inputs_test; threads have a test below, how long ranks
-wait has one in engines (collective_timeout_test), how many steps may train nothing one in idle_test, what admits a model one in engines/prove."""
+wait has one in engines (collective_timeout_test), how many steps may train nothing one in idle_test, what admits a
+model one in engines (prove/proof_test)."""
 CHANGES = {
     "engine.weights": Change("replicated"),
     "nproc_per_node": Change(2),

@@ -18,6 +18,8 @@ from rollout.episodes.episode import Episode
 from rollout.episodes.media_codec import DTYPES, plain_media, read_media
 
 floats = st.floats(allow_nan=False, allow_infinity=False)
+rewards = st.floats(-1e38, 1e38)
+"""Of a score: what float32 holds."""
 texts = st.text(max_size=8)
 
 
@@ -42,7 +44,7 @@ def episodes(draw: st.DrawFn) -> Episode:
         task_id=draw(texts),
         attempt=draw(st.integers(0, 3)),
         segments=tuple(draw(st.lists(segments(), max_size=3))),
-        score=None if failed else Score(draw(floats), draw(st.dictionaries(texts, floats, max_size=2))),
+        score=None if failed else Score(draw(rewards), draw(st.dictionaries(texts, rewards, max_size=2))),
         end="failed" if failed else draw(st.sampled_from(["done", "length", "deadline"])),
         timings=draw(st.dictionaries(texts, floats, max_size=2)),
         error="broke" if failed else None,
