@@ -55,17 +55,17 @@ class Shared:
     """The two files that vLLM reads."""
 
     def __init__(self) -> None:
-        shared_weights = pytest.importorskip("rollout.vllm.weights.shared_weights")  # vLLM's, for these cases alone
+        pytest.importorskip("rollout.vllm")
+        from rollout.vllm.weights.shared_weights import SharedWeights  # vLLM's, for these cases alone
 
         with torch.device("meta"):
             shapes = {name: torch.empty(t.shape) for name, t in base().items()}
-        self.weights = shared_weights.SharedWeights(shapes, {}, version=0)
+        self.weights = SharedWeights(shapes, {}, version=0)
         for name, value in base().items():
             self.weights.regions[0].tensors[name].copy_(value)
 
     def now(self) -> Mapping[str, torch.Tensor]:
-        tensors: Mapping[str, torch.Tensor] = self.weights.regions[self.weights.in_use].tensors
-        return tensors
+        return self.weights.regions[self.weights.in_use].tensors
 
 
 @pytest.fixture(params=[Plain, Shared])
