@@ -76,7 +76,8 @@ def load_conversations(
     Identical rows are on one side: without a held-out file a share of the different ones is held out; what is in a
     held-out file of its own is removed from the training rows, and counted. `stop_tokens`: see
     `samples.encode_messages`. `cache`: where tokens are kept, see `reading.tokenized`. `image_processor`: reads images,
-    where the model sees; they may be in `images_column`, "images" unless it is named. `say`: see `tokenize_file`.
+    where the model sees; they may be in `images_column`, "images" unless it is named. `log_line`: see
+    `tokenize_file`.
 
     Raises:
         ValueError: a file or a row can't be used, or too little is left; the text names the row and the remedy.

@@ -6,13 +6,18 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+import seqpack.ops as seqpack_ops
 from engines.families.registry import digest
+
+_ENGINES = ("families", "inputs", "prove", "scoring")
+"""Folders of this library whose code a proof runs."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,18 @@ class Certificate:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a proof depends on."""
-    return {"torch": torch.__version__, "transformers": transformers.__version__, "processor": platform.machine()}
+    """Return what a proof depends on beside the config: packages, the processor, and this code itself."""
+    packages = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return {**packages, "processor": platform.machine(), "code": _code()}
+
+
+@cache
+def _code() -> str:
+    """Return a digest of the code that a proof runs: a change of it makes earlier certificates void."""
+    engines, seqpack = Path(__file__).parents[1], Path(seqpack_ops.__file__).parents[1]
+    folders = (*(engines / name for name in _ENGINES), seqpack / "adapters", seqpack / "ops")
+    files = [file for folder in folders for file in sorted(folder.glob("*.py")) if not file.name.endswith("_test.py")]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
 
 
 def cached_at(config: Any) -> Path:

@@ -37,6 +37,11 @@ MARGIN = 100.0
 GAIN = 1.0
 """Standard deviation of a matrix, times the root of its columns."""
 INFINITE = float("inf")
+UNBUILT = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError),
+    *(LookupError, RuntimeError, TypeError, ValueError),
+)
+"""What modelling code raises for sizes that do not fit together."""
 
 
 def prove(config: Any) -> Certificate:
@@ -46,11 +51,18 @@ def prove(config: Any) -> Certificate:
         ValueError: the type has no causal language model, or none could be built in small.
     """
     start, text = time.perf_counter(), config.get_text_config()
-    family, small = registered_family(text) or generic_family(text), small_config(text)
-    model = random_model(small)
-    lengths = proof_lengths(thresholds(small))
-    rows = sequences(lengths, min(VOCABULARY, small.vocab_size))
-    want = stock(model, rows)
+    family = registered_family(text) or generic_family(text)
+    try:
+        small = small_config(text)
+        model = random_model(small)
+        lengths = proof_lengths(thresholds(small))
+        rows = sequences(lengths, min(VOCABULARY, small.vocab_size))
+        want = stock(model, rows)
+    except UNBUILT as error:
+        raise ValueError(
+            f"model family {text.model_type!r} is not supported: no proof could be made, as stock transformers could "
+            f"not run its config in small ({type(error).__name__}: {error})"
+        ) from error
     with admitted(small, family):
         got, problem = _packed(model, rows, want)
         padded = _padded(model, rows, want) if problem else None

@@ -72,6 +72,19 @@ def test_what_is_not_equal_is_refused_with_the_number_or_the_operation(kind: str
     assert problem in str(certificate)
 
 
+@pytest.mark.parametrize("kind", ["nemotron", "xlstm", "cohere_compass_text"])
+def test_a_config_that_stock_transformers_cannot_run_in_small_is_refused_in_words(kind: str) -> None:
+    with pytest.raises(ValueError, match=rf"'{kind}' is not supported: no proof could be made, as stock transformers"):
+        admitted_family(AutoConfig.for_model(kind))
+
+
+def test_a_certificate_is_void_where_the_code_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = AutoConfig.for_model("granite")
+    before = cached_at(config)
+    monkeypatch.setattr("engines.prove.certificate._code", lambda: "other")
+    assert cached_at(config) != before
+
+
 @pytest.mark.usefixtures("quick")
 def test_a_rotary_embedding_that_switches_at_a_length_is_refused() -> None:
     """Right at lengths 30, 5 and 17, and wrong at 4,200 beside 100: the threshold lies between the proof's lengths."""
