@@ -11,7 +11,6 @@ from apps.common.data.tokenizer import load_tokenizer
 from apps.common.run.ranks import ranks_of_node
 from apps.sft.config import SftConfig
 from apps.sft.data import Conversations
-from engines.families.registry import family_of
 from engines.loading import LoadedModel
 from engines.preflight import refusals as model_refusals
 
@@ -19,13 +18,12 @@ from engines.preflight import refusals as model_refusals
 def check_model(
     conversations: Conversations, directory: Path, model: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Raise ValueError for an unknown family, conversations without positions, or a tokenizer of another model.
+    """Raise ValueError for conversations without positions, or a tokenizer of another model.
 
     Raises:
         SettingsError: with the files or flags to change, all of them.
     """
     refusals = Refusals()
-    refusals.of(partial(family_of, model))
     longest, vocab_size = longest_sequence(model), model.get_text_config().vocab_size
     here = int(max(conversations.train.lengths.max(), conversations.held_out.lengths.max()))
     if longest is not None and here > longest:

@@ -58,14 +58,14 @@ def _of_config(config: EngineConfig, model: PretrainedConfig, ranks: int) -> Ite
         yield lambda: refuse_unsupported_model(config, model, layout_of(config, ranks))
         yield partial(checked_options, parse_options(config.transformer_options), {})
     if config.backend == "fsdp2":
-        device = partial(resolve_device, config)
-        yield lambda: use_replicated_weights(config, device(), ranks)
-        yield lambda: use_compiled_layers(config, model, device())
+        yield lambda: use_replicated_weights(config, resolve_device(config), ranks)
 
 
 def _of_module(config: EngineConfig, opened: LoadedModel, ranks: int) -> Iterator[Callable[[], object]]:
     """Yield the checks that read the names and shapes of a module."""
     module = opened.module
+    if config.backend == "fsdp2":  # whose layers are compiled is asked of a family that is known by now
+        yield lambda: use_compiled_layers(config, module.config, resolve_device(config))
     if config.backend == "fsdp2" and config.expert_parallel > 1:
         yield partial(check_sizes, module, config.expert_parallel, max(1, ranks // config.expert_parallel))
     if config.lora.rank:
