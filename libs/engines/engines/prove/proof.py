@@ -37,7 +37,7 @@ MARGIN = 100.0
 GAIN = 1.0
 """Standard deviation of a matrix, times the root of its columns."""
 INFINITE = float("inf")
-UNBUILT = (
+BUILD_ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError),
     *(LookupError, RuntimeError, TypeError, ValueError),
 )
@@ -58,7 +58,7 @@ def prove(config: Any) -> Certificate:
         lengths = proof_lengths(thresholds(small))
         rows = sequences(lengths, min(VOCABULARY, small.vocab_size))
         want = stock(model, rows)
-    except UNBUILT as error:
+    except BUILD_ERRORS as error:
         raise ValueError(
             f"model family {text.model_type!r} is not supported: no proof could be made, as stock transformers could "
             f"not run its config in small ({type(error).__name__}: {error})"
