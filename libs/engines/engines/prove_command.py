@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 from engines.loading import read_config
@@ -19,6 +18,6 @@ def main(parser: argparse.ArgumentParser, model: str | None) -> int:
         certificate = make_certificate(read_config(model_directory(str(Path(model)))).get_text_config(), "always")
     except ValueError as error:
         parser.error(str(error))
-    print(json.dumps(asdict(certificate), indent=1))
+    print(json.dumps(certificate.as_json(), indent=1))
     print(certificate, file=sys.stderr)
     return int(not certificate.holds)

@@ -37,11 +37,12 @@ class TorchOperations:
     def undo(self) -> None:
         """Restore the layers as they were; a second call does nothing."""
         for module in self.layers.values():
-            remove_mixin(module, _ByDevice)
+            for kind in (_ByDevice, _InTorch):
+                remove_mixin(module, kind)
 
 
-def choose_torch_operations(model: Any) -> TorchOperations:
-    """Make this model's stock delta net layers compute in PyTorch where their input is in host memory.
+def choose_torch_operations(model: Any, everywhere: bool = False) -> TorchOperations:
+    """Make this model's stock delta net layers compute in PyTorch where their input is in host memory, or everywhere.
 
     ValueError where another adaptation changed a layer, or a layer's code calls none of the operations.
     """
@@ -53,7 +54,7 @@ def choose_torch_operations(model: Any) -> TorchOperations:
         kind: Any = type(module)
         _in_torch(kind)
     for module in layers.values():
-        set_mixin(module, _ByDevice)
+        set_mixin(module, _InTorch if everywhere else _ByDevice)
     return TorchOperations(layers)
 
 
@@ -66,6 +67,15 @@ class _ByDevice(nn.Module):
             kind: Any = stock_class(self)
             return _in_torch(kind)(self, hidden_states, *args, **kwargs)
         return super().forward(hidden_states, *args, **kwargs)
+
+
+class _InTorch(nn.Module):
+    """The class of a layer that computes in PyTorch on any device, before its stock class."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer."""
+        kind: Any = stock_class(self)
+        return _in_torch(kind)(self, hidden_states, *args, **kwargs)
 
 
 @cache

@@ -5,7 +5,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,11 @@ from engines.families.registry import digest
 
 _ENGINES = ("families", "inputs", "prove", "scoring")
 """Folders of this library whose code a proof runs."""
+_SWITCHES = (
+    *("ATEN_", "CUBLAS_", "CUDA_LAUNCH", "CUDNN_", "FLA_", "MKL_", "NCCL_ALGO", "NVIDIA_TF32", "NVTE_"),
+    *("ONEDNN_", "PYTORCH_", "TILELANG_", "TORCH", "TRITON_"),
+)
+"""Beginnings of the names of environment variables that may change numbers."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,21 @@ class Certificate:
     """Why the proof failed; empty where it holds."""
     seconds: float
     versions: Mapping[str, str]
+    subject: str = "packed rows"
+    """What was held to stock transformers: "packed rows" of a type in small, "options" on ranks, a "device" with its
+    kernels and dtype."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the engine that the proof ran with."""
+    stock_error: float | None = None
+    """Largest difference of a log-prob of stock transformers itself, in the run's dtype, from the plain result."""
+    place: Mapping[str, str] = field(default_factory=dict)
+    """Device, driver, and environment variables that may change numbers."""
+
+    @property
+    def hash(self) -> str:
+        """The digest of all that it says but the time it took."""
+        values = {name: value for name, value in asdict(self).items() if name != "seconds"}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def holds(self) -> bool:
@@ -58,11 +78,15 @@ class Certificate:
             f"{self.seconds:.1f} s): {verdict} (log-probs {self.log_probs:.1e}, gradients {self.gradients:.1e})"
         )
 
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain values, with its hash."""
+        return {**asdict(self), "hash": self.hash}
+
     def save(self, path: Path) -> None:
         """Write it as JSON: whole, or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        part.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
         part.replace(path)
 
     @staticmethod
@@ -71,9 +95,13 @@ class Certificate:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             tuples = {name: tuple(values[name]) for name in ("lengths", "not_exercised", "problems")}
-            return Certificate(**{**values, **tuples})
+            written = values.pop("hash")
+            certificate = Certificate(**{**values, **tuples})
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is no certificate: {error}") from error
+        if certificate.hash != written:
+            raise ValueError(f"{path} was changed after it was written: delete it")
+        return certificate
 
 
 def versions() -> dict[str, str]:
@@ -91,8 +119,22 @@ def _code() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
 
 
-def cached_at(config: Any) -> Path:
-    """Return where the certificate of a config is cached, by its digest and the versions."""
+def place(device: torch.device | str = "cpu") -> dict[str, str]:
+    """Return what a proof depends on beside the code: the device, its driver, environment variables."""
+    device = torch.device(device)
+    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SWITCHES)}
+    if device.type != "cuda":
+        return {"device": device.type, **found}
+    driver = Path("/proc/driver/nvidia/version")
+    line = driver.read_text(encoding="utf-8").splitlines()[0] if driver.is_file() else "unknown"
+    return {"device": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda), "driver": line, **found}
+
+
+def cached_at(config: Any, subject: str = "packed rows", depends: Mapping[str, Any] | None = None) -> Path:
+    """Return where the certificate of a config is cached, by its digest, the versions, and what else it `depends` on:
+    options, the place."""
     folder = os.environ.get("TESSERA_CERTIFICATES") or Path.home() / ".cache" / "tessera" / "certificates"
-    known = hashlib.sha256(json.dumps(versions(), sort_keys=True).encode()).hexdigest()[:8]
-    return Path(folder) / f"{config.get_text_config().model_type}-{digest(config.get_text_config())}-{known}.json"
+    text, known = config.get_text_config(), [versions(), subject, dict(depends or {})]
+    key = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    name = f"{text.model_type}-{digest(text)}-{subject.replace(' ', '-')}-{key}.json"
+    return Path(folder) / name

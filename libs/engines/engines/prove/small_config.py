@@ -83,6 +83,28 @@ def shrink_config(config: Any) -> SmallConfig:
     )
 
 
+def few_layers(config: Any) -> tuple[Any, list[int]]:
+    """Return the text config at its own width with one layer of each kind, and which layers of the whole these are.
+
+    The kinds are those of the config's own lists, and layers before and behind `first_k_dense_replace`; the last one
+    is kept too.
+    """
+    text = copy.deepcopy(config.get_text_config())
+    before = text.to_dict()
+    depth = next((name for name in _DEPTHS if isinstance(before.get(name), int)), None)
+    if depth is None:
+        raise ValueError(f"{text.model_type}: no field of its config says how many layers there are")
+    kept = _layers(before, before[depth], least=2)
+    if dense := before.get("first_k_dense_replace"):
+        kept = sorted({*kept, min(dense, before[depth] - 1)})
+        text.first_k_dense_replace = sum(layer < dense for layer in kept)
+    for name, value in before.items():
+        if isinstance(value, list) and len(value) == before[depth]:
+            setattr(text, name, [value[layer] for layer in kept])
+    setattr(text, depth, len(kept))
+    return text, kept
+
+
 def thresholds(config: Any) -> dict[str, int]:
     """Return the lengths at which a text config's computation may change, by field."""
     values = config.get_text_config().to_dict()
@@ -139,15 +161,15 @@ def _values(before: Mapping[str, Any], depth: str | None, kept: Sequence[int]) -
             yield name, {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sep_token_id": 3}[name]
 
 
-def _layers(before: Mapping[str, Any], depth: int) -> list[int]:
-    """Return the layers that are kept: the first of each kind by the config's own lists, at least `LAYERS` of them."""
+def _layers(before: Mapping[str, Any], depth: int, least: int = LAYERS) -> list[int]:
+    """Return the layers that are kept: the first of each kind by the config's own lists, at least `least` of them."""
     lists = [value for value in before.values() if isinstance(value, list) and len(value) == depth]
     seen: dict[str, int] = {}
     for layer in range(depth):
         seen.setdefault(repr([one[layer] for one in lists]), layer)
     if not lists:
-        return list(range(min(depth, LAYERS)))
-    return sorted({*seen.values(), *range(min(depth, LAYERS - len(seen) + 1)), depth - 1})
+        return list(range(min(depth, least)))
+    return sorted({*seen.values(), *range(min(depth, least - len(seen) + 1)), depth - 1})
 
 
 def _shrink_rope(text: Any) -> None:

@@ -1,0 +1,175 @@
+"""Hold the run's own device, dtype and kernels to stock transformers: layers at true width, in the engine's own step.
+
+1. `few_layers` keeps one layer of each kind, with all other sizes. Experts are fewer where memory is short.
+2. The plain result: stock transformers in float32 without TF32, its delta nets in plain torch, one sequence at a time.
+3. Stock transformers in the run's dtype, with the kernels that it picks: its error is the measure.
+4. The engine as the run configures it: its own layers, kernels and scorer, log-probs and the gradient of every weight.
+   Its error may be `RATIO` times that of stock.
+5. The first two sequences as one must exceed what is allowed: else the comparison would not see a leak.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from engines.build import build_engine
+from engines.config import EngineConfig
+from engines.families.registry import admitted, digest, registered_family
+from engines.families.torch_operations import choose_torch_operations
+from engines.loading import compute_dtype
+from engines.prove.certificate import Certificate, place, versions
+from engines.prove.comparison import Result, difference, sequences, stock
+from engines.prove.engine_result import engine_log_probs, engine_result, settings_of_proof
+from engines.prove.generic_family import generic_family
+from engines.prove.lengths import proof_lengths
+from engines.prove.small_config import few_layers, thresholds
+
+RATIO = 1.5
+"""How many times the error of stock transformers, as a root mean square, the engine's may be."""
+WORST = 3.0
+"""The same of a single parameter's gradient or a short sequence, whose errors are few numbers."""
+FLOOR = 1e-5
+"""Errors that are equal to none: float32's own."""
+MOST_LOGITS = 2**30
+"""Logits of one sequence that are in memory at once: longer ones are left out."""
+MARGIN = 10.0
+"""How many times stock's error a leak must be: in bfloat16, log-probs of unrelated tokens differ by no more."""
+OPTIONS = ("backend", "batching", "compile", "dtype", "gradient_checkpointing", "weights", "transformer_options")
+"""Fields that choose kernels."""
+SINGLE = {
+    **dict.fromkeys(("tensor_parallel", "pipeline_parallel", "virtual_pipeline_parallel", "expert_parallel"), 1),
+    **dict.fromkeys(("shard_ranks", "first_stage_layers", "last_stage_layers"), None),
+    "expert_tensor_parallel": 1,
+    "context_parallel": "off",
+    "routing_replay": False,
+    "router_aux_loss_coef": None,
+    "router_z_loss_coef": 0.0,
+    "vision": "off",
+}
+"""Fields of a configuration for one rank and text; what spans ranks is proven on ranks (`engines.prove.options`)."""
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Errors of one result against the plain one."""
+
+    log_probs: Tensor
+    """The root mean square by sequence, f64[n]; those of one token have none."""
+    whole: float
+    """The root mean square over all tokens."""
+    gradients: Mapping[str, float]
+    """Of each parameter, relative to the norm of its plain gradient."""
+
+
+def prove_device(config: EngineConfig, model: Any, longest: int = 0) -> Certificate:
+    """Prove a transformers config on the device of this process, as `config` asks for it, on one rank.
+
+    `longest`: the longest row of the run; sequences as long are compared where their logits fit memory.
+    """
+    start, (text, _) = time.perf_counter(), few_layers(model)
+    settings = settings_of_proof(config, **SINGLE)
+    device = torch.device(settings.device if settings.device != "auto" else "cuda")
+    dtype = compute_dtype(settings, device)
+    lengths = tuple(n for n in proof_lengths(thresholds(text), max(longest, 700)) if n * text.vocab_size <= MOST_LOGITS)
+    rows = [row.to(device) for row in sequences(lengths, text.vocab_size)]
+    family = registered_family(text) or generic_family(text)
+    with admitted(text, family), exact_products():
+        module = true_width(text, device, dtype)
+        plain = _on_host(_plain(module, rows))
+        own = _on_host(stock(module.to(dtype), rows))
+        settings = replace(settings, max_tokens_per_rank=max(settings.max_tokens_per_rank or 0, sum(lengths)))
+        engine = build_engine(settings, module.to(torch.float32))
+        leak = _leak(engine, rows, plain)
+        got = engine_result(engine, rows)
+    allowed, found = errors(own, plain, lengths), errors(got, plain, lengths)
+    problems = [*_problems(found, allowed)]
+    if leak < MARGIN * allowed.whole:
+        problems.append(f"a leak moves log-probs by {leak:.1e}, less than {MARGIN} times the error {allowed.whole:.1e}")
+    worst = difference(got, plain)
+    return Certificate(
+        text.model_type, digest(model.get_text_config()), "true", lengths, worst.log_probs, worst.gradients, None,
+        {"leak in all layers": leak}, (), tuple(problems), time.perf_counter() - start, versions(), "device",
+        {name: value for name, value in asdict(settings).items() if name in OPTIONS},
+        difference(own, plain).log_probs, place(device),
+    )  # fmt: skip
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Keep float32 products exact while this is open: no TF32."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def true_width(text: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Return a float32 model on the device whose values `dtype` can hold; matrices keep the size of what they get."""
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(text).to(torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+            else:
+                parameter.add_(0.1 * torch.rand(parameter.shape, generator=generator, device=device))
+            parameter.copy_(parameter.to(dtype))
+    return model
+
+
+def _plain(model: Any, rows: Sequence[Tensor]) -> Result:
+    """Return the stock model's result by plain operations, one sequence at a time."""
+    changed = choose_torch_operations(model, everywhere=True)
+    try:
+        return stock(model, rows)
+    finally:
+        changed.undo()
+
+
+def _leak(engine: Any, rows: Sequence[Tensor], plain: Result) -> float:
+    """Return the root mean square error of the second sequence where the engine gets the first two as one."""
+    first, second = rows[0].numel(), rows[1].numel()
+    joined = engine_log_probs(engine, [torch.cat([rows[0], rows[1]])])
+    want = plain.log_probs[first - 1 : first + second - 2]
+    return float((joined[first:].double() - want).square().mean().sqrt())
+
+
+def errors(got: Result, plain: Result, lengths: Sequence[int]) -> Errors:
+    """Return the errors of a result against the plain one."""
+    squares = (got.log_probs.double() - plain.log_probs.double()).square()
+    parts = [part for part in squares.split([length - 1 for length in lengths]) if part.numel()]
+    gradients = {}
+    for name, grad in plain.gradients.items():
+        if name in got.gradients and (norm := float(grad.double().norm())):
+            gradients[name] = float((got.gradients[name].double() - grad.double()).norm()) / norm
+    roots = torch.stack([part.mean().sqrt() for part in parts])
+    return Errors(roots, float(squares.mean().sqrt()), gradients)
+
+
+def _problems(found: Errors, allowed: Errors) -> Iterator[str]:
+    """Yield what is further from the plain result than stock transformers in the same dtype."""
+    if not found.whole <= RATIO * allowed.whole + FLOOR:
+        yield f"log-probs differ by {found.whole:.1e}, {found.whole / allowed.whole:.1f} times stock transformers"
+    most = WORST * float(allowed.log_probs.max()) + FLOOR
+    for place_, value in enumerate(found.log_probs.tolist()):
+        if not value <= most:
+            yield f"log-probs of sequence {place_} differ by {value:.1e}, stock transformers by at most {most / WORST:.1e}"
+    typical = sorted(allowed.gradients.values())[len(allowed.gradients) // 2] if allowed.gradients else 0.0
+    for name, value in allowed.gradients.items():
+        if name not in found.gradients:
+            yield f"{name} has no gradient"
+        elif not found.gradients[name] <= WORST * max(value, typical) + FLOOR:
+            yield f"the gradient of {name} differs by {found.gradients[name]:.1e}, that of stock transformers by {value:.1e}"
+
+
+def _on_host(result: Result) -> Result:
+    return Result(result.log_probs.cpu(), {name: grad.cpu() for name, grad in result.gradients.items()})
