@@ -20,8 +20,8 @@ from engines.tiny import tiny_config, tiny_model
 TYPES = [kind for family in FAMILIES for kind in family.model_types]
 REFUSED = {
     "deepseek_v32": "does not take indices",
-    "phi": "the output layer must be a Linear without bias",
-    "mamba": "no layers with attention",
+    "stablelm": "do not hand keyword arguments down",
+    "rwkv": "no layers that are known to mix tokens",
 }
 
 

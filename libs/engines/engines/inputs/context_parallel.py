@@ -7,7 +7,7 @@ there are steps.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -74,6 +74,11 @@ class ShardedOps:
             raise ValueError(f"sliding-window attention ({window}) is not implemented under context parallelism")
         layout = self.sharding.layout
         return attention(q, k, v, self.sharding, self.group, self.method, layout, scale)
+
+    def by_rows(self, function: Callable[[Tensor], Tensor], x: Tensor, context: PackedContext) -> Tensor:
+        """Refuse a layer whose own code sees whole sequences alone."""
+        del function, x, context
+        raise ValueError("a layer that runs as stock code, on rows, is not implemented under context parallelism")
 
 
 @dataclass(frozen=True)

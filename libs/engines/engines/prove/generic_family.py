@@ -16,15 +16,20 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from engines.families.family import Family
 from engines.families.router import RouterLoss
 from seqpack.adapters.delta_net import PackedForward
+from seqpack.adapters.stock_rows import stock_rows
+from seqpack.adapters.subclasses import stock_class
 
 _TABLE = "ALL_ATTENTION_FUNCTIONS"
+_CACHES = frozenset(["cache_params", "past_key_values", "past_key_value", "layer_past", "cache"])
+"""Names of a cache among a layer's arguments."""
 _SCALES = {"logits_scaling": True, "logit_scale": False, "lm_head_multiplier": False}
 """Config fields with a factor of the logits, and whether it divides them."""
 
 
 @dataclass(frozen=True)
 class GenericFamily(Family):
-    """A family whose layers are found in the model: whatever chooses its attention through transformers' table."""
+    """A family whose layers are found in the model: what chooses its attention through transformers' table runs packed
+    attention, and what takes a cache without that runs as stock code, each sequence in a row of its own."""
 
     def check_config(self, config: Any) -> None:
         """Check nothing: a proof has."""
@@ -32,10 +37,10 @@ class GenericFamily(Family):
     def check_module(self, model: Any) -> None:
         """Refuse (ValueError) a module whose head or layers this engine cannot take apart."""
         head = self.head(model)
-        if not isinstance(head, nn.Linear) or head.bias is not None:
-            raise ValueError(f"{self.name}: the output layer must be a Linear without bias, got {head}")
+        if not isinstance(head, nn.Linear):
+            raise ValueError(f"{self.name}: the output layer must be a Linear, got {head}")
         if not any(True for layer in self.layers(model) for _ in self.mixers(layer)):
-            raise ValueError(f"{self.name}: no layer of {type(model).__name__} chooses its attention by name")
+            raise ValueError(f"{self.name}: no layer of {type(model).__name__} is known to mix tokens")
 
     def decoder(self, model: Any) -> Any:
         """Return the text model under the head."""
@@ -71,27 +76,41 @@ class GenericFamily(Family):
         return None
 
     def layers(self, model: Any) -> list[nn.Module]:
-        """Return the decoder layers: the longest list of modules in the decoder that holds attention."""
+        """Return the decoder layers: the first list of modules in the decoder that holds mixers."""
         lists = [
             module
             for module in self.decoder(model).modules()
             if isinstance(module, nn.ModuleList) and any(True for part in module for _ in self.mixers(part))
         ]
         if not lists:
-            raise ValueError(f"{self.name}: the decoder of {type(model).__name__} has no layers with attention")
+            raise ValueError(
+                f"{self.name}: the decoder of {type(model).__name__} has no layers that are known to mix tokens"
+            )
         return list(lists[0])
 
     def mixers(self, layer: nn.Module) -> Iterator[tuple[nn.Module, PackedForward | None]]:
-        """Yield the attention modules of a layer."""
+        """Yield the attention modules of a layer, and those that keep a state between tokens by code of their own."""
         for module in layer.modules():
             if chooses_attention(module):
                 yield module, None
+            elif module is not layer and keeps_state(module) and not any(_mixes(part) for part in module.children()):
+                yield module, stock_rows
 
 
 def chooses_attention(module: nn.Module) -> bool:
     """Return whether the stock code of a module looks its attention function up in transformers' table."""
-    stock = inspect.unwrap(type(module).forward)
+    stock = inspect.unwrap(stock_class(module).forward)
     return isinstance(stock, FunctionType) and _TABLE in stock.__code__.co_names
+
+
+def keeps_state(module: nn.Module) -> bool:
+    """Return whether the stock code of a module takes a cache: it then mixes tokens."""
+    stock = inspect.unwrap(stock_class(module).forward)
+    return isinstance(stock, FunctionType) and not _CACHES.isdisjoint(inspect.signature(stock).parameters)
+
+
+def _mixes(module: nn.Module) -> bool:
+    return any(chooses_attention(part) or keeps_state(part) for part in module.modules())
 
 
 def generic_family(config: Any) -> GenericFamily:
@@ -100,4 +119,6 @@ def generic_family(config: Any) -> GenericFamily:
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{name} is no causal language model of this transformers")
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING[kind].__name__
-    return GenericFamily(name=name, model_types=(name,), architecture=architecture, attention="", fields={})
+    return GenericFamily(
+        name=name, model_types=(name,), architecture=architecture, attention="", fields={}, described=False
+    )

@@ -16,6 +16,7 @@ from engines.prove.generic_family import GenericFamily
 from engines.prove.proof import prove
 from engines.scoring.token_scorer import TokenScorer
 from seqpack.adapters.context import LocalOps, PackedContext
+from seqpack.ops import by_rows
 
 CONFIGS: dict[str, Any] = {
     "smollm3": {},
@@ -27,6 +28,9 @@ CONFIGS: dict[str, Any] = {
     "opt": {},
     "gemma2": {},
     "gpt_oss": {},
+    "llama4_text": {},
+    "nemotron_h": {},
+    "phi": {},
 }
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -61,6 +65,21 @@ def without(option: str) -> Plant:
         patch.setattr(LocalOps, "attention", attend)
 
     return plant
+
+
+def other_chunk(patch: pytest.MonkeyPatch) -> None:
+    """Plant chunks that are one longer."""
+    real: Callable[..., Tensor] = LocalOps.attention
+
+    def attend(self: LocalOps, *args: Any, **more: Any) -> Tensor:
+        return real(self, *args, **{**more, **({"chunk": more["chunk"] + 1} if "chunk" in more else {})})
+
+    patch.setattr(LocalOps, "attention", attend)
+
+
+def replaced(place: str, function: Callable[..., Any]) -> Plant:
+    """Plant another function in the place of one."""
+    return lambda patch: patch.setattr(place, function)
 
 
 def delta(change: Callable[..., tuple[Tensor, ...]]) -> Plant:
@@ -237,6 +256,21 @@ ERRORS: dict[str, tuple[str, Plant]] = {
     "another temperature": ("llama", scorer(lambda args: (args[0], 1.01, *args[2:]))),
     "sinks forgotten": ("gpt_oss", without("sinks")),
     "soft cap of scores forgotten": ("gemma2", without("soft_cap")),
+    "chunks one longer": ("llama4_text", other_chunk),
+    "chunks forgotten": ("llama4_text", without("chunk")),
+    "queries scaled by their place in the row": (
+        "llama4_text",
+        replaced("seqpack.adapters.attention.scales_queries", lambda module: False),
+    ),
+    "boundary dropped for Mamba layers": ("nemotron_h", boundary("by_rows", last=True)),
+    "a Mamba layer's rows without gradient": (
+        "nemotron_h",
+        replaced("seqpack.adapters.context.by_rows", lambda f, x, *more: by_rows(f, x.detach(), *more)),
+    ),
+    "bias of the head forgotten": (
+        "phi",
+        replaced("engines.scoring.token_scorer._with_bias", lambda hidden, head: (hidden, head.weight)),
+    ),
     "factor of the logits": ("cohere2", method(GenericFamily, "head_scale", 1.0)),
     "bound of the logits": ("llama", method(Family, "soft_cap", 30.0)),
     "layers in another order": ("smollm3", in_model(swapped_layers)),

@@ -130,7 +130,11 @@ def _planted(model: Any, rows: Sequence[Tensor], want: Result) -> dict[str, floa
         scored(model, rows, PackedInputs(SeenOps(seen=seen)), gradients=False)
         moved = {}
         for kind in seen:
-            name = kind if isinstance(kind, str) else "attention" if kind[1] is None else f"attention, window {kind[1]}"
+            name = kind if isinstance(kind, str) else _attention_name(*kind)
             got = scored(model, rows, PackedInputs(MergedOps(kind=kind)), gradients=False)
             moved[f"leak in {name}"] = largest(got.log_probs - want.log_probs)
     return moved
+
+
+def _attention_name(kind: str, window: int | None, chunk: int | None) -> str:
+    return f"{kind}, window {window}" if window is not None else f"{kind}, chunk {chunk}" if chunk is not None else kind

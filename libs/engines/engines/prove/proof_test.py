@@ -1,5 +1,6 @@
 """What proofs admit and refuse: registered families, types of transformers that none describes, thresholds."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,9 @@ def test_registered_families_agree_with_their_certificates(family: Any) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("kind", ["granite", "gemma2", "gpt_oss", "deepseek_v3", "phi3", "nanochat"])
+@pytest.mark.parametrize(
+    "kind", ["granite", "gemma2", "gpt_oss", "deepseek_v3", "phi3", "nanochat", "lfm3", "mamba2", "bamba"]
+)
 def test_types_that_no_family_describes_are_equal(kind: str) -> None:
     assert prove(AutoConfig.for_model(kind)).holds
 
@@ -59,17 +62,16 @@ def test_types_that_no_family_describes_are_equal(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [
-        ("deepseek_v32", "packed attention does not take indices"),
-        ("llama4_text", "packed rows differ from stock transformers: log-probs"),
-        ("lfm3", "packed rows differ from stock transformers: log-probs"),
-        ("mamba2", "no layers with attention"),
-        ("phi", "the output layer must be a Linear without bias"),
+        ("deepseek_v32", r"packed attention does not take indices .*\(index_topk\)"),
+        ("recurrent_gemma", "packed rows differ from stock transformers: log-probs"),
+        ("stablelm", "do not hand keyword arguments down"),
+        ("rwkv", "no layers that are known to mix tokens"),
     ],
 )
 def test_what_is_not_equal_is_refused_with_the_number_or_the_operation(kind: str, problem: str) -> None:
     certificate = prove(AutoConfig.for_model(kind))
     assert not certificate.holds
-    assert problem in str(certificate)
+    assert re.search(problem, str(certificate))
 
 
 @pytest.mark.parametrize("kind", ["nemotron", "xlstm", "cohere_compass_text"])
@@ -138,7 +140,7 @@ def test_a_certificate_is_made_once_for_a_config_and_its_versions(monkeypatch: p
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("kind", ["smollm3", "cohere2", "glm4_moe"])
+@pytest.mark.parametrize("kind", ["smollm3", "cohere2", "glm4_moe", "llama4_text", "phi", "mamba2"])
 def test_a_proven_model_is_trained_exported_and_read_by_stock_transformers(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(small_config(AutoConfig.for_model(kind))).save_pretrained(tmp_path / "model")

@@ -4,7 +4,7 @@ fields that the packed path would not honour."""
 import copy
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,8 @@ class Flip:
 
 @dataclass(frozen=True)
 class MergedOps(LocalOps):
-    """Operations to which the first two sequences are one: those of a kind alone, "conv", "delta" or a window."""
+    """Operations to which the first two sequences are one: those of a kind alone, "conv", "delta", "rows", or
+    ("attention", window, chunk)."""
 
     kind: Any = "conv"
 
@@ -59,7 +60,12 @@ class MergedOps(LocalOps):
         self, q: Tensor, k: Tensor, v: Tensor, context: PackedContext, scale: float, window: int | None, **options: Any
     ) -> Tensor:
         """Return attention."""
-        return super().attention(q, k, v, self._context(context, ("attention", window)), scale, window, **options)
+        kind = ("attention", window, options.get("chunk"))
+        return super().attention(q, k, v, self._context(context, kind), scale, window, **options)
+
+    def by_rows(self, function: Callable[[Tensor], Tensor], x: Tensor, context: PackedContext) -> Tensor:
+        """Return what a stock layer makes of rows."""
+        return super().by_rows(function, x, self._context(context, "rows"))
 
     def _context(self, context: PackedContext, kind: Any) -> PackedContext:
         if kind != self.kind:
@@ -93,8 +99,13 @@ class SeenOps(LocalOps):
         self, q: Tensor, k: Tensor, v: Tensor, context: PackedContext, scale: float, window: int | None, **options: Any
     ) -> Tensor:
         """Return attention."""
-        self.seen["attention", window] = None
+        self.seen["attention", window, options.get("chunk")] = None
         return super().attention(q, k, v, context, scale, window, **options)
+
+    def by_rows(self, function: Callable[[Tensor], Tensor], x: Tensor, context: PackedContext) -> Tensor:
+        """Return what a stock layer makes of rows."""
+        self.seen["rows"] = None
+        return super().by_rows(function, x, context)
 
 
 def flips(config: Any, model: Any, rows: Sequence[Tensor], want: Result) -> Iterator[Flip]:

@@ -9,6 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from transformers import AutoModelForCausalLM
+
 HIDDEN, HEADS, HEAD_DIM, VOCABULARY, LAYERS = 64, 4, 16, 64, 4
 LONGEST = 128
 """Positions of the small model."""
@@ -17,23 +20,30 @@ CROSSED = 24
 BY_POSITION = frozenset(["default", "linear", "llama3", "yarn", "proportional"])
 """Rotary embeddings whose angles depend on a token's position alone."""
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 SIZES: Mapping[str, int] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "hidden_dim", "embedding_size"), HIDDEN),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads"), HEADS),
     **dict.fromkeys(("head_dim", "attention_head_dim", "v_head_dim", "qk_nope_head_dim", "global_head_dim"), HEAD_DIM),
-    **dict.fromkeys(("qk_rope_head_dim", "index_head_dim", "kv_lora_rank", "linear_key_head_dim"), HEAD_DIM),
+    **dict.fromkeys(
+        ("qk_rope_head_dim", "index_head_dim", "kv_lora_rank", "linear_key_head_dim", "linear_head_dim"), HEAD_DIM
+    ),
     **dict.fromkeys(("linear_value_head_dim", "mamba_d_head", "mamba_head_dim", "ssm_state_size"), HEAD_DIM),
     **dict.fromkeys(("mamba_d_state", "state_size"), HEAD_DIM),
-    **dict.fromkeys(("linear_num_value_heads", "mamba_n_heads", "mamba_num_heads", "index_n_heads"), HEADS),
+    **dict.fromkeys(
+        ("linear_num_value_heads", "linear_num_heads", "mamba_n_heads", "mamba_num_heads", "index_n_heads"), HEADS
+    ),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "d_ff", "ffn_hidden_size"), 96),
+    "intermediate_size_mlp": 96,
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
     **dict.fromkeys(("moe_shared_expert_intermediate_size", "shared_intermediate_size", "dense_intermediate_size"), 32),
     **dict.fromkeys(("q_lora_rank", "hidden_size_per_layer_input"), 24),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "codebook_size"), VOCABULARY),
     **dict.fromkeys(("linear_num_key_heads", "mamba_n_groups", "n_groups"), 2),
     **dict.fromkeys(("qk_head_dim",), 2 * HEAD_DIM),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(EXPERTS, 8),
     "rotary_dim": HEAD_DIM,
+    "mamba_d_ssm": 2 * HIDDEN,
     "chunk_size": 8,
     "mamba_chunk_size": 8,
     "block_size": 8,
@@ -46,12 +56,15 @@ _THRESHOLDS: Mapping[str, int] = {
     "local_attention": 8,
     "window_size": 8,
     "attention_chunk_size": 12,
+    "floor_scale": 10,
     "index_topk": 6,
     "original_max_position_embeddings": 16,
 }
 CAP = 1.5
 """Bound of logits and scores in small: they reach it."""
 _CAPS = ("softcapping", "soft_cap", "softcap")
+_LISTS_OF_LAYERS = ("moe_layers", "mlp_only_layers", "full_attn_idxs", "attn_layer_indices")
+"""Fields that name layers by their number."""
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 
 
@@ -99,10 +112,34 @@ def few_layers(config: Any) -> tuple[Any, list[int]]:
         kept = sorted({*kept, min(dense, before[depth] - 1)})
         text.first_k_dense_replace = sum(layer < dense for layer in kept)
     for name, value in before.items():
-        if isinstance(value, list) and len(value) == before[depth]:
+        if isinstance(value, list) and name in _LISTS_OF_LAYERS:
+            setattr(text, name, [place for place, layer in enumerate(kept) if layer in value])
+        elif isinstance(value, list) and len(value) == before[depth]:
             setattr(text, name, [value[layer] for layer in kept])
     setattr(text, depth, len(kept))
     return text, kept
+
+
+def fit_experts(text: Any, values: int) -> dict[str, int]:
+    """Halve the experts of a text config in place until its weights have at most so many values; return what was
+    changed. They stay a multiple of the groups, and more than a token chooses."""
+    changed: dict[str, int] = {}
+    names = [name for name in EXPERTS if isinstance(getattr(text, name, None), int)]
+    chosen = max((value for name in _CHOSEN if isinstance(value := getattr(text, name, None), int)), default=1)
+    while _values_of(text) > values:
+        halves = {name: getattr(text, name) // 2 for name in names}
+        if not halves or min(halves.values()) < 2 * max(chosen, getattr(text, "n_group", None) or 1):
+            break
+        for name, half in halves.items():
+            setattr(text, name, half)
+        changed |= halves
+    return changed
+
+
+def _values_of(text: Any) -> int:
+    """Return how many values the weights of a text config have."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(text).parameters())
 
 
 def thresholds(config: Any) -> dict[str, int]:
@@ -135,7 +172,9 @@ def _values(before: Mapping[str, Any], depth: str | None, kept: Sequence[int]) -
     for name, value in before.items():
         if isinstance(value, bool):
             continue
-        if isinstance(value, list) and depth is not None and len(value) == before[depth]:
+        if isinstance(value, list) and name in _LISTS_OF_LAYERS:
+            yield name, [place for place, layer in enumerate(kept) if layer in value]
+        elif isinstance(value, list) and depth is not None and len(value) == before[depth]:
             yield name, [value[layer] for layer in kept]
         if isinstance(value, float) and name.endswith(_CAPS):
             yield name, min(value, CAP)
@@ -163,7 +202,11 @@ def _values(before: Mapping[str, Any], depth: str | None, kept: Sequence[int]) -
 
 def _layers(before: Mapping[str, Any], depth: int, least: int = LAYERS) -> list[int]:
     """Return the layers that are kept: the first of each kind by the config's own lists, at least `least` of them."""
-    lists = [value for value in before.values() if isinstance(value, list) and len(value) == depth]
+    named = [before[name] for name in _LISTS_OF_LAYERS if isinstance(before.get(name), list)]
+    lists = [
+        *(v for n, v in before.items() if isinstance(v, list) and len(v) == depth and n not in _LISTS_OF_LAYERS),
+        *([layer in value for layer in range(depth)] for value in named if value),
+    ]
     seen: dict[str, int] = {}
     for layer in range(depth):
         seen.setdefault(repr([one[layer] for one in lists]), layer)

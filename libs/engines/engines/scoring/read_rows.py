@@ -27,10 +27,11 @@ _WORTH = 0.9
 def compute_read_rows(model: Any) -> tuple[nn.Module, ...]:
     """Make a model's last decoder layer compute the rows of `PackedContext.derived[READ]`; return its changed modules.
 
-    For a model that is adapted for packing. None of a family with experts: routers count what every row chooses.
+    For a model that is adapted for packing. None of a family with experts: routers count what every row chooses; none
+    of one whose layers are not known by name.
     """
     family = family_of(model.config)
-    if family.routed:
+    if family.routed or not family.described:
         return ()
     layer: Any = family.layers(model)[-1]
     mixer, _ = next(iter(family.mixers(layer)))

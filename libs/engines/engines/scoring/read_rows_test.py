@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
-from engines.families.registry import family_of
+from engines.families.registry import admitted, family_of
 from engines.proofs.float64 import KeepFloat64
+from engines.prove.generic_family import generic_family
+from engines.prove.proof import random_model, small_config
 from engines.scoring.packed_model import adapt_for_packing
 from engines.scoring.read_rows import READ, compute_read_rows
 from engines.tiny import tiny_batch, tiny_model
@@ -113,3 +116,10 @@ def test_no_row_at_all_reaches_every_parameter() -> None:
     untouched = {n for n, _ in model.named_parameters()} - grads.keys()
     assert untouched <= {"lm_head.weight"}
     assert all(not grad.any() for grad in grads.values())
+
+
+def test_a_model_whose_layers_are_not_known_computes_all_rows() -> None:
+    """Mamba's output projection has the name of a known one, and is called with padded rows."""
+    config = small_config(AutoConfig.for_model("mamba2"))
+    with admitted(config, generic_family(config)):
+        assert compute_read_rows(random_model(config)) == ()

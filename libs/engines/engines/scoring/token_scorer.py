@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from engines.experts.routers import Routers
@@ -73,7 +74,7 @@ class TokenScorer(nn.Module):
             sums = self.router.routing(output.router_logits, inputs.counted, given)
             return ModelScores(output.last_hidden_state.new_zeros(0), routing=sums)
         chosen = output.last_hidden_state.flatten(0, 1).index_select(0, inputs.rows)
-        weight = self.family.head(self.model).weight
+        chosen, weight = _with_bias(chosen, self.family.head(self.model))
         arguments = (chosen, weight, inputs.targets, temperature / self.scale, self.logit_chunk, entropy)
         log_probs, entropies = self.log_probs(*arguments, **self.head_options)
         if not options or self.router is None:
@@ -98,3 +99,11 @@ class TokenScorer(nn.Module):
             use_cache=False,
             **options,
         )
+
+
+def _with_bias(hidden: Tensor, head: Any) -> tuple[Tensor, Tensor]:
+    """Return hidden states [N, H] and the head's weight [V, H]; with a column more each where the head has a bias."""
+    if head.bias is None:
+        return hidden, head.weight
+    ones = hidden.new_ones(hidden.shape[0], 1)
+    return torch.cat([hidden, ones], 1), torch.cat([head.weight, head.bias[:, None]], 1)

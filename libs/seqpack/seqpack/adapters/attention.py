@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from seqpack.adapters.chunked_layers import chunk_of, query_scale, scales_queries
 from seqpack.adapters.context import CONTEXT_KEY, PackedContext
 from seqpack.private_api import attention_of, set_attention
 
@@ -24,6 +25,8 @@ _INERT = frozenset(["position_ids", "use_cache", "output_router_logits", "output
 _INERT |= {"num_items_in_batch"}
 """Arguments of a stock attention call that have nothing to do with its result here: nothing is cached or returned, and
 the count of a batch's labels, which trainers hand to the model, is the loss's."""
+_MISSING = {"indices": ": attention to chosen keys (index_topk) is not implemented"}
+"""What an argument asks for, where its name does not say it."""
 
 
 @dataclass(frozen=True)
@@ -69,20 +72,23 @@ def packed_attention(
 ) -> Tensor:
     """Attend causally in each sequence; `softcap` bounds the scores, `s_aux` [heads] are sinks.
 
+    What stock layers say by their mask alone (chunks) or by the place in a row (Llama 4's scale) is read off the layer.
+
     Raises:
         ValueError: an argument that is not handled, by its name; dropout.
     """
     unhandled = sorted(name for name, value in unknown.items() if value is not None and name not in _INERT)
     if unhandled:
-        raise ValueError(f"packed attention does not take {unhandled[0]} (from {type(module).__name__})")
+        missing = _MISSING.get(unhandled[0], "")
+        raise ValueError(f"packed attention does not take {unhandled[0]} (from {type(module).__name__}){missing}")
     if dropout:
         raise ValueError("packed attention has no dropout: call model.eval(), or set attention_dropout to 0")
     context.mixed.append(type(module).__name__)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    options: dict[str, Any] = {} if softcap is None else {"soft_cap": softcap}
-    if s_aux is not None:
-        options["sinks"] = s_aux
+    q = (q * query_scale(module, context)).to(q.dtype) if scales_queries(module) else q
+    given = {"soft_cap": softcap, "sinks": s_aux, "chunk": chunk_of(module)}
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return context.ops.attention(q, k, v, context, scale, sliding_window, **options).unsqueeze(0)
 
 

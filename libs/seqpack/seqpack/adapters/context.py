@@ -1,14 +1,14 @@
 """What travels with packed tokens through a model: where sequences begin, and who computes the operations that mix
 tokens."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from seqpack.ops import attention, causal_conv1d, gated_delta_rule
+from seqpack.ops import attention, by_rows, causal_conv1d, gated_delta_rule
 
 Activation = Literal["silu"] | None
 CONTEXT_KEY = "packed_context"
@@ -42,8 +42,12 @@ class PackedOps(Protocol):
     ) -> Tensor:
         """Return causal attention: q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, Hq, Dv].
 
-        `options`: `soft_cap` and `sinks` of `seqpack.ops.attention`, where a layer has them.
+        `options`: `soft_cap`, `sinks` and `chunk` of `seqpack.ops.attention`, where a layer has them.
         """
+        ...
+
+    def by_rows(self, function: Callable[[Tensor], Tensor], x: Tensor, context: "PackedContext") -> Tensor:
+        """Apply a causal function of rows [n, L, D] -> [n, L, D'] to each sequence: x [T, D] -> [T, D']."""
         ...
 
 
@@ -78,6 +82,10 @@ class LocalOps:
         """Return causal attention within each sequence."""
         options |= {"max_seqlen": context.max_seqlen, "backend": self.backend}
         return attention(q, k, v, context.cu_seqlens, scale=scale, window=window, **options)
+
+    def by_rows(self, function: Callable[[Tensor], Tensor], x: Tensor, context: "PackedContext") -> Tensor:
+        """Apply a causal function of rows to each sequence."""
+        return by_rows(function, x, context.cu_seqlens, self.backend)
 
 
 class PackedContext:

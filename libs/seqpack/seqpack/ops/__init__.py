@@ -10,11 +10,13 @@ if TYPE_CHECKING:
     from seqpack.ops.delta_rule import gated_delta_rule as gated_delta_rule
     from seqpack.ops.delta_rule import gated_delta_rule_step as gated_delta_rule_step
     from seqpack.ops.probe import backends as backends
+    from seqpack.ops.rows import by_rows as by_rows
     from seqpack.ops.varlen_attention import attention as attention
 
 _EXPORTS = {
     "attention": "seqpack.ops.varlen_attention",
     "backends": "seqpack.ops.probe",
+    "by_rows": "seqpack.ops.rows",
     "causal_conv1d": "seqpack.ops.conv",
     "causal_conv1d_state": "seqpack.ops.conv",
     "causal_conv1d_step": "seqpack.ops.conv",

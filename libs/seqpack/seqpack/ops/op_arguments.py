@@ -63,3 +63,4 @@ class AttentionCall:
     max_seqlen: int | None
     soft_cap: float | None = None
     sinks: Tensor | None = None
+    chunk: int | None = None

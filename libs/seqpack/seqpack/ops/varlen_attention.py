@@ -1,6 +1,8 @@
 """Softmax attention over packed sequences, each attending to itself alone."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ def attention(
     backend: str = "auto",
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Attend within each packed sequence.
 
@@ -41,6 +44,8 @@ def attention(
         backend: "auto", "naive", "torch" or "varlen" (see `seqpack.ops.backends`).
         soft_cap: bound c of the scaled scores, c tanh(scores / c) (Gemma 2, arXiv 2408.00118). No "varlen".
         sinks: [Hq], a logit more in each head's softmax, which no value belongs to (gpt-oss). No "varlen".
+        chunk: token i sees tokens of its own chunk alone, the `chunk` tokens from a multiple of it in its sequence on
+            (Llama 4); needs causal=True and no window.
 
     Returns:
         [T, Hq, Dv] in the dtype of q, or autocast's where that is on.
@@ -57,6 +62,8 @@ def attention(
         raise ValueError(f"the {q.shape[1]} query heads are no multiple of the {k.shape[1]} key heads")
     if window is not None and (window < 1 or not causal):
         raise ValueError(f"window must be at least 1 and needs causal=True, got window={window}, causal={causal}")
+    if chunk is not None and (chunk < 1 or not causal or window is not None):
+        raise ValueError(f"chunk must be at least 1 and needs causal=True and no window, got chunk={chunk}")
     if soft_cap is not None or sinks is not None or v.shape[2] != q.shape[2]:
         if backend == "varlen":
             raise ValueError("the varlen kernel takes no soft cap, no sinks and no values of another width than keys")
@@ -64,8 +71,19 @@ def attention(
     q, k, v = _one_dtype(q, k, v)
     run = choose(OpRequest.of("attention", q, k, v, cu_seqlens, head_dim=q.shape[2]), backend)
     factor = q.shape[2] ** -0.5 if scale is None else scale
-    result: Tensor = run(AttentionCall(q, k, v, cu_seqlens, factor, causal, window, max_seqlen, soft_cap, sinks))
+    call = AttentionCall(q, k, v, cu_seqlens, factor, causal, window, max_seqlen, soft_cap, sinks, chunk)
+    result: Tensor = run(call if backend == "naive" else _in_chunks(call))
     return result
+
+
+def _in_chunks(call: AttentionCall) -> AttentionCall:
+    """Return the call with each chunk as a sequence of its own: causal attention within chunks is that of sequences."""
+    if call.chunk is None:
+        return call
+    lengths = lengths_of(call.cu_seqlens, call.q.shape[0])
+    sizes = [min(call.chunk, length - start) for length in lengths for start in range(0, length, call.chunk)]
+    edges = torch.tensor([0, *accumulate(sizes)], dtype=call.cu_seqlens.dtype, device=call.cu_seqlens.device)
+    return replace(call, cu_seqlens=edges, max_seqlen=max(sizes, default=0), chunk=None)
 
 
 def _one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,6 +103,7 @@ def attention_naive(call: AttentionCall) -> Tensor:
     for length in lengths_of(call.cu_seqlens, q.shape[0]):
         for t in range(start, start + length):
             first = start if call.window is None else max(start, t - call.window + 1)
+            first = first if call.chunk is None else t - (t - start) % call.chunk
             last = t + 1 if call.causal else start + length
             keys, values = (x[first:last].repeat_interleave(groups, 1) for x in (call.k, call.v))
             scores = torch.einsum("hd,jhd->hj", q[t], keys) * call.scale

@@ -66,6 +66,33 @@ def test_soft_caps_sinks_and_narrow_values_equal_the_oracle(
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
+@settings(max_examples=30, deadline=None)
+@given(LENGTHS, st.integers(1, 60), st.sampled_from([None, 0.5]))
+def test_chunks_equal_the_oracle(lengths: list[int], chunk: int, soft_cap: float | None) -> None:
+    tensors, options = inputs(lengths, 2, 2), {"chunk": chunk, "soft_cap": soft_cap}
+    results = [run(tensors, lengths, backend=backend, **options) for backend in ("torch", "naive")]
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("backend", ["torch", "naive"])
+def test_a_chunk_is_counted_from_the_start_of_its_sequence(backend: str) -> None:
+    """The mask of transformers' `chunked_overlay`: i // chunk == j // chunk."""
+    q, k, v = inputs([5, 7])
+    got = packed_attention(q, k, v, cumulative([5, 7]), scale=1.0, chunk=3, backend=backend)
+    for first, last in ((0, 5), (5, 12)):
+        place = torch.arange(last - first)
+        seen = (place[:, None] >= place) & (place[:, None] // 3 == place // 3)
+        scores = (q[first:last, 0] @ k[first:last, 0].T).masked_fill(~seen, -torch.inf)
+        torch.testing.assert_close(got[first:last, 0], scores.softmax(-1) @ v[first:last, 0])
+
+
+@pytest.mark.parametrize("options", [{"chunk": 0}, {"chunk": 3, "causal": False}, {"chunk": 3, "window": 2}])
+def test_a_chunk_that_has_no_meaning_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="chunk must be at least 1 and needs causal=True and no window"):
+        packed_attention(*inputs([4]), cumulative([4]), **options)
+
+
 def test_the_varlen_kernel_takes_none_of_them() -> None:
     q, k, v = inputs([4])
     for options in ({"soft_cap": 1.0}, {"sinks": torch.zeros(1)}):
