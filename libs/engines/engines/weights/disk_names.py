@@ -5,22 +5,27 @@ Two things differ. The text model of a vision-language checkpoint lies under `mo
 (`experts.gate_up_proj` [E, 2 I, H], `experts.down_proj` [E, H, I]) may be three tensors an expert on disk
 (`experts.0.gate_proj.weight` [I, H], ...). Which of them holds is read off the checkpoint that a model came from, and
 an export goes back to the same form. A tensor that a checkpoint holds under another name still, which transformers
-reads as well (without `model.`, as a base model is saved; an older layout), keeps that name (`names_in`).
+reads as well (without `model.`, as a base model is saved; an older layout), keeps that name (`names_in`), and what
+transformers joins from several tensors there (`w1` and `w3` of Mixtral's experts) is read from and written to these.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
 
-from engines.weights.stock_names import stock_names
+from engines.weights.stock_names import StockName, stock_names
 
 _BASE, _TEXT, _TOWER = "model.", "model.language_model.", "model.visual."
 _TEXT_BASE = "language_model."
 _EXPERTS = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)")
 _ONE_EXPERT = re.compile(r"(?:model\.|language_model\.|layers\.).*\bmlp\.experts\.(\d+\.(?:gate|up|down)_proj\.weight)")
+
+_STACKED = (("MergeModulelist", 0),)
+"""Transformers' conversion of one tensor an expert."""
 
 Index = tuple[int | slice, ...]
 
@@ -52,6 +57,8 @@ class DiskNames:
     """Whether each expert has tensors of its own."""
     others: Mapping[str, str] = field(default_factory=dict)
     """Names on disk of parts that do not have the name of this form there."""
+    joined: Mapping[str, tuple[DiskPart, ...]] = field(default_factory=dict)
+    """Parts of tensors, by their name in this form, that transformers joins from several tensors there."""
 
     @staticmethod
     def of(names: Iterable[str]) -> "DiskNames":
@@ -75,6 +82,8 @@ class DiskNames:
         return _TEXT + name.removeprefix(_BASE) if moved else name
 
     def _parts(self, disk: str, shape: Sequence[int]) -> tuple[DiskPart, ...]:
+        if disk in self.joined:
+            return self.joined[disk]
         experts = _EXPERTS.fullmatch(disk)
         if experts is None or not self.split_experts:
             return (DiskPart(disk),)
@@ -99,24 +108,35 @@ class DiskNames:
         for part in self.parts(name, shape):
             if not part.index:
                 yield DiskRead(part.name, rows)
-            elif isinstance(part.index[0], int) and rows.start <= part.index[0] < rows.stop:
+            elif isinstance(part.index[0], slice):
+                own = part.index[0]
+                first, last = max(rows.start, own.start), min(rows.stop, own.stop)
+                if first < last:
+                    here = slice(first - rows.start, last - rows.start)
+                    yield DiskRead(part.name, slice(first - own.start, last - own.start), (here,))
+            elif rows.start <= part.index[0] < rows.stop:
                 yield DiskRead(part.name, None, (part.index[0] - rows.start, *part.index[1:]))
 
 
-def names_in(checkpoint: Iterable[str], model: Any, stock: Any) -> DiskNames:
+def names_in(checkpoint: Mapping[str, Any], model: Any, stock: Any) -> DiskNames:
     """Return the names in a checkpoint of what `model` holds, where transformers would read it into `stock`.
 
+    `checkpoint`: by name, what has a `shape`.
     `stock` is the class that `from_pretrained` makes, `model` that or its text part; both may be empty. A tied weight
     that is there under the name of its copy alone is read from that. ValueError for two tensors that are read as one.
     """
-    checkpoint = set(checkpoint)
     form = DiskNames.of(checkpoint)
     live = model.state_dict()
     known = {part.name for name, tensor in live.items() for part in form.parts(name, tensor.shape)}
     others: dict[str, str] = {}
-    for name, key in stock_names(stock, sorted(checkpoint - known)).items():
+    joined: dict[str, dict[str, StockName]] = {}
+    for name, found in stock_names(stock, sorted(checkpoint.keys() - known)).items():
+        key = found.key
         key = key if key in live else _BASE + key.removeprefix(_TEXT) if key.startswith(_TEXT) else key
         if key not in live:
+            continue
+        if found.operations and not (_EXPERTS.fullmatch(form._moved(key)) and _ONE_EXPERT.fullmatch(name)):
+            joined.setdefault(key, {})[name] = found
             continue
         experts, one = _EXPERTS.fullmatch(form._moved(key)), _ONE_EXPERT.fullmatch(name)
         own = experts[1] + one[1] if experts and one else form._moved(key)
@@ -128,7 +148,43 @@ def names_in(checkpoint: Iterable[str], model: Any, stock: Any) -> DiskNames:
         own, copy = (form._moved(one) for one in (first.setdefault(parameter, name), name))
         if own not in checkpoint and own not in others and (copy in checkpoint or copy in others):
             others[own] = others.get(copy, copy)
-    return replace(form, others=others)
+    parts = {form._moved(key): joined_parts(key, found, live[key].shape, checkpoint) for key, found in joined.items()}
+    for own, found_parts in parts.items():
+        if own in checkpoint:
+            raise ValueError(f"{own} and {found_parts[0].name} are both read as {own}: remove one of them")
+    return replace(form, others=others, joined=parts)
+
+
+def joined_parts(
+    key: str, found: Mapping[str, StockName], shape: Sequence[int], checkpoint: Mapping[str, Any]
+) -> tuple[DiskPart, ...]:
+    """Return the parts of a live tensor of this shape that transformers joins from these tensors of a checkpoint.
+
+    Experts are stacked in the order of their numbers; gate and up, or several projections, lie one behind the other.
+    ValueError for operations that are not known here.
+    """
+    how = {one.operations for one in found.values()}
+    sources = sorted({one.source for one in found.values()})
+    groups = [sorted((n for n, one in found.items() if one.source == i), key=_by_number) for i in sources]
+    sizes = [checkpoint[group[0]].shape[0] for group in groups]
+    rows = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    if how == {_STACKED} or how == {(*_STACKED, ("Concatenate", 1))}:
+        if any(len(group) != shape[0] for group in groups):
+            raise ValueError(f"{key} has {shape[0]} experts, the checkpoint holds {[len(group) for group in groups]}")
+        whole = how == {_STACKED}
+        return tuple(
+            DiskPart(group[expert], (expert,) if whole else (expert, part))
+            for expert in range(shape[0])
+            for group, part in zip(groups, rows, strict=True)
+        )
+    if how == {(("Concatenate", 0),)} and all(len(group) == 1 for group in groups):
+        return tuple(DiskPart(name, (part,)) for (name,), part in zip(groups, rows, strict=True))
+    words = ", ".join(sorted(f"{name}({dim})" for operations in how for name, dim in operations))
+    raise ValueError(f"{', '.join(sorted(found)[:3])} are read as {key} by {words}, which is not implemented here")
+
+
+def _by_number(name: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", name)]
 
 
 OWN_NAMES = DiskNames()

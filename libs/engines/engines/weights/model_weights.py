@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.families.family import Family
-from engines.weights.disk_names import DiskNames
+from engines.weights.disk_names import DiskNames, names_in
 from engines.weights.model_directory import DiskTensor, ModelDirectory
+from engines.weights.stock_names import saved_as
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class ModelWeights:
         live = live_tensors(model)
         shapes = {name: tuple(tensor.shape) for name, tensor in live.items()}
         if source is None:
-            names = _names_of_module(model)
+            names = _names_of_module(model) if family.described else names_in(saved_as(model, live), model, model)
             dtypes = {p.name: live[name].dtype for name in live for p in names.parts(name, shapes[name])}
             return ModelWeights(family, names, shapes, dtypes)
         names = names or DiskNames.of(source.tensors)
