@@ -1,8 +1,9 @@
 """The update of one GRPO step on a page: compare within groups, then train."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from tensordict import TensorDict
@@ -30,6 +31,8 @@ class GrpoTrainer:
 
     config: GrpoConfig
     engine: TrainEngine
+    measures_sampler: ClassVar[bool] = True
+    """Of `schedules.protocols.MeasuringTrainer`."""
 
     def train(self, step: int, episodes: Sequence[Episode]) -> TrainResult:
         """Train on the episodes of step number `step`, from 0; collective. Where none of their tokens is trained, the
@@ -39,7 +42,8 @@ class GrpoTrainer:
         batch = to_batch(episodes)
         batch["advantages"] = advantages_of(batch, self.config, step)
         metrics = train_on(batch, self.config, self.engine)
-        return TrainResult(metrics, episode_advantages(batch, len(episodes)))
+        difference = metrics.get("log_prob_difference") if metrics.get("train/computed_sequences", 1) else None
+        return TrainResult(metrics, episode_advantages(batch, len(episodes)), difference)
 
     def log_probs(self, batch: TensorDict) -> Sequence[Tensor]:
         """Return the log-probs of a batch by the present weights: float32 [length] for each row."""
@@ -133,9 +137,15 @@ def train_on(batch: TensorDict, config: GrpoConfig, engine: TrainEngine) -> dict
     means["mismatch/abs/max"] = max(result["mismatch/abs/max"] for result in results)
     means = mismatch_meter(means)
     difference = {
-        "log_prob_difference": means.pop("mismatch/abs"),
+        "log_prob_difference": _mean_difference(results, means.pop("mismatch/abs")),
         "log_prob_difference_max": means.pop("mismatch/abs/max"),
     }
     named = {f"train/{name}": value for name, value in means.items()}
     named[SIGNAL] = float((view.flat("advantages")[view.trained] != 0).float().mean())
     return named | difference | {"train/updates": float(len(results))}
+
+
+def _mean_difference(results: Sequence[Mapping[str, float]], of_none: float) -> float:
+    """Return the mean over the updates that computed a sequence: others have seen no difference."""
+    found = [result["mismatch/abs"] for result in results if result.get("computed_sequences", 1)]
+    return sum(found) / len(found) if found else of_none

@@ -25,10 +25,12 @@ from rollout.sync.transfer import TransferTimes
 from schedules import sync as module
 from schedules.config import ScheduleConfig
 from schedules.reporting.episode_metrics import episode_metrics, reward_metrics
+from schedules.sampling.first_batch import FirstBatch
 from schedules.sampling.memory_turns import run_pending_checks
 from schedules.sampling.session import PendingCheck
 from schedules.sampling.settings import RolloutSettings
 from schedules.sync import sync_step
+from schedules.weights.sampler_bound import SamplerBound, sampler_bound
 from schedules.weights.transfer_result import TransferResult
 from seqpack import index_select
 from seqpack.batches.batch import jagged
@@ -250,6 +252,10 @@ class Session:
     sampler: Sampler = field(default_factory=Sampler)
     settings: RolloutSettings = field(default_factory=lambda: rollout_settings(CONFIG))
     check: PendingCheck = field(default_factory=PendingCheck)
+    first: FirstBatch = field(default_factory=FirstBatch)
+
+    def bounds(self) -> list[SamplerBound]:
+        return [sampler_bound("float32")]
 
     def sample(self, step: int) -> Any:
         self.events.append(("sample", step))

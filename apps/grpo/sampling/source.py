@@ -8,6 +8,7 @@ from apps.common.run.ranks import init_rank
 from apps.common.samplers import sampler_backend
 from apps.grpo.config import GrpoConfig
 from apps.grpo.sampling.chat import chat_of
+from engines.loading import compute_dtype, resolve_device
 from rollout import Chat, RolloutEngine
 from schedules.backend import SamplerBackend
 from schedules.sampling.settings import RolloutSettings
@@ -61,4 +62,6 @@ def rollout_settings(config: GrpoConfig, ranks: int = 1) -> RolloutSettings:
         ranks_per_sampler=config.cluster.rollout.ranks_each(ranks),
         offload=config.cluster.offload,
         sleep=config.cluster.rollout.sleep,
+        trainer_dtype=str(compute_dtype(config.engine, resolve_device(config.engine))).removeprefix("torch."),
+        allow_untested=config.engine.allow_untested,
     )

@@ -11,7 +11,7 @@ from engines.devices.detect import devices_of
 from engines.loading import resolve_device
 from rollout import RolloutConfig, RolloutEngine, VllmConfig, VllmEngine
 from rollout.vllm.client.process import VARIABLE, find_python, known_arguments
-from rollout.vllm.limits.cpu import chosen_dtype, refusal
+from rollout.vllm.limits.cpu import arguments_refusal, chosen_dtype, refusal
 from rollout.vllm.settings.arguments import check_arguments
 from rollout.vllm.weights.shared_weights import checkpoint_shapes
 from runplan.samplers.vllm import VllmPlan
@@ -76,7 +76,9 @@ class VllmBackend(SamplerBackend):
         if not samples_on_a_cpu(config):
             return
         described = model.get_text_config().to_dict()
-        if why := refusal(described, chosen_dtype(described, config.cluster.rollout.dtype)):
+        layout = config.cluster.rollout
+        dtype = chosen_dtype(described, layout.dtype)
+        if why := refusal(described, dtype) or arguments_refusal(vllm_arguments(layout.vllm), dtype):
             raise ValueError(f"--rollout.engine vllm can't sample from {directory}: {why}")
 
     def layout_problems(self, layout: RolloutLayout) -> list[str]:

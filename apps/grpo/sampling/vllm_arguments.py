@@ -19,7 +19,6 @@ INSTEAD = {
     "enable_prefix_caching": "use --rollout.prefix-cache",
     "enable_return_routed_experts": "use --engine.routing-replay",
     "enable_sleep_mode": "use --rollout.sleep",
-    "enforce_eager": "use --rollout.cuda-graph-sizes",
     "gpu_memory_utilization": "use --rollout.memory-share",
     "max_model_len": "use --rollout.max-model-tokens",
     "max_num_batched_tokens": "use --rollout.max-batched-tokens",

@@ -72,7 +72,7 @@ def test_an_argument_that_the_interpreters_vllm_lacks_is_refused_before_a_run(
     [
         (("model=there",), "can't hold model: use --model"),
         (("tensor_parallel_size=2",), "use --rollout.tp"),
-        (("enforce_eager=false",), "enforce_eager: use --rollout.cuda"),
+        (("pipeline_parallel_size=2",), "one step at a time is what stamps a token"),
     ],
 )
 def test_an_argument_with_a_flag_of_its_own_is_refused_where_it_is_set(words: tuple[str, ...], reason: str) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from rollout import Completion, NativeEngine, Sampling, Segment
 from schedules.runtime.collectives import gather_lists, rank_and_world
 from schedules.sampling.memory_turns import check_weights
 from schedules.sampling.session import PendingCheck
+from schedules.weights.sampler_bound import sampler_bound
 from schedules.weights.weight_checks import WeightsNotTakenError, encode_completion
 
 PROMPTS = [[5, 9, 2], [7, 1, 1, 30], [3], [8, 8]]
@@ -29,7 +31,8 @@ def told(module: Any, how: Sampling) -> dict[str, Any]:
     async def ask() -> list[Completion]:
         return await asyncio.gather(*(sampler.generate(prompt, how) for prompt in PROMPTS))
 
-    return {"answers": [encode_completion(answer) for answer in asyncio.run(ask())], "dtype": "float32", "metrics": {}}
+    bound = asdict(sampler_bound("float32"))
+    return {"answers": [encode_completion(answer) for answer in asyncio.run(ask())], "bound": bound, "metrics": {}}
 
 
 def prove_on_a_rank(scales: tuple[float, ...]) -> list[Any]:

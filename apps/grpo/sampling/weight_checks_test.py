@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -14,9 +15,12 @@ from engines import EngineConfig, build_engine
 from engines.tiny import tiny_model
 from rollout import Completion, NativeEngine, Sampling
 from rollout.experts import ROUTED_EXPERTS
+from schedules.weights.sampler_bound import sampler_bound
 from schedules.weights.weight_checks import WeightsNotTakenError, compare_checks, decode_completion, encode_completion
 
 PROMPTS = [[5, 9, 2], [7, 1, 1, 30], [3], [8, 8]]
+
+BOUND = asdict(sampler_bound("float32"))
 
 
 def answers_of(module: Any, experts: bool) -> list[Completion]:
@@ -38,7 +42,7 @@ def move(module: Any) -> None:
 
 
 def told(answers: Iterable[Completion], metrics: Mapping[str, float]) -> dict[str, Any]:
-    return {"answers": [encode_completion(answer) for answer in answers], "dtype": "float32", "metrics": metrics}
+    return {"answers": [encode_completion(answer) for answer in answers], "bound": BOUND, "metrics": metrics}
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
@@ -64,7 +68,7 @@ def test_the_trainers_own_weights_pass_and_others_do_not(kind: str) -> None:
     with pytest.raises(WeightsNotTakenError, match="from the trainer's on average"):
         compare_checks(trainer, PROMPTS, [good], 3)
     fresh = [encode_completion(answer) for answer in answers_of(newer, replay)]
-    now = {"answers": fresh, "dtype": "float32", "metrics": {"weights/pause_ms": 1.0}}
+    now = {"answers": fresh, "bound": BOUND, "metrics": {"weights/pause_ms": 1.0}}
     assert compare_checks(trainer, PROMPTS, [now, now], 3)["weights/check/abs"] < 1e-5
     with pytest.raises(WeightsNotTakenError, match="log-probs of sampler 1 of 3"):
         compare_checks(trainer, PROMPTS, [now, good, now], 3)

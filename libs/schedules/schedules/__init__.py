@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from schedules.registry import build_schedule as build_schedule
     from schedules.registry import register_schedule as register_schedule
     from schedules.runtime.interrupts import Runner as Runner
+    from schedules.sampling.first_batch import SamplerMismatchError as SamplerMismatchError
     from schedules.sampling.sampler_process import StartProcess as StartProcess
     from schedules.sampling.session import Evaluation as Evaluation
     from schedules.sampling.session import RolloutSession as RolloutSession
@@ -44,6 +45,7 @@ _EXPORTS = {
     "RunState": "schedules.sampling.settings",
     "Runner": "schedules.runtime.interrupts",
     "SamplerBackend": "schedules.backend",
+    "SamplerMismatchError": "schedules.sampling.first_batch",
     "SamplerSource": "schedules.protocols",
     "Schedule": "schedules.schedule",
     "ScheduleConfig": "schedules.config",

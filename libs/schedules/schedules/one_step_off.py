@@ -21,7 +21,7 @@ from schedules.reporting.timeline import Timeline
 from schedules.rollout_thread import RolloutThread
 from schedules.runtime.collectives import all_agree, rank_and_world
 from schedules.sampling.ledger_files import PER_RANK, check_ledgers
-from schedules.sampling.memory_turns import check_weights, run_pending_checks
+from schedules.sampling.memory_turns import begin_first_batch, check_weights, run_pending_checks
 from schedules.sampling.session import Evaluation, RolloutSession
 from schedules.sampling.settings import RunState
 from schedules.sampling.task_state import save_cursor
@@ -62,11 +62,13 @@ class OneStepOffSchedule:
         rows, episodes = self._rows, session.gather(self._mine)
         self._mine = None
         run_pending_checks(session, trainer, episodes)
+        begin_first_batch(session, trainer, episodes)
         first, version = time.perf_counter(), session.sampler.version
         if step + 1 < self._run.steps:
             self._begin(step + 1)
         self._ledger.train(step + 1, [step])
         result = trainer.train(step, episodes)
+        check = session.first.end(step, result)
         trained = time.perf_counter()
         if step + 1 < self._run.steps:
             self._mine = self._ended(step + 1, trained=True)
@@ -74,6 +76,7 @@ class OneStepOffSchedule:
         transfer = session.sync(trainer)
         ended = time.perf_counter()
         metrics = result.metrics | transfer.metrics | check_weights(session, trainer, episodes)
+        metrics |= {} if check is None else check.metrics
         metrics |= rollout_metrics(episodes, session.environment_of)
         metrics |= {
             "weights/version": float(session.sampler.version),
@@ -87,7 +90,7 @@ class OneStepOffSchedule:
         if self._timeline is not None:
             self._timeline.add("trainer", "train", first, trained)
             self._timeline.add("weights", "sync", sampled, ended)
-        return TrainStepResult(episodes, result.advantages, metrics, rows)
+        return TrainStepResult(episodes, result.advantages, metrics, rows, check)
 
     def evaluate(self) -> Evaluation:
         """Return responses to the held-out tasks: nothing is sampled between two steps."""

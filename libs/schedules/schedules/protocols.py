@@ -1,6 +1,6 @@
 """Protocols that a schedule knows a trainer, a sampler and tasks by."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -19,6 +19,9 @@ class TrainResult:
 
     metrics: dict[str, float]
     advantages: list[float]
+    sampler_difference: float | None = None
+    """Mean |difference| between the sampler's log-probs of the sampled tokens and the trainer's as the step began; None
+    where no token was computed, or the trainer measures none (see `MeasuringTrainer`)."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,14 @@ class SharingTrainer(Protocol):
             RuntimeError: they cannot be shared at present.
         """
         ...
+
+
+@runtime_checkable
+class MeasuringTrainer(Protocol):
+    """Trainer whose results have `sampler_difference`, which costs it nothing more."""
+
+    measures_sampler: bool
+    """True: it does."""
 
 
 @runtime_checkable
@@ -125,6 +136,17 @@ class ProcessEngine(Protocol):
     @property
     def alive(self) -> bool:
         """Whether it can still be asked."""
+        ...
+
+
+@runtime_checkable
+class NumericEngine(Protocol):
+    """Sampler that says which of its settings change its numbers."""
+
+    @property
+    def numerics(self) -> Mapping[str, str]:
+        """The settings as NAME=VALUE, each with its kind: "weights" or "cache" (those are kept in fewer bits than its
+        dtype has), or "rounding"."""
         ...
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 from rollout import Episode, TaskRow
 from schedules.protocols import Tasks
 from schedules.runtime.collectives import broadcast_result, rank_and_world
+from schedules.sampling.first_batch import SamplerCheck
 from schedules.sampling.session import Evaluation
 from schedules.sampling.settings import RunState
 from schedules.sampling.task_state import load_cursor
@@ -24,6 +25,8 @@ class TrainStepResult:
     advantages: list[float]
     metrics: dict[str, float]
     rows: Sequence[TaskRow] | None = None
+    sampler: SamplerCheck | None = None
+    """What the first batch showed of the sampler; None of any other."""
 
 
 class Schedule(Protocol):

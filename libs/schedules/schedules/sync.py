@@ -8,7 +8,7 @@ from schedules.reporting.episode_metrics import rollout_metrics
 from schedules.reporting.timeline import Timeline
 from schedules.runtime.collectives import rank_and_world
 from schedules.sampling.ledger_files import check_ledgers
-from schedules.sampling.memory_turns import check_weights, run_pending_checks, sampling_memory
+from schedules.sampling.memory_turns import begin_first_batch, check_weights, run_pending_checks, sampling_memory
 from schedules.sampling.session import Evaluation, RolloutSession
 from schedules.sampling.settings import RunState
 from schedules.sampling.task_state import save_cursor
@@ -64,7 +64,9 @@ def sync_step(
         episodes = session.sample(step)  # each with the reward that its task gave
     run_pending_checks(session, trainer, episodes)
     sampled = time.perf_counter()
+    begin_first_batch(session, trainer, episodes)
     result = trainer.train(step, episodes)
+    check = session.first.end(step, result)
     trained = time.perf_counter()
     transfer = session.sync(trainer)
     ended = time.perf_counter()
@@ -73,6 +75,7 @@ def sync_step(
         timeline.add("trainer", "train", sampled, trained)
         timeline.add("weights", "sync", trained, ended)
     metrics = result.metrics | transfer.metrics | check_weights(session, trainer, episodes)
+    metrics |= {} if check is None else check.metrics
     metrics |= rollout_metrics(episodes, session.environment_of)
     metrics |= {
         "weights/version": float(session.sampler.version),
@@ -82,4 +85,4 @@ def sync_step(
         "time/step_s": ended - begun,
     }
     metrics["tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/step_s"]
-    return TrainStepResult(episodes, result.advantages, metrics)
+    return TrainStepResult(episodes, result.advantages, metrics, sampler=check)

@@ -31,7 +31,7 @@ from rollout.vllm.client.replicas import Replicas
 from rollout.vllm.client.requests import VllmRequest, VllmRequests
 from rollout.vllm.limits.capability import VLLM
 from rollout.vllm.limits.cpu import chosen_dtype, prompt_refusal
-from rollout.vllm.settings.config import VllmConfig, accelerator_arguments, text_config
+from rollout.vllm.settings.config import VllmConfig, accelerator_arguments, numeric_settings, text_config
 from rollout.vllm.weights.shared_weights import SharedWeights, Transfer, checkpoint_pieces, checkpoint_shapes, tied_head
 from seqpack.capability import Supported, Unsupported
 
@@ -123,6 +123,16 @@ class VllmEngine:
     def config(self) -> VllmConfig:
         """The settings that vLLM was started with."""
         return self._config.vllm
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that vLLM computes in."""
+        return str(self.facts["dtype"])
+
+    @property
+    def numerics(self) -> Mapping[str, str]:
+        """The settings that change its numbers as NAME=VALUE, each with its kind (see `numeric_arguments`)."""
+        return numeric_settings(self._config.vllm)
 
     @property
     def version(self) -> int:

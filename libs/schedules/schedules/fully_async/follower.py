@@ -25,6 +25,7 @@ from schedules.protocols import Tasks, Trainer
 from schedules.reporting.live import EVERY
 from schedules.runtime.collectives import broadcast
 from schedules.runtime.interrupts import Runner
+from schedules.sampling.first_batch import scored_difference
 from schedules.sampling.ledger_files import check_ledgers
 from schedules.sampling.remote_sampler import RemoteSampler
 from schedules.sampling.session import Evaluation, evaluation_of
@@ -70,6 +71,8 @@ class TrainBatch:
 
     step: int
     payloads: Sequence[bytes]
+    scored: bool = False
+    """Whether the trainer scores some of them before (`scored_difference`)."""
 
     def episodes(self) -> list[Episode]:
         """Return the episodes, numbered by their group's place in the step."""
@@ -166,6 +169,8 @@ class AsyncFollower:
                 order.run(self._trainer)
             elif isinstance(order, TrainBatch):
                 episodes = order.episodes()
+                if order.scored:
+                    scored_difference(self._trainer, episodes)
                 result = self._trainer.train(order.step - 1, episodes)
                 self._trained = (order.step, episodes, result.advantages)
         return order

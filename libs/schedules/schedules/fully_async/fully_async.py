@@ -42,6 +42,7 @@ from rollout.workers.process import WorkerDied
 from rollout.workers.protocol import Workers
 from schedules.config import ScheduleConfig
 from schedules.fully_async.async_state import control_state, resume_version, staleness_settings, weights_due
+from schedules.fully_async.checked_training import CheckedTraining
 from schedules.fully_async.follower import Leader, SendWeights, StepDone, TrainBatch
 from schedules.fully_async.pending_checks import PendingChecks
 from schedules.protocols import Tasks, Trainer, environment_of
@@ -95,6 +96,7 @@ class FullyAsyncSchedule:
         self._load = RemoteLoad()
         self._progress = PeriodicTask(self._show_live)
         self._checks = PendingChecks(lambda: self._living(checked=False))
+        self._training = CheckedTraining(trainer, self._leader, self._living)
 
     def __enter__(self) -> "FullyAsyncSchedule":
         begun = False
@@ -287,10 +289,10 @@ class FullyAsyncSchedule:
         decoded = time.perf_counter()
         self._checks.known(episodes)
         metrics = self._run_checks()  # the weights are about to change
+        shared = not self._replay and weights_due(self._settings, decision.step - 1)
         ready = time.perf_counter()
-        self._leader.order(order)
-        result = self._trainer.train(decision.step - 1, episodes)
-        metrics |= result.metrics
+        result, check = self._training.train(order, episodes, version if shared else None)
+        metrics |= result.metrics | ({} if check is None else check.metrics)
         trained = time.perf_counter()
         self._timeline.add("trainer", "train", ready, trained)
         metrics |= rollout_metrics(episodes, lambda task: environment_of(self._tasks, task))
@@ -302,7 +304,7 @@ class FullyAsyncSchedule:
             "time/step_s": trained - begun,
         }
         metrics["tokens_per_second"] = metrics["rollout/tokens"] / (trained - begun)
-        return TrainStepResult(episodes, result.advantages, metrics, rows)
+        return TrainStepResult(episodes, result.advantages, metrics, rows, check)
 
     def _payload(self, group: int) -> bytes:
         with self._lock:

@@ -15,6 +15,7 @@ from schedules.protocols import Trainer
 from schedules.runtime.collectives import broadcast_result
 from schedules.sampling.remote_sampler import RemoteSampler
 from schedules.sampling.session import RolloutSession
+from schedules.weights.sampler_bound import SamplerBound
 from schedules.weights.transfer_result import TransferResult
 from schedules.weights.weight_checks import Media
 from schedules.weights.weight_sync import sync_weights
@@ -63,6 +64,11 @@ class RayFollowerSession(RolloutSession):
     def sample_checks(self, prompts: Sequence[Sequence[int]], media: Sequence[Media]) -> list[dict[str, Any]]:
         """Return nothing: rank 0 asks its samplers."""
         del prompts, media
+        self._follow()
+        return []
+
+    def own_bounds(self) -> list[SamplerBound]:
+        """Return nothing: rank 0 asks its samplers."""
         self._follow()
         return []
 

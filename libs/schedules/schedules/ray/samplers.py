@@ -25,6 +25,7 @@ from schedules.sampling.restarts import restart
 from schedules.sampling.sampler_process import sampling_handlers
 from schedules.sampling.session import RolloutSession
 from schedules.sampling.settings import RolloutSettings
+from schedules.weights.sampler_bound import SamplerBound, read_bound
 from schedules.weights.transfer_result import TransferResult
 from schedules.weights.weight_checks import Media, encode_media
 from schedules.weights.weight_sync import sync_weights
@@ -98,6 +99,11 @@ class RaySamplers:
         requests = self._pool.call_all("probe", prompts=prompts, media=encode_media(media))
         answers = await asyncio.gather(*map(asyncio.wrap_future, requests))
         return [head["answer"] for head, _ in answers]
+
+    async def bounds(self) -> list[SamplerBound]:
+        """Return the bound of each of the samplers. WorkerDied: see `restart_pool`."""
+        answers = await asyncio.gather(*map(asyncio.wrap_future, self._pool.call_all("bound")))
+        return [read_bound(head["answer"]) for head, _ in answers]
 
     def sync(self, trainer: Trainer, runner: Runner) -> TransferResult:
         """Give all samplers the engine's present weights as the next version; the bytes handed over."""
@@ -185,6 +191,10 @@ class RaySession(RolloutSession):
     def sample_checks(self, prompts: Sequence[Sequence[int]], media: Sequence[Media]) -> list[dict[str, Any]]:
         """Return what each of Ray's samplers answers to probes."""
         return self.run(lambda: self.sampler.sample_checks(prompts, media))
+
+    def own_bounds(self) -> list[SamplerBound]:
+        """Return the bound of each of Ray's samplers."""
+        return self.run(self.sampler.bounds)
 
     async def rollout_groups(
         self, rows: Sequence[TaskRow], places: Sequence[int], sampling: Sampling, size: int

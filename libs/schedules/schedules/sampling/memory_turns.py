@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 from rollout import Episode
 from schedules.protocols import OffloadingTrainer, SleepingEngine, Trainer
 from schedules.runtime.collectives import all_agree, gather_lists
+from schedules.sampling.first_batch import scored_difference
 from schedules.sampling.session import RolloutSession
 from schedules.weights.weight_checks import check_media_of, check_prompts_of, compare_checks
 
@@ -50,6 +51,13 @@ def check_weights(session: RolloutSession, trainer: Trainer, episodes: Sequence[
     with sampling_memory(session, trainer) if session.settings.sleep else nullcontext():
         checks = session.sample_checks(prompts, media)
     return compare_checks(trainer, prompts, gather_lists(checks), session.sampler.version, media)
+
+
+def begin_first_batch(session: RolloutSession, trainer: Trainer, episodes: Sequence[Episode]) -> None:
+    """Begin the check of the sampler by these episodes, about to be trained on, where they serve (`FirstBatch`);
+    collective. Nothing is sampled meanwhile."""
+    if session.first.begin(trainer, episodes, session.sampler.version, session.bounds):
+        session.first.scored(scored_difference(trainer, episodes))
 
 
 def run_pending_checks(session: RolloutSession, trainer: Trainer, episodes: Sequence[Episode]) -> None:

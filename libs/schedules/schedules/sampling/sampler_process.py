@@ -9,7 +9,7 @@ import signal
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from rollout.workers.serve import Handler, serve, weight_handlers
 from schedules.protocols import ProcessEngine, SamplerSource, Tasks
 from schedules.runtime.interrupts import Runner
 from schedules.sampling.numbered_tasks import NumberedRows
-from schedules.sampling.session import RolloutSession
+from schedules.sampling.session import RolloutSession, bound_of
 from schedules.sampling.settings import RolloutSettings
 from schedules.weights.weight_checks import decode_media, sample_checks
 from seqpack.memory import ledger
@@ -101,7 +101,7 @@ def generating_handlers(
     source: SamplerSource, tasks: Tasks, settings: RolloutSettings, version: int, place: Mapping[str, Any] | None
 ) -> dict[str, Handler]:
     """Return the calls of a fully asynchronous run: "play" (a group by its number), "evaluate", "load" (what is in
-    flight), those of weight sync, and "probe" (responses that check them).
+    flight), those of weight sync, "probe" (responses that check them), and "bound" (`SamplerBound`).
 
     `version`: the number of the first weights. `place`: of `NumberedRows`.
     """
@@ -116,7 +116,8 @@ def generating_handlers(
 def sampling_handlers(
     source: SamplerSource, tasks: Tasks, settings: RolloutSettings, version: int
 ) -> dict[str, Handler]:
-    """Return the calls of a sampler that is told which tasks to play: "sample", "probe", and those of weight sync."""
+    """Return the calls of a sampler that is told which tasks to play: "sample", "probe" and "bound" (see
+    `generating_handlers`), and those of weight sync."""
     source.prepare_process()
     engine = source.engine(version)
     session = RolloutSession(settings, tasks, source.chat(), engine, Runner())
@@ -152,15 +153,19 @@ def _players(session: RolloutSession, rows: NumberedRows) -> dict[str, Handler]:
 
 
 def _checker(session: RolloutSession, sampler: RolloutEngine, source: SamplerSource) -> dict[str, Handler]:
-    dtype = source.dtype(sampler)
+    limit = bound_of(sampler, session.settings, source)
 
     async def probe(call: dict[str, Any]) -> dict[str, Any]:
         media = decode_media(call["media"])
         how = session.settings.sampling
-        said = await sample_checks(sampler, session.chat, how, dtype, call["prompts"], media)
+        said = await sample_checks(sampler, session.chat, how, limit, call["prompts"], media)
         return {**said, "metrics": said["metrics"] | ledger.metrics()}
 
-    return {"probe": probe}
+    async def bound(call: dict[str, Any]) -> dict[str, Any]:
+        del call
+        return asdict(limit)
+
+    return {"probe": probe, "bound": bound}
 
 
 def _ending_with(sampler: RolloutEngine, handlers: Mapping[str, Handler]) -> dict[str, Handler]:

@@ -8,12 +8,15 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 from rollout import Chat, Episode, NativeEngine, RolloutEngine, Sampling, SharingEngine, TaskRow, failures, run_group
 from rollout.episodes.runner import together
-from schedules.protocols import ProcessEngine, SamplerSource, Tasks, Trainer, environment_of
+from schedules.protocols import NumericEngine, ProcessEngine, SamplerSource, Tasks, Trainer, environment_of
 from schedules.reporting.episode_metrics import environment_metrics, episode_metrics
 from schedules.reporting.live import CountedFactory, Live, MeteredEngine
 from schedules.runtime.collectives import gather_lists, rank_and_world
 from schedules.runtime.interrupts import Runner
+from schedules.sampling.first_batch import FirstBatch
+from schedules.sampling.remote_sampler import RemoteSampler
 from schedules.sampling.settings import RolloutSettings
+from schedules.weights.sampler_bound import SamplerBound, sampler_bound
 from schedules.weights.transfer_result import TransferResult
 from schedules.weights.weight_checks import Media, sample_checks
 from schedules.weights.weight_sync import sync_shared_weights, sync_weights
@@ -83,6 +86,14 @@ def declared_metric(tasks: object) -> HeldOutMetric | None:
     return cast(HeldOutMetric | None, declared)
 
 
+def bound_of(engine: RolloutEngine, settings: RolloutSettings, source: SamplerSource | None) -> SamplerBound:
+    """Return the bound of a sampler's log-probs; one that nobody tells the dtype of may compute in bfloat16."""
+    told = getattr(engine, "dtype", "bfloat16") if source is None else source.dtype(engine)
+    numerics = engine.numerics if isinstance(engine, NumericEngine) else {}
+    dtype = str(told).removeprefix("torch.")
+    return sampler_bound(dtype, settings.trainer_dtype, numerics, settings.allow_untested)
+
+
 @dataclass
 class PendingCheck:
     """Whether samplers got weights that no weight check has looked at since."""
@@ -105,6 +116,7 @@ class RolloutSession:
     source: SamplerSource | None = None
     live: Live = field(default_factory=Live)
     check: PendingCheck = field(default_factory=PendingCheck)
+    first: FirstBatch = field(default_factory=FirstBatch)
 
     def sync(self, trainer: Trainer) -> TransferResult:
         """Give the sampler the trainer's present weights under the next version number.
@@ -153,8 +165,18 @@ class RolloutSession:
         engine = self.sampler
         if self.source is None or not isinstance(engine, ProcessEngine):
             return []
-        dtype = self.source.dtype(engine)
-        return [self.runner.run(sample_checks(engine, self.chat, self.settings.sampling, dtype, prompts, media))]
+        bound = bound_of(engine, self.settings, self.source)
+        return [self.runner.run(sample_checks(engine, self.chat, self.settings.sampling, bound, prompts, media))]
+
+    def bounds(self) -> list[SamplerBound]:
+        """Return the bound of each sampler of every rank; collective."""
+        return gather_lists(self.own_bounds())
+
+    def own_bounds(self) -> list[SamplerBound]:
+        """Return the bounds of the samplers that this rank has; none where another has them."""
+        if isinstance(self.sampler, RemoteSampler):
+            return []
+        return [bound_of(self.sampler, self.settings, self.source)]
 
     def evaluate(self, count: int | None = None) -> Evaluation:
         """Return greedy responses to the held-out tasks, or to the first `count` of them, on every rank.

@@ -24,6 +24,10 @@ class RolloutSettings:
     """Whether the trainer leaves the device while responses are sampled."""
     sleep: bool = False
     """Whether the sampler gives its memory back while the trainer computes."""
+    trainer_dtype: str = "float32"
+    """What the trainer computes in: "bfloat16", "float16" or "float32"."""
+    allow_untested: tuple[str, ...] = ()
+    """Names that were accepted untested; "sampler" widens the bound of its log-probs ten times."""
 
     @property
     def greedy(self) -> Sampling:

@@ -2,11 +2,11 @@
 
 1. Some of the step's prompts are sampled again right after a weight sync, `CHECK_TOKENS` tokens each.
 2. The trainer scores these tokens by its present weights.
-3. The mean distance of log-probs must lie within what arithmetic in the sampler's dtype explains (`BOUNDS`).
+3. The mean distance of log-probs must lie within what arithmetic in the sampler's dtype explains (`SamplerBound`).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from rollout.episodes.runner import together
 from rollout.errors import EpisodeFailed
 from rollout.experts import ROUTED_EXPERTS, RoutedExperts
 from schedules.protocols import ReplicatedEngine, TimedEngine, Trainer
+from schedules.weights.sampler_bound import SamplerBound, read_bound
 from seqpack.batches.batch import make_batch
 
 Media = Mapping[str, Any] | None
@@ -28,9 +29,6 @@ CHECK_PROMPTS = 8
 """Prompts of the step that are sampled again after a weight sync."""
 CHECK_TOKENS = 4
 """Tokens of a response to one of them, at most."""
-BOUNDS = {"bfloat16": 0.05, "float16": 0.02, "float32": 1e-3}
-"""Mean distance between the log-probs of a sampler that computes in this dtype and of the trainer. The largest is told,
-not bounded: where two answers are nearly equal, bfloat16 moves single tokens by 1 and more, in any implementation."""
 
 
 class WeightsNotTakenError(RuntimeError):
@@ -71,16 +69,16 @@ async def sample_checks(
     engine: RolloutEngine,
     chat: Chat,
     sampling: Sampling,
-    dtype: str,
+    bound: SamplerBound,
     prompts: Sequence[Sequence[int]],
     media: Sequence[Media] = (),
 ) -> dict[str, Any]:
-    """Return what a sampler that computes in `dtype` says of its weights, as JSON: its responses to the prompts (of
-    each replica of the model that it has), its dtype, and what its last weight sync cost."""
+    """Return what a sampler says of its weights, as JSON: its responses to the prompts (of each replica of the model
+    that it has), the bound of its log-probs, and what its last weight sync cost."""
     completions = await check_completions(engine, chat, sampling, prompts, media)
     return {
         "answers": [encode_completion(one) for one in completions],
-        "dtype": dtype,
+        "bound": asdict(bound),
         "metrics": transfer_metrics(engine),
     }
 
@@ -153,7 +151,7 @@ def compare_checks(
         span = slice(number * len(prompts), (number + 1) * len(prompts))
         who = "the sampler" if len(parts) == 1 else f"sampler {number} of {len(parts)}"
         distance = _distances(rows[span], scores[span])
-        metrics.append(_check(distance, mine, BOUNDS[one["dtype"]], one["dtype"], version, who) | one["metrics"])
+        metrics.append(_check(distance, mine, read_bound(one["bound"]), version, who) | one["metrics"])
     names = dict.fromkeys(name for row in metrics for name in row)
     return {name: max(row[name] for row in metrics if name in row) for name in names}
 
@@ -169,15 +167,16 @@ def _distances(rows: Sequence[dict[str, Any]], scores: Sequence[torch.Tensor]) -
 
 
 def _check(
-    distance: torch.Tensor, completions: Sequence[Completion], bound: float, dtype: str, version: int, who: str
+    distance: torch.Tensor, completions: Sequence[Completion], bound: SamplerBound, version: int, who: str
 ) -> dict[str, float]:
     mean = distance.mean().item()
     versions = {v for completion in completions for v in completion.policy_versions}
-    if not (mean <= bound and versions == {version}):
+    if not (mean <= bound.mean and versions == {version}):
+        named = ", ".join(map(str, sorted(versions)))
         raise WeightsNotTakenError(
-            f"after version {version} was handed over, the log-probs of {who}, of version "
-            f"{', '.join(map(str, sorted(versions)))}, are {mean:.3g} from the trainer's on average ({bound} is what "
-            f"{dtype} explains): it does not sample from the trainer's weights"
+            f"after version {version} was handed over, the log-probs of {who}, of version {named}, are {mean:.3g} from "
+            f"the trainer's on average ({bound.mean:g} is what {bound.reason} explains): it does not sample "
+            "from the trainer's weights"
         )
     return {"weights/check/abs": mean, "weights/check/abs/max": distance.max().item()}
 

@@ -7,6 +7,8 @@ HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dimensions of full attention; others fail at the first request. A test compares them with vLLM's own list."""
 DELTA_NET_DIMS = (64, 128)
 """Head dimensions of a gated delta net."""
+HALVES = ("bfloat16", "float16", "half")
+"""Names of dtypes of 16 bits that vLLM keeps keys and values in."""
 HYBRIDS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
 """Model types with gated delta nets in some layers."""
 
@@ -27,6 +29,23 @@ def refusal(config: Mapping[str, Any], dtype: str) -> str | None:
             return f"{name} {config[name]}: on a CPU vLLM's delta nets have heads of 64 or 128"
     if dtype != "bfloat16":
         return f"dtype {dtype}: on a CPU vLLM computes delta nets in bfloat16 alone (VllmConfig.dtype)"
+    return None
+
+
+def arguments_refusal(arguments: Mapping[str, Any], dtype: str) -> str | None:
+    """Return why a CPU computes wrong numbers by these engine arguments; None where nothing is known of it."""
+    if arguments.get("speculative_config"):
+        return (
+            "speculative_config: on a CPU vLLM tells log-probs of 0, NaN or -log(vocabulary) of the tokens after "
+            "drafts that it took, and does not take the state of delta nets back after others (log-probs 4 off on "
+            "average): leave it out"
+        )
+    cache = arguments.get("kv_cache_dtype")
+    if dtype == "float32" and cache in HALVES:
+        return (
+            f"kv_cache_dtype {cache} beside dtype float32: on a CPU vLLM reads it as float32 (log-probs 0.6 off on "
+            "average): leave it out"
+        )
     return None
 
 

@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from rollout.vllm.limits.cpu import refusal
+from rollout.vllm.limits.cpu import arguments_refusal, refusal
 from rollout.vllm.limits.parallel_limits import spread_refusal
 from rollout.vllm.server import cpu_replicas as cpu_copies
 from rollout.vllm.server.ascend import installed
@@ -224,6 +224,8 @@ class Generator:
 def _refusal(config: Mapping[str, Any], arguments: Mapping[str, Any], together: Mapping[str, int] | None) -> str | None:
     cpu = current_platform.is_cpu()
     if cpu and (why := refusal(config, arguments["dtype"])):
+        return why
+    if cpu and (why := arguments_refusal(arguments, arguments["dtype"])):
         return why
     if together is not None and (why := cpu_copies.refusal(vllm.__version__, cpu)):
         return why

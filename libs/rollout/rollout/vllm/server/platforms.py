@@ -34,4 +34,6 @@ def _refuse_accelerator_arguments(arguments: Mapping[str, Any]) -> None:
     if "gpu_memory_utilization" in arguments:
         raise ValueError("memory_share is of an accelerator's memory and this vLLM runs on a CPU: use kv_cache_gib")
     if not arguments["enforce_eager"]:
-        raise ValueError("graph_sizes are of CUDA graphs and this vLLM runs on a CPU: leave them out")
+        raise ValueError(
+            "graph_sizes and enforce_eager=false are of CUDA graphs and this vLLM runs on a CPU: leave them out"
+        )

@@ -28,7 +28,7 @@ def test_a_cpu_takes_them_as_they_are_and_copies_that_share_experts_are_told_so(
     ("changes", "says"),
     [
         ({"gpu_memory_utilization": 0.5}, "memory_share is of an accelerator's memory .* use kv_cache_gib"),
-        ({"enforce_eager": False}, "graph_sizes are of CUDA graphs .* leave them out"),
+        ({"enforce_eager": False}, "graph_sizes and enforce_eager=false are of CUDA graphs .* leave them out"),
     ],
 )
 def test_a_cpu_refuses_settings_of_accelerators(changes: dict[str, Any], says: str) -> None:

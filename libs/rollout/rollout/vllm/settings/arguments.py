@@ -1,8 +1,9 @@
 """Checks of vLLM's engine arguments: those that are set elsewhere or that vLLM lacks are refused."""
 
 import difflib
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 OWNED = {
     "async_scheduling": "one step at a time is what stamps a token with its weights",
@@ -18,7 +19,6 @@ OWNED = {
     "enable_return_routed_experts": "use RolloutConfig.routed_experts",
     "enable_sleep_mode": "use VllmConfig.sleep",
     "enable_prefix_caching": "use VllmConfig.prefix_cache",
-    "enforce_eager": "no test has run vLLM's compiler, so it runs layer by layer, or by VllmConfig.graph_sizes",
     "gpu_memory_utilization": "use VllmConfig.memory_share",
     "hf_overrides": "the head gets weights of its own there, which a transfer then replaces for certain",
     "load_format": "the engine hands the weights over itself",
@@ -30,7 +30,7 @@ OWNED = {
     "mm_device_do_normalize": "patches come as the tower reads them",
     "mm_processor_cache_gb": "images come as patches, which vLLM's processors never see",
     "model": "the engine is given its directory",
-    "pipeline_parallel_size": "no test has run it",
+    "pipeline_parallel_size": "its stages run several batches at once, and one step at a time is what stamps a token",
     "seed": "use RolloutConfig.seed",
     "skip_mm_profiling": "images come as patches, which vLLM's processors never see",
     "skip_tokenizer_init": "tokens come in and go out",
@@ -39,6 +39,16 @@ OWNED = {
     "worker_extension_cls": "it takes the weights",
 }
 """Engine arguments that are not passed through, and why or where they are set instead."""
+
+
+KEPT = {
+    "quantization": "weights",
+    "kv_cache_dtype": "cache",
+    "mamba_cache_dtype": "cache",
+    "mamba_ssm_cache_dtype": "cache",
+}
+"""Engine arguments that keep weights or caches in a dtype of their own. All others that change numbers change the order
+of sums, or should."""
 
 
 class EngineArguments(NamedTuple):
@@ -53,6 +63,15 @@ def check_arguments(arguments: Iterable[str], known: EngineArguments) -> None:
     for name in arguments:
         if name not in known.names:
             raise ValueError(f"vLLM {known.version} has no engine argument {name!r}{_like(name, known.names)}")
+
+
+def numeric_arguments(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Return the arguments as NAME=VALUE, each with its kind: "weights" or "cache" are kept in fewer bits; "rounding"
+    is all others."""
+    return {
+        f"{name}={json.dumps(value)}": "rounding" if value in (None, "auto") else KEPT.get(name, "rounding")
+        for name, value in arguments.items()
+    }
 
 
 def _like(name: str, names: Sequence[str]) -> str:

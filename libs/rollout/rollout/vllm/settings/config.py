@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout.vllm.settings.arguments import OWNED
+from rollout.vllm.settings.arguments import OWNED, numeric_arguments
 
 if TYPE_CHECKING:  # whose field these settings are
     from rollout.config import RolloutConfig
@@ -152,8 +152,19 @@ def check_routed_experts(config: "RolloutConfig") -> None:
             "routed_experts can't be told where copies of several workers share experts, as each worker routes a "
             "part of the tokens: set tensor_parallel=1, or leave experts_over_copies off"
         )
-    if config.vllm.graph_sizes:
-        raise ValueError("routed_experts are noted by Python between layers, which a graph leaves out: no graph_sizes")
+    if config.vllm.graph_sizes or config.vllm.arguments.get("enforce_eager") is False:
+        raise ValueError(
+            "routed_experts are noted by Python between layers, which a graph leaves out: no graph_sizes, and no "
+            "enforce_eager=false"
+        )
+
+
+def numeric_settings(config: VllmConfig) -> dict[str, str]:
+    """Return the settings that change numbers as NAME=VALUE, each with its kind (see `numeric_arguments`)."""
+    typed = ("dtype", "tensor_parallel", "expert_parallel", "prefix_cache", "split_prompts", "graph_sizes")
+    changed = [name for name in typed if getattr(config, name) != getattr(VllmConfig, name)]
+    named = {f"{name}={getattr(config, name)}": "rounding" for name in changed}
+    return named | numeric_arguments(config.arguments)
 
 
 def accelerator_arguments(config: VllmConfig) -> dict[str, Any]:

@@ -8,9 +8,9 @@ import pytest
 
 from rollout.config import RolloutConfig
 from rollout.vllm.client.process import environment, find_python
-from rollout.vllm.limits.cpu import chosen_dtype, prompt_refusal, refusal
+from rollout.vllm.limits.cpu import arguments_refusal, chosen_dtype, prompt_refusal, refusal
 from rollout.vllm.settings.arguments import OWNED
-from rollout.vllm.settings.config import VllmConfig, accelerator_arguments, text_config
+from rollout.vllm.settings.config import VllmConfig, accelerator_arguments, numeric_settings, text_config
 
 BAD: dict[str, list[Any]] = {
     "python": ["", " "],
@@ -180,3 +180,43 @@ def test_vllms_workers_meet_on_loopback_whatever_the_trainers_do() -> None:
     own = environment(VllmConfig(), {"NCCL_SOCKET_IFNAME": "eth0", "VLLM_HOST_IP": "10.0.0.2"})
     assert {own[f"{kind}_SOCKET_IFNAME"] for kind in ("GLOO", "NCCL", "HCCL")} == {"lo"}
     assert own["VLLM_HOST_IP"] == "127.0.0.1"
+
+
+def test_the_settings_that_change_numbers_are_named_with_what_they_keep_in_fewer_bits() -> None:
+    arguments = {
+        "quantization": "fp8",
+        "kv_cache_dtype": "auto",
+        "enable_lora": True,
+        "mamba_ssm_cache_dtype": "float16",
+    }
+    assert numeric_settings(VllmConfig(dtype="float16", prefix_cache=True, arguments=arguments)) == {
+        "dtype=float16": "rounding",
+        "prefix_cache=True": "rounding",
+        'quantization="fp8"': "weights",
+        'kv_cache_dtype="auto"': "rounding",
+        "enable_lora=true": "rounding",
+        'mamba_ssm_cache_dtype="float16"': "cache",
+    }
+    assert numeric_settings(VllmConfig()) == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "dtype", "why"),
+    [
+        ({"kv_cache_dtype": "bfloat16"}, "float32", "kv_cache_dtype bfloat16 beside dtype float32"),
+        ({"kv_cache_dtype": "bfloat16"}, "bfloat16", None),
+        ({"kv_cache_dtype": "fp8"}, "float32", None),
+        ({"speculative_config": {"method": "ngram"}}, "bfloat16", "speculative_config: on a CPU"),
+        ({"enable_lora": True}, "float32", None),
+    ],
+)
+def test_arguments_that_a_cpu_computes_wrong_numbers_by_are_refused(
+    arguments: dict[str, Any], dtype: str, why: str | None
+) -> None:
+    found = arguments_refusal(arguments, dtype)
+    assert found is None if why is None else found is not None and found.startswith(why)
+
+
+def test_experts_are_not_noted_where_layers_are_compiled() -> None:
+    with pytest.raises(ValueError, match="which a graph leaves out: no graph_sizes, and no enforce_eager=false"):
+        RolloutConfig(backend="vllm", routed_experts=True, vllm=VllmConfig(arguments={"enforce_eager": False}))
