@@ -54,6 +54,11 @@ def set_experts(config: Any, name: str) -> None:
     config._experts_implementation = name
 
 
+def attention_function(config: Any) -> str:
+    """Return the name of the attention function that a transformers model of this config chose."""
+    return str(config.get_text_config()._attn_implementation)
+
+
 def megatron_groups() -> list[Any]:
     """Return the process groups that megatron-core made."""
     from megatron.core import parallel_state

@@ -8,6 +8,7 @@
 5. The first two sequences as one must exceed what is allowed: else the comparison would not see a leak.
 """
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,13 +23,15 @@ from engines.build import build_engine
 from engines.config import EngineConfig
 from engines.families.registry import admitted, digest, registered_family
 from engines.families.torch_operations import choose_torch_operations
-from engines.loading import compute_dtype
-from engines.prove.certificate import Certificate, place, versions
-from engines.prove.comparison import Result, difference, sequences, stock
+from engines.loading import cast_parameters, compute_dtype, resolve_device
+from engines.private_api import attention_function
+from engines.prove.certificate import Certificate, cached_at, place, versions
+from engines.prove.comparison import Result, largest, sequences, stock
 from engines.prove.engine_result import engine_log_probs, engine_result, settings_of_proof
+from engines.prove.forked_ranks import launch_forked
 from engines.prove.generic_family import generic_family
 from engines.prove.lengths import proof_lengths
-from engines.prove.small_config import few_layers, thresholds
+from engines.prove.small_config import few_layers, fit_experts, thresholds
 
 RATIO = 1.5
 """How many times the error of stock transformers, as a root mean square, the engine's may be."""
@@ -38,10 +41,14 @@ FLOOR = 1e-5
 """Errors that are equal to none: float32's own."""
 MOST_LOGITS = 2**30
 """Logits of one sequence that are in memory at once: longer ones are left out."""
+MOST_SCORES = 2**30
+"""Scores of all heads of one sequence."""
 MARGIN = 10.0
 """How many times stock's error a leak must be: in bfloat16, log-probs of unrelated tokens differ by no more."""
 OPTIONS = ("backend", "batching", "compile", "dtype", "gradient_checkpointing", "weights", "transformer_options")
 """Fields that choose kernels."""
+MOST_VALUES = 2**31
+"""Values of the weights: with gradients, moments and copies each takes about 24 bytes."""
 SINGLE = {
     **dict.fromkeys(("tensor_parallel", "pipeline_parallel", "virtual_pipeline_parallel", "expert_parallel"), 1),
     **dict.fromkeys(("shard_ranks", "first_stage_layers", "last_stage_layers"), None),
@@ -73,31 +80,42 @@ def prove_device(config: EngineConfig, model: Any, longest: int = 0) -> Certific
     `longest`: the longest row of the run; sequences as long are compared where their logits fit memory.
     """
     start, (text, _) = time.perf_counter(), few_layers(model)
+    experts = fit_experts(text, MOST_VALUES)
     settings = settings_of_proof(config, **SINGLE)
-    device = torch.device(settings.device if settings.device != "auto" else "cuda")
+    device = resolve_device(settings)
     dtype = compute_dtype(settings, device)
-    lengths = tuple(n for n in proof_lengths(thresholds(text), max(longest, 700)) if n * text.vocab_size <= MOST_LOGITS)
-    rows = [row.to(device) for row in sequences(lengths, text.vocab_size)]
     family = registered_family(text) or generic_family(text)
     with admitted(text, family), exact_products():
         module = true_width(text, device, dtype)
+        most = longest_that_fits(module)
+        lengths = tuple(length for length in proof_lengths(thresholds(text), max(longest, 700)) if length <= most)
+        rows = [row.to(device) for row in sequences(lengths, text.vocab_size)]
         plain = _on_host(_plain(module, rows))
-        own = _on_host(stock(module.to(dtype), rows))
+        own = _on_host(stock(cast_parameters(module, dtype), rows))
         settings = replace(settings, max_tokens_per_rank=max(settings.max_tokens_per_rank or 0, sum(lengths)))
-        engine = build_engine(settings, module.to(torch.float32))
+        engine = build_engine(settings, cast_parameters(module, torch.float32))
         leak = _leak(engine, rows, plain)
         got = engine_result(engine, rows)
-    allowed, found = errors(own, plain, lengths), errors(got, plain, lengths)
+    allowed, found = (errors(one, plain, lengths, device) for one in (own, got))
     problems = [*_problems(found, allowed)]
     if leak < MARGIN * allowed.whole:
         problems.append(f"a leak moves log-probs by {leak:.1e}, less than {MARGIN} times the error {allowed.whole:.1e}")
-    worst = difference(got, plain)
+    options = {name: value for name, value in asdict(settings).items() if name in OPTIONS}
     return Certificate(
-        text.model_type, digest(model.get_text_config()), "true", lengths, worst.log_probs, worst.gradients, None,
+        text.model_type, digest(model.get_text_config()), "true", lengths,
+        largest(got.log_probs - plain.log_probs), max(found.gradients.values(), default=0.0), None,
         {"leak in all layers": leak}, (), tuple(problems), time.perf_counter() - start, versions(), "device",
-        {name: value for name, value in asdict(settings).items() if name in OPTIONS},
-        difference(own, plain).log_probs, place(device),
+        options | experts, largest(own.log_probs - plain.log_probs), place(device),
     )  # fmt: skip
+
+
+def longest_that_fits(model: Any) -> int:
+    """Return the longest sequence whose logits fit memory, and whose scores do where stock attention makes them all."""
+    text = model.config.get_text_config()
+    most: int = MOST_LOGITS // text.vocab_size
+    if attention_function(model.config) == "eager":
+        most = min(most, math.isqrt(MOST_SCORES // text.num_attention_heads))
+    return most
 
 
 @contextmanager
@@ -143,14 +161,15 @@ def _leak(engine: Any, rows: Sequence[Tensor], plain: Result) -> float:
     return float((joined[first:].double() - want).square().mean().sqrt())
 
 
-def errors(got: Result, plain: Result, lengths: Sequence[int]) -> Errors:
-    """Return the errors of a result against the plain one."""
+def errors(got: Result, plain: Result, lengths: Sequence[int], device: torch.device) -> Errors:
+    """Return the errors of a result against the plain one; the device computes them."""
     squares = (got.log_probs.double() - plain.log_probs.double()).square()
     parts = [part for part in squares.split([length - 1 for length in lengths]) if part.numel()]
     gradients = {}
     for name, grad in plain.gradients.items():
-        if name in got.gradients and (norm := float(grad.double().norm())):
-            gradients[name] = float((got.gradients[name].double() - grad.double()).norm()) / norm
+        want = grad.to(device)
+        if name in got.gradients and (norm := float(want.norm())):
+            gradients[name] = float((got.gradients[name].to(device) - want).norm()) / norm
     roots = torch.stack([part.mean().sqrt() for part in parts])
     return Errors(roots, float(squares.mean().sqrt()), gradients)
 
@@ -160,16 +179,38 @@ def _problems(found: Errors, allowed: Errors) -> Iterator[str]:
     if not found.whole <= RATIO * allowed.whole + FLOOR:
         yield f"log-probs differ by {found.whole:.1e}, {found.whole / allowed.whole:.1f} times stock transformers"
     most = WORST * float(allowed.log_probs.max()) + FLOOR
-    for place_, value in enumerate(found.log_probs.tolist()):
+    for number, value in enumerate(found.log_probs.tolist()):
         if not value <= most:
-            yield f"log-probs of sequence {place_} differ by {value:.1e}, stock transformers by at most {most / WORST:.1e}"
+            yield f"log-probs of sequence {number} differ by {value:.1e}, stock transformers' by {most / WORST:.1e}"
     typical = sorted(allowed.gradients.values())[len(allowed.gradients) // 2] if allowed.gradients else 0.0
     for name, value in allowed.gradients.items():
         if name not in found.gradients:
             yield f"{name} has no gradient"
         elif not found.gradients[name] <= WORST * max(value, typical) + FLOOR:
-            yield f"the gradient of {name} differs by {found.gradients[name]:.1e}, that of stock transformers by {value:.1e}"
+            yield f"the gradient of {name} differs by {found.gradients[name]:.1e}, stock transformers' by {value:.1e}"
 
 
 def _on_host(result: Result) -> Result:
     return Result(result.log_probs.cpu(), {name: grad.cpu() for name, grad in result.gradients.items()})
+
+
+def device_certificate(config: EngineConfig, model: Any, longest: int = 0) -> Certificate:
+    """Return the certificate of a config on the accelerator that an engine of it would run on: from the cache unless
+    `config.prove` is "always", else made in a process of its own, which gives the device's memory back.
+
+    Raises:
+        ValueError: no proof could be made there.
+    """
+    certificate: Certificate = launch_forked(_certificate_here, (config, model, longest), 1, config.device)
+    return certificate
+
+
+def _certificate_here(config: EngineConfig, model: Any, longest: int) -> Certificate:
+    device = resolve_device(config)
+    options = {name: value for name, value in asdict(config).items() if name in OPTIONS}
+    path = cached_at(model, "device", {**options, **place(device), "longest": longest})
+    if config.prove != "always" and path.is_file():
+        return Certificate.load(path)
+    certificate = prove_device(config, model, longest)
+    certificate.save(path)
+    return certificate

@@ -1,0 +1,100 @@
+"""A device's dtype and kernels against stock transformers: what holds, and planted errors that fail. Here on a CPU in
+bfloat16, `device_cuda_test.py` on a GPU at true width."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines.build import build_engine
+from engines.config import EngineConfig
+from engines.launch import ensure_group
+from engines.prove.certificate import Certificate
+from engines.prove.device import prove_device
+from engines.prove.small_config import few_layers, fit_experts
+from engines.tiny import tiny_config
+from seqpack.adapters.context import LocalOps
+
+CONFIG = EngineConfig(device="cpu", dtype="bfloat16")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group() -> Iterator[None]:
+    made = ensure_group("cpu")
+    yield
+    if made:
+        torch.distributed.destroy_process_group()
+
+
+SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 96}
+WIDE = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+"""Keys of a few numbers are normalised to one: their gradient in bfloat16 is mostly rounding."""
+
+
+def of(kind: str) -> Certificate:
+    return prove_device(CONFIG, tiny_config(kind, **SIZES, **(WIDE if kind == "dense" else {})))
+
+
+@pytest.mark.parametrize("kind", ["attention", "dense"])
+def test_the_engine_is_as_near_as_stock_transformers(kind: str) -> None:
+    certificate = of(kind)
+    assert certificate.holds, certificate.problems
+    assert certificate.subject == "device"
+    assert certificate.width == "true"
+    assert certificate.stock_error is not None
+    assert certificate.stock_error > 1e-4, "float32 was compared, not the dtype of the run"
+
+
+def scaled(self: LocalOps, q: Any, k: Any, v: Any, context: Any, scale: float, window: Any, **more: Any) -> Tensor:
+    """Attend with another scale."""
+    return attention(self, q, k, v, context, 1.3 * scale, window, **more)
+
+
+def halved(self: LocalOps, q: Any, k: Any, v: Any, context: Any, scale: float, window: Any, **more: Any) -> Tensor:
+    """Attend with half of the gradient of values."""
+    return attention(self, q, k, 0.5 * v + 0.5 * v.detach(), context, scale, window, **more)
+
+
+def far_only(self: LocalOps, q: Any, k: Any, v: Any, context: Any, scale: float, window: Any, **more: Any) -> Tensor:
+    """Attend to at most 512 tokens: only sequences that are longer notice."""
+    return attention(self, q, k, v, context, scale, 128 if context.max_seqlen > 512 else window, **more)
+
+
+attention: Callable[..., Tensor] = LocalOps.attention
+
+
+@pytest.mark.parametrize("planted", [scaled, halved, far_only])
+def test_planted_errors_fail(planted: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalOps, "attention", planted)
+    assert not of("attention").holds
+
+
+def test_weights_that_moved_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine gets another model than stock transformers: one row of one matrix is twice as large."""
+
+    def build(config: Any, model: Any) -> Any:
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight[3].mul_(-2)
+        return build_engine(config, model)
+
+    monkeypatch.setattr("engines.prove.device.build_engine", build)
+    assert any("gradient" in problem or "log-probs" in problem for problem in of("attention").problems)
+
+
+def test_few_layers_are_one_of_each_kind_at_their_width() -> None:
+    config = tiny_config("dense", num_hidden_layers=12, full_attention_interval=4)
+    text, kept = few_layers(config)
+    assert [config.layer_types[layer] for layer in kept] == text.layer_types
+    assert set(text.layer_types) == set(config.layer_types)
+    assert kept[-1] == 11
+    assert (text.hidden_size, text.vocab_size) == (config.hidden_size, config.vocab_size)
+
+
+def test_experts_are_fewer_where_memory_is_short() -> None:
+    config = tiny_config("moe", num_experts=64)
+    assert fit_experts(config, 2**40) == {}
+    changed = fit_experts(config, 40_000)
+    assert changed["num_experts"] == config.num_experts < 64
+    assert config.num_experts >= 2 * config.num_experts_per_tok
