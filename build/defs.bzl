@@ -138,7 +138,7 @@ def _pytest(srcs, deps, data, tags, args, hub, **attrs):
     needs = [tag for tag in tags if tag in _NEEDS]
     _python(
         py_test,
-        srcs + ["//build:pytest_main.py"],
+        srcs + ["//build:forked_processes.py", "//build:pytest_main.py"],
         deps + [requirement("pytest", hub)],
         args = ["$(rootpath %s)" % file for file in srcs] + ["--tessera-tag=" + tag for tag in needs] + args,
         data = data + ["//build:allowed_skips.txt", "//:pyproject.toml"],

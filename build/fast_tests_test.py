@@ -38,8 +38,8 @@ module_test(name = "made", srcs = ["alpha/never_test.py"], env = {"X": "$(rootpa
 def tree(tmp_path):
     """A tree with one library and this program."""
     (tmp_path / "build/locks").mkdir(parents=True)
-    for name in ("fast_tests.py", "gazelle.py", "gazelle_rules.py", "install_hub.py", "pytest_main.py"):
-        shutil.copy(BUILD / name, tmp_path / "build")
+    for name in ("fast_tests", "forked_processes", "gazelle", "gazelle_rules", "install_hub", "pytest_main"):
+        shutil.copy(BUILD / f"{name}.py", tmp_path / "build")
     (tmp_path / "build/allowed_skips.txt").write_text("")
     for lock in ("cpu", "extras"):
         (tmp_path / f"build/locks/{lock}.txt").write_text("absent-package==1.0 \\\n    --hash=sha256:00\n")

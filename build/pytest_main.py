@@ -61,6 +61,20 @@ def short_name(folder: str) -> str:
     return link
 
 
+def fork_for_spawn() -> None:
+    """Install forked_processes, from beside this file, which is not on the path."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location(
+        "forked_processes", Path(__file__).absolute().with_name("forked_processes.py")
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["forked_processes"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.install()
+
+
 def load_hypothesis_profile() -> None:
     """Load a profile for property tests, where hypothesis is declared: fixed examples and no deadline."""
     try:
@@ -156,6 +170,8 @@ def main(argv: list[str]) -> int:
         leave_kernels_out()
     import pytest
 
+    if not set(tags) & {*DEVICES, "vllm"}:
+        fork_for_spawn()
     load_hypothesis_profile()
     rest = [a for a in argv if not a.startswith("--tessera-tag=")]
     wanted = os.environ.get("TESTBRIDGE_TEST_ONLY", "")

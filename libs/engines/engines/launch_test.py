@@ -1,12 +1,14 @@
 """Ranks: results, failures with their traceback, no process left behind, the environment as it was."""
 
 import multiprocessing
+import multiprocessing.context
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,15 @@ import torch
 import torch.distributed as dist
 
 from engines.launch import RankError, RankRefusedError, _first_error, launch, under_torchrun
+
+
+@pytest.fixture(scope="module", autouse=True)
+def spawned() -> Iterator[None]:
+    """Spawn as a user's run does, whatever a process that runs tests has in the place of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        contexts = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
+        patch.setitem(contexts, "spawn", multiprocessing.context.SpawnContext())
+        yield
 
 
 def total(start: float) -> tuple[float, int, int]:

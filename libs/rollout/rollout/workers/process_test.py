@@ -2,6 +2,7 @@
 
 import asyncio
 import multiprocessing
+import multiprocessing.context
 import os
 import signal
 import time
@@ -28,6 +29,15 @@ from rollout.workers.serve import serve, weight_handlers
 
 VOCAB, PROMPT = 24, [3, 5, 7]
 GREEDY = Sampling(greedy=True, max_new_tokens=8)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def spawned() -> Iterator[None]:
+    """Spawn as a user's run does, whatever a process that runs tests has in the place of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        contexts = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
+        patch.setitem(contexts, "spawn", multiprocessing.context.SpawnContext())
+        yield
 
 
 def small(seed: int) -> PreTrainedModel:
