@@ -69,7 +69,9 @@ def numeric_arguments(arguments: Mapping[str, Any]) -> dict[str, str]:
     """Return the arguments as NAME=VALUE, each with its kind: "weights" or "cache" are kept in fewer bits; "rounding"
     is all others."""
     return {
-        f"{name}={json.dumps(value)}": "rounding" if value in (None, "auto") else KEPT.get(name, "rounding")
+        f"{name}={value if isinstance(value, str) else json.dumps(value)}": "rounding"
+        if value in (None, "auto")
+        else KEPT.get(name, "rounding")
         for name, value in arguments.items()
     }
 

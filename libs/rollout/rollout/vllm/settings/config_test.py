@@ -192,10 +192,10 @@ def test_the_settings_that_change_numbers_are_named_with_what_they_keep_in_fewer
     assert numeric_settings(VllmConfig(dtype="float16", prefix_cache=True, arguments=arguments)) == {
         "dtype=float16": "rounding",
         "prefix_cache=True": "rounding",
-        'quantization="fp8"': "weights",
-        'kv_cache_dtype="auto"': "rounding",
+        "quantization=fp8": "weights",
+        "kv_cache_dtype=auto": "rounding",
         "enable_lora=true": "rounding",
-        'mamba_ssm_cache_dtype="float16"': "cache",
+        "mamba_ssm_cache_dtype=float16": "cache",
     }
     assert numeric_settings(VllmConfig()) == {}
 
