@@ -10,22 +10,22 @@ from apps.sft.main import main as sft
 from chat_tools import formats
 
 ROOT = Path(__file__).parents[1]
-COUNTED = re.compile(r"(\d+) recipes, (\d+) can be run today, (\d+) shrunk")
+COUNTED = re.compile(r"(\d+) recipes, (\d+) can be run today, (\d+) untested, (\d+) shrunk")
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/status.md"])
 def test_a_page_counts_the_recipes_as_the_apps_do(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """How many can be run, how many shrunk, of how many."""
-    totals = [0, 0, 0]
+    """How many can be run, how many start untested alone, how many run shrunk, of how many."""
+    totals = [0, 0, 0, 0]
     for main in (grpo, sft):
         with pytest.raises(SystemExit):
             main(["--recipe", "list"])
         found = COUNTED.fullmatch(capsys.readouterr().out.splitlines()[-1])
         assert found is not None
         totals = [total + int(count) for total, count in zip(totals, found.groups(), strict=True)]
-    recipes, ready, shrunk = totals
+    recipes, ready, untested, shrunk = totals
     text = " ".join((ROOT / page).read_text().split())
-    assert re.findall(r"(\d+ of \d+)", text) == [f"{ready} of {recipes}", f"{shrunk} of {recipes}"]
+    assert re.findall(r"(\d+ of \d+)", text) == [f"{count} of {recipes}" for count in (ready, untested, shrunk)]
 
 
 def test_the_front_page_counts_the_formats_of_tool_calls() -> None:

@@ -19,7 +19,9 @@ from apps.common.cli.peer_flags import GRPO as PEERS
 from apps.common.cli.plan_command import answer_without_running
 from apps.common.cli.recipes import beside_own_model
 from apps.common.cli.refusals import Refusals
+from apps.common.cli.untested import FLAG_TYPE
 from apps.common.data.tokenizer import quiet_libraries
+from apps.common.run.certificates import tell_proofs, write_proofs
 from apps.common.run.config_file import write_config
 from apps.common.run.full_disk import writing
 from apps.common.run.moved_weights import check_moved
@@ -27,7 +29,7 @@ from apps.common.run.reporter import report_on_stop
 from apps.common.run.run_dir import resolve_run_dir, steps_done
 from apps.common.shrink.command import check_nothing_dropped, parse_shrink_flag, print_differences, without_vllm
 from apps.common.shrink.fields import Difference, ProcessLimit, by_flag
-from apps.common.shrink.npu import fake_npu_for
+from apps.common.shrink.npu import by_stand_in, fake_npu_for
 from apps.grpo.config import OWNED, GrpoConfig
 from apps.grpo.preflight import check_machine, prepare
 from apps.grpo.recipe import Recipe
@@ -67,6 +69,7 @@ def command_line() -> CommandLine[GrpoConfig]:
         types={
             "advantage": Literal[(*ESTIMATORS, *ESTIMATORS.aliases)],
             "cluster.schedule.mode": Annotated[Literal[tuple(MODES)], tyro.conf.arg(aliases=["--schedule"])],
+            "engine.allow_untested": FLAG_TYPE,
             "engine.backend": Literal[tuple(TRAIN_BACKENDS)],
             "objective.policy_loss": Literal[tuple(POLICY_LOSSES)],
             "objective.off_policy": Annotated[Correction | None, tyro.conf.arg(help=OFF_POLICY)],
@@ -126,6 +129,8 @@ def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
     with writing("the configuration", run_dir):
         if rank_and_world()[0] == 0:
             write_config(config, run_dir)
+            write_proofs(run_dir, prepared.certificates, prepared.accepted)
+            tell_proofs(prepared.certificates, config.engine.allow_untested, prepared.accepted)
     job = functools.partial(train, model=model, run_dir=run_dir, demonstrations=recipe.demonstrations)
     if runs_in_this_process(config.nproc_per_node):
         job = functools.partial(job, opened=prepared.opened)
@@ -156,6 +161,11 @@ def shrunk(config: GrpoConfig, most: ProcessLimit) -> tuple[GrpoConfig, Recipe, 
     return small, shrunk_recipe(small, recipe), differences
 
 
+def shrunk_spec(config: GrpoConfig, most: ProcessLimit) -> RunSpec:
+    """Return the run spec of a configuration at the size of the allowed processes; see `shrunk`."""
+    return by_stand_in(spec_of(*shrunk(config, most)[:2]))
+
+
 def run_shrunk(config: GrpoConfig, most: ProcessLimit) -> Result:
     """Run a recipe in small, with a tiny random model of its architecture; print the differences first.
 
@@ -184,11 +194,11 @@ def main(argv: Sequence[str], own_process: bool = False) -> None:
 
     def specs() -> list[tuple[RunSpec, RunSpec]]:
         configs = [recipe.config for recipe in recipes().values()]
-        return [(spec_of(config), spec_of(*shrunk(config, most or ProcessLimit())[:2])) for config in configs]
+        return [(spec_of(config), shrunk_spec(config, most or ProcessLimit())) for config in configs]
 
     def planned(rest: Sequence[str]) -> RunSpec:
         config = configure(rest)
-        return spec_of(config) if most is None else spec_of(*shrunk(config, most)[:2])
+        return spec_of(config) if most is None else shrunk_spec(config, most)
 
     answer_without_running(argv, specs, planned, typed)
     config = configure(argv)

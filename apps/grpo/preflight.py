@@ -16,10 +16,12 @@ from apps.common.cli.refusals import Refusals
 from apps.common.data.model_files import config_of_model, longest_sequence, open_model_directory
 from apps.common.data.template_options import template_options
 from apps.common.data.tokenizer import load_tokenizer
+from apps.common.run.certificates import accepted_parts, failures, prove_run
 from apps.common.run.ranks import ranks_of_node
 from apps.common.samplers import sampler_backend
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipe import Recipe
+from apps.grpo.registry import spec_of
 from apps.grpo.sampling.chat import chat_of, tool_format_of
 from apps.grpo.sampling.ray_devices import check_ray_devices
 from apps.grpo.tasks.prompt_tasks import Tasks
@@ -27,6 +29,7 @@ from chat_tools import formats
 from engines.capability import unsupported
 from engines.loading import LoadedModel, resolve_device
 from engines.preflight import refusals as model_refusals
+from engines.prove.certificate import Certificate
 from rollout import EpisodeContext, Observation, TaskRow
 from rollout.environments.thread_environment import host
 from schedules.ray.cluster import ray_module
@@ -88,6 +91,9 @@ class Prepared:
 
     opened: LoadedModel | None
     tasks: Tasks | None
+    certificates: tuple[Certificate, ...]
+    accepted: dict[str, str]
+    """What runs untested, accepted by name, each with the reason."""
 
 
 def prepare(config: GrpoConfig, recipe: Recipe, directory: Path, refusals: Refusals) -> Prepared:
@@ -95,11 +101,15 @@ def prepare(config: GrpoConfig, recipe: Recipe, directory: Path, refusals: Refus
 
     Environments of the user's, which may be slow, are opened only where nothing is refused.
     """
-    opened = refusals.of(partial(open_model_directory, directory, config.engine))
-    described = config_of_model(directory, opened)
+    described = config_of_model(directory, None)
+    ranks = ranks_of_node(config.nproc_per_node, config.cluster.pools.nodes) * config.cluster.pools.nodes
+    proofs = () if described is None else refusals.of(partial(prove_run, config.engine, directory, described, ranks))
+    opened = None if proofs is None else refusals.of(partial(open_model_directory, directory, config.engine))
+    if opened is not None:
+        refusals.lines += failures(proofs or ())  # else opening has told it
+    accepted = accepted_parts(spec_of(config, recipe), proofs or (), described, refusals)
     tokenizer = None if described is None else refusals.of(partial(load_tokenizer, directory))
     if described is not None:
-        ranks = ranks_of_node(config.nproc_per_node, config.cluster.pools.nodes) * config.cluster.pools.nodes
         refusals.lines += model_refusals(config.engine, described, ranks, opened)
         if tokenizer is not None:
             refusals.of(partial(check_model, config, directory, described, tokenizer))
@@ -107,7 +117,7 @@ def prepare(config: GrpoConfig, recipe: Recipe, directory: Path, refusals: Refus
     tasks = None if make is None or tokenizer is None else refusals.of(lambda: make(config, tokenizer))
     if tasks is not None and tokenizer is not None and not (config.plugins.environment and refusals.lines):
         refusals.of(partial(check_prompts, config, tasks, tokenizer, directory))
-    return Prepared(opened, tasks)
+    return Prepared(opened, tasks, proofs or (), accepted)
 
 
 def check_prompts(

@@ -19,8 +19,10 @@ from apps.common.cli.peer_flags import SFT as PEERS
 from apps.common.cli.plan_command import answer_without_running
 from apps.common.cli.recipes import beside_own_model
 from apps.common.cli.refusals import Refusals
+from apps.common.cli.untested import FLAG_TYPE
 from apps.common.data.images import image_processor_of
 from apps.common.data.tokenizer import quiet_libraries
+from apps.common.run.certificates import tell_proofs, write_proofs
 from apps.common.run.config_file import write_config
 from apps.common.run.full_disk import writing
 from apps.common.run.moved_weights import check_moved
@@ -28,7 +30,7 @@ from apps.common.run.reporter import report_on_stop
 from apps.common.run.run_dir import resolve_run_dir, steps_done
 from apps.common.shrink.command import check_nothing_dropped, parse_shrink_flag, print_differences
 from apps.common.shrink.fields import Difference, ProcessLimit, by_flag
-from apps.common.shrink.npu import fake_npu_for
+from apps.common.shrink.npu import by_stand_in, fake_npu_for
 from apps.quickstart.model import ensure_tiny_model
 from apps.sft.config import OWNED, SftConfig
 from apps.sft.data import Conversations, load_conversations, write_demonstrations
@@ -65,6 +67,7 @@ def command_line() -> CommandLine[SftConfig]:
         owned=OWNED,
         types={
             "cluster.schedule.mode": Annotated[Mode, tyro.conf.arg(aliases=["--schedule"])],
+            "engine.allow_untested": FLAG_TYPE,
             "engine.backend": Literal[tuple(TRAIN_BACKENDS)],
         },
         peers=PEERS,
@@ -94,7 +97,7 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
     for name in config.tracker:
         refusals.of(partial(check_tracker, name))
     here = config.model is not None and config.model.is_dir()  # else it is to be made, or fetched
-    prepared = prepare(config, config.model, refusals) if here and config.model else None
+    prepared = prepare(config, recipe, config.model, refusals) if here and config.model else None
     refusals.tell()
     if under_torchrun():
         # rank 0 makes the model and the folder, the others wait for it
@@ -104,8 +107,9 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
         steps_done(run_dir, config.steps)
     with writing("the tiny model or the demonstrations", run_dir):
         model, sources = _model(config, run_dir), _sources(config, run_dir)
-    opened, tokenizer = prepared or prepare(config, model, refusals)
+    prepared = prepared or prepare(config, recipe, model, refusals)
     refusals.tell()
+    opened, tokenizer = prepared.opened, prepared.tokenizer
     assert opened is not None
     assert tokenizer is not None
     conversations = _conversations(config, sources, model, tokenizer, run_dir)
@@ -117,6 +121,8 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
     with writing("the configuration", run_dir):
         if rank_and_world()[0] == 0:
             write_config(config, run_dir)
+            write_proofs(run_dir, prepared.certificates, prepared.accepted)
+            tell_proofs(prepared.certificates, config.engine.allow_untested, prepared.accepted)
     with report_on_stop(run_dir):
         given = opened if runs_in_this_process(config.nproc_per_node) else None
         job = (config, conversations, model, run_dir, given)
@@ -134,6 +140,11 @@ def shrunk(config: SftConfig, most: ProcessLimit) -> tuple[SftConfig, Recipe, tu
     recipe = recipes()[config.recipe]
     small, differences = shrink(config, recipe, most)
     return small, shrunk_recipe(small, recipe), differences
+
+
+def shrunk_spec(config: SftConfig, most: ProcessLimit) -> RunSpec:
+    """Return the run spec of a configuration at the size of the allowed processes; see `shrunk`."""
+    return by_stand_in(spec_of(*shrunk(config, most)[:2]))
 
 
 def run_shrunk(config: SftConfig, most: ProcessLimit) -> Result:
@@ -164,13 +175,13 @@ def main(argv: Sequence[str], own_process: bool = False) -> None:
 
     def specs() -> list[tuple[RunSpec, RunSpec]]:
         configs = [recipe.config for recipe in recipes().values()]
-        return [(spec_of(config), spec_of(*shrunk(config, most or ProcessLimit())[:2])) for config in configs]
+        return [(spec_of(config), shrunk_spec(config, most or ProcessLimit())) for config in configs]
 
     def planned(rest: Sequence[str]) -> RunSpec:
         config = configure(rest)
         if config.epochs is not None:
             raise ValueError("--plan reads no data, so it can't count --epochs: give --steps for it")
-        return spec_of(config) if most is None else spec_of(*shrunk(config, most)[:2])
+        return spec_of(config) if most is None else shrunk_spec(config, most)
 
     answer_without_running(argv, specs, planned, typed)
     config = configure(argv)

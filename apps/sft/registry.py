@@ -10,6 +10,7 @@ from apps.common.data.model_files import sizes_of
 from apps.common.run.ranks import ranks_of_node
 from apps.sft.config import SftConfig
 from apps.sft.recipe import Recipe
+from engines.testing.npu.path import stands_in
 from runplan.report.readiness import unready
 from runplan.run_spec import RunSpec
 
@@ -45,6 +46,7 @@ def spec_of(config: SftConfig, recipe: Recipe | None = None) -> RunSpec:
         unknown=unknown,
         needs_model=not recipe.synthetic,
         origin=recipe.origin,
+        stand_in=config.engine.device == "npu" and stands_in(),
         words=recipe_words(
             config,
             beside_own_model(recipe.config) if config.model else recipe.config,

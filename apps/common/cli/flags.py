@@ -135,6 +135,8 @@ def changed(config: Any, other: Any) -> list[str]:
 
 def flag(path: str) -> str:
     """Return the flag of a dotted path; the fields of `data`, `plugins` and `cluster` have no prefix."""
+    if path == "engine.allow_untested":  # it is of all parts, not of the engine alone
+        return "--allow-untested"
     return "--" + path.removeprefix("data.").removeprefix("plugins.").removeprefix("cluster.").replace("_", "-")
 
 

@@ -19,6 +19,7 @@ BESIDES_THE_LAST = "--keep-checkpoints (besides the last)"
 RENAMED = {
     "cluster.environment": "--env",
     "control": "--control-run",
+    "engine.allow-untested": "--allow-untested",
     "keep-failures": "--log-failures",
     "keep-groups": "--log-groups",
     "processes": "--nproc-per-node",

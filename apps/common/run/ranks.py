@@ -18,6 +18,12 @@ def ranks_of_node(processes: int, nodes: int) -> int:
     """
     if not under_torchrun():
         return processes
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    if nodes == 1 and here < int(os.environ["WORLD_SIZE"]):
+        raise ValueError(
+            f"torchrun started {here} of {os.environ['WORLD_SIZE']} ranks here, and the rest elsewhere: set "
+            "--pools.nodes to torchrun's --nnodes"
+        )
     ranks, rest = divmod(int(os.environ["WORLD_SIZE"]), nodes)
     if rest or not ranks:
         raise ValueError(

@@ -12,6 +12,10 @@ def test_torchrun_says_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch)
     assert ranks_of_node(1, 2) == 4
     with pytest.raises(ValueError, match=r"8 ranks, which 3 nodes.*--pools\.nodes"):
         ranks_of_node(1, 3)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert ranks_of_node(1, 2) == 4
+    with pytest.raises(ValueError, match=r"4 of 8 ranks here, and the rest elsewhere: set --pools\.nodes"):
+        ranks_of_node(1, 1)
 
 
 def test_without_a_group_there_is_one_rank() -> None:

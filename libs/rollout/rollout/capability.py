@@ -9,7 +9,7 @@ from seqpack.capability import Supported, Unsupported
 NATIVE: dict[str, Supported | Unsupported] = {
     "cpu": Supported("native/engine_test.py::test_log_probs_are_the_modules_own_for_mixed_lengths"),
     "cuda": Supported("native/engine_gpu_test.py::test_log_probs_are_the_modules_own_on_the_device"),
-    "npu": Unsupported("no Ascend device was at hand: nothing ran on one yet"),
+    "npu": Unsupported("no Ascend device was at hand: nothing ran on one yet", untested="npu"),
     "cancel": Supported("native/walls_test.py::test_a_cancelled_request_answers_with_what_it_has"),
     "continuous_batching": Supported(
         "native/scheduler/batch_test.py::test_a_short_request_beside_long_ones_waits_for_one_step"

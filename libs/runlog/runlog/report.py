@@ -22,6 +22,7 @@ from runlog import store
 from runlog.curves import charts, key_figures, series, unchanged
 from runlog.episodes import view
 from runlog.notices import run_notices
+from runlog.proofs import read_proofs, read_untested, untested_notice
 from runlog.sampling import HELD_OUT, TRAINING, draw_groups
 from runlog.timeline import read_timeline, timeline_svg
 
@@ -128,10 +129,13 @@ def _page(
     )
     template = environment.from_string((assets / "report.html.j2").read_text(encoding="utf-8"))
     flat = unchanged(metrics)
+    proofs, more_proofs = read_proofs(run_dir)
     return template.render(
         title=title or run_dir.resolve().name,
         tiles=key_figures(metrics, logged),
-        notices=run_notices(metrics),
+        notices=[*untested_notice(read_untested(run_dir)), *run_notices(metrics)],
+        proofs=proofs,
+        more_proofs=more_proofs,
         episodes=logged,
         unchanged=flat[:MOST_UNCHANGED],
         more_unchanged=max(0, len(flat) - MOST_UNCHANGED),

@@ -19,6 +19,8 @@ class Unsupported:
     """Not supported, and why."""
 
     reason: str
+    untested: str | None = None
+    """Name by which a user may have it untested, where the code is there and the hardware to run it was not."""
 
     def __bool__(self) -> bool:
         return False

@@ -1,15 +1,22 @@
 """Which family a config gets: the registered one, or one that a proof of this config admits."""
 
+import fcntl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import parent_process
+from pathlib import Path
 from typing import Any, Literal
 
 from engines.families.family import Family
-from engines.families.registry import admit, family_of, registered_family
+from engines.families.registry import admit, family_of, proven_part, registered_family
 from engines.prove.certificate import Certificate, cached_at
 from engines.prove.generic_family import generic_family
 from engines.prove.proof import prove
 
 _COMPRESSED = ("quantization_config", "compression_config")
 Mode = Literal["off", "cached", "always"]
+_MADE: set[Path] = set()
+"""Certificates that this process has made."""
 
 
 def admitted_family(config: Any, mode: Mode = "cached", untested: tuple[str, ...] = ()) -> Family:
@@ -26,31 +33,75 @@ def admitted_family(config: Any, mode: Mode = "cached", untested: tuple[str, ...
     except ValueError:
         if mode == "off":
             raise
-    text = config.get_text_config()
-    for name in _COMPRESSED:
-        if getattr(config, name, None) or getattr(text, name, None):
-            raise ValueError(
-                f"{config.model_type} has {name}: weights that are not plain numbers can't be trained here"
-            )
-    certificate = make_certificate(text, mode)
+    refuse_compressed(config)
+    part = proven_part(config)
+    certificate = make_certificate(part, mode)
     if not certificate.holds:
         raise ValueError(f"{certificate}{_padded_hint(certificate)}")
     if missing := [name for name in certificate.not_exercised if name not in untested]:
         raise ValueError(
             f"{certificate}. But no length or layer of the proof exercised {', '.join(missing)}, which the modelling "
-            f"code reads: accept that by name (allow_untested={','.join(missing)})"
+            f"code reads: accept that by name (allow_untested={','.join(missing)}; in the apps --allow-untested)"
         )
-    return admit(text, registered_family(text) or generic_family(text))
+    return admit(part, registered_family(part) or generic_family(part))
 
 
-def make_certificate(text: Any, mode: Mode = "cached") -> Certificate:
-    """Return the certificate of a text config, from the cache where `mode` allows; a new one is cached."""
-    path = cached_at(text)
-    if mode != "always" and path.is_file():
-        return Certificate.load(path)
-    certificate = prove(text)
-    certificate.save(path)
+def refuse_compressed(config: Any) -> None:
+    """Raise ValueError for a config whose checkpoint holds quantized or compressed weights."""
+    for name in _COMPRESSED:
+        if getattr(config, name, None) or getattr(config.get_text_config(), name, None):
+            raise ValueError(
+                f"{config.model_type} has {name}: weights that are not plain numbers can't be trained here"
+            )
+
+
+def needs_proof(config: Any) -> bool:
+    """Return whether no registered family describes a transformers config, field by field."""
+    family = registered_family(config)
+    if family is None:
+        return True
+    try:
+        family.check_config(config)
+    except ValueError:
+        return True
+    return False
+
+
+def make_certificate(config: Any, mode: Mode = "cached") -> Certificate:
+    """Return the certificate of a config, as `keep_certificate`."""
+    return keep_certificate(cached_at(config), mode, lambda: prove(config))
+
+
+def keep_certificate(path: Path, mode: Mode, make: Callable[[], Certificate]) -> Certificate:
+    """Return the certificate that is kept at `path` where `mode` allows; what is made is kept there.
+
+    Processes that ask at the same time make one between them. With "always" the process that starts a run makes it
+    anew, once; ranks that it starts take that one.
+    """
+    with _alone(path):
+        taken = mode != "always" or path in _MADE or parent_process() is not None
+        if taken and path.is_file():
+            return Certificate.load(path)
+        certificate = make()
+        certificate.save(path)
+        _MADE.add(path)
     return certificate
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Keep other processes of this machine from making the same certificate."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.with_suffix(".lock").open("w")
+    except OSError as error:
+        raise ValueError(
+            f"certificates can't be kept in {path.parent} ({error.strerror}): name another folder by "
+            "TESSERA_CERTIFICATES"
+        ) from error
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _padded_hint(certificate: Certificate) -> str:

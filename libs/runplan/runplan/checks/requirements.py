@@ -8,19 +8,27 @@ from engines.families.registry import FAMILIES
 from runplan.run_spec import RunSpec
 from runplan.samplers.base import OVERLAP
 
-# Fields, or groups of them, that have no effect yet.
+PROVEN = Supported("engines/prove/proof.py, when the run starts")
+RAYS_NODES = Unsupported("sampling on nodes of its own is Ray's: say --rollout.ray-workers")
+# Fields, or groups of them, that have no effect yet, or that no test has run.
 UNSUPPORTED_SETTINGS = {
-    "pools.nodes": "no test has run more than one machine",
-    "pools.placement": "sampling on nodes of its own is Ray's: say --rollout.ray-workers",
-    "pools.rollout_nodes": "sampling on nodes of its own is Ray's: say --rollout.ray-workers",
+    "pools.nodes": Unsupported("no test has run more than one machine", untested="nodes"),
+    "pools.placement": RAYS_NODES,
+    "pools.rollout_nodes": RAYS_NODES,
 }
+NO_NPU = Unsupported("no Ascend device was at hand: training ran on a stand-in alone", untested="npu")
 NO_SAMPLING = Unsupported("a supervised run samples nothing: leave it at its default")
 UNKNOWN_SIZE = Unsupported(
     "the recipe does not know the model's sizes, so that nothing can be held against it: leave it out"
 )
 OFFLOAD = Supported("apps/grpo/tests/offload_test.py::test_training_is_on_the_host_while_answers_are_sampled")
 REFERENCE = Supported("apps/grpo/tests/lora_test.py::test_the_policy_is_held_to_a_frozen_model_beside_it")
-RAY = Unsupported("engines.launch starts ranks in process, by spawning or under torchrun; it does not start Ray's")
+RAY = Unsupported(
+    "no test has run ranks of several machines beside Ray's samplers, or a sampling process", untested="nodes"
+)
+RAY_NPUS = Unsupported(
+    "Ray's samplers are given CUDA devices or processors, no NPUs: set --rollout.device cpu, or --rollout.ray-workers 0"
+)
 RAY_APART = Supported("apps/grpo/tests/ray_pools_test.py")
 APART = ("pools.placement", "pools.rollout_nodes")
 DENSE = Unsupported("the model has no router, and no token is sent to experts: leave --engine.routing-replay out")
@@ -35,6 +43,11 @@ class Requirement:
 
     feature: str
     answer: Supported | Unsupported
+
+    @property
+    def untested(self) -> str | None:
+        """The name by which it may be had untested, where that is all it lacks."""
+        return self.answer.untested if isinstance(self.answer, Unsupported) else None
 
 
 def requirements(spec: RunSpec) -> list[Requirement]:
@@ -59,7 +72,13 @@ def _engine_requirements(spec: RunSpec) -> list[Requirement]:
     features = features_of(engine)
     features += ["moe"] if shape is not None and shape.experts else []
     every = [Requirement(feature, supports(engine, feature)) for feature in features]
-    return every if shape is None else [*every, Requirement(f"family {shape.model_type}", _family(shape.model_type))]
+    if engine.device == "npu" and not spec.stand_in:
+        every.append(Requirement("--engine.device npu", NO_NPU))
+    if engine.device == "npu" and spec.cluster.rollout.ray_workers and spec.cluster.rollout.device != "cpu":
+        every.append(Requirement("Ray's samplers on NPUs", RAY_NPUS))
+    if shape is not None:
+        every.append(Requirement(f"family {shape.model_type}", _family(spec, shape.model_type)))
+    return every
 
 
 def _replay(spec: RunSpec) -> list[Requirement]:
@@ -81,10 +100,16 @@ def has_experts(spec: RunSpec) -> bool | None:
     return None
 
 
-def _family(model_type: str) -> Supported | Unsupported:
+def _family(spec: RunSpec, model_type: str) -> Supported | Unsupported:
+    """Return whether a registered family describes the type, or a proof may admit it when the run starts."""
     known = {kind: family.name for family in FAMILIES for kind in family.model_types}
     if model_type in known:
         return Supported(f"engines/families/{known[model_type]}.py")
+    if spec.engine.prove != "off":
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # slow, and rarely needed
+
+        if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            return PROVEN
     return Unsupported(f"no family of engines has it; there are {', '.join(sorted(known))}")
 
 
@@ -108,9 +133,7 @@ def _cluster_requirement(spec: RunSpec, path: str, value: Any) -> Requirement:
     if parts[0] == "schedule":
         return Requirement(feature, Supported("apps/grpo/tests/schedules_test.py"))
     names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-    return Requirement(
-        feature, Unsupported(next(UNSUPPORTED_SETTINGS[name] for name in names if name in UNSUPPORTED_SETTINGS))
-    )
+    return Requirement(feature, next(UNSUPPORTED_SETTINGS[name] for name in names if name in UNSUPPORTED_SETTINGS))
 
 
 def _images(spec: RunSpec) -> Supported | Unsupported:
@@ -118,5 +141,5 @@ def _images(spec: RunSpec) -> Supported | Unsupported:
 
 
 def _schedule(spec: RunSpec) -> list[Requirement]:
-    """Return the requirements of a schedule on several machines, beside threads of the ranks and a sampling process."""
+    """Return the requirements of a schedule whose ranks are on several machines."""
     return [Requirement("ray", RAY)] if spec.cluster.pools.nodes > 1 else []

@@ -28,11 +28,25 @@ class Plan:
     sections: dict[str, list[str]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     requirements: list[Requirement] = field(default_factory=list)
+    allowed: tuple[str, ...] = ()
+    """Names of what may be untested (`EngineConfig.allow_untested`)."""
 
     @property
     def missing(self) -> list[Requirement]:
-        """The requirements that are answered with `Unsupported`."""
-        return [requirement for requirement in self.requirements if isinstance(requirement.answer, Unsupported)]
+        """The requirements that are answered with `Unsupported`, but for those that may be untested."""
+        unmet = (requirement for requirement in self.requirements if isinstance(requirement.answer, Unsupported))
+        return [requirement for requirement in unmet if requirement.untested not in self.allowed]
+
+    @property
+    def untested(self) -> list[Requirement]:
+        """The requirements that may be untested, and are."""
+        return [requirement for requirement in self.requirements if requirement.untested in self.allowed]
+
+    @property
+    def to_allow(self) -> tuple[str, ...]:
+        """The names that would let this run start untested; none where it starts, or lacks more."""
+        names = [requirement.untested for requirement in self.missing]
+        return tuple(dict.fromkeys(name for name in names if name)) if all(names) and not self.problems else ()
 
     @property
     def ready(self) -> bool:
@@ -49,13 +63,21 @@ class Plan:
 
     def __str__(self) -> str:
         state = "can be run" if self.ready else "cannot be run yet"
-        lines = [*self.derived, *_grouped(self.missing)]
+        if self.ready and self.untested:
+            state += ", untested"
+        lines = [
+            *self.derived,
+            *_grouped("UNTESTED", "{}", self.untested),
+            *_grouped("MISSING", "No({})", self.missing),
+        ]
+        if self.to_allow:
+            lines.append(f"{'':<10}--allow-untested {','.join(self.to_allow)} starts it")
         return "\n".join([*lines, f"{state}: {len(self.problems)} problems, {len(self.missing)} capabilities missing"])
 
 
 def make_plan(spec: RunSpec) -> Plan:
     """Derive everything from the settings; what fails becomes a problem, and the rest goes on."""
-    plan = Plan(_title(spec))
+    plan = Plan(_title(spec), allowed=spec.engine.allow_untested)
     shape = spec.shape
     plan.problems += spec.grid_problems
     grid = None if plan.problems else spec.grid
@@ -291,10 +313,10 @@ def _data(plan: Plan, spec: RunSpec) -> None:
     plan.sections["Data"] = [line, *origin.remarks]
 
 
-def _grouped(missing: list[Requirement]) -> list[str]:
+def _grouped(head: str, form: str, missing: list[Requirement]) -> list[str]:
     """Return one line a reason, with all requirements that lack for it."""
     reasons: dict[str, list[str]] = {}
     for requirement in missing:
         assert isinstance(requirement.answer, Unsupported)
         reasons.setdefault(requirement.answer.reason, []).append(requirement.feature)
-    return [f"MISSING   {', '.join(features)}: No({reason})" for reason, features in reasons.items()]
+    return [f"{head:<10}{', '.join(features)}: {form.format(reason)}" for reason, features in reasons.items()]

@@ -18,5 +18,8 @@ def unready(spec: RunSpec) -> list[str]:
     reasons = [*plan.problems]
     for requirement in plan.missing:
         assert isinstance(requirement.answer, Unsupported)
-        reasons.append(f"{requirement.feature} is not supported: {requirement.answer.reason}")
+        text = f"{requirement.feature} is not supported: {requirement.answer.reason}"
+        if requirement.untested:
+            text += f"; --allow-untested {requirement.untested} runs it all the same"
+        reasons.append(text)
     return list(dict.fromkeys(reasons))

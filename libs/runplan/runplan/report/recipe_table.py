@@ -9,12 +9,17 @@ HEAD = ("recipe", "model", "engine", "devices", "state", "with --shrink")
 
 
 def recipe_table(specs: Iterable[tuple[RunSpec, RunSpec]]) -> str:
-    """Return a Markdown table of recipes, each with its shrunk form, and a closing line with counts."""
+    """Return a Markdown table of recipes, each with its shrunk form, and a closing line with counts.
+
+    What starts by `--allow-untested` alone is counted apart, not as what can be run.
+    """
     rows = [(spec, make_plan(spec), make_plan(small)) for spec, small in specs]
     ready, shrunk = sum(plan.ready for _, plan, _ in rows), sum(small.ready for _, _, small in rows)
     cells = [HEAD, tuple("---" for _ in HEAD), *(_row(*row) for row in rows)]
+    untested = sum(bool(plan.to_allow) for _, plan, _ in rows)
     lines = ["| " + " | ".join(row) + " |" for row in cells]
-    return "\n".join([*lines, "", f"{len(rows)} recipes, {ready} can be run today, {shrunk} shrunk"])
+    counts = f"{len(rows)} recipes, {ready} can be run today, {untested} untested, {shrunk} shrunk"
+    return "\n".join([*lines, "", counts])
 
 
 def _row(spec: RunSpec, plan: Plan, small: Plan) -> tuple[str, ...]:
@@ -25,6 +30,8 @@ def _row(spec: RunSpec, plan: Plan, small: Plan) -> tuple[str, ...]:
     devices = f"{spec.ranks + rollout} {device}"
     missing = len({requirement.answer for requirement in plan.missing})
     state = "runs" if plan.ready else f"plan only: {missing} missing"
+    if plan.to_allow:
+        state = f"untested: {', '.join(plan.to_allow)}"
     if plan.problems:
         state = f"plan only: {len(plan.problems)} problems"
     without = dict.fromkeys(requirement.feature.partition(" ")[0] for requirement in small.missing)

@@ -4,9 +4,16 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 SITE = Path(__file__).with_name("site")
+
+
+def stands_in() -> bool:
+    """Return whether `import torch_npu` gives the stand-in in this process."""
+    found = find_spec("torch_npu")
+    return found is not None and found.origin is not None and SITE in Path(found.origin).parents
 
 
 @contextmanager

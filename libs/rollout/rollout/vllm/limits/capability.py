@@ -5,7 +5,7 @@ from seqpack.capability import Supported, Unsupported
 VLLM: dict[str, Supported | Unsupported] = {
     "cpu": Supported("vllm/engine_test.py::test_log_probs_are_those_of_the_modules"),
     "cuda": Supported("vllm/sleep_gpu_test.py::test_ten_cycles_do_not_make_the_peak_grow"),
-    "npu": Unsupported("no Ascend device was at hand: nothing ran on one yet"),
+    "npu": Unsupported("no Ascend device was at hand: nothing ran on one yet", untested="npu"),
     "cancel": Supported("vllm/engine_test.py::test_a_cancelled_request_answers_with_what_it_has"),
     "continuous_batching": Supported("vllm/engine_test.py::test_a_short_request_beside_long_ones"),
     "deadline": Supported("vllm/engine_test.py::test_a_deadline_ends_a_request"),

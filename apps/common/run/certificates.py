@@ -1,0 +1,105 @@
+"""The proofs that a run stands on: made before ranks start, told in the terminal, written into the run directory."""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from apps.common.cli.refusals import Refusals
+from apps.common.cli.untested import unknown_names, unneeded_names, untested_parts
+from engines import EngineConfig
+from engines.prove.certificate import Certificate
+from engines.prove.run_proofs import certificates_of
+from runlog.proofs import CERTIFICATES, UNTESTED, untested_notice
+from runplan.run_spec import RunSpec
+
+QUIET = 2.0
+"""Seconds that a proof may take without a word."""
+
+
+def prove_run(config: EngineConfig, directory: Path, model: PretrainedConfig, ranks: int) -> tuple[Certificate, ...]:
+    """Return the certificates of a run (`certificates_of`), and tell how long they take where it is more than a moment.
+
+    `directory`: of the model.
+
+    Raises:
+        ValueError: no proof could be made, or kept.
+    """
+    kind = model.get_text_config().model_type
+    try:
+        with told_when_slow(f"proving {kind} against stock transformers"):
+            return certificates_of(config, model, ranks)
+    except ValueError as error:
+        raise ValueError(f"{directory} can't be used: {error}") from error
+
+
+def accepted_parts(
+    spec: RunSpec, certificates: Sequence[Certificate], model: PretrainedConfig | None, refusals: Refusals
+) -> dict[str, str]:
+    """Return what the run has untested and was accepted, by name, each with the reason; names that are of nothing are
+    added to `refusals`."""
+    allowed, parts = spec.engine.allow_untested, untested_parts(spec, certificates)
+    if model is not None:
+        refusals.lines += unknown_names(allowed, parts, model)
+    return {name: parts[name] for name in allowed if name in parts}
+
+
+def tell_proofs(certificates: Sequence[Certificate], allowed: Sequence[str], accepted: Mapping[str, str]) -> None:
+    """Print a line for each certificate, what was accepted untested, and names that were not needed."""
+    lines = [f"{certificate}; certificate {certificate.hash}" for certificate in certificates]
+    lines += [*untested_notice(accepted), *unneeded_names(allowed, accepted)]
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()
+
+
+@contextmanager
+def told_when_slow(text: str, quiet: float = QUIET, tell: Callable[[str], object] | None = None) -> Iterator[None]:
+    """Tell `text` with the seconds so far, on standard error, while what is inside takes longer than `quiet` seconds:
+    on a terminal each second in place, else once in ten."""
+    terminal, ended, begun = sys.stderr.isatty(), threading.Event(), time.monotonic()
+    write = tell or sys.stderr.write
+    lead, end, every = ("\r", "", 1.0) if terminal else ("", "\n", 10.0)
+
+    def watch() -> None:
+        wait = quiet
+        while not ended.wait(wait):
+            write(f"{lead}{text}: {time.monotonic() - begun:.0f} s{end}")
+            wait = every
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        if terminal and time.monotonic() - begun > quiet:
+            write("\n")
+
+
+def failures(certificates: Sequence[Certificate]) -> list[str]:
+    """Return the texts of proofs that failed."""
+    return [str(certificate) for certificate in certificates if not certificate.holds]
+
+
+def write_proofs(run_dir: Path, certificates: Sequence[Certificate], accepted: Mapping[str, str]) -> None:
+    """Write certificates and what was accepted untested into a run directory; those of earlier starts stay.
+
+    `accepted`: the reason by name.
+    """
+    for certificate in certificates:
+        subject = certificate.subject.replace(" ", "-")
+        certificate.save(run_dir / CERTIFICATES / f"{subject}-{certificate.hash}.json")
+    if not accepted:
+        return
+    path = run_dir / UNTESTED
+    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    part = path.with_suffix(".writing")
+    part.write_text(json.dumps({**before, **accepted}, indent=1) + "\n", encoding="utf-8")
+    os.replace(part, path)
