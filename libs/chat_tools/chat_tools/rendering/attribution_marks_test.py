@@ -10,12 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chat_tools.rendering import message_attribution
-from chat_tools.rendering.message_attribution import (
-    MessageAttribution,
-    MessageSpan,
-    attribute_messages,
-    find_by_difference,
-)
+from chat_tools.rendering.message_attribution import MessageAttribution, attribute_messages
+from chat_tools.rendering.replaced_messages import MessageSpan, find_by_difference
 from chat_tools.rendering.template import ChatTemplate, Message
 from chat_tools.testing.tokenizer import tiny_tokenizer
 

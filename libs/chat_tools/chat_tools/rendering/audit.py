@@ -10,8 +10,8 @@ from typing import Any
 
 from chat_tools.rendering.format_detection import detect_format
 from chat_tools.rendering.masks import CALLS_LEFT_OUT, find_regions
-from chat_tools.rendering.message_attribution import common_prefix
 from chat_tools.rendering.render import render
+from chat_tools.rendering.replaced_messages import common_prefix
 from chat_tools.rendering.template import ChatTemplate, Message, rendering_errors, template_errors, tokens_as_text
 from chat_tools.rendering.turn_delimiters import find_turn_delimiters
 

@@ -8,7 +8,7 @@ from itertools import starmap
 from operator import eq, itemgetter
 
 from chat_tools.rendering.masks import Region, Regions
-from chat_tools.rendering.message_attribution import MessageSpan
+from chat_tools.rendering.replaced_messages import MessageSpan
 from chat_tools.rendering.template import Message
 
 _start, _end = itemgetter(0), itemgetter(1)

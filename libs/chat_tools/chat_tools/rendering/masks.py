@@ -5,11 +5,13 @@ Strategy
    between them, are one piece (a Gemma 4 turn with calls has two: its results stand between its calls and its words).
 2. A region begins where the generation prompt ends (or as much of it as history keeps), looked for between the last
    character of anybody else and the turn's first. Where the prompt is not found (a model that goes on after a result
-   in the same turn), it begins where the rendering of the messages before it, prompt included, ends. Where that did
-   not tell it once, it is not rendered again for a turn of the same shape behind the same text.
+   in the same turn), it begins where the rendering of the messages before it, prompt included, ends.
 3. It ends with the first token that ends turns behind the piece's last character and before anybody else's. Without
    one it ends where the rendering of the conversation up to this message ends.
-4. A turn whose region cannot be told so is not trained, and a problem says so.
+4. What a shorter rendering told of one turn (2, 3) holds for those of the same shape within the same text of the
+   template, so that the number of renderings is that of shapes, not of turns. Turns without text are found by one
+   rendering with a text in each of them.
+5. A turn whose region cannot be told so is not trained, and a problem says so.
 
 Invariants (tests): a region holds no character of another message; regions are in order and do not overlap; a region of
 a turn that ends with a stop token holds it; an injected marker in anybody's text moves no border.
@@ -17,18 +19,12 @@ a turn that ends with a stop token holds it; an injected marker in anybody's tex
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from chat_tools.rendering.message_attribution import (
-    WRITTEN_KEYS,
-    MessageAttribution,
-    MessageSpan,
-    attribute_messages,
-    common_prefix,
-    find_by_difference,
-    texts_of,
-)
+from chat_tools.rendering.message_attribution import MessageAttribution, attribute_messages, texts_of
+from chat_tools.rendering.replaced_messages import WRITTEN_KEYS, MessageSpan, common_prefix, find_together
 from chat_tools.rendering.template import ChatTemplate, Message, template_errors
 from chat_tools.rendering.turn_delimiters import TurnDelimiters, added_tokens, find_turn_delimiters, token_start
 
@@ -66,13 +62,15 @@ _Shape = tuple[str, bool, tuple[tuple[Any, ...], ...]]
 
 
 class _Seen(NamedTuple):
-    """The state of a search: whether a generation prompt ends the rendering, and which beginnings were not found.
+    """The state of a search: whether a generation prompt ends the rendering, and what shorter renderings told.
 
-    `untold` is by the text before a turn, whether a user spoke before, and the shapes of the turn and those before it.
+    `prompts` (lengths of the generation prompt) and `ends` (of what belongs to a turn behind its words) are by the
+    template's text there, whether a user spoke before, and the shapes of the turn and those before it.
     """
 
     prompted: bool
-    untold: dict[_Shape, int | None]
+    prompts: dict[_Shape, int | None]
+    ends: dict[_Shape, int]
 
 
 class _Bounds(NamedTuple):
@@ -98,12 +96,17 @@ def find_regions(
     regions: list[Region] = []
     problems: list[str] = []
     delimiters: TurnDelimiters | None = None
-    seen = _Seen(prompted, {})
+    seen = _Seen(prompted, {}, {})
+    given_up = {*owners.without_calls, *owners.unknown}
+    lost = [i for i, m in enumerate(messages) if m.get("role") == "assistant" and i not in bounds and i not in given_up]
+    alone = find_together(template, messages, lost, text, prompted) if lost else {}
     for index, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
         delimiters = delimiters or find_turn_delimiters(template, message)
-        own = bounds.get(index) or _found_alone(template, messages, index, text, prompted, owners)
+        own = bounds.get(index, ())
+        if index in alone:
+            own = [_among(owners.pieces, alone[index], len(text))]
         own_regions = _turn(template, messages, index, text, delimiters, owners, own, seen)
         if isinstance(own_regions, str):
             problems.append(own_regions)
@@ -117,21 +120,6 @@ def find_regions(
     return Regions(regions, problems, owners, template.stops is not None)
 
 
-def _found_alone(
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    index: int,
-    text: str,
-    prompted: bool,
-    owners: MessageAttribution,
-) -> list[_Bounds]:
-    """Find a turn without text by rendering another in its place; return nothing if none is found so."""
-    if index in owners.without_calls or index in owners.unknown:
-        return []  # it is given up anyway
-    pieces = find_by_difference(template, messages, index, text, prompted)
-    return _bounded(sorted([*owners.pieces, *pieces]), len(text))[index] if pieces else []
-
-
 def _turn(
     template: ChatTemplate,
     messages: Sequence[Message],
@@ -140,7 +128,7 @@ def _turn(
     delimiters: TurnDelimiters,
     owners: MessageAttribution,
     own: Sequence[_Bounds],
-    seen: _Seen | None = None,
+    seen: _Seen,
 ) -> list[Region] | str:
     """Return the regions of one assistant message, or why they cannot be proven."""
     if index in owners.without_calls:
@@ -156,6 +144,13 @@ def _turn(
         body_end, end = _end(template, messages, index, text, delimiters, bounds, seen)
         regions.append(Region(index, start, max(body_end, start), max(end, start)))
     return regions
+
+
+def _among(pieces: Sequence[MessageSpan], own: MessageSpan, length: int) -> _Bounds:
+    """Return a piece between those of others."""
+    at = bisect_left(pieces, own)
+    lower = pieces[at - 1].end if at else 0
+    return _Bounds(own, lower, pieces[at].start if at < len(pieces) else length, True, True)
 
 
 def _bounded(pieces: Sequence[MessageSpan], length: int) -> dict[int, list[_Bounds]]:
@@ -188,7 +183,7 @@ def _start(
     text: str,
     delimiters: TurnDelimiters,
     bounds: _Bounds,
-    seen: _Seen | None = None,
+    seen: _Seen,
 ) -> int | None:
     """Return the end of the generation prompt (or of its part that history keeps); None if it is not certain."""
     piece, lower, _, first, _ = bounds
@@ -207,16 +202,16 @@ def _start(
         return refused
     here = text[lower : piece.start]
     shape = _shape(messages, index, here)
-    untold = {} if seen is None else seen.untold
-    shared = untold[shape] if shape in untold else _shared_with_prompt(template, messages[:index], here)
+    if shape not in seen.prompts:
+        seen.prompts[shape] = _shared_with_prompt(template, messages[:index], here)
+    shared = seen.prompts[shape]
     if shared:
         return lower + shared
-    untold[shape] = shared
     return refused if shared is None else None
 
 
 def _shape(messages: Sequence[Message], index: int, here: str) -> _Shape:
-    """Return the shape of a turn, which decides whether rendering the messages before it shows its beginning."""
+    """Return the shape of a turn beside the template's text `here`: what a shorter rendering shows is the same."""
     after_user = any(message.get("role") == "user" for message in messages[:index])
     near = messages[max(0, index - 2) : index + 1]
     return here, after_user, tuple((m.get("role"), *(key for key in WRITTEN_KEYS if m.get(key))) for m in near)
@@ -240,7 +235,7 @@ def _end(
     text: str,
     delimiters: TurnDelimiters,
     bounds: _Bounds,
-    seen: _Seen | None = None,
+    seen: _Seen,
 ) -> tuple[int, int]:
     """Return the beginning and end of the end-of-turn token; the separator after it is not the model's."""
     piece, _, upper, _, last = bounds
@@ -249,16 +244,26 @@ def _end(
         return stop
     if not last:
         return piece.end, piece.end
-    if seen is not None and not seen.prompted and index == len(messages) - 1:
+    shape = _shape(messages, index, text[piece.end : upper])
+    if shape not in seen.ends:
+        seen.ends[shape] = _length_of_end(template, messages, index, text, bounds, seen)
+    end = piece.end + seen.ends[shape]
+    return end, end
+
+
+def _length_of_end(
+    template: ChatTemplate, messages: Sequence[Message], index: int, text: str, bounds: _Bounds, seen: _Seen
+) -> int:
+    """Return how much behind a piece belongs to its turn: what the rendering up to this message has of it."""
+    if not seen.prompted and index == len(messages) - 1:
         shorter = text
     else:
         try:
             shorter = template.text(messages[: index + 1])
         except template_errors():
-            return piece.end, piece.end
+            return 0
     shared = token_start(text, common_prefix(shorter, text), added_tokens(template.tokenizer))
-    end = len(text[: min(shared, upper)].rstrip())
-    return max(end, piece.end), max(end, piece.end)
+    return max(0, len(text[bounds.piece.end : min(shared, bounds.upper)].rstrip()))
 
 
 def _without(regions: Sequence[Region], texts: Sequence[str], text: str) -> list[Region]:

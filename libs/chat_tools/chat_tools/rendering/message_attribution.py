@@ -25,24 +25,15 @@ from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from chat_tools.rendering.template import ChatTemplate, Message, content_like, rendering_errors, template_errors, unused
+from chat_tools.rendering.replaced_messages import REASONING_KEYS, MessageSpan, find_by_difference
+from chat_tools.rendering.template import ChatTemplate, Message, rendering_errors
 
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _TEXT_KEYS = frozenset(("content", *REASONING_KEYS))
-WRITTEN_KEYS = ("content", *REASONING_KEYS, "tool_calls")
 _PRIVATE = 0xF0000  # planes 15 and 16: no script has characters there
 _PRIVATE_CHARACTER = re.compile("[\U000f0000-\U0010ffff]")
 # What a template compares a text with, or cuts it at: marks must not stand inside or before it.
 _CUTS = re.compile(r"""(?:split|startswith|endswith|replace)\(\s*(['"])(.+?)\1|(['"])([^'"\n]+)\3\s+(?:not\s+)?in\s""")
 Wrap = Callable[[str], str]
-
-
-class MessageSpan(NamedTuple):
-    """Characters `start:end` of a rendering, which message number `message` holds."""
-
-    start: int
-    end: int
-    message: int
 
 
 class MessageAttribution(NamedTuple):
@@ -120,45 +111,6 @@ def _one_by_one(
         else:
             unknown.append(index)
     return MessageAttribution(_without_overlaps(all_pieces, messages), unknown, without_calls)
-
-
-def find_by_difference(
-    template: ChatTemplate, messages: Sequence[Message], index: int, text: str, prompted: bool
-) -> list[MessageSpan] | None:
-    """Find a message by rendering another text in its place: one piece of all differences, or None.
-
-    The piece of a message without text is empty, at the place of the text.
-    """
-    message, mark = messages[index], unused([text])
-    other = {**{k: v for k, v in message.items() if k not in WRITTEN_KEYS}, "content": content_like(message, mark)}
-    if message.get("tool_calls"):  # without calls the results that follow may be rendered in another way
-        other["tool_calls"] = [_renamed(call, mark) for call in message["tool_calls"]]
-    try:
-        changed = template.text([*messages[:index], other, *messages[index + 1 :]], prompted)
-    except template_errors():
-        return None
-    before = common_prefix(text, changed)
-    after = common_suffix(text[before:], changed[before:])
-    if mark not in changed[before : len(changed) - after]:
-        return None
-    return [MessageSpan(before, len(text) - after, index)]
-
-
-def common_prefix(a: str, b: str) -> int:
-    """Return the length of the common prefix."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def common_suffix(a: str, b: str) -> int:
-    """Return the length of the common suffix."""
-    return common_prefix(a[::-1], b[::-1])
 
 
 def has_text(message: Message) -> bool:
@@ -351,16 +303,6 @@ def _value(value: Any, text: Wrap) -> Any:
     if isinstance(value, Mapping):
         return {key: _value(item, text) for key, item in value.items()}
     return [_value(item, text) for item in value] if isinstance(value, list) else value
-
-
-def _renamed(call: Any, mark: str) -> Any:
-    """Return the call with other arguments (and the id that a tool message may ask for)."""
-    if not isinstance(call, Mapping) or not isinstance(call.get("function", call), Mapping):
-        return call
-    function = call.get("function", call)
-    values = function.get("arguments")
-    changed = {**function, "arguments": dict.fromkeys(values or [mark], mark) if isinstance(values, Mapping) else mark}
-    return {**call, "function": changed} if "function" in call else changed
 
 
 def _without_overlaps(pieces: list[MessageSpan], messages: Sequence[Message]) -> list[MessageSpan]:

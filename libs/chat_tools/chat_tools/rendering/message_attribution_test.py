@@ -7,15 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chat_tools.rendering import message_attribution
-from chat_tools.rendering.message_attribution import (
-    MessageSpan,
-    attribute_messages,
-    common_prefix,
-    common_suffix,
-    find_by_difference,
-    texts_of,
-)
+from chat_tools.rendering import message_attribution, replaced_messages
+from chat_tools.rendering.message_attribution import attribute_messages, texts_of
+from chat_tools.rendering.replaced_messages import MessageSpan, common_prefix, common_suffix, find_by_difference
 from chat_tools.rendering.template import ChatTemplate
 from chat_tools.testing.tokenizer import tiny_tokenizer
 
@@ -131,7 +125,7 @@ def test_rewriting_changes_texts_alone() -> None:
     ],
 )
 def test_a_call_with_other_arguments(call: Any, renamed: Any) -> None:
-    assert message_attribution._renamed(call, "M") == renamed
+    assert replaced_messages._renamed(call, "M") == renamed
 
 
 MESSAGES: list[dict[str, Any]] = [

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from chat_tools.rendering import masks
 from chat_tools.rendering.masks import Region, find_regions
-from chat_tools.rendering.message_attribution import MessageAttribution, MessageSpan
+from chat_tools.rendering.message_attribution import MessageAttribution
+from chat_tools.rendering.replaced_messages import MessageSpan, find_together
 from chat_tools.rendering.template import ChatTemplate, Message
 from chat_tools.rendering.turn_delimiters import TurnDelimiters
 from chat_tools.testing.tokenizer import tiny_tokenizer
@@ -105,6 +106,10 @@ def test_bounds_cost_one_look_at_each_piece(turns: int) -> None:
     assert pieces.reads == turns
 
 
+def seen() -> masks._Seen:
+    return masks._Seen(True, {}, {})
+
+
 def start(
     text: str,
     delimiters: TurnDelimiters,
@@ -115,7 +120,7 @@ def start(
     messages: Sequence[Message] = (USER, SAY),
 ) -> int | None:
     bounds = masks._Bounds(MessageSpan(begin, len(text), MINE), lower, len(text), first, True)
-    return masks._start(made, messages, 1, text, delimiters, bounds)
+    return masks._start(made, messages, 1, text, delimiters, bounds, seen())
 
 
 def cut_frame(prompt: str, *cuts: int, opening: str = "") -> TurnDelimiters:
@@ -195,7 +200,7 @@ def end(
     index: int = 1,
 ) -> tuple[int, int]:
     bounds = masks._Bounds(MessageSpan(0, piece_end, MINE), 0, upper, True, last)
-    return masks._end(made, messages, index, text, delimiters or TurnDelimiters("", ""), bounds)
+    return masks._end(made, messages, index, text, delimiters or TurnDelimiters("", ""), bounds, seen())
 
 
 def test_a_region_ends_with_the_first_stop_token_of_its_own() -> None:
@@ -227,7 +232,7 @@ def turn(
 ) -> list[Region] | str:
     delimiters = delimiters or TurnDelimiters("", "", stops=("<e>",))
     own = masks._bounded(owners.pieces, len(text)).get(1, [])
-    return masks._turn(REFUSING, [USER, SAY], 1, text, delimiters, owners, own)
+    return masks._turn(REFUSING, [USER, SAY], 1, text, delimiters, owners, own, seen())
 
 
 def test_pieces_that_touch_others_are_a_region_and_those_that_overlap_are_not() -> None:
@@ -248,25 +253,25 @@ def test_pieces_that_touch_others_are_a_region_and_those_that_overlap_are_not() 
     assert told == "message 1: its beginning cannot be told from the message before"
 
 
-def test_a_turn_that_holds_no_text_is_looked_for_once_unless_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    shown: list[MessageSpan] | None = [MessageSpan(4, 4, 1)]
+@pytest.mark.parametrize(
+    ("source", "places"),
+    [
+        ("{% for m in messages %}<{{ m.content }}>{% endfor %}", [5, 11]),
+        ("{% for m in messages %}<{{ m.content + '.' if m.content }}>{% endfor %}", [6, 13]),  # one by one
+    ],
+)
+def test_messages_without_text_are_found_together(source: str, places: list[int]) -> None:
+    silent = {"role": "assistant", "content": ""}
+    made, messages = template(source), [USER, silent, USER, silent]
+    found = find_together(made, messages, [1, 3], made.text(messages), False)
+    assert found == {number: MessageSpan(at, at, number) for number, at in zip((1, 3), places, strict=True)}
 
-    def difference(
-        _template: ChatTemplate, _messages: Sequence[Message], index: int, _text: str, _prompted: bool
-    ) -> list[MessageSpan] | None:
-        asked.append(index)
-        return shown
 
-    monkeypatch.setattr(masks, "find_by_difference", difference)
+def test_a_turn_without_text_is_between_those_of_others() -> None:
     around = [MessageSpan(0, 4, 0), MessageSpan(5, 8, 2)]
-    (bounds,) = masks._found_alone(None, [], 1, "x" * 9, False, MessageAttribution(around))  # type: ignore[arg-type]
-    assert (tuple(bounds), asked) == ((MessageSpan(4, 4, 1), 4, 5, True, True), [1])
-    for given_up in (MessageAttribution(around, unknown=[1]), MessageAttribution(around, without_calls=[1])):
-        assert masks._found_alone(None, [], 1, "x" * 9, False, given_up) == []  # type: ignore[arg-type]
-    assert asked == [1]
-    shown = None
-    assert masks._found_alone(None, [], 1, "x" * 9, False, MessageAttribution(around)) == []  # type: ignore[arg-type]
+    assert masks._among(around, MessageSpan(4, 4, 1), 9) == (MessageSpan(4, 4, 1), 4, 5, True, True)
+    assert masks._among(around, MessageSpan(8, 8, 1), 9) == (MessageSpan(8, 8, 1), 8, 9, True, True)
+    assert masks._among(around, MessageSpan(0, 0, 1), 9) == (MessageSpan(0, 0, 1), 0, 0, True, True)
 
 
 def test_regions_with_a_line_of_a_text_are_left_out() -> None:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from chat_tools.rendering.generation_regions import block_mask, trained_regions
 from chat_tools.rendering.masks import Region, find_regions
 from chat_tools.rendering.media import Expanded, Media, expand, token_types
-from chat_tools.rendering.message_attribution import MessageAttribution, MessageSpan, render_marked
+from chat_tools.rendering.message_attribution import MessageAttribution, render_marked
+from chat_tools.rendering.replaced_messages import MessageSpan
 from chat_tools.rendering.template import ChatTemplate, Cut, Message, tokens_as_text
 from chat_tools.rendering.turn_delimiters import find_turn_delimiters
 

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from chat_tools.parsing.formats import FORMATS
 from chat_tools.parsing.grammar import Channels
-from chat_tools.rendering.message_attribution import common_prefix
+from chat_tools.rendering.replaced_messages import common_prefix
 from chat_tools.rendering.template import ChatTemplate, Message, content_like, rendering_errors, unused
 
 _TAG = r"<[^<>\s]{1,60}>"  # cut in two, it would be read as something else, whether it is one token or not

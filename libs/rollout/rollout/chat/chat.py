@@ -10,8 +10,8 @@ from chat_tools.parsing.formats import find_format
 from chat_tools.parsing.parser import parse
 from chat_tools.rendering.continuation import extend
 from chat_tools.rendering.masks import find_regions
-from chat_tools.rendering.message_attribution import common_prefix
 from chat_tools.rendering.render import Rendered
+from chat_tools.rendering.replaced_messages import common_prefix
 from chat_tools.rendering.template import ChatTemplate, tokens_as_text
 from chat_tools.rendering.turn_delimiters import find_turn_delimiters
 from rollout.chat.images import ImageProcessor, RenderedPrompt, expanded, images_of, without_image_parts, without_images
