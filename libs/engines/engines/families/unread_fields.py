@@ -30,9 +30,15 @@ def unread_fields(config: Any, names: Iterable[str]) -> tuple[str, ...]:
     except InvalidVersion:
         newer = True
     names = tuple(names)
-    asked = tuple(name for name in names if name not in _NOTES)
-    read = frozenset(asked) if newer else _read(asked)
-    return tuple(name for name in names if name not in read)
+    asked = {name: (name, *other_names(config, name)) for name in names if name not in _NOTES}
+    every = tuple(dict.fromkeys(one for known in asked.values() for one in known))
+    read = frozenset(every) if newer else _read(every)
+    return tuple(name for name in names if read.isdisjoint(asked.get(name, ())))
+
+
+def other_names(config: Any, name: str) -> tuple[str, ...]:
+    """Return the names under which modelling code may read a field of a config beside its own."""
+    return tuple(other for other, own in config.get_text_config().attribute_map.items() if own == name)
 
 
 @cache

@@ -5,6 +5,10 @@ Fields are known by the names that transformers' configs share. A field that is 
 """
 
 import copy
+import importlib
+import inspect
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +52,19 @@ SIZES: Mapping[str, int] = {
     "mamba_chunk_size": 8,
     "block_size": 8,
 }
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k", "moe_k", "num_selected_experts")
+_OWN_SIZES = {"head_dim": 2 * HEAD_DIM, "num_key_value_heads": 1}
+"""Sizes of single layers (`per_layer_config`): others than those of the rest."""
+_CHOSEN = (
+    "num_experts_per_tok",
+    "top_k_experts",
+    "num_experts_per_token",
+    "moe_topk",
+    "top_k",
+    "moe_k",
+    "num_selected_experts",
+)
+_KINDS = ("layers_block_type", "layer_types")
+"""Fields with a kind for each layer, where no field says how many layers there are."""
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 _THRESHOLDS: Mapping[str, int] = {
     "sliding_window": 8,
@@ -62,7 +78,7 @@ _THRESHOLDS: Mapping[str, int] = {
 }
 CAP = 1.5
 """Bound of logits and scores in small: they reach it."""
-_CAPS = ("softcapping", "soft_cap", "softcap")
+_CAPS = ("softcapping", "soft_cap", "softcap", "swiglu_limit")
 _LISTS_OF_LAYERS = ("moe_layers", "mlp_only_layers", "full_attn_idxs", "attn_layer_indices")
 """Fields that name layers by their number."""
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
@@ -80,8 +96,8 @@ def shrink_config(config: Any) -> SmallConfig:
     """Return the text config in small; ValueError where its sizes do not fit together afterwards."""
     text = copy.deepcopy(config.get_text_config())
     before = text.to_dict()
-    depth = next((name for name in _DEPTHS if isinstance(before.get(name), int)), None)
-    kept = _layers(before, before[depth]) if depth is not None else []
+    depth = _depth(before)
+    kept = _layers(before, _count(before[depth])) if depth is not None else []
     values = {name: value for name, value in _values(before, depth, kept) if before[name] != value}
     expand = before.get("mamba_expand", before.get("expand"))
     for name in ("mamba_n_heads", "mamba_num_heads", "num_heads"):
@@ -89,6 +105,11 @@ def shrink_config(config: Any) -> SmallConfig:
             values[name] = int(expand) * HIDDEN // HEAD_DIM
     for name, value in values.items():
         setattr(text, name, value)
+    if own := _own_fields(before, kept):
+        text.per_layer_config = {
+            place: {name: min(value, _OWN_SIZES.get(name, value)) for name, value in fields.items()}
+            for place, fields in own.items()
+        }
     _shrink_rope(text)
     after = text.to_dict()
     return SmallConfig(
@@ -104,19 +125,22 @@ def few_layers(config: Any) -> tuple[Any, list[int]]:
     """
     text = copy.deepcopy(config.get_text_config())
     before = text.to_dict()
-    depth = next((name for name in _DEPTHS if isinstance(before.get(name), int)), None)
+    depth = _depth(before)
     if depth is None:
         raise ValueError(f"{text.model_type}: no field of its config says how many layers there are")
-    kept = _layers(before, before[depth], least=2)
+    kept = _layers(before, _count(before[depth]), least=2)
     if dense := before.get("first_k_dense_replace"):
-        kept = sorted({*kept, min(dense, before[depth] - 1)})
+        kept = sorted({*kept, min(dense, _count(before[depth]) - 1)})
         text.first_k_dense_replace = sum(layer < dense for layer in kept)
     for name, value in before.items():
         if isinstance(value, list) and name in _LISTS_OF_LAYERS:
             setattr(text, name, [place for place, layer in enumerate(kept) if layer in value])
-        elif isinstance(value, list) and len(value) == before[depth]:
+        elif isinstance(value, list) and len(value) == _count(before[depth]):
             setattr(text, name, [value[layer] for layer in kept])
-    setattr(text, depth, len(kept))
+    if isinstance(before[depth], int):
+        setattr(text, depth, len(kept))
+    if own := _own_fields(before, kept):
+        text.per_layer_config = own
     return text, kept
 
 
@@ -140,6 +164,22 @@ def _values_of(text: Any) -> int:
     """Return how many values the weights of a text config have."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(text).parameters())
+
+
+def _depth(before: Mapping[str, Any]) -> str | None:
+    """Return the field that says how many layers there are: their number, or their kinds."""
+    numbers = [name for name in _DEPTHS if isinstance(before.get(name), int)]
+    return next(iter([*numbers, *(name for name in _KINDS if isinstance(before.get(name), list))]), None)
+
+
+def _count(depth: Any) -> int:
+    return len(depth) if isinstance(depth, list) else int(depth)
+
+
+def _own_fields(before: Mapping[str, Any], kept: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """Return the fields that single layers have of their own, by place among those that are kept."""
+    own = {int(layer): fields for layer, fields in (before.get("per_layer_config") or {}).items()}
+    return {place: own[layer] for place, layer in enumerate(kept) if layer in own}
 
 
 def thresholds(config: Any) -> dict[str, int]:
@@ -174,7 +214,7 @@ def _values(before: Mapping[str, Any], depth: str | None, kept: Sequence[int]) -
             continue
         if isinstance(value, list) and name in _LISTS_OF_LAYERS:
             yield name, [place for place, layer in enumerate(kept) if layer in value]
-        elif isinstance(value, list) and depth is not None and len(value) == before[depth]:
+        elif isinstance(value, list) and depth is not None and len(value) == _count(before[depth]):
             yield name, [value[layer] for layer in kept]
         if isinstance(value, float) and name.endswith(_CAPS):
             yield name, min(value, CAP)
@@ -206,7 +246,9 @@ def _layers(before: Mapping[str, Any], depth: int, least: int = LAYERS) -> list[
     lists = [
         *(v for n, v in before.items() if isinstance(v, list) and len(v) == depth and n not in _LISTS_OF_LAYERS),
         *([layer in value for layer in range(depth)] for value in named if value),
+        [_own_fields(before, [layer]) for layer in range(depth)] if before.get("per_layer_config") else [],
     ]
+    lists = [one for one in lists if one]
     seen: dict[str, int] = {}
     for layer in range(depth):
         seen.setdefault(repr([one[layer] for one in lists]), layer)
@@ -228,12 +270,22 @@ def _shrink_rope(text: Any) -> None:
         for name in ("short_factor", "long_factor"):
             if isinstance(part.get(name), list):
                 part[name] = [part[name][i * len(part[name]) // half] for i in range(half)]
-        if isinstance(part.get("mrope_section"), list):
-            part["mrope_section"] = _sections(part["mrope_section"], half)
+        if isinstance(sections := part.get("mrope_section") or (_own_sections(text) if part is rope else None), list):
+            part["mrope_section"] = _sections(sections, half)
 
 
 def _sections(sections: Sequence[int], half: int) -> list[int]:
     """Return sections in the same proportions that add up to `half`, none of them empty."""
-    scaled = [max(1, size * half // sum(sections)) for size in sections]
-    scaled[0] += half - sum(scaled)
+    exact = [size * half / sum(sections) for size in sections]
+    scaled = [max(1, int(size)) for size in exact]
+    for _ in range(half - sum(scaled)):
+        most = max(range(len(scaled)), key=lambda place: exact[place] - scaled[place])
+        scaled[most] += 1
     return scaled
+
+
+def _own_sections(text: Any) -> list[int] | None:
+    """Return the sections that modelling code takes where the config names none: they are those of the true width."""
+    module = importlib.import_module(type(text).__module__.replace(".configuration_", ".modeling_"))
+    found = re.search(r"""get\("mrope_section", (\[[\d, ]+\])\)""", inspect.getsource(module))
+    return None if found is None else json.loads(found[1])
