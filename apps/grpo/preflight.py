@@ -103,7 +103,7 @@ def prepare(config: GrpoConfig, recipe: Recipe, directory: Path, refusals: Refus
     """
     described = config_of_model(directory, None)
     ranks = ranks_of_node(config.nproc_per_node, config.cluster.pools.nodes) * config.cluster.pools.nodes
-    proofs = () if described is None else refusals.of(partial(prove_run, config.engine, directory, described, ranks))
+    proofs = () if described is None else refusals.of(partial(prove_run, config.engine, described, ranks))
     opened = None if proofs is None else refusals.of(partial(open_model_directory, directory, config.engine))
     if opened is not None:
         refusals.lines += failures(proofs or ())  # else opening has told it
