@@ -18,7 +18,10 @@ BESIDE_EXPERTS = "master_dtype='bfloat16' has not been run with expert_parallel 
 CASES: list[tuple[str, str, list[str]]] = [
     (
         "grpo",
-        "--nproc-per-node 2 --engine.expert-parallel 2 --engine.master-dtype bfloat16 --sampling.stop-token-ids 999999",
+        (
+            "--nproc-per-node 2 --engine.expert-parallel 2 --engine.master-dtype bfloat16 --engine.prove off "
+            "--sampling.stop-token-ids 999999"
+        ),
         [BESIDE_EXPERTS, NO_EXPERTS, "--sampling.stop-token-ids 999999 is no token"],
     ),
     (
@@ -39,7 +42,7 @@ CASES: list[tuple[str, str, list[str]]] = [
     ),
     (
         "sft",
-        "--nproc-per-node 2 --engine.expert-parallel 2 --engine.master-dtype bfloat16 --offload",
+        "--nproc-per-node 2 --engine.expert-parallel 2 --engine.master-dtype bfloat16 --engine.prove off --offload",
         [BESIDE_EXPERTS, NO_EXPERTS, "--offload True"],
     ),
     (
@@ -99,7 +102,8 @@ def test_two_or_three_refusals_are_told_together_and_nothing_is_started(
 
 
 def test_without_a_model_at_hand_what_needs_none_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    flags = "--nproc-per-node 2 --engine.expert-parallel 2 --engine.master-dtype bfloat16 --rollout.tp 2 --run-dir"
+    flags = "--nproc-per-node 2 --engine.expert-parallel 2 --engine.master-dtype bfloat16 --engine.prove off "
+    flags += "--rollout.tp 2 --run-dir"
     lines = refused("grpo", [*flags.split(), str(tmp_path / "run")], capsys)
     assert len(lines) == 3
     assert BESIDE_EXPERTS in lines[0]
@@ -108,7 +112,7 @@ def test_without_a_model_at_hand_what_needs_none_is_told(capsys: pytest.CaptureF
 
 
 def test_the_plan_has_what_the_run_refuses(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "--engine.expert-parallel 2 --nproc-per-node 2 --engine.master-dtype bfloat16"
+    flags = "--engine.expert-parallel 2 --nproc-per-node 2 --engine.master-dtype bfloat16 --engine.prove off"
     with pytest.raises(SystemExit) as stop:
         grpo.main([*flags.split(), "--plan"])
     assert stop.value.code == 1

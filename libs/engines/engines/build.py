@@ -7,22 +7,24 @@ import torch.distributed as dist
 
 from engines.adapters.lora import add_adapters
 from engines.backends import TRAIN_BACKENDS
-from engines.capability import refuse_unsupported
+from engines.capability import refuse_unsupported, unproven
 from engines.config import EngineConfig
 from engines.fast.support import use_compiled_layers, use_replicated_weights
 from engines.fsdp2.fsdp2_executor import FSDP2Executor
 from engines.inputs.model_inputs import InputBuilder
 from engines.inputs.planner_and_inputs import planner_and_inputs
 from engines.launch import ensure_group
-from engines.loading import DTYPES, device_of, open_model, resolve_device
+from engines.loading import DTYPES, device_of, open_model, read_config, resolve_device
 from engines.parallel.configured_layout import layout_of
 from engines.parallel.groups import ParallelGroups, refuse_other_timeout
 from engines.protocol import TrainEngine
+from engines.prove.options_admission import admit_on_ranks
 from engines.reference_policy import reference_config
 from engines.replicated.replicated_executor import ReplicatedExecutor
 from engines.step import Engine
 from engines.weights.disk_names import OWN_NAMES, DiskNames
 from engines.weights.disk_weights import DiskWeights
+from engines.weights.hub import model_directory
 
 
 def build_engine(config: EngineConfig, model: Any = None, trainable: bool = True) -> TrainEngine:
@@ -35,8 +37,19 @@ def build_engine(config: EngineConfig, model: Any = None, trainable: bool = True
     refuse_unsupported(config, trainable)
     ensure_group(config.device, config.collective_timeout_seconds)
     refuse_other_timeout(config)
+    if (described := _described(config, model)) is not None:
+        admit_on_ranks(config, described, trainable)
     engine: TrainEngine = resolve_name(TRAIN_BACKENDS[config.backend].builder)(config, model, trainable)
     return engine
+
+
+def _described(config: EngineConfig, model: Any) -> Any:
+    """Return the transformers config of a model, as `build_engine` takes it; None where no proof needs one."""
+    if config.prove == "off" or not any(unproven(config)):
+        return None
+    if model is None and config.model is not None:
+        return read_config(model_directory(config.model))
+    return getattr(model, "config", model)
 
 
 def build_reference(config: EngineConfig, model: Any = None) -> TrainEngine:

@@ -133,8 +133,9 @@ def supports(config: EngineConfig, feature: str) -> Supported | Unsupported:
 
 def core_optimizer(config: EngineConfig) -> Supported | Unsupported:
     """Return whether megatron-core's own optimizer could update what this configuration trains, on some device."""
-    if config.device == "npu":
-        return Unsupported("megatron-core's optimizers have not been run on an NPU")
+    asked = config.megatron_optimizer == "core" and "npu" in config.allow_untested
+    if config.device == "npu" and not asked:
+        return Unsupported("megatron-core's optimizers have not been run on an NPU", untested="npu")
     if config.optimizer_on_host:
         return Unsupported("masters that are on the host (optimizer_on_host) step there, by torch's AdamW")
     if config.learning_rates:
@@ -191,10 +192,10 @@ def unsupported(config: EngineConfig, trainable: bool = True) -> list[str]:
 
 def conflicts(config: EngineConfig, trainable: bool = True) -> Iterator[str]:
     """Yield the text of each set of options that this backend does not take together, or not at all."""
-    if config.parameters_on_host:
-        yield from _beside_the_host(config)
-    if config.backend == "fsdp2" and config.expert_parallel > 1:
-        yield from _beside_experts(config, trainable)
+    if config.prove == "off":
+        yield from unproven(config, trainable)
+    if config.backend == "fsdp2" and config.expert_parallel > 1 and config.weights == "replicated":
+        yield "weights='replicated' keeps all experts on every rank, so expert_parallel has no effect: leave one out"
     if config.backend == "megatron" and not config.reshard_after_forward:
         yield "reshard_after_forward is FSDP2's, Megatron gathers no weights: leave it at its default"
     if config.backend != "megatron" and config.transformer_options:
@@ -203,32 +204,29 @@ def conflicts(config: EngineConfig, trainable: bool = True) -> Iterator[str]:
         yield "megatron_optimizer is Megatron's: leave it at its default, or set backend='megatron'"
     core = config.backend == "megatron" and config.megatron_optimizer == "core"
     if core and isinstance(answer := core_optimizer(config), Unsupported):
-        yield f"megatron_optimizer='core' cannot be used: {answer.reason}; set it to 'auto' or 'torch'"
+        untested = f", or allow_untested={answer.untested}" if answer.untested else ""
+        yield f"megatron_optimizer='core' cannot be used: {answer.reason}; set it to 'auto' or 'torch'{untested}"
     if config.virtual_pipeline_parallel > 1 and config.pipeline_parallel == 1:
         yield "virtual_pipeline_parallel has no effect without pipeline_parallel: set that above 1"
-    if config.virtual_pipeline_parallel > 1 and (config.first_stage_layers or config.last_stage_layers):
-        yield "first_stage_layers and last_stage_layers have not been run with virtual stages: use one of both"
     if config.context_parallel not in ("off", "static:1") and config.batching != "packed":
         yield "context parallelism shards packed sequences: set batching='packed'"
 
 
-def _beside_the_host(config: EngineConfig) -> Iterator[str]:
-    """Yield the options that have not been run with parameters on the host."""
-    beside = {
-        "lora": config.lora.rank > 0,
-        "expert_parallel": config.expert_parallel > 1,
-        "shard_ranks": config.shard_ranks is not None,
-    }
-    for name in (name for name, wanted in beside.items() if wanted):
-        yield f"{name} has not been run with parameters_on_host: leave one of both out"
-
-
-def _beside_experts(config: EngineConfig, trainable: bool) -> Iterator[str]:
-    """Yield the options that have not been run with expert parallelism under FSDP2."""
-    beside = {
-        "lora": config.lora.rank > 0,
-        "weights='replicated'": config.weights == "replicated",
-        "master_dtype='bfloat16'": config.master_dtype == "bfloat16" and trainable,
-    }
-    for name in (name for name, wanted in beside.items() if wanted):
-        yield f"{name} has not been run with expert_parallel under FSDP2: leave one of both out"
+def unproven(config: EngineConfig, trainable: bool = True) -> Iterator[str]:
+    """Yield the text of each set of options that no test has run together: unless `config.prove` is "off", a proof of
+    the run's options admits them (`engines.prove.options_admission`)."""
+    host, experts = config.parameters_on_host, config.backend == "fsdp2" and config.expert_parallel > 1
+    lora, shards = config.lora.rank > 0, config.shard_ranks is not None
+    narrow = config.master_dtype == "bfloat16" and trainable
+    ends = config.first_stage_layers or config.last_stage_layers
+    for name, other, wanted in (
+        ("lora", "parameters_on_host", host and lora),
+        ("expert_parallel", "parameters_on_host", host and experts),
+        ("shard_ranks", "parameters_on_host", host and shards),
+        ("lora", "expert_parallel under FSDP2", experts and lora),
+        ("shard_ranks", "expert_parallel under FSDP2", experts and shards),
+        ("master_dtype='bfloat16'", "expert_parallel under FSDP2", experts and narrow),
+        ("first_stage_layers or last_stage_layers", "virtual stages", ends and config.virtual_pipeline_parallel > 1),
+    ):
+        if wanted:
+            yield f"{name} has not been run with {other}: leave one of both out, or have it proven (prove='cached')"

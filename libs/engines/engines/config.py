@@ -64,7 +64,7 @@ class EngineConfig:
     shard_ranks: int | None = None
     """Hybrid sharding: this many neighbouring ranks share the weights and their optimizer states, and each such group
     has a copy of them. Weights are gathered within a group, and gradients added up across copies once a step. A divisor
-    of the ranks; None shares them over all (backend fsdp2)."""
+    of the ranks; None shares them over all (backend fsdp2). What expert_parallel shares is shared over all ranks."""
     vision: Literal["off", "frozen", "trained"] = "off"
     """The vision tower of a vision-language model. "off": the model is trained on text, and the tower goes into every
     export as it was. "frozen": it sees images, and stays as it was. "trained": it is trained with the rest."""
@@ -128,10 +128,22 @@ class EngineConfig:
     """Largest global gradient norm; None clips nothing."""
 
     prove: Literal["off", "cached", "always"] = "cached"
-    """What admits a model that no family here describes: a comparison with stock transformers in small, kept for the
-    next start ("cached"), made anew ("always"), or nothing ("off")."""
+    """What admits a model that no family here describes, and options that no test has run together: a comparison with
+    stock transformers in small, kept for the next start ("cached"), made anew ("always"), or nothing ("off")."""
     allow_untested: tuple[str, ...] = ()
-    """Config fields of such a model that no part of its proof exercised, accepted by name."""
+    """Names of what may go untested: config fields of such a model that no part of its proof exercised, and hardware
+    that was not at hand ("npu", "nodes")."""
+
+    recheck_every: int = 50
+    """The first batch, then one every so many, is checked while it trains: some of its sequences are scored alone by
+    the stock model, and log-probs that differ by more than `recheck_bound` end the run. 0: the first batch alone."""
+    recheck_rows: int = 2
+    """Sequences of each rank that are scored so: a short one and a long one, then others. 0 checks nothing."""
+    recheck_tokens: int = 4096
+    """Most tokens of such a sequence; of a longer one its beginning is scored."""
+    recheck_bound: float | None = None
+    """Largest difference of log-probs, as a root mean square over a sequence's tokens; None is 1e-3 in float32 and
+    0.25 in bfloat16."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Reaction to a loss or gradient that is NaN or infinite, always without an update: "stop" ends the run with
@@ -189,8 +201,6 @@ class EngineConfig:
             yield "adapters are on the text part alone: set vision='frozen', or lora.rank=0"
         if self.shard_ranks is not None and self.weights == "replicated":
             yield "shard_ranks is for sharded weights: leave it out, or set weights='sharded'"
-        if self.shard_ranks is not None and self.expert_parallel > 1:
-            yield "shard_ranks has not been run with expert_parallel: leave one of both out"
         if parse_learning_rates(self.learning_rates) and not self.lr:
             yield "learning_rates are scheduled as multiples of lr, which is 0: set lr above 0"
 
@@ -284,9 +294,12 @@ _COUNTS = (
     *("max_tokens_per_rank", "logit_chunk"),
     *("tensor_parallel", "pipeline_parallel", "virtual_pipeline_parallel"),
     *("first_stage_layers", "last_stage_layers", "expert_parallel", "expert_tensor_parallel", "shard_ranks"),
-    "collective_timeout_seconds",
+    *("collective_timeout_seconds", "recheck_tokens"),
 )
-_WEIGHTS = ("lr", "warmup_steps", "weight_decay", "router_z_loss_coef", "router_aux_loss_coef")
+_WEIGHTS = (
+    *("lr", "warmup_steps", "weight_decay", "router_z_loss_coef", "router_aux_loss_coef"),
+    *("recheck_every", "recheck_rows"),
+)
 _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (_COUNTS, lambda size: size >= 1, "must be at least 1, got {}"),
     (_WEIGHTS, lambda value: value >= 0, "must be at least 0, got {}"),
@@ -294,6 +307,7 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("eps",), lambda value: value > 0, "must be above 0, got {}: a gradient of zero would divide by it"),
     (("min_lr_ratio",), lambda value: 0 <= value <= 1, "must be between 0 and 1, got {}"),
     (("betas",), lambda betas: all(0 <= beta < 1 for beta in betas), "must be at least 0 and below 1, got {}"),
+    (("recheck_bound",), lambda value: value > 0, "must be above 0, or None for the dtype's own, got {}"),
     (("grad_clip",), lambda value: value > 0, "must be above 0, or None to clip nothing, got {}"),
 )
 """Fields, the condition on their values that are not None, and the text of the error."""

@@ -145,12 +145,17 @@ def _spawn(
                 pipe.close()
 
 
-def _await(processes: Sequence[Any], pipes: Sequence[Connection]) -> Any:
-    """Return rank 0's result once all have answered. RankError for the first that fails or dies silently."""
+def _await(processes: Sequence[Any], pipes: Sequence[Connection], seconds: float | None = None) -> Any:
+    """Return rank 0's result once all have answered. RankError for the first that fails or dies silently, TimeoutError
+    where some have not answered after `seconds`."""
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
+    end = None if seconds is None else time.monotonic() + seconds
     result = None
     while open_pipes:
-        for ready in wait(list(open_pipes)):
+        answered = wait(list(open_pipes), None if end is None else max(0.0, end - time.monotonic()))
+        if not answered:
+            raise TimeoutError(f"{len(open_pipes)} of {len(pipes)} ranks have not answered within {seconds:.0f} s")
+        for ready in answered:
             rank = open_pipes[ready]  # type: ignore[index]
             try:
                 kind, value = pickle.loads(ready.recv_bytes())  # type: ignore[union-attr]

@@ -18,12 +18,14 @@ from engines.inputs.context_parallel import ContextParallel
 from engines.loading import LoadedModel, resolve_device
 from engines.media.vision_settings import VisionSettings
 from engines.parallel.configured_layout import layout_of
+from engines.prove.options_admission import admit_options
 
 
 def refusals(config: EngineConfig, model: PretrainedConfig, ranks: int, opened: LoadedModel | None = None) -> list[str]:
     """Return the text of all for which an engine of this configuration could not be built over `ranks` ranks.
 
-    No weight is read, and no group is made.
+    No weight is read, and no group is made. Options that no test has run together are proven, where nothing else is
+    wrong (`engines.prove.options`).
 
     Args:
         config: the settings.
@@ -39,6 +41,11 @@ def refusals(config: EngineConfig, model: PretrainedConfig, ranks: int, opened: 
     for check in (*_of_config(config, model, ranks), *of_module):
         try:
             check()
+        except ValueError as error:
+            found.append(str(error))
+    if not found:  # a proof takes its time
+        try:
+            admit_options(config, model, ranks)
         except ValueError as error:
             found.append(str(error))
     return list(dict.fromkeys(found))

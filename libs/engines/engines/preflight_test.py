@@ -50,7 +50,7 @@ def test_what_can_be_built_is_not_refused(model: Path) -> None:
             {"expert_parallel": 2, "compile": "on", "weights": "replicated", "optimizer_on_host": True},
             2,
             [
-                "weights='replicated' has not been run with expert_parallel",
+                "weights='replicated' keeps all experts on every rank",
                 "weights='replicated' cannot be had: replicated weights keep their states on the device",
                 "compile='on' cannot be had",
                 "expert_parallel is for models with experts",
@@ -85,7 +85,12 @@ def test_all_that_a_build_would_refuse_is_told_at_once(
 
 def test_unsupported_features_and_conflicts_are_all_told() -> None:
     config = EngineConfig(
-        device="cpu", tensor_parallel=2, expert_parallel=2, master_dtype="bfloat16", megatron_optimizer="torch"
+        device="cpu",
+        tensor_parallel=2,
+        expert_parallel=2,
+        master_dtype="bfloat16",
+        megatron_optimizer="torch",
+        prove="off",
     )
     texts = [
         "tensor_parallel is not supported: FSDP2 shards",

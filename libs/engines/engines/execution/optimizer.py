@@ -68,18 +68,28 @@ def name_of(optimizer: torch.optim.Optimizer | None) -> str:
     return f"{type(optimizer).__module__.partition('.')[0]}'s {type(optimizer).__name__}"
 
 
-def gradient_norm(module: nn.Module, loss: Tensor, group: dist.ProcessGroup | None = None, copies: int = 1) -> Tensor:
+def gradient_norm(module: nn.Module, loss: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the global gradient norm, f64[]; NaN where a rank's loss is not finite.
 
-    Every parameter is sharded along dimension 0 (FSDP2) over all ranks, or over those of each of `copies` groups, so
-    the squares of the shards add up to that many times the whole. `loss` is a scalar of this rank.
+    Every gradient is sharded over all ranks (FSDP2), or over those of each of several copies: the squares of its
+    shards then add up to that many times the whole. `loss` is a scalar of this rank.
     """
-    shards = [_local(p.grad) for p in module.parameters() if p.grad is not None]
-    shards = [shard for shard in shards if shard.numel()]
+    shards: dict[int, list[Tensor]] = {}
+    for parameter in module.parameters():
+        if parameter.grad is not None and (shard := _local(parameter.grad)).numel():
+            shards.setdefault(_copies(parameter.grad), []).append(shard)
     squares = 0.0 * loss.detach().double()
-    if shards:
-        squares = squares + torch.stack(list(_norms(shards, loss.device))).double().square().sum()
-    return (reduce_float64(squares, group) / copies).sqrt()
+    for copies, own in shards.items():
+        squares = squares + torch.stack(list(_norms(own, loss.device))).double().square().sum() / copies
+    return reduce_float64(squares, group).sqrt()
+
+
+def _copies(tensor: Tensor) -> int:
+    """Return how many ranks hold each element."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    mesh = tensor.device_mesh
+    return math.prod(mesh.size(axis) for axis, kept in enumerate(tensor.placements) if kept.is_replicate())
 
 
 def _norms(shards: list[Tensor], device: torch.device) -> Sequence[Tensor]:

@@ -100,12 +100,16 @@ def test_each_rank_reads_its_own_experts_and_exports_every_byte(found: dict[str,
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
-        ("moe", {"weights": "replicated"}, r"weights='replicated' has not been run with expert_parallel"),
-        ("moe", {"master_dtype": "bfloat16"}, r"master_dtype='bfloat16' has not been run with expert_parallel"),
+        ("moe", {"weights": "replicated"}, r"weights='replicated' keeps all experts on every rank"),
+        (
+            "moe",
+            {"master_dtype": "bfloat16", "prove": "off"},
+            r"master_dtype='bfloat16' has not been run with expert_parallel",
+        ),
         ("moe", {"expert_parallel": 2}, r"ep=2 must divide"),
     ],
 )
-def test_what_has_not_been_run_is_refused(one_rank: None, kind: str, options: dict[str, Any], words: str) -> None:  # noqa: F811
+def test_what_does_not_go_with_it_is_refused(one_rank: None, kind: str, options: dict[str, Any], words: str) -> None:  # noqa: F811
     with pytest.raises(ValueError, match=words):
         build_engine(EngineConfig(**{"device": "cpu", "expert_parallel": 2, **options}), tiny_model(kind))
 

@@ -44,11 +44,12 @@ from engines.fsdp2.activations import recompute_layers
 from engines.fsdp2.host_offload import moments, move_all, move_moments
 from engines.fsdp2.sharding import SumAcrossCopies, copies_in, lies_whole, move_buffers, weight_mesh
 from engines.fsdp2.sharding import whole as whole_shards
-from engines.inputs.model_inputs import InputBuilder, ModelInputs
+from engines.inputs.model_inputs import InputBuilder, ModelInputs, PackedInputs, PaddedInputs
 from engines.loading import DTYPES, compute_dtype, device_of
 from engines.parallel.groups import ParallelGroups
 from engines.scoring.log_probs import token_log_probs
 from engines.scoring.packed_model import adapt_for_packing
+from engines.scoring.plain_scores import stock_modules
 from engines.scoring.read_rows import compute_read_rows
 from engines.scoring.router_counts import StepCounts, can_be_given, given_counts
 from engines.scoring.token_scorer import ModelScores, TokenScorer
@@ -96,9 +97,8 @@ class FSDP2Executor:
         self.npu_operators = use_npu_operators(model) if npu_operators_enabled(config, self.device) else None
         if self.device.type == "cpu":
             use_host_norms(model)
-        if config.batching == "packed":
-            adapt_for_packing(model)
-        else:
+        self.packing = adapt_for_packing(model) if config.batching == "packed" else None
+        if self.packing is None:
             choose_torch_operations(model)
         self.compiled = compiled
         if compiled:
@@ -120,7 +120,6 @@ class FSDP2Executor:
         self.scorer.training = False
         self.router: RouterLoss | None = self.scorer.router
         self.adds_loss = self.router is not None
-        self.copies = 1
         self._host = HostCopies()
         self.sums: SumAcrossCopies | None = None
         self._shard(disk)
@@ -150,7 +149,6 @@ class FSDP2Executor:
     def _shard(self, disk: DiskWeights | None) -> None:
         dtype = compute_dtype(self.config, self.device)
         mesh = weight_mesh(self.config, self.device.type)
-        self.copies = copies_in(mesh)
         if lies_whole(self.config, self.model, self.device, dtype):
             if disk is not None:
                 allocate(self.model, self.device)
@@ -158,28 +156,24 @@ class FSDP2Executor:
             return
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         free = self.config.reshard_after_forward
+        options: dict[str, Any] = {"mp_policy": policy}
+        if self.config.parameters_on_host:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         if self.config.expert_parallel > 1:
             experts, rows = place_experts(self.model, self.config.expert_parallel, self.device.type)
             for module in experts:
                 fully_shard(
-                    module,
-                    mesh=rows,
-                    mp_policy=policy,
-                    reshard_after_forward=free,
-                    shard_placement_fn=lambda _: Shard(1),
+                    module, mesh=rows, reshard_after_forward=free, shard_placement_fn=lambda _: Shard(1), **options
                 )
-        options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
-        if self.config.parameters_on_host:
-            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         for layer in family_of(self.model.config).units(self.model):
-            fully_shard(layer, reshard_after_forward=free, **options)
-        fully_shard(self.scorer, reshard_after_forward=False, **options)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=free, **options)
+        fully_shard(self.scorer, mesh=mesh, reshard_after_forward=False, **options)
         for module in self.scorer.modules():
             if isinstance(module, FSDPModule):
                 # The loss is divided by global counts already: gradients are summed over ranks, not averaged.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        if self.copies > 1:
+        if copies_in(mesh) > 1:
             self.sums = SumAcrossCopies(self.scorer)
         if disk is not None:
             self.scorer.to_empty(device="cpu" if self.config.parameters_on_host else self.device)
@@ -246,6 +240,19 @@ class FSDP2Executor:
         if isinstance(self.scorer, FSDPModule):
             self.scorer.reshard()  # without a backward pass the outermost weights would stay gathered
 
+    @torch.no_grad()
+    def score_plain(self, micro_batches: MicroBatches, take: TakeScores, scoring: Scoring) -> None:
+        """See `engines.scoring.rechecks.PlainScores`: stock modules, called with one row at a time."""
+        assert isinstance(self.builder, PackedInputs)
+        builder = PaddedInputs(vision=self.builder.vision, replay=self.builder.replay)
+        with stock_modules(self.model, self.packing):
+            for micro_batch in micro_batches:
+                inputs = builder.inputs(micro_batch)
+                scores = self.scorer(inputs, scoring.temperature, False, plain=True)
+                take(micro_batch, Scores(builder.collect(scores.log_probs, inputs)))
+        if isinstance(self.scorer, FSDPModule):
+            self.scorer.reshard()
+
     def _scores(self, micro_batch: MicroBatch, scoring: Scoring, counts: StepCounts | None = None) -> Scores:
         inputs = micro_batch.inputs or self._inputs(micro_batch)
         routing = counts is not None
@@ -264,7 +271,7 @@ class FSDP2Executor:
     def optimizer_step(self, lr: float, loss: Tensor) -> SupportsFloat:
         """Clip the gradient, and update by AdamW where the norm is finite."""
         ledger.observe(self, ledger.GRADIENTS)
-        norm = gradient_norm(self.scorer, loss, self.groups.world, self.copies)
+        norm = gradient_norm(self.scorer, loss, self.groups.world)
         known = EarlyRead(norm)
         clip_and_step(self.scorer, self._optimizer, norm, self.config.grad_clip, lr)
         self._optimizer.zero_grad(set_to_none=True)

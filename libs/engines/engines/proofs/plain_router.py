@@ -9,6 +9,7 @@ from torch import Tensor
 from engines.execution.executor import LossFunction, Scoring
 from engines.execution.micro_batches import MicroBatches
 from engines.proofs.plain_executor import PlainExecutor
+from engines.prove.plain_loop import router_losses
 
 
 class PlainRouterExecutor(PlainExecutor):
@@ -35,17 +36,10 @@ class PlainRouterExecutor(PlainExecutor):
         torch.stack(total).sum().backward()
 
     def auxiliary(self) -> Tensor:
-        """Return Switch's loss, pooled over layers and tokens, plus ST-MoE's z-loss, a token mean for each layer."""
+        """Return both losses of the routers, with this configuration's coefficients."""
         text = self.model.config.get_text_config()
-        layers = [torch.cat([part.reshape(-1, text.num_experts) for part in logits]) for logits in self.logits.values()]
-        rows = torch.cat(layers)
-        probabilities = rows.exp() / rows.exp().sum(-1, keepdim=True)
-        chosen = torch.zeros_like(rows)
-        for place, row in enumerate(rows):
-            chosen[place, row.topk(text.num_experts_per_tok).indices] = 1
-        balance = text.num_experts * (chosen.mean(0) * probabilities.mean(0)).sum()
-        z_loss = torch.stack([layer.exp().sum(-1).log().square().mean() for layer in layers]).sum()
         override = self.config.router_aux_loss_coef
         coefficient = text.router_aux_loss_coef * text.output_router_logits if override is None else override
-        auxiliary: Tensor = coefficient * balance + self.config.router_z_loss_coef * z_loss
-        return auxiliary
+        return router_losses(
+            list(self.logits.values()), text.num_experts_per_tok, coefficient, self.config.router_z_loss_coef
+        )

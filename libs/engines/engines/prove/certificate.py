@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import seqpack.ops as seqpack_ops
-from engines.families.registry import digest
+from engines.families.registry import digest, proven_part
 
 _ENGINES = ("families", "inputs", "prove", "scoring")
 """Folders of this library whose code a proof runs."""
@@ -58,6 +58,8 @@ class Certificate:
     """Largest difference of a log-prob of stock transformers itself, in the run's dtype, from the plain result."""
     place: Mapping[str, str] = field(default_factory=dict)
     """Device, driver, and environment variables that may change numbers."""
+    differences: Mapping[str, float] = field(default_factory=dict)
+    """Largest relative differences of what else was compared."""
 
     @property
     def hash(self) -> str:
@@ -72,7 +74,7 @@ class Certificate:
 
     def __str__(self) -> str:
         """Return the line for a terminal."""
-        verdict = "packed rows equal stock transformers" if self.holds else "; ".join(self.problems)
+        verdict = f"{self.subject} equal stock transformers" if self.holds else "; ".join(self.problems)
         return (
             f"proof of {self.model_type} ({self.width} width, {len(self.lengths)} lengths up to {max(self.lengths)}, "
             f"{self.seconds:.1f} s): {verdict} (log-probs {self.log_probs:.1e}, gradients {self.gradients:.1e})"
@@ -110,19 +112,25 @@ def versions() -> dict[str, str]:
     return {**packages, "processor": platform.machine(), "code": _code()}
 
 
-@cache
 def _code() -> str:
     """Return a digest of the code that a proof runs: a change of it makes earlier certificates void."""
     engines, seqpack = Path(__file__).parents[1], Path(seqpack_ops.__file__).parents[1]
-    folders = (*(engines / name for name in _ENGINES), seqpack / "adapters", seqpack / "ops")
-    files = [file for folder in folders for file in sorted(folder.glob("*.py")) if not file.name.endswith("_test.py")]
+    return code(*(engines / name for name in _ENGINES), seqpack / "adapters", seqpack / "ops")
+
+
+@cache
+def code(*folders: Path) -> str:
+    """Return a digest of the code in these folders, without tests."""
+    files = [file for folder in folders for file in sorted(folder.rglob("*.py")) if not file.name.endswith("_test.py")]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
 
 
 def place(device: torch.device | str = "cpu") -> dict[str, str]:
     """Return what a proof depends on beside the code: the device, its driver, environment variables."""
     device = torch.device(device)
-    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SWITCHES)}
+    # torchrun's variables name a run.
+    given = ((name, value) for name, value in sorted(os.environ.items()) if not name.startswith("TORCHELASTIC_"))
+    found = {name: value for name, value in given if name.startswith(_SWITCHES)}
     if device.type != "cuda":
         return {"device": device.type, **found}
     driver = Path("/proc/driver/nvidia/version")
@@ -134,7 +142,7 @@ def cached_at(config: Any, subject: str = "packed rows", depends: Mapping[str, A
     """Return where the certificate of a config is cached, by its digest, the versions, and what else it `depends` on:
     options, the place."""
     folder = os.environ.get("TESSERA_CERTIFICATES") or Path.home() / ".cache" / "tessera" / "certificates"
-    text, known = config.get_text_config(), [versions(), subject, dict(depends or {})]
+    part, known = proven_part(config), [versions(), subject, dict(depends or {})]
     key = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()[:8]
-    name = f"{text.model_type}-{digest(text)}-{subject.replace(' ', '-')}-{key}.json"
+    name = f"{part.model_type}-{digest(part)}-{subject.replace(' ', '-')}-{key}.json"
     return Path(folder) / name

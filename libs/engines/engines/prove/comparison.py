@@ -48,11 +48,7 @@ def sequences(lengths: Sequence[int], vocabulary: int, seed: int = 0) -> list[Te
 def stock(model: Any, rows: Sequence[Tensor], gradients: bool = True) -> Result:
     """Return the stock model's result, one sequence at a time; without gradients where they are not asked for."""
     with _fresh(model), torch.set_grad_enabled(gradients):
-        parts = []
-        for ids in rows:
-            logits = model(input_ids=ids[None], use_cache=False).logits[0]
-            parts.append(_chosen(logits, ids))
-        return _result(model, parts, gradients)
+        return _result(model, [chosen_log_probs(model, ids) for ids in rows], gradients)
 
 
 def scored(model: Any, rows: Sequence[Tensor], builder: InputBuilder, gradients: bool = True) -> Result:
@@ -93,7 +89,9 @@ def largest(tensor: Tensor) -> float:
     return value if value == value else float("inf")
 
 
-def _chosen(logits: Tensor, ids: Tensor) -> Tensor:
+def chosen_log_probs(model: Any, ids: Tensor) -> Tensor:
+    """Return the log-probs [T - 1] that the stock model gives to the tokens of a sequence but its first."""
+    logits = model(input_ids=ids[None], use_cache=False).logits[0]
     table = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
     return table[: len(ids) - 1].gather(1, ids[1:, None]).squeeze(1)
 

@@ -4,7 +4,7 @@ AdamW's first update is lr g / (|g| + eps) for a gradient g. So a step with lr =
 clipping and decay, moves each weight by about its gradient: in any layout, read through the export of a checkpoint.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,8 +13,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from engines.config import EngineConfig
-from engines.prove.comparison import Result
 from engines.protocol import TrainEngine
+from engines.prove.comparison import Result
 from seqpack.batches.batch import make_batch
 from seqpack.batches.packed import PackedBatch
 from seqpack.batches.view import BatchView, Totals
@@ -61,6 +61,7 @@ def settings_of_proof(config: EngineConfig, **changes: Any) -> EngineConfig:
         "master_dtype": "float32",
         "moments_dtype": "auto",
         "temperature": 1.0,
+        "recheck_rows": 0,
     }
     return replace(config, **{**plain, **changes})
 
@@ -70,25 +71,35 @@ def proof_batch(rows: Sequence[Tensor]) -> TensorDict:
 
     The weights are those of `engines.prove.comparison.stock`.
     """
-    counts = [len(ids) - 1 for ids in rows]
-    weights = torch.sin(torch.arange(sum(counts), dtype=torch.float64)).float().split(counts)
     samples = []
-    for ids, scored in zip(rows, weights, strict=True):
+    for ids, scored in zip(rows, proof_weights(rows).split([len(ids) - 1 for ids in rows]), strict=True):
         mask = torch.ones(len(ids), dtype=torch.bool)
         mask[0] = False
         samples.append({"input_ids": ids, "loss_mask": mask, WEIGHTS: torch.cat([scored.new_zeros(1), scored])})
     return make_batch(samples)
 
 
-def engine_result(engine: TrainEngine, rows: Sequence[Tensor]) -> Result:
+def proof_weights(rows: Sequence[Tensor]) -> Tensor:
+    """Return f32[N], the weight of each token but first ones."""
+    return torch.sin(torch.arange(sum(len(ids) - 1 for ids in rows), dtype=torch.float64)).float()
+
+
+def engine_result(
+    engine: TrainEngine,
+    rows: Sequence[Tensor],
+    trained: Callable[[TrainEngine], dict[str, Tensor]] | None = None,
+    gain: float = 1.0,
+) -> Result:
     """Return log-probs and gradients of an engine that `settings_of_proof` configured; it takes one step. Collective.
 
-    Names are those of the stock module's parameters; tied ones stand once.
+    `trained` reads what is trained off the engine: by default all weights (`live_weights`). `gain`: the learning rate
+    divided by `RATE`. Names are those of the stock module's parameters; tied ones stand once.
     """
     batch, log_probs = proof_batch([row.cpu() for row in rows]), engine_log_probs(engine, rows)
-    before = live_weights(engine)
+    read = live_weights if trained is None else trained
+    before = read(engine)
     engine.train_batch(batch, WeightedSum())
-    moved = {name: before[name].double() - value for name, value in live_weights(engine).items()}
+    moved = {name: (before[name].double() - value) / gain for name, value in read(engine).items()}
     return Result(log_probs, {name: move / (1 - move.abs() / RATE) for name, move in moved.items()})
 
 

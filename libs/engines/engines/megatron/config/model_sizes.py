@@ -166,15 +166,15 @@ def _family(text: Any) -> str | None:
         return wanted if version is None else f"{wanted} (mbridge {version} has not been run)"
     for switch in ("attention_bias", "mlp_bias"):
         if getattr(text, switch, False):
-            return f"{switch}=True has not been run"
+            return f"{switch}=True: the layers of this backend have no such biases"
     if text.hidden_act != "silu":
-        return f"hidden_act {text.hidden_act!r} has not been run, only 'silu'"
+        return f"hidden_act {text.hidden_act!r}: the layers of this backend compute silu (gelu's log-probs were off by 0.7)"
     types = set(getattr(text, "layer_types", None) or ())
     if types - {"full_attention", "linear_attention"} or getattr(text, "use_sliding_window", False):
-        return "sliding-window layers have not been run"
+        return "sliding-window layers: the attention of this backend has no window (log-probs were off by 4.4)"
     mixed = getattr(text, "mlp_only_layers", None) or getattr(text, "decoder_sparse_step", 1) != 1
     if text.model_type in ROUTED and mixed:
-        return "layers without experts between layers with experts have not been run"
+        return "layers without experts between layers with experts: this backend gives all layers experts, or none"
     return None
 
 

@@ -1,0 +1,51 @@
+"""Ranks that start fast: forks of a server that has imported the engines once."""
+
+import multiprocessing
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from engines import launch as launching
+
+_PRELOAD = ["engines.build", "engines.tiny", "engines.weights.saving", "engines.prove.rank_measurements", "objectives"]
+_MEGATRON = "engines.megatron.megatron_executor"
+
+
+def launch_forked(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    world_size: int = 1,
+    device: str = "cpu",
+    timeout_seconds: float | None = None,
+    within_seconds: float | None = None,
+    megatron: bool = False,
+) -> Any:
+    """Run fn(*args) on `world_size` ranks of the CPU (or `device`), all of them forks, and return what rank 0 returned.
+
+    It works as `engines.launch.launch`, whose spawned ranks import everything anew. megatron-core is imported once for
+    all where the caller has imported some of it before its first call, or says that it is needed (`megatron`).
+    TimeoutError where the ranks have not answered `within_seconds`; they are ended.
+    """
+    context = multiprocessing.get_context("forkserver")
+    wanted = megatron or "megatron.core" in sys.modules
+    context.set_forkserver_preload([*_PRELOAD, _MEGATRON] if wanted else _PRELOAD)
+    with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
+        processes, pipes = [], []
+        try:
+            for rank in range(world_size):
+                here, there = context.Pipe()
+                store = str(Path(folder) / "store")
+                job = (pickle.dumps((fn, tuple(args))), rank, world_size, device, 1, timeout_seconds, store, there)
+                process = context.Process(target=launching._rank_main, args=job, daemon=True)
+                process.start()
+                there.close()
+                processes.append(process)
+                pipes.append(here)
+            return launching._await(processes, pipes, within_seconds)
+        finally:
+            launching._stop(processes)
+            for pipe in pipes:
+                pipe.close()

@@ -1,0 +1,76 @@
+"""Which options run together: those that tests have run, and those that a proof of this run admits."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from engines.capability import unproven
+from engines.config import EngineConfig
+from engines.prove.admission import keep_certificate
+from engines.prove.certificate import Certificate, cached_at, code, place
+from engines.prove.options import prove_options, proven_options, small_layout
+
+_PACKAGES = ("engines", "dyncp", "seqpack")
+"""Packages whose code a proof of options runs."""
+WAIT = 60.0
+"""Seconds that the other ranks wait for the first one's proof."""
+
+
+def options_certificate(
+    config: EngineConfig, model: Any, world_size: int, trainable: bool = True, seconds: float | None = None
+) -> Certificate | None:
+    """Return the certificate of a run's options over `world_size` ranks, from the cache or made; None where tests have
+    run them together, or nothing is to be proven.
+
+    Args:
+        config: the run's settings.
+        model: the transformers config of its model.
+        world_size: number of its ranks.
+        trainable: whether it trains.
+        seconds: how long the ranks of a new proof may take.
+
+    Raises:
+        ValueError: no proof could be made, or kept.
+    """
+    texts = [*unproven(config, trainable)]
+    if not texts or config.prove == "off":
+        return None
+    if config.vision != "off":
+        raise ValueError(f"{'; '.join(texts)}. A proof is of text alone: set vision='off' for it")
+    small = small_layout(config, world_size)
+    depends = {**proven_options(small.config), "ranks": small.ranks, "code": _code(), **place(small.config.device)}
+    path = cached_at(model, "options", depends)
+    return keep_certificate(path, config.prove, lambda: prove_options(config, model, world_size, seconds))
+
+
+def admit_options(
+    config: EngineConfig, model: Any, world_size: int, trainable: bool = True, seconds: float | None = None
+) -> None:
+    """Raise ValueError where a proof of the run's options fails, with differences and what to leave out."""
+    certificate = options_certificate(config, model, world_size, trainable, seconds)
+    if certificate is not None and not certificate.holds:
+        raise ValueError(f"{'; '.join(unproven(config, trainable))}. Its {certificate}")
+
+
+def admit_on_ranks(config: EngineConfig, model: Any, trainable: bool = True) -> None:
+    """Admit options on the ranks of a run: the first rank proves them, on ranks of its own, and tells the others, which
+    wait `WAIT` seconds at most. Collective; ValueError on every rank, as `admit_options`."""
+    if config.prove == "off" or not [*unproven(config, trainable)]:
+        return
+    answer: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        allowed = 0.8 * min(WAIT, config.collective_timeout_seconds or WAIT) if dist.get_world_size() > 1 else None
+        try:
+            admit_options(config, model, dist.get_world_size(), trainable, allowed)
+        except ValueError as error:
+            answer = [str(error)]
+    dist.broadcast_object_list(answer, src=0)
+    if answer[0] is not None:
+        raise ValueError(answer[0])
+
+
+def _code() -> str:
+    specs = [find_spec(name) for name in _PACKAGES]
+    return code(*(Path(place) for spec in specs if spec for place in spec.submodule_search_locations or ()))

@@ -1,0 +1,149 @@
+"""Combinations that no test runs, proven on ranks; errors of a layout, planted on them, that the proof sees."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import Qwen3MoeConfig
+
+from engines import EngineConfig, LoraConfig, build_engine
+from engines.prove.certificate import Certificate
+from engines.prove.forked_ranks import launch_forked
+from engines.prove.options import prove_options, small_layout
+from engines.prove.options_admission import admit_options, options_certificate
+from engines.tiny import tiny_config
+
+EXPERTS = Qwen3MoeConfig(
+    num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=64,
+    intermediate_size=96, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
+)  # fmt: skip
+LORA = LoraConfig(rank=4)
+SHARED: dict[str, Any] = {"device": "cpu", "expert_parallel": 2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("certificates")
+        patch.setenv("TESSERA_CERTIFICATES", str(folder))
+        yield folder
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "small"),
+    [
+        ({**SHARED, "lora": LORA}, 16, {"ranks": 4, "expert_parallel": 2}),
+        ({**SHARED, "expert_parallel": 8, "shard_ranks": 8}, 32, {"ranks": 4, "shard_ranks": 2}),
+        ({**SHARED, "master_dtype": "bfloat16"}, 2, {"ranks": 2}),
+        ({"device": "cpu", "optimizer_on_host": True, "parameters_on_host": True, "lora": LORA}, 1, {"ranks": 1}),
+    ],
+)
+def test_what_no_test_has_run_together_is_proven(options: dict[str, Any], ranks: int, small: Mapping[str, Any]) -> None:
+    config = EngineConfig(**options)
+    admit_options(config, EXPERTS, ranks)
+    certificate = options_certificate(config, EXPERTS, ranks)  # from the cache: it would take seconds
+    assert certificate is not None
+    assert certificate.holds
+    assert {name: certificate.options[name] for name in small} == small
+    assert certificate.sensitivity["the first two sequences as one"] > 1.0
+    with pytest.raises(ValueError, match=r"has not been run with .*: leave one of both out"):
+        build_engine(EngineConfig(**options, prove="off"), EXPERTS)
+
+
+def test_uneven_and_virtual_stages_are_proven() -> None:
+    config = EngineConfig(
+        backend="megatron", device="cpu", pipeline_parallel=4, virtual_pipeline_parallel=2, first_stage_layers=2
+    )
+    certificate = options_certificate(config, tiny_config("attention", num_hidden_layers=26), 4)
+    assert certificate is not None
+    assert certificate.holds, certificate
+    assert certificate.options["first_stage_layers"] == 2
+
+
+def of_rank(engine: Any, name: str) -> torch.Tensor:
+    parameter = dict(engine.executor.model.named_parameters())[name]
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local()
+
+
+@torch.no_grad()
+def scale_a_shard(engine: Any) -> None:
+    if dist.get_rank() == 1:
+        of_rank(engine, "model.layers.1.self_attn.v_proj.weight").mul_(1.01)
+
+
+@torch.no_grad()
+def swap_experts(engine: Any) -> None:
+    own = of_rank(engine, "model.layers.1.mlp.experts.down_proj")
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own.contiguous())
+    own.copy_(parts[dist.get_rank() ^ 1])
+
+
+def halve_a_gradient(engine: Any) -> None:
+    update, parameters = engine.executor.optimizer_step, dict(engine.executor.model.named_parameters())
+
+    def halved(*args: Any) -> Any:
+        parameters["model.layers.0.self_attn.k_proj.weight"].grad.mul_(0.5)
+        return update(*args)
+
+    engine.executor.optimizer_step = halved
+
+
+@pytest.mark.parametrize(
+    ("plant", "text"),
+    [
+        (
+            scale_a_shard,
+            "an export differs from .*: model.layers.1.self_attn.v_proj.weight",
+        ),
+        (swap_experts, "an export differs from .*: model.layers.1.mlp.experts.0.down_proj"),
+        (halve_a_gradient, r"gradients 5\.0e-01 \(model.layers.0.self_attn.k_proj.weight\)"),
+    ],
+)
+def test_an_error_of_a_layout_is_seen(plant: Any, text: str) -> None:
+    certificate = prove_options(EngineConfig(**SHARED), EXPERTS, 2, plant=plant)
+    assert any(re.search(text, problem) for problem in certificate.problems), certificate
+    assert (certificate.log_probs > 1e-3) == (plant is not halve_a_gradient)
+
+
+def build_on_ranks(folder: Path, options: dict[str, Any]) -> list[str]:
+    """Return what each rank is told."""
+    os.environ["TESSERA_CERTIFICATES"] = str(folder)
+    try:
+        build_engine(EngineConfig(**options), EXPERTS)
+        answer = "built"
+    except ValueError as error:
+        answer = str(error)
+    answers = [""] * dist.get_world_size()
+    dist.all_gather_object(answers, answer)
+    return answers
+
+
+def test_ranks_build_by_a_certificate_and_are_all_told_of_one_that_fails(kept: Path, tmp_path: Path) -> None:
+    options = {**SHARED, "master_dtype": "bfloat16"}
+    certificate = options_certificate(EngineConfig(**options), EXPERTS, 2)
+    assert certificate is not None
+    (path,) = [file for file in kept.glob("*options*.json") if Certificate.load(file).hash == certificate.hash]
+    assert launch_forked(build_on_ranks, (kept, options), 2) == ["built", "built"]
+    replace(certificate, problems=("log-probs differ by 7.5",)).save(tmp_path / path.name)
+    answers = launch_forked(build_on_ranks, (tmp_path, options), 2)
+    assert len(set(answers)) == 1
+    assert "leave one of both out" in answers[0]
+    assert "log-probs differ by 7.5" in answers[0]
+
+
+def test_what_cannot_be_proven_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"lora has not been run with .* A proof is of text alone: set vision='off'"):
+        admit_options(EngineConfig(**SHARED, lora=LORA, vision="frozen"), tiny_config("vision_moe"), 2)
+    with pytest.raises(ValueError, match=r"1 of 1 ranks have not answered within 0 s.*python -m engines prove"):
+        prove_options(EngineConfig(device="cpu"), EXPERTS, 1, seconds=0.01)
+    assert small_layout(EngineConfig(tensor_parallel=8, pipeline_parallel=4, backend="megatron"), 64).ranks == 4
+    assert options_certificate(EngineConfig(device="cpu"), EXPERTS, 4) is None
