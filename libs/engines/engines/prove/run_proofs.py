@@ -3,15 +3,19 @@
 from transformers import PretrainedConfig
 
 from engines.config import EngineConfig
+from engines.devices.detect import devices_of
+from engines.families.registry import proven_part
 from engines.prove.admission import make_certificate, needs_proof, refuse_compressed
 from engines.prove.certificate import Certificate
+from engines.prove.device import device_certificate
+from engines.prove.options_admission import options_certificate
 
 
 def certificates_of(config: EngineConfig, model: PretrainedConfig, world_size: int) -> tuple[Certificate, ...]:
     """Return the certificates of an engine over `world_size` ranks; ranks that ask later find them in the cache.
 
-    A type that no registered family describes is proven always, others where `config.prove` is "always". A proof that
-    fails is returned with its problems.
+    A type that no registered family describes is proven always, others where `config.prove` is "always": in small, and
+    on a CUDA device at true width. A proof that fails is returned with its problems.
 
     Raises:
         ValueError: no proof could be made, or kept.
@@ -19,9 +23,17 @@ def certificates_of(config: EngineConfig, model: PretrainedConfig, world_size: i
     if config.prove == "off":
         return ()
     found: list[Certificate] = []
-    if config.prove == "always" or needs_proof(model):
+    wanted = config.prove == "always" or needs_proof(model)
+    if wanted:
         refuse_compressed(model)
-        found.append(make_certificate(model.get_text_config(), config.prove))
-    # Further proofs of a run are appended here: its options over `world_size` ranks, its device.
-    del world_size
+        found.append(make_certificate(proven_part(model), config.prove))
+    if all(certificate.holds for certificate in found):
+        found += filter(None, [options_certificate(config, model, world_size)])
+    if wanted and all(certificate.holds for certificate in found) and _on_cuda(config):
+        found.append(device_certificate(config, proven_part(model)))
     return tuple(found)
+
+
+def _on_cuda(config: EngineConfig) -> bool:
+    devices = devices_of(config.device)
+    return devices.kind == "cuda" and devices.missing() is None
