@@ -133,7 +133,9 @@ def train_on(batch: TensorDict, config: GrpoConfig, engine: TrainEngine) -> dict
         for _ in range(config.epochs)
         for part in parts
     ]
-    means = {name: sum(result[name] for result in results) / len(results) for name in results[0]}
+    checks = {name for result in results for name in result if name.startswith("proof/")}  # of some updates alone
+    proof = {name: max(result[name] for result in results if name in result) for name in sorted(checks)}
+    means = {name: sum(result[name] for result in results) / len(results) for name in results[0] if name not in checks}
     means["mismatch/abs/max"] = max(result["mismatch/abs/max"] for result in results)
     means = mismatch_meter(means)
     difference = {
@@ -142,7 +144,7 @@ def train_on(batch: TensorDict, config: GrpoConfig, engine: TrainEngine) -> dict
     }
     named = {f"train/{name}": value for name, value in means.items()}
     named[SIGNAL] = float((view.flat("advantages")[view.trained] != 0).float().mean())
-    return named | difference | {"train/updates": float(len(results))}
+    return named | difference | proof | {"train/updates": float(len(results))}
 
 
 def _mean_difference(results: Sequence[Mapping[str, float]], of_none: float) -> float:

@@ -67,6 +67,7 @@ class Recorder:
     scored: list[list[int]] = field(default_factory=list)
     trained: list[dict[str, list[Any]]] = field(default_factory=list)
     objectives: list[object] = field(default_factory=list)
+    checked: tuple[int, ...] = ()
 
     def forward(self, batch: TensorDict) -> dict[str, Any]:
         self.scored.append(batch["reward"].tolist())
@@ -78,7 +79,8 @@ class Recorder:
         self.trained[-1]["episode"] = batch["episode"].tolist()
         self.objectives.append(objective)
         number = float(len(self.trained))
-        return {"loss": 10 * number, "step": number, "mismatch/abs": number / 2, "mismatch/abs/max": 7 - number}
+        means = {"loss": 10 * number, "step": number, "mismatch/abs": number / 2, "mismatch/abs/max": 7 - number}
+        return means | ({"proof/log_prob_difference": number} if number in self.checked else {})
 
 
 def recorder() -> Any:
@@ -145,6 +147,14 @@ def test_later_updates_know_the_policy_that_the_batch_started_from(epochs: int, 
     assert metrics["log_prob_difference"] == pytest.approx((count + 1) / 4)
     assert metrics["log_prob_difference_max"] == 6.0
     assert not any("mismatch" in name for name in metrics)
+
+
+def test_the_check_of_some_updates_is_told_as_it_was_found() -> None:
+    engine = recorder()
+    engine.checked = (2, 3)
+    metrics = train_on(batch_with_advantages(), replace(CONFIG, mini_batches=4), engine)
+    assert metrics["proof/log_prob_difference"] == 3.0
+    assert metrics["train/updates"] == 4.0
 
 
 def test_mini_batches_take_every_other_row() -> None:

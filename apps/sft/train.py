@@ -171,7 +171,9 @@ class _Steps:
         ahead = parse_context_parallel(config.engine.context_parallel) == 1
         clock = time.perf_counter()
         for step, metrics in fit(engine, self._batch, config.objective, self.plan.steps, earlier.done, ahead):
-            row: dict[str, Any] = {f"train/{name}": value for name, value in metrics.items()}
+            row: dict[str, Any] = {
+                name if name.startswith("proof/") else f"train/{name}": value for name, value in metrics.items()
+            }
             row["train/epoch"] = min(step * config.batch_size, self.plan.places) / len(self.plan.mixture)
             row["tokens_per_second"] = metrics["tokens"] / (time.perf_counter() - clock)
             row |= memory_metrics(config.engine.device)

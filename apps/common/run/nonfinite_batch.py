@@ -1,4 +1,5 @@
-"""The batch of a step with a non-finite loss or gradient, saved as a safetensors file of all its tensors.
+"""The batch of a step that ended a run (not finite, or with wrong log-probs), saved as a safetensors file of all its
+tensors.
 
 batch = load_batch(run_dir / "not-finite.safetensors")  # the same batch, for `engine.train_batch` or by eye
 """
@@ -14,29 +15,30 @@ from safetensors.torch import save_file
 from tensordict import TensorDict
 from torch import Tensor
 
-from engines import NonFiniteError
+from engines import FailedStepError, LogProbDifferenceError
 from schedules.runtime.collectives import rank_and_world
 from seqpack import make_batch
 
 NAME = "not-finite.safetensors"
+DIFFERENCE = "log-prob-difference.safetensors"
 
 
 @contextmanager
 def save_batch_on_nonfinite(run_dir: Path) -> Iterator[None]:
-    """Let rank 0 write the batch, which all ranks have, of a step that raises NonFiniteError; name the file.
+    """Let rank 0 write the batch, which all ranks have, of a step that raises FailedStepError; name the file.
 
     Raises:
-        NonFiniteError: what was raised inside, which names the file then.
+        FailedStepError: what was raised inside (NonFiniteError, LogProbDifferenceError), which names the file then.
     """
     try:
         yield
-    except NonFiniteError as error:
+    except FailedStepError as error:
         if not isinstance(error.batch, TensorDict):
             raise
-        path = run_dir / NAME
+        path = run_dir / (DIFFERENCE if isinstance(error, LogProbDifferenceError) else NAME)
         if rank_and_world()[0] == 0:
             save_batch(error.batch, path)
-        raise NonFiniteError(f"{error}. The batch is in {path}") from error
+        raise type(error)(f"{error}. The batch is in {path}") from error
 
 
 def save_batch(batch: TensorDict, path: Path) -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from engines.execution.executor import Executor as Executor
     from engines.execution.local_batch import LocalBatch as LocalBatch
     from engines.lora_config import LoraConfig as LoraConfig
+    from engines.nonfinite import FailedStepError as FailedStepError
+    from engines.nonfinite import LogProbDifferenceError as LogProbDifferenceError
     from engines.nonfinite import NonFiniteError as NonFiniteError
     from engines.parallel.layout import ParallelLayout as ParallelLayout
     from engines.parallel.planning import StepPlan as StepPlan
@@ -39,6 +41,8 @@ _EXPORTS = {
     "Engine": "engines.step",
     "Executor": "engines.execution.executor",
     "LocalBatch": "engines.execution.local_batch",
+    "FailedStepError": "engines.nonfinite",
+    "LogProbDifferenceError": "engines.nonfinite",
     "NonFiniteError": "engines.nonfinite",
     "ParallelLayout": "engines.parallel.layout",
     "SharedParameters": "engines.weight_sharing",
@@ -67,7 +71,9 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "Executor",
+    "FailedStepError",
     "LocalBatch",
+    "LogProbDifferenceError",
     "LoraConfig",
     "No",
     "NonFiniteError",

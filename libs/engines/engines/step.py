@@ -40,9 +40,11 @@ from engines.experts.routers import routed_sizes
 from engines.loading import compute_dtype
 from engines.media.media_batch import select_media
 from engines.media.vision_settings import VisionSettings
-from engines.nonfinite import FiniteGuard, NonFiniteError, finite_tensors
+from engines.nonfinite import FailedStepError, FiniteGuard, finite_tensors
 from engines.parallel.planning import Planner, StepPlan
 from engines.protocol import Batch, TrainEngine
+from engines.scoring.rechecks import Rechecks
+from engines.scoring.scored_batch import scored_batch, tokens_of
 from engines.storage.checkpoint import load_checkpoint
 from engines.storage.directories import fresh_temporary, replace_directory
 from engines.storage.writer import CheckpointWriter
@@ -50,8 +52,6 @@ from engines.weights.model_weights import ModelWeights
 from engines.weights.saving import save_configuration, save_weights
 from engines.weights.weight_pieces import WeightPiece, pieces
 from seqpack.batches.batch import view_batch
-from seqpack.batches.dicts import share_offsets
-from seqpack.batches.jagged import jagged_from_values
 from seqpack.batches.objective import Objective
 from seqpack.batches.schema import ROUTED_EXPERTS
 from seqpack.batches.view import BatchView
@@ -84,6 +84,7 @@ class Engine:
         self.step = 0
         self.reference: TrainEngine | None = None
         self.guard = FiniteGuard(config)
+        self.rechecks = Rechecks(config)
         self._offloaded = False
         self._ahead = PrefetchedStep()
         self._writer = CheckpointWriter()
@@ -96,9 +97,10 @@ class Engine:
         Every rank gives the same whole batch, or the rows that it holds as a `LocalBatch`. Besides the objective's
         metrics: loss, grad_norm, lr, step, tokens, sequences, trained_tokens, computed_tokens and computed_sequences
         (what `skip_zero_gradient_rows` left), micro_batches (of a rank), fill, plan_hash, skipped (1 where no update
-        was made) and skipped_steps (so far); of a model with experts what `engines.experts.load_metrics` names.
-        `NonFiniteError` where loss or gradient are not finite, see `EngineConfig.on_nonfinite`; ValueError for a batch
-        or objective that cannot be trained on.
+        was made) and skipped_steps (so far); of a model with experts what `engines.experts.load_metrics` names; where
+        sequences were checked (`EngineConfig.recheck_every`) proof/log_prob_difference and its maximum.
+        `NonFiniteError` where loss or gradient are not finite, see `EngineConfig.on_nonfinite`;
+        `LogProbDifferenceError` where the check fails; ValueError for a batch or objective that cannot be trained on.
         """
         if not self.executor.trainable:
             raise ValueError("this engine was built with trainable=False: it can only score")
@@ -110,7 +112,13 @@ class Engine:
             raise ValueError("no token of the batch is trained: loss_mask is False everywhere")
         loss = StepLoss(objective, totals)
         scoring = Scoring(self.config.temperature, objective.needs_entropy)
-        self.executor.train(micro_batches, loss, scoring)
+        recheck = self.rechecks.begin(self.executor, work.batch, plan.ranks[self.groups.plan_index])
+        self.executor.train(micro_batches, loss if recheck is None else recheck.watching(loss), scoring)
+        try:
+            found = {} if recheck is None else recheck.metrics(self.executor, self.step + 1)
+        except FailedStepError as error:
+            error.batch = batch
+            raise
         rate = learning_rate(self.config, self.step)
         reduced = loss.start(self.groups.plan)  # before the update, which the host does not wait for then
         update = self.executor.optimizer_step(rate, loss.share(self.device))
@@ -118,24 +126,28 @@ class Engine:
         metrics = self.groups.from_last_stage(reduced())
         try:
             norm = self._take_update(metrics["loss"], update)
-        except NonFiniteError as error:
+        except FailedStepError as error:
             error.batch = batch
             raise
-        return metrics | {
-            "grad_norm": norm,
-            "lr": rate,
-            "step": float(self.step),
-            "tokens": float(sum(work.batch.lengths)),
-            "sequences": float(len(work.batch.lengths)),
-            "trained_tokens": float(totals.tokens),
-            "computed_tokens": float(sum(work.batch.lengths[row] for row in work.computed)),
-            "computed_sequences": float(len(work.computed)),
-            "micro_batches": float(plan.num_micro_batches),
-            "fill": plan.fill,
-            "plan_hash": float(plan.hash),
-            "skipped": float(not math.isfinite(norm)),
-            "skipped_steps": float(self.guard.skipped),
-        }
+        return (
+            metrics
+            | found
+            | {
+                "grad_norm": norm,
+                "lr": rate,
+                "step": float(self.step),
+                "tokens": float(sum(work.batch.lengths)),
+                "sequences": float(len(work.batch.lengths)),
+                "trained_tokens": float(totals.tokens),
+                "computed_tokens": float(sum(work.batch.lengths[row] for row in work.computed)),
+                "computed_sequences": float(len(work.computed)),
+                "micro_batches": float(plan.num_micro_batches),
+                "fill": plan.fill,
+                "plan_hash": float(plan.hash),
+                "skipped": float(not math.isfinite(norm)),
+                "skipped_steps": float(self.guard.skipped),
+            }
+        )
 
     def prefetch(self, batch: Batch, objective: Objective) -> None:
         """Name the batch after the next: it is planned, packed and copied while the device works on the next.
@@ -254,11 +266,11 @@ class Engine:
             if micro_batch.dummy or micro_batch.ranks[0] != self.groups.plan_index:
                 return
             columns = [scores.log_probs] if scores.entropy is None else [scores.log_probs, scores.entropy]
-            flat[:, _tokens_of(micro_batch, starts)] = torch.stack([row.float() for row in columns])
+            flat[:, tokens_of(micro_batch, starts)] = torch.stack([row.float() for row in columns])
 
         scoring = Scoring(self.config.temperature if temperature is None else temperature, entropy)
         self.executor.score(self._micro_batches(local, plan, keys), take, scoring)
-        return _scored_batch(self.groups.sum(flat), local, starts, input_ids_of(batch))
+        return scored_batch(self.groups.sum(flat), local, starts, input_ids_of(batch))
 
     # ------------------------------------------------------------------ weights and files
 
@@ -376,25 +388,3 @@ class Engine:
 
 def _whole(view: BatchView) -> LocalBatch:
     return LocalBatch(view, tuple(range(len(view))), view.lengths)
-
-
-def _tokens_of(micro_batch: MicroBatch, starts: Tensor) -> Tensor:
-    """Return i64[T], the places of a micro-batch's tokens among those of the whole batch."""
-    packed = micro_batch.packed
-    cu_seqlens = packed.cu_seqlens.to(torch.int64)
-    rows = torch.tensor(micro_batch.rows, device=starts.device)
-    shift = starts[rows] - cu_seqlens[:-1]
-    return torch.repeat_interleave(shift, cu_seqlens.diff()) + torch.arange(packed.num_tokens, device=starts.device)
-
-
-def _scored_batch(flat: Tensor, batch: LocalBatch, starts: Tensor, like: Tensor | None) -> TensorDict:
-    """Return the rows that are held, from flat scores f32[k, tokens of the whole batch]; they compose with `like`."""
-    lengths = batch.view.lengths
-    if batch.rows != tuple(range(len(batch.lengths))):
-        rows, sizes = torch.tensor(batch.rows, device=flat.device), torch.tensor(lengths, device=flat.device)
-        ends = sizes.cumsum(0)
-        index = torch.repeat_interleave(starts[rows] - ends + sizes, sizes)
-        flat = flat[:, index + torch.arange(sum(lengths), device=flat.device)]
-    flat = flat.to(batch.view.device)
-    columns = {k: jagged_from_values(x, lengths) for k, x in zip(("log_probs", "entropy"), flat, strict=False)}
-    return TensorDict(share_offsets(columns, like), batch_size=[len(lengths)])

@@ -66,6 +66,19 @@ class Applied:
         self._before.clear()
         self._held.pop(self.adaptation.name, None)
 
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Restore what was there inside the block, and what was changed behind it."""
+        before = [*self._before]
+        self.undo()
+        try:
+            yield
+        finally:
+            for patch, _ in before:
+                setattr(patch.owner, patch.name, patch.value)
+            self._before.extend(before)
+            self._held[self.adaptation.name] = self
+
 
 _applied: dict[str, Applied] = {}
 

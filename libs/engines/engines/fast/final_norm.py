@@ -1,6 +1,7 @@
 """The norm behind the last layer as a compiled function, for packed calls (one row of tokens)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,6 +34,17 @@ def undo_final_norm(norm: nn.Module) -> None:
     """Restore the norm; nothing where it is the stock one."""
     remove_mixin(norm, FunctionNorm)
     vars(norm).pop("function_options", None)
+
+
+@contextmanager
+def stock_norm(norm: "FunctionNorm") -> Iterator[None]:
+    """Give such a norm its stock class inside the block."""
+    options = norm.function_options
+    undo_final_norm(norm)
+    try:
+        yield
+    finally:
+        use_final_norm(norm, *options)
 
 
 class FunctionNorm(nn.Module):

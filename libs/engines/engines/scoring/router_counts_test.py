@@ -20,7 +20,8 @@ LAYERS = 4
 def trained(options: dict[str, Any], replay: str = "", cap: int = 40) -> tuple[dict[str, float], int, int]:
     """Return metrics, calls of layers and calls of the head of a step; `replay`: "all" experts are given, or "some"."""
     model: Any = tiny_model("moe", num_hidden_layers=LAYERS)
-    config = EngineConfig(device="cpu", max_tokens_per_rank=cap, routing_replay=bool(replay), lr=1e-2, **options)
+    options = {"device": "cpu", "lr": 1e-2, "recheck_rows": 0, **options}
+    config = EngineConfig(max_tokens_per_rank=cap, routing_replay=bool(replay), **options)
     engine: Any = build_engine(config, model)
     calls = {"layer": 0, "head": 0}
     for layer in model.base_model.layers:

@@ -12,6 +12,7 @@ from engines.families.router import Routing
 from engines.inputs.model_inputs import ModelInputs
 from engines.media.vision_embeddings import embeddings
 from engines.scoring.log_probs import token_log_probs
+from engines.scoring.plain_scores import plain_log_probs
 from engines.scoring.read_rows import READ
 from seqpack.adapters.mixers import packed_output
 
@@ -56,13 +57,21 @@ class TokenScorer(nn.Module):
         self.logit_chunk = logit_chunk
 
     def forward(
-        self, inputs: ModelInputs, temperature: float, entropy: bool, routing: bool = False, head: bool = True
+        self,
+        inputs: ModelInputs,
+        temperature: float,
+        entropy: bool,
+        routing: bool = False,
+        head: bool = True,
+        plain: bool = False,
     ) -> ModelScores:
         """Score inputs.targets; `routing` sums up the router's choices, where the config asks for its loss. Without
-        `head` there are no scores, only these sums.
+        `head` there are no scores, only these sums. `plain`: by the stock model (`engines.scoring.plain_scores`).
 
         Connected to every layer even when N is 0, so that a rank with nothing to do takes part in all collectives.
         """
+        if plain:
+            return ModelScores(plain_log_probs(self, inputs, temperature))
         options = {"output_router_logits": True} if routing and self.router is not None else {}
         if self.routers is not None:
             self.routers.begin(inputs.experts)

@@ -9,7 +9,8 @@ No forward is replaced: attention layers look a function up under our own name, 
 subclass of their class. So the model is copied, pickled and compiled as a stock one is, and a copy is adapted too.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,16 @@ class Adaptation:
             restore_attention(module)
         remove_mixin(self.decoder, PackedDecoder)
         del vars(self.decoder)[_NUMBER]
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Give the model its stock layers inside the block, and adapt it again behind it."""
+        found = [(m, type(m).packed if isinstance(m, PackedDeltaNet) else None) for m in self.mixers.values()]
+        self.undo()
+        try:
+            yield
+        finally:
+            adapt_mixers(self.model, found, self.decoder)
 
 
 def adapt_mixers(
