@@ -28,6 +28,7 @@ from apps.grpo.config import GrpoConfig
 from apps.grpo.idle import idle_reason, reward_called
 from apps.grpo.sampling.native import NativeBackend
 from apps.grpo.sampling.ray_devices import ray_settings
+from apps.grpo.sampling.sampler_certificate import SamplerRecord
 from apps.grpo.step import correction_line
 from apps.grpo.tasks.prompt_tasks import Tasks
 from apps.grpo.warm_start import warm_start_metrics
@@ -102,7 +103,8 @@ def train(
             for line in (NativeBackend().weights_line(config, parts.sampler, engine), correction_line(config)):
                 if line is not None:
                     log.note(line)
-            found = _Steps(config, tasks, schedule, engine, log, saves, token_decoder(tokenizer)).run(done)
+            record = SamplerRecord(log, engine, config.cluster.rollout.engine, start.model)
+            found = _Steps(config, tasks, schedule, engine, log, saves, token_decoder(tokenizer), record).run(done)
         save_export(engine, tokenizer, run_dir / "export")
     result = Result(found.before, found.after, time.perf_counter() - begun, run_dir, config.steps, found.metric)
     log.close(_summary(result), f"GRPO, {config.recipe}")
@@ -130,6 +132,7 @@ class _Steps:
     log: Reporter
     saves: CheckpointSaver
     decode: Decode
+    record: SamplerRecord
 
     def run(self, done: int) -> _HeldOut:
         """Do steps done..steps; return the held-out results of the run's first start and its end.
@@ -141,8 +144,10 @@ class _Steps:
         idle = IdleSteps.resumed(config.allow_idle_steps, log.run_dir, done)
         found = self._begin(done)
         for step in range(done + 1, config.steps + 1):
-            with name_sampler_errors(step):
+            with name_sampler_errors(step), self.record.of_mismatch():
                 result = schedule.step(step - 1)
+            if result.sampler is not None:
+                self.record.keep(result.sampler)
             self.saves.look()
             last = step == config.steps
             row: dict[str, Any] = {**result.metrics, **memory_metrics(config.engine.device)}

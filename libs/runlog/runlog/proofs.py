@@ -40,14 +40,17 @@ def read_proofs(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
 def proof_view(certificate: Mapping[str, Any]) -> dict[str, Any]:
     """Return a certificate as a title, whether it holds, and rows of a name and a text."""
     problems = [str(problem) for problem in certificate.get("problems") or ()]
+    sampled = certificate.get("subject") == "sampler"  # held to the trainer, by a mean, without gradients
     rows = {
-        "result": "; ".join(problems) or "equal to stock transformers",
+        "result": "; ".join(problems) or ("within its bound" if sampled else "equal to stock transformers"),
         "width": certificate.get("width"),
         "lengths": _listed(certificate.get("lengths") or ()),
-        "largest difference of a log-prob": _number(certificate.get("log_probs")),
+        "mean difference of log-probs" if sampled else "largest difference of a log-prob": _number(
+            certificate.get("log_probs")
+        ),
         "the same of stock transformers": _number(certificate.get("stock_error")),
         "the same of padded rows": _number(certificate.get("padded")),
-        "largest difference of a gradient": _number(certificate.get("gradients")),
+        "largest difference of a gradient": None if sampled else _number(certificate.get("gradients")),
         "other differences": _pairs(certificate.get("differences") or {}),
         "planted errors move a log-prob by": _pairs(certificate.get("sensitivity") or {}),
         "not exercised": _listed(certificate.get("not_exercised") or ()),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from runlog.proofs import MOST, read_proofs, read_untested
+from runlog.proofs import MOST, proof_view, read_proofs, read_untested
 from runlog.report import write_report
 from runlog.run import RunLog
 
@@ -62,3 +62,9 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "untested.json").write_text("[]")
     with pytest.raises(ValueError, match=r"untested\.json: expected an object"):
         read_untested(tmp_path)
+
+
+def test_a_sampler_is_shown_as_what_it_was_held_to() -> None:
+    shown = dict(proof_view({**CERTIFICATE, "subject": "sampler"})["rows"])
+    assert (shown["result"], shown["mean difference of log-probs"]) == ("within its bound", "2.5e-07")
+    assert "largest difference of a gradient" not in shown
