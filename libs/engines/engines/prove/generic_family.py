@@ -15,6 +15,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engines.families.family import Family
 from engines.families.router import RouterLoss
+from engines.families.stock_router import stock_router_loss
 from seqpack.adapters.delta_net import PackedForward
 from seqpack.adapters.stock_rows import stock_rows
 from seqpack.adapters.subclasses import stock_class
@@ -66,14 +67,8 @@ class GenericFamily(Family):
     def auxiliary_loss(
         self, config: Any, coefficient: float | None = None, z_coefficient: float = 0.0
     ) -> RouterLoss | None:
-        """Return None; ValueError where a router's loss is asked for, as nothing is known of the routers."""
-        text = config.get_text_config()
-        wanted = coefficient
-        if coefficient is None and getattr(text, "output_router_logits", False):
-            wanted = getattr(text, "router_aux_loss_coef", 0.0)
-        if wanted or z_coefficient:
-            raise ValueError(f"{self.name}: the routers of this type have no loss here: set router_aux_loss_coef to 0")
-        return None
+        """Return the router's loss where it is asked for; ValueError where stock code has none, or another."""
+        return stock_router_loss(config.get_text_config(), coefficient, z_coefficient)
 
     def layers(self, model: Any) -> list[nn.Module]:
         """Return the decoder layers: the first list of modules in the decoder that holds mixers."""

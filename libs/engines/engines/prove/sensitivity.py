@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, masking_utils, modeling_rope_utils
 
+from engines.families.unread_fields import other_names
 from engines.prove.comparison import Result, largest, stock
 from engines.prove.small_config import SIZES
 from seqpack.adapters.context import Activation, LocalOps, PackedContext
@@ -113,6 +114,8 @@ def flips(config: Any, model: Any, rows: Sequence[Tensor], want: Result) -> Iter
     modules = (inspect.getmodule(type(model)), modeling_rope_utils, masking_utils)
     source = "".join(inspect.getsource(module) for module in modules if module is not None)
     for path, value in _fields(config.to_dict()):
+        if any(IGNORED.search(name) for name in other_names(config, path)):
+            continue
         for other in _others(path, value):
             moved = _moved(config, path, other, model, rows, want)
             if moved > 0:
@@ -120,7 +123,14 @@ def flips(config: Any, model: Any, rows: Sequence[Tensor], want: Result) -> Iter
         else:
             if not [*_others(path, value)]:
                 continue
-        yield Flip(path, other, moved, bool(re.search(rf"\b{path.rpartition('.')[2]}\b", source)))
+        yield Flip(path, other, moved, _named(config, path, source))
+
+
+def _named(config: Any, path: str, source: str) -> bool:
+    """Return whether source code names a field, and the part of the config that holds it, by any of their names."""
+    outer, _, name = path.rpartition(".")
+    asked = (name, outer.partition(".")[0] or name)
+    return all(re.search(rf"\b({'|'.join((one, *other_names(config, one)))})\b", source) for one in asked)
 
 
 def not_exercised(found: Iterator[Flip], tolerance: float) -> tuple[str, ...]:
