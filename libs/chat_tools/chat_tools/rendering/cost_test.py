@@ -44,6 +44,15 @@ def silent(turns: int) -> list[dict[str, Any]]:
     return [message for answer in answers for message in (USER, answer)]
 
 
+def in_parts(talk: Talk) -> Talk:
+    """The same with contents as lists of parts."""
+
+    def changed(turns: int) -> list[dict[str, Any]]:
+        return [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in talk(turns)]
+
+    return changed
+
+
 def costs(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, messages: list[dict[str, Any]]) -> dict[str, int]:
     """The renderings and the tokenised texts of one `render`, what is kept of the template known."""
     render(tokenizer, messages)
@@ -63,11 +72,15 @@ def costs(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, messages: list[dict[s
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("talk", [rounds, trajectory, silent])
+@pytest.mark.parametrize("talk", [rounds, trajectory, silent, in_parts(rounds), in_parts(trajectory)])
 def test_the_number_of_renderings_does_not_grow_with_turns(
     monkeypatch: pytest.MonkeyPatch, name: str, talk: Talk
 ) -> None:
     tokenizer = tiny_tokenizer(name, marks=False)
+    try:
+        tokenizer.apply_chat_template(talk(8))
+    except TypeError:
+        pytest.skip("the template takes no parts")
     short, long = (costs(monkeypatch, tokenizer, talk(turns)) for turns in (8, 24))
     assert long == short
     assert long["apply_chat_template"] <= 6

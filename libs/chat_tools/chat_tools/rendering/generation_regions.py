@@ -61,14 +61,11 @@ def _regions_of_marks(
 ) -> list[Region]:
     """Return the marked regions within the assistant's turns: marks can leave out characters, and add none.
 
-    Of marked tokens that touch a proven turn those inside it are trained; others belong to the turns that could not be
-    proven, in order, unless somebody else owns a character of theirs. Where the model's stop tokens were given, the one
-    that ends a turn is trained even if the marks end right before it.
+    Of marked tokens those inside a proven turn are trained; a turn that could not be proven is not. Where the model's
+    stop tokens were given, the one that ends a turn is trained even if the marks end right before it.
     """
-    problems += turns.left_out
-    assistants = [i for i, m in enumerate(messages) if m.get("role") == "assistant"]
+    problems += turns.problems
     proven = {region.message for region in turns.regions}
-    unproven = [i for i in assistants if i not in proven]
     foreign = [p for p in turns.owners.pieces if messages[p.message].get("role") != "assistant"]
     foreign_ends = [piece.end for piece in foreign]
     ends_of_proven = [region.end for region in turns.regions]
@@ -76,19 +73,13 @@ def _regions_of_marks(
     for tokens in filter(None, _runs(mask, offsets)):
         taken = [p.message for p in _overlapping(foreign, foreign_ends, tokens[0][0], tokens[-1][1])]
         problems += [f"message {m}: the template marks what the {messages[m].get('role')} wrote" for m in taken]
-        inside = _inside(tokens, turns.regions, ends_of_proven)
-        if not inside and unproven:
-            own = [token for token in tokens if not (taken and _overlapping(foreign, foreign_ends, *token))]
-            inside = [Region(unproven.pop(0), own[0][0], own[-1][1], own[-1][1])] if own else []
-        regions += inside
+        regions += _inside(tokens, turns.regions, ends_of_proven)
     if turns.stops_known:
         ends = {region.body_end: region.end for region in turns.regions}
         regions = [r._replace(end=max(r.end, ends.get(r.end, r.end))) for r in regions]
-    omitted = set(turns.owners.without_calls)
-    settled = omitted | {region.message for region in regions}
-    unmarked = [i for i in assistants if i not in settled]
-    problems += [f"message {i}: the template marks nothing of it" for i in unmarked]
-    return [region for region in regions if region.message not in omitted]
+    unmarked = proven - {region.message for region in regions}
+    problems += [f"message {i}: the template marks nothing of it" for i in sorted(unmarked)]
+    return regions
 
 
 def _inside(tokens: Sequence[tuple[int, int]], regions: Sequence[Region], ends: Sequence[int]) -> list[Region]:

@@ -49,13 +49,10 @@ class Regions(NamedTuple):
     owners: MessageAttribution
     stops_known: bool = False
 
-    @property
-    def left_out(self) -> list[str]:
-        """Problems of turns that the template does not write whole."""
-        return [f"message {index}: {CALLS_LEFT_OUT}" for index in self.owners.without_calls]
-
 
 CALLS_LEFT_OUT = "the template leaves out some of its tool calls"
+PRINTED = "the template takes no parts and writes their list as Python prints it: give the content as one text"
+_UNTOLD = "where the template writes it cannot be told"
 
 
 _Shape = tuple[str, bool, tuple[tuple[Any, ...], ...]]
@@ -116,7 +113,7 @@ def find_regions(
     for index in owners.unknown:
         if messages[index].get("role") != "assistant":
             regions = _without(regions, texts_of(messages[index]), text)
-            problems.append(f"message {index}: where the template writes it cannot be told")
+            problems.append(f"message {index}: {PRINTED if index in owners.printed else _UNTOLD}")
     return Regions(regions, problems, owners, template.stops is not None)
 
 
@@ -133,6 +130,8 @@ def _turn(
     """Return the regions of one assistant message, or why they cannot be proven."""
     if index in owners.without_calls:
         return f"message {index}: {CALLS_LEFT_OUT}"
+    if index in owners.printed:
+        return f"message {index}: {PRINTED}"
     overlapping = any(piece.start < lower or piece.end > upper for piece, lower, upper, _, _ in own)
     if index in owners.unknown or not own or overlapping:
         return f"message {index}: the template does not render its content apart from what follows"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chat_tools.rendering.masks import Region
+from chat_tools.rendering.masks import PRINTED, Region
 from chat_tools.rendering.media import Expanded
 from chat_tools.rendering.render import Rendered, _span, render
 from chat_tools.testing.templates import TEMPLATES
@@ -265,3 +265,32 @@ def test_the_tokens_of_a_region_lie_wholly_in_it(
     span = _span(Region(4, start, end, end), Expanded("abcdefgh", ()), [(0, 2), (2, 5), (5, 8)], found)
     assert (span.token_start, span.token_end, span.message) == (*tokens, 4)
     assert found == straddling
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_parts_that_the_template_prints_as_a_list_are_a_problem_and_not_trained(marks: bool) -> None:
+    """What Python prints of a list is no text that a model should learn, whether the template marks it or not."""
+    rows = [("user", "hi"), ("assistant", "yo"), ("user", "bye"), ("assistant", "")]
+    messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in rows]
+    rendered = render(tiny_tokenizer("llama", marks=marks), messages)
+    assert "[{'type': 'text', 'text': 'yo'}]" in rendered.text
+    assert not any(rendered.assistant_mask)
+    assert sorted(rendered.problems) == [f"message {number}: {PRINTED}" for number in range(4)]
+    mixed = [messages[0], {"role": "assistant", "content": "yo"}]
+    rendered = render(tiny_tokenizer("llama", marks=marks), mixed)
+    assert rendered.problems == (f"message 0: {PRINTED}",)
+    assert [rendered.text[span.start : span.end] for span in rendered.spans] == ["yo<|eot_id|>"]
+
+
+def test_a_turn_that_is_not_proven_is_not_trained_though_it_is_marked() -> None:
+    """The template drops contents in parts: what it marks is its own."""
+    source = (
+        "{% for m in messages %}{% set c = m.content if m.content is string else '' %}"
+        "{% if m.role == 'user' %}<|im_start|>{{ c }}<|im_end|>{% else %}"
+        "{% generation %}<|im_start|></think>{{ c + '.' if c }}<|im_end|>{% endgeneration %}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|></think>{% endif %}"
+    )
+    messages = [{"role": role, "content": [{"type": "text", "text": "hi"}]} for role in ("user", "assistant")]
+    rendered = render(tiny_tokenizer("chatml", template=source), messages, stop_tokens=["<|im_end|>"])
+    assert not any(rendered.assistant_mask)
+    assert rendered.problems

@@ -29,6 +29,7 @@ from chat_tools.rendering.replaced_messages import REASONING_KEYS, MessageSpan, 
 from chat_tools.rendering.template import ChatTemplate, Message, rendering_errors
 
 _TEXT_KEYS = frozenset(("content", *REASONING_KEYS))
+_BEGINNING = 10  # characters of a printed list, to see whether there is one at all
 _PRIVATE = 0xF0000  # planes 15 and 16: no script has characters there
 _PRIVATE_CHARACTER = re.compile("[\U000f0000-\U0010ffff]")
 # What a template compares a text with, or cuts it at: marks must not stand inside or before it.
@@ -40,12 +41,13 @@ class MessageAttribution(NamedTuple):
     """The pieces of a rendering, in order.
 
     `unknown` are the messages that have text but could not be found; `without_calls` those of whose tool calls the
-    template leaves some out.
+    template leaves some out; `printed` those of `unknown` whose list of parts it writes as Python prints a list.
     """
 
     pieces: list[MessageSpan]
     unknown: Sequence[int] = ()
     without_calls: Sequence[int] = ()
+    printed: Sequence[int] = ()
 
 
 class Marked(NamedTuple):
@@ -71,7 +73,8 @@ def render_marked(
         sources = json.dumps([messages, template.tools, template.options], ensure_ascii=False, default=_plain)
         if _PRIVATE_CHARACTER.search(sources):
             return None
-    return _marked(template, messages, prompted, _Marks(source, "", messages), range(len(messages)), True)
+    marked = _marked(template, messages, prompted, _Marks(source, "", messages), range(len(messages)), True)
+    return None if marked is not None and printed_parts(messages, marked.text) else marked
 
 
 def _plain(value: Any) -> Any:
@@ -83,22 +86,35 @@ def attribute_messages(
 ) -> MessageAttribution:
     """Find the pieces of all messages in `text`, their rendering (with a generation prompt if `prompted`)."""
     marks = _Marks(template.source, text, messages)
-    everybody = range(len(messages))
+    printed = printed_parts(messages, text)
+    chosen = [index for index in range(len(messages)) if index not in printed]
     for names in (True, False):
-        marked = _marked(template, messages, prompted, marks, everybody, names)
+        marked = _marked(template, messages, prompted, marks, chosen, names)
         if marked is not None and marked.text == text:
-            return marked.owners
-    return _one_by_one(template, messages, text, prompted, marks)
+            return marked.owners._replace(unknown=tuple(sorted(printed)), printed=tuple(sorted(printed)))
+    owners = _one_by_one(template, messages, text, prompted, marks, chosen)
+    return owners._replace(unknown=sorted({*owners.unknown, *printed}), printed=tuple(sorted(printed)))
+
+
+def printed_parts(messages: Sequence[Message], text: str) -> set[int]:
+    """Return the messages whose list of parts stands in `text` as Python prints it: the template takes no parts."""
+    contents = {index: message.get("content") for index, message in enumerate(messages)}
+    lists = {index: str(content) for index, content in contents.items() if isinstance(content, list) and content}
+    beginnings = {written[:_BEGINNING] for written in lists.values()}
+    if not any(beginning in text for beginning in beginnings):
+        return set()
+    return {index for index, written in lists.items() if written in text}
 
 
 def _one_by_one(
-    template: ChatTemplate, messages: Sequence[Message], text: str, prompted: bool, marks: _Marks
+    template: ChatTemplate, messages: Sequence[Message], text: str, prompted: bool, marks: _Marks, chosen: Iterable[int]
 ) -> MessageAttribution:
-    """Find the pieces of each message by a separate rendering."""
+    """Find the pieces of each chosen message by a separate rendering."""
     all_pieces: list[MessageSpan] = []
     unknown: list[int] = []
     without_calls: list[int] = []
-    for index, message in enumerate(messages):
+    for index in chosen:
+        message = messages[index]
         if not has_text(message) and not message.get("tool_calls"):
             continue
         tries = (_marked(template, messages, prompted, marks, [index], names) for names in (True, False))

@@ -358,7 +358,7 @@ def test_calls_left_out_are_listed() -> None:
     made = template(PLAIN)
     messages: list[dict[str, Any]] = [USER, CALLS, USER, SAY]
     regions = find_regions(made, messages, made.text(messages), False)
-    assert regions.left_out == [f"message 1: {masks.CALLS_LEFT_OUT}"]
+    assert regions.problems == [f"message 1: {masks.CALLS_LEFT_OUT}"]
     assert regions.owners.without_calls == [1]
 
 

@@ -167,21 +167,20 @@ class _Base(NamedTuple):
 def _twice(template: ChatTemplate, messages: Sequence[Message], prompted: bool) -> _Base | None:
     """Render twice: with marks, which gives the text and its owners, and as `apply_chat_template` does, to ids.
 
-    None where the text without marks is not the one that has those ids: the marks changed what the template writes.
-    Where the tokenizer hands out the text itself, the two are compared. Else it is seen by decoding, which is much
-    cheaper than encoding; what decodes to another text is encoded.
+    Where the tokenizer hands out the text itself, the two are compared; if the marks changed what the template writes,
+    the owners are not known. Else it is seen by decoding, which is much cheaper than encoding; what decodes to another
+    text is encoded, and None says that the text without marks is not the one that has those ids.
     """
     if not any(message.get("role") == "user" for message in messages):
         return None  # it may need a stand-in
     marks = render_marked(template, messages, prompted, template.tokenizes_text)
-    if marks is None:
-        return None
     if template.tokenizes_text:
         text, blocks = template.text_and_blocks(messages, prompted)
-        if text != marks.text:
-            return None
+        owners = marks.owners if marks is not None and marks.text == text else None
         ids, offsets = encode(template.tokenizer, text)
-        return _Base(text, ids, offsets, None if blocks is None else block_mask(blocks, offsets), marks.owners)
+        return _Base(text, ids, offsets, None if blocks is None else block_mask(blocks, offsets), owners)
+    if marks is None:
+        return None
     ids, offsets, marked = _official(template, messages, prompted)
     if not (offsets and offsets[-1][1] == len(marks.text) and _decoded(template.tokenizer, ids) == marks.text):
         official = ids
