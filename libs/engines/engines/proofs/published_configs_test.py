@@ -5,8 +5,10 @@ import re
 import pytest
 
 from engines.families.registry import FAMILIES, family_of
+from engines.families.unread_fields import unread_fields
 from engines.proofs.published_configs import PUBLISHED, Published
 from engines.prove import proof
+from engines.prove.sensitivity import _named
 from engines.prove.small_config import shrink_config, thresholds
 
 
@@ -40,3 +42,15 @@ def test_every_kind_of_layer_is_kept_in_small() -> None:
     own = {int(layer) for layer in gemma.to_dict()["per_layer_config"]}
     assert own == {place for place, kind in enumerate(gemma.layer_types) if kind == "full_attention"}
     assert gemma.top_k_experts < gemma.num_experts
+
+
+def test_a_field_is_read_by_any_of_its_names() -> None:
+    """Kimi-Linear's checkpoint names what modelling code reads as num_experts_per_tok, and lists its layers apart."""
+    config = next(one for one in PUBLISHED if one.model_type == "kimi_linear").config()
+    assert unread_fields(config, ["num_experts_per_token", "num_expert_group", "linear_attn_config"]) == (
+        "linear_attn_config",
+    )
+    source = "config.num_experts_per_tok, config.head_dim, config.hidden_size"
+    assert _named(config, "num_experts_per_token", source)
+    assert not _named(config, "linear_attn_config.head_dim", source)
+    assert not _named(config, "num_expert_group", source)
