@@ -113,9 +113,9 @@ def test_those_of_one_tag_alone_each_within_its_seconds(tree):
     rules = RULES.replace('name = "late_test"', 'name = "late_test", tags = ["slow", "gpu2"]')
     rules = rules.replace('name = "never_test", tags = ["gpu"]', 'name = "long_test", tags = ["slow"]')
     rules = rules.replace('name = "plain_test"', 'name = "plain_test", tags = ["slow", "manual"]')
-    status, lines = run(tree, rules, "--only", "slow", "--seconds", "20", "--jobs", "2")
+    status, lines = run(tree, rules, "--only", "slow", "--seconds", "10", "--jobs", "2")
     assert (status, lines[-1]) == (1, "2 passed, 1 failed, 0 skipped"), lines
-    assert "ended after 20 s" in lines
+    assert "ended after 10 s" in lines
     assert sorted(line.split("  ")[-1] for line in lines if " s  //" in line) == [
         "//libs/alpha:long_test: 0 passed",
         "//libs/alpha:plain_test: 2 passed",

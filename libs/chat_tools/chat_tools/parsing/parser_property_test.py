@@ -39,7 +39,7 @@ def check(message: ParsedMessage, text: str) -> None:
         call.arguments.encode()
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.data(), NAMES, st.booleans())
 def test_every_cut_gives_what_the_whole_gives(data: st.DataObject, name: str, typed: bool) -> None:
     text = data.draw(texts(name))
@@ -121,7 +121,7 @@ def test_a_megabyte_of_the_worst_costs_no_more_operations(name: str) -> None:
         assert message.operations <= BYTES_PER_OPERATION * len(text)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data(), NAMES, st.integers(0, 60))
 def test_dense_text_is_passed_over_in_the_same_way_however_it_is_cut(
     data: st.DataObject, name: str, budget: int

@@ -9,10 +9,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, _utils
 
 from seqpack.adapters import IGNORED, PackedCollator, PackedStream, TitanRows
 from seqpack.adapters.collator import Sample
+
+
+@pytest.fixture(scope="module", autouse=True)
+def prompt_ends() -> Iterator[None]:
+    """Let a DataLoader whose worker raised wait 0.2 s for each worker to end, instead of five."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+        yield
 
 
 class Source:
