@@ -21,6 +21,7 @@ from engines.weights.empty_model import allocate, empty_model, meta_model, model
 from engines.weights.hub import model_directory
 from engines.weights.model_directory import ModelDirectory
 from engines.weights.model_weights import ModelWeights
+from engines.weights.stock_names import names_read
 from engines.weights.tied_weights import untie_what_differs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -110,7 +111,9 @@ def open_model(config: EngineConfig, model: Any = None) -> LoadedModel:
     if isinstance(model, PretrainedConfig):
         family = admitted_family(model, config.prove, config.allow_untested)
         vision = family.check_vision(model) if seeing else None
-        module = model_of(model if seeing else text_config(model), vision)
+        part = model if seeing else text_config(model, family)
+        module = model_of(part, vision is not None or family.inside)
+        family.reduce(module)
     elif isinstance(model, nn.Module):
         module = model
     else:
@@ -157,12 +160,14 @@ def _from_directory(config: EngineConfig, directory: Path, dtype: torch.dtype, s
     _check_replay(config, family, read)
     vision = family.check_vision(read) if seeing else None
     source = ModelDirectory.read(directory)
-    text = read if seeing else text_config(read)
-    module = empty_model(text, dtype, vision)
+    text = read if seeing else text_config(read, family)
+    module = empty_model(text, dtype, vision is not None or family.inside, family)
     family.check_module(module)
-    names = names_in(source.tensors, module, module if text is read else meta_model(read, dtype))
+    stock = module if text is read and not family.inside else meta_model(read, dtype, family.inside)
+    names = names_in(source.tensors, module, stock)
     untie_what_differs(module, source, names)
-    weights = ModelWeights.of(family, module, source, names)
+    others = names_read(stock, source.tensors) if family.inside else ()
+    weights = ModelWeights.of(family, module, source, names, others)
     if (directory / "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     return LoadedModel(module.eval(), weights, read, DiskWeights.of(weights, module))

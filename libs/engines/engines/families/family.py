@@ -92,6 +92,10 @@ class Family:
     """Patterns (names on disk) of tensors that are not trained and go into every export as they are, each with the
     config fields that describe them: these are left out of an export that has no such tensor."""
 
+    inside: bool = False
+    """Whether the text part is trained inside of a multi-modal model, whose other parts are taken out: there is no
+    model of the text part alone, or its checkpoints have the names of the whole."""
+
     def check_config(self, config: Any) -> None:
         """Refuse (ValueError) a config with a field or value that no test of this family has run."""
         unread = self.unread(config)
@@ -122,6 +126,10 @@ class Family:
             if allowed is not None and value not in allowed:
                 raise ValueError(self._refusal(f"field {name} = {value!r} of vision_config is not handled"))
         return self.vision
+
+    def reduce(self, model: Any) -> None:
+        """Take out of a module that was just made what is not trained; nothing where all of it is."""
+        del model
 
     def sees(self, model: Any) -> bool:
         """Return whether a module is the family's vision-language model."""

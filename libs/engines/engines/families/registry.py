@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
 from engines.families.family import Family
 from engines.families.gemma3 import GEMMA3
 from engines.families.llama import LLAMA
@@ -50,15 +52,23 @@ _ADMITTED: dict[str, Family] = {}
 """Families that a proof has admitted in this process, by the digest of their config."""
 
 
-def admit(text: Any, family: Family) -> Family:
-    """Make `family_of` return this family for this very text config, unchecked; see `engines.prove.admission`."""
-    return _ADMITTED.setdefault(digest(text), family)
+def admit(config: Any, family: Family) -> Family:
+    """Make `family_of` return this family for this very config, unchecked; see `engines.prove.admission`."""
+    return _ADMITTED.setdefault(digest(config), family)
+
+
+def proven_part(config: Any) -> Any:
+    """Return what a proof of a config is about: its text config, or the whole of a multi-modal type without a family,
+    whose text part is trained inside of it."""
+    text = config.get_text_config()
+    inside = text is not config and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return config if inside and registered_family(config) is None else text
 
 
 @contextmanager
-def admitted(text: Any, family: Family) -> Iterator[None]:
-    """Admit a family for this very text config while this is open: for the proof itself."""
-    key = digest(text)
+def admitted(config: Any, family: Family) -> Iterator[None]:
+    """Admit a family for this very config while this is open: for the proof itself."""
+    key = digest(config)
     before = _ADMITTED.get(key)
     _ADMITTED[key] = family
     try:
@@ -68,10 +78,20 @@ def admitted(text: Any, family: Family) -> Iterator[None]:
             del _ADMITTED[key]
 
 
-def digest(text: Any) -> str:
-    """Return the digest of a text config, without names, dtypes and versions."""
-    values = {name: value for name, value in text.to_dict().items() if name not in _NAMES and name[0] != "_"}
+def digest(config: Any) -> str:
+    """Return the digest of a config, without names, dtypes and versions."""
+    values = _described(config.to_dict())
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _described(values: Any) -> Any:
+    if not isinstance(values, dict):
+        return values
+    return {
+        name: _described(value)
+        for name, value in values.items()
+        if not isinstance(name, str) or (name not in _NAMES and not name.startswith("_"))
+    }
 
 
 def registered_family(config: Any) -> Family | None:
@@ -92,10 +112,10 @@ def family_of(config: Any) -> Family:
             family.check_config(config)
             return family
         except ValueError:
-            if (admitted := _ADMITTED.get(digest(config.get_text_config()))) is None:
+            if (admitted := _ADMITTED.get(digest(proven_part(config)))) is None:
                 raise
             return admitted
-    if kind is not None and (admitted := _ADMITTED.get(digest(config.get_text_config()))) is not None:
+    if kind is not None and (admitted := _ADMITTED.get(digest(proven_part(config)))) is not None:
         return admitted
     known = ", ".join(sorted(name for family in FAMILIES for name in (*family.model_types, *family.wrappers)))
     because = f" ({_REASONS[kind]})" if kind in _REASONS else ""

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
+import transformers
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from engines.families.family import Family
 from engines.families.router import RouterLoss
@@ -23,6 +24,8 @@ from seqpack.adapters.subclasses import stock_class
 _TABLE = "ALL_ATTENTION_FUNCTIONS"
 _CACHES = frozenset(["cache_params", "past_key_values", "past_key_value", "layer_past", "cache"])
 """Names of a cache among a layer's arguments."""
+_TEXT_MODELS = ("language_model", "text_model")
+"""Names of the text model in a multi-modal one."""
 _SCALES = {"logits_scaling": True, "logit_scale": False, "lm_head_multiplier": False}
 """Config fields with a factor of the logits, and whether it divides them."""
 
@@ -47,7 +50,10 @@ class GenericFamily(Family):
         """Return the text model under the head."""
         base = model.base_model
         base = model.model if base is model and hasattr(model, "model") else base
-        return getattr(base, "language_model", base)
+        for name in _TEXT_MODELS:
+            if isinstance(part := getattr(base, name, None), nn.Module):
+                return part.base_model if getattr(part, "get_output_embeddings", lambda: None)() else part
+        return base
 
     def head_scale(self, config: Any) -> float:
         """Return the factor of the logits by the fields that are known to hold one."""
@@ -108,9 +114,98 @@ def _mixes(module: nn.Module) -> bool:
     return any(chooses_attention(part) or keeps_state(part) for part in module.modules())
 
 
+@dataclass(frozen=True)
+class TextPartFamily(GenericFamily):
+    """A family that is the text part of a multi-modal type: it is trained, and all else goes into exports as it is."""
+
+    inside: bool = True
+
+    def head_scale(self, config: Any) -> float:
+        """Return the factor of the logits; 1 where the whole does not scale those of its text model."""
+        return super().head_scale(config) if self._names(*_SCALES) else 1.0
+
+    def soft_cap(self, config: Any) -> float | None:
+        """Return the bound of the logits; None where the whole does not cap those of its text model."""
+        return super().soft_cap(config) if self._names("final_logit_softcapping") else None
+
+    def _names(self, *fields: str) -> bool:
+        source = inspect.getsource(getattr(transformers, self.architecture))
+        return any(name in source for name in fields)
+
+    def auxiliary_loss(
+        self, config: Any, coefficient: float | None = None, z_coefficient: float = 0.0
+    ) -> RouterLoss | None:
+        """Return None; ValueError where a router's loss is asked for: the whole has one of its own."""
+        text = config.get_text_config()
+        if coefficient is None and getattr(text, "output_router_logits", False):
+            coefficient = getattr(text, "router_aux_loss_coef", 0.0)
+        if coefficient or z_coefficient:
+            raise ValueError(
+                f"{self.name}: the router's loss of a multi-modal type is not compared: set its coefficients to 0"
+            )
+        return None
+
+    def head(self, model: Any) -> Any:
+        """Return the output layer, of the text model where the whole names none."""
+        base = model.base_model
+        texts = (getattr(base, name, None) for name in _TEXT_MODELS)
+        parts = (model, *(part for part in texts if isinstance(part, nn.Module)))
+        return next((head for part in parts if (head := part.get_output_embeddings()) is not None), None)
+
+    def trained(self, model: Any) -> frozenset[str]:
+        """Return the names of the parameters that belong to the text part."""
+        inside = {parameter for part in self._parts(model) for parameter in part.parameters()}
+        return frozenset(name for name, one in model.named_parameters(remove_duplicate=False) if one in inside)
+
+    def check_module(self, model: Any) -> None:
+        """Refuse (ValueError) also a module whose other parts would be lost: they come from its directory."""
+        super().check_module(model)
+        left = {name for name, one in model.named_parameters() if one.requires_grad} - self.trained(model)
+        if left:
+            raise ValueError(
+                f"{self.name}: the text part of this type is trained, and {sorted(left)[0]} is none of it: give the "
+                "model's directory, whose other tensors go into every export"
+            )
+
+    def reduce(self, model: Any) -> None:
+        """Take out what is neither the text model nor the output layer."""
+        _keep(model, self._parts(model))
+
+    def _parts(self, model: Any) -> frozenset[nn.Module]:
+        return frozenset(part for part in (self.decoder(model), self.head(model)) if part is not None)
+
+
+def _keep(module: nn.Module, parts: frozenset[nn.Module]) -> None:
+    """Take out of a module what belongs to none of these parts of it."""
+    for name in (*dict(module.named_parameters(recurse=False)), *dict(module.named_buffers(recurse=False))):
+        setattr(module, name, None)
+    for name, child in list(module.named_children()):
+        if child in parts:
+            continue
+        if parts.isdisjoint(child.modules()):
+            setattr(module, name, None)
+        else:
+            _keep(child, parts)
+
+
+def is_inside(config: Any) -> bool:
+    """Return whether the text part of a config that has no family is trained inside of a multi-modal model."""
+    kind = type(config)
+    alone = config.get_text_config() is config and kind in MODEL_FOR_CAUSAL_LM_MAPPING
+    return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not alone
+
+
 def generic_family(config: Any) -> GenericFamily:
-    """Return the family of a transformers config of any causal language model; ValueError where it is none."""
+    """Return the family of a transformers config of any causal language model, or of any multi-modal one that writes
+    text; ValueError where it is neither."""
     kind, name = type(config), config.model_type
+    if is_inside(config):
+        if config.is_encoder_decoder:
+            raise ValueError(f"{name} is an encoder-decoder: it has no text part that can be trained alone")
+        architecture = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind].__name__
+        return TextPartFamily(
+            name=name, model_types=(name,), architecture=architecture, attention="", fields={}, described=False
+        )
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{name} is no causal language model of this transformers")
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING[kind].__name__

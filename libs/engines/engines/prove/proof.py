@@ -17,17 +17,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
-from engines.families.registry import admitted, digest, registered_family
+from engines.families.registry import admitted, digest, proven_part, registered_family
 from engines.inputs.model_inputs import PackedInputs, PaddedInputs
 from engines.private_api import set_experts
 from engines.prove.certificate import Certificate, versions
-from engines.prove.comparison import Difference, Result, difference, largest, packed_layers, scored, sequences, stock
-from engines.prove.generic_family import generic_family
+from engines.prove.comparison import (
+    Difference,
+    Result,
+    chosen_log_probs,
+    difference,
+    largest,
+    packed_layers,
+    scored,
+    sequences,
+    stock,
+)
+from engines.prove.generic_family import TextPartFamily, generic_family, is_inside
 from engines.prove.lengths import proof_lengths
 from engines.prove.sensitivity import MergedOps, SeenOps, flips, not_exercised
 from engines.prove.small_config import VOCABULARY, shrink_config, thresholds
+from engines.prove.small_towers import shrink_whole
+from engines.prove.text_part import export_problem, separate
+from engines.weights.empty_model import model_of
 
 LOG_PROBS = 3e-5
 """Largest difference of a log-prob that counts as equal: parts of stock layers compute in float32."""
@@ -50,37 +62,45 @@ def prove(config: Any) -> Certificate:
     Raises:
         ValueError: the type has no causal language model, or none could be built in small.
     """
-    start, text = time.perf_counter(), config.get_text_config()
-    family = registered_family(text) or generic_family(text)
+    start, part = time.perf_counter(), proven_part(config)
+    family = registered_family(part) or generic_family(part)
     try:
-        small = small_config(text)
+        small = small_config(part)
         model = random_model(small)
         lengths = proof_lengths(thresholds(small))
-        rows = sequences(lengths, min(VOCABULARY, small.vocab_size))
+        rows = sequences(lengths, min(VOCABULARY, small.get_text_config().vocab_size))
         want = stock(model, rows)
+        problem = _looks_ahead(model, rows)
+        if isinstance(family, TextPartFamily):
+            problem = problem or separate(model, family, want)
     except BUILD_ERRORS as error:
         raise ValueError(
-            f"model family {text.model_type!r} is not supported: no proof could be made, as stock transformers could "
-            f"not run its config in small ({type(error).__name__}: {error})"
+            f"model family {part.model_type!r} is not supported: no proof could be made, as stock transformers could "
+            f"not run its config in small on text alone ({type(error).__name__}: {error})"
         ) from error
+    got, padded, planted = Difference(INFINITE, INFINITE), None, {}
     with admitted(small, family):
-        got, problem = _packed(model, rows, want)
-        padded = _padded(model, rows, want) if problem else None
-        planted = {} if problem else _planted(model, rows, want)
+        if not problem:
+            got, problem = _packed(model, rows, want)
+            padded = _padded(model, rows, want) if problem else None
+            planted = {} if problem else _planted(model, rows, want)
+        if not problem and isinstance(family, TextPartFamily):
+            problem = export_problem(model, family, rows, want)
     weak = [name for name, moved in planted.items() if moved < MARGIN * LOG_PROBS]
     if weak:
         problem = f"planted errors are not seen: {', '.join(weak)}"
     unseen = () if problem else not_exercised(flips(small, model, rows, want), LOG_PROBS)
     return Certificate(
-        text.model_type, digest(text), "small", lengths, got.log_probs, got.gradients, padded, planted, unseen,
+        part.model_type, digest(part), "small", lengths, got.log_probs, got.gradients, padded, planted, unseen,
         (problem,) if problem else (), time.perf_counter() - start, versions(),
     )  # fmt: skip
 
 
 def small_config(text: Any) -> Any:
-    """Return the text config in small, with experts that take float64 (grouped products do not)."""
-    small = shrink_config(text).config
-    set_experts(small, "eager")
+    """Return the config in small, with experts that take float64 (grouped products do not)."""
+    small = shrink_whole(text) if is_inside(text) else shrink_config(text).config
+    for part in {id(one): one for one in (small, small.get_text_config())}.values():
+        set_experts(part, "eager")
     return small
 
 
@@ -92,9 +112,8 @@ def random_model(config: Any, seed: int = 0) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: nn.Module = (
-            AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(torch.float64).eval()
-        )
+        whole = is_inside(config)
+        model: nn.Module = model_of(config, whole, attn_implementation="eager").to(torch.float64).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
@@ -102,6 +121,15 @@ def random_model(config: Any, seed: int = 0) -> nn.Module:
             else:
                 parameter.add_(0.1 * torch.rand(parameter.shape, generator=generator, dtype=torch.float64))
     return model
+
+
+def _looks_ahead(model: Any, rows: Sequence[Tensor]) -> str:
+    """Return what is wrong where stock transformers lets a token see those behind it."""
+    ids = rows[1].clone()
+    ids[-1] = ids[-1] % 8 + 3 if ids[-1] > 10 else ids[-1] + 1
+    one, other = (chosen_log_probs(model, row)[:-1] for row in (rows[1], ids))
+    moved = largest((one - other).detach())
+    return f"it is no causal model: a later token moves an earlier log-prob by {moved:.1e}" if moved > LOG_PROBS else ""
 
 
 def _packed(model: Any, rows: Sequence[Tensor], want: Result) -> tuple[Difference, str]:

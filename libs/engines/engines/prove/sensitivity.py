@@ -10,20 +10,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, masking_utils, modeling_rope_utils
+from transformers import masking_utils, modeling_rope_utils
 
 from engines.families.unread_fields import other_names
 from engines.prove.comparison import Result, largest, stock
+from engines.prove.generic_family import is_inside
 from engines.prove.small_config import SIZES
+from engines.weights.empty_model import model_of
 from seqpack.adapters.context import Activation, LocalOps, PackedContext
 
 IGNORED = re.compile(
     r"dropout|pdrop|layerdrop|initializer|init_std|use_cache|output_|return_dict|_token_id|token_id$|id2label|label2id|"
     r"problem_type|transformers_version|_name_or_path|architectures|dtype|model_type|chunk_size_feed_forward|"
-    r"is_encoder_decoder|pretraining_tp|max_position_embeddings|tie_word_embeddings|router_jitter|aux_loss|z_loss"
+    r"is_encoder_decoder|pretraining_tp|max_position_embeddings|tie_word_embeddings|router_jitter|aux_loss|z_loss|"
+    r"num_logits_to_keep|use_mamba_kernels|rescale_prenorm_residual|mrope_section"
 )
 """Fields that change no forward pass in evaluation mode, or that other parts of a proof hold: dropout and
-initialisation, caches and outputs, special tokens, names, ties (the export), the router's losses."""
+initialisation, caches and outputs, special tokens, names, ties (the export), the router's losses. A token of text has
+the same position on each axis, so that sections of rotary embeddings have no effect either."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,6 @@ class Flip:
     value: Any
     moved: float
     """The largest change of a log-prob; infinite where the model has other shapes, or cannot be built."""
-    read: bool
-    """Whether the modelling code names the field."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +112,16 @@ class SeenOps(LocalOps):
 
 
 def flips(config: Any, model: Any, rows: Sequence[Tensor], want: Result) -> Iterator[Flip]:
-    """Yield what each field of a config does to the stock model with the same weights."""
-    modules = (inspect.getmodule(type(model)), modeling_rope_utils, masking_utils)
+    """Yield what each field of a config that modelling code names does to the stock model with the same weights.
+
+    A size that changes the shape of no weight, and no number, belongs to no layer of the model: it is left out.
+    """
+    kinds = {type(part) for part in model.modules() if type(part).__module__.startswith("transformers.models")}
+    modules = {inspect.getmodule(kind) for kind in kinds} | {modeling_rope_utils, masking_utils}
     source = "".join(inspect.getsource(module) for module in modules if module is not None)
-    for path, value in _fields(config.to_dict()):
+    for path, value in _fields(config.get_text_config().to_dict()):
+        if path in SIZES or not _named(config, path, source):  # of no interest: spare the passes
+            continue
         if any(IGNORED.search(name) for name in other_names(config, path)):
             continue
         for other in _others(path, value):
@@ -123,7 +131,7 @@ def flips(config: Any, model: Any, rows: Sequence[Tensor], want: Result) -> Iter
         else:
             if not [*_others(path, value)]:
                 continue
-        yield Flip(path, other, moved, _named(config, path, source))
+        yield Flip(path, other, moved)
 
 
 def _named(config: Any, path: str, source: str) -> bool:
@@ -134,11 +142,8 @@ def _named(config: Any, path: str, source: str) -> bool:
 
 
 def not_exercised(found: Iterator[Flip], tolerance: float) -> tuple[str, ...]:
-    """Return the fields that the modelling code names, and that moved no log-prob by more than the tolerance.
-
-    A size that changes the shape of no weight, and no number, belongs to no layer of the model: it is left out.
-    """
-    return tuple(one.field for one in found if one.read and not one.moved > tolerance and one.field not in SIZES)
+    """Return the fields that moved no log-prob by more than the tolerance."""
+    return tuple(one.field for one in found if not one.moved > tolerance)
 
 
 def _fields(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -160,14 +165,14 @@ def _others(path: str, value: Any) -> Iterator[Any]:
     elif isinstance(value, float):
         yield 100 * value if 0 < abs(value) < 1e-3 else value * 1.5 + (0.0 if value else 0.1)
     elif isinstance(value, list) and value and isinstance(value[0], int | float) and not isinstance(value[0], bool):
-        yield [value[-1] + 1, *value[1:]]
+        yield [1 - value[0] if {*value} <= {0, 1} else value[-1] + 1, *value[1:]]
     elif isinstance(value, str) and re.search(r"act", path):
         yield "relu" if value != "relu" else "gelu"
 
 
 def _moved(config: Any, path: str, other: Any, model: Any, rows: Sequence[Tensor], want: Result) -> float:
     changed = copy.deepcopy(config)
-    target: Any = changed
+    target: Any = changed.get_text_config()
     *parents, name = path.split(".")
     try:
         for parent in parents:
@@ -176,7 +181,7 @@ def _moved(config: Any, path: str, other: Any, model: Any, rows: Sequence[Tensor
             target[name] = other
         else:
             setattr(target, name, other)
-        flipped = AutoModelForCausalLM.from_config(changed).to(next(model.parameters()).dtype).eval()
+        flipped = model_of(changed, is_inside(changed)).to(next(model.parameters()).dtype).eval()
         state, own = model.state_dict(), flipped.state_dict()
         if {n: t.shape for n, t in state.items()} != {n: t.shape for n, t in own.items()}:
             return float("inf")

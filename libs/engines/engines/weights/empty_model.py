@@ -12,44 +12,49 @@ from transformers import (
     PretrainedConfig,
 )
 
-from engines.families.family import VisionForm
+from engines.families.family import Family
 from engines.private_api import init_weights
 
 
-def model_of(config: PretrainedConfig, vision: VisionForm | None = None, **options: Any) -> Any:
-    """Make the causal LM of a config, or its vision-language model."""
-    if vision is None:
-        return AutoModelForCausalLM.from_config(config, **options)
-    return AutoModelForImageTextToText.from_config(config, **options)
+def model_of(config: PretrainedConfig, whole: bool = False, **options: Any) -> Any:
+    """Make the causal LM of a config, or the `whole` of its vision-language model."""
+    auto = AutoModelForImageTextToText if whole else AutoModelForCausalLM
+    return auto.from_config(config, **options)
 
 
-def text_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the config of the model that reads text alone, where transformers would make one with a vision tower."""
+def text_config(config: PretrainedConfig, family: Family) -> PretrainedConfig:
+    """Return the config of the model that is trained on text, where transformers would make one with a vision tower.
+
+    It is that of the whole where `family` trains the text part inside of the whole.
+    """
     text = config.get_text_config()
-    if text is config or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].config_class is not type(config):
+    if text is config or family.inside or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].config_class is not type(config):
         return config
     text = copy.deepcopy(text)
     text.tie_word_embeddings = config.tie_word_embeddings  # of the whole model
     return text
 
 
-def meta_model(config: PretrainedConfig, dtype: torch.dtype, vision: VisionForm | None = None) -> Any:
+def meta_model(config: PretrainedConfig, dtype: torch.dtype, whole: bool = False) -> Any:
     """Build the model that transformers makes of a config on the meta device, buffers too; ValueError if it can't."""
     try:
         with torch.device("meta"):
-            return model_of(config, vision, dtype=dtype)
-    except (AssertionError, AttributeError, RuntimeError, TypeError) as error:
+            return model_of(config, whole, dtype=dtype)
+    except (AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError) as error:
         raise ValueError(f"config.json describes a model that can't be built: {error}") from error
 
 
-def empty_model(config: PretrainedConfig, dtype: torch.dtype, vision: VisionForm | None = None) -> Any:
-    """Build the causal LM of a config, or its vision-language model, with meta parameters of this dtype.
+def empty_model(config: PretrainedConfig, dtype: torch.dtype, whole: bool = False, family: Family | None = None) -> Any:
+    """Build the causal LM of a config, or the `whole` of its vision-language model, with meta parameters of this dtype;
+    without what `family` does not train.
 
     Buffers that no checkpoint holds (rotary frequencies, an embedding's scale) are computed, on the CPU, by the code
     with which `from_pretrained` fills them: each module's part of `_init_weights`. ValueError for a config that
     describes no model, or a buffer that this code leaves alone.
     """
-    model = meta_model(config, dtype, vision)
+    model = meta_model(config, dtype, whole)
+    if family is not None:
+        family.reduce(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     saved = model.state_dict().keys()

@@ -27,8 +27,9 @@ def loading_memory(
     disk_dtype: torch.dtype = torch.bfloat16,
 ) -> LoadingMemory:
     """Count the bytes for a model of this config, with a layer's experts as one tensor on disk: an upper bound."""
-    family_of(config)
-    rows = [_rows(parameter.shape, ranks) for parameter in empty_model(config, master_dtype).parameters()]
+    family = family_of(config)
+    model = empty_model(config, master_dtype, family.inside, family)
+    rows = [_rows(parameter.shape, ranks) for parameter in model.parameters()]
     return LoadingMemory(ranks, sum(rows) * master_dtype.itemsize, max(rows) * disk_dtype.itemsize)
 
 

@@ -7,7 +7,7 @@ classifier, is told: transformers ignores it. `export` and `save` stream from an
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -40,11 +40,16 @@ class ModelWeights:
 
     @staticmethod
     def of(
-        family: Family, model: Any, source: ModelDirectory | None = None, names: DiskNames | None = None
+        family: Family,
+        model: Any,
+        source: ModelDirectory | None = None,
+        names: DiskNames | None = None,
+        others: Collection[str] = (),
     ) -> "ModelWeights":
         """Match a model (on any device, meta too) with its directory; ValueError names the first odd tensor.
 
-        `names`: of its tensors there (`names_in`); None where the directory has the plain names of its form.
+        `names`: of its tensors there (`names_in`); None where the directory has the plain names of its form. `others`:
+        tensors there of parts that are not trained.
         """
         live = live_tensors(model)
         shapes = {name: tuple(tensor.shape) for name, tensor in live.items()}
@@ -56,7 +61,7 @@ class ModelWeights:
         dtypes = _check_present(names, live, source)
         copies = _copies(names, model, source, dtypes)
         carried = tuple(name for name in source.tensors if name not in dtypes)
-        unknown = [name for name in carried if not _matches(name, family.carried)]
+        unknown = [name for name in carried if name not in others and not _matches(name, family.carried)]
         if unknown and (not dist.is_initialized() or dist.get_rank() == 0):
             warnings.warn(
                 f"{source.path}: {family.architecture} has no {', '.join(unknown[:3])}"

@@ -54,3 +54,9 @@ def saved_as(model: Any, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
         model, {name: t.detach().to("meta") for name, t in live.items()}
     )
     return saved
+
+
+def names_read(model: Any, checkpoint: Iterable[str]) -> frozenset[str]:
+    """Return those names in a checkpoint that transformers' own loader reads into the model."""
+    live = model.state_dict()
+    return frozenset(name for name, read in stock_names(model, checkpoint).items() if read.key in live)

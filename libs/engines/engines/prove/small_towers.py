@@ -1,0 +1,49 @@
+"""A multi-modal config in small: its text part as `small_config` makes it, and the other parts with few features."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from engines.prove.small_config import HEADS, HIDDEN, shrink_config
+
+_SIZES: Mapping[str, int] = {
+    **dict.fromkeys(("hidden_size", "embed_dim", "d_model", "width", "embedding_dim", "encoder_hidden_size"), HIDDEN),
+    **dict.fromkeys(("mm_hidden_size", "output_dim", "projection_dim", "out_hidden_size", "hidden_dim"), HIDDEN),
+    **dict.fromkeys(("output_hidden_size", "text_hidden_size", "vision_output_dim", "adapter_hidden_dim"), HIDDEN),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "attention_heads", "encoder_attention_heads"), HEADS),
+    **dict.fromkeys(("num_key_value_heads", "n_heads"), HEADS),
+    **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "mlp_dim", "ffn_dim", "projector_hidden_size"), 96),
+    **dict.fromkeys(("num_hidden_layers", "depth", "num_layers", "encoder_layers", "n_layers", "num_blocks"), 2),
+    **dict.fromkeys(("head_dim",), HIDDEN // HEADS),
+    **dict.fromkeys(("vocab_size", "num_embeddings", "position_embedding_size"), HIDDEN),
+}
+
+
+def shrink_whole(config: Any) -> Any:
+    """Return a multi-modal config in small; its switches are kept, those of the other parts too."""
+    small, text = copy.deepcopy(config), shrink_config(config).config
+    if config.get_text_config() is config:
+        small = text
+    _shrink(small, small.get_text_config(), text)
+    return small
+
+
+def _shrink(config: Any, before: Any, text: Any) -> None:
+    """Put the small text config in its place, and shrink the other parts."""
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is before:
+            setattr(config, name, text)
+        elif isinstance(part, PretrainedConfig):
+            _shrink_tower(part)
+            _shrink(part, before, text)
+
+
+def _shrink_tower(config: Any) -> None:
+    for name, value in config.to_dict().items():
+        if isinstance(value, int) and not isinstance(value, bool) and name in _SIZES:
+            setattr(config, name, min(value, _SIZES[name]))
+        if isinstance(value, list) and "index" in name and all(isinstance(one, int) for one in value):
+            setattr(config, name, sorted({min(one, 1) for one in value})[:1])
