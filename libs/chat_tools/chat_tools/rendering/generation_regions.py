@@ -17,7 +17,8 @@ _start, _end = itemgetter(0), itemgetter(1)
 def block_mask(blocks: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> list[int]:
     """Return `apply_chat_template`'s mask: 1 for each token of the blocks `start:end` that a template marks.
 
-    A block's tokens are those from its first character's first one to its last character's first one.
+    A block's tokens are those from its first character's first one to its last character's first one. (Before 5.24
+    transformers marks all that follows, where the block is the very first token.)
     """
     mask = [0] * len(offsets)
     starts = list(map(_start, offsets))
@@ -25,7 +26,7 @@ def block_mask(blocks: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, i
         first, last = _token_of(start, offsets, starts), _token_of(end - 1, offsets, starts)
         if first is None:
             break
-        stop = last + 1 if last else len(mask)  # no token, or the very first: transformers marks all that follows
+        stop = len(mask) if last is None else last + 1
         mask[first:stop] = [1] * (stop - first)
     return mask
 

@@ -294,3 +294,17 @@ def test_a_turn_that_is_not_proven_is_not_trained_though_it_is_marked() -> None:
     rendered = render(tiny_tokenizer("chatml", template=source), messages, stop_tokens=["<|im_end|>"])
     assert not any(rendered.assistant_mask)
     assert rendered.problems
+
+
+def test_a_block_that_is_the_first_token_ends_with_it() -> None:
+    source = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}"
+        "{% else %}{{ '<|im_start|>' + m['content'] }}{% endif %}{% endfor %}"
+    )
+    messages = [{"role": "assistant", "content": "A"}, {"role": "user", "content": "more"}]
+    rendered = render(tiny_tokenizer("chatml", template=source), messages)
+    assert (rendered.problems, rendered.assistant_mask[:2], any(rendered.assistant_mask[1:])) == (
+        (),
+        [True, False],
+        False,
+    )
