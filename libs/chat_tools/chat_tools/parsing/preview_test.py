@@ -72,7 +72,7 @@ usual = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from(formats()),
     st.lists(st.tuples(names, st.dictionaries(st.from_regex(r"\A[a-z_]{1,8}\Z"), usual, max_size=4)), max_size=3),
@@ -88,7 +88,7 @@ def test_deltas_add_up_to_the_arguments(
     assert not dropped, "calls as models write them are told once"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data(), st.sampled_from(formats()), st.integers(1, 5), st.sampled_from([None, "", "<think>\n"]))
 def test_whatever_a_model_writes_its_events_add_up(
     data: st.DataObject, name: str, size: int, prefill: str | None
@@ -131,7 +131,7 @@ FILLERS = ["word ", 'it\'s "x" = \\d\\ é\n(a), [1] ']
 @pytest.mark.parametrize("tools", [TOOLS, None], ids=["tools", "none"])
 def test_a_server_hears_of_long_arguments_at_once(name: str, filler: str, tools: list[dict[str, Any]] | None) -> None:
     """Of each of two calls, behind words and thoughts where the format has calls there."""
-    calls = [("f", {"count": 3, "text": f"WORD{i}" + filler * (10_000 // len(filler)) + "STOP"}) for i in range(2)]
+    calls = [("f", {"count": 3, "text": f"WORD{i}" + filler * (4_000 // len(filler)) + "STOP"}) for i in range(2)]
     asked = FORMATS[name].opening.endswith(("{", "["))
     for turn in (calls[:1], calls):
         text = write_turn(name, turn, "" if asked else "Let me look.", "I should look.")

@@ -82,7 +82,7 @@ def test_a_fraction_is_its_decimal_with_or_without_a_unit(
 )
 def test_a_hostile_answer_ends_in_time_and_harms_nobody(hostile: str) -> None:
     """It is unequal, the process that it broke is replaced, and the next answer is right again."""
-    made = MathChecker(processes=1, timeout=3)
+    made = MathChecker(processes=1, timeout=2)
     assert not made.equal("18", hostile)
     assert made.equal("0.5", r"\frac{1}{2}")
     made.close()
@@ -159,19 +159,19 @@ def test_hostile_answers_at_once_are_all_zero_and_their_siblings_right() -> None
     """They wait for one another longer than a reward may take, which one alone never does: none fails for that."""
     made, hostile = MathChecker(processes=2, timeout=0.5), r"\boxed{9^{9^{9^{9}}}}"
     made.equal("1/2", "0.5")  # started
-    said = [*[hostile] * 24, *[rf"\boxed{{\frac{{{n}}}{{2}}}}" for n in range(1, 9)], *[hostile] * 24]
-    answers = ["18"] * 24 + [repr(n / 2) for n in range(1, 9)] + ["18"] * 24
+    said = [*[hostile] * 12, *[rf"\boxed{{\frac{{{n}}}{{2}}}}" for n in range(1, 9)], *[hostile] * 12]
+    answers = ["18"] * 12 + [repr(n / 2) for n in range(1, 9)] + ["18"] * 12
 
     async def score_all() -> list[Score | BaseException]:
         jobs = [
-            score_of(math_answer(answer, made), reply(text), (), timeout=10)
+            score_of(math_answer(answer, made), reply(text), (), timeout=5)
             for answer, text in zip(answers, said, strict=True)
         ]
         return await asyncio.gather(*jobs, return_exceptions=True)
 
     found = asyncio.run(score_all())
     made.close()
-    assert found == [Score(0.0)] * 24 + [Score(1.0)] * 8 + [Score(0.0)] * 24
+    assert found == [Score(0.0)] * 12 + [Score(1.0)] * 8 + [Score(0.0)] * 12
 
 
 def test_a_wait_without_end_fails_the_episode_to_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
