@@ -76,6 +76,8 @@ _THRESHOLDS: Mapping[str, int] = {
     "index_topk": 6,
     "original_max_position_embeddings": 16,
 }
+_ROTATIONS = {"rope_theta": 100.0, "beta_fast": 1.0, "beta_slow": 0.1}
+"""Rotary embeddings turn slower at most: lower values move the angles of short sequences and of few features."""
 CAP = 1.5
 """Bound of logits and scores in small: they reach it."""
 _CAPS = ("softcapping", "soft_cap", "softcap", "swiglu_limit")
@@ -265,6 +267,9 @@ def _shrink_rope(text: Any) -> None:
     for part in [rope, *(one for one in rope.values() if isinstance(one, dict))]:
         width = values.get("qk_rope_head_dim") or values.get("head_dim") or HEAD_DIM
         half = int(width * part.get("partial_rotary_factor", values.get("partial_rotary_factor") or 1.0)) // 2
+        for name, bound in _ROTATIONS.items():
+            if isinstance(part.get(name), int | float):
+                part[name] = min(float(part[name]), bound)
         if isinstance(part.get("original_max_position_embeddings"), int):
             part["original_max_position_embeddings"] = _THRESHOLDS["original_max_position_embeddings"]
         for name in ("short_factor", "long_factor"):
