@@ -2,7 +2,8 @@
 
 families: each model family against transformers. checkpoints: runs that are resumed, by as many ranks and by others.
 megatron: each layout of Megatron's ranks against one process (it needs megatron-core). capabilities: what each backend
-can do, and the test that shows it. prove DIR: the certificate of a model directory's config, printed as JSON.
+can do, and the test that shows it. prove DIR: the certificate of a model directory's config, printed as JSON; with
+--engine.NAME VALUE ... or --ranks N that of these options on ranks.
 """
 
 import argparse
@@ -22,11 +23,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m engines", description=__doc__)
     parser.add_argument("command", choices=[*COMMANDS, "prove"])
     parser.add_argument("model", nargs="?", help="prove: a model directory, or OWNER/NAME of one in the cache")
-    arguments = parser.parse_args()
+    parser.add_argument("--ranks", type=int, help="prove: number of the run's ranks")
+    arguments, options = parser.parse_known_args()
     if arguments.command == "prove":
         from engines.prove_command import main as prove  # torch and transformers
 
-        return prove(parser, arguments.model)
+        return prove(parser, arguments.model, options, arguments.ranks)
+    if options or arguments.ranks is not None:
+        parser.error(f"{arguments.command} takes no {options[0] if options else '--ranks'}")
     status: int = import_module(COMMANDS[arguments.command]).main()
     return status
 

@@ -128,9 +128,11 @@ def code(*folders: Path) -> str:
 def place(device: torch.device | str = "cpu") -> dict[str, str]:
     """Return what a proof depends on beside the code: the device, its driver, environment variables."""
     device = torch.device(device)
-    # torchrun's variables name a run.
-    given = ((name, value) for name, value in sorted(os.environ.items()) if not name.startswith("TORCHELASTIC_"))
-    found = {name: value for name, value in given if name.startswith(_SWITCHES)}
+    found = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_SWITCHES) and not (name.startswith("TORCHELASTIC_") or name.endswith("CACHE_DIR"))
+    }  # torchrun's name a run, and torch itself sets the folder of its compiler
     if device.type != "cuda":
         return {"device": device.type, **found}
     driver = Path("/proc/driver/nvidia/version")

@@ -10,11 +10,14 @@ A proof does not show what another device, dtype or number of ranks computes.
 
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from engines.config import EngineConfig, parse_context_parallel
 from engines.devices.detect import devices_of
@@ -140,7 +143,7 @@ def prove_options(
     settings = replace(layout.config, max_tokens_per_rank=max(2 * max(lengths), sum(lengths) // 3))
     adam = Adam(lr=0.03, betas=config.betas, eps=1.0, weight_decay=0.1, grad_clip=1.0, narrow=narrow)
     found = Comparison(Difference(INFINITE, INFINITE))
-    with tempfile.TemporaryDirectory(prefix="proof_") as name:
+    with tempfile.TemporaryDirectory(prefix="proof_") as name, _without_progress():
         folder = Path(name)
         module.save_pretrained(folder / STOCK)
         try:
@@ -160,6 +163,18 @@ def prove_options(
         found.leaks, (), tuple(found.problems), time.perf_counter() - start, versions(), "options",
         {**proven_options(settings), "ranks": layout.ranks}, None, place(settings.device), found.numbers,
     )  # fmt: skip
+
+
+@contextmanager
+def _without_progress() -> Iterator[None]:
+    """Show no progress of small models that are written and read while this is open."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def proven_options(config: EngineConfig) -> dict[str, Any]:

@@ -39,10 +39,22 @@ def options_certificate(
         return None
     if config.vision != "off":
         raise ValueError(f"{'; '.join(texts)}. A proof is of text alone: set vision='off' for it")
+    return make_options_certificate(config, model, world_size, seconds)
+
+
+def make_options_certificate(
+    config: EngineConfig, model: Any, world_size: int, seconds: float | None = None
+) -> Certificate:
+    """Return the certificate of options, whether tests have run them together or not; see `options_certificate`."""
+    path = options_path(config, model, world_size)
+    return keep_certificate(path, config.prove, lambda: prove_options(config, model, world_size, seconds))
+
+
+def options_path(config: EngineConfig, model: Any, world_size: int) -> Path:
+    """Return where the certificate of options is kept."""
     small = small_layout(config, world_size)
     depends = {**proven_options(small.config), "ranks": small.ranks, "code": _code(), **place(small.config.device)}
-    path = cached_at(model, "options", depends)
-    return keep_certificate(path, config.prove, lambda: prove_options(config, model, world_size, seconds))
+    return cached_at(model, "options", depends)
 
 
 def admit_options(

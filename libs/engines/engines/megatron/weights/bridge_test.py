@@ -199,7 +199,7 @@ def test_attention_by_hand() -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "layout", "reason"),
     [
-        ("attention", {"attention_bias": True}, {}, "attention_bias=True has not been run"),
+        ("attention", {"attention_bias": True}, {}, "attention_bias=True"),
         ("attention", {"use_sliding_window": True, "sliding_window": 5}, {}, "sliding-window"),
         ("next", {}, {}, "'qwen3_next' has no Megatron layer"),
         ("dense", {}, {"tp": 4}, "key-value heads 2 cannot be split over tensor_parallel=4"),
