@@ -43,6 +43,7 @@ from engines.megatron.gpu.fused_layers import fused_pieces, use_fused_pieces
 from engines.megatron.model.attention import PackedTokens
 from engines.megatron.model.even_inputs import EvenInputs
 from engines.megatron.model.packed_gpt import PackedGPT, angles, build_stages, rotary_of
+from engines.megatron.model.plain_scoring import PlainScoring
 from engines.megatron.model.router import Balance, Router
 from engines.megatron.model.vision import Tower, frozen_in, taken_over, tower_shapes, trained_in
 from engines.megatron.model.vocabulary_log_probs import shared_log_probs
@@ -69,7 +70,7 @@ from engines.weights.disk_weights import DiskTensors, DiskWeights
 from engines.weights.model_weights import live_tensors
 
 
-class MegatronExecutor:
+class MegatronExecutor(PlainScoring):
     """See `engines.execution.executor.Executor`."""
 
     def __init__(
