@@ -25,14 +25,14 @@ class Published:
 
     name: str
     model_type: str
-    """Of its text part."""
+    """Of its text part; of the whole where that is no causal language model alone."""
     source: str
     values: Mapping[str, Any] = field(default_factory=dict)
     refused: str | None = None
     """Pattern of what a proof says against it; None where packed rows are equal."""
 
     def config(self) -> Any:
-        """Return the text config."""
+        """Return the config."""
         return AutoConfig.for_model(self.model_type, **self.values)
 
 
@@ -212,6 +212,20 @@ PUBLISHED = (
                 original_max_position_embeddings=16384,
                 rope_theta=1000000.0,
             )
+        },
+    ),
+    Published(
+        "Qwen/Qwen3-VL-8B-Instruct",
+        "qwen3_vl",
+        _copy("Qwen/Qwen3-VL-8B-Instruct"),
+        {
+            "text_config": {
+                "intermediate_size": 12288,
+                "max_position_embeddings": 262144,
+                "num_hidden_layers": 36,
+                "num_key_value_heads": 8,
+                "rope_theta": 5000000,
+            }
         },
     ),
     Published(
