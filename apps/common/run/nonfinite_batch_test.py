@@ -6,8 +6,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from apps.common.run.nonfinite_batch import NAME, load_batch, save_batch, save_batch_on_nonfinite
-from engines import EngineConfig, NonFiniteError, TrainEngine, build_engine
+from apps.common.run.nonfinite_batch import DIFFERENCE, NAME, load_batch, save_batch, save_batch_on_nonfinite
+from engines import EngineConfig, LogProbDifferenceError, NonFiniteError, TrainEngine, build_engine
 from engines.tiny import tiny_batch, tiny_model
 from objectives import GRPO, SFT
 from seqpack import index_select
@@ -56,3 +56,14 @@ def test_an_error_without_a_batch_passes_and_leaves_nothing(tmp_path: Path) -> N
     with pytest.raises(NonFiniteError, match="of an export"), save_batch_on_nonfinite(tmp_path):
         raise NonFiniteError("of an export")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_batch_of_a_failed_check_is_kept_and_named(tmp_path: Path) -> None:
+    config = EngineConfig(device="cpu", recheck_bound=1e-12)
+    built, batch = build_engine(config, tiny_model(num_hidden_layers=2)), tiny_batch(LENGTHS)
+    with (
+        pytest.raises(LogProbDifferenceError, match=f"step 1: .*The batch is in {tmp_path / DIFFERENCE}"),
+        save_batch_on_nonfinite(tmp_path),
+    ):
+        built.train_batch(batch, SFT())
+    assert torch.equal(load_batch(tmp_path / DIFFERENCE)["input_ids"].values(), batch["input_ids"].values())

@@ -60,6 +60,8 @@ KINDS = (
     Kind("Errors of {}", ("tool/{}/errors",), "share of its calls", percent=True),
     Kind("Timeouts of {}", ("tool/{}/timeouts",), "share of its calls", percent=True),
     Kind("Loss", ("loss",)),
+    Kind("Training against the stock model", ("proof/log_prob_difference",), "RMS of log-prob differences", marks=True),
+    Kind("Training against the stock model, worst", ("proof/log_prob_difference_max",), "maximum", marks=True),
     Kind("Sampler against trainer", ("mismatch/abs", "log_prob_difference"), "mean |log-prob difference|"),
     Kind("Sampler against trainer, worst", ("log_prob_difference_max", "mismatch/abs/max"), "maximum"),
     Kind("KL of sampler and trainer", ("mismatch/kl",), "nats"),
