@@ -117,12 +117,12 @@ def test_a_small_config_keeps_every_switch_and_a_layer_of_each_kind() -> None:
 
 
 def test_fields_that_nothing_exercised_need_their_names() -> None:
-    """A model without a convolution layer says nothing of its kernel."""
+    """Layers without convolutions do not read the kernel's size; a multiplier that no size depends on stays untried."""
     config = AutoConfig.for_model("lfm2", layer_types=["full_attention"] * 4, num_hidden_layers=4)
     certificate = make_certificate(config)
     assert certificate.holds
-    assert "conv_L_cache" in certificate.not_exercised
-    with pytest.raises(ValueError, match=r"exercised conv_bias.*allow_untested="):
+    assert certificate.not_exercised == ("block_ffn_dim_multiplier",)
+    with pytest.raises(ValueError, match=r"exercised block_ffn_dim_multiplier.*allow_untested="):
         admitted_family(config)
     assert isinstance(admitted_family(config, untested=certificate.not_exercised), GenericFamily)
     assert isinstance(family_of(config), GenericFamily)

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
 from transformers import masking_utils, modeling_rope_utils
 
 from engines.families.unread_fields import other_names
+from engines.private_api import set_experts
 from engines.prove.comparison import Result, largest, stock
 from engines.prove.generic_family import is_inside
 from engines.prove.small_config import SIZES
@@ -23,11 +25,14 @@ IGNORED = re.compile(
     r"dropout|pdrop|layerdrop|initializer|init_std|use_cache|output_|return_dict|_token_id|token_id$|id2label|label2id|"
     r"problem_type|transformers_version|_name_or_path|architectures|dtype|model_type|chunk_size_feed_forward|"
     r"is_encoder_decoder|pretraining_tp|max_position_embeddings|tie_word_embeddings|router_jitter|aux_loss|z_loss|"
-    r"num_logits_to_keep|use_mamba_kernels|rescale_prenorm_residual|mrope_section"
+    r"_in_fp32|num_logits_to_keep|use_mamba_kernels|rescale_prenorm_residual|mrope_section"
 )
 """Fields that change no forward pass in evaluation mode, or that other parts of a proof hold: dropout and
-initialisation, caches and outputs, special tokens, names, ties (the export), the router's losses. A token of text has
-the same position on each axis, so that sections of rotary embeddings have no effect either."""
+initialisation, caches and outputs, precision, special tokens, names, ties (the export), the router's losses. A token of
+text has the same position on each axis, so that sections of rotary embeddings have no effect either."""
+
+_IMPOSSIBLE = (ArithmeticError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+"""What configs and models raise for a value that they cannot have."""
 
 
 @dataclass(frozen=True)
@@ -116,22 +121,48 @@ def flips(config: Any, model: Any, rows: Sequence[Tensor], want: Result) -> Iter
 
     A size that changes the shape of no weight, and no number, belongs to no layer of the model: it is left out.
     """
-    kinds = {type(part) for part in model.modules() if type(part).__module__.startswith("transformers.models")}
-    modules = {inspect.getmodule(kind) for kind in kinds} | {modeling_rope_utils, masking_utils}
-    source = "".join(inspect.getsource(module) for module in modules if module is not None)
+    source = modelling_code(model)
     for path, value in _fields(config.get_text_config().to_dict()):
         if path in SIZES or not _named(config, path, source):  # of no interest: spare the passes
             continue
         if any(IGNORED.search(name) for name in other_names(config, path)):
             continue
+        found = None
         for other in _others(path, value):
-            moved = _moved(config, path, other, model, rows, want)
-            if moved > 0:
-                break
-        else:
-            if not [*_others(path, value)]:
-                continue
-        yield Flip(path, other, moved)
+            for changed in _changed_configs(config, path, other):
+                if found is None or not found.moved > 0:
+                    found = Flip(path, other, _moved(changed, model, rows, want))
+        if found is not None:
+            yield found
+
+
+def modelling_code(model: Any) -> str:
+    """Return the source code of a model: of the modules in it, not of others in the same files, and of all functions
+    and other classes in these files."""
+    own = {kind for part in model.modules() for kind in type(part).__mro__}
+    files = {inspect.getmodule(kind) for kind in own if kind.__module__.startswith("transformers.models")}
+    parts = [inspect.getsource(modeling_rope_utils), inspect.getsource(masking_utils)]
+    for file in files:
+        for one in vars(file).values():
+            here = getattr(one, "__module__", "") == getattr(file, "__name__", None)
+            absent = inspect.isclass(one) and issubclass(one, nn.Module) and one not in own
+            if here and not absent and (inspect.isclass(one) or inspect.isfunction(inspect.unwrap(one))):
+                parts.append(inspect.getsource(one))
+    return "".join(parts)
+
+
+def _changed_configs(config: Any, path: str, other: Any) -> Iterator[Any]:
+    """Yield configs with another value of a field: set, and made anew, where the class derives layer types from it."""
+    yield _with(config, path, other)
+    text = config.get_text_config()
+    if "." in path or not getattr(text, "layer_types", None):
+        return
+    kept = {name: one for name, one in text.to_dict().items() if name not in ("layer_types", "model_type")}
+    try:
+        if type(text)(**kept).layer_types == text.layer_types:
+            yield _put(config, text, _experts_of(type(text)(**{**kept, path: other}), text))
+    except (*_IMPOSSIBLE, StrictDataclassError):
+        return
 
 
 def _named(config: Any, path: str, source: str) -> bool:
@@ -170,7 +201,8 @@ def _others(path: str, value: Any) -> Iterator[Any]:
         yield "relu" if value != "relu" else "gelu"
 
 
-def _moved(config: Any, path: str, other: Any, model: Any, rows: Sequence[Tensor], want: Result) -> float:
+def _with(config: Any, path: str, other: Any) -> Any:
+    """Return the config with another value of a field; None where it does not take that."""
     changed = copy.deepcopy(config)
     target: Any = changed.get_text_config()
     *parents, name = path.split(".")
@@ -181,11 +213,39 @@ def _moved(config: Any, path: str, other: Any, model: Any, rows: Sequence[Tensor
             target[name] = other
         else:
             setattr(target, name, other)
+    except (*_IMPOSSIBLE, StrictDataclassError):
+        return None
+    return changed
+
+
+def _put(config: Any, text: Any, other: Any) -> Any:
+    """Return the config with another text config."""
+    if text is config:
+        return other
+    whole = copy.deepcopy(config)
+    for name in whole.sub_configs:
+        if getattr(config, name, None) is text:
+            setattr(whole, name, other)
+    return whole
+
+
+def _experts_of(config: Any, other: Any) -> Any:
+    """Return the config with the implementation of experts of another."""
+    if name := getattr(other, "_experts_implementation", None):
+        set_experts(config, name)
+    return config
+
+
+def _moved(changed: Any, model: Any, rows: Sequence[Tensor], want: Result) -> float:
+    """Return how far the stock model of a config (None: there is none) moves a log-prob, with the same weights."""
+    if changed is None:
+        return float("inf")
+    try:
         flipped = model_of(changed, is_inside(changed)).to(next(model.parameters()).dtype).eval()
         state, own = model.state_dict(), flipped.state_dict()
         if {n: t.shape for n, t in state.items()} != {n: t.shape for n, t in own.items()}:
             return float("inf")
         flipped.load_state_dict(state)
         return largest(stock(flipped, rows, gradients=False).log_probs - want.log_probs)
-    except (ArithmeticError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+    except _IMPOSSIBLE:
         return float("inf")  # the field matters so much that the model cannot be built or run

@@ -1,0 +1,167 @@
+"""Prove every type of transformers with its default config; `libs/engines/benchmarks/certificates.py` runs it.
+
+Each type is proven in a process of its own, forked from this one so that nothing is imported again, with a limit of
+time. The results are a JSON file, of which the tables in docs/certificates.md are drawn.
+"""
+
+import json
+import multiprocessing
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from engines.prove.proof import BUILD_ERRORS, prove
+
+LIMIT = 120.0
+"""Seconds that a proof may take."""
+VERDICTS: Mapping[str, str] = {
+    "equal": "equal, every field exercised",
+    "equal in part": "equal, but fields of the config not exercised",
+    "refused": "refused: the number, or the missing operation",
+    "not run": "not measured yet",
+    "not built": "not proven: stock transformers does not run the default config in small, or on text alone",
+}
+_MARK = ("<!-- table: certificates -->", "<!-- end of table -->")
+
+
+@dataclass(frozen=True)
+class TypeResult:
+    """What a proof says of one model type with its default config."""
+
+    type: str
+    images: bool
+    """Whether it is a type of images and text, whose text part is trained."""
+    verdict: str
+    log_probs: float | None = None
+    gradients: float | None = None
+    seconds: float = 0.0
+    not_exercised: tuple[str, ...] = ()
+    reason: str = ""
+
+
+def all_types() -> list[str]:
+    """Return the types of all causal language models of transformers, and of all of its models of images and text."""
+    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
+
+
+def result_of(kind: str) -> TypeResult:
+    """Prove one type in this process."""
+    start, images = time.perf_counter(), kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    try:
+        certificate = prove(AutoConfig.for_model(kind))
+    except (*BUILD_ERRORS, StrictDataclassError) as error:
+        took = time.perf_counter() - start
+        return TypeResult(kind, images, "not built", seconds=took, reason=_line(str(error)))
+    numbers = [value if value < float("inf") else None for value in (certificate.log_probs, certificate.gradients)]
+    verdict = "refused" if not certificate.holds else "equal in part" if certificate.not_exercised else "equal"
+    return TypeResult(
+        kind, images, verdict, numbers[0], numbers[1], certificate.seconds, certificate.not_exercised,
+        _line("; ".join(certificate.problems)),
+    )  # fmt: skip
+
+
+def apart(kind: str, limit: float = LIMIT) -> TypeResult:
+    """Prove one type in a process of its own; one that takes longer than `limit` seconds, or dies, is not built."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(kind, theirs))
+    process.start()
+    theirs.close()
+    images = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    try:
+        if ours.poll(limit):
+            result: TypeResult = ours.recv()
+            return result
+        return TypeResult(kind, images, "not built", seconds=limit, reason=f"it took longer than {limit:.0f} s")
+    except EOFError:
+        return TypeResult(kind, images, "not built", reason="its process died")
+    finally:
+        process.kill()
+        process.join()
+
+
+def _send(kind: str, connection: Connection) -> None:
+    connection.send(result_of(kind))
+
+
+def measure(kinds: Sequence[str]) -> Iterator[TypeResult]:
+    """Yield the result of each type."""
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    for kind in kinds:
+        yield apart(kind)
+
+
+def main(docs: Path, date: str, kinds: Sequence[str] = ()) -> None:
+    """Prove types (all of them unless some are named), print a line for each and the slowest; write the JSON and the
+    table under `docs`."""
+    path, page = docs / "benchmarks" / "certificates.json", docs / "certificates.md"
+    results = {one.type: one for one in read(path)} if kinds else {}
+    for one in measure(kinds or all_types()):
+        print(f"{one.type}: {one.verdict} ({one.seconds:.1f} s) {one.reason}", flush=True)
+        results[one.type] = one
+    rows = [results[kind] for kind in sorted(results)]
+    write(path, rows, date)
+    page.write_text(drawn(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
+    slowest = sorted(rows, key=lambda one: -one.seconds)[:5]
+    print("Slowest: " + ", ".join(f"{one.type} {one.seconds:.1f} s" for one in slowest))
+
+
+def write(path: Path, results: Sequence[TypeResult], date: str) -> None:
+    """Write the results as JSON, with what they were made by."""
+    made = {"date": date, "device": "cpu", "command": "python libs/engines/benchmarks/certificates.py"}
+    made |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    rows = [{**asdict(one), "seconds": round(one.seconds, 1)} for one in results]
+    path.write_text(json.dumps({**made, "types": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+def read(path: Path) -> list[TypeResult]:
+    """Read the results that `write` wrote."""
+    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return [TypeResult(**{**row, "not_exercised": tuple(row["not_exercised"])}) for row in values["types"]]
+
+
+def table(results: Sequence[TypeResult]) -> Iterator[str]:
+    """Yield the lines of a table: how many types have each verdict, and which."""
+    yield "| verdict | causal | images and text | types |"
+    yield "| --- | --- | --- | --- |"
+    for verdict, text in VERDICTS.items():
+        found = [one for one in results if one.verdict == verdict]
+        texts = sum(not one.images for one in found)
+        yield f"| {text} | {texts} | {len(found) - texts} | {', '.join(_named(one) for one in found)} |"
+
+
+def drawn(page: str, results: Sequence[TypeResult]) -> str:
+    """Return a page with the table of these results between its marks."""
+    before, _, rest = page.partition(_MARK[0])
+    _, _, after = rest.partition(_MARK[1])
+    if not after:
+        raise ValueError(f"the page has no {_MARK[0]} with {_MARK[1]} behind it")
+    return "\n".join((f"{before}{_MARK[0]}", "", *table(results), "", f"{_MARK[1]}{after}"))
+
+
+def _named(result: TypeResult) -> str:
+    return f"`{result.type}` ({', '.join(result.not_exercised)})" if result.not_exercised else f"`{result.type}`"
+
+
+def _line(text: str) -> str:
+    """Return the part of an error's text that says why, in one line."""
+    text = " ".join(text.split())
+    _, _, inner = text.partition("on text alone (")
+    text = inner.removesuffix(")") if inner else text
+    return text if len(text) <= 240 else f"{text[:237]}..."
