@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; --thr
 import tyro
 
 from apps.common.cli import command_line as cli
+from apps.common.cli.certificates import tell_proofs, write_proofs
 from apps.common.cli.command_line import CommandLine
 from apps.common.cli.environment import restart_with
 from apps.common.cli.flags import changed, flag
@@ -21,7 +22,6 @@ from apps.common.cli.recipes import beside_own_model
 from apps.common.cli.refusals import Refusals
 from apps.common.cli.untested import FLAG_TYPE
 from apps.common.data.tokenizer import quiet_libraries
-from apps.common.run.certificates import tell_proofs, write_proofs
 from apps.common.run.config_file import write_config
 from apps.common.run.full_disk import writing
 from apps.common.run.moved_weights import check_moved

@@ -11,12 +11,12 @@ from typing import TypeVar
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from apps.common.cli.certificates import accepted_parts, failures, prove_run
 from apps.common.cli.flags import flag
 from apps.common.cli.refusals import Refusals
 from apps.common.data.model_files import config_of_model, longest_sequence, open_model_directory
 from apps.common.data.template_options import template_options
 from apps.common.data.tokenizer import load_tokenizer
-from apps.common.run.certificates import accepted_parts, failures, prove_run
 from apps.common.run.ranks import ranks_of_node
 from apps.common.samplers import sampler_backend
 from apps.grpo.config import GrpoConfig

@@ -13,6 +13,7 @@ import tyro
 from transformers import PreTrainedTokenizerBase
 
 from apps.common.cli import command_line as cli
+from apps.common.cli.certificates import tell_proofs, write_proofs
 from apps.common.cli.command_line import CommandLine
 from apps.common.cli.environment import restart_with
 from apps.common.cli.peer_flags import SFT as PEERS
@@ -22,7 +23,6 @@ from apps.common.cli.refusals import Refusals
 from apps.common.cli.untested import FLAG_TYPE
 from apps.common.data.images import image_processor_of
 from apps.common.data.tokenizer import quiet_libraries
-from apps.common.run.certificates import tell_proofs, write_proofs
 from apps.common.run.config_file import write_config
 from apps.common.run.full_disk import writing
 from apps.common.run.moved_weights import check_moved

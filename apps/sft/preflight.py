@@ -6,10 +6,10 @@ from pathlib import Path
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from apps.common.cli.certificates import accepted_parts, failures, prove_run
 from apps.common.cli.refusals import Refusals
 from apps.common.data.model_files import config_of_model, longest_sequence, open_model_directory
 from apps.common.data.tokenizer import load_tokenizer
-from apps.common.run.certificates import accepted_parts, failures, prove_run
 from apps.common.run.ranks import ranks_of_node
 from apps.sft.config import SftConfig
 from apps.sft.data import Conversations

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from apps.common.run.certificates import write_proofs
+from apps.common.cli.certificates import write_proofs
 from apps.common.run.reporter import Reporter
 from engines import TrainEngine
 from engines.families.registry import digest

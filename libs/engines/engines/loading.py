@@ -13,6 +13,8 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from engines.config import EngineConfig
 from engines.devices.detect import devices_of
+from engines.dtypes import DTYPES as DTYPES
+from engines.dtypes import compute_dtype as compute_dtype
 from engines.families.family import Family
 from engines.prove.admission import admitted_family
 from engines.weights.disk_names import names_in
@@ -23,8 +25,6 @@ from engines.weights.model_directory import ModelDirectory
 from engines.weights.model_weights import ModelWeights
 from engines.weights.stock_names import names_read
 from engines.weights.tied_weights import untie_what_differs
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
@@ -48,13 +48,6 @@ def device_of(config: EngineConfig, module: nn.Module) -> torch.device:
     """Return the device that a module is on, or will be on while it is empty."""
     device = next(module.parameters()).device
     return resolve_device(config) if device.type == "meta" else device
-
-
-def compute_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype that the model computes in."""
-    if config.dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return DTYPES[config.dtype]
 
 
 @dataclass(frozen=True)

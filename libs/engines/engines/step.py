@@ -28,6 +28,7 @@ from torch import Tensor
 from engines.adapters.resume import adapter_metadata, check_adapter
 from engines.capability import Supported, Unsupported, supports
 from engines.config import EngineConfig, parse_context_parallel
+from engines.dtypes import compute_dtype
 from engines.execution.executor import Executor, Scores, Scoring
 from engines.execution.local_batch import LocalBatch, RowStats, check_held, gather_row_stats, input_ids_of, row_stats
 from engines.execution.loss import StepLoss, check_objective
@@ -37,7 +38,6 @@ from engines.execution.micro_batches import MicroBatch, MicroBatches
 from engines.execution.prefetch import PrefetchedMicroBatches, PrefetchedStep
 from engines.experts.routed_experts_check import check_routed_experts
 from engines.experts.routers import routed_sizes
-from engines.loading import compute_dtype
 from engines.media.media_batch import select_media
 from engines.media.vision_settings import VisionSettings
 from engines.nonfinite import FailedStepError, FiniteGuard, finite_tensors

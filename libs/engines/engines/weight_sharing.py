@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from engines.capability import Unsupported
-from engines.loading import compute_dtype
+from engines.dtypes import compute_dtype
 from engines.nonfinite import finite_tensors
 from engines.weights.row_shards import sharding_axes
 

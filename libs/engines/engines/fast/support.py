@@ -8,9 +8,9 @@ import torch
 
 from engines.capability import Supported, Unsupported
 from engines.config import EngineConfig
+from engines.dtypes import compute_dtype
 from engines.families.registry import family_of
 from engines.fast.triton_kernels import has_triton
-from engines.loading import compute_dtype
 
 LAYERS = Supported("fast/cuda_test.py::test_compiled_layers_equal_plain_ones")
 KERNELS = ("flash_qla", "triton")

@@ -117,7 +117,7 @@ class PlainLoop:
 
 @torch.no_grad()
 def _round(tensors: Sequence[Tensor | None]) -> None:
-    """Round tensors to what bfloat16 can hold."""
+    """Cast tensors in place to what bfloat16 can hold."""
     for tensor in tensors:
         if tensor is not None:
             tensor.copy_(tensor.to(torch.bfloat16))

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.config import EngineConfig
+from engines.dtypes import compute_dtype
 from engines.execution.executor import Executor, LossFunction, Scores, Scoring, TakeScores
 from engines.execution.local_batch import LocalBatch
 from engines.execution.micro_batches import MicroBatch, MicroBatches
-from engines.loading import compute_dtype
 from engines.media.media_batch import media_keys, select_media
 from engines.nonfinite import LogProbDifferenceError
 from engines.parallel.planning import PlannedRows

@@ -168,7 +168,7 @@ def _family(text: Any) -> str | None:
         if getattr(text, switch, False):
             return f"{switch}=True: the layers of this backend have no such biases"
     if text.hidden_act != "silu":
-        return f"hidden_act {text.hidden_act!r}: the layers of this backend compute silu (gelu's log-probs were off by 0.7)"
+        return f"hidden_act {text.hidden_act!r}: the layers of this backend compute silu (gelu: log-probs off by 0.7)"
     types = set(getattr(text, "layer_types", None) or ())
     if types - {"full_attention", "linear_attention"} or getattr(text, "use_sliding_window", False):
         return "sliding-window layers: the attention of this backend has no window (log-probs were off by 4.4)"

@@ -7,9 +7,9 @@ import pytest
 from transformers import LlamaConfig, PretrainedConfig, SmolLM3Config
 
 from engines.config import EngineConfig
+from engines.proofs.run_proofs import certificates_of
 from engines.prove import admission
 from engines.prove.certificate import Certificate, cached_at
-from engines.prove.run_proofs import certificates_of
 
 MODEL = SmolLM3Config(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
+from apps.common.cli.certificates import failures, told_when_slow, write_proofs
 from apps.common.cli.untested import unknown_names, unneeded_names
-from apps.common.run.certificates import failures, told_when_slow, write_proofs
 from engines.prove.certificate import Certificate
 
 HOLDS = Certificate("lfm2", "x", "small", (1, 2), 0.0, 0.0, None, {"leak": 1.0}, ("conv_bias",), (), 0.1, {})

@@ -14,8 +14,8 @@ from transformers import PretrainedConfig
 from apps.common.cli.refusals import Refusals
 from apps.common.cli.untested import unknown_names, unneeded_names, untested_parts
 from engines import EngineConfig
+from engines.proofs.run_proofs import certificates_of
 from engines.prove.certificate import Certificate
-from engines.prove.run_proofs import certificates_of
 from runlog.proofs import CERTIFICATES, UNTESTED, untested_notice
 from runplan.run_spec import RunSpec
 

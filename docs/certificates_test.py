@@ -6,7 +6,7 @@ import pytest
 
 from engines.proofs.every_type import VERDICTS, TypeResult, all_types, apart, drawn, read, table
 
-DOCS = Path(__file__).parents[4] / "docs"
+DOCS = Path(__file__).parent
 
 
 def test_the_page_has_the_table_of_its_file_and_every_type() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from engines.build import build_engine
 from engines.config import EngineConfig
 from engines.launch import ensure_group
+from engines.proofs.device import prove_device
 from engines.prove.certificate import Certificate
-from engines.prove.device import prove_device
 from engines.prove.small_config import few_layers, fit_experts
 from engines.tiny import tiny_config
 from seqpack.adapters.context import LocalOps
@@ -79,7 +79,7 @@ def test_weights_that_moved_fail(monkeypatch: pytest.MonkeyPatch) -> None:
             model.model.layers[1].mlp.up_proj.weight[3].mul_(-2)
         return build_engine(config, model)
 
-    monkeypatch.setattr("engines.prove.device.build_engine", build)
+    monkeypatch.setattr("engines.proofs.device.build_engine", build)
     assert any("gradient" in problem or "log-probs" in problem for problem in of("attention").problems)
 
 

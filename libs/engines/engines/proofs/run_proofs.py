@@ -5,9 +5,9 @@ from transformers import PretrainedConfig
 from engines.config import EngineConfig
 from engines.devices.detect import devices_of
 from engines.families.registry import proven_part
+from engines.proofs.device import device_certificate
 from engines.prove.admission import make_certificate, needs_proof, refuse_compressed
 from engines.prove.certificate import Certificate
-from engines.prove.device import device_certificate
 from engines.prove.options_admission import options_certificate
 
 

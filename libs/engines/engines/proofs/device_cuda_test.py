@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING
 
 from engines.config import EngineConfig
 from engines.launch import ensure_group
-from engines.prove.device import prove_device
+from engines.proofs.device import prove_device
 from engines.tiny import FUSED_SIZES, tiny_config
 
 pytestmark = [
