@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.proofs.every_type import VERDICTS, TypeResult, all_types, apart, drawn, read, table
+from engines.proofs.every_type import VERDICTS, TypeResult, all_types, apart, read, table, with_tables
 
 DOCS = Path(__file__).parent
 
@@ -12,7 +12,7 @@ DOCS = Path(__file__).parent
 def test_the_page_has_the_table_of_its_file_and_every_type() -> None:
     results = read(DOCS / "benchmarks" / "certificates.json")
     page = (DOCS / "certificates.md").read_text(encoding="utf-8")
-    assert drawn(page, results) == page
+    assert with_tables(page, results) == page
     assert [one.type for one in results] == all_types()
     for one in results:
         assert one.verdict in VERDICTS
@@ -29,7 +29,7 @@ def test_a_row_names_fields_that_were_not_exercised_and_marks_are_needed() -> No
     (row,) = [line for line in table([TypeResult("a", True, "equal in part", not_exercised=("x",))]) if "`a`" in line]
     assert row.endswith("| 0 | 1 | `a` (x) |")
     with pytest.raises(ValueError, match="the page has no <!-- table"):
-        drawn("text", [])
+        with_tables("text", [])
 
 
 def test_a_proof_that_takes_too_long_is_stopped() -> None:

@@ -10,7 +10,7 @@ from apps.common.data.model_files import sizes_of
 from apps.common.run.ranks import ranks_of_node
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipe import Recipe
-from engines.testing.npu.path import stands_in
+from engines.testing.npu.path import is_fake
 from runplan.model.origin import model_type
 from runplan.report.readiness import unready
 from runplan.run_spec import RunSpec
@@ -51,7 +51,7 @@ def spec_of(config: GrpoConfig, recipe: Recipe | None = None) -> RunSpec:
         needs_model=recipe.make_model is None,
         origin=recipe.origin,
         model_type=model_type(config.model),
-        stand_in=config.engine.device == "npu" and stands_in(),
+        fake_device=config.engine.device == "npu" and is_fake(),
         words=recipe_words(
             config,
             beside_own_model(recipe.config) if config.model else recipe.config,

@@ -32,7 +32,7 @@ class GrpoTrainer:
     config: GrpoConfig
     engine: TrainEngine
     measures_sampler: ClassVar[bool] = True
-    """Of `schedules.protocols.MeasuringTrainer`."""
+    """Of `schedules.protocols.ScoringTrainer`."""
 
     def train(self, step: int, episodes: Sequence[Episode]) -> TrainResult:
         """Train on the episodes of step number `step`, from 0; collective. Where none of their tokens is trained, the

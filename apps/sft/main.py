@@ -30,7 +30,7 @@ from apps.common.run.reporter import report_on_stop
 from apps.common.run.run_dir import resolve_run_dir, steps_done
 from apps.common.shrink.command import check_nothing_dropped, parse_shrink_flag, print_differences
 from apps.common.shrink.fields import Difference, ProcessLimit, by_flag
-from apps.common.shrink.npu import by_stand_in, fake_npu_for
+from apps.common.shrink.npu import fake_npu_for, with_fake_npu
 from apps.quickstart.model import ensure_tiny_model
 from apps.sft.config import OWNED, SftConfig
 from apps.sft.data import Conversations, load_conversations, write_demonstrations
@@ -144,7 +144,7 @@ def shrunk(config: SftConfig, most: ProcessLimit) -> tuple[SftConfig, Recipe, tu
 
 def shrunk_spec(config: SftConfig, most: ProcessLimit) -> RunSpec:
     """Return the run spec of a configuration at the size of the allowed processes; see `shrunk`."""
-    return by_stand_in(spec_of(*shrunk(config, most)[:2]))
+    return with_fake_npu(spec_of(*shrunk(config, most)[:2]))
 
 
 def run_shrunk(config: SftConfig, most: ProcessLimit) -> Result:

@@ -10,7 +10,7 @@ from apps.common.data.model_files import sizes_of
 from apps.common.run.ranks import ranks_of_node
 from apps.sft.config import SftConfig
 from apps.sft.recipe import Recipe
-from engines.testing.npu.path import stands_in
+from engines.testing.npu.path import is_fake
 from runplan.report.readiness import unready
 from runplan.run_spec import RunSpec
 
@@ -46,7 +46,7 @@ def spec_of(config: SftConfig, recipe: Recipe | None = None) -> RunSpec:
         unknown=unknown,
         needs_model=not recipe.synthetic,
         origin=recipe.origin,
-        stand_in=config.engine.device == "npu" and stands_in(),
+        fake_device=config.engine.device == "npu" and is_fake(),
         words=recipe_words(
             config,
             beside_own_model(recipe.config) if config.model else recipe.config,

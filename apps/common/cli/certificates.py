@@ -12,11 +12,11 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from apps.common.cli.refusals import Refusals
-from apps.common.cli.untested import unknown_names, unneeded_names, untested_parts
+from apps.common.cli.untested import unknown_names, untested_parts, unused_names
 from engines import EngineConfig
 from engines.proofs.run_proofs import certificates_of
 from engines.prove.certificate import Certificate
-from runlog.proofs import CERTIFICATES, UNTESTED, untested_notice
+from runlog.proofs import CERTIFICATES, UNTESTED, untested_lines
 from runplan.run_spec import RunSpec
 
 QUIET = 2.0
@@ -30,7 +30,7 @@ def prove_run(config: EngineConfig, model: PretrainedConfig, ranks: int) -> tupl
         ValueError: no proof could be made, or kept.
     """
     kind = model.get_text_config().model_type
-    with told_when_slow(f"proving {kind} against stock transformers"):
+    with report_when_slow(f"proving {kind} against stock transformers"):
         return certificates_of(config, model, ranks)
 
 
@@ -48,13 +48,13 @@ def accepted_parts(
 def tell_proofs(certificates: Sequence[Certificate], allowed: Sequence[str], accepted: Mapping[str, str]) -> None:
     """Print a line for each certificate, what was accepted untested, and names that were not needed."""
     lines = [f"{certificate}; certificate {certificate.hash}" for certificate in certificates]
-    lines += [*untested_notice(accepted), *unneeded_names(allowed, accepted)]
+    lines += [*untested_lines(accepted), *unused_names(allowed, accepted)]
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     sys.stdout.flush()
 
 
 @contextmanager
-def told_when_slow(text: str, quiet: float = QUIET, tell: Callable[[str], object] | None = None) -> Iterator[None]:
+def report_when_slow(text: str, quiet: float = QUIET, tell: Callable[[str], object] | None = None) -> Iterator[None]:
     """Tell `text` with the seconds so far, on standard error, while what is inside takes longer than `quiet` seconds:
     on a terminal each second in place, else once in ten."""
     terminal, ended, begun = sys.stderr.isatty(), threading.Event(), time.monotonic()

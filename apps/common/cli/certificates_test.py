@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from apps.common.cli.certificates import failures, told_when_slow, write_proofs
-from apps.common.cli.untested import unknown_names, unneeded_names
+from apps.common.cli.certificates import failures, report_when_slow, write_proofs
+from apps.common.cli.untested import unknown_names, unused_names
 from engines.prove.certificate import Certificate
 
 HOLDS = Certificate("lfm2", "x", "small", (1, 2), 0.0, 0.0, None, {"leak": 1.0}, ("conv_bias",), (), 0.1, {})
@@ -34,8 +34,8 @@ def test_a_name_of_nothing_is_refused_and_one_without_need_is_told() -> None:
     (text,) = unknown_names(("npus", "conv_bia"), parts, LlamaConfig())
     assert text.startswith("--allow-untested npus,conv_bia: names are npu, nodes, sampler and fields of")
     assert text.endswith("untested here: npu, conv_bias")
-    assert unneeded_names(("npu", "sampler"), parts) == []
-    assert unneeded_names(("nodes", "npu"), parts) == [
+    assert unused_names(("npu", "sampler"), parts) == []
+    assert unused_names(("nodes", "npu"), parts) == [
         "--allow-untested nodes was not needed: tests or a proof have run it"
     ]
 
@@ -43,6 +43,6 @@ def test_a_name_of_nothing_is_refused_and_one_without_need_is_told() -> None:
 @pytest.mark.parametrize(("seconds", "told"), [(0.0, False), (0.3, True)])
 def test_what_takes_a_while_is_told(seconds: float, told: bool) -> None:
     lines: list[str] = []
-    with told_when_slow("proving lfm2", quiet=0.1, tell=lines.append):
+    with report_when_slow("proving lfm2", quiet=0.1, tell=lines.append):
         time.sleep(seconds)
     assert any("proving lfm2: " in line for line in lines) == told

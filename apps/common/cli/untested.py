@@ -58,7 +58,7 @@ def unknown_names(names: Sequence[str], parts: Mapping[str, str], model: Pretrai
     return [f"{FLAG} {','.join(unknown)}: {others}; {here}"]
 
 
-def unneeded_names(names: Sequence[str], parts: Mapping[str, str]) -> list[str]:
+def unused_names(names: Sequence[str], parts: Mapping[str, str]) -> list[str]:
     """Return a line for names that this run does not need; empty where there are none."""
     unneeded = [name for name in names if name not in parts and name != "sampler"]
     return [f"{FLAG} {','.join(unneeded)} was not needed: tests or a proof have run it"] if unneeded else []

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from apps.common.cli.flags import flag, leaves
 from apps.common.cluster import Cluster, RolloutLayout
 from apps.common.shrink.fields import Difference, ProcessLimit
-from apps.common.shrink.npu import by_stand_in
+from apps.common.shrink.npu import with_fake_npu
 from engines.capability import Unsupported
 from engines.launch import under_torchrun
 from runplan.report.plan import make_plan
@@ -66,7 +66,7 @@ def print_differences(recipe: str, differences: Sequence[Difference | str]) -> N
 
 def check_nothing_dropped(spec: RunSpec) -> None:
     """Raise ValueError that names all features which a shrunk run would lack, each with its reason."""
-    plan = make_plan(by_stand_in(spec))
+    plan = make_plan(with_fake_npu(spec))
     reasons = [*plan.problems]
     for requirement in plan.missing:
         assert isinstance(requirement.answer, Unsupported)

@@ -7,15 +7,15 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from engines.testing.npu.build import reason_against
-from engines.testing.npu.path import fake_npu_on_path, stands_in
+from engines.testing.npu.path import fake_npu_on_path, is_fake
 from runplan.run_spec import RunSpec
 
 MESSAGE = "Device npu: torch_npu is not installed here, so its stand-in computes, on the CPU (docs/ascend.md)."
 
 
-def by_stand_in(spec: RunSpec) -> RunSpec:
+def with_fake_npu(spec: RunSpec) -> RunSpec:
     """Return the spec of a shrunk run, for which the stand-in computes on device npu where torch_npu is missing."""
-    return replace(spec, stand_in=find_spec("torch_npu") is None or stands_in())
+    return replace(spec, fake_device=find_spec("torch_npu") is None or is_fake())
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from apps.common.cli.environment import refuse_unset
-from apps.common.cli.untested import untested_parts
 from apps.common.cluster import Cluster, Media, Pools, RolloutLayout
 from engines import EngineConfig
 from runplan.model.model_shape import ModelShape
@@ -245,7 +244,7 @@ def test_vllm_samples_and_what_no_test_has_run_of_it_is_refused_with_the_reason(
     on_the_host = Cluster(rollout=RolloutLayout(engine="vllm", device="cpu"))
     with pytest.raises(ValueError, match=r"--engine.device npu is not supported.*--allow-untested npu runs it"):
         refuse_unready(replace(PLAIN, engine=beside, cluster=on_the_host))
-    refuse_unready(replace(PLAIN, engine=beside, cluster=on_the_host, stand_in=True))
+    refuse_unready(replace(PLAIN, engine=beside, cluster=on_the_host, fake_device=True))
     workers = Cluster(rollout=RolloutLayout(engine="vllm", device="cpu", tp=2, dp=2))
     assert make_plan(replace(PLAIN, engine=beside, cluster=workers)).problems == []
     with pytest.raises(ValueError, match="has no request that replaces weights: train with backend native or vllm"):
@@ -326,37 +325,6 @@ def test_any_settings_can_be_planned(
     assert all(problem in text for problem in plan.problems)
     assert ("can be run:" in text) == plan.ready
     assert all(name in text for name in ("Model", "Ranks", "Launch", "Data"))
-
-
-def test_absent_hardware_is_accepted_by_name_and_counts_as_untested() -> None:
-    """What lacks more than hardware is not opened by a name."""
-    several = replace(
-        PLAIN, cluster=Cluster(pools=Pools(nodes=2), schedule=ScheduleConfig("one_step_off")), processes=2
-    )
-    npus = replace(PLAIN, engine=replace(PLAIN.engine, device="npu"))
-    for spec, name in ((several, "nodes"), (npus, "npu")):
-        plan = make_plan(spec)
-        assert plan.to_allow == (name,)
-        assert f"--allow-untested {name} starts it" in str(plan)
-        assert recipe_table([(spec, PLAIN)]).splitlines()[-1] == "1 recipes, 0 can be run today, 1 untested, 1 shrunk"
-        accepted = replace(spec, engine=replace(spec.engine, allow_untested=(name,)))
-        refuse_unready(accepted)
-        told = make_plan(accepted)
-        assert {requirement.untested for requirement in told.untested} == {name}
-        assert "UNTESTED  --" in str(told)
-        assert "can be run, untested: 0 problems" in str(told)
-        assert set(untested_parts(accepted, ())) == {name}
-    more = replace(npus, cluster=Cluster(rollout=RolloutLayout(ray_workers=1)))
-    assert make_plan(more).to_allow == ()
-    with pytest.raises(ValueError, match="Ray's samplers are given CUDA devices or processors, no NPUs"):
-        refuse_unready(replace(more, engine=replace(more.engine, allow_untested=("npu", "nodes"))))
-
-
-def test_a_type_without_a_family_is_for_a_proof_to_admit() -> None:
-    proven = replace(PLAIN, origin=replace(ORIGIN, shape=replace(UNKNOWN, model_type="smollm3")))
-    refuse_unready(proven)
-    with pytest.raises(ValueError, match="family smollm3 is not supported: no family of engines has it"):
-        refuse_unready(replace(proven, engine=replace(proven.engine, prove="off")))
 
 
 def test_the_table_counts_what_runs() -> None:

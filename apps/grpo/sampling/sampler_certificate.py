@@ -13,7 +13,7 @@ from engines.loading import read_config
 from engines.prove.certificate import Certificate, place, versions
 from schedules.runtime.collectives import rank_and_world
 from schedules.sampling.first_batch import SamplerCheck, SamplerMismatchError
-from schedules.weights.sampler_bound import UNTESTED, WIDENED
+from schedules.weights.sampler_bound import LOOSE, UNTESTED
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SamplerRecord:
         if rank_and_world()[0]:
             return
         bound = check.bound
-        past = bound.widened and check.mean > bound.mean / WIDENED
+        past = bound.loose and check.mean > bound.mean / LOOSE
         write_proofs(self.log.run_dir, [self._certificate(check, problems)], {UNTESTED: str(check)} if past else {})
 
     def _certificate(self, check: SamplerCheck, problems: tuple[str, ...]) -> Certificate:
@@ -67,7 +67,7 @@ class SamplerRecord:
                 "bound": bound.mean,
                 "dtype": bound.dtype,
                 "settings": list(bound.settings),
-                "widened": bound.widened,
+                "widened": bound.loose,
             },
             place=place(self.engine.state_summary()["device"]),
         )

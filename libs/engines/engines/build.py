@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from engines.adapters.lora import add_adapters
 from engines.backends import TRAIN_BACKENDS
-from engines.capability import refuse_unsupported, unproven
+from engines.capability import refuse_unsupported, untested_options
 from engines.config import EngineConfig
 from engines.fast.support import use_compiled_layers, use_replicated_weights
 from engines.fsdp2.fsdp2_executor import FSDP2Executor
@@ -45,7 +45,7 @@ def build_engine(config: EngineConfig, model: Any = None, trainable: bool = True
 
 def _described(config: EngineConfig, model: Any) -> Any:
     """Return the transformers config of a model, as `build_engine` takes it; None where no proof needs one."""
-    if config.prove == "off" or not any(unproven(config)):
+    if config.prove == "off" or not any(untested_options(config)):
         return None
     if model is None and config.model is not None:
         return read_config(model_directory(config.model))

@@ -193,7 +193,7 @@ def unsupported(config: EngineConfig, trainable: bool = True) -> list[str]:
 def conflicts(config: EngineConfig, trainable: bool = True) -> Iterator[str]:
     """Yield the text of each set of options that this backend does not take together, or not at all."""
     if config.prove == "off":
-        yield from unproven(config, trainable)
+        yield from untested_options(config, trainable)
     if config.backend == "fsdp2" and config.expert_parallel > 1 and config.weights == "replicated":
         yield "weights='replicated' keeps all experts on every rank, so expert_parallel has no effect: leave one out"
     if config.backend == "megatron" and not config.reshard_after_forward:
@@ -212,7 +212,7 @@ def conflicts(config: EngineConfig, trainable: bool = True) -> Iterator[str]:
         yield "context parallelism shards packed sequences: set batching='packed'"
 
 
-def unproven(config: EngineConfig, trainable: bool = True) -> Iterator[str]:
+def untested_options(config: EngineConfig, trainable: bool = True) -> Iterator[str]:
     """Yield the text of each set of options that no test has run together: unless `config.prove` is "off", a proof of
     the run's options admits them (`engines.prove.options_admission`)."""
     host, experts = config.parameters_on_host, config.backend == "fsdp2" and config.expert_parallel > 1

@@ -113,7 +113,7 @@ class Engine:
         loss = StepLoss(objective, totals)
         scoring = Scoring(self.config.temperature, objective.needs_entropy)
         recheck = self.rechecks.begin(self.executor, work.batch, plan.ranks[self.groups.plan_index])
-        self.executor.train(micro_batches, loss if recheck is None else recheck.watching(loss), scoring)
+        self.executor.train(micro_batches, loss if recheck is None else recheck.tracked(loss), scoring)
         try:
             found = {} if recheck is None else recheck.metrics(self.executor, self.step + 1)
         except FailedStepError as error:

@@ -23,7 +23,7 @@ def read_untested(run_dir: Path) -> dict[str, str]:
     return {str(name): str(reason) for name, reason in _object(path).items()} if path.is_file() else {}
 
 
-def untested_notice(untested: Mapping[str, str]) -> list[str]:
+def untested_lines(untested: Mapping[str, str]) -> list[str]:
     """Return the line for the head of a report; none where nothing was accepted untested."""
     if not untested:
         return []

@@ -22,7 +22,7 @@ from runlog import store
 from runlog.curves import charts, key_figures, series, unchanged
 from runlog.episodes import view
 from runlog.notices import run_notices
-from runlog.proofs import read_proofs, read_untested, untested_notice
+from runlog.proofs import read_proofs, read_untested, untested_lines
 from runlog.sampling import HELD_OUT, TRAINING, draw_groups
 from runlog.timeline import read_timeline, timeline_svg
 
@@ -133,7 +133,7 @@ def _page(
     return template.render(
         title=title or run_dir.resolve().name,
         tiles=key_figures(metrics, logged),
-        notices=[*untested_notice(read_untested(run_dir)), *run_notices(metrics)],
+        notices=[*untested_lines(read_untested(run_dir)), *run_notices(metrics)],
         proofs=proofs,
         more_proofs=more_proofs,
         episodes=logged,

@@ -42,7 +42,7 @@ class RunSpec:
     """Why the sizes of the model that is named are not known."""
     eval_share: float = 0.0
     """Share of the training rows that is held out, at most `held_out` of them; 0 where held-out rows are given."""
-    stand_in: bool = False
+    fake_device: bool = False
     """Whether the stand-in for torch_npu computes on device npu, which tests have run."""
     words: tuple[str, ...] = ()
     """Words of the command line that give this configuration, for the launch line; without any the recipe's name."""

@@ -21,7 +21,7 @@ class TrainResult:
     advantages: list[float]
     sampler_difference: float | None = None
     """Mean |difference| between the sampler's log-probs of the sampled tokens and the trainer's as the step began; None
-    where no token was computed, or the trainer measures none (see `MeasuringTrainer`)."""
+    where no token was computed, or the trainer measures none (see `ScoringTrainer`)."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class SharingTrainer(Protocol):
 
 
 @runtime_checkable
-class MeasuringTrainer(Protocol):
+class ScoringTrainer(Protocol):
     """Trainer whose results have `sampler_difference`, which costs it nothing more."""
 
     measures_sampler: bool

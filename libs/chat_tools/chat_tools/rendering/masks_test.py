@@ -276,7 +276,7 @@ def test_parts_that_the_template_prints_as_a_list_are_a_problem_and_not_trained(
     assert "[{'type': 'text', 'text': 'yo'}]" in rendered.text
     assert not any(rendered.assistant_mask)
     assert sorted(rendered.problems) == [f"message {number}: {PRINTED}" for number in range(4)]
-    mixed = [messages[0], {"role": "assistant", "content": "yo"}]
+    mixed: list[Any] = [messages[0], {"role": "assistant", "content": "yo"}]
     rendered = render(tiny_tokenizer("llama", marks=marks), mixed)
     assert rendered.problems == (f"message 0: {PRINTED}",)
     assert [rendered.text[span.start : span.end] for span in rendered.spans] == ["yo<|eot_id|>"]

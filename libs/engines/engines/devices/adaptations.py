@@ -67,7 +67,7 @@ class Applied:
         self._held.pop(self.adaptation.name, None)
 
     @contextmanager
-    def undone(self) -> Iterator[None]:
+    def without(self) -> Iterator[None]:
         """Restore what was there inside the block, and what was changed behind it."""
         before = [*self._before]
         self.undo()

@@ -74,7 +74,7 @@ class Family:
     """`model_type` of vision-language configs whose text part is this family."""
     vision: VisionForm | None = None
     """The model of these configs with its vision tower; None where images are not supported."""
-    described: bool = True
+    registered: bool = True
     """Whether its layers are known by name; of others nothing is left out or replaced but their mixers."""
     routed: bool = False
     """Whether it has experts: the router's auxiliary loss, and one tensor an expert on disk."""

@@ -57,7 +57,7 @@ def admit(config: Any, family: Family) -> Family:
     return _ADMITTED.setdefault(digest(config), family)
 
 
-def proven_part(config: Any) -> Any:
+def checked_part(config: Any) -> Any:
     """Return what a proof of a config is about: its text config, or the whole of a multi-modal type without a family,
     whose text part is trained inside of it."""
     text = config.get_text_config()
@@ -112,10 +112,10 @@ def family_of(config: Any) -> Family:
             family.check_config(config)
             return family
         except ValueError:
-            if (admitted := _ADMITTED.get(digest(proven_part(config)))) is None:
+            if (admitted := _ADMITTED.get(digest(checked_part(config)))) is None:
                 raise
             return admitted
-    if kind is not None and (admitted := _ADMITTED.get(digest(proven_part(config)))) is not None:
+    if kind is not None and (admitted := _ADMITTED.get(digest(checked_part(config)))) is not None:
         return admitted
     known = ", ".join(sorted(name for family in FAMILIES for name in (*family.model_types, *family.wrappers)))
     because = f" ({_REASONS[kind]})" if kind in _REASONS else ""

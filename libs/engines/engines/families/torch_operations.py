@@ -41,7 +41,7 @@ class TorchOperations:
                 remove_mixin(module, kind)
 
 
-def choose_torch_operations(model: Any, everywhere: bool = False) -> TorchOperations:
+def choose_torch_operations(model: Any, all_devices: bool = False) -> TorchOperations:
     """Make this model's stock delta net layers compute in PyTorch where their input is in host memory, or everywhere.
 
     ValueError where another adaptation changed a layer, or a layer's code calls none of the operations.
@@ -54,7 +54,7 @@ def choose_torch_operations(model: Any, everywhere: bool = False) -> TorchOperat
         kind: Any = type(module)
         _in_torch(kind)
     for module in layers.values():
-        set_mixin(module, _InTorch if everywhere else _ByDevice)
+        set_mixin(module, _InTorch if all_devices else _ByDevice)
     return TorchOperations(layers)
 
 

@@ -1,6 +1,6 @@
 """Hold the run's own device, dtype and kernels to stock transformers: layers at true width, in the engine's own step.
 
-1. `few_layers` keeps one layer of each kind, with all other sizes. Experts are fewer where memory is short.
+1. `layer_kinds` keeps one layer of each kind, with all other sizes. Experts are fewer where memory is short.
 2. The plain result: stock transformers in float32 without TF32, its delta nets in plain torch, one sequence at a time.
 3. Stock transformers in the run's dtype, with the kernels that it picks: its error is the measure.
 4. The engine as the run configures it: its own layers, kernels and scorer, log-probs and the gradient of every weight.
@@ -31,7 +31,7 @@ from engines.prove.engine_result import engine_log_probs, engine_result, setting
 from engines.prove.forked_ranks import launch_forked
 from engines.prove.generic_family import generic_family
 from engines.prove.lengths import proof_lengths
-from engines.prove.small_config import few_layers, fit_experts, thresholds
+from engines.prove.small_config import fit_experts, layer_kinds, thresholds
 
 RATIO = 1.5
 """How many times the error of stock transformers, as a root mean square, the engine's may be."""
@@ -79,7 +79,7 @@ def prove_device(config: EngineConfig, model: Any, longest: int = 0) -> Certific
 
     `longest`: the longest row of the run; sequences as long are compared where their logits fit memory.
     """
-    start, (text, _) = time.perf_counter(), few_layers(model)
+    start, (text, _) = time.perf_counter(), layer_kinds(model)
     experts = fit_experts(text, MOST_VALUES)
     settings = settings_of_proof(config, **SINGLE)
     device = resolve_device(settings)
@@ -146,7 +146,7 @@ def true_width(text: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 def _plain(model: Any, rows: Sequence[Tensor]) -> Result:
     """Return the stock model's result by plain operations, one sequence at a time."""
-    changed = choose_torch_operations(model, everywhere=True)
+    changed = choose_torch_operations(model, all_devices=True)
     try:
         return stock(model, rows)
     finally:

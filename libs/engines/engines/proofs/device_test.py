@@ -13,7 +13,7 @@ from engines.config import EngineConfig
 from engines.launch import ensure_group
 from engines.proofs.device import prove_device
 from engines.prove.certificate import Certificate
-from engines.prove.small_config import few_layers, fit_experts
+from engines.prove.small_config import fit_experts, layer_kinds
 from engines.tiny import tiny_config
 from seqpack.adapters.context import LocalOps
 
@@ -85,7 +85,7 @@ def test_weights_that_moved_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_few_layers_are_one_of_each_kind_at_their_width() -> None:
     config = tiny_config("dense", num_hidden_layers=12, full_attention_interval=4)
-    text, kept = few_layers(config)
+    text, kept = layer_kinds(config)
     assert [config.layer_types[layer] for layer in kept] == text.layer_types
     assert set(text.layer_types) == set(config.layer_types)
     assert kept[-1] == 11

@@ -117,7 +117,7 @@ def main(docs: Path, date: str, kinds: Sequence[str] = ()) -> None:
         results[one.type] = one
     rows = [results[kind] for kind in sorted(results)]
     write(path, rows, date)
-    page.write_text(drawn(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
+    page.write_text(with_tables(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
     slowest = sorted(rows, key=lambda one: -one.seconds)[:5]
     print("Slowest: " + ", ".join(f"{one.type} {one.seconds:.1f} s" for one in slowest))
 
@@ -146,7 +146,7 @@ def table(results: Sequence[TypeResult]) -> Iterator[str]:
         yield f"| {text} | {texts} | {len(found) - texts} | {', '.join(_named(one) for one in found)} |"
 
 
-def drawn(page: str, results: Sequence[TypeResult]) -> str:
+def with_tables(page: str, results: Sequence[TypeResult]) -> str:
     """Return a page with the table of these results between its marks."""
     before, _, rest = page.partition(_MARK[0])
     _, _, after = rest.partition(_MARK[1])

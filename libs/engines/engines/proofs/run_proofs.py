@@ -4,7 +4,7 @@ from transformers import PretrainedConfig
 
 from engines.config import EngineConfig
 from engines.devices.detect import devices_of
-from engines.families.registry import proven_part
+from engines.families.registry import checked_part
 from engines.proofs.device import device_certificate
 from engines.prove.admission import make_certificate, needs_proof, refuse_compressed
 from engines.prove.certificate import Certificate
@@ -26,11 +26,11 @@ def certificates_of(config: EngineConfig, model: PretrainedConfig, world_size: i
     wanted = config.prove == "always" or needs_proof(model)
     if wanted:
         refuse_compressed(model)
-        found.append(make_certificate(proven_part(model), config.prove))
+        found.append(make_certificate(checked_part(model), config.prove))
     if all(certificate.holds for certificate in found):
         found += filter(None, [options_certificate(config, model, world_size)])
     if wanted and all(certificate.holds for certificate in found) and _on_cuda(config):
-        found.append(device_certificate(config, proven_part(model)))
+        found.append(device_certificate(config, checked_part(model)))
     return tuple(found)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engines.families.family import Family
-from engines.families.registry import admit, family_of, proven_part, registered_family
+from engines.families.registry import admit, checked_part, family_of, registered_family
 from engines.prove.certificate import Certificate, cached_at
 from engines.prove.generic_family import generic_family
 from engines.prove.proof import prove
@@ -34,7 +34,7 @@ def admitted_family(config: Any, mode: Mode = "cached", untested: tuple[str, ...
         if mode == "off":
             raise
     refuse_compressed(config)
-    part = proven_part(config)
+    part = checked_part(config)
     certificate = make_certificate(part, mode)
     if not certificate.holds:
         raise ValueError(f"{certificate}{_padded_hint(certificate)}")

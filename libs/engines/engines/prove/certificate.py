@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import seqpack.ops as seqpack_ops
-from engines.families.registry import digest, proven_part
+from engines.families.registry import checked_part, digest
 
 _ENGINES = ("families", "inputs", "prove", "scoring")
 """Folders of this library whose code a proof runs."""
@@ -144,7 +144,7 @@ def cached_at(config: Any, subject: str = "packed rows", depends: Mapping[str, A
     """Return where the certificate of a config is cached, by its digest, the versions, and what else it `depends` on:
     options, the place."""
     folder = os.environ.get("TESSERA_CERTIFICATES") or Path.home() / ".cache" / "tessera" / "certificates"
-    part, known = proven_part(config), [versions(), subject, dict(depends or {})]
+    part, known = checked_part(config), [versions(), subject, dict(depends or {})]
     key = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()[:8]
     name = f"{part.model_type}-{digest(part)}-{subject.replace(' ', '-')}-{key}.json"
     return Path(folder) / name

@@ -204,11 +204,11 @@ def generic_family(config: Any) -> GenericFamily:
             raise ValueError(f"{name} is an encoder-decoder: it has no text part that can be trained alone")
         architecture = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind].__name__
         return TextPartFamily(
-            name=name, model_types=(name,), architecture=architecture, attention="", fields={}, described=False
+            name=name, model_types=(name,), architecture=architecture, attention="", fields={}, registered=False
         )
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{name} is no causal language model of this transformers")
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING[kind].__name__
     return GenericFamily(
-        name=name, model_types=(name,), architecture=architecture, attention="", fields={}, described=False
+        name=name, model_types=(name,), architecture=architecture, attention="", fields={}, registered=False
     )

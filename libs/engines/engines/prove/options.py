@@ -45,7 +45,7 @@ SHRUNK = (
 DIED = "died with exit code"
 """Of a rank's error that says nothing of the options."""
 ENDS = ("first_stage_layers", "last_stage_layers")
-NOT_PROVEN = frozenset(
+NOT_COMPARED = frozenset(
     [
         *("model", "device", "npu_operators", "max_tokens_per_rank", "dtype", "compile", "temperature", "logit_chunk"),
         *("collective_timeout_seconds", "lr", "learning_rates", "lr_schedule", "warmup_steps", "total_steps", "eps"),
@@ -161,7 +161,7 @@ def prove_options(
     return Certificate(
         text.model_type, digest(text), "small", lengths, found.difference.log_probs, found.difference.gradients, None,
         found.leaks, (), tuple(found.problems), time.perf_counter() - start, versions(), "options",
-        {**proven_options(settings), "ranks": layout.ranks}, None, place(settings.device), found.numbers,
+        {**compared_options(settings), "ranks": layout.ranks}, None, place(settings.device), found.numbers,
     )  # fmt: skip
 
 
@@ -177,13 +177,13 @@ def _without_progress() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def proven_options(config: EngineConfig) -> dict[str, Any]:
+def compared_options(config: EngineConfig) -> dict[str, Any]:
     """Return the fields that differ from their defaults, without those that a proof of options does not cover."""
     plain = asdict(EngineConfig())
     return {
         field.name: value
         for field in fields(config)
-        if (value := asdict(config)[field.name]) != plain[field.name] and field.name not in NOT_PROVEN
+        if (value := asdict(config)[field.name]) != plain[field.name] and field.name not in NOT_COMPARED
     }
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from engines.capability import unproven
+from engines.capability import untested_options
 from engines.config import EngineConfig
 from engines.prove.admission import keep_certificate
 from engines.prove.certificate import Certificate, cached_at, code, place
-from engines.prove.options import prove_options, proven_options, small_layout
+from engines.prove.options import compared_options, prove_options, small_layout
 
 _PACKAGES = ("engines", "dyncp", "seqpack")
 """Packages whose code a proof of options runs."""
@@ -34,7 +34,7 @@ def options_certificate(
     Raises:
         ValueError: no proof could be made, or kept.
     """
-    texts = [*unproven(config, trainable)]
+    texts = [*untested_options(config, trainable)]
     if not texts or config.prove == "off":
         return None
     if config.vision != "off":
@@ -53,7 +53,7 @@ def make_options_certificate(
 def options_path(config: EngineConfig, model: Any, world_size: int) -> Path:
     """Return where the certificate of options is kept."""
     small = small_layout(config, world_size)
-    depends = {**proven_options(small.config), "ranks": small.ranks, "code": _code(), **place(small.config.device)}
+    depends = {**compared_options(small.config), "ranks": small.ranks, "code": _code(), **place(small.config.device)}
     return cached_at(model, "options", depends)
 
 
@@ -63,13 +63,13 @@ def admit_options(
     """Raise ValueError where a proof of the run's options fails, with differences and what to leave out."""
     certificate = options_certificate(config, model, world_size, trainable, seconds)
     if certificate is not None and not certificate.holds:
-        raise ValueError(f"{'; '.join(unproven(config, trainable))}. Its {certificate}")
+        raise ValueError(f"{'; '.join(untested_options(config, trainable))}. Its {certificate}")
 
 
 def admit_on_ranks(config: EngineConfig, model: Any, trainable: bool = True) -> None:
     """Admit options on the ranks of a run: the first rank proves them, on ranks of its own, and tells the others, which
     wait `WAIT` seconds at most. Collective; ValueError on every rank, as `admit_options`."""
-    if config.prove == "off" or not [*unproven(config, trainable)]:
+    if config.prove == "off" or not [*untested_options(config, trainable)]:
         return
     answer: list[str | None] = [None]
     if dist.get_rank() == 0:

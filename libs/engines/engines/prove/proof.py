@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.families.registry import admitted, digest, proven_part, registered_family
+from engines.families.registry import admitted, checked_part, digest, registered_family
 from engines.inputs.model_inputs import PackedInputs, PaddedInputs
 from engines.private_api import set_experts
 from engines.prove.certificate import Certificate, versions
@@ -62,7 +62,7 @@ def prove(config: Any) -> Certificate:
     Raises:
         ValueError: the type has no causal language model, or none could be built in small.
     """
-    start, part = time.perf_counter(), proven_part(config)
+    start, part = time.perf_counter(), checked_part(config)
     family = registered_family(part) or generic_family(part)
     try:
         small = small_config(part)

@@ -121,7 +121,7 @@ def flips(config: Any, model: Any, rows: Sequence[Tensor], want: Result) -> Iter
 
     A size that changes the shape of no weight, and no number, belongs to no layer of the model: it is left out.
     """
-    source = modelling_code(model)
+    source = modeling_code(model)
     for path, value in _fields(config.get_text_config().to_dict()):
         if path in SIZES or not _named(config, path, source):  # of no interest: spare the passes
             continue
@@ -136,7 +136,7 @@ def flips(config: Any, model: Any, rows: Sequence[Tensor], want: Result) -> Iter
             yield found
 
 
-def modelling_code(model: Any) -> str:
+def modeling_code(model: Any) -> str:
     """Return the source code of a model: of the modules in it, not of others in the same files, and of all functions
     and other classes in these files."""
     own = {kind for part in model.modules() for kind in type(part).__mro__}

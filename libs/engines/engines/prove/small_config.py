@@ -119,7 +119,7 @@ def shrink_config(config: Any) -> SmallConfig:
     )
 
 
-def few_layers(config: Any) -> tuple[Any, list[int]]:
+def layer_kinds(config: Any) -> tuple[Any, list[int]]:
     """Return the text config at its own width with one layer of each kind, and which layers of the whole these are.
 
     The kinds are those of the config's own lists, and layers before and behind `first_k_dense_replace`; the last one
@@ -147,8 +147,10 @@ def few_layers(config: Any) -> tuple[Any, list[int]]:
 
 
 def fit_experts(text: Any, values: int) -> dict[str, int]:
-    """Halve the experts of a text config in place until its weights have at most so many values; return what was
-    changed. They stay a multiple of the groups, and more than a token chooses."""
+    """Reduce the experts of a text config in place, by halves, until its weights have at most so many values.
+
+    Return what was changed. Experts stay a multiple of the groups, and more than a token chooses.
+    """
     changed: dict[str, int] = {}
     names = [name for name in EXPERTS if isinstance(getattr(text, name, None), int)]
     chosen = max((value for name in _CHOSEN if isinstance(value := getattr(text, name, None), int)), default=1)

@@ -36,10 +36,10 @@ def stock_modules(model: Any, packing: Adaptation | None) -> Iterator[None]:
         for norm in [module for module in model.modules() if isinstance(module, FunctionNorm)]:
             stack.enter_context(stock_norm(norm))
         if packing is not None:
-            stack.enter_context(packing.undone())
-            stack.callback(choose_torch_operations(model, everywhere=True).undo)
+            stack.enter_context(packing.without())
+            stack.callback(choose_torch_operations(model, all_devices=True).undo)
         for applied in reversed([*vars(model).get("_adaptations", {}).values()]):
-            stack.enter_context(applied.undone())
+            stack.enter_context(applied.without())
         yield
 
 

@@ -31,7 +31,7 @@ def compute_read_rows(model: Any) -> tuple[nn.Module, ...]:
     of one whose layers are not known by name.
     """
     family = family_of(model.config)
-    if family.routed or not family.described:
+    if family.routed or not family.registered:
         return ()
     layer: Any = family.layers(model)[-1]
     mixer, _ = next(iter(family.mixers(layer)))

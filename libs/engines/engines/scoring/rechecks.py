@@ -33,7 +33,7 @@ BOUNDS = {torch.bfloat16: 0.25}
 """Largest differences by dtype, as root mean squares over a sequence's tokens; `EXACT` of others. In bfloat16 stock
 transformers rounds logits above 16 by up to 0.06 (docs/certificates.md has what was measured)."""
 EXACT = 1e-3
-FEWEST = 16
+MIN_TOKENS = 16
 """Tokens that a sequence counts as at least: the mean of fewer squares says little."""
 _PER_TOKEN = ("input_ids", "position_ids", "loss_mask", ROUTED_EXPERTS)
 
@@ -66,8 +66,8 @@ class Rechecks:
         if not due or not self.config.recheck_rows or not isinstance(executor, PlainScores):
             return None
         lengths = checkable(batch, parts, self.config.recheck_tokens, cut=self.config.batching == "packed")
-        behind = [row for part in parts for row in part.rows[1:]]
-        rows = choose_rows(lengths, behind, self.config.recheck_rows)
+        after = [row for part in parts for row in part.rows[1:]]
+        rows = choose_rows(lengths, after, self.config.recheck_rows)
         plain = _plain_rows(executor, batch, {row: lengths[row] for row in rows}, self.config)
         return Recheck(self, plain, {row: batch.lengths[row] for row in rows}, {})
 
@@ -95,7 +95,7 @@ class Recheck:
     lengths: Mapping[int, int]
     passed: dict[int, Tensor]
 
-    def watching(self, loss: LossFunction) -> LossFunction:
+    def tracked(self, loss: LossFunction) -> LossFunction:
         """Return the loss function, which keeps what it is given of the chosen rows."""
 
         def watched(micro_batch: MicroBatch, scores: Scores) -> Tensor:
@@ -130,12 +130,12 @@ class Recheck:
 def differences(passed: Tensor, plain: Plain) -> tuple[Tensor, Tensor, Tensor]:
     """Return the root mean square of the trained tokens' differences, the largest, and how many tokens there are.
 
-    Fewer than `FEWEST` count as so many.
+    Fewer than `MIN_TOKENS` count as so many.
     """
     apart = (passed.float() - plain.log_probs.float()).abs().nan_to_num(nan=torch.inf)
     difference = torch.where(plain.trained, apart, 0.0)
     tokens = plain.trained.sum().float()
-    return (difference.square().sum() / tokens.clamp(min=FEWEST)).sqrt(), difference.max(), tokens
+    return (difference.square().sum() / tokens.clamp(min=MIN_TOKENS)).sqrt(), difference.max(), tokens
 
 
 def checkable(batch: LocalBatch, parts: Sequence[PlannedRows], most: int, cut: bool) -> dict[int, int]:
@@ -154,17 +154,17 @@ def checkable(batch: LocalBatch, parts: Sequence[PlannedRows], most: int, cut: b
     return {row: min(length, most) for row, length in kept if cut or length <= most}
 
 
-def choose_rows(lengths: Mapping[int, int], behind: Collection[int], count: int) -> tuple[int, ...]:
+def choose_rows(lengths: Mapping[int, int], after: Collection[int], count: int) -> tuple[int, ...]:
     """Return at most `count` rows: the longest, the shortest, and others evenly between, by `lengths`.
 
-    Rows that lie `behind` others in their micro-batch come first: a lost boundary shows in these.
+    Rows that lie `after` others in their micro-batch come first: a lost boundary shows in these.
     """
-    order = sorted(lengths, key=lambda row: (lengths[row], row in behind, row))
+    order = sorted(lengths, key=lambda row: (lengths[row], row in after, row))
     if len(order) <= count:
         return tuple(order)
     chosen = [order.pop()]
     if count > 1:
-        order.remove(shortest := next((row for row in order if row in behind), order[0]))
+        order.remove(shortest := next((row for row in order if row in after), order[0]))
         chosen.append(shortest)
     return (*chosen, *(order[len(order) * number // (count - 1)] for number in range(1, count - 1)))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engines import LogProbDifferenceError, LoraConfig, TrainEngine
 from engines.fast import layers
-from engines.scoring.rechecks import FEWEST, Plain, choose_rows, differences
+from engines.scoring.rechecks import MIN_TOKENS, Plain, choose_rows, differences
 from engines.testing import executors
 from engines.testing.executors import assert_same, inside, state_of
 from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
@@ -185,6 +185,6 @@ def test_differences_are_of_trained_tokens_and_few_count_as_more() -> None:
     rms, largest, tokens = differences(passed, Plain(plain, trained))
     assert [float(rms), float(largest), float(tokens)] == pytest.approx([0.5, 0.5, 20.0])
     few = trained & (torch.arange(40) < 8)
-    assert float(differences(passed, Plain(plain, few))[0]) == pytest.approx(0.5 * (4 / FEWEST) ** 0.5)
+    assert float(differences(passed, Plain(plain, few))[0]) == pytest.approx(0.5 * (4 / MIN_TOKENS) ** 0.5)
     passed[1] = torch.nan
     assert float(differences(passed, Plain(plain, trained))[0]) == torch.inf

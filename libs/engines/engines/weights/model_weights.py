@@ -54,7 +54,7 @@ class ModelWeights:
         live = live_tensors(model)
         shapes = {name: tuple(tensor.shape) for name, tensor in live.items()}
         if source is None:
-            names = _names_of_module(model) if family.described else names_in(saved_as(model, live), model, model)
+            names = _names_of_module(model) if family.registered else names_in(saved_as(model, live), model, model)
             dtypes = {p.name: live[name].dtype for name in live for p in names.parts(name, shapes[name])}
             return ModelWeights(family, names, shapes, dtypes)
         names = names or DiskNames.of(source.tensors)

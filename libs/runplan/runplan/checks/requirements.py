@@ -72,7 +72,7 @@ def _engine_requirements(spec: RunSpec) -> list[Requirement]:
     features = features_of(engine)
     features += ["moe"] if shape is not None and shape.experts else []
     every = [Requirement(feature, supports(engine, feature)) for feature in features]
-    if engine.device == "npu" and not spec.stand_in:
+    if engine.device == "npu" and not spec.fake_device:
         every.append(Requirement("--engine.device npu", NO_NPU))
     if engine.device == "npu" and spec.cluster.rollout.ray_workers and spec.cluster.rollout.device != "cpu":
         every.append(Requirement("Ray's samplers on NPUs", RAY_NPUS))

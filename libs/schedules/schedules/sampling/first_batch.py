@@ -2,7 +2,7 @@
 
 1. A batch serves where its tokens were all sampled by the present weights, which sampler and trainer share then. The
    first one does; after a resume of a run that samples ahead there may be none, and the weight checks say the same.
-2. A `MeasuringTrainer` measures the mean difference while it trains; another one scores `ROWS` responses before.
+2. A `ScoringTrainer` measures the mean difference while it trains; another one scores `ROWS` responses before.
 3. Past the bound (`schedules.weights.sampler_bound`) the run stops.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from rollout import Episode, to_batch
-from schedules.protocols import MeasuringTrainer, Trainer, TrainResult
+from schedules.protocols import ScoringTrainer, Trainer, TrainResult
 from schedules.weights.sampler_bound import SamplerBound, widest
 
 ROWS = 16
@@ -43,7 +43,7 @@ class SamplerCheck:
 
     def __str__(self) -> str:
         """Return the line for a terminal."""
-        accepted = ", widened by --allow-untested" if self.bound.widened else ""
+        accepted = ", widened by --allow-untested" if self.bound.loose else ""
         return (
             f"sampler: log-probs {self.mean:.2g} from the trainer's on average, rows of {min(self.lengths)} to "
             f"{max(self.lengths)} tokens (bound {self.bound.mean:g}: {self.bound.reason}{accepted})"
@@ -82,7 +82,7 @@ class FirstBatch:
             return False
         self._bound = widest(bounds())
         self._lengths = tuple(sorted({len(segment.ids) for episode in episodes for segment in episode.segments}))
-        return not isinstance(trainer, MeasuringTrainer)
+        return not isinstance(trainer, ScoringTrainer)
 
     def scored(self, difference: float) -> None:
         """Note what the trainer found before its step."""

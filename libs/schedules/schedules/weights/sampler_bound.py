@@ -10,11 +10,11 @@ from typing import Any
 
 BOUNDS = {"bfloat16": 0.05, "float16": 0.02, "float32": 1e-3, "float64": 1e-3}
 """By the dtype that is computed in. Measurements, and figures of other projects: docs/certificates.md, "Samplers"."""
-FEWER_BITS = {"weights": 0.1, "cache": 0.1}
+LOW_PRECISION = {"weights": 0.1, "cache": 0.1}
 """What is added where the weights, or the keys and values of earlier tokens, are kept in fewer bits than that."""
 ROUNDING = "rounding"
 """Kind of a setting that changes the order of sums alone: nothing is added."""
-WIDENED = 10.0
+LOOSE = 10.0
 """Factor of a bound that was accepted by name."""
 UNTESTED = "sampler"
 """That name."""
@@ -29,7 +29,7 @@ class SamplerBound:
     """The coarser dtype of sampler and trainer."""
     settings: tuple[str, ...] = ()
     """Settings of the sampler that change its numbers, as NAME=VALUE."""
-    widened: bool = False
+    loose: bool = False
     """Whether it was accepted by name that the sampler is further off."""
 
     @property
@@ -41,11 +41,11 @@ class SamplerBound:
     def advice(self) -> str:
         """What to do about a larger one."""
         leave = f"leave out {' or '.join(self.settings)}, or " if self.settings else ""
-        if self.widened:
+        if self.loose:
             return f"{leave}sample another way: the bound is widened already"
         return (
             f"{leave}accept it by name with --allow-untested {UNTESTED} (RolloutSettings.allow_untested), which "
-            f"widens the bound to {WIDENED * self.mean:g} and is recorded"
+            f"widens the bound to {LOOSE * self.mean:g} and is recorded"
         )
 
 
@@ -57,8 +57,8 @@ def sampler_bound(
 ) -> SamplerBound:
     """Return the bound of a sampler and a trainer that compute in these dtypes.
 
-    `settings`: those of the sampler that change its numbers, as NAME=VALUE, each with its kind: a key of `FEWER_BITS`,
-    or `ROUNDING`. `allow_untested`: names that the user accepted.
+    `settings`: those of the sampler that change its numbers, as NAME=VALUE, each with its kind: a key of
+    `LOW_PRECISION`, or `ROUNDING`. `allow_untested`: names that the user accepted.
 
     Raises:
         ValueError: a dtype or a kind is unknown.
@@ -66,14 +66,14 @@ def sampler_bound(
     settings = settings or {}
     for what, known in (
         *((dtype, BOUNDS) for dtype in (dtype, trainer_dtype)),
-        *((kind, {*FEWER_BITS, ROUNDING}) for kind in settings.values()),
+        *((kind, {*LOW_PRECISION, ROUNDING}) for kind in settings.values()),
     ):
         if what not in known:
             raise ValueError(f"a sampler's numbers are of {what!r}: it must be one of {', '.join(sorted(known))}")
     coarser = max(dtype, trainer_dtype, key=lambda name: BOUNDS[name])
-    widened = UNTESTED in allow_untested
-    mean = BOUNDS[coarser] + sum(FEWER_BITS[kind] for kind in {*settings.values()} - {ROUNDING})
-    return SamplerBound(mean * WIDENED if widened else mean, coarser, tuple(settings), widened)
+    loose = UNTESTED in allow_untested
+    mean = BOUNDS[coarser] + sum(LOW_PRECISION[kind] for kind in {*settings.values()} - {ROUNDING})
+    return SamplerBound(mean * LOOSE if loose else mean, coarser, tuple(settings), loose)
 
 
 def read_bound(plain: Mapping[str, Any]) -> SamplerBound:

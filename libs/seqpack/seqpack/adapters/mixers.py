@@ -50,7 +50,7 @@ class Adaptation:
         del vars(self.decoder)[_NUMBER]
 
     @contextmanager
-    def undone(self) -> Iterator[None]:
+    def without(self) -> Iterator[None]:
         """Give the model its stock layers inside the block, and adapt it again behind it."""
         found = [(m, type(m).packed if isinstance(m, PackedDeltaNet) else None) for m in self.mixers.values()]
         self.undo()

@@ -38,7 +38,7 @@ class PlainScoring:
         with ExitStack() as stack:
             for stage in self.stages:
                 for applied in reversed([*vars(stage).get("_adaptations", {}).values()]):
-                    stack.enter_context(applied.undone())
+                    stack.enter_context(applied.without())
             self.builder = EvenInputs(PackedInputs(PLAIN, own.vision, own.replay), self.builder.multiple)
             self.compiled = Unsupported("scored by plain operations")
             try:

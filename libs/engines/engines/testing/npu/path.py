@@ -10,7 +10,7 @@ from pathlib import Path
 SITE = Path(__file__).with_name("site")
 
 
-def stands_in() -> bool:
+def is_fake() -> bool:
     """Return whether `import torch_npu` gives the stand-in in this process."""
     found = find_spec("torch_npu")
     return found is not None and found.origin is not None and SITE in Path(found.origin).parents
