@@ -12,6 +12,7 @@ from engines import EngineConfig, build_engine
 from engines.devices.detect import devices_of
 from engines.proofs.forked_ranks import launch_forked
 from engines.testing.executors import inside
+from engines.testing.metrics import shared_metrics
 from engines.testing.npu.build import reason_against
 from engines.testing.npu.path import fake_npu_on_path
 from engines.testing.vision import samples, vision_model
@@ -33,10 +34,6 @@ def model_of(kind: str) -> Any:
     return vision_model() if kind == "vision" else tiny_model(kind, num_hidden_layers=2)
 
 
-def timeless(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if "second" not in name and "time" not in name}
-
-
 def with_parameters_on(host: bool, kind: str, source: str, folder: str) -> tuple[Any, ...]:
     """Bytes on the device; where parameters and buffers are; steps, weights, scores, of a resumed run too."""
     text = kind != "vision"
@@ -48,7 +45,7 @@ def with_parameters_on(host: bool, kind: str, source: str, folder: str) -> tuple
     config = EngineConfig(device="npu", lr=1e-2, max_tokens_per_rank=64 if text else 40, grad_clip=0.1, **options)
     batches = [tiny_batch(LENGTHS, seed=seed) if text else make_batch(samples(seed)) for seed in (0, 10, 20)]
     built = build_engine(dataclasses.replace(config, model=source))  # empty at first, the other is not
-    steps = [timeless(built.train_batch(batch, SFT())) for batch in batches[:2]]
+    steps = [shared_metrics(built.train_batch(batch, SFT())) for batch in batches[:2]]
     built.save(folder)
     built.offload()
     built.onload()
@@ -57,7 +54,7 @@ def with_parameters_on(host: bool, kind: str, source: str, folder: str) -> tuple
     resident = memory.allocated
     other = build_engine(config, model_of(kind))
     other.load(folder)
-    steps += [timeless(one.train_batch(batches[2], SFT())) for one in (built, other)]
+    steps += [shared_metrics(one.train_batch(batches[2], SFT())) for one in (built, other)]
     weights = [{p.name: p.flat.cpu().clone() for p in one.export_weights(max_bytes=2**40)} for one in (built, other)]
     scores = built.forward(batches[0])["log_probs"].values().cpu()
     parameters = list(inside(built).model.parameters())

@@ -24,6 +24,7 @@ from engines.megatron.megatron_executor import MegatronExecutor
 from engines.megatron.runtime.process_groups import release
 from engines.proofs.forked_ranks import launch_forked
 from engines.testing.executors import inside
+from engines.testing.metrics import shared_metrics
 from engines.testing.npu.build import reason_against
 from engines.testing.npu.path import fake_npu_on_path
 from engines.tiny import tiny_batch, tiny_model
@@ -101,14 +102,10 @@ def run_all(device: Literal["cpu", "npu"]) -> list[tuple[Any, ...]]:
         return [run(device, **case) for case in cases()]
 
 
-def timeless(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if "second" not in name and "time" not in name}
-
-
 def same(found: tuple[Any, ...], wanted: tuple[Any, ...], where: str) -> None:
     steps, weights, scores, place = found
     assert place == {where}
-    assert [timeless(metrics) for metrics in steps] == [timeless(metrics) for metrics in wanted[0]]
+    assert [shared_metrics(metrics) for metrics in steps] == [shared_metrics(metrics) for metrics in wanted[0]]
     assert weights.keys() == wanted[1].keys()
     assert [name for name, value in weights.items() if not torch.equal(value, wanted[1][name])] == []
     assert torch.equal(scores, wanted[2])
@@ -167,7 +164,7 @@ def resumed(folder: str) -> tuple[bool, bool, list[str]]:
     for built in made:
         built.offload()
         built.onload()
-    steps = [timeless(built.train_batch(tiny_batch(LENGTHS, seed=1), SFT())) for built in made]
+    steps = [shared_metrics(built.train_batch(tiny_batch(LENGTHS, seed=1), SFT())) for built in made]
     return torch.equal(drawn, again), steps[0] == steps[1], [kind.kind for kind in accelerators_here()]
 
 
@@ -191,7 +188,7 @@ def with_moments_on(host: bool, folder: str) -> tuple[Any, ...]:
     built.offload()
     built.onload()
     other.load(folder)
-    steps = [timeless(one.train_batch(tiny_batch(LENGTHS, seed=1), SFT())) for one in (built, other)]
+    steps = [shared_metrics(one.train_batch(tiny_batch(LENGTHS, seed=1), SFT())) for one in (built, other)]
     weights = {part.name: part.flat.cpu().clone() for part in built.export_weights(max_bytes=2**40)}
     return before, {m.device.type for one in (built, other) for m in moments_of(one)}, size, steps, weights
 
