@@ -302,6 +302,7 @@ class Engine:
         """
         self._check_onloaded()
         metadata = {"step": self.step, "skipped_steps": self.guard.skipped} | adapter_metadata(self.config.lora)
+        metadata["recheck_waited"] = self.rechecks.waited
         metadata["extra"] = dict(extra or {})
         self._writer.save(Path(directory), self.executor.state(), metadata, wait, [Path(path) for path in also])
 
@@ -327,6 +328,7 @@ class Engine:
         self.executor.load_state(state)
         self.step = int(metadata["step"])
         self.guard = FiniteGuard(self.config, skipped=int(metadata.get("skipped_steps", 0)))
+        self.rechecks = Rechecks(self.config, metadata.get("recheck_waited"), loaded=True)
         return dict(metadata.get("extra", {}))
 
     def save_hf(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:

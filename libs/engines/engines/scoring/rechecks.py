@@ -57,19 +57,23 @@ class Rechecks:
     config: EngineConfig
     waited: int | None = None
     """Batches since the last check; None before the first."""
+    loaded: bool = False
+    """Whether weights were loaded since the last batch: the next is checked too, and is no metric unless its turn has
+    come, so that a resumed run has the metrics of a straight one."""
 
     def begin(self, executor: Executor, batch: LocalBatch, parts: Sequence[PlannedRows]) -> "Recheck | None":
         """Score rows of `parts`, this rank's micro-batches, where a check is due: before the pass. Collective."""
         self.waited = None if self.waited is None else self.waited + 1
         every = self.config.recheck_every
-        due = self.waited is None or (every > 0 and self.waited >= every)
+        told = self.waited is None or (every > 0 and self.waited >= every)
+        due, self.loaded = told or self.loaded, False
         if not due or not self.config.recheck_rows or not isinstance(executor, PlainScores):
             return None
         lengths = checkable(batch, parts, self.config.recheck_tokens, cut=self.config.batching == "packed")
         after = [row for part in parts for row in part.rows[1:]]
         rows = choose_rows(lengths, after, self.config.recheck_rows)
         plain = _plain_rows(executor, batch, {row: lengths[row] for row in rows}, self.config)
-        return Recheck(self, plain, {row: batch.lengths[row] for row in rows}, {})
+        return Recheck(self, plain, {row: batch.lengths[row] for row in rows}, {}, told)
 
     def bound(self, device: torch.device) -> float:
         """Return the largest difference that is allowed."""
@@ -94,6 +98,8 @@ class Recheck:
     plain: Mapping[int, Plain]
     lengths: Mapping[int, int]
     passed: dict[int, Tensor]
+    told: bool
+    """Whether it is a metric."""
 
     def tracked(self, loss: LossFunction) -> LossFunction:
         """Return the loss function, which keeps what it is given of the chosen rows."""
@@ -120,10 +126,12 @@ class Recheck:
         rows = [row for row in torch.cat(every).tolist() if row[2]]
         if not rows:
             return {}
-        self.rechecks.waited = 0
         worst, bound = max(rows), self.rechecks.bound(executor.device)
         if not worst[0] <= bound:
             raise LogProbDifferenceError(_message(step, worst, bound))
+        if not self.told:
+            return {}
+        self.rechecks.waited = 0
         return {"proof/log_prob_difference": worst[0], "proof/log_prob_difference_max": max(row[1] for row in rows)}
 
 

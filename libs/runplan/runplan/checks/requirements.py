@@ -8,7 +8,7 @@ from engines.families.registry import FAMILIES
 from runplan.run_spec import RunSpec
 from runplan.samplers.base import OVERLAP
 
-PROVEN = Supported("engines/prove/proof.py, when the run starts")
+AT_START = Supported("engines/prove/proof.py, when the run starts")
 RAYS_NODES = Unsupported("sampling on nodes of its own is Ray's: say --rollout.ray-workers")
 # Fields, or groups of them, that have no effect yet, or that no test has run.
 UNSUPPORTED_SETTINGS = {
@@ -109,7 +109,7 @@ def _family(spec: RunSpec, model_type: str) -> Supported | Unsupported:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # slow, and rarely needed
 
         if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            return PROVEN
+            return AT_START
     return Unsupported(f"no family of engines has it; there are {', '.join(sorted(known))}")
 
 

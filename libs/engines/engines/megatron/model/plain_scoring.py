@@ -14,6 +14,7 @@ from engines.execution.executor import Scoring, TakeScores
 from engines.execution.micro_batches import MicroBatches
 from engines.inputs.model_inputs import PackedInputs
 from engines.megatron.model.even_inputs import EvenInputs
+from engines.parallel.planning import PlannedRows
 from seqpack.adapters.context import LocalOps
 
 PLAIN = LocalOps("torch")
@@ -42,6 +43,17 @@ class PlainScoring:
             self.builder = EvenInputs(PackedInputs(PLAIN, own.vision, own.replay), self.builder.multiple)
             self.compiled = Unsupported("scored by plain operations")
             try:
-                self.score(micro_batches, take, scoring)
+                self.score(self._enough(micro_batches), take, scoring)
             finally:
                 self.builder, self.compiled = before
+
+    def _enough(self, micro_batches: MicroBatches) -> MicroBatches:
+        """Return the micro-batches with as many empty ones behind them as virtual stages need."""
+        if len(self.stages) == 1:
+            return micro_batches
+        config = self.stages[0].config
+        group, ranks = config.microbatch_group_size_per_vp_stage or 1, config.pipeline_model_parallel_size
+        wanted = -(-max(len(micro_batches), group, ranks) // ranks) * ranks
+        empty = [PlannedRows((), part.ranks) for part in micro_batches.parts[:1]] * (wanted - len(micro_batches))
+        parts = [*micro_batches.parts, *empty]
+        return MicroBatches(micro_batches.batch, parts, micro_batches.group, micro_batches.device, micro_batches.keys)
