@@ -174,7 +174,8 @@ MODELS = [
     ("config a list", lambda d: (d / "config.json").write_text("[1]"), [r"config\.json", "expected an object"]),
     ("config of no model", lambda d: (d / "config.json").write_text("{}"), ["model_type"]),
     ("config of an unknown model", lambda d: edit(d, model_type="nope"), ["nope"]),
-    ("config of an unsupported family", lambda d: gpt2(d), ["gpt2"]),
+    ("config of a family that a proof refuses", lambda d: mamba(d), ["mamba", "packed rows cannot be computed"]),
+    ("config of another family than the weights", lambda d: gpt2(d), ["transformer.wte.weight"]),
     ("a size that is text", lambda d: edit(d, hidden_size="wide"), ["hidden_size"]),
     ("layers that do not add up", lambda d: edit(d, num_hidden_layers=2), ["num_hidden_layers"]),
     ("a small vocabulary", lambda d: edit(d, vocab_size=276), ["embed_tokens", r"\(277, 64\)", r"\(276, 64\)"]),
@@ -219,6 +220,10 @@ def grow(directory: Path) -> None:
     content = json.loads(path.read_text())
     content["added_tokens"].append({**content["added_tokens"][-1], "id": 300, "content": "<new>"})
     path.write_text(json.dumps(content))
+
+
+def mamba(directory: Path) -> None:
+    (directory / "config.json").write_text(json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}))
 
 
 def gpt2(directory: Path) -> None:
