@@ -3,7 +3,7 @@
 1. At the first batch, then at one every `recheck_every`, each rank chooses rows of its own part (`choose_rows`), and
    the executor scores them one at a time (`PlainScores.score_plain`), with the weights that the pass computes with.
 2. The training pass itself is watched: what its loss is given of these rows is kept.
-3. The differences of all ranks are told; past the bound the step ends without an update, on every rank.
+3. The differences of all ranks are reported; past the bound the step ends without an update, on every rank.
 
 No number of the run changes: nothing random is drawn, and no gradient or weight is touched.
 """
@@ -65,15 +65,15 @@ class Rechecks:
         """Score rows of `parts`, this rank's micro-batches, where a check is due: before the pass. Collective."""
         self.waited = None if self.waited is None else self.waited + 1
         every = self.config.recheck_every
-        told = self.waited is None or (every > 0 and self.waited >= every)
-        due, self.loaded = told or self.loaded, False
+        reported = self.waited is None or (every > 0 and self.waited >= every)
+        due, self.loaded = reported or self.loaded, False
         if not due or not self.config.recheck_rows or not isinstance(executor, PlainScores):
             return None
         lengths = checkable(batch, parts, self.config.recheck_tokens, cut=self.config.batching == "packed")
         after = [row for part in parts for row in part.rows[1:]]
         rows = choose_rows(lengths, after, self.config.recheck_rows)
         plain = _plain_rows(executor, batch, {row: lengths[row] for row in rows}, self.config)
-        return Recheck(self, plain, {row: batch.lengths[row] for row in rows}, {}, told)
+        return Recheck(self, plain, {row: batch.lengths[row] for row in rows}, {}, reported)
 
     def bound(self, device: torch.device) -> float:
         """Return the largest difference that is allowed."""
@@ -98,7 +98,7 @@ class Recheck:
     plain: Mapping[int, Plain]
     lengths: Mapping[int, int]
     passed: dict[int, Tensor]
-    told: bool
+    reported: bool
     """Whether it is a metric."""
 
     def tracked(self, loss: LossFunction) -> LossFunction:
@@ -129,7 +129,7 @@ class Recheck:
         worst, bound = max(rows), self.rechecks.bound(executor.device)
         if not worst[0] <= bound:
             raise LogProbDifferenceError(_message(step, worst, bound))
-        if not self.told:
+        if not self.reported:
             return {}
         self.rechecks.waited = 0
         return {"proof/log_prob_difference": worst[0], "proof/log_prob_difference_max": max(row[1] for row in rows)}

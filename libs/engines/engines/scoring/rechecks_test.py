@@ -1,6 +1,7 @@
 """A run that checks itself: planted faults end it at the next check, and the check changes no bit of what trains."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from engines import LogProbDifferenceError, LoraConfig, TrainEngine
 from engines.fast import layers
+from engines.scoring import rechecks
 from engines.scoring.rechecks import MIN_TOKENS, Plain, choose_rows, differences
 from engines.testing import executors
 from engines.testing.executors import assert_same, inside, state_of
@@ -59,6 +61,23 @@ def test_the_first_batch_is_checked_then_one_every_so_many() -> None:
     assert [CHECK in one for one in metrics] == [True, False, True, False, True, False]
     metrics, _ = curve(3, recheck_every=0)
     assert [CHECK in one for one in metrics] == [True, False, False]
+
+
+def test_a_resumed_run_has_the_metrics_of_a_straight_one_and_checks_its_first_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, resumed, faulty = (engine(recheck_every=3) for _ in range(3))
+    built.train_batch(tiny_batch(LENGTHS), SFT())
+    built.save(tmp_path / "one")
+    straight = [built.train_batch(tiny_batch(LENGTHS), SFT()) for _ in range(3)]
+    assert [CHECK in one for one in straight] == [False, False, True]
+    resumed.load(tmp_path / "one")
+    assert [resumed.train_batch(tiny_batch(LENGTHS), SFT()) for _ in range(3)] == straight
+    faulty.load(tmp_path / "one")
+    real = rechecks.differences
+    monkeypatch.setattr(rechecks, "differences", lambda *both: tuple(one + 1 for one in real(*both)))
+    with pytest.raises(LogProbDifferenceError):
+        faulty.train_batch(tiny_batch(LENGTHS), SFT())
 
 
 def test_a_step_without_gradient_leaves_the_check_to_the_next() -> None:
