@@ -278,6 +278,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     built.guard.skipped = 3
     built.save(tmp_path / "one")
     metadata, _ = read_manifest(tmp_path / "one")
+    assert metadata.pop("recheck_waited") is None, "no batch was checked"
     assert metadata == {"step": 1, "skipped_steps": 3, "world_size": 1, "optimizer": False, "extra": {}}
     other.load(tmp_path / "one")
     assert (other.step, other.guard.skipped) == (1, 3)
