@@ -11,13 +11,12 @@ from typing import TypeVar
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from apps.common.cli.certificates import accepted_parts, failures, prove_run
+from apps.common.cli.certificates import ProvenModel, open_proven
 from apps.common.cli.flags import flag
 from apps.common.cli.refusals import Refusals
-from apps.common.data.model_files import config_of_model, longest_sequence, open_model_directory
+from apps.common.data.model_files import longest_sequence
 from apps.common.data.template_options import template_options
 from apps.common.data.tokenizer import load_tokenizer
-from apps.common.run.ranks import ranks_of_node
 from apps.common.samplers import sampler_backend
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipe import Recipe
@@ -27,9 +26,8 @@ from apps.grpo.sampling.ray_devices import check_ray_devices
 from apps.grpo.tasks.prompt_tasks import Tasks
 from chat_tools import formats
 from engines.capability import unsupported
-from engines.loading import LoadedModel, resolve_device
+from engines.loading import resolve_device
 from engines.preflight import refusals as model_refusals
-from engines.prove.certificate import Certificate
 from rollout import EpisodeContext, Observation, TaskRow
 from rollout.environments.thread_environment import host
 from schedules.ray.cluster import ray_module
@@ -87,13 +85,10 @@ def check_model(
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model that was opened, and the tasks for it; None what was refused."""
+    """A model with its proofs, and the tasks for it; None what was refused."""
 
-    opened: LoadedModel | None
+    proven: ProvenModel
     tasks: Tasks | None
-    certificates: tuple[Certificate, ...]
-    accepted: dict[str, str]
-    """What runs untested, accepted by name, each with the reason."""
 
 
 def prepare(config: GrpoConfig, recipe: Recipe, directory: Path, refusals: Refusals) -> Prepared:
@@ -101,23 +96,18 @@ def prepare(config: GrpoConfig, recipe: Recipe, directory: Path, refusals: Refus
 
     Environments of the user's, which may be slow, are opened only where nothing is refused.
     """
-    described = config_of_model(directory, None)
-    ranks = ranks_of_node(config.nproc_per_node, config.cluster.pools.nodes) * config.cluster.pools.nodes
-    proofs = () if described is None else refusals.of(partial(prove_run, config.engine, described, ranks))
-    opened = None if proofs is None else refusals.of(partial(open_model_directory, directory, config.engine))
-    if opened is not None:
-        refusals.lines += failures(proofs or ())  # else opening has told it
-    accepted = accepted_parts(spec_of(config, recipe), proofs or (), described, refusals)
+    proven = open_proven(spec_of(config, recipe), directory, config.nproc_per_node, refusals)
+    described = proven.described
     tokenizer = None if described is None else refusals.of(partial(load_tokenizer, directory))
     if described is not None:
-        refusals.lines += model_refusals(config.engine, described, ranks, opened)
+        refusals.lines += model_refusals(config.engine, described, proven.ranks, proven.opened)
         if tokenizer is not None:
             refusals.of(partial(check_model, config, directory, described, tokenizer))
     make = recipe.make_tasks
     tasks = None if make is None or tokenizer is None else refusals.of(lambda: make(config, tokenizer))
     if tasks is not None and tokenizer is not None and not (config.plugins.environment and refusals.lines):
         refusals.of(partial(check_prompts, config, tasks, tokenizer, directory))
-    return Prepared(opened, tasks, proofs or (), accepted)
+    return Prepared(proven, tasks)
 
 
 def check_prompts(

@@ -7,13 +7,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from transformers import PretrainedConfig
 
 from apps.common.cli.refusals import Refusals
 from apps.common.cli.untested import unknown_names, untested_parts, unused_names
+from apps.common.data.model_files import config_of_model, open_model_directory
+from apps.common.run.ranks import ranks_of_node
 from engines import EngineConfig
+from engines.loading import LoadedModel
 from engines.proofs.run_proofs import certificates_of
 from engines.prove.certificate import Certificate
 from runlog.proofs import CERTIFICATES, UNTESTED, untested_lines
@@ -32,6 +37,30 @@ def prove_run(config: EngineConfig, model: PretrainedConfig, ranks: int) -> tupl
     kind = model.get_text_config().model_type
     with report_when_slow(f"proving {kind} against stock transformers"):
         return certificates_of(config, model, ranks)
+
+
+@dataclass(frozen=True)
+class ProvenModel:
+    """A model that was opened, None where it was refused, and the proofs that the run stands on."""
+
+    described: PretrainedConfig | None
+    ranks: int
+    opened: LoadedModel | None
+    certificates: tuple[Certificate, ...]
+    accepted: dict[str, str]
+    """What runs untested, accepted by name, each with the reason."""
+
+
+def open_proven(spec: RunSpec, directory: Path, nproc_per_node: int, refusals: Refusals) -> ProvenModel:
+    """Prove what a run is to stand on, and open its model; what refuses the run is added to `refusals`."""
+    described, nodes = config_of_model(directory, None), spec.cluster.pools.nodes
+    ranks = ranks_of_node(nproc_per_node, nodes) * nodes
+    proofs = () if described is None else refusals.of(partial(prove_run, spec.engine, described, ranks))
+    opened = None if proofs is None else refusals.of(partial(open_model_directory, directory, spec.engine))
+    certificates = proofs or ()
+    if opened is not None:
+        refusals.lines += failures(certificates)  # else opening has told it
+    return ProvenModel(described, ranks, opened, certificates, accepted_parts(spec, certificates, described, refusals))
 
 
 def accepted_parts(

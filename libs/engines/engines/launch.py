@@ -69,7 +69,8 @@ def launch(
         return _in_process(fn, args, device, timeout_seconds)
     if dist.is_initialized():
         raise ValueError("this process is in a process group already: launch more ranks from outside of it")
-    return _spawn(fn, args, world_size, device, threads or 1, timeout_seconds)
+    context = multiprocessing.get_context("spawn")
+    return run_ranks(context, fn, args, world_size, device, threads or 1, timeout_seconds)
 
 
 def runs_in_this_process(world_size: int) -> bool:
@@ -111,15 +112,18 @@ def _in_process(fn: Callable[..., Any], args: Sequence[Any], device: str, timeou
             dist.destroy_process_group()
 
 
-def _spawn(
+def run_ranks(
+    context: Any,
     fn: Callable[..., Any],
     args: Sequence[Any],
     world_size: int,
     device: str,
     threads: int,
     timeout_seconds: float | None,
+    within_seconds: float | None = None,
 ) -> Any:
-    context = multiprocessing.get_context("spawn")
+    """Run fn(*args) on ranks that a multiprocessing context starts, and return what rank 0 returned; see `launch`.
+    TimeoutError where they have not answered `within_seconds`; they are ended."""
     try:
         work = pickle.dumps((fn, tuple(args)))  # by value: multiprocessing's own pickler would share tensors' memory
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -138,7 +142,7 @@ def _spawn(
                 there.close()
                 processes.append(process)
                 pipes.append(here)
-            return _await(processes, pipes)
+            return _await(processes, pipes, within_seconds)
         finally:
             _stop(processes)
             for pipe in pipes:

@@ -37,8 +37,9 @@ RATIO = 1.5
 """How many times the error of stock transformers, as a root mean square, the engine's may be."""
 WORST = 3.0
 """The same of a single parameter's gradient or a short sequence, whose errors are few numbers."""
-FLOOR = 1e-5
-"""Errors that are equal to none: float32's own."""
+FLOOR = 1e-4
+"""Errors that count as none: float32's own, of which stock transformers has none here (on a CPU gradients of delta nets
+differ by 2e-5)."""
 MOST_LOGITS = 2**30
 """Logits of one sequence that are in memory at once: longer ones are left out."""
 MOST_SCORES = 2**30
@@ -132,7 +133,8 @@ def exact_products() -> Iterator[None]:
 def true_width(text: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """Return a float32 model on the device whose values `dtype` can hold; matrices keep the size of what they get."""
     generator = torch.Generator(device).manual_seed(0)
-    with torch.device(device):
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(0)
         model: Any = AutoModelForCausalLM.from_config(text).to(torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -177,7 +179,7 @@ def errors(got: Result, plain: Result, lengths: Sequence[int], device: torch.dev
 def _problems(found: Errors, allowed: Errors) -> Iterator[str]:
     """Yield what is further from the plain result than stock transformers in the same dtype."""
     if not found.whole <= RATIO * allowed.whole + FLOOR:
-        yield f"log-probs differ by {found.whole:.1e}, {found.whole / allowed.whole:.1f} times stock transformers"
+        yield f"log-probs differ by {found.whole:.1e}, stock transformers' by {allowed.whole:.1e}"
     most = WORST * float(allowed.log_probs.max()) + FLOOR
     for number, value in enumerate(found.log_probs.tolist()):
         if not value <= most:

@@ -33,8 +33,8 @@ WIDE = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 """Keys of a few numbers are normalised to one: their gradient in bfloat16 is mostly rounding."""
 
 
-def of(kind: str) -> Certificate:
-    return prove_device(CONFIG, tiny_config(kind, **SIZES, **(WIDE if kind == "dense" else {})))
+def of(kind: str, config: EngineConfig = CONFIG) -> Certificate:
+    return prove_device(config, tiny_config(kind, **SIZES, **(WIDE if kind == "dense" else {})))
 
 
 @pytest.mark.parametrize("kind", ["attention", "dense"])
@@ -45,6 +45,12 @@ def test_the_engine_is_as_near_as_stock_transformers(kind: str) -> None:
     assert certificate.width == "true"
     assert certificate.stock_error is not None
     assert certificate.stock_error > 1e-4, "float32 was compared, not the dtype of the run"
+
+
+def test_float32_is_held_to_itself() -> None:
+    certificate = of("dense", EngineConfig(device="cpu", dtype="float32"))
+    assert certificate.holds, certificate.problems
+    assert certificate.log_probs < 1e-3
 
 
 def scaled(self: LocalOps, q: Any, k: Any, v: Any, context: Any, scale: float, window: Any, **more: Any) -> Tensor:

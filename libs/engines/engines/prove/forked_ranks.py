@@ -1,14 +1,11 @@
 """Ranks that start fast: forks of a server that has imported the engines once."""
 
 import multiprocessing
-import pickle
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from engines import launch as launching
+from engines.launch import run_ranks
 
 _PRELOAD = ["engines.build", "engines.tiny", "engines.weights.saving", "engines.prove.rank_measurements", "objectives"]
 _MEGATRON = "engines.megatron.megatron_executor"
@@ -32,20 +29,4 @@ def launch_forked(
     context = multiprocessing.get_context("forkserver")
     wanted = megatron or "megatron.core" in sys.modules
     context.set_forkserver_preload([*_PRELOAD, _MEGATRON] if wanted else _PRELOAD)
-    with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
-        processes, pipes = [], []
-        try:
-            for rank in range(world_size):
-                here, there = context.Pipe()
-                store = str(Path(folder) / "store")
-                job = (pickle.dumps((fn, tuple(args))), rank, world_size, device, 1, timeout_seconds, store, there)
-                process = context.Process(target=launching._rank_main, args=job, daemon=True)
-                process.start()
-                there.close()
-                processes.append(process)
-                pipes.append(here)
-            return launching._await(processes, pipes, within_seconds)
-        finally:
-            launching._stop(processes)
-            for pipe in pipes:
-                pipe.close()
+    return run_ranks(context, fn, args, world_size, device, 1, timeout_seconds, within_seconds)
