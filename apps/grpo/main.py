@@ -129,11 +129,11 @@ def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
     with writing("the configuration", run_dir):
         if rank_and_world()[0] == 0:
             write_config(config, run_dir)
-            write_proofs(run_dir, prepared.proven.certificates, prepared.proven.accepted)
-            tell_proofs(prepared.proven.certificates, config.engine.allow_untested, prepared.proven.accepted)
+            write_proofs(run_dir, prepared.checked.certificates, prepared.checked.accepted)
+            tell_proofs(prepared.checked.certificates, config.engine.allow_untested, prepared.checked.accepted)
     job = functools.partial(train, model=model, run_dir=run_dir, demonstrations=recipe.demonstrations)
     if runs_in_this_process(config.nproc_per_node):
-        job = functools.partial(job, opened=prepared.proven.opened)
+        job = functools.partial(job, opened=prepared.checked.opened)
     with report_on_stop(run_dir, run_dir / "warm-start"):
         engine, arguments = config.engine, (config, prepared.tasks)
         waits = engine.collective_timeout_seconds

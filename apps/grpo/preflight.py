@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from apps.common.cli.certificates import ProvenModel, open_proven
+from apps.common.cli.certificates import CheckedModel, open_checked
 from apps.common.cli.flags import flag
 from apps.common.cli.refusals import Refusals
 from apps.common.data.model_files import longest_sequence
@@ -87,7 +87,7 @@ def check_model(
 class Prepared:
     """A model with its proofs, and the tasks for it; None what was refused."""
 
-    proven: ProvenModel
+    checked: CheckedModel
     tasks: Tasks | None
 
 
@@ -96,18 +96,18 @@ def prepare(config: GrpoConfig, recipe: Recipe, directory: Path, refusals: Refus
 
     Environments of the user's, which may be slow, are opened only where nothing is refused.
     """
-    proven = open_proven(spec_of(config, recipe), directory, config.nproc_per_node, refusals)
-    described = proven.described
+    checked = open_checked(spec_of(config, recipe), directory, config.nproc_per_node, refusals)
+    described = checked.model_config
     tokenizer = None if described is None else refusals.of(partial(load_tokenizer, directory))
     if described is not None:
-        refusals.lines += model_refusals(config.engine, described, proven.ranks, proven.opened)
+        refusals.lines += model_refusals(config.engine, described, checked.ranks, checked.opened)
         if tokenizer is not None:
             refusals.of(partial(check_model, config, directory, described, tokenizer))
     make = recipe.make_tasks
     tasks = None if make is None or tokenizer is None else refusals.of(lambda: make(config, tokenizer))
     if tasks is not None and tokenizer is not None and not (config.plugins.environment and refusals.lines):
         refusals.of(partial(check_prompts, config, tasks, tokenizer, directory))
-    return Prepared(proven, tasks)
+    return Prepared(checked, tasks)
 
 
 def check_prompts(

@@ -109,7 +109,7 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
         model, sources = _model(config, run_dir), _sources(config, run_dir)
     prepared = prepared or prepare(config, recipe, model, refusals)
     refusals.tell()
-    opened, tokenizer = prepared.proven.opened, prepared.tokenizer
+    opened, tokenizer = prepared.checked.opened, prepared.tokenizer
     assert opened is not None
     assert tokenizer is not None
     conversations = _conversations(config, sources, model, tokenizer, run_dir)
@@ -121,8 +121,8 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
     with writing("the configuration", run_dir):
         if rank_and_world()[0] == 0:
             write_config(config, run_dir)
-            write_proofs(run_dir, prepared.proven.certificates, prepared.proven.accepted)
-            tell_proofs(prepared.proven.certificates, config.engine.allow_untested, prepared.proven.accepted)
+            write_proofs(run_dir, prepared.checked.certificates, prepared.checked.accepted)
+            tell_proofs(prepared.checked.certificates, config.engine.allow_untested, prepared.checked.accepted)
     with report_on_stop(run_dir):
         given = opened if runs_in_this_process(config.nproc_per_node) else None
         job = (config, conversations, model, run_dir, given)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from apps.common.cli.certificates import ProvenModel, open_proven
+from apps.common.cli.certificates import CheckedModel, open_checked
 from apps.common.cli.refusals import Refusals
 from apps.common.data.model_files import longest_sequence
 from apps.common.data.tokenizer import load_tokenizer
@@ -46,15 +46,15 @@ def check_model(
 class Prepared:
     """A model with its proofs, and its tokenizer; None what was refused."""
 
-    proven: ProvenModel
+    checked: CheckedModel
     tokenizer: PreTrainedTokenizerBase | None
 
 
 def prepare(config: SftConfig, recipe: Recipe | None, directory: Path, refusals: Refusals) -> Prepared:
     """Open the model and its tokenizer; what refuses the run is added to `refusals`, and None stands in its place."""
-    proven = open_proven(spec_of(config, recipe), directory, config.nproc_per_node, refusals)
-    described = proven.described
+    checked = open_checked(spec_of(config, recipe), directory, config.nproc_per_node, refusals)
+    described = checked.model_config
     tokenizer = None if described is None else refusals.of(partial(load_tokenizer, directory, chat=False))
     if described is not None:
-        refusals.lines += model_refusals(config.engine, described, proven.ranks, proven.opened)
-    return Prepared(proven, tokenizer)
+        refusals.lines += model_refusals(config.engine, described, checked.ranks, checked.opened)
+    return Prepared(checked, tokenizer)

@@ -40,10 +40,10 @@ def prove_run(config: EngineConfig, model: PretrainedConfig, ranks: int) -> tupl
 
 
 @dataclass(frozen=True)
-class ProvenModel:
+class CheckedModel:
     """A model that was opened, None where it was refused, and the proofs that the run stands on."""
 
-    described: PretrainedConfig | None
+    model_config: PretrainedConfig | None
     ranks: int
     opened: LoadedModel | None
     certificates: tuple[Certificate, ...]
@@ -51,16 +51,18 @@ class ProvenModel:
     """What runs untested, accepted by name, each with the reason."""
 
 
-def open_proven(spec: RunSpec, directory: Path, nproc_per_node: int, refusals: Refusals) -> ProvenModel:
+def open_checked(spec: RunSpec, directory: Path, nproc_per_node: int, refusals: Refusals) -> CheckedModel:
     """Prove what a run is to stand on, and open its model; what refuses the run is added to `refusals`."""
-    described, nodes = config_of_model(directory, None), spec.cluster.pools.nodes
+    model_config, nodes = config_of_model(directory, None), spec.cluster.pools.nodes
     ranks = ranks_of_node(nproc_per_node, nodes) * nodes
-    proofs = () if described is None else refusals.of(partial(prove_run, spec.engine, described, ranks))
+    proofs = () if model_config is None else refusals.of(partial(prove_run, spec.engine, model_config, ranks))
     opened = None if proofs is None else refusals.of(partial(open_model_directory, directory, spec.engine))
     certificates = proofs or ()
     if opened is not None:
         refusals.lines += failures(certificates)  # else opening has told it
-    return ProvenModel(described, ranks, opened, certificates, accepted_parts(spec, certificates, described, refusals))
+    return CheckedModel(
+        model_config, ranks, opened, certificates, accepted_parts(spec, certificates, model_config, refusals)
+    )
 
 
 def accepted_parts(
