@@ -31,6 +31,7 @@ from engines.prove.engine_result import engine_log_probs, engine_result, setting
 from engines.prove.forked_ranks import launch_forked
 from engines.prove.generic_family import generic_family
 from engines.prove.lengths import proof_lengths
+from engines.prove.random_weights import randomize
 from engines.prove.small_config import fit_experts, layer_kinds, thresholds
 
 RATIO = 1.5
@@ -136,12 +137,9 @@ def true_width(text: Any, device: torch.device, dtype: torch.dtype) -> Any:
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(0)
         model: Any = AutoModelForCausalLM.from_config(text).to(torch.float32).eval()
+    randomize(model, generator)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
-            else:
-                parameter.add_(0.1 * torch.rand(parameter.shape, generator=generator, device=device))
             parameter.copy_(parameter.to(dtype))
     return model
 

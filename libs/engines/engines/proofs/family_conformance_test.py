@@ -1,17 +1,60 @@
-"""Every case of every registered family is within its bounds of stock transformers; what the table prints, asserted."""
+"""Every case of every registered family is within its bounds of stock transformers; what the table prints, asserted.
+A proof of each case's config says the same."""
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+from torch import Tensor
 
+from engines.families.family import Family
 from engines.families.registry import FAMILIES, family_of
 from engines.proofs.family_cases import CASES, Case
-from engines.proofs.family_conformance import Row, measure, table
+from engines.proofs.family_conformance import GRADIENT_BOUND, LOG_PROB_BOUND, Row, measure, table
+from engines.prove import proof
+from engines.prove.proof import prove
+from seqpack.adapters.context import LocalOps
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No config field is changed: what the other parts of a proof say."""
+    monkeypatch.setattr(proof, "flips", lambda *args: ())
+
+
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_packed_equals_padded_equals_stock_one_by_one(case: Case) -> None:
     row = measure(case)
     assert row.problems == []
     assert (row.auxiliary is not None) == bool(getattr(case.config(), "output_router_logits", False))
+    certificate = prove(case.config())
+    assert certificate.holds, certificate
+    assert certificate.log_probs <= LOG_PROB_BOUND
+    assert certificate.gradients <= GRADIENT_BOUND
+
+
+attention: Callable[..., Tensor] = LocalOps.attention
+
+
+def halved(self: LocalOps, q: Any, k: Any, v: Any, *args: Any, **more: Any) -> Tensor:
+    """Attend with half of the gradient of values."""
+    return attention(self, q, k, 0.5 * v + 0.5 * v.detach(), *args, **more)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_an_error_in_gradients_alone_fails_a_family_and_its_certificate(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = next(case for case in CASES if case.model_type in family.model_types)
+    monkeypatch.setattr(LocalOps, "attention", halved)
+    row, certificate = measure(case), prove(case.config())
+    assert row.problems
+    assert all(problem.startswith("gradient_packed") for problem in row.problems)
+    assert not certificate.holds
+    assert certificate.log_probs <= LOG_PROB_BOUND
+    assert certificate.gradients == pytest.approx(row.gradient_packed, rel=0.9)
 
 
 def test_every_family_has_cases_with_all_its_kinds() -> None:

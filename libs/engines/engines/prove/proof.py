@@ -35,6 +35,7 @@ from engines.prove.comparison import (
 )
 from engines.prove.generic_family import TextPartFamily, generic_family, is_inside
 from engines.prove.lengths import proof_lengths
+from engines.prove.random_weights import randomize
 from engines.prove.sensitivity import MergedOps, SeenOps, flips, not_exercised
 from engines.prove.small_config import VOCABULARY, shrink_config, thresholds
 from engines.prove.small_towers import shrink_whole
@@ -46,8 +47,6 @@ LOG_PROBS = 3e-5
 GRADIENTS = 1e-3
 MARGIN = 100.0
 """How many tolerances a planted error must move a log-prob."""
-GAIN = 1.0
-"""Standard deviation of a matrix, times the root of its columns."""
 INFINITE = float("inf")
 BUILD_ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError),
@@ -105,21 +104,13 @@ def small_config(text: Any) -> Any:
 
 
 def random_model(config: Any, seed: int = 0) -> nn.Module:
-    """Return a float64 model in evaluation mode in which no value is as it was initialised.
-
-    Matrices keep the size of what they are given, so that every layer moves what the head sees.
-    """
+    """Return a float64 model in evaluation mode with random weights (`randomize`)."""
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         whole = is_inside(config)
         model: nn.Module = model_of(config, whole, attn_implementation="eager").to(torch.float64).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter.normal_(0.0, GAIN * parameter.shape[-1] ** -0.5, generator=generator)
-            else:
-                parameter.add_(0.1 * torch.rand(parameter.shape, generator=generator, dtype=torch.float64))
+    randomize(model, generator)
     return model
 
 
