@@ -27,7 +27,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from objectives.registry import Registry
+from objectives.choices import ESTIMATORS as ESTIMATORS
+from objectives.choices import check_group_size
 from seqpack.batches.jagged import flattened, is_jagged, jagged_like, ragged
 from seqpack.batches.operations import index_select
 
@@ -115,13 +116,7 @@ class Estimator:
 
     def check_group_size(self, group_size: int) -> None:
         """Raise ValueError if groups of this size get no advantage other than 0."""
-        if group_size < self.min_group_size:
-            free = [name for name, other in ESTIMATORS.items() if other.min_group_size <= group_size]
-            instead = f", or the advantage {' or '.join(free)}" if free else ""
-            raise ValueError(
-                f"the advantage {self.name!r} compares siblings, in groups of {group_size} it is always 0: "
-                f"use a group size of at least {self.min_group_size}{instead}"
-            )
+        check_group_size(self.name, group_size)
 
     def __call__(self, batch: TensorDict) -> Tensor:
         """Estimate the advantages, spread them over the trained tokens, and check them.
@@ -179,9 +174,6 @@ def first_rows(episode: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return numbers, first, of_row
 
 
-ESTIMATORS: Registry[Estimator] = Registry("advantage")
-
-
 def register_estimator(
     name: str, *, min_group_size: int = 2, keys: tuple[str, ...] = ("reward", "group")
 ) -> Callable[[BatchFunction], BatchFunction]:
@@ -217,9 +209,6 @@ def _dr_grpo(batch: TensorDict) -> Tensor:
 @register_estimator("rloo")
 def _rloo(batch: TensorDict) -> Tensor:
     return rloo(batch["reward"], batch["group"])
-
-
-ESTIMATORS.add_alias("leave_one_out", "rloo")
 
 
 @register_estimator("reinforce_plus_plus", min_group_size=1, keys=("reward",))

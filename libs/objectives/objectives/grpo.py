@@ -1,32 +1,34 @@
 """GRPO and its variants: one clipped policy loss with the options in which the papers differ."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-
-import torch
-from tensordict import TensorDict
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from objectives.checks import check_choice, check_number, check_weight, check_without_effect, gathered
-from objectives.kl import ESTIMATORS as KL_ESTIMATORS
-from objectives.kl import Estimator, estimate
-from objectives.losses import (
+from objectives.choices import (
     AGGREGATIONS,
+    CORRECTIONS,
+    KL_ESTIMATORS,
+    LARGEST_CAP,
     OPTIONS,
     POLICY_LOSSES,
     Aggregation,
-    PolicyTokens,
-    aggregate,
+    Correction,
+    Estimator,
     check_clips,
     check_max_tokens,
+    loss_options,
 )
-from objectives.objective import rows_without_gradient, trained_mask
-from objectives.off_policy import CORRECTIONS, Correction, mismatch, weights
-from objectives.ratio import LARGEST_CAP, clamped, ratio_excess
-from objectives.sums import pair, wide
-from seqpack.batches.packed import PackedBatch
-from seqpack.batches.view import BatchView, Totals
+
+if TYPE_CHECKING:  # a command line makes these settings, and needs no torch for it
+    from tensordict import TensorDict
+    from torch import Tensor
+
+    from seqpack.batches.packed import PackedBatch
+    from seqpack.batches.view import BatchView, Totals
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,12 @@ class GRPO:
 
     def _of_the_loss(self) -> Iterator[Callable[[], object]]:
         """Yield checks of the policy loss and its aggregation."""
-        yield partial(POLICY_LOSSES.named, self.policy_loss)
+        yield partial(POLICY_LOSSES.check_known, self.policy_loss)
         if self.policy_loss in POLICY_LOSSES:
-            loss = POLICY_LOSSES.named(self.policy_loss)
-            takes = ", ".join(loss.defaults) or "none of these options"
+            options = loss_options(self.policy_loss)
+            takes = ", ".join(options) or "none of these options"
             for name in OPTIONS:
-                if name not in loss.defaults:
+                if name not in options:
                     reason = f"policy_loss {self.policy_loss!r} takes {takes}"
                     yield partial(check_without_effect, name, getattr(self, name), reason)
         for name in ("clip_low", "clip_high", "dual_clip"):
@@ -135,8 +137,9 @@ class GRPO:
 
         Rows without a trained token, and rows whose advantages are all zero while there is no KL nor entropy term.
         """
-        scales = POLICY_LOSSES.named(self.policy_loss).scales_with_advantage
-        return rows_without_gradient(batch, advantages=scales and not (self.kl_coef or self.entropy_coef))
+        from objectives.grpo_loss import zero_gradient_rows
+
+        return zero_gradient_rows(self, batch)
 
     def __call__(
         self, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch, totals: Totals
@@ -145,63 +148,9 @@ class GRPO:
 
         ratio/clamped, kl/clamped and mismatch/clamped: the share of log-ratios beyond the bounds of `objectives.ratio`.
         """
-        mask = trained_mask(batch)
-        values = batch.values
-        # A token that does not train must stay out of every exp: its log-probs are placeholders, and 0 * inf is not 0.
-        current = torch.where(mask, wide(log_probs), 0.0)
-        old = values.get("old_log_probs")
-        start = current.detach() if old is None else torch.where(mask, wide(old), 0.0)
-        per_token, metrics = self._policy(current, start, mask, batch)
-        rollout = values.get("rollout_log_probs")
-        if rollout is not None:
-            sampled = torch.where(mask, wide(rollout), 0.0)
-            metrics |= mismatch(start, sampled, mask)
-            if self.correction != "none":
-                cap = 2.0 if self.off_policy_cap is None else self.off_policy_cap
-                weight = weights(self.correction, start, sampled, mask, batch.cu_seqlens, cap)
-                per_token = per_token * weight
-                metrics["off_policy/weight"] = pair(weight, mask)
-        metrics["policy_loss"] = self._aggregate(per_token.detach(), mask, batch, totals)
-        if self.kl_coef:
-            reference = torch.where(mask, wide(values["ref_log_probs"]), 0.0)
-            penalty = estimate(current, reference, self.kl_estimator or "k3")
-            per_token = per_token + self.kl_coef * penalty
-            metrics["kl"] = pair(penalty, mask)
-            metrics["kl/clamped"] = pair(clamped(reference, current), mask)
-        if entropy is not None:
-            metrics["entropy"] = pair(entropy, mask)
-            if self.entropy_coef:
-                per_token = per_token - self.entropy_coef * torch.where(mask, wide(entropy), 0.0)
-        elif self.entropy_coef:
-            raise ValueError("entropy_coef is set but no entropy was given: the engine must honour needs_entropy")
-        return self._aggregate(per_token, mask, batch, totals), metrics
+        from objectives.grpo_loss import grpo_loss
 
-    def _policy(
-        self, current: Tensor, start: Tensor, mask: Tensor, batch: PackedBatch
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the policy loss of each token, and its metrics."""
-        loss = POLICY_LOSSES.named(self.policy_loss)
-        own = {name: getattr(self, name) for name in loss.defaults}
-        options = {name: default if own[name] is None else own[name] for name, default in loss.defaults.items()}
-        advantages = torch.where(mask, wide(batch.values["advantages"]), 0.0)
-        result = loss.function(PolicyTokens(current, start, advantages, mask, batch), **options)
-        now = current.detach()
-        metrics = {"approx_kl": pair(ratio_excess(now, start), mask), "ratio/clamped": pair(clamped(now, start), mask)}
-        for name, value in result.metrics.items():
-            metrics[name] = pair(value.to(now.dtype), mask)
-        return wide(result.loss), metrics
-
-    def _aggregate(self, per_token: Tensor, mask: Tensor, batch: PackedBatch, totals: Totals) -> Tensor:
-        return aggregate(
-            per_token,
-            mask,
-            batch.cu_seqlens,
-            self.aggregation,
-            totals.tokens,
-            totals.answers,
-            self.max_tokens,
-            batch.values.get("episode_tokens"),
-        )
+        return grpo_loss(self, log_probs, entropy, batch, totals)
 
 
 def _check_gradient(estimator: str) -> None:

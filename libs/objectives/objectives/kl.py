@@ -10,14 +10,12 @@ never negative.
 """
 
 from collections.abc import Callable
-from typing import Literal
 
 from torch import Tensor
 
 from objectives.checks import check_choice
+from objectives.choices import Estimator
 from objectives.ratio import log_ratio, ratio_excess
-
-Estimator = Literal["k1", "k2", "k3"]
 
 
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:

@@ -18,20 +18,17 @@ which returns a `TokenLoss`. Add one in a file of your own, which your recipe im
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from objectives.checks import check_choice, check_number
+from objectives.checks import check_choice
+from objectives.choices import AGGREGATIONS, OPTIONS, Aggregation, check_clips, check_max_tokens
+from objectives.choices import POLICY_LOSSES as POLICY_LOSSES
 from objectives.ratio import ratio as ratio_of
-from objectives.registry import Registry
 from objectives.sums import sequence_sums, wide
 from seqpack.batches.packed import PackedBatch
-
-Aggregation = Literal["token", "sequence", "constant"]
-AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
-OPTIONS = ("clip_low", "clip_high", "dual_clip")
 
 
 class TokenLoss(NamedTuple):
@@ -66,9 +63,6 @@ class PolicyLoss:
     scales_with_advantage: bool
 
 
-POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy_loss")
-
-
 def register_policy_loss(
     name: str, *, keys: tuple[str, ...] = (), scales_with_advantage: bool = False, **defaults: float | None
 ) -> Callable[[Callable[..., TokenLoss]], Callable[..., TokenLoss]]:
@@ -89,25 +83,6 @@ def register_policy_loss(
         return function
 
     return register
-
-
-def check_clips(clip_low: float | None = None, clip_high: float | None = None, dual_clip: float | None = None) -> None:
-    """Raise ValueError for clip_low outside [0, 1], clip_high below 0 or dual_clip not above 1; None is allowed."""
-    if clip_low is not None:
-        check_number("clip_low", clip_low, 0, 1)
-    if clip_high is not None:
-        check_number("clip_high", clip_high, 0)
-    if dual_clip is not None:
-        check_number("dual_clip", dual_clip, 1, above=True)
-
-
-def check_max_tokens(max_tokens: int | None) -> int:
-    """Return the fixed length that aggregation "constant" divides by. Raise ValueError unless it is at least 1."""
-    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
-        raise ValueError(
-            f"aggregation 'constant' needs max_tokens >= 1, the longest answer the sampler may give: got {max_tokens!r}"
-        )
-    return max_tokens
 
 
 def policy_gradient(log_probs: Tensor, advantages: Tensor) -> Tensor:

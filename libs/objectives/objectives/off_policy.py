@@ -7,17 +7,14 @@ probability ratio, truncated: biased a little, of bounded variance. Everything h
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from objectives.checks import check_choice, check_number
-from objectives.ratio import LARGEST_CAP, LOWEST, clamped, ratio, ratio_excess, sequence_ratios
+from objectives.choices import CORRECTIONS, LARGEST_CAP, Correction
+from objectives.ratio import LOWEST, clamped, ratio, ratio_excess, sequence_ratios
 from objectives.sums import wide
-
-Correction = Literal["none", "truncate", "mask", "sequence_truncate", "sequence_mask"]
-CORRECTIONS: tuple[Correction, ...] = get_args(Correction)
 
 
 def truncated_weights(trainer_log_probs: Tensor, rollout_log_probs: Tensor, cap: float = 2.0) -> Tensor:

@@ -16,8 +16,6 @@ HIGHEST = 20.0
 """The largest log-ratio. exp(20) = 4.9e8, and its square is finite in float32."""
 LOWEST = -100.0
 """The smallest log-ratio: exp(-100) is 0 next to anything. Low, so that a KL penalty keeps its gradient there."""
-LARGEST_CAP = 1e8
-"""The largest cap of importance weights: below exp(HIGHEST), so that what lies above a cap is still seen to."""
 
 
 def log_ratio(new: Tensor, old: Tensor) -> Tensor:

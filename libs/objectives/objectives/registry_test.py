@@ -1,5 +1,7 @@
 import pytest
 
+from objectives import advantages, losses
+from objectives.choices import ESTIMATORS, GROUP_SIZES, LOSS_OPTIONS, POLICY_LOSSES, check_group_size
 from objectives.registry import Registry
 
 
@@ -41,3 +43,26 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match=r"^a shape needs a name"):
             registry.add(name, 3)
     assert dict(registry) == {"round": 1, "flat": 2}
+
+
+def test_names_that_are_known_before_their_module_is_imported_are_its_entries() -> None:
+    assert losses.POLICY_LOSSES is POLICY_LOSSES
+    assert advantages.ESTIMATORS is ESTIMATORS
+    assert {name: tuple(POLICY_LOSSES.named(name).defaults) for name in LOSS_OPTIONS} == LOSS_OPTIONS
+    assert {name: ESTIMATORS.named(name).min_group_size for name in GROUP_SIZES} == GROUP_SIZES
+
+
+def test_an_entry_that_its_module_registers_is_made_when_it_is_asked_for() -> None:
+    registry: Registry[int] = Registry("number", "decimal", ["one"])
+    assert list(registry) == ["one"]
+    with pytest.raises(AssertionError):  # the module does not register it
+        registry.named("one")
+    registry.add("one", 1)
+    assert registry.named("one") == 1
+    with pytest.raises(ValueError, match="registered already"):
+        registry.add("one", 2)
+
+
+def test_a_group_size_of_an_unknown_advantage_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown advantage 'gae'"):
+        check_group_size("gae", 8)

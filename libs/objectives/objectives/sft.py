@@ -1,16 +1,19 @@
 """Supervised fine-tuning: cross-entropy on the trained tokens."""
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-from tensordict import TensorDict
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from objectives.checks import check_choice
-from objectives.losses import Aggregation, aggregate
-from objectives.objective import rows_without_gradient, trained_mask
-from objectives.sums import pair
-from seqpack.batches.packed import PackedBatch
-from seqpack.batches.view import BatchView, Totals
+from objectives.choices import Aggregation
+
+if TYPE_CHECKING:  # a command line makes these settings, and needs no torch for it
+    from tensordict import TensorDict
+    from torch import Tensor
+
+    from seqpack.batches.packed import PackedBatch
+    from seqpack.batches.view import BatchView, Totals
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,18 @@ class SFT:
 
     def zero_gradient_rows(self, batch: TensorDict | BatchView) -> Tensor:
         """Return bool[B], rows without a trained token."""
+        from objectives.objective import rows_without_gradient
+
         return rows_without_gradient(batch, advantages=False)
 
     def __call__(
         self, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch, totals: Totals
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the loss as `seqpack.Objective` defines it; the metric is `nll`, the mean over tokens."""
+        from objectives.losses import aggregate
+        from objectives.objective import trained_mask
+        from objectives.sums import pair
+
         del entropy
         mask = trained_mask(batch)
         loss = aggregate(
