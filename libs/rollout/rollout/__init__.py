@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rollout.environments.environment import Outcome as Outcome
     from rollout.environments.environment import Score as Score
     from rollout.environments.environment import StepResult as StepResult
-    from rollout.environments.load_object import load_object as load_object
+    from seqpack.extensions.load_object import load_object as load_object
     from rollout.environments.sources import RowSource as RowSource
     from rollout.environments.sources import TaskRow as TaskRow
     from rollout.environments.sources import TaskSource as TaskSource
@@ -126,7 +126,7 @@ _EXPORTS = {
     "exact_answer": "rollout.rewards.boxed",
     "failures": "rollout.episodes.episode",
     "instant": "rollout.tools.workers",
-    "load_object": "rollout.environments.load_object",
+    "load_object": "seqpack.extensions.load_object",
     "math_answer": "rollout.rewards.math_answer",
     "python_tool": "rollout.tools.python_tool",
     "run_agent": "rollout.gateway.agents",

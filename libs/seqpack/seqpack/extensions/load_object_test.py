@@ -1,11 +1,13 @@
 """Objects by name: found once, and whatever is missing is named with what to write instead."""
 
+import hashlib
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from rollout.environments.load_object import load_object
+from seqpack.extensions.load_object import absolute_spec, file_hash, load_object
 
 SOURCE = """
 import neighbour
@@ -43,7 +45,7 @@ def test_files_of_one_name_are_two_modules(folder: Path) -> None:
 
 
 def test_a_module_by_its_dotted_name() -> None:
-    assert load_object("rollout.environments.load_object:load_object", "environment") is load_object
+    assert load_object("seqpack.extensions.load_object:load_object", "environment") is load_object
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,7 @@ def test_a_module_by_its_dotted_name() -> None:
         ("mine.py:zzz", r"has no 'zzz' for --reward; it has Game, reward"),
         ("mine.py:Game.x", "has no 'x'"),
         ("no_such_package.part:reward", "no module 'no_such_package' for --reward: install"),
-        ("rollout.no_such_module:reward", "no module 'rollout.no_such_module'"),
+        ("seqpack.no_such_module:reward", "no module 'seqpack.no_such_module'"),
         ("mine.py:count", "is a list; a str or dict is needed"),
     ],
 )
@@ -67,13 +69,37 @@ def test_what_is_missing_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch,
         load_object(spec, "reward", (str, dict))
 
 
-def test_errors_of_the_users_code_are_the_users(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("source", "line", "message"),
+    [
+        (
+            "import no_such_package\n",
+            1,
+            "ModuleNotFoundError: No module named 'no_such_package'",
+        ),
+        ("x = 1\ndef reward()\n    return 1\n", 2, "SyntaxError: expected ':'"),
+        ("def f():\n    return unknown\n\nf()\n", 2, "NameError: name 'unknown' is not defined"),
+        ("import json\njson.loads('{')\n", 2, "JSONDecodeError: "),
+    ],
+)
+def test_errors_of_the_users_code_name_file_and_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, line: int, message: str
+) -> None:
     broken = folder / "broken.py"
-    broken.write_text("import a_package_that_is_not_there\n")
-    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
-        load_object(f"{broken}:reward", "reward")
+    broken.write_text(source)
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
     monkeypatch.syspath_prepend(str(folder))
-    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
-        load_object("broken:reward", "reward")
+    with pytest.raises(ValueError, match=re.escape(f"--reward: {broken}, line {line}: {message}")):
+        load_object(f"{broken}:reward", "reward")
+    if "json" not in source:  # of a module the deepest line is named
+        with pytest.raises(ValueError, match=re.escape(f"{broken}, line {line}: {message}")):
+            load_object("broken:reward", "reward")
     broken.write_text("reward = 3\n")
     assert load_object(f"{broken}:reward", "reward", int) == 3
+
+
+def test_a_file_has_a_hash_and_a_whole_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    assert file_hash("mine.py:reward") == hashlib.sha256(SOURCE.encode()).hexdigest()
+    assert absolute_spec("mine.py:reward") == f"{folder}/mine.py:reward"
+    assert absolute_spec("package.module:reward") == "package.module:reward"
