@@ -1,10 +1,12 @@
-"""Private names of torch, transformers and megatron-core that engines uses: what a new version may break is here.
+"""Private names of torch, transformers, megatron-core and mbridge that engines uses: a new version may break these.
 
 Replacements of functions in other packages are `engines.devices.adaptations`, each for the versions that it names.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +56,18 @@ def set_experts(config: Any, name: str) -> None:
     config._experts_implementation = name
 
 
+def experts_of(config: Any) -> str | None:
+    """Return the implementation of experts that a transformers config asks for; None where it asks for none."""
+    name: str | None = getattr(config, "_experts_implementation", None)
+    return name
+
+
+def conversions_of(model: Any) -> list[Any] | None:
+    """Return the conversions of weights that transformers remembered while it loaded a model; None: it loaded none."""
+    conversions: list[Any] | None = getattr(model, "_weight_conversions", None)
+    return conversions
+
+
 def attention_function(config: Any) -> str:
     """Return the name of the attention function that a transformers model of this config chose."""
     return str(config.get_text_config()._attn_implementation)
@@ -69,3 +83,61 @@ def megatron_groups() -> list[Any]:
 def wrap_checkpointing(layer: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Wrap the function by which a transformers layer recomputes itself."""
     layer._gradient_checkpointing_func = wrap(layer._gradient_checkpointing_func)
+
+
+def with_own_children(module: Any) -> Any:
+    """Return a copy of a module that shares its tensors, and whose children can be replaced alone."""
+    other = copy.copy(module)
+    other._modules = dict(module._modules)
+    return other
+
+
+def load_group_bases() -> None:
+    """Import the base class of torch's process groups: pybind11 has to know it before a library derives one."""
+    import_module("torch._C._distributed_c10d")
+
+
+def register_device(name: str, module: Any) -> None:
+    """Let `torch.NAME` be the module of a device."""
+    torch._register_device_module(name, module)
+
+
+MAPPINGS_GATHER = "_gather_along_first_dim"
+MAPPINGS_REDUCE_SCATTER = "_reduce_scatter_along_first_dim"
+DISPATCHER_TO_HOST = "_maybe_dtoh_and_synchronize"
+"""Names of megatron-core's that `engines.megatron.runtime.cuda_calls` replaces on devices other than CUDA."""
+
+
+def bridge_class(model_type: str, tied: Mapping[str, str], fused: Mapping[str, str]) -> Any:
+    """Return mbridge's class for a model type, with `tied` beside its names, and names with `fused` parts replaced."""
+    kind = import_module("mbridge.core.bridge")._MODEL_REGISTRY[model_type]  # only here: it need not be installed
+
+    class OwnTables(kind):  # type: ignore[misc,valid-type]
+        _DIRECT_MAPPING: ClassVar[dict[str, str]] = {**kind._DIRECT_MAPPING, **tied}
+
+        def _weight_name_mapping_mcore_to_hf(self, name: str) -> list[str]:
+            for part, other in fused.items():
+                name = name.replace(part, other)
+            names: list[str] = super()._weight_name_mapping_mcore_to_hf(name)
+            return names
+
+    return OwnTables
+
+
+def bridge_names(bridge: Any, stage: nn.Module) -> Mapping[str, str]:
+    """Return mbridge's names in the whole model by those of a stage."""
+    names: Mapping[str, str] = bridge._weight_name_mapping_mcore_local_to_global(stage)
+    return names
+
+
+def bridge_disk_names(bridge: Any, name: str) -> list[str]:
+    """Return the names on disk of the tensors that make a parameter of mbridge's."""
+    names: list[str] = bridge._weight_name_mapping_mcore_to_hf(name)
+    return names
+
+
+def bridge_split(bridge: Any, name: str, tensors: Iterable[Tensor], like: Tensor, tp: int) -> list[Tensor]:
+    """Return the tensor-parallel ranks' parts of a parameter, once mbridge has joined the tensors that make it."""
+    joined = bridge._weight_to_mcore_format(name, tensors)
+    parts: list[Tensor] = bridge._weight_split_across_tp(name, joined, like, tp)
+    return parts

@@ -1,10 +1,11 @@
-"""Private names of torch and transformers that seqpack uses, all of them: what a new version may break is here."""
+"""Private names of torch, transformers and datasets that seqpack uses: what a new version may break is here."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import worker as torch_worker
@@ -22,6 +23,26 @@ def attention_of(config: Any) -> str:
 def set_attention(config: Any, name: str) -> None:
     """Let a transformers config ask for this attention function."""
     config._attn_implementation = name
+
+
+def writes(tensor: Tensor) -> int:
+    """Return how often a tensor was written to, as torch counts it; not for tensors of inference mode."""
+    return tensor._version
+
+
+def relabel_ragged(tensor: Any, dimension: int) -> None:
+    """Let a jagged tensor say that this is its ragged dimension: a wrong label, for tests."""
+    tensor._ragged_idx = dimension
+
+
+def split_by_rank(source: Any) -> bool:
+    """Return whether a streamed dataset was divided among ranks (`split_dataset_by_node`)."""
+    return getattr(source, "_distributed", None) is not None
+
+
+def last_step(source: Any) -> Any:
+    """Return the last step of which a streamed dataset is made; None where it is of another kind."""
+    return getattr(source, "_ex_iterable", None)
 
 
 @contextmanager

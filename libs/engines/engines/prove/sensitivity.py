@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import masking_utils, modeling_rope_utils
 
 from engines.families.unread_fields import other_names
-from engines.private_api import set_experts
+from engines.private_api import experts_of, set_experts
 from engines.prove.comparison import Result, largest, stock
 from engines.prove.generic_family import is_inside
 from engines.prove.small_config import SIZES
@@ -231,7 +231,7 @@ def _put(config: Any, text: Any, other: Any) -> Any:
 
 def _experts_of(config: Any, other: Any) -> Any:
     """Return the config with the implementation of experts of another."""
-    if name := getattr(other, "_experts_implementation", None):
+    if name := experts_of(other):
         set_experts(config, name)
     return config
 

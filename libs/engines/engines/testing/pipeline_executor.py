@@ -6,7 +6,6 @@ autograd, each row alone through the stock layers. A stage's process holds the w
 NaN, so that nothing is computed with it.
 """
 
-import copy
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -26,6 +25,7 @@ from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
 from engines.execution.micro_batches import MicroBatch, MicroBatches
 from engines.execution.optimizer import finite_on_all_ranks
 from engines.parallel.groups import ParallelGroups
+from engines.private_api import with_own_children
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -47,8 +47,7 @@ class PipelineExecutor:
         self.stage = self.stages.index(groups.rank)
         layers = model.model.layers
         self.per_stage = len(layers) // len(self.stages)
-        self.base = copy.copy(model.model)
-        self.base._modules = dict(model.model._modules)
+        self.base = with_own_children(model.model)
         self.base.layers = layers[self.stage * self.per_stage : (self.stage + 1) * self.per_stage]
         if not self._last:
             self.base.norm = nn.Identity()

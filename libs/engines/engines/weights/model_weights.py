@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.families.family import Family
+from engines.private_api import conversions_of
 from engines.weights.disk_names import DiskNames, names_in
 from engines.weights.model_directory import DiskTensor, ModelDirectory
 from engines.weights.stock_names import saved_as
@@ -153,7 +154,7 @@ def _copies(
 
 def _names_of_module(model: Any) -> DiskNames:
     """Return the form of transformers' own export of this model, which remembers its conversions while loading."""
-    conversions = getattr(model, "_weight_conversions", None)
+    conversions = conversions_of(model)
     if conversions is None:
         return DiskNames()
     kinds = {type(conversion).__name__ for conversion in conversions}

@@ -27,6 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rollout.private_api import gloo_options, set_timeout
+
 T = TypeVar("T")
 Backend = Literal["gloo", "nccl"]
 LOOPBACK = "127.0.0.1"
@@ -243,15 +245,12 @@ def _group_of(rendezvous: Rendezvous, rank: int, store: "dist.Store", host: str)
     """Make torch's process group, unknown to `torch.distributed`. gloo's is connected, NCCL's connects later."""
     limit = timedelta(seconds=rendezvous.seconds)
     if rendezvous.backend == "gloo":
-        gloo = vars(dist.ProcessGroupGloo)["_Options"]()  # torch's stubs lack the class
-        gloo._timeout = limit
-        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # listens on that address alone
-        return dist.ProcessGroupGloo(store, rank, rendezvous.size, gloo)
+        return dist.ProcessGroupGloo(store, rank, rendezvous.size, gloo_options(limit, host))
     if not dist.is_nccl_available():
         raise ValueError("this torch has no NCCL: use gloo or objects")
     nccl: Any = dist.ProcessGroupNCCL.Options()
     nccl.global_ranks_in_group, nccl.group_name = list(range(rendezvous.size)), f"weights {rendezvous.token}"
-    nccl._timeout = timedelta(days=1)  # the limit is checked here: torch's own check ends the process
+    set_timeout(nccl, timedelta(days=1))  # the limit is checked here: torch's own check ends the process
     with _variables(_WATCHDOG_OFF):
         return dist.ProcessGroupNCCL(store, rank, rendezvous.size, nccl)
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rollout.extras import missing_extra_message
+from rollout.private_api import ray_constants
 
 try:
     import ray
-    from ray._private import ray_constants
     from ray.cluster_utils import Cluster
 except ImportError as error:
     raise ImportError(missing_extra_message("a Ray cluster needs ray", "ray")) from error
@@ -33,13 +33,14 @@ def is_loopback(address: str) -> bool:
 @contextmanager
 def on_loopback() -> Iterator[None]:
     """Let Ray accept loopback addresses, in this process and in those that it starts, its daemons too."""
-    name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
-    before, as_read = os.environ.get(name), ray_constants.ENABLE_RAY_CLUSTER
-    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    constants = ray_constants()
+    name = constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+    before, as_read = os.environ.get(name), constants.ENABLE_RAY_CLUSTER
+    os.environ[name], constants.ENABLE_RAY_CLUSTER = "0", False
     try:
         yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = as_read
+        constants.ENABLE_RAY_CLUSTER = as_read
         if before is None:
             del os.environ[name]
         else:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from runplan.private_api import TorchDispatchMode, address, tree_leaves
 
 
 class Allocated(TorchDispatchMode):
@@ -20,7 +20,7 @@ class Allocated(TorchDispatchMode):
         every = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]  # no proxies
         local = [t.to_local() if isinstance(t, DTensor) else t for t in every]
         self.before = [t.untyped_storage() for t in local if t.device.type == "cpu"]  # their addresses stay taken
-        self.seen = {storage._cdata for storage in self.before}
+        self.seen = {address(storage) for storage in self.before}
 
     def __torch_dispatch__(
         self,
@@ -36,7 +36,7 @@ class Allocated(TorchDispatchMode):
         return out
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
+        key = address(storage)
         if key in self.seen:
             return
         self.seen.add(key)

@@ -1,15 +1,17 @@
 """What is known of other packages' streams as sources: where their own states are not exact, and who divides them.
 
-Names that are private to `datasets` stand in this file alone; `stream_sources_test.py` runs them.
+`stream_sources_test.py` runs the names that are private to `datasets`.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from seqpack.private_api import last_step, split_by_rank
+
 
 def check_not_split(source: Any, world_size: int) -> None:
     """Raise ValueError where both the source and the stream would divide the samples among ranks."""
-    if world_size > 1 and _of_hub(source) and getattr(source, "_distributed", None) is not None:
+    if world_size > 1 and _of_hub(source) and split_by_rank(source):
         raise ValueError(
             "the source is split by rank already (split_dataset_by_node), and world_size would split it again: leave "
             "rank and world_size out, or hand over the whole dataset"
@@ -55,7 +57,7 @@ def _of_hub(source: Any) -> bool:
 
 def _steps(source: Any) -> Iterator[Any]:
     """Yield the steps of which a streamed dataset is made."""
-    waiting = [getattr(source, "_ex_iterable", None)]
+    waiting = [last_step(source)]
     while waiting:
         step = waiting.pop()
         if step is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from seqpack.ops.op_arguments import AttentionCall, ConvCall, DeltaCall, DeltaStep
+from seqpack.private_api import writes
 
 
 def causal_conv1d_package(call: ConvCall) -> Tensor:
@@ -109,7 +110,7 @@ class _Boundaries:
 
     def of(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return (boundaries int64 [m + 1], indices int64 [m] of the m sequences with tokens or None)."""
-        version = -1 if cu_seqlens.is_inference() else cu_seqlens._version  # inference tensors count no writes
+        version = -1 if cu_seqlens.is_inference() else writes(cu_seqlens)  # inference tensors count no writes
         same = version >= 0 and version == self._version and self._asked is not None and self._asked() is cu_seqlens
         if not same or self._answer is None:
             boundaries = cu_seqlens.long()

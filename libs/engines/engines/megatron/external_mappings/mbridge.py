@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from engines.adapters.lora import is_adapter
 from engines.megatron.config.model_sizes import ModelSizes
 from engines.megatron.weights.bridge import Box, BoxMapping, MappedParameter, Place, Shape
+from engines.private_api import bridge_class, bridge_disk_names, bridge_names, bridge_split
 
 FUSED = {
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
@@ -45,23 +46,12 @@ def bridge_of(config: Any, sizes: ModelSizes, tp: int = 1, states: Any = None) -
     `tp`: the vocabulary's rows are padded to a multiple of it. `states`: its `ParallelStates`, which calling
     `load_weights` or `export_weights` needs; a map needs none. ValueError where it reads other sizes off the config.
     """
-    core = import_module("mbridge.core.bridge")  # only here: the library is imported without it
-    kind = core._MODEL_REGISTRY[config.model_type]
     tied = {"output_layer.weight": "model.embed_tokens.weight"} if sizes.tied else {}
-
-    class OwnTables(kind):  # type: ignore[misc,valid-type]
-        _DIRECT_MAPPING: ClassVar[dict[str, str]] = {**kind._DIRECT_MAPPING, **tied}
-
-        def _weight_name_mapping_mcore_to_hf(self, name: str) -> list[str]:
-            for part, fused in FUSED.items():
-                name = name.replace(part, fused)
-            names: list[str] = super()._weight_name_mapping_mcore_to_hf(name)
-            return names
-
     states = states or import_module("mbridge.core.parallel_states").ParallelStates()
     config_copy = copy.deepcopy(config)
     config_copy.head_dim = sizes.head_dim  # where a config lacks it, or has None, it is read in two ways
-    made = OwnTables(config_copy, torch.float32, states, make_vocab_size_divisible_by=tp)
+    kind = bridge_class(config.model_type, tied, FUSED)
+    made = kind(config_copy, torch.float32, states, make_vocab_size_divisible_by=tp)
     made.vocab_size, made.padded_vocab_size = sizes.vocab, sizes.vocab_rows(tp) * tp
     for field, name in SAME.items():
         ours = len(sizes.layer_types) if name == "layers" else getattr(sizes, name)
@@ -97,7 +87,7 @@ class MbridgeMap:
         probe = _PlaceProbe(bridge, self.shapes, place)
         out = []
         for chunk, stage in enumerate(stages):
-            everywhere = bridge._weight_name_mapping_mcore_local_to_global(stage)
+            everywhere = bridge_names(bridge, stage)
             for name, parameter in stage.named_parameters():
                 mapped = probe.held(chunk, name, everywhere[name], tuple(parameter.shape))
                 copied = self.sizes.tied and name == "output_layer.weight"  # of the first stage's embedding
@@ -109,7 +99,6 @@ class _PlaceProbe:
     """A probe of mbridge's functions: numbers of rows and columns in place of weights show where each one goes."""
 
     def __init__(self, bridge: Any, shapes: dict[str, Shape], place: Place) -> None:
-        self.names = bridge._weight_name_mapping_mcore_to_hf
         self.shapes = shapes
         self.place = place
         self.bridge = copy.copy(bridge)
@@ -119,7 +108,7 @@ class _PlaceProbe:
 
     def held(self, chunk: int, name: str, everywhere: str, shape: Shape) -> MappedParameter:
         """Return the map of parameter `name` of a stage, called `everywhere` in the whole model."""
-        tensors = self.names(everywhere)
+        tensors = bridge_disk_names(self.bridge, everywhere)
         wholes = [self.shapes[tensor] for tensor in tensors]
         rows = self._rows(everywhere, wholes, shape)
         columns = self._columns(everywhere, wholes, shape)
@@ -157,9 +146,7 @@ class _PlaceProbe:
 
     def _own(self, name: str, numbers: list[Tensor], shape: Shape) -> list[int]:
         """Return this rank's part of the numbers, of shape `shape`, once mbridge has joined and split them."""
-        joined = self.bridge._weight_to_mcore_format(name, numbers)
-        like = torch.empty(shape, device="meta")
-        parts = self.bridge._weight_split_across_tp(name, joined, like, self.place.layout.tp)
+        parts = bridge_split(self.bridge, name, numbers, torch.empty(shape, device="meta"), self.place.layout.tp)
         own: list[int] = parts[self.place.at.tp].flatten().tolist()
         return own
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from engines.devices.adaptations import Adaptation, Patch, applied
 from engines.devices.detect import devices_of
+from engines.private_api import DISPATCHER_TO_HOST, MAPPINGS_GATHER, MAPPINGS_REDUCE_SCATTER
 
 VERSIONS = ">=0.16,<0.20,!=0.17.*,!=0.18.*"
 
@@ -65,7 +66,7 @@ def _to_the_host(dispatcher: Any, point: str, tokens_per_expert: Tensor | None =
     return None if tokens_per_expert is None else tokens_per_expert.cpu()
 
 
-_GATHER, _REDUCE_SCATTER = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+_GATHER, _REDUCE_SCATTER = getattr(mappings, MAPPINGS_GATHER), getattr(mappings, MAPPINGS_REDUCE_SCATTER)
 
 
 def _gather_of_one_size(
@@ -133,10 +134,10 @@ def adaptation_to(device: torch.device) -> Adaptation:
             Patch(torch.cuda, "synchronize", wait),
             Patch(torch.cuda, "current_stream", lambda *_: _NoStream()),
             Patch(schedules, "torch", _TorchOn(device)),
-            Patch(mappings, "_gather_along_first_dim", _gather_of_one_size),
-            Patch(mappings, "_reduce_scatter_along_first_dim", _reduce_scatter_of_one_size),
+            Patch(mappings, MAPPINGS_GATHER, _gather_of_one_size),
+            Patch(mappings, MAPPINGS_REDUCE_SCATTER, _reduce_scatter_of_one_size),
             Patch(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", _NoStream()),
-            Patch(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", _to_the_host),
+            Patch(MoEAlltoAllTokenDispatcher, DISPATCHER_TO_HOST, _to_the_host),
         ]
 
     return Adaptation(f"megatron-core on {device}", "megatron-core", VERSIONS, patches)

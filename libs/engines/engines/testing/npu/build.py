@@ -12,8 +12,9 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-import torch._C._distributed_c10d  # pybind11 knows the base class by then
 from torch.utils.cpp_extension import include_paths, library_paths
+
+from engines.private_api import load_group_bases
 
 HERE = Path(__file__).parent
 NAME = "npu_stand_in"
@@ -46,6 +47,7 @@ def load_library() -> ModuleType:
         path = folder() / BUILT.name
         if not path.exists():
             build(path)
+    load_group_bases()
     loader = importlib.machinery.ExtensionFileLoader(NAME, str(path))
     spec = importlib.util.spec_from_file_location(NAME, path, loader=loader)
     assert spec is not None

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from engines.private_api import register_device
 from engines.testing.npu import runtime
 from engines.testing.npu.build import load_library
 from engines.testing.npu.cuda_guard import refuse_cuda
@@ -35,7 +36,7 @@ def install() -> ModuleType:
     surface, library = read_surface(), load_library()
     module = _npu_module(surface, library)
     torch.utils.rename_privateuse1_backend("npu")
-    torch._register_device_module("npu", module)
+    register_device("npu", module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
     def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:

@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from rollout.private_api import writes
+
 _PROBED = 4
 """Number of elements of each parameter that are compared by value."""
 
@@ -20,6 +22,6 @@ def fingerprint(model: nn.Module) -> tuple[object, ...] | None:
     plain = [p.detach() for p in parameters if p.is_contiguous()]
     probes = torch.cat([p.view(-1).narrow(0, 0, min(_PROBED, p.numel())).double() for p in plain]) if plain else None
     return (
-        *((p.data_ptr(), p._version) for p in parameters),
+        *((p.data_ptr(), writes(p)) for p in parameters),
         *(probes.tolist() if probes is not None else ()),
     )

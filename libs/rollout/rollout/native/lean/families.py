@@ -15,6 +15,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from rollout.native.lean.dense import read_dense
 from rollout.native.lean.model_weights import ModelWeights
 from rollout.native.lean.qwen3_5 import read_qwen3_5
+from rollout.private_api import has_hooks
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def refusal(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if type(module).__module__ not in {*_PLAIN, type(model).__module__}:
             return f"{name} is a {type(module).__name__}, which does not belong to the plain model"
-        if module._forward_hooks or module._forward_pre_hooks:
+        if has_hooks(module):
             return f"{name or 'the model'} has hooks, which only its own forward runs"
     if len({p.dtype for p in model.parameters()}) > 1:
         return "its parameters are of more than one type"

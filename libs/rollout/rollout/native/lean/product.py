@@ -9,11 +9,12 @@ to 41, and shared among threads.
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+
+from rollout.private_api import onednn_linear, onednn_pack
 
 WORTHWHILE = 1 << 21
 """Multiplications of a product from which oneDNN computes it."""
@@ -26,11 +27,6 @@ READ_ONCE = 1 << 16
 PACKED_FOR = 16
 """Rows that a matrix is packed for; others use the same layout, which is the best or nearly so for 2 to 512."""
 
-# What torch's own compiler calls for a frozen linear layer; None in a build without oneDNN.
-_HAS: bool = torch.backends.mkldnn.is_available()
-_ONEDNN: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if _HAS else None
-_PACK: Any = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None) if _ONEDNN is not None else None
-
 
 def worthwhile(x: Tensor, outputs: int) -> bool:
     """Return whether oneDNN should multiply x [T, H] by the module's own matrix of so many outputs."""
@@ -39,14 +35,14 @@ def worthwhile(x: Tensor, outputs: int) -> bool:
         and x.shape[0] * x.shape[1] * outputs >= WORTHWHILE
         and x.dtype == torch.float32
         and x.device.type == "cpu"
-        and _ONEDNN is not None
+        and onednn_linear is not None
     )
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x [T, H] times the transpose of weight [N, H], plus bias [N]: [T, N]. Without gradients."""
     if worthwhile(x, weight.shape[0]):
-        done: Tensor = _ONEDNN(x, weight, bias, "none", [], "")
+        done: Tensor = onednn_linear(x, weight, bias, "none", [], "")
         return done
     return linear(x, weight, bias)
 
@@ -65,12 +61,12 @@ class Matrix:
     def of(cls, weight: Tensor) -> "Matrix":
         """Copy a weight [N, H]."""
         plain = weight.dtype == torch.float32 and weight.device.type == "cpu"
-        return cls(weight.t().contiguous(), plain and _PACK is not None)
+        return cls(weight.t().contiguous(), plain and onednn_pack is not None)
 
     @functools.cached_property
     def packed(self) -> Tensor:
         """The matrix in oneDNN's layout; made at the first product of several tokens."""
-        made: Tensor = _PACK(self.columns.t().contiguous(), PACKED_FOR)
+        made: Tensor = onednn_pack(self.columns.t().contiguous(), PACKED_FOR)
         return made
 
     def __call__(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
@@ -81,7 +77,7 @@ class Matrix:
                 read = _read_once(x, columns)
                 return read if shift is None else read.add_(shift)
             if rows > 1 and rows * columns.numel() >= WORTHWHILE_PACKED:
-                done: Tensor = _ONEDNN(x, self.packed, None, "none", [], "")
+                done: Tensor = onednn_linear(x, self.packed, None, "none", [], "")
                 return done if shift is None else done.add_(shift)
         return x @ columns if shift is None else torch.addmm(shift, x, columns)
 

@@ -67,7 +67,7 @@ def test_a_matrix_takes_any_number_of_tokens(rows: int, shape: tuple[int, int], 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 def test_who_multiplies_goes_by_rows_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    for name in ("_read_once", "_ONEDNN"):
+    for name in ("_read_once", "onednn_linear"):
 
         def noted(x: torch.Tensor, *rest: object, name: str = name) -> torch.Tensor:
             asked.append(name)
@@ -84,7 +84,7 @@ def test_who_multiplies_goes_by_rows_and_size(monkeypatch: pytest.MonkeyPatch) -
     assert who(1, 256, READ_ONCE // 256) == "_read_once"
     assert who(1, 256, READ_ONCE // 256 - 1) is None
     assert who(1, 256, READ_ONCE // 256, torch.float64) is None
-    assert who(4, 256, WORTHWHILE_PACKED // 1024) == "_ONEDNN"
+    assert who(4, 256, WORTHWHILE_PACKED // 1024) == "onednn_linear"
     assert who(4, 256, WORTHWHILE_PACKED // 1024 - 1) is None
     assert who(4, 256, WORTHWHILE_PACKED // 1024, torch.float64) is None
 

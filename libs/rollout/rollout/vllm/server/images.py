@@ -21,6 +21,8 @@ from vllm.multimodal.inputs import (
 )
 from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalProcessor, BaseProcessingInfo
 
+from rollout.private_api import forget_processor
+
 _NEVER = "images come as patches: vLLM has nothing to read here"
 VISION_MODELS = (qwen3_5.Qwen3_5ForConditionalGeneration, qwen3_5.Qwen3_5MoeForConditionalGeneration)
 
@@ -55,7 +57,7 @@ class _Processor(BaseMultiModalProcessor[_Info]):  # type: ignore[misc]  # vLLM 
 def replace_processors() -> None:
     """Register processors that take images as patches, in a process that serves one engine for its whole life."""
     for model in VISION_MODELS:
-        del model._processor_factory
+        forget_processor(model)
         MULTIMODAL_REGISTRY.register_processor(_Processor, info=_Info, dummy_inputs=_Dummies)(model)
 
 
