@@ -1,7 +1,7 @@
-"""One version for all libraries: `./bazelw run //build:version` compares, `-- X.Y.Z` writes it everywhere.
+"""One version for all libraries and the apps: `./bazelw run //build:version` compares, `-- X.Y.Z` writes it everywhere.
 
-It stands in version.bzl, where Bazel names the wheels by it, in each library's `__version__`, which is what its wheel
-says, and in the pins by which libraries ask for one another. CHANGELOG.md has a section for it.
+It stands in version.bzl, where Bazel names the wheels by it, in the `__version__` of each library and of the apps, which
+their wheels take it from, and in the pins by which they ask for one another. CHANGELOG.md has a section for it.
 """
 
 import os
@@ -13,19 +13,23 @@ RELEASE = re.compile(r"\d+\.\d+\.\d+((a|b|rc)\d+)?")
 PLACES = {
     "build/version.bzl": re.compile(r'^VERSION = "(.*)"$', re.M),
     "libs/*/*/__init__.py": re.compile(r'^__version__ = "(.*)"$', re.M),
+    "apps/__init__.py": re.compile(r'^__version__ = "(.*)"$', re.M),
     "libs/*/pyproject.toml": re.compile(r'"tessera-[a-z-]+==([^"]*)"'),
+    "apps/pyproject.toml": re.compile(r'"tessera-[a-z-]+(?:\[[a-z,]+\])?==([^"]*)"'),
     "CHANGELOG.md": re.compile(r"^## (\d\S*)", re.M),
 }
 
 
 def facades(root: Path) -> list[Path]:
-    """Return the `__init__.py` of each library."""
-    return [path for path in sorted(root.glob("libs/*/*/__init__.py")) if path.parent.name == path.parent.parent.name]
+    """Return the `__init__.py` of each library and of the apps."""
+    libraries = [path for path in root.glob("libs/*/*/__init__.py") if path.parent.name == path.parent.parent.name]
+    return sorted([*libraries, *root.glob("apps/__init__.py")])
 
 
 def files(root: Path, pattern: str) -> list[Path]:
     """Return the files of one of PLACES."""
-    return facades(root) if pattern.endswith("__init__.py") else sorted(root.glob(pattern))
+    names = facades(root) if pattern.endswith("__init__.py") else root.glob(pattern)
+    return sorted(path for path in names if path.relative_to(root).match(pattern))
 
 
 def found(root: Path) -> dict[str, list[str]]:

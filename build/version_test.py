@@ -16,6 +16,9 @@ def tree(root: Path) -> None:
         "libs/base/base/__init__.py": '__version__ = "1.2.3"\n',
         "libs/base/base/room/__init__.py": "",
         "libs/base/pyproject.toml": 'dependencies = ["torch>=1.2.3"]\n',
+        "apps/__init__.py": '__version__ = "1.2.3"\n',
+        "apps/one/__init__.py": "",
+        "apps/pyproject.toml": 'dependencies = ["tessera-peak[fast,x]==1.2.3"]\n',
         "libs/peak/peak/__init__.py": '__version__ = "1.2.3"\n',
         "libs/peak/pyproject.toml": 'dependencies = ["tessera-base==1.2.3", "numpy==1.2.3"]\n',
     }
@@ -26,9 +29,9 @@ def tree(root: Path) -> None:
 
 def test_every_place_of_the_tree_agrees() -> None:
     assert version.complaints(ROOT) == []
-    assert len(version.facades(ROOT)) == 9
+    assert len(version.facades(ROOT)) == 10
     pins = version.found(ROOT)
-    assert sum(len(named) for name, named in pins.items() if name.endswith("pyproject.toml")) == 12
+    assert sum(len(named) for name, named in pins.items() if name.endswith("pyproject.toml")) == 24
 
 
 def test_it_is_written_everywhere_but_in_the_change_log(tmp_path: Path) -> None:
@@ -38,6 +41,7 @@ def test_it_is_written_everywhere_but_in_the_change_log(tmp_path: Path) -> None:
     assert version.complaints(tmp_path) == ["CHANGELOG.md: 1.2.3, not 2.0.0rc1"]
     text = (tmp_path / "libs/peak/pyproject.toml").read_text()
     assert text == 'dependencies = ["tessera-base==2.0.0rc1", "numpy==1.2.3"]\n'
+    assert (tmp_path / "apps/pyproject.toml").read_text() == 'dependencies = ["tessera-peak[fast,x]==2.0.0rc1"]\n'
 
 
 @pytest.mark.parametrize(
@@ -46,6 +50,8 @@ def test_it_is_written_everywhere_but_in_the_change_log(tmp_path: Path) -> None:
         ("libs/base/base/__init__.py", '__version__ = "1.2.4"\n'),
         ("libs/base/base/__init__.py", ""),
         ("libs/peak/pyproject.toml", 'dependencies = ["tessera-base==1.2.2"]\n'),
+        ("apps/pyproject.toml", 'dependencies = ["tessera-peak[fast]==1.2.2"]\n'),
+        ("apps/__init__.py", ""),
         ("CHANGELOG.md", "## 1.2.2\n"),
         ("CHANGELOG.md", ""),
     ],

@@ -22,6 +22,7 @@ from apps.common.cli.recipes import beside_own_model
 from apps.common.cli.refusals import Refusals
 from apps.common.cli.untested import FLAG_TYPE
 from apps.common.data.tokenizer import quiet_libraries
+from apps.common.program import program
 from apps.common.run.config_file import write_config
 from apps.common.run.full_disk import writing
 from apps.common.run.moved_weights import check_moved
@@ -60,7 +61,7 @@ OFF_POLICY = (
 def command_line() -> CommandLine[GrpoConfig]:
     """Return the command line of the app."""
     return CommandLine(
-        prog="grpo",
+        prog=program("grpo"),
         kind=GrpoConfig,
         recipes={name: recipe.config for name, recipe in recipes().items()},
         runs=RUNS,

@@ -7,6 +7,7 @@ from apps.common.cli.recipes import beside_own_model, load_recipes
 from apps.common.cli.refusals import Refusals
 from apps.common.cli.words import recipe_words
 from apps.common.data.model_files import sizes_of
+from apps.common.program import INSTALLED
 from apps.common.run.ranks import ranks_of_node
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipe import Recipe
@@ -52,6 +53,7 @@ def spec_of(config: GrpoConfig, recipe: Recipe | None = None) -> RunSpec:
         origin=recipe.origin,
         model_type=model_type(config.model),
         fake_device=config.engine.device == "npu" and is_fake(),
+        installed=INSTALLED,
         words=recipe_words(
             config,
             beside_own_model(recipe.config) if config.model else recipe.config,

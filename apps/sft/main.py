@@ -23,6 +23,7 @@ from apps.common.cli.refusals import Refusals
 from apps.common.cli.untested import FLAG_TYPE
 from apps.common.data.images import image_processor_of
 from apps.common.data.tokenizer import quiet_libraries
+from apps.common.program import program
 from apps.common.run.config_file import write_config
 from apps.common.run.full_disk import writing
 from apps.common.run.moved_weights import check_moved
@@ -59,7 +60,7 @@ RUNS = Path("runs/sft")
 def command_line() -> CommandLine[SftConfig]:
     """Return the command line of the app."""
     return CommandLine(
-        prog="sft",
+        prog=program("sft"),
         kind=SftConfig,
         recipes={name: recipe.config for name, recipe in recipes().items()},
         runs=RUNS,

@@ -17,11 +17,12 @@ def recipe_words(config: Any, recipe: Any, needs: Iterable[tuple[str, str]] = ()
         if not attrgetter(path)(config):
             words += [flag(path), word]
     for path in changed(config, recipe):
-        words += _words(flag(path), attrgetter(path)(config), _hint(type(config), path))
+        words += flag_words(flag(path), attrgetter(path)(config), hint_of(type(config), path))
     return tuple(words)
 
 
-def _words(name: str, value: Any, hint: Any) -> Iterator[str]:
+def flag_words(name: str, value: Any, hint: Any) -> Iterator[str]:
+    """Yield the words of a flag with a value, of a field with that type."""
     if hint is bool:
         before, _, last = name.removeprefix("--").rpartition(".")
         yield name if value else f"--{before}{'.' if before else ''}no-{last}"
@@ -33,7 +34,8 @@ def _words(name: str, value: Any, hint: Any) -> Iterator[str]:
         yield from (name, str(value))
 
 
-def _hint(kind: Any, path: str) -> Any:
+def hint_of(kind: Any, path: str) -> Any:
+    """Return the type of a field by its dotted path."""
     for part in path.split("."):
         kind = plain_type(get_type_hints(kind, include_extras=True)[part])
     return kind

@@ -25,6 +25,7 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 from apps.common.cli.command_line import main as run_command
 from apps.common.cli.command_line import user_directory
 from apps.common.data.presets import PRESETS
+from apps.common.program import command
 
 ALL = "all"  # as a subset: every configuration, laid together
 WORKERS = 8  # files that are fetched at a time where nobody says how many
@@ -147,7 +148,7 @@ def main(argv: Sequence[str]) -> None:
     flags = f"--preset {config.source} " if config.source in PRESETS else ""
     flags += f"--data {files.get('train', next(iter(files.values())))}"
     flags += f" --eval-data {held_out}" if held_out is not None and "train" in files else ""
-    sys.stdout.write(f"now: ./bazelw run //apps/grpo -- --model DIR {flags}\n")
+    sys.stdout.write(f"now: {command('grpo')} --model DIR {flags}\n")
 
 
 if __name__ == "__main__":

@@ -16,15 +16,17 @@ def launch_lines(spec: RunSpec) -> list[str]:
         words += [] if _gives(words, "--run-dir") else ["--run-dir", "RUN"]
     elif not _gives(words, "--nproc-per-node"):
         words += ["--nproc-per-node", str(spec.processes)]
-    here = f"{variables}./bazelw run {_target(spec)} -- {shlex.join(words)}"
+    program = f"tessera-{spec.app}" if spec.installed else f"./bazelw run {_target(spec)} --"
+    here = f"{variables}{program} {shlex.join(words)}"
     if apart:
         return [*_ray_lines(spec, variables), "then on HEAD:", here]
     if nodes == 1:
         return [here]
     where = f"on each node r of 0..{nodes - 1}, HEAD being node 0, with the same folder on all:"
+    package = "tessera_apps.apps" if spec.installed else "apps"
     command = (
         f"{variables}torchrun --nnodes {nodes} --nproc-per-node {spec.processes} --node-rank r "
-        f"--master-addr HEAD --master-port 29500 -m apps.{spec.app}.main {shlex.join(words)}"
+        f"--master-addr HEAD --master-port 29500 -m {package}.{spec.app}.main {shlex.join(words)}"
     )
     return [where, command]
 
