@@ -72,7 +72,10 @@ class VllmBackend(SamplerBackend):
     def check_model(self, config: GrpoConfig, directory: Path, model: PretrainedConfig) -> None:
         """Refuse files that its weights are not read from, and what vLLM's kernels for CPUs lack: its process would say
         so after the warm start."""
-        checkpoint_shapes(directory)
+        try:
+            checkpoint_shapes(directory)
+        except ValueError as error:
+            raise ValueError(f"--rollout.engine vllm: {error}{_conversion(directory)}") from error
         if not samples_on_a_cpu(config):
             return
         described = model.get_text_config().to_dict()
@@ -92,6 +95,18 @@ class VllmBackend(SamplerBackend):
     def plan(self) -> VllmPlan:
         """Return vLLM in a plan."""
         return VllmPlan()
+
+
+def _conversion(directory: Path) -> str:
+    """Return what makes safetensors of a directory that has older weights alone."""
+    if not any(directory.glob("pytorch_model*.bin")) or any(directory.glob("model*.safetensors*")):
+        return ""
+    made = directory.with_name(f"{directory.name}-safetensors")
+    build = f'build_engine(EngineConfig(model="{directory}", device="cpu")).save_hf("{made}")'
+    return (
+        ". engines reads its .bin files and writes safetensors in the same dtypes: "
+        f"python -c 'from engines import EngineConfig, build_engine; {build}', then --model {made}"
+    )
 
 
 def rollout_config(config: GrpoConfig) -> RolloutConfig:

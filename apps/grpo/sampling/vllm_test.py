@@ -1,8 +1,13 @@
 """vLLM as a backend: what it states in a plan, and what its workers can hold of shrunk models."""
 
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from apps.common.samplers import SAMPLERS, sampler_backend, sampler_plan
@@ -23,9 +28,20 @@ def test_weights_that_it_does_not_read_are_refused_before_anything_is_loaded(tmp
     described = AutoConfig.from_pretrained(model)
     with pytest.raises(ValueError, match="head_dim 16"):  # the files are no reason
         backend.check_model(config, model, described)
-    (model / "model.safetensors").rename(model / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"has no model\.safetensors .*save it again"):
+    values = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"has no model\.safetensors .*save it again\)$"):
         backend.check_model(config, model, described)
+    torch.save({name: value.bfloat16() for name, value in values.items()}, model / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"has no model\.safetensors .*save_hf") as refused:
+        backend.check_model(config, model, described)
+    words = shlex.split(str(refused.value).partition("same dtypes: ")[2])
+    subprocess.run([sys.executable, *words[1:3]], check=True)
+    made = Path(words[-1])
+    converted = load_file(made / "model.safetensors")
+    assert all(torch.equal(converted[name], value.bfloat16()) for name, value in values.items())
+    with pytest.raises(ValueError, match="head_dim 16"):
+        backend.check_model(config, made, described)
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

@@ -21,7 +21,7 @@ from engines.weights.disk_names import names_in
 from engines.weights.disk_weights import DiskWeights
 from engines.weights.empty_model import allocate, empty_model, meta_model, model_of, text_config
 from engines.weights.hub import model_directory
-from engines.weights.model_directory import ModelDirectory
+from engines.weights.model_directory import ModelDirectory, refuse_adapter
 from engines.weights.model_weights import ModelWeights
 from engines.weights.stock_names import names_read
 from engines.weights.tied_weights import untie_what_differs
@@ -181,6 +181,7 @@ def read_config(directory: Path) -> PretrainedConfig:
         raise ValueError(
             f"there is no model directory {directory}: give the path of a local one, or OWNER/NAME of one on the hub"
         )
+    refuse_adapter(directory)
     if not (directory / "config.json").is_file():
         raise ValueError(
             f"{directory} has no config.json: it is not a Hugging Face model directory (save_pretrained makes one)"

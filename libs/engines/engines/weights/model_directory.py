@@ -51,11 +51,7 @@ class ModelDirectory:
 
         All tensors of the files that an index names are there, as in transformers, whichever of them it gives each.
         """
-        if (path / "adapter_config.json").is_file():
-            raise ValueError(
-                f"{path} holds an adapter (adapter_config.json), which from_pretrained puts over the weights: give the "
-                "base model's directory, or save the two as one (peft: merge_and_unload, then save_pretrained)"
-            )
+        refuse_adapter(path)
         tensors: dict[str, DiskTensor] = {}
         files = _files(path)
         for file in files:
@@ -105,6 +101,23 @@ class ModelDirectory:
     def other_files(self) -> list[Path]:
         """Return all files beside the weights: configuration, tokenizer, chat template."""
         return sorted(f for f in self.path.iterdir() if f.is_file() and not f.name.endswith(_WEIGHTS))
+
+
+def refuse_adapter(path: Path) -> None:
+    """Raise ValueError where a directory holds an adapter of peft's: which base to give, in its own words."""
+    file = path / "adapter_config.json"
+    if not file.is_file():
+        return
+    try:
+        described = json.loads(file.read_text())
+    except ValueError:
+        described = None
+    base = described.get("base_model_name_or_path") if isinstance(described, dict) else None
+    does = "which from_pretrained puts over the weights" if (path / "config.json").is_file() else "and no model"
+    raise ValueError(
+        f"{path} holds an adapter (adapter_config.json), {does}: give its base {base or 'model'}, a directory or a "
+        "name on the hub, or save the two as one (peft: merge_and_unload, then save_pretrained)"
+    )
 
 
 def _files(path: Path) -> dict[Path, set[str]]:

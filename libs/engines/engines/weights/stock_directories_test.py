@@ -170,6 +170,18 @@ def test_what_transformers_would_fill_at_random_or_choose_is_refused(
         build_engine(EngineConfig(model=str(tmp_path / "source"), device="cpu"))
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_directory_with_an_adapter_names_the_base(beside: bool, tmp_path: Path) -> None:
+    base, path = tmp_path / "base", tmp_path / "adapter"
+    whole(base)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(path)
+    if beside:
+        whole(path)
+    with pytest.raises(ValueError, match=f"holds an adapter .*give its base {base}, a directory"):
+        build_engine(EngineConfig(model=str(path), device="cpu"))
+
+
 def test_a_vision_language_model_is_read_from_its_base(tmp_path: Path) -> None:
     made.vision_language_base(tmp_path / "source")
     engine = build_engine(EngineConfig(model=str(tmp_path / "source"), device="cpu", vision="frozen"))
