@@ -5,6 +5,7 @@ instead, and `engines.families.registry` hands this family out where a certifica
 """
 
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FunctionType
@@ -18,7 +19,7 @@ from engines.families.family import Family
 from engines.families.router import RouterLoss
 from engines.families.stock_router import stock_router_loss
 from seqpack.adapters.delta_net import PackedForward
-from seqpack.adapters.stock_rows import stock_rows
+from seqpack.adapters.stock_rows import bloom_attention, mpt_attention, own_attention, stock_rows
 from seqpack.adapters.subclasses import stock_class
 
 _TABLE = "ALL_ATTENTION_FUNCTIONS"
@@ -26,6 +27,10 @@ _CACHES = frozenset(["cache_params", "past_key_values", "past_key_value", "layer
 """Names of a cache among a layer's arguments."""
 _TEXT_MODELS = ("language_model", "text_model")
 """Names of the text model in a multi-modal one."""
+_OTHER_TOKENS = re.compile(r"(^|\.)(encoder_attn|crossattention|cross_attn|cross_attention)(\.|$)")
+"""Modules that attend to an encoder's output or to images: on text alone no layer calls them."""
+_OWN_FORMS = {"BloomAttention": bloom_attention, "MptAttention": mpt_attention}
+"""Packed forms of attention that does not ask the table, and computes what others do not (ALiBi)."""
 _SCALES = {"logits_scaling": True, "logit_scale": False, "lm_head_multiplier": False}
 """Config fields with a factor of the logits, and whether it divides them."""
 
@@ -91,11 +96,13 @@ class GenericFamily(Family):
 
     def mixers(self, layer: nn.Module) -> Iterator[tuple[nn.Module, PackedForward | None]]:
         """Yield the attention modules of a layer, and those that keep a state between tokens by code of their own."""
-        for module in layer.modules():
+        for name, module in layer.named_modules():
+            if _OTHER_TOKENS.search(name):
+                continue
             if chooses_attention(module):
                 yield module, None
             elif module is not layer and keeps_state(module) and not any(_mixes(part) for part in module.children()):
-                yield module, stock_rows
+                yield module, _packed_form(module)
 
 
 def chooses_attention(module: nn.Module) -> bool:
@@ -108,6 +115,15 @@ def keeps_state(module: nn.Module) -> bool:
     """Return whether the stock code of a module takes a cache: it then mixes tokens."""
     stock = inspect.unwrap(stock_class(module).forward)
     return isinstance(stock, FunctionType) and not _CACHES.isdisjoint(inspect.signature(stock).parameters)
+
+
+def _packed_form(module: nn.Module) -> PackedForward:
+    """Return the packed form of a module that mixes tokens by code of its own."""
+    kind = stock_class(module)
+    if (own := _OWN_FORMS.get(kind.__name__)) is not None:
+        return own
+    masked = "attention_mask" in inspect.signature(kind.forward).parameters
+    return own_attention if masked and "softmax" in inspect.getsource(kind).lower() else stock_rows
 
 
 def _mixes(module: nn.Module) -> bool:

@@ -16,6 +16,7 @@ from engines.prove.generic_family import GenericFamily
 from engines.prove.proof import prove
 from engines.scoring.token_scorer import TokenScorer
 from seqpack.adapters.context import LocalOps, PackedContext
+from seqpack.adapters.stock_rows import at_places
 from seqpack.ops import by_rows
 
 CONFIGS: dict[str, Any] = {
@@ -31,6 +32,9 @@ CONFIGS: dict[str, Any] = {
     "llama4_text": {},
     "nemotron_h": {},
     "phi": {},
+    "bloom": {},
+    "gptj": {},
+    "mamba": {},
 }
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -61,6 +65,20 @@ def without(option: str) -> Plant:
         def attend(self: LocalOps, *args: Any, **more: Any) -> Tensor:
             more.pop(option, None)
             return real(self, *args, **more)
+
+        patch.setattr(LocalOps, "attention", attend)
+
+    return plant
+
+
+def with_option(option: str, change: Callable[[Any], Any]) -> Plant:
+    """Plant a change of an option of attention."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        real: Callable[..., Tensor] = LocalOps.attention
+
+        def attend(self: LocalOps, *args: Any, **more: Any) -> Tensor:
+            return real(self, *args, **{**more, option: change(more[option])})
 
         patch.setattr(LocalOps, "attention", attend)
 
@@ -267,6 +285,18 @@ ERRORS: dict[str, tuple[str, Plant]] = {
         "nemotron_h",
         replaced("seqpack.adapters.context.by_rows", lambda f, x, *more: by_rows(f, x.detach(), *more)),
     ),
+    "slopes of ALiBi forgotten": ("bloom", without("alibi")),
+    "slopes of ALiBi in another order": ("bloom", with_option("alibi", lambda slopes: slopes.flip(0))),
+    "slopes of ALiBi a tenth larger": ("bloom", with_option("alibi", lambda slopes: 1.1 * slopes)),
+    "boundary dropped for attention of a layer's own code": ("gptj", boundary("by_rows", last=True)),
+    "positions of the token before": (
+        "gptj",
+        replaced(
+            "seqpack.adapters.stock_rows.at_places",
+            lambda value, place, *more: at_places(value, place.roll(1, 1), *more),
+        ),
+    ),
+    "boundary dropped for Mamba-1": ("mamba", boundary("by_rows", last=False)),
     "bias of the head forgotten": (
         "phi",
         replaced("engines.scoring.token_scorer._with_bias", lambda hidden, head: (hidden, head.weight)),

@@ -21,7 +21,7 @@ def adapt_for_packing(model: Any) -> Adaptation:
     family = family_of(config)
     family.check_module(model)
     mixers = [mixer for layer in family.layers(model) for mixer in family.mixers(layer)]
-    return adapt_mixers(model, mixers, family.decoder(model))
+    return adapt_mixers(model, mixers, family.decoder(model), by_mask=not family.registered)
 
 
 def packed_logits(model: Any, packed: PackedBatch, ops: PackedOps | None = None) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from seqpack.adapters.chunked_layers import chunk_of, query_scale, scales_queries
-from seqpack.adapters.context import CONTEXT_KEY, PackedContext
+from seqpack.adapters.context import CONTEXT_KEY, PackedContext, carried
 from seqpack.private_api import attention_of, set_attention
 
 NAME = "seqpack_packed"
@@ -46,7 +46,7 @@ def attend(
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend as transformers' registry asks for it: query, key, value [1, heads, T, D] -> [1, T, heads, D]."""
-    context: PackedContext | None = options.pop(CONTEXT_KEY, None)
+    context: PackedContext | None = options.pop(CONTEXT_KEY, None) or carried(attention_mask)
     if context is not None:
         return packed_attention(module, query, key, value, context, **options), None
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # seqpack does without transformers

@@ -1,12 +1,15 @@
 """Where the sequences of a call begin: the flash arguments become a context, restarts without them are refused."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from seqpack.adapters.context import CONTEXT_KEY, PackedContext
+from seqpack.adapters.context import CONTEXT_KEY, ContextMask, PackedContext
+from seqpack.adapters.subclasses import stock_class
 from seqpack.private_api import assert_async
 
 _FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -36,6 +39,29 @@ def context_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[PackedCon
 def no_mask(like: Tensor) -> Tensor:
     """Return a mask that transformers passes on instead of building one of T x T; packed layers ignore it."""
     return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=like.device)
+
+
+class _Masks(dict[str, Tensor]):
+    """One mask for all kinds of layers: the form in which decoders take masks that they do not make."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.mask = mask
+
+    def __missing__(self, kind: str) -> Tensor:
+        return self.mask
+
+
+def carrying_mask(decoder: nn.Module, context: PackedContext) -> Any:
+    """Return the mask that carries a context to a decoder's layers: one for each kind where it takes several."""
+    mask = ContextMask.of(context)
+    return _Masks(mask) if _takes_masks(stock_class(decoder).forward) else mask
+
+
+@cache
+def _takes_masks(forward: Callable[..., Any]) -> bool:
+    code = inspect.getsource(inspect.unwrap(forward))
+    return "attention_mask, dict)" in code and "create_recurrent_attention_mask" in code
 
 
 def refuse_restarts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

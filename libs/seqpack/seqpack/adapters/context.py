@@ -42,7 +42,7 @@ class PackedOps(Protocol):
     ) -> Tensor:
         """Return causal attention: q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, Hq, Dv].
 
-        `options`: `soft_cap`, `sinks` and `chunk` of `seqpack.ops.attention`, where a layer has them.
+        `options`: `soft_cap`, `sinks`, `chunk` and `alibi` of `seqpack.ops.attention`, where a layer has them.
         """
         ...
 
@@ -121,6 +121,36 @@ class PackedContext:
         self.edges = edges
         self.positions = positions
         self.derived: dict[str, Any] = {}
+
+
+class ContextMask(Tensor):
+    """A mask that carries a context to layers whose code hands no other keyword down, recomputed ones too; what an
+    operation makes of it carries the same."""
+
+    context: PackedContext
+
+    @classmethod
+    def of(cls, context: PackedContext) -> "ContextMask":
+        """Return a mask with a context, the only thing that packed layers read; decoders drop masks of ones."""
+        mask = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=context.cu_seqlens.device)
+        carrier = mask.as_subclass(cls)
+        carrier.context = context
+        return carrier
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation as torch does."""
+        result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if isinstance(result, ContextMask) and (context := carried(*args, *(kwargs or {}).values())) is not None:
+            result.context = context
+        return result
+
+
+def carried(*values: Any) -> PackedContext | None:
+    """Return the context of the first mask among some values that carries one; None without."""
+    return next((one.context for one in values if isinstance(one, ContextMask) and "context" in vars(one)), None)
 
 
 def positions_of(values: Mapping[str, Tensor], default: Tensor) -> Tensor:

@@ -9,7 +9,9 @@ from torch.nn import functional
 
 from seqpack.adapters.context import PackedContext
 
-PackedForward = Callable[[Any, Tensor, PackedContext], Tensor]
+PackedForward = Callable[[Any, Tensor, PackedContext], Tensor] | Callable[[Any, Tensor, PackedContext, Any], Any]
+"""Hidden states [T, H] of a layer to [T, H]; or, given the layer's other arguments by name, [1, T, H] to what it
+returns."""
 
 
 def split_projections(layer: Any, x: Tensor, context: PackedContext) -> Tensor:

@@ -17,12 +17,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from seqpack.adapters.attention import adapt_attention, restore_attention
-from seqpack.adapters.boundaries import context_of, no_mask, refuse_restarts
-from seqpack.adapters.context import CONTEXT_KEY, PackedContext
+from seqpack.adapters.boundaries import carrying_mask, context_of, no_mask, refuse_restarts
+from seqpack.adapters.context import CONTEXT_KEY, ContextMask, PackedContext, carried
 from seqpack.adapters.delta_net import PackedForward
+from seqpack.adapters.stock_rows import given_arguments, takes_arguments
 from seqpack.adapters.subclasses import remove_mixin, set_mixin
 
-_NUMBER = "packed_mixers"
+_NUMBER, _BY_MASK = "packed_mixers", "packed_by_mask"
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Adaptation:
     model: nn.Module
     decoder: nn.Module
     mixers: Mapping[str, nn.Module]
+    by_mask: bool = False
 
     @property
     def changes(self) -> tuple[str, ...]:
@@ -47,7 +49,7 @@ class Adaptation:
             remove_mixin(module, PackedDeltaNet)
             restore_attention(module)
         remove_mixin(self.decoder, PackedDecoder)
-        del vars(self.decoder)[_NUMBER]
+        del vars(self.decoder)[_NUMBER], vars(self.decoder)[_BY_MASK]
 
     @contextmanager
     def without(self) -> Iterator[None]:
@@ -57,15 +59,19 @@ class Adaptation:
         try:
             yield
         finally:
-            adapt_mixers(self.model, found, self.decoder)
+            adapt_mixers(self.model, found, self.decoder, self.by_mask)
 
 
 def adapt_mixers(
-    model: Any, mixers: Iterable[tuple[nn.Module, PackedForward | None]], decoder: nn.Module | None = None
+    model: Any,
+    mixers: Iterable[tuple[nn.Module, PackedForward | None]],
+    decoder: nn.Module | None = None,
+    by_mask: bool = False,
 ) -> Adaptation:
     """Make each mixer (a module that mixes tokens) run its packed form (None: attention) where a call has a context.
 
-    `decoder`: the text model that holds them, `model.base_model` by default. An adapted model stays as it is.
+    `decoder`: the text model that holds them, `model.base_model` by default. `by_mask`: the context
+    also travels in the mask, as to layers that hand no other keyword down. An adapted model stays as it is.
     ValueError where another adaptation replaced a layer's forward, or an attention layer does not look its function up
     in transformers' registry.
     """
@@ -73,7 +79,7 @@ def adapt_mixers(
     assert decoder is not None
     names = {module: name for name, module in model.named_modules()}
     found = list(mixers)
-    adaptation = Adaptation(model, decoder, {names[module]: module for module, _ in found})
+    adaptation = Adaptation(model, decoder, {names[module]: module for module, _ in found}, by_mask)
     if isinstance(decoder, PackedDecoder):
         return adaptation
     if any("forward" in vars(module) for module, _ in found):
@@ -84,6 +90,7 @@ def adapt_mixers(
             set_mixin(module, PackedDeltaNet, packed=packed)
     set_mixin(decoder, PackedDecoder)
     vars(decoder)[_NUMBER] = len(found)
+    vars(decoder)[_BY_MASK] = by_mask
     return adaptation
 
 
@@ -91,6 +98,7 @@ class PackedDecoder(nn.Module):
     """The class of an adapted decoder, before its stock class: where each call learns where its sequences begin."""
 
     packed_mixers: int
+    packed_by_mask: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the stock forward; with boundaries, check that every mixer used them: one that did not would leak."""
@@ -101,27 +109,38 @@ class PackedDecoder(nn.Module):
             refuse_restarts(args, kwargs)
             return super().forward(*args, **kwargs)
         context.mixed.clear()
+        if self.packed_by_mask:
+            kwargs = {**kwargs, "attention_mask": carrying_mask(self, context)}
         output = super().forward(*args, **kwargs)
-        if len(context.mixed) != self.packed_mixers:
+        if not context.mixed or len(context.mixed) % self.packed_mixers:  # some layers mix several times a pass
             raise RuntimeError(
                 f"{len(context.mixed)} of {self.packed_mixers} layers mixed tokens through the packed context: "
                 "this model's layers do not hand keyword arguments down, so packing it would leak between sequences"
             )
         return output
 
+    def build_alibi_tensor(self, attention_mask: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the bias of ALiBi (Bloom): to packed layers that of two positions, which tells them the slopes."""
+        mask = attention_mask.new_ones(1, 2) if isinstance(attention_mask, ContextMask) else attention_mask
+        bias: Tensor = super().build_alibi_tensor(mask, *args, **kwargs)  # type: ignore[misc]
+        return bias
+
 
 class PackedDeltaNet(nn.Module):
-    """The class of an adapted gated delta net, before its stock class."""
+    """The class of an adapted layer that mixes tokens by code of its own, before its stock class."""
 
     packed: PackedForward
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the packed form where the call has a context (masks and caches are the stock layer's), else the stock."""
-        context: PackedContext | None = kwargs.pop(CONTEXT_KEY, None)
+        context: PackedContext | None = kwargs.pop(CONTEXT_KEY, None) or carried(*args, *kwargs.values())
         if context is None:
             return super().forward(hidden_states, *args, **kwargs)
         context.mixed.append(type(self).__name__)
-        return self.packed(self, hidden_states.squeeze(0), context).unsqueeze(0)
+        packed: Any = self.packed
+        if takes_arguments(packed):
+            return packed(self, hidden_states, context, given_arguments(self, hidden_states, *args, **kwargs))
+        return packed(self, hidden_states.squeeze(0), context).unsqueeze(0)
 
 
 def packed_output(

@@ -64,3 +64,4 @@ class AttentionCall:
     soft_cap: float | None = None
     sinks: Tensor | None = None
     chunk: int | None = None
+    alibi: Tensor | None = None

@@ -29,6 +29,7 @@ def attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     chunk: int | None = None,
+    alibi: Tensor | None = None,
 ) -> Tensor:
     """Attend within each packed sequence.
 
@@ -46,6 +47,8 @@ def attention(
         sinks: [Hq], a logit more in each head's softmax, which no value belongs to (gpt-oss). No "varlen".
         chunk: token i sees tokens of its own chunk alone, the `chunk` tokens from a multiple of it in its sequence on
             (Llama 4); needs causal=True and no window.
+        alibi: [Hq], slopes m of ALiBi (arXiv 2108.12409): the scaled score of token i for token j is less by m (i - j).
+            Needs causal=True and no soft cap or sinks. No "varlen".
 
     Returns:
         [T, Hq, Dv] in the dtype of q, or autocast's where that is on.
@@ -64,14 +67,18 @@ def attention(
         raise ValueError(f"window must be at least 1 and needs causal=True, got window={window}, causal={causal}")
     if chunk is not None and (chunk < 1 or not causal or window is not None):
         raise ValueError(f"chunk must be at least 1 and needs causal=True and no window, got chunk={chunk}")
-    if soft_cap is not None or sinks is not None or v.shape[2] != q.shape[2]:
+    if alibi is not None and (not causal or soft_cap is not None or sinks is not None):
+        raise ValueError("alibi needs causal=True, and neither soft_cap nor sinks")
+    if soft_cap is not None or sinks is not None or alibi is not None or v.shape[2] != q.shape[2]:
         if backend == "varlen":
-            raise ValueError("the varlen kernel takes no soft cap, no sinks and no values of another width than keys")
+            raise ValueError(
+                "the varlen kernel takes no soft cap, no sinks, no ALiBi and no values of another width than keys"
+            )
         backend = "torch" if backend == "auto" else backend
     q, k, v = _one_dtype(q, k, v)
     run = choose(OpRequest.of("attention", q, k, v, cu_seqlens, head_dim=q.shape[2]), backend)
     factor = q.shape[2] ** -0.5 if scale is None else scale
-    call = AttentionCall(q, k, v, cu_seqlens, factor, causal, window, max_seqlen, soft_cap, sinks, chunk)
+    call = AttentionCall(q, k, v, cu_seqlens, factor, causal, window, max_seqlen, soft_cap, sinks, chunk, alibi)
     result: Tensor = run(call if backend == "naive" else _in_chunks(call))
     return result
 
@@ -109,6 +116,9 @@ def attention_naive(call: AttentionCall) -> Tensor:
             scores = torch.einsum("hd,jhd->hj", q[t], keys) * call.scale
             if call.soft_cap is not None:
                 scores = call.soft_cap * (scores / call.soft_cap).tanh()
+            if call.alibi is not None:
+                distances = t - torch.arange(first, last, device=q.device)
+                scores = scores - call.alibi[:, None] * distances
             if call.sinks is not None:
                 scores = torch.cat([scores, call.sinks.to(scores.dtype)[:, None]], 1)
             weights = scores.softmax(-1)[:, : len(keys)]
@@ -167,6 +177,10 @@ def _bucket(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, lengths: Seque
         mask = (gap >= 0) & (gap < call.window)
     elif not call.causal:
         mask = (place < sizes[:, None].clamp(min=1))[:, None, None]
+    if call.alibi is not None:
+        gap = place[:, None] - place
+        seen = gap >= 0 if mask is None else mask
+        mask = (-call.alibi[:, None, None] * gap).to(q.dtype).masked_fill(~seen, -torch.inf)
     q, k, v = (put_rows(x, rows, columns, len(lengths), longest) for x in (q, k, v))
     if call.soft_cap is not None or call.sinks is not None:
         mask = place[:, None] >= place if mask is None else mask

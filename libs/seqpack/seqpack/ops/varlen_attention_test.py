@@ -93,9 +93,37 @@ def test_a_chunk_that_has_no_meaning_is_refused(options: dict[str, Any]) -> None
         packed_attention(*inputs([4]), cumulative([4]), **options)
 
 
+@settings(max_examples=30, deadline=None)
+@given(LENGTHS, st.sampled_from([None, 3, 60]), st.sampled_from([None, 4]))
+def test_alibi_equals_the_oracle(lengths: list[int], window: int | None, chunk: int | None) -> None:
+    slopes = torch.tensor([0.5, 0.25, 0.1, 3.0], dtype=torch.float64)
+    options = {"window": None if chunk else window, "chunk": chunk, "alibi": slopes}
+    results = [run(inputs(lengths, 2, 2), lengths, backend=backend, **options) for backend in ("torch", "naive")]
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_alibi_is_the_bias_of_bloom() -> None:
+    """Transformers adds slope times a key's position: the same up to a constant of the row."""
+    slopes = 2.0 ** -torch.arange(1, 5, dtype=torch.float64)
+    q, k, v = inputs([5, 7], heads=4)
+    got = packed_attention(q, k, v, cumulative([5, 7]), scale=1.0, alibi=slopes)
+    for first, last in ((0, 5), (5, 12)):
+        place = torch.arange(last - first)
+        scores = torch.einsum("ihd,jhd->hij", q[first:last], k[first:last]) + (slopes[:, None] * place)[:, None]
+        weights = scores.masked_fill(place[:, None] < place, -torch.inf).softmax(-1)
+        torch.testing.assert_close(got[first:last], torch.einsum("hij,jhd->ihd", weights, v[first:last]))
+
+
+@pytest.mark.parametrize("options", [{"causal": False}, {"soft_cap": 1.0}, {"sinks": torch.zeros(1)}])
+def test_alibi_that_has_no_meaning_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="alibi needs causal=True, and neither soft_cap nor sinks"):
+        packed_attention(*inputs([4]), cumulative([4]), alibi=torch.ones(1), **options)
+
+
 def test_the_varlen_kernel_takes_none_of_them() -> None:
     q, k, v = inputs([4])
-    for options in ({"soft_cap": 1.0}, {"sinks": torch.zeros(1)}):
+    for options in ({"soft_cap": 1.0}, {"sinks": torch.zeros(1)}, {"alibi": torch.ones(1)}):
         with pytest.raises(ValueError, match="the varlen kernel takes no soft cap, no sinks"):
             packed_attention(q, k, v, cumulative([4]), backend="varlen", **options)
 
