@@ -1,18 +1,21 @@
-"""The table of docs/certificates.md is that of its JSON file, which has every type of transformers."""
+"""The tables of docs/certificates.md and of the engines' README are those of one JSON file, which has every type of
+transformers."""
 
 from pathlib import Path
 
 import pytest
 
-from engines.proofs.every_type import VERDICTS, TypeResult, all_types, apart, read, table, with_tables
+from engines.families.registry import FAMILIES
+from engines.proofs.every_type import README, VERDICTS, TypeResult, all_types, apart, read, table, tables, with_table
 
 DOCS = Path(__file__).parent
 
 
-def test_the_page_has_the_table_of_its_file_and_every_type() -> None:
+def test_pages_have_the_table_of_their_file_and_every_type() -> None:
     results = read(DOCS / "benchmarks" / "certificates.json")
-    page = (DOCS / "certificates.md").read_text(encoding="utf-8")
-    assert with_tables(page, results) == page
+    for page, lines in tables(DOCS, results).items():
+        text = page.read_text(encoding="utf-8")
+        assert with_table(text, lines) == text, page
     assert [one.type for one in results] == all_types()
     for one in results:
         assert one.verdict in VERDICTS
@@ -29,7 +32,19 @@ def test_a_row_names_fields_that_were_not_exercised_and_marks_are_needed() -> No
     (row,) = [line for line in table([TypeResult("a", True, "equal in part", not_exercised=("x",))]) if "`a`" in line]
     assert row.endswith("| 0 | 1 | `a` (x) |")
     with pytest.raises(ValueError, match="the page has no <!-- table"):
-        with_tables("text", [])
+        with_table("text", [])
+
+
+def test_the_readme_names_types_that_are_trained_and_marks_registered_families() -> None:
+    kind = FAMILIES[0].model_types[0]
+    rows = [TypeResult(kind, False, "equal"), TypeResult("a", True, "equal in part", not_exercised=("x",))]
+    rows += [TypeResult("b", False, "refused", reason="y")]
+    lines = tables(DOCS, rows)[DOCS.parent / README]
+    assert [line.rpartition(" | ")[2] for line in lines[2:]] == [
+        f"**`{kind}`** |",
+        "`a` |",
+        "[which, and why](../../docs/certificates.md#what-holds) |",
+    ]
 
 
 def test_a_proof_that_takes_too_long_is_stopped() -> None:

@@ -1,4 +1,4 @@
-"""Prove every type of transformers with its default config, and draw the table of docs/certificates.md.
+"""Prove every type of transformers with its default config: as `python -m engines prove --all`, with a date.
 
     python libs/engines/benchmarks/certificates.py DATE [TYPE ...]
 

@@ -2,8 +2,10 @@
 
 families: each model family against transformers. checkpoints: runs that are resumed, by as many ranks and by others.
 megatron: each layout of Megatron's ranks against one process (it needs megatron-core). capabilities: what each backend
-can do, and the test that shows it. prove DIR: the certificate of a model directory's config, printed as JSON; with
---engine.NAME VALUE ... or --ranks N that of these options on ranks.
+can do, and the test that shows it. prove DIR: the certificate of a model directory's config, printed as JSON: in small,
+with --prove full one layer of each kind at true width and true lengths on this machine's device (minutes on a CPU),
+with --engine.NAME VALUE ... or --ranks N that of these options on ranks. prove --all: the tables of all types of
+transformers, for docs/certificates.md and the library's README.
 """
 
 import argparse
@@ -24,13 +26,19 @@ def main() -> int:
     parser.add_argument("command", choices=[*COMMANDS, "prove"])
     parser.add_argument("model", nargs="?", help="prove: a model directory, or OWNER/NAME of one in the cache")
     parser.add_argument("--ranks", type=int, help="prove: number of the run's ranks")
+    parser.add_argument("--prove", choices=["small", "full"], default="small", help="prove: widths and lengths")
+    parser.add_argument(
+        "--all", nargs="*", metavar="TYPE", help="prove: all types, or these anew, and write the tables"
+    )
+    parser.add_argument("--docs", default="docs", help="prove --all: the folder of certificates.md")
     arguments, options = parser.parse_known_args()
     if arguments.command == "prove":
         from engines.prove_command import main as prove  # torch and transformers
 
-        return prove(parser, arguments.model, options, arguments.ranks)
-    if options or arguments.ranks is not None:
-        parser.error(f"{arguments.command} takes no {options[0] if options else '--ranks'}")
+        return prove(parser, arguments, options)
+    given = [name for name, value in vars(arguments).items() if name != "command" and value != parser.get_default(name)]
+    if options or given:
+        parser.error(f"{arguments.command} takes no {options[0] if options else f'--{given[0]}'}")
     status: int = import_module(COMMANDS[arguments.command]).main()
     return status
 

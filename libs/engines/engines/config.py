@@ -127,9 +127,11 @@ class EngineConfig:
     grad_clip: float | None = 1.0
     """Largest global gradient norm; None clips nothing."""
 
-    prove: Literal["off", "cached", "always"] = "cached"
+    prove: Literal["off", "cached", "always", "full"] = "cached"
     """What admits a model that no family here describes, and options that no test has run together: a comparison with
-    stock transformers in small, kept for the next start ("cached"), made anew ("always"), or nothing ("off")."""
+    stock transformers in small, kept for the next start ("cached"), made anew ("always"), or nothing ("off"). "full"
+    compares every model also at its true width and lengths, on a CPU too (minutes), and options on the run's devices;
+    both are kept."""
     allow_untested: tuple[str, ...] = ()
     """Names of what may go untested: config fields of such a model that no part of its proof exercised, and hardware
     that was not at hand ("npu", "nodes")."""

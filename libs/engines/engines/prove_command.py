@@ -1,4 +1,5 @@
-"""`python -m engines prove MODEL [--engine.NAME VALUE ...] [--ranks N]`: print a certificate."""
+"""`python -m engines prove MODEL [--prove full] [--engine.NAME VALUE ...] [--ranks N]`: print a certificate;
+`python -m engines prove --all [TYPE ...]`: write the tables of all types."""
 
 import argparse
 import difflib
@@ -6,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -13,32 +15,60 @@ from engines.capability import refuse_unsupported
 from engines.config import EngineConfig
 from engines.loading import read_config
 from engines.lora_config import LoraConfig
+from engines.proofs.device import device_certificate
+from engines.proofs.every_type import all_types
+from engines.proofs.every_type import main as write_tables
 from engines.prove.admission import make_certificate
+from engines.prove.certificate import Certificate
 from engines.prove.options_admission import make_options_certificate
 from engines.weights.hub import model_directory
 
 PREFIX = "--engine."
 
 
-def main(
-    parser: argparse.ArgumentParser, model: str | None, options: Sequence[str] = (), ranks: int | None = None
-) -> int:
-    """Print the certificate of a model's config, or of options over `ranks` ranks, as JSON; return 1 where it fails."""
-    if model is None:
-        parser.error("prove takes a model directory")
+def main(parser: argparse.ArgumentParser, arguments: argparse.Namespace, options: Sequence[str] = ()) -> int:
+    """Print a certificate as JSON and return 1 where it fails; or prove all types and write their tables.
+
+    The certificate is of a model's config in small, with `--prove full` at true width on this machine's device, with
+    options or `--ranks` of these options on ranks.
+    """
+    if arguments.all is not None:
+        return _all_types(parser, arguments, options)
+    if arguments.model is None:
+        parser.error("prove takes a model directory, or --all")
     try:
-        config = parse_engine_options(options)
-        described = read_config(model_directory(str(Path(model))))
-        if options or ranks is not None:
-            refuse_unsupported(config)
-            certificate = make_options_certificate(config, described, 1 if ranks is None else ranks)
-        else:
-            certificate = make_certificate(described, "always")
+        certificate = _certificate(arguments, options)
     except ValueError as error:
         parser.error(str(error))
     print(json.dumps(certificate.as_json(), indent=1))
     print(certificate, file=sys.stderr)
     return int(not certificate.holds)
+
+
+def _certificate(arguments: argparse.Namespace, options: Sequence[str]) -> Certificate:
+    config, ranks = parse_engine_options(options), arguments.ranks
+    described = read_config(model_directory(str(Path(arguments.model))))
+    if options or ranks is not None:
+        refuse_unsupported(config)
+    if arguments.prove == "full":
+        if ranks is not None:
+            raise ValueError("--prove full is a pass of one process at true width: leave --ranks out")
+        return device_certificate(config, described)
+    if options or ranks is not None:
+        return make_options_certificate(config, described, 1 if ranks is None else ranks)
+    return make_certificate(described, "always")
+
+
+def _all_types(parser: argparse.ArgumentParser, arguments: argparse.Namespace, options: Sequence[str]) -> int:
+    docs = Path(arguments.docs)
+    if arguments.model or options or arguments.ranks is not None or arguments.prove != "small":
+        parser.error("--all proves types with their default configs in small: it takes names of types and --docs alone")
+    if unknown := sorted({*arguments.all} - {*all_types()}):
+        parser.error(f"transformers has no type {', '.join(unknown)} among its causal and image-text models")
+    if not (docs / "certificates.md").is_file():
+        parser.error(f"{docs} is not the folder of docs/certificates.md: name it by --docs")
+    write_tables(docs, datetime.now(UTC).date().isoformat(), arguments.all)
+    return 0
 
 
 def parse_engine_options(words: Sequence[str]) -> EngineConfig:
@@ -54,6 +84,8 @@ def parse_engine_options(words: Sequence[str]) -> EngineConfig:
             raise ValueError(f"prove takes {PREFIX}NAME VALUE, got {word!r}")
         else:
             values.append(word)
+    if "prove" in given:
+        raise ValueError("prove makes certificates anew: leave --engine.prove out (--prove full is of true width)")
     lora = {name.removeprefix("lora."): value for name, value in given.items() if name.startswith("lora.")}
     own = {name: value for name, value in given.items() if not name.startswith("lora.")}
     config = EngineConfig(**_values(EngineConfig, own), lora=LoraConfig(**_values(LoraConfig, lora, f"{PREFIX}lora.")))

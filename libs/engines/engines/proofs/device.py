@@ -8,31 +8,29 @@
 5. The first two sequences as one must exceed what is allowed: else the comparison would not see a leak.
 """
 
-import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from engines.build import build_engine
 from engines.config import EngineConfig
-from engines.families.registry import admitted, digest, registered_family
+from engines.families.registry import admitted, checked_part, digest, registered_family
 from engines.families.torch_operations import choose_torch_operations
+from engines.launch import RankError, RankRefusedError
 from engines.loading import cast_parameters, compute_dtype, resolve_device
-from engines.private_api import attention_function
+from engines.proofs.true_width import exact_products, few_layers, true_width
 from engines.prove.certificate import Certificate, cached_at, place, versions
 from engines.prove.comparison import Result, largest, sequences, stock
 from engines.prove.engine_result import engine_log_probs, engine_result, settings_of_proof
-from engines.prove.forked_ranks import launch_forked
+from engines.prove.forked_ranks import last_line, launch_forked
 from engines.prove.generic_family import generic_family
-from engines.prove.lengths import proof_lengths
-from engines.prove.random_weights import randomize
-from engines.prove.small_config import fit_experts, layer_kinds, thresholds
+from engines.prove.options_admission import engine_code
 
 RATIO = 1.5
 """How many times the error of stock transformers, as a root mean square, the engine's may be."""
@@ -41,16 +39,10 @@ WORST = 3.0
 FLOOR = 1e-4
 """Errors that count as none: float32's own, of which stock transformers has none here (on a CPU gradients of delta nets
 differ by 2e-5)."""
-MOST_LOGITS = 2**30
-"""Logits of one sequence that are in memory at once: longer ones are left out."""
-MOST_SCORES = 2**30
-"""Scores of all heads of one sequence."""
 MARGIN = 10.0
 """How many times stock's error a leak must be: in bfloat16, log-probs of unrelated tokens differ by no more."""
 OPTIONS = ("backend", "batching", "compile", "dtype", "gradient_checkpointing", "weights", "transformer_options")
 """Fields that choose kernels."""
-MOST_VALUES = 2**31
-"""Values of the weights: with gradients, moments and copies each takes about 24 bytes."""
 SINGLE = {
     **dict.fromkeys(("tensor_parallel", "pipeline_parallel", "virtual_pipeline_parallel", "expert_parallel"), 1),
     **dict.fromkeys(("shard_ranks", "first_stage_layers", "last_stage_layers"), None),
@@ -79,69 +71,41 @@ class Errors:
 def prove_device(config: EngineConfig, model: Any, longest: int = 0) -> Certificate:
     """Prove a transformers config on the device of this process, as `config` asks for it, on one rank.
 
-    `longest`: the longest row of the run; sequences as long are compared where their logits fit memory.
+    `longest`: the longest row of the run; sequences as long are compared where their logits fit memory. The
+    certificate's `not_exercised` are thresholds that no sequence exceeds for want of memory.
+
+    Raises:
+        ValueError: stock transformers could not build it, or memory is too small.
     """
-    start, (text, _) = time.perf_counter(), layer_kinds(model)
-    experts = fit_experts(text, MOST_VALUES)
+    start, part = time.perf_counter(), checked_part(model)
     settings = settings_of_proof(config, **SINGLE)
     device = resolve_device(settings)
     dtype = compute_dtype(settings, device)
-    family = registered_family(text) or generic_family(text)
-    with admitted(text, family), exact_products():
-        module = true_width(text, device, dtype)
-        most = longest_that_fits(module)
-        lengths = tuple(length for length in proof_lengths(thresholds(text), max(longest, 700)) if length <= most)
-        rows = [row.to(device) for row in sequences(lengths, text.vocab_size)]
+    few = few_layers(part, device, longest)
+    lengths, family = few.lengths, registered_family(few.config) or generic_family(few.config)
+    with admitted(few.config, family), exact_products():
+        module = true_width(few.config, device, dtype)
+        rows = [row.to(device) for row in sequences(lengths, few.config.get_text_config().vocab_size)]
         plain = _on_host(_plain(module, rows))
         own = _on_host(stock(cast_parameters(module, dtype), rows))
+        allowed, farthest = errors(own, plain, lengths, device), largest(own.log_probs - plain.log_probs)
+        del own
+        family.reduce(module)
         settings = replace(settings, max_tokens_per_rank=max(settings.max_tokens_per_rank or 0, sum(lengths)))
         engine = build_engine(settings, cast_parameters(module, torch.float32))
         leak = _leak(engine, rows, plain)
         got = engine_result(engine, rows)
-    allowed, found = (errors(one, plain, lengths, device) for one in (own, got))
+    found = errors(got, plain, lengths, device)
     problems = [*_problems(found, allowed)]
-    if leak < MARGIN * allowed.whole:
-        problems.append(f"a leak moves log-probs by {leak:.1e}, less than {MARGIN} times the error {allowed.whole:.1e}")
+    if leak < MARGIN * (bound := allowed.whole + FLOOR):
+        problems.append(f"a leak moves log-probs by {leak:.1e}, less than {MARGIN} times the error {bound:.1e}")
     options = {name: value for name, value in asdict(settings).items() if name in OPTIONS}
     return Certificate(
-        text.model_type, digest(model.get_text_config()), "true", lengths,
+        part.model_type, digest(part), "true", lengths,
         largest(got.log_probs - plain.log_probs), max(found.gradients.values(), default=0.0), None,
-        {"leak in all layers": leak}, (), tuple(problems), time.perf_counter() - start, versions(), "device",
-        options | experts, largest(own.log_probs - plain.log_probs), place(device),
+        {"leak in all layers": leak}, few.not_crossed, tuple(problems), time.perf_counter() - start, versions(),
+        "device", {**options, **few.experts}, farthest, place(device),
     )  # fmt: skip
-
-
-def longest_that_fits(model: Any) -> int:
-    """Return the longest sequence whose logits fit memory, and whose scores do where stock attention makes them all."""
-    text = model.config.get_text_config()
-    most: int = MOST_LOGITS // text.vocab_size
-    if attention_function(model.config) == "eager":
-        most = min(most, math.isqrt(MOST_SCORES // text.num_attention_heads))
-    return most
-
-
-@contextmanager
-def exact_products() -> Iterator[None]:
-    """Keep float32 products exact while this is open: no TF32."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
-
-
-def true_width(text: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Return a float32 model on the device whose values `dtype` can hold; matrices keep the size of what they get."""
-    generator = torch.Generator(device).manual_seed(0)
-    with torch.random.fork_rng(devices=[]), torch.device(device):
-        torch.manual_seed(0)
-        model: Any = AutoModelForCausalLM.from_config(text).to(torch.float32).eval()
-    randomize(model, generator)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.to(dtype))
-    return model
 
 
 def _plain(model: Any, rows: Sequence[Tensor]) -> Result:
@@ -195,20 +159,34 @@ def _on_host(result: Result) -> Result:
 
 
 def device_certificate(config: EngineConfig, model: Any, longest: int = 0) -> Certificate:
-    """Return the certificate of a config on the accelerator that an engine of it would run on: from the cache unless
+    """Return the certificate of a config on the device that an engine of it would run on: from the cache unless
     `config.prove` is "always", else made in a process of its own, which gives the device's memory back.
 
     Raises:
         ValueError: no proof could be made there.
     """
-    certificate: Certificate = launch_forked(_certificate_here, (config, model, longest), 1, config.device)
+    try:
+        certificate: Certificate = launch_forked(_certificate_here, (config, model, longest), 1, config.device)
+    except RankRefusedError:
+        raise
+    except RankError as error:  # memory ran out, a kernel failed
+        raise ValueError(
+            f"{model.model_type} could not be proven at true width on {config.device}: {last_line(str(error))}"
+        ) from error
     return certificate
+
+
+def device_path(config: EngineConfig, model: Any, device: torch.device, longest: int = 0) -> Path:
+    """Return where the certificate is kept of a config on this device."""
+    options = {name: value for name, value in asdict(config).items() if name in OPTIONS}
+    return cached_at(model, "device", {**options, **place(device), "longest": longest, "code": engine_code()})
 
 
 def _certificate_here(config: EngineConfig, model: Any, longest: int) -> Certificate:
     device = resolve_device(config)
-    options = {name: value for name, value in asdict(config).items() if name in OPTIONS}
-    path = cached_at(model, "device", {**options, **place(device), "longest": longest})
+    if device.type == "cpu":
+        torch.set_num_threads(len(os.sched_getaffinity(0)))  # it is alone
+    path = device_path(config, model, device, longest)
     if config.prove != "always" and path.is_file():
         return Certificate.load(path)
     certificate = prove_device(config, model, longest)

@@ -7,13 +7,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engines.build import build_engine
 from engines.config import EngineConfig
+from engines.families.registry import digest
 from engines.launch import ensure_group
-from engines.proofs.device import prove_device
+from engines.proofs import true_width
+from engines.proofs.device import device_path, prove_device
+from engines.proofs.true_width import few_layers, fit_experts
 from engines.prove.certificate import Certificate
-from engines.prove.small_config import fit_experts, layer_kinds
+from engines.prove.small_config import layer_kinds
+from engines.prove.small_towers import shrink_whole
 from engines.tiny import tiny_config
 from seqpack.adapters.context import LocalOps
 
@@ -51,6 +56,56 @@ def test_float32_is_held_to_itself() -> None:
     certificate = of("dense", EngineConfig(device="cpu", dtype="float32"))
     assert certificate.holds, certificate.problems
     assert certificate.log_probs < 1e-3
+
+
+def test_a_certificate_is_void_where_the_code_of_an_engine_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, cpu = tiny_config("attention"), torch.device("cpu")
+    before = device_path(CONFIG, config, cpu)
+    assert before == device_path(CONFIG, config, cpu)
+    monkeypatch.setattr("engines.proofs.device.engine_code", lambda: "other")
+    assert device_path(CONFIG, config, cpu) != before
+
+
+def text_part(kind: str) -> Any:
+    """Return the config of a multi-modal type without a family, with a small tower and a narrow text part."""
+    whole = shrink_whole(AutoConfig.for_model(kind))
+    whole.get_text_config().num_hidden_layers = 3
+    return whole
+
+
+def test_the_text_part_of_a_multi_modal_type_is_proven() -> None:
+    config = text_part("llava_onevision")
+    certificate = prove_device(CONFIG, config)
+    assert certificate.holds, certificate.problems
+    assert certificate.model_type == "llava_onevision"
+    assert certificate.config == digest(config)
+
+
+def test_an_error_in_the_text_part_of_a_multi_modal_type_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalOps, "attention", scaled)
+    assert not prove_device(CONFIG, text_part("llava_onevision")).holds
+
+
+def test_a_leak_that_moves_nothing_fails_in_float32_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engines.proofs.device._leak", lambda *args: 0.0)
+    certificate = of("attention", EngineConfig(device="cpu", dtype="float32"))
+    assert [problem for problem in certificate.problems if problem.startswith("a leak moves log-probs by 0")]
+
+
+def test_a_threshold_that_memory_does_not_reach_is_told_and_a_model_that_does_not_fit_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config, cpu = AutoConfig.for_model("gemma3_text", sliding_window=512, hidden_size=64, num_hidden_layers=8), "cpu"
+    assert few_layers(config, torch.device(cpu)).not_crossed == ()
+    assert max(few_layers(config, torch.device(cpu)).lengths) == 1025
+    weights = 36 * sum(one.numel() for one in AutoModelForCausalLM.from_config(layer_kinds(config)[0]).parameters())
+    monkeypatch.setattr(true_width, "free_host_memory", lambda: weights + 16 * 400 * config.vocab_size)
+    few = few_layers(config, torch.device(cpu))
+    assert few.not_crossed == ("sliding_window",)
+    assert max(few.lengths) <= 400
+    monkeypatch.setattr(true_width, "free_host_memory", lambda: weights // 2)
+    with pytest.raises(ValueError, match="layers of gemma3_text at true width take about"):
+        few_layers(config, torch.device(cpu))
 
 
 def scaled(self: LocalOps, q: Any, k: Any, v: Any, context: Any, scale: float, window: Any, **more: Any) -> Tensor:

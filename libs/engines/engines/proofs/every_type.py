@@ -1,14 +1,14 @@
-"""Prove every type of transformers with its default config; `libs/engines/benchmarks/certificates.py` runs it.
+"""Prove every type of transformers with its default config: `python -m engines prove --all`.
 
 Each type is proven in a process of its own, forked from this one so that nothing is imported again, with a limit of
-time. The results are a JSON file, of which the tables in docs/certificates.md are drawn.
+time. The results are a JSON file, of which the tables in docs/certificates.md and in the library's README are drawn.
 """
 
 import json
 import multiprocessing
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from engines.families.registry import FAMILIES
 from engines.prove.proof import BUILD_ERRORS, prove
 
 LIMIT = 120.0
@@ -34,6 +35,8 @@ VERDICTS: Mapping[str, str] = {
     "not run": "not measured yet",
     "not built": "not proven: stock transformers does not run the default config in small, or on text alone",
 }
+COMMAND = "python -m engines prove --all"
+README = Path("libs") / "engines" / "README.md"
 _MARK = ("<!-- table: certificates -->", "<!-- end of table -->")
 
 
@@ -109,22 +112,23 @@ def measure(kinds: Sequence[str]) -> Iterator[TypeResult]:
 
 def main(docs: Path, date: str, kinds: Sequence[str] = ()) -> None:
     """Prove types (all of them unless some are named), print a line for each and the slowest; write the JSON and the
-    table under `docs`."""
-    path, page = docs / "benchmarks" / "certificates.json", docs / "certificates.md"
+    table under `docs`, and the table of the README beside it."""
+    path = docs / "benchmarks" / "certificates.json"
     results = {one.type: one for one in read(path)} if kinds else {}
     for one in measure(kinds or all_types()):
         print(f"{one.type}: {one.verdict} ({one.seconds:.1f} s) {one.reason}", flush=True)
         results[one.type] = one
     rows = [results[kind] for kind in sorted(results)]
     write(path, rows, date)
-    page.write_text(with_tables(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
+    for page, lines in tables(docs, rows).items():
+        page.write_text(with_table(page.read_text(encoding="utf-8"), lines), encoding="utf-8")
     slowest = sorted(rows, key=lambda one: -one.seconds)[:5]
     print("Slowest: " + ", ".join(f"{one.type} {one.seconds:.1f} s" for one in slowest))
 
 
 def write(path: Path, results: Sequence[TypeResult], date: str) -> None:
     """Write the results as JSON, with what they were made by."""
-    made = {"date": date, "device": "cpu", "command": "python libs/engines/benchmarks/certificates.py"}
+    made = {"date": date, "device": "cpu", "command": COMMAND}
     made |= {"torch": torch.__version__, "transformers": transformers.__version__}
     rows = [{**asdict(one), "seconds": round(one.seconds, 1)} for one in results]
     path.write_text(json.dumps({**made, "types": rows}, indent=1) + "\n", encoding="utf-8")
@@ -136,23 +140,44 @@ def read(path: Path) -> list[TypeResult]:
     return [TypeResult(**{**row, "not_exercised": tuple(row["not_exercised"])}) for row in values["types"]]
 
 
-def table(results: Sequence[TypeResult]) -> Iterator[str]:
-    """Yield the lines of a table: how many types have each verdict, and which."""
+def tables(docs: Path, results: Sequence[TypeResult]) -> dict[Path, list[str]]:
+    """Return the lines of the table of each page that has one: docs/certificates.md, and the library's README."""
+    return {docs / "certificates.md": [*table(results)], docs.parent / README: [*table(results, _short)]}
+
+
+def table(
+    results: Sequence[TypeResult], cell: Callable[[str, Sequence[TypeResult]], str] | None = None
+) -> Iterator[str]:
+    """Yield the lines of a table: how many types have each verdict, and which, as `cell` writes them."""
     yield "| verdict | causal | images and text | types |"
     yield "| --- | --- | --- | --- |"
     for verdict, text in VERDICTS.items():
         found = [one for one in results if one.verdict == verdict]
         texts = sum(not one.images for one in found)
-        yield f"| {text} | {texts} | {len(found) - texts} | {', '.join(_named(one) for one in found)} |"
+        if found or cell is None:
+            yield f"| {text} | {texts} | {len(found) - texts} | {(cell or _whole)(verdict, found)} |"
 
 
-def with_tables(page: str, results: Sequence[TypeResult]) -> str:
-    """Return a page with the table of these results between its marks."""
+def with_table(page: str, lines: Sequence[str]) -> str:
+    """Return a page with a table between its marks."""
     before, _, rest = page.partition(_MARK[0])
     _, _, after = rest.partition(_MARK[1])
     if not after:
         raise ValueError(f"the page has no {_MARK[0]} with {_MARK[1]} behind it")
-    return "\n".join((f"{before}{_MARK[0]}", "", *table(results), "", f"{_MARK[1]}{after}"))
+    return "\n".join((f"{before}{_MARK[0]}", "", *lines, "", f"{_MARK[1]}{after}"))
+
+
+def _whole(verdict: str, found: Sequence[TypeResult]) -> str:
+    del verdict
+    return ", ".join(_named(one) for one in found)
+
+
+def _short(verdict: str, found: Sequence[TypeResult]) -> str:
+    """Return names alone, registered families in bold; of types that are not trained where their reasons are."""
+    if not verdict.startswith("equal"):
+        return "[which, and why](../../docs/certificates.md#what-holds)"
+    known = {name for family in FAMILIES for name in (*family.model_types, *family.wrappers)}
+    return ", ".join(f"**`{one.type}`**" if one.type in known else f"`{one.type}`" for one in found)
 
 
 def _named(result: TypeResult) -> str:

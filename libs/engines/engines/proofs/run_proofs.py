@@ -14,8 +14,9 @@ from engines.prove.options_admission import options_certificate
 def certificates_of(config: EngineConfig, model: PretrainedConfig, world_size: int) -> tuple[Certificate, ...]:
     """Return the certificates of an engine over `world_size` ranks; ranks that ask later find them in the cache.
 
-    A type that no registered family describes is proven always, others where `config.prove` is "always": in small, and
-    on a CUDA device at true width. A proof that fails is returned with its problems.
+    A type that no registered family describes is proven always, others where `config.prove` is "always" or "full": in
+    small, and on a CUDA device at true width, with "full" on any device. A proof that fails is returned with its
+    problems.
 
     Raises:
         ValueError: no proof could be made, or kept.
@@ -23,13 +24,17 @@ def certificates_of(config: EngineConfig, model: PretrainedConfig, world_size: i
     if config.prove == "off":
         return ()
     found: list[Certificate] = []
-    wanted = config.prove == "always" or needs_proof(model)
+    wanted = config.prove in ("always", "full") or needs_proof(model)
     if wanted:
         refuse_compressed(model)
         found.append(make_certificate(checked_part(model), config.prove))
-    if all(certificate.holds for certificate in found):
+    if all(certificate.admits(config.batching) for certificate in found):
         found += filter(None, [options_certificate(config, model, world_size)])
-    if wanted and all(certificate.holds for certificate in found) and _on_cuda(config):
+    if (
+        wanted
+        and all(certificate.admits(config.batching) for certificate in found)
+        and (config.prove == "full" or _on_cuda(config))
+    ):
         found.append(device_certificate(config, checked_part(model)))
     return tuple(found)
 

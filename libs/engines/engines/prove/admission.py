@@ -3,6 +3,7 @@
 import fcntl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any, Literal
@@ -14,16 +15,19 @@ from engines.prove.generic_family import generic_family
 from engines.prove.proof import prove
 
 _COMPRESSED = ("quantization_config", "compression_config")
-Mode = Literal["off", "cached", "always"]
+Mode = Literal["off", "cached", "always", "full"]
 _MADE: set[Path] = set()
 """Certificates that this process has made."""
 
 
-def admitted_family(config: Any, mode: Mode = "cached", untested: tuple[str, ...] = ()) -> Family:
+def admitted_family(
+    config: Any, mode: Mode = "cached", untested: tuple[str, ...] = (), batching: str = "packed"
+) -> Family:
     """Return the family of a transformers config; one that is not registered is proven first.
 
     `mode`: "cached" takes the certificate of an earlier proof of this config and these versions, "always" proves anew,
-    "off" refuses what is not registered. `untested`: config fields that may be left unexercised by the proof.
+    "full" is "cached" in small, "off" refuses what is not registered. `untested`: config fields that may be left
+    unexercised by the proof.
 
     Raises:
         ValueError: the proof failed, or left fields unexercised; the text says what to change.
@@ -36,14 +40,15 @@ def admitted_family(config: Any, mode: Mode = "cached", untested: tuple[str, ...
     refuse_compressed(config)
     part = checked_part(config)
     certificate = make_certificate(part, mode)
-    if not certificate.holds:
-        raise ValueError(f"{certificate}{_padded_hint(certificate)}")
+    if not certificate.admits(batching):
+        raise ValueError(f"{certificate}{padded_hint(certificate)}")
     if missing := [name for name in certificate.not_exercised if name not in untested]:
         raise ValueError(
             f"{certificate}. But no length or layer of the proof exercised {', '.join(missing)}, which the modelling "
             f"code reads: accept that by name (allow_untested={','.join(missing)}; in the apps --allow-untested)"
         )
-    return admit(part, registered_family(part) or generic_family(part))
+    family = registered_family(part) or generic_family(part)
+    return admit(part, family if certificate.holds else replace(family, packs=False))
 
 
 def refuse_compressed(config: Any) -> None:
@@ -104,7 +109,6 @@ def _alone(path: Path) -> Iterator[None]:
         yield
 
 
-def _padded_hint(certificate: Certificate) -> str:
-    if certificate.padded is not None and certificate.padded <= 1e-5:
-        return "; padded rows are equal (set batching='padded')"
-    return ""
+def padded_hint(certificate: Certificate) -> str:
+    """Return what to change where padded rows are equal and packed ones are not."""
+    return "; padded rows are equal (--engine.batching padded)" if certificate.admits("padded") else ""

@@ -30,3 +30,8 @@ def launch_forked(
     wanted = megatron or "megatron.core" in sys.modules
     context.set_forkserver_preload([*_PRELOAD, _MEGATRON] if wanted else _PRELOAD)
     return run_ranks(context, fn, args, world_size, device, 1, timeout_seconds, within_seconds)
+
+
+def last_line(text: str) -> str:
+    """Return the error of a rank's traceback."""
+    return next((line for line in reversed(text.splitlines()) if line.strip()), text)

@@ -27,7 +27,7 @@ from engines.parallel.configured_layout import layout_of
 from engines.parallel.layout import ParallelLayout
 from engines.prove.certificate import Certificate, place, versions
 from engines.prove.comparison import Difference, sequences
-from engines.prove.forked_ranks import launch_forked
+from engines.prove.forked_ranks import last_line, launch_forked
 from engines.prove.lengths import proof_lengths
 from engines.prove.options_comparison import Comparison, compare
 from engines.prove.plain_loop import Adam
@@ -157,7 +157,7 @@ def prove_options(
                 raise ValueError(
                     f"these options could not be proven ({error}): try `python -m engines prove` before the run"
                 ) from error
-            found.problems.append(_last_line(str(error)))
+            found.problems.append(last_line(str(error)))
     return Certificate(
         text.model_type, digest(text), "small", lengths, found.difference.log_probs, found.difference.gradients, None,
         found.leaks, (), tuple(found.problems), time.perf_counter() - start, versions(), "options",
@@ -201,8 +201,3 @@ def _deep_enough(small: Any, config: EngineConfig) -> Any:
             setattr(small, name, [value[layer % before] for layer in range(depth)])
     small.num_hidden_layers = depth
     return small
-
-
-def _last_line(text: str) -> str:
-    """Return the error of a rank's traceback."""
-    return next((line for line in reversed(text.splitlines()) if line.strip()), text)

@@ -13,7 +13,7 @@ from engines.prove.certificate import Certificate, cached_at, code, place
 from engines.prove.options import compared_options, prove_options, small_layout
 
 _PACKAGES = ("engines", "dyncp", "seqpack")
-"""Packages whose code a proof of options runs."""
+"""Packages whose code an engine's own step runs."""
 WAIT = 60.0
 """Seconds that the other ranks wait for the first one's proof."""
 
@@ -53,7 +53,12 @@ def make_options_certificate(
 def options_path(config: EngineConfig, model: Any, world_size: int) -> Path:
     """Return where the certificate of options is kept."""
     small = small_layout(config, world_size)
-    depends = {**compared_options(small.config), "ranks": small.ranks, "code": _code(), **place(small.config.device)}
+    depends = {
+        **compared_options(small.config),
+        "ranks": small.ranks,
+        "code": engine_code(),
+        **place(small.config.device),
+    }
     return cached_at(model, "options", depends)
 
 
@@ -83,6 +88,7 @@ def admit_on_ranks(config: EngineConfig, model: Any, trainable: bool = True) -> 
         raise ValueError(answer[0])
 
 
-def _code() -> str:
+def engine_code() -> str:
+    """Return a digest of the code that an engine's own step runs."""
     specs = [find_spec(name) for name in _PACKAGES]
     return code(*(Path(place) for spec in specs if spec for place in spec.submodule_search_locations or ()))

@@ -13,9 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM
-
 HIDDEN, HEADS, HEAD_DIM, VOCABULARY, LAYERS = 64, 4, 16, 64, 4
 LONGEST = 128
 """Positions of the small model."""
@@ -54,7 +51,7 @@ SIZES: Mapping[str, int] = {
 }
 _OWN_SIZES = {"head_dim": 2 * HEAD_DIM, "num_key_value_heads": 1}
 """Sizes of single layers (`per_layer_config`): others than those of the rest."""
-_CHOSEN = (
+CHOSEN = (
     "num_experts_per_tok",
     "top_k_experts",
     "num_experts_per_token",
@@ -146,30 +143,6 @@ def layer_kinds(config: Any) -> tuple[Any, list[int]]:
     return text, kept
 
 
-def fit_experts(text: Any, values: int) -> dict[str, int]:
-    """Reduce the experts of a text config in place, by halves, until its weights have at most so many values.
-
-    Return what was changed. Experts stay a multiple of the groups, and more than a token chooses.
-    """
-    changed: dict[str, int] = {}
-    names = [name for name in EXPERTS if isinstance(getattr(text, name, None), int)]
-    chosen = max((value for name in _CHOSEN if isinstance(value := getattr(text, name, None), int)), default=1)
-    while _values_of(text) > values:
-        halves = {name: getattr(text, name) // 2 for name in names}
-        if not halves or min(halves.values()) < 2 * max(chosen, getattr(text, "n_group", None) or 1):
-            break
-        for name, half in halves.items():
-            setattr(text, name, half)
-        changed |= halves
-    return changed
-
-
-def _values_of(text: Any) -> int:
-    """Return how many values the weights of a text config have."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(text).parameters())
-
-
 def _depth(before: Mapping[str, Any]) -> str | None:
     """Return the field that says how many layers there are: their number, or their kinds."""
     numbers = [name for name in _DEPTHS if isinstance(before.get(name), int)]
@@ -228,7 +201,7 @@ def _values(before: Mapping[str, Any], depth: str | None, kept: Sequence[int]) -
             yield name, min(value, SIZES[name])
         elif name == "num_key_value_heads":
             yield name, HEADS if value == heads else 1 if value == 1 else 2
-        elif name in _CHOSEN:
+        elif name in CHOSEN:
             yield name, min(value, 2)
         elif name == depth:
             yield name, len(kept)

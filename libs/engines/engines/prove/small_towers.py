@@ -23,11 +23,14 @@ _SIZES: Mapping[str, int] = {
 
 def shrink_whole(config: Any) -> Any:
     """Return a multi-modal config in small; its switches are kept, those of the other parts too."""
-    small, text = copy.deepcopy(config), shrink_config(config).config
-    if config.get_text_config() is config:
-        small = text
-    _shrink(small, small.get_text_config(), text)
-    return small
+    return with_text(config, shrink_config(config).config)
+
+
+def with_text(config: Any, text: Any) -> Any:
+    """Return a multi-modal config with another text config, and its other parts in small."""
+    whole = text if config.get_text_config() is config else copy.deepcopy(config)
+    _shrink(whole, whole.get_text_config(), text)
+    return whole
 
 
 def _shrink(config: Any, before: Any, text: Any) -> None:
