@@ -21,6 +21,7 @@ from apps.common.cli.plan_command import answer_without_running
 from apps.common.cli.recipes import beside_own_model
 from apps.common.cli.refusals import Refusals
 from apps.common.cli.untested import FLAG_TYPE
+from apps.common.data.model_files import at_hand
 from apps.common.data.tokenizer import quiet_libraries
 from apps.common.program import program
 from apps.common.run.config_file import write_config
@@ -32,7 +33,7 @@ from apps.common.shrink.command import check_nothing_dropped, parse_shrink_flag,
 from apps.common.shrink.fields import Difference, ProcessLimit, by_flag
 from apps.common.shrink.npu import fake_npu_for, with_fake_npu
 from apps.grpo.config import OWNED, GrpoConfig
-from apps.grpo.preflight import check_machine, prepare
+from apps.grpo.preflight import check_machine, check_made, prepare
 from apps.grpo.recipe import Recipe
 from apps.grpo.recipe_resets import without_idle_settings
 from apps.grpo.registry import recipes, registered, runnable, spec_of
@@ -113,8 +114,10 @@ def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
     refusals.of(lambda: check_machine(config))
     for name in config.tracker:
         refusals.of(functools.partial(check_tracker, name))
-    here = config.model is not None and config.model.is_dir()  # else it is to be made, or fetched
-    prepared = prepare(config, recipe, config.model, refusals) if here and config.model else None
+    directory, whole = refusals.of(functools.partial(at_hand, config.model)) or (None, False)
+    prepared = prepare(config, recipe, directory, refusals, whole) if directory else None
+    if config.model is None and refusals.lines:
+        check_made(config, recipe, refusals)
     refusals.tell()
     if under_torchrun():
         # rank 0 makes the model and the folder, the others wait for it
@@ -124,7 +127,8 @@ def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
         steps_done(run_dir, config.steps)
     with writing("the tiny model", run_dir):
         model = _model(config, recipe, run_dir)
-    prepared = prepared or prepare(config, recipe, model, refusals)
+    if prepared is None or not whole or model != directory:
+        prepared = prepare(config, recipe, model, refusals)
     refusals.tell()
     broadcast_result(None)  # every rank has passed its checks
     with writing("the configuration", run_dir):

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from apps.common.cli.certificates import CheckedModel, open_checked
 from apps.common.cli.flags import flag
 from apps.common.cli.refusals import Refusals
-from apps.common.data.model_files import longest_sequence
+from apps.common.data.model_files import longest_sequence, made_for_checks
 from apps.common.data.template_options import template_options
 from apps.common.data.tokenizer import load_tokenizer
 from apps.common.samplers import sampler_backend
@@ -55,9 +55,15 @@ def check_machine(config: GrpoConfig) -> None:
 
 
 def check_model(
-    config: GrpoConfig, directory: Path, model: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+    config: GrpoConfig,
+    directory: Path,
+    model: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    whole: bool = True,
 ) -> None:
     """Raise ValueError for a model that cannot hold an episode, or a tokenizer of another model.
+
+    `whole`: the directory has weights, which the sampler may refuse.
 
     Raises:
         SettingsError: with the files or flags to change, all of them.
@@ -75,7 +81,8 @@ def check_model(
             f"the tokenizer in {directory} has a token {largest}, its model a vocabulary of {vocab_size}: "
             "they don't belong together"
         )
-    refusals.of(partial(sampler_backend(config.cluster.rollout.engine).check_model, config, directory, model))
+    if whole:
+        refusals.of(partial(sampler_backend(config.cluster.rollout.engine).check_model, config, directory, model))
     outside = [token for token in config.sampling.stop_token_ids if not 0 <= token < vocab_size]
     if outside:
         name = flag("sampling.stop_token_ids")
@@ -91,23 +98,46 @@ class Prepared:
     tasks: Tasks | None
 
 
-def prepare(config: GrpoConfig, recipe: Recipe, directory: Path, refusals: Refusals) -> Prepared:
+def check_made(config: GrpoConfig, recipe: Recipe, refusals: Refusals) -> None:
+    """Add what refuses a run for the model that its recipe would make to what refuses it already."""
+    if make := recipe.make_model:
+        with made_for_checks(lambda directory: make(directory, config.seed), refusals.lines) as directory:
+            prepare(config, recipe, directory, refusals)
+
+
+def prepare(config: GrpoConfig, recipe: Recipe, directory: Path, refusals: Refusals, whole: bool = True) -> Prepared:
     """Open the model, and make and check the tasks; what refuses the run is added to `refusals`.
 
-    Environments of the user's, which may be slow, are opened only where nothing is refused.
+    `whole`: see `open_checked`.
     """
-    checked = open_checked(spec_of(config, recipe), directory, config.nproc_per_node, refusals)
+    checked = open_checked(spec_of(config, recipe), directory, config.nproc_per_node, refusals, whole)
     described = checked.model_config
-    tokenizer = None if described is None else refusals.of(partial(load_tokenizer, directory))
     if described is not None:
         refusals.lines += model_refusals(config.engine, described, checked.ranks, checked.opened)
-        if tokenizer is not None:
-            refusals.of(partial(check_model, config, directory, described, tokenizer))
+    return Prepared(checked, prepare_tasks(config, recipe, directory, described, refusals, whole)[1])
+
+
+def prepare_tasks(
+    config: GrpoConfig,
+    recipe: Recipe,
+    directory: Path,
+    model: PretrainedConfig | None,
+    refusals: Refusals,
+    whole: bool = True,
+) -> tuple[PreTrainedTokenizerBase | None, Tasks | None]:
+    """Read the tokenizer, and make and check the tasks; what refuses a run is added to `refusals`, and is None.
+
+    Environments of the user's, which may be slow, are opened only where nothing is refused, and the model is `whole`.
+    """
+    tokenizer = None if model is None else refusals.of(partial(load_tokenizer, directory))
+    if model is None or tokenizer is None:
+        return None, None
+    refusals.of(partial(check_model, config, directory, model, tokenizer, whole))
     make = recipe.make_tasks
-    tasks = None if make is None or tokenizer is None else refusals.of(lambda: make(config, tokenizer))
-    if tasks is not None and tokenizer is not None and not (config.plugins.environment and refusals.lines):
+    tasks = None if make is None else refusals.of(lambda: make(config, tokenizer))
+    if tasks is not None and not (config.plugins.environment and (refusals.lines or not whole)):
         refusals.of(partial(check_prompts, config, tasks, tokenizer, directory))
-    return Prepared(checked, tasks)
+    return tokenizer, tasks
 
 
 def check_prompts(

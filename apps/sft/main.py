@@ -22,6 +22,7 @@ from apps.common.cli.recipes import beside_own_model
 from apps.common.cli.refusals import Refusals
 from apps.common.cli.untested import FLAG_TYPE
 from apps.common.data.images import image_processor_of
+from apps.common.data.model_files import at_hand
 from apps.common.data.tokenizer import quiet_libraries
 from apps.common.program import program
 from apps.common.run.config_file import write_config
@@ -35,7 +36,7 @@ from apps.common.shrink.npu import fake_npu_for, with_fake_npu
 from apps.quickstart.model import ensure_tiny_model
 from apps.sft.config import OWNED, SftConfig
 from apps.sft.data import Conversations, load_conversations, write_demonstrations
-from apps.sft.preflight import check_model, prepare
+from apps.sft.preflight import check_made, check_model, prepare
 from apps.sft.reading.samples import stop_tokens_of
 from apps.sft.reading.sources import Source
 from apps.sft.reading.tokenized import silent
@@ -97,8 +98,10 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
     refusals.of(lambda: resolve_device(config.engine))
     for name in config.tracker:
         refusals.of(partial(check_tracker, name))
-    here = config.model is not None and config.model.is_dir()  # else it is to be made, or fetched
-    prepared = prepare(config, recipe, config.model, refusals) if here and config.model else None
+    directory, whole = refusals.of(partial(at_hand, config.model)) or (None, False)
+    prepared = prepare(config, recipe, directory, refusals, whole) if directory else None
+    if config.model is None and refusals.lines:
+        check_made(config, recipe, refusals)
     refusals.tell()
     if under_torchrun():
         # rank 0 makes the model and the folder, the others wait for it
@@ -108,7 +111,8 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
         steps_done(run_dir, config.steps)
     with writing("the tiny model or the demonstrations", run_dir):
         model, sources = _model(config, run_dir), _sources(config, run_dir)
-    prepared = prepared or prepare(config, recipe, model, refusals)
+    if prepared is None or not whole or model != directory:
+        prepared = prepare(config, recipe, model, refusals)
     refusals.tell()
     opened, tokenizer = prepared.checked.opened, prepared.tokenizer
     assert opened is not None

@@ -8,8 +8,9 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from apps.common.cli.certificates import CheckedModel, open_checked
 from apps.common.cli.refusals import Refusals
-from apps.common.data.model_files import longest_sequence
+from apps.common.data.model_files import longest_sequence, made_for_checks
 from apps.common.data.tokenizer import load_tokenizer
+from apps.quickstart.model import ensure_tiny_model
 from apps.sft.config import SftConfig
 from apps.sft.data import Conversations
 from apps.sft.recipe import Recipe
@@ -50,9 +51,20 @@ class Prepared:
     tokenizer: PreTrainedTokenizerBase | None
 
 
-def prepare(config: SftConfig, recipe: Recipe | None, directory: Path, refusals: Refusals) -> Prepared:
-    """Open the model and its tokenizer; what refuses the run is added to `refusals`, and None stands in its place."""
-    checked = open_checked(spec_of(config, recipe), directory, config.nproc_per_node, refusals)
+def check_made(config: SftConfig, recipe: Recipe | None, refusals: Refusals) -> None:
+    """Add what refuses a run for the model that it would make to what refuses it already."""
+    with made_for_checks(lambda directory: ensure_tiny_model(directory, config.seed), refusals.lines) as directory:
+        prepare(config, recipe, directory, refusals)
+
+
+def prepare(
+    config: SftConfig, recipe: Recipe | None, directory: Path, refusals: Refusals, whole: bool = True
+) -> Prepared:
+    """Open the model and its tokenizer; what refuses the run is added to `refusals`, and None stands in its place.
+
+    `whole`: see `open_checked`.
+    """
+    checked = open_checked(spec_of(config, recipe), directory, config.nproc_per_node, refusals, whole)
     described = checked.model_config
     tokenizer = None if described is None else refusals.of(partial(load_tokenizer, directory, chat=False))
     if described is not None:

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from apps.common.cli.refusals import Refusals
 from apps.common.cli.untested import unknown_names, untested_parts, unused_names
-from apps.common.data.model_files import config_of_model, open_model_directory
+from apps.common.data.model_files import config_of_model, open_description, open_model_directory
 from apps.common.run.ranks import ranks_of_node
 from engines import EngineConfig
 from engines.loading import LoadedModel
@@ -51,12 +51,18 @@ class CheckedModel:
     """What runs untested, accepted by name, each with the reason."""
 
 
-def open_checked(spec: RunSpec, directory: Path, nproc_per_node: int, refusals: Refusals) -> CheckedModel:
-    """Prove what a run is to stand on, and open its model; what refuses the run is added to `refusals`."""
+def open_checked(
+    spec: RunSpec, directory: Path, nproc_per_node: int, refusals: Refusals, whole: bool = True
+) -> CheckedModel:
+    """Prove what a run is to stand on, and open its model; what refuses the run is added to `refusals`.
+
+    `whole`: the directory has weights; else a model without values is made of its config.
+    """
     model_config, nodes = config_of_model(directory, None), spec.cluster.pools.nodes
     ranks = ranks_of_node(nproc_per_node, nodes) * nodes
     proofs = () if model_config is None else refusals.of(partial(prove_run, spec.engine, model_config, ranks))
-    opened = None if proofs is None else refusals.of(partial(open_model_directory, directory, spec.engine))
+    opener = open_model_directory if whole else open_description
+    opened = None if proofs is None else refusals.of(partial(opener, directory, spec.engine))
     certificates = proofs or ()
     if opened is not None:
         refusals.lines += failures(certificates)  # else opening has told it

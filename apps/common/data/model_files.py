@@ -1,15 +1,20 @@
 """Opening of a model directory before anything is built; errors name the file that is missing, cut short or broken."""
 
 import json
-from contextlib import suppress
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PretrainedConfig
 
 from engines import EngineConfig
 from engines.loading import LoadedModel, open_model, read_config
+from engines.weights.hub import description_directory
+from engines.weights.model_directory import has_weights
 from runplan.model.model_shape import ModelShape
 from runplan.model.own_model import own_model
 
@@ -23,6 +28,19 @@ def open_model_directory(directory: Path, config: EngineConfig) -> LoadedModel:
         ValueError: no such directory, a family that is not supported, a file or tensor that is missing, cut short or
             not known; the text names the directory.
     """
+    _check_json(directory)
+    with _named(directory):
+        return open_model(replace(config, model=str(directory)))
+
+
+def open_description(directory: Path, config: EngineConfig) -> LoadedModel:
+    """Open a directory without weights: a model of its config, on the meta device. ValueError as for one with them."""
+    _check_json(directory)
+    with _named(directory), torch.device("meta"):
+        return open_model(replace(config, model=None), read_config(directory))
+
+
+def _check_json(directory: Path) -> None:
     if not directory.is_dir():
         raise ValueError(f"no model directory {directory}; --model takes a local Hugging Face directory")
     for path in sorted(directory.glob("*.json")):
@@ -32,8 +50,12 @@ def open_model_directory(directory: Path, config: EngineConfig) -> LoadedModel:
             raise ValueError(f"{path} is not JSON: {error}") from error
         if path.name == "config.json" and not isinstance(content, dict):
             raise ValueError(f"{path}: expected an object, got {type(content).__name__}")
+
+
+@contextmanager
+def _named(directory: Path) -> Iterator[None]:
     try:
-        return open_model(replace(config, model=str(directory)))
+        yield
     except (ValueError, AttributeError, StrictDataclassError) as error:
         raise ValueError(f"{directory} can't be used: {error}") from error
 
@@ -45,6 +67,30 @@ def config_of_model(directory: Path, opened: LoadedModel | None) -> PretrainedCo
     with suppress(ValueError):
         return read_config(directory)
     return None
+
+
+def at_hand(model: Path | None) -> tuple[Path | None, bool]:
+    """Return the directory of a model, and whether its weights are there; None for a model that is to be made.
+
+    Of a model of the hub config and tokenizer are fetched, so that what they refuse is told before its weights are.
+
+    Raises:
+        ValueError: there is neither a directory nor a snapshot; the text says why.
+    """
+    if model is None or model.is_dir():
+        return model, True
+    directory = description_directory(model)
+    return directory, has_weights(directory)
+
+
+@contextmanager
+def made_for_checks(make: Callable[[Path], object], lines: list[str]) -> Iterator[Path]:
+    """Make a recipe's model for a moment: what refuses the run for it is told with the rest, in `lines`."""
+    with tempfile.TemporaryDirectory(prefix="model_") as folder:
+        directory = Path(folder) / "model"
+        make(directory)
+        yield directory
+    lines[:] = [line.replace(str(directory), "the recipe's model") for line in lines]
 
 
 def sizes_of(model: Path | None, engine: EngineConfig) -> tuple[ModelShape | None, str | None]:

@@ -1,10 +1,12 @@
 """All that refuses a run is told by the process that reads the command line, before a rank starts."""
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import huggingface_hub.constants
 import pytest
 
 from apps.common.cli import command_line as cli
@@ -101,14 +103,50 @@ def test_two_or_three_refusals_are_told_together_and_nothing_is_started(
     assert not run_dir.exists()
 
 
-def test_without_a_model_at_hand_what_needs_none_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_without_a_model_at_hand_all_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     flags = "--nproc-per-node 2 --engine.expert-parallel 2 --engine.master-dtype bfloat16 --engine.prove off "
     flags += "--rollout.tp 2 --run-dir"
     lines = refused("grpo", [*flags.split(), str(tmp_path / "run")], capsys)
-    assert len(lines) == 3
+    assert len(lines) == 4
+    assert NO_EXPERTS in lines[3]
     assert BESIDE_EXPERTS in lines[0]
     assert "--rollout.tp 2 is not supported" in lines[1]
     assert lines[2].endswith("recipe 'quickstart' can't be run with these settings; --plan says all")
+
+
+def test_refusals_of_a_model_that_is_to_be_made_are_told_with_the_rest(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    flags = "--nproc-per-node 2 --engine.expert-parallel 2 --engine.master-dtype bfloat16 --engine.prove off "
+    flags += f"--engine.device cpu --run-dir {tmp_path / 'run'}"
+    for app, own in (("grpo", "--max-episode-tokens 9999999"), ("sft", "--max-tokens 64")):
+        lines = refused(app, [*flags.split(), *own.split()], capsys)
+        assert [line for line in lines if BESIDE_EXPERTS in line]
+        assert [line for line in lines if NO_EXPERTS in line], lines
+        assert app == "sft" or "is over the 2048 positions of the recipe's model" in "\n".join(lines)
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("fetched", [False, True])
+def test_refusals_of_a_model_of_the_hub_are_told_with_the_rest_before_its_weights_are_fetched(
+    fetched: bool, given: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, commit = tmp_path / "models--some-lab--tiny-1.5", "a" * 40
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit)
+    here = folder / "snapshots" / commit
+    shutil.copytree(given[1], here)
+    if not fetched:
+        (here / "model.safetensors").unlink()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    argv = ["--model", "some-lab/tiny-1.5", *given[2:], *CASES[0][1].split(), "--run-dir", str(tmp_path / "run")]
+    lines = refused("grpo", argv, capsys)
+    for text in CASES[0][2]:
+        assert [line for line in lines if text in line], (text, lines)
+    assert not [line for line in lines if "safetensors" in line]
+    assert not (tmp_path / "run").exists()
+    assert "no snapshot of it" in "\n".join(refused("grpo", ["--model", "some-lab/other", *argv[2:]], capsys))
 
 
 def test_the_plan_has_what_the_run_refuses(capsys: pytest.CaptureFixture[str]) -> None:

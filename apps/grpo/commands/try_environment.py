@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
@@ -20,17 +21,19 @@ from rich.console import Console
 from rich.text import Text
 
 from apps.common.cli import command_line as cli
-from apps.common.data.model_files import open_model_directory
-from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
+from apps.common.cli.refusals import Refusals
+from apps.common.data.model_files import config_of_model, open_model_directory
+from apps.common.data.tokenizer import quiet_libraries
 from apps.common.run.ranks import init_rank
 from apps.common.samplers import sampler_backend
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import configure
-from apps.grpo.preflight import check_machine, check_model, check_prompts
+from apps.grpo.preflight import check_machine, prepare_tasks
 from apps.grpo.recipe import Recipe
-from apps.grpo.registry import runnable
+from apps.grpo.registry import registered, runnable
 from apps.grpo.sampling.chat import chat_of
 from apps.grpo.sampling.source import rollout_settings
+from engines.weights.hub import model_directory
 from rollout import Episode, RolloutEngine, TaskRow
 from schedules.reporting.episode_metrics import TRUNCATED
 from schedules.reporting.episode_samples import expected_answer
@@ -56,22 +59,24 @@ def try_episodes(
         ValueError: the settings, the model or the tasks can't be used, as in a run.
     """
     quiet_libraries()
+    refusals, recipe = Refusals(), recipe or registered(config.recipe)
     if engine is None and not config.cluster.sampler.in_process:
-        raise ValueError(
+        refusals.lines.append(
             f"--rollout.engine {config.cluster.rollout.engine} is for runs: episodes are tried with the "
             "model's own module; leave it out"
         )
-    recipe = runnable(config, recipe)
-    check_machine(config)
+    refusals.of(partial(runnable, config, recipe))
+    refusals.of(partial(check_machine, config))
     init_rank(config.threads, config.seed)
     console = console or Console(highlight=False)
     with tempfile.TemporaryDirectory(prefix="try_") as folder:
-        model = config.model or _made(recipe, Path(folder) / "model", config.seed)
-        opened, tokenizer = open_model_directory(model, config.engine), load_tokenizer(model)
-        check_model(config, model, opened.config, tokenizer)
-        assert recipe.make_tasks is not None
-        tasks = recipe.make_tasks(config, tokenizer)
-        check_prompts(config, tasks, tokenizer, model)
+        tokenizer, tasks = None, None
+        if model := refusals.of(partial(_model, config, recipe, Path(folder) / "model")):
+            opened = refusals.of(partial(open_model_directory, model, config.engine))
+            described = config_of_model(model, opened)
+            tokenizer, tasks = prepare_tasks(config, recipe, model, described, refusals)
+        refusals.tell()
+        assert model and tokenizer and tasks  # noqa: PT018
         sampler = engine or sampler_backend(config.cluster.rollout.engine).build(config, model, 0)
         with Runner() as runner:
             session = RolloutSession(
@@ -134,9 +139,11 @@ def _picture(code: int) -> str:
     return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
 
 
-def _made(recipe: Recipe, directory: Path, seed: int) -> Path:
-    assert recipe.make_model is not None  # `runnable` refuses a recipe without
-    return recipe.make_model(directory, seed)
+def _model(config: GrpoConfig, recipe: Recipe, directory: Path) -> Path | None:
+    """Return the model's directory; a recipe without a model, which `runnable` refuses, has none."""
+    if config.model is not None:
+        return model_directory(config.model)
+    return None if recipe.make_model is None else recipe.make_model(directory, config.seed)
 
 
 def _own_flags(argv: Sequence[str]) -> tuple[list[str], int, bool]:

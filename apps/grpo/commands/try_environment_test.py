@@ -58,6 +58,16 @@ def test_a_model_that_sees_images_is_tried() -> None:
     assert "1 episodes, 0 failed" in text
 
 
+def test_all_that_refuses_an_attempt_is_told_at_once(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model", 0)
+    argv = ["--model", str(model), "--data", "nowhere.jsonl", "--max-episode-tokens", "9999"]
+    argv += ["--sampling.stop-token-ids", "999999", "--engine.vision", "frozen"]
+    texts = ["--max-episode-tokens 9999 is over the 2048", "999999 is no token", "nowhere.jsonl", "leave vision at"]
+    with pytest.raises(ValueError, match="9999") as refused:
+        try_episodes(configure([*SMALL, *argv]), 1)
+    assert not [text for text in texts if text not in str(refused.value)], str(refused.value)
+
+
 def test_tokens_are_coloured_by_what_is_trained() -> None:
     _, text = shown(["--environment", f"{EXAMPLES}:Digits"], terminal=True)
     dim, trained = "\x1b[2m", "\x1b[1;32m"

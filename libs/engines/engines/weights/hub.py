@@ -10,7 +10,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
-_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+_DESCRIPTION = ["*.json", "*.jinja", "*.txt", "*.model"]
+_FILES = ["*.safetensors", *_DESCRIPTION]
 _OLDER = "pytorch_model*.bin"
 """Weights of a repository that has no safetensors."""
 
@@ -35,21 +36,34 @@ def model_directory(model: str | Path) -> Path:
     return first if first.is_dir() else _result(_fetched(str(model)))
 
 
-def _fetched(name: str) -> Path | str:
+def description_directory(model: str | Path) -> Path:
+    """Return a directory with config and tokenizer of a model: a local one, or a snapshot of the hub without weights.
+
+    It has those that an earlier call of `model_directory` fetched. ValueError: see `model_directory`.
+    """
+    path = Path(model)
+    if path.exists() or not _NAME.fullmatch(str(model)):
+        return path
+    return _result(_fetched(str(model), weights=False))
+
+
+def _fetched(name: str, weights: bool = True) -> Path | str:
     """Return the snapshot, or the reason why there is none."""
     repository, _, revision = name.partition("@")
     wanted: Any = {"revision": revision or None}
     try:
-        return _snapshot(repository, **wanted)
+        return _snapshot(repository, weights, **wanted)
     except (OSError, HFValidationError, *_transport_errors()) as error:
         text = str(error).strip() or type(error).__name__
     try:  # before 2.0 a commit that is named is asked for, though its snapshot is there
-        return _snapshot(repository, **wanted, local_files_only=True)
+        return _snapshot(repository, weights, **wanted, local_files_only=True)
     except (OSError, HFValidationError):
         return f"{name} is no local directory, and huggingface_hub has no snapshot of it: {text.splitlines()[0]}"
 
 
-def _snapshot(repository: str, **options: Any) -> Path:
+def _snapshot(repository: str, weights: bool, **options: Any) -> Path:
+    if not weights:
+        return Path(snapshot_download(repository, **options, allow_patterns=_DESCRIPTION))
     found = Path(snapshot_download(repository, **options, allow_patterns=_FILES))
     if any(found.rglob("*.safetensors")):
         return found

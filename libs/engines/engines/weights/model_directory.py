@@ -103,6 +103,14 @@ class ModelDirectory:
         return sorted(f for f in self.path.iterdir() if f.is_file() and not f.name.endswith(_WEIGHTS))
 
 
+def has_weights(path: Path) -> bool:
+    """Return whether the weight files of a directory are there, all of those that an index names."""
+    try:
+        return all(file.is_file() for file in _files(path))
+    except ValueError:
+        return False
+
+
 def refuse_adapter(path: Path) -> None:
     """Raise ValueError where a directory holds an adapter of peft's: which base to give, in its own words."""
     file = path / "adapter_config.json"

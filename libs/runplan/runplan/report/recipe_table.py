@@ -5,12 +5,13 @@ from collections.abc import Iterable
 from runplan.report.plan import Plan, make_plan
 from runplan.run_spec import RunSpec
 
-HEAD = ("recipe", "model", "engine", "devices", "state", "with --shrink")
+HEAD = ("recipe", "model", "engine", "devices", "deviations from its script", "state", "with --shrink")
 
 
 def recipe_table(specs: Iterable[tuple[RunSpec, RunSpec]]) -> str:
     """Return a Markdown table of recipes, each with its shrunk form, and a closing line with counts.
 
+    Deviations are those from the launch script that a recipe restates, which its plan has in words.
     What starts by `--allow-untested` alone is counted apart, not as what can be run.
     """
     rows = [(spec, make_plan(spec), make_plan(small)) for spec, small in specs]
@@ -36,4 +37,5 @@ def _row(spec: RunSpec, plan: Plan, small: Plan) -> tuple[str, ...]:
         state = f"plan only: {len(plan.problems)} problems"
     without = dict.fromkeys(requirement.feature.partition(" ")[0] for requirement in small.missing)
     alone = "runs" if small.ready else f"refused: {', '.join([*without, *small.problems])}"
-    return (spec.recipe, model, spec.engine.backend, devices, state, alone)
+    deviations = str(len(spec.origin.deviations)) if spec.origin else "-"
+    return (spec.recipe, model, spec.engine.backend, devices, deviations, state, alone)
