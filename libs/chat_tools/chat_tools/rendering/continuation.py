@@ -12,7 +12,7 @@ from chat_tools.rendering.message_attribution import has_text
 from chat_tools.rendering.render import Rendered, encode, owned_text, render
 from chat_tools.rendering.replaced_messages import MessageSpan, common_prefix
 from chat_tools.rendering.template import ChatTemplate, Message, content_like, tokens_as_text
-from chat_tools.rendering.turn_delimiters import find_turn_delimiters
+from chat_tools.rendering.turn_delimiters import added_tokens, find_turn_delimiters, token_start
 
 
 def extend(
@@ -150,13 +150,22 @@ def _tail(rendered: Rendered, template: ChatTemplate, messages: Sequence[Message
         reason = next((p for p in turns.problems if p.startswith(f"message {last}:")), "its turn is not written")
         raise ValueError(f"the conversation cannot be continued token by token: {reason}")
     region = max(mine, key=lambda region: region.end)
-    tail = text[region.body_end :]
-    token = text[region.body_end : region.end]
-    if rendered.stop and tail.startswith(rendered.stop):
-        tail = tail[len(rendered.stop) :]
-    elif rendered.stop and token in find_turn_delimiters(template, messages[last]).closings:
-        tail = tail[len(token) :]
+    end = text[region.body_end : region.end]
+    after = region.body_end
+    if not rendered.stop:  # cut off, perhaps within its end
+        after += _overlap(rendered.plain[: rendered.turn_end], end, added_tokens(template.tokenizer))
+    elif end.endswith(rendered.stop) or end in find_turn_delimiters(template, messages[last]).ends:
+        after = region.end
+    elif text.startswith(rendered.stop, after):
+        after += len(rendered.stop)
+    tail = text[after:]
     written = rendered.plain[rendered.turn_end :]  # what already stands after the turn's end
     if not tail.startswith(written):
         raise ValueError(f"the template writes {tail[: len(written)]!r} where the conversation already has {written!r}")
     return tail[len(written) :]
+
+
+def _overlap(said: str, end: str, tokens: frozenset[str]) -> int:
+    """Return how much of a turn's end stands at the end of what was said already, in whole tokens."""
+    lengths = (n for n in range(min(len(end), len(said)), 0, -1) if said.endswith(end[:n]))
+    return next((n for n in lengths if token_start(end, n, tokens) == n), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from chat_tools.parsing.formats import FORMATS
 from chat_tools.parsing.grammar import Format
@@ -46,13 +47,35 @@ def detect_format(tokenizer: Any) -> str:
     """
     template = ChatTemplate(tokenizer, [{"type": "function", "function": _TOOL}], {})
     source = template.source
-    for text in _written_calls(template):
-        if candidates := [fmt for fmt in FORMATS.values() if _reads(fmt, text)]:
-            return next((fmt for fmt in candidates if fmt.sign and fmt.sign in source), candidates[0]).name
+    if fmt := written_format(template):
+        return fmt.name
     for sign, name in (*_own_signs(), *_SIGNS):
         if sign in source:
             return name
     raise ValueError(f"the chat template writes calls in no known format; choose one of: {', '.join(sorted(FORMATS))}")
+
+
+def written_format(template: ChatTemplate) -> Format | None:
+    """Return the format in which a template writes a call, found by reading the call back; None where none reads it.
+
+    Cached as long as the tokenizer lives.
+    """
+    with_tool = ChatTemplate(template.tokenizer, [{"type": "function", "function": _TOOL}], template.options, ())
+    key = with_tool.source, repr(template.options)
+    known = _WRITTEN.setdefault(template.tokenizer, {})
+    if key not in known:
+        known[key] = _written_format(with_tool)
+    return known[key]
+
+
+_WRITTEN: WeakKeyDictionary[Any, dict[tuple[str, str], Format | None]] = WeakKeyDictionary()
+
+
+def _written_format(template: ChatTemplate) -> Format | None:
+    for text in _written_calls(template):
+        if candidates := [fmt for fmt in FORMATS.values() if _reads(fmt, text)]:
+            return next((fmt for fmt in candidates if fmt.sign and fmt.sign in template.source), candidates[0])
+    return None
 
 
 def _reads(fmt: Format, text: str) -> bool:

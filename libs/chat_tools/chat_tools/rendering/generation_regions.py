@@ -63,7 +63,7 @@ def _regions_of_marks(
     """Return the marked regions within the assistant's turns: marks can leave out characters, and add none.
 
     Of marked tokens those inside a proven turn are trained; a turn that could not be proven is not. Where the model's
-    stop tokens were given, the one that ends a turn is trained even if the marks end right before it.
+    stop tokens were given, the whole end of a turn is trained even if the marks end before it or within.
     """
     problems += turns.problems
     proven = {region.message for region in turns.regions}
@@ -76,8 +76,8 @@ def _regions_of_marks(
         problems += [f"message {m}: the template marks what the {messages[m].get('role')} wrote" for m in taken]
         regions += _inside(tokens, turns.regions, ends_of_proven)
     if turns.stops_known:
-        ends = {region.body_end: region.end for region in turns.regions}
-        regions = [r._replace(end=max(r.end, ends.get(r.end, r.end))) for r in regions]
+        ends = {at: region.end for region in turns.regions for at in range(region.body_end, region.end)}
+        regions = [r._replace(end=ends.get(r.end, r.end)) for r in regions]
     unmarked = proven - {region.message for region in regions}
     problems += [f"message {i}: the template marks nothing of it" for i in sorted(unmarked)]
     return regions

@@ -6,8 +6,7 @@ Strategy
 2. A region begins where the generation prompt ends (or as much of it as history keeps), looked for between the last
    character of anybody else and the turn's first. Where the prompt is not found (a model that goes on after a result
    in the same turn), it begins where the rendering of the messages before it, prompt included, ends.
-3. It ends with the first token that ends turns behind the piece's last character and before anybody else's. Without
-   one it ends where the rendering of the conversation up to this message ends.
+3. It ends where `turn_end` proves that the turn ends: with the whole of what a sampler has to produce.
 4. What a shorter rendering told of one turn (2, 3) holds for those of the same shape within the same text of the
    template, so that the number of renderings is that of shapes, not of turns. Turns without text are found by one
    rendering with a text in each of them.
@@ -27,10 +26,11 @@ from chat_tools.rendering.message_attribution import MessageAttribution, attribu
 from chat_tools.rendering.replaced_messages import WRITTEN_KEYS, MessageSpan, common_prefix, find_together
 from chat_tools.rendering.template import ChatTemplate, Message, template_errors
 from chat_tools.rendering.turn_delimiters import TurnDelimiters, added_tokens, find_turn_delimiters, token_start
+from chat_tools.rendering.turn_end import Turn, end_of_turn
 
 
 class Region(NamedTuple):
-    """Characters `start:end` that message number `message` wrote; its end-of-turn token begins at `body_end`."""
+    """Characters `start:end` that message number `message` wrote; the end of its turn begins at `body_end`."""
 
     message: int
     start: int
@@ -61,13 +61,12 @@ _Shape = tuple[str, bool, tuple[tuple[Any, ...], ...]]
 class _Seen(NamedTuple):
     """The state of a search: whether a generation prompt ends the rendering, and what shorter renderings told.
 
-    `prompts` (lengths of the generation prompt) and `ends` (of what belongs to a turn behind its words) are by the
-    template's text there, whether a user spoke before, and the shapes of the turn and those before it.
+    `prompts` (lengths of the generation prompt) are by the template's text there, whether a user spoke before, and the
+    shapes of the turn and those before it.
     """
 
     prompted: bool
     prompts: dict[_Shape, int | None]
-    ends: dict[_Shape, int]
 
 
 class _Bounds(NamedTuple):
@@ -93,7 +92,7 @@ def find_regions(
     regions: list[Region] = []
     problems: list[str] = []
     delimiters: TurnDelimiters | None = None
-    seen = _Seen(prompted, {}, {})
+    seen = _Seen(prompted, {})
     given_up = {*owners.without_calls, *owners.unknown}
     lost = [i for i, m in enumerate(messages) if m.get("role") == "assistant" and i not in bounds and i not in given_up]
     alone = find_together(template, messages, lost, text, prompted) if lost else {}
@@ -140,8 +139,13 @@ def _turn(
         start = _start(template, messages, index, text, delimiters, bounds, seen)
         if start is None:
             return f"message {index}: its beginning cannot be told from the message before"
-        body_end, end = _end(template, messages, index, text, delimiters, bounds, seen)
-        regions.append(Region(index, start, max(body_end, start), max(end, start)))
+        piece, _, upper, _, last = bounds
+        turn = Turn(messages, index, text, seen.prompted, max(piece.end, start), upper, last)
+        end = end_of_turn(template, delimiters, turn)
+        if end is None:
+            return f"message {index}: where its turn ends cannot be told"
+        body_end = max(start, end - len(delimiters.end_of(text[start:end])))
+        regions.append(Region(index, start, body_end, end))
     return regions
 
 
@@ -225,44 +229,6 @@ def _shared_with_prompt(template: ChatTemplate, before: Sequence[Message], here:
     pieces = attribute_messages(template, before, text, True).pieces
     tail = text[max((owned.end for owned in pieces), default=0) :]
     return token_start(here, common_prefix(tail, here), added_tokens(template.tokenizer))
-
-
-def _end(
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    index: int,
-    text: str,
-    delimiters: TurnDelimiters,
-    bounds: _Bounds,
-    seen: _Seen,
-) -> tuple[int, int]:
-    """Return the beginning and end of the end-of-turn token; the separator after it is not the model's."""
-    piece, _, upper, _, last = bounds
-    stop = delimiters.first_stop(text, piece.end, upper)
-    if stop is not None:
-        return stop
-    if not last:
-        return piece.end, piece.end
-    shape = _shape(messages, index, text[piece.end : upper])
-    if shape not in seen.ends:
-        seen.ends[shape] = _length_of_end(template, messages, index, text, bounds, seen)
-    end = piece.end + seen.ends[shape]
-    return end, end
-
-
-def _length_of_end(
-    template: ChatTemplate, messages: Sequence[Message], index: int, text: str, bounds: _Bounds, seen: _Seen
-) -> int:
-    """Return how much behind a piece belongs to its turn: what the rendering up to this message has of it."""
-    if not seen.prompted and index == len(messages) - 1:
-        shorter = text
-    else:
-        try:
-            shorter = template.text(messages[: index + 1])
-        except template_errors():
-            return 0
-    shared = token_start(text, common_prefix(shorter, text), added_tokens(template.tokenizer))
-    return max(0, len(text[bounds.piece.end : min(shared, bounds.upper)].rstrip()))
 
 
 def _without(regions: Sequence[Region], texts: Sequence[str], text: str) -> list[Region]:

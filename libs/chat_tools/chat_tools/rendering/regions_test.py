@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chat_tools.rendering import masks
+from chat_tools.rendering import masks, turn_end
 from chat_tools.rendering.masks import Region, find_regions
 from chat_tools.rendering.message_attribution import MessageAttribution
 from chat_tools.rendering.replaced_messages import MessageSpan, find_together
 from chat_tools.rendering.template import ChatTemplate, Message
 from chat_tools.rendering.turn_delimiters import TurnDelimiters
+from chat_tools.rendering.turn_end import Turn, end_of_turn
 from chat_tools.testing.tokenizer import tiny_tokenizer
 
 USER, SAY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
@@ -107,7 +108,7 @@ def test_bounds_cost_one_look_at_each_piece(turns: int) -> None:
 
 
 def seen() -> masks._Seen:
-    return masks._Seen(True, {}, {})
+    return masks._Seen(True, {})
 
 
 def start(
@@ -195,20 +196,21 @@ def end(
     upper: int,
     delimiters: TurnDelimiters | None = None,
     last: bool = True,
-    made: Any = None,
+    made: ChatTemplate = REFUSING,
     messages: Sequence[Message] = (USER, SAY, USER),
     index: int = 1,
-) -> tuple[int, int]:
-    bounds = masks._Bounds(MessageSpan(0, piece_end, MINE), 0, upper, True, last)
-    return masks._end(made, messages, index, text, delimiters or TurnDelimiters("", ""), bounds, seen())
+) -> int | None:
+    placed = Turn(messages, index, text, True, piece_end, upper, last)
+    return end_of_turn(made, delimiters or TurnDelimiters("", ""), placed)
 
 
 def test_a_region_ends_with_the_first_stop_token_of_its_own() -> None:
     delimiters = TurnDelimiters("", "", stops=("<e>", "<end>"))
-    assert end("<e>hi <end>x<e>", 5, 15, delimiters) == (6, 11)
-    assert end("hi<e>x", 2, 6, delimiters) == (2, 5)
-    assert end("hi q<e>", 2, 4, delimiters, last=False) == (2, 2)  # it is behind what somebody else wrote
-    assert end("hi q<e>", 2, 4, delimiters, made=REFUSING) == (2, 2)
+    assert end("<e>hi <end>x<e>", 5, 15, delimiters) == 11
+    assert end("hi<e>x", 2, 6, delimiters) == 5
+    assert end("hi q<e>", 2, 4, delimiters, last=False) is None  # it is behind what somebody else wrote
+    assert end("hi q<e>", 2, 4, delimiters) is None
+    assert end("hi q<e>", 2, 7, delimiters) is None  # nor is it told whose what stands before it is
 
 
 def test_without_a_stop_token_a_region_ends_where_the_rendering_up_to_it_does() -> None:
@@ -216,15 +218,39 @@ def test_without_a_stop_token_a_region_ends_where_the_rendering_up_to_it_does() 
     made = template(source)
     text = made.text([USER, SAY, USER])
     assert text == "hi .\nhello .\nhi .\n"
-    assert end(text, 10, len(text), made=made) == (12, 12)
-    assert end(text, 10, 11, made=made) == (10, 10)  # not beyond the next one's words
+    assert end(text, 10, len(text), made=made) == 12
+    assert end(text, 10, 11, made=made) == 10  # not beyond the next one's words
     counting = template("{{ messages | length }}" + source)
-    assert end(counting.text([USER, SAY, USER]), 11, 19, made=counting) == (11, 11)
+    assert end(counting.text([USER, SAY, USER]), 11, 14, made=counting) == 13
 
 
 def test_a_token_that_only_begins_alike_is_not_the_turns() -> None:
-    made = template("hello{{ '[go off]' if messages | length > 2 else '[go on]' }}", tokens=["[go on]", "[go off]"])
-    assert end("hello[go off]", 3, 13, made=made) == (5, 5)
+    source = "{{ messages[1].content }}{{ '[go off]' if messages | length > 2 else '[go on]' }}"
+    made = template(source, tokens=["[go on]", "[go off]"])
+    assert end("hello[go off]", 5, 13, made=made) is None
+
+
+def test_a_turn_of_a_known_shape_ends_without_a_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever numbers its call has."""
+    body = "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
+    made = template(TURN.replace("BODY", body))
+    rendered: list[object] = []
+    alone = turn_end._behind_alone
+
+    def counted(*given: Any) -> str | None:
+        rendered.append(given)
+        return alone(*given)
+
+    monkeypatch.setattr(turn_end, "_behind_alone", counted)
+    messages: list[Message] = []
+    for number in range(9):
+        calls = [{"function": {"name": "f", "arguments": {"x": number}}}]
+        messages += [USER, {**SAY, "content": "", "tool_calls": calls}, {"role": "tool", "content": "42"}, SAY]
+    text = made.text(messages)
+    regions = find_regions(made, messages, text, False).regions
+    assert [text[r.body_end : r.end] for r in regions] == ["<|im_end|>"] * 18
+    assert all(text[r.start : r.end].count("<|im_end|>") == 1 for r in regions)
+    assert len(rendered) == 2  # a call, and an answer before a question
 
 
 def turn(

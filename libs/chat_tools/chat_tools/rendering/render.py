@@ -13,7 +13,7 @@ from chat_tools.rendering.media import Expanded, Media, expand, token_types
 from chat_tools.rendering.message_attribution import MessageAttribution, render_marked
 from chat_tools.rendering.replaced_messages import MessageSpan
 from chat_tools.rendering.template import ChatTemplate, Cut, Message, tokens_as_text
-from chat_tools.rendering.turn_delimiters import find_turn_delimiters
+from chat_tools.rendering.turn_delimiters import added_tokens, find_turn_delimiters, last_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +69,17 @@ class Rendered:
         """Append the tokens that a model sampled after the generation prompt, unchanged.
 
         `message` is the turn for the template (`ParsedMessage.to_message()`); by default its decoded text without the
-        token that stopped it. ValueError if there is no generation prompt before it.
+        end of a turn that stopped it. ValueError if there is no generation prompt before it.
         """
         if self.template is None or not self.prompted:
             raise ValueError("generated tokens follow a generation prompt: render with add_generation_prompt=True")
         decode = self.template.tokenizer.decode
         text, last = (decode(list(part), skip_special_tokens=False) for part in (ids, ids[-1:]))
         like = self.messages[-1] if self.messages else {}
-        stop = last if last in find_turn_delimiters(self.template, like if message is None else message).stops else ""
-        message = {"role": "assistant", "content": text.removesuffix(stop)} if message is None else message
+        delimiters = find_turn_delimiters(self.template, like if message is None else message)
+        stop = last if last in delimiters.stops else ""
+        end = delimiters.end_of(text) if stop else ""
+        message = {"role": "assistant", "content": text.removesuffix(end)} if message is None else message
         start, chars, number = len(self.ids), len(self.text), len(self.messages)
         return replace(
             self,
@@ -150,7 +152,7 @@ def render(
         prompted=add_generation_prompt,
         plain=plain,
         turn_end=last.end,
-        stop=plain[last.body_end : last.end],
+        stop=last_token(plain[last.body_end : last.end], added_tokens(tokenizer)),
     )
 
 

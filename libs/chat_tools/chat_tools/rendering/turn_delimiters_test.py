@@ -81,9 +81,9 @@ def test_the_kind_of_content_is_the_messages() -> None:
     assert framed(template=picky, like=listed) == plain
 
 
-def test_a_template_that_refuses_all_has_the_known_stops_alone() -> None:
+def test_a_template_that_refuses_all_has_the_tokenizers_stop_alone() -> None:
     delimiters = framed(template="{{ raise_exception('no') }}")
-    assert delimiters == TurnDelimiters("", "", stops=("<|im_end|>", "<|endoftext|>"))
+    assert delimiters == TurnDelimiters("", "", stops=("<|im_end|>",))
     assert delimiters.prompt_cuts == ()
 
 
@@ -93,7 +93,7 @@ def test_a_template_that_refuses_all_has_the_known_stops_alone() -> None:
         ("'<|im_end|>'", ["<|im_end|>"]),
         ("'[A][B]<|im_end|>'", ["<|im_end|>"]),  # the known one
         ("'[A][B]'", ["[B]"]),  # else the last
-        ("'.[A]'", []),  # does not follow at once
+        ("'.[A]'", ["[A]"]),
         ("('[A]' if loop.last else '[B]')", ["[A]", "[B]"]),
         ("('[A]' if loop.last else '[B][C]')", ["[A]", "[B]"]),  # of earlier turns the first: the next begins behind
         ("('[A]' if loop.last else '[A][C]')", ["[A]"]),
@@ -106,7 +106,7 @@ def test_a_template_that_refuses_all_has_the_known_stops_alone() -> None:
 def test_which_tokens_end_a_turn(end: str, closings: list[str]) -> None:
     delimiters = framed(template=turns(end=end), tokens=["[A]", "[B]", "[C]"])
     assert list(delimiters.closings) == closings
-    assert set(delimiters.stops) == {*closings, "<|im_end|>", "<|endoftext|>"}
+    assert set(delimiters.stops) == {*closings, "<|im_end|>"}
     assert sorted(map(len, delimiters.stops), reverse=True) == list(map(len, delimiters.stops))
 
 
@@ -139,7 +139,7 @@ def test_what_begins_the_next_question_ends_no_turn() -> None:
         )
         assert framed(template=template.replace("BLANK", blank), tokens=["[A]"]).closings == ()
     behind = turns("'[A]' + m.content + '.'", end="'[A]'")
-    assert framed(template=behind, tokens=["[A]"]).closings == ()
+    assert framed(template=behind, tokens=["[A]"]).ends == (".[A]",)
     within = "{% for m in messages %}{{ '[A]:' + m.content + '[A]' }}{% endfor %}"
     assert framed(template=within, tokens=["[A]"]).closings == ("[A]",)
 
@@ -148,8 +148,8 @@ def test_the_turn_with_the_mark_is_the_answer() -> None:
     """A template that writes a text twice, or the question again."""
     twice = turns("(m.content + '[A]' + m.content)", end="'[B]'")
     delimiters = framed(template=twice, tokens=["[A]", "[B]"])
-    assert delimiters.closings == ("[A]",)
-    assert delimiters.closing.startswith("[A]")
+    assert delimiters.closings == ("[B]",)  # behind the last words
+    assert delimiters.closing.startswith("[B]")
     assert delimiters.opening.startswith("[A]")
 
 
@@ -246,18 +246,35 @@ def test_added_tokens_are_what_a_tokenizer_says() -> None:
 
 
 def test_the_stops_that_are_known_of_a_tokenizer() -> None:
-    vocabulary = dict.fromkeys(["<|im_end|>", "<|call|>", "<|other|>"], 1)
-    tokenizer = SimpleNamespace(get_added_vocab=lambda: vocabulary, eos_token="<eos>")
-    stops = turn_delimiters.stop_tokens(ChatTemplate(tokenizer, None, {}))
-    assert stops[0] == "<eos>"
-    assert set(stops[1:]) == {"<|im_end|>", "<|call|>"}
-    assert len(set(stops)) == len(stops)
-    tokenizer.eos_token = None
-    assert set(turn_delimiters.stop_tokens(ChatTemplate(tokenizer, None, {}))) == {"<|im_end|>", "<|call|>"}
-    del tokenizer.eos_token
-    assert set(turn_delimiters.stop_tokens(ChatTemplate(tokenizer, None, {}))) == {"<|im_end|>", "<|call|>"}
-    assert turn_delimiters.stop_tokens(ChatTemplate(tokenizer, None, {}, ("<|other|>",))) == ("<|other|>",)
-    assert turn_delimiters.stop_tokens(ChatTemplate(tokenizer, None, {}, ())) == ()
+    """Its own and those of the format that the template writes; not those of every format."""
+    silent = tiny_tokenizer("chatml", template="{{ raise_exception('no') }}")
+    silent.add_tokens(["<|call|>", "<|tool_response|>"])
+    assert turn_delimiters.stop_tokens(ChatTemplate(silent, None, {})) == ("<|im_end|>",)
+    silent.eos_token = None
+    assert turn_delimiters.stop_tokens(ChatTemplate(silent, None, {})) == ()
+    assert turn_delimiters.stop_tokens(ChatTemplate(silent, None, {}, ("<|other|>",))) == ("<|other|>",)
+    assert turn_delimiters.stop_tokens(ChatTemplate(silent, None, {}, ())) == ()
+    harmony = tiny_tokenizer("harmony", marks=False)
+    assert set(turn_delimiters.stop_tokens(ChatTemplate(harmony, None, {}))) == {"<|end|>", "<|call|>", "<|return|>"}
+
+
+MANY = ("[A]", "[B]", "[C]")
+
+
+@pytest.mark.parametrize(
+    ("end", "prompt", "ends"),
+    [
+        ("'[A]x[B]y[C]<|im_end|>\n'", PROMPT, ["[A]x[B]y[C]<|im_end|>"]),  # Kimi K3
+        ("'[A]<|im_end|>'", "{{ '<|im_start|>assistant\n' }}", ["[A]<|im_end|>"]),  # Command A always writes its prompt
+        ("'[A]<|im_end|>[B]'", PROMPT, ["[A]<|im_end|>"]),  # sampling stops there
+        ("('[A][B]' if loop.last else '[C][B]')", PROMPT, ["[A][B]"]),  # how many tokens replace them is not told
+    ],
+)
+def test_an_end_is_all_that_a_sampler_has_to_produce(end: str, prompt: str, ends: list[str]) -> None:
+    delimiters = framed(template=turns(end=end, prompt=prompt), tokens=MANY, stops=("<|im_end|>",))
+    assert list(delimiters.ends) == ends
+    assert delimiters.end_of("so" + ends[0]) == ends[0]
+    assert delimiters.end_of("so") == ""
 
 
 def test_a_prompt_begins_with_a_whole_token() -> None:

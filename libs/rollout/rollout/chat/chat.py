@@ -94,6 +94,9 @@ class Chat:
             )
             stops = stops or delimiters.stops
             end_of_turn = next(iter((*delimiters.closings, *delimiters.stops)), "")
+            self._ends = (*(end for end in delimiters.ends if end.endswith(end_of_turn)), end_of_turn)
+        else:
+            self._ends = (end_of_turn,)
         stops = (end_of_turn,) if stops is None else stops
         self.tokenizer = tokenizer
         self.end_of_turn = end_of_turn
@@ -217,7 +220,8 @@ class Chat:
         end = turn.rfind(self.end_of_turn) + len(self.end_of_turn)
         closed = self.end_of_turn in turn[len(before) :] and not turn[end:].strip() and whole.startswith(turn[:end])
         if closed and (stop == self.end_of_turn_id or stop not in self.stop_ids):
-            missing = "" if stop == self.end_of_turn_id else self.end_of_turn
+            whole_end = next(text for text in self._ends if turn.endswith(text, 0, end))
+            missing = "" if stop == self.end_of_turn_id else whole_end
             return self._encoder.encode(missing + whole[end:], escaped)
         following = self._appended(everything, count, turn, whole, tools, stop)
         if following is None and closed:

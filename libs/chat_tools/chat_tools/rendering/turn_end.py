@@ -1,0 +1,124 @@
+"""Where an assistant's turn ends: all that a sampler has to produce behind its words, proven by a shorter rendering.
+
+Strategy
+1. The conversation up to the turn is rendered, and what stands behind the turn's last word there is compared with what
+   stands there in the whole: both begin with the end of the turn. It ends with the first token that stops the model.
+2. Where they begin differently, the template ends earlier turns in another way (gpt-oss), or in none: then a stop token
+   with which the next message begins ends the turn (GLM-4.5: that is what the model samples).
+3. What the template writes behind the end, up to the next message's words, is remembered by the shape of the turn: a
+   turn of this shape before the same text ends where it begins.
+4. A turn whose end cannot be told so is not trained.
+
+The memory lasts as long as the tokenizer, so that a dataset's rows need few renderings besides their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from chat_tools.rendering.message_attribution import attribute_messages
+from chat_tools.rendering.replaced_messages import WRITTEN_KEYS, common_prefix, find_by_difference
+from chat_tools.rendering.template import ChatTemplate, Message, content_like, rendering_errors
+from chat_tools.rendering.turn_delimiters import TurnDelimiters, added_tokens, last_token, proven_ends, token_start
+
+_MOST = 4096  # ends remembered of a template
+
+
+class Turn(NamedTuple):
+    """A turn in a rendering: its last words end at `start`, and the words of others begin at `upper`.
+
+    `last` is False for the calls of a turn whose results stand between them and its words.
+    """
+
+    messages: Sequence[Message]
+    number: int
+    text: str
+    prompted: bool
+    start: int
+    upper: int
+    last: bool
+
+
+class _Ending(NamedTuple):
+    """The end of turns of one shape: its last token (or character), and what the template writes behind it."""
+
+    mark: str
+    rest: str
+
+    def length(self, behind: str) -> int | None:
+        """Return the length of the end in what stands behind a turn's words, None if it is another one's."""
+        if not behind.endswith(self.mark + self.rest) or (not self.mark and len(self.rest) != len(behind)):
+            return None
+        return len(behind) - len(self.rest)
+
+
+def end_of_turn(template: ChatTemplate, delimiters: TurnDelimiters, turn: Turn) -> int | None:
+    """Return where a turn ends in its rendering; None if that cannot be told."""
+    behind = turn.text[turn.start : turn.upper]
+    if turn.number == len(turn.messages) - 1 and turn.last and not turn.prompted:
+        return turn.start + _of_last(delimiters, behind)
+    known = proven_ends(template, turn.messages[turn.number])
+    endings: list[_Ending] = known.setdefault(_shape(turn), [])
+    for ending in endings:
+        length = ending.length(behind)
+        if length is not None:
+            return turn.start + length
+    length = _proven(template, delimiters, turn, behind)
+    if length is None:
+        return None
+    if len(known) > _MOST:
+        known.clear()
+    mark = last_token(behind[:length], added_tokens(template.tokenizer))
+    endings.append(_Ending(mark, behind[length:]))
+    return turn.start + length
+
+
+def _of_last(delimiters: TurnDelimiters, behind: str) -> int:
+    """Return the length of the end of the last turn, behind which the template writes no more than its separator."""
+    stop = delimiters.first_stop(behind, 0, len(behind))
+    whole = max((end for end in delimiters.ends if behind.startswith(end)), key=len, default=None)
+    return stop[1] if stop else len(behind.rstrip() if whole is None else whole)
+
+
+def _shape(turn: Turn) -> tuple[Any, ...]:
+    """Return the shape of a turn: the roles and the kinds of text of the messages around it."""
+    near = turn.messages[max(0, turn.number - 1) : turn.number + 2]
+    kinds = tuple((m.get("role"), *(key for key in WRITTEN_KEYS if m.get(key))) for m in near)
+    return turn.number == 0, turn.last, turn.prompted and turn.number == len(turn.messages) - 1, kinds
+
+
+def _proven(template: ChatTemplate, delimiters: TurnDelimiters, turn: Turn, behind: str) -> int | None:
+    """Return the length of the end, found by rendering the conversation up to the turn."""
+    alone = _behind_alone(template, turn)
+    if alone is None:  # the template refuses an answer as the last message, or writes it in another way
+        whole = max((end for end in delimiters.ends if behind.startswith(end)), key=len, default="")
+        stop = delimiters.first_stop(behind, 0, len(behind))
+        if stop is not None and (not behind[: stop[0]].strip() or turn.messages[turn.number].get("tool_calls")):
+            return stop[1]
+        return len(whole) or (None if behind.strip() else 0)
+    shared = token_start(behind, common_prefix(behind, alone), added_tokens(template.tokenizer))
+    stop = delimiters.first_stop(behind, 0, len(behind))
+    if stop is not None and (stop[1] <= shared or not behind[shared : stop[0]].strip()):
+        return stop[1]
+    if not behind[:shared].strip():  # another token stands in the place of the one that ends the last turn
+        replaced = max((end for end in delimiters.ends if behind.startswith(end)), key=len, default="")
+        without = not alone.strip() or behind.strip() in ("", delimiters.prompt.strip())  # no end, here or ever
+        return len(replaced) if replaced or without else None
+    return len(behind[:shared].rstrip())
+
+
+def _behind_alone(template: ChatTemplate, turn: Turn) -> str | None:
+    """Return what the template writes behind the turn's last words where nothing follows it; None if it refuses."""
+    index, message = turn.number, turn.messages[turn.number]
+    if not turn.last:  # its calls alone: the words stand behind the results
+        message = {**message, "content": content_like(message, "")}
+    shorter = [*turn.messages[:index], message]
+    try:
+        text = template.trial(shorter)
+    except rendering_errors():
+        return None
+    owned = attribute_messages(template, shorter, text, False).pieces
+    mine = [piece.end for piece in owned if piece.message == index]
+    mine = mine or [piece.end for piece in find_by_difference(template, shorter, index, text, False) or ()]
+    return text[max(mine) :] if mine else None
