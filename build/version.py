@@ -1,7 +1,7 @@
 """One version for all libraries and the apps: `./bazelw run //build:version` compares, `-- X.Y.Z` writes it everywhere.
 
-It stands in version.bzl, where Bazel names the wheels by it, in the `__version__` of each library and of the apps, which
-their wheels take it from, and in the pins by which they ask for one another. CHANGELOG.md has a section for it.
+It stands in version.bzl, where Bazel names the wheels by it, in the `__version__` of each library and of the apps, from
+which their wheels have it, and in the pins by which they ask for one another. CHANGELOG.md has a section for it.
 """
 
 import os

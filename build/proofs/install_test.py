@@ -7,28 +7,34 @@ pip resolves each library against it and installs ours. What pip names of other 
 alone takes half a minute): the environment sees the hub's folder of each of those packages, and of no other.
 """
 
-import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
-import hatchling
-import pip as pip_package
 import pytest
 from packaging.requirements import Requirement
+from pip_index import (
+    HUB,
+    ROOT,
+    TOOLS,
+    distribution,
+    install,
+    make_venv,
+    normal,
+    pip,
+    resolve,
+    run,
+    wheel_of,
+    write_index,
+)
 
 ARROWS = {
     library: [name for name in siblings.split(",") if name]
     for library, siblings in (pair.split(":") for pair in os.environ["ARROWS"].split(";"))
 }
 VERSION = os.environ["VERSION"]
-ROOT = Path(__file__).absolute().parents[2]
-# HUB/PACKAGE/site-packages/MODULE/__init__.py, whatever Bazel calls the hub's folder: with modules it is another name.
-HUB, TOOLS = (Path(module.__file__).absolute().parents[3] for module in (pip_package, hatchling))
 LIBRARIES = sorted(ARROWS)
 BACKEND = ["hatchling", "packaging", "pathspec", "pluggy", "trove_classifiers"]
 
@@ -84,34 +90,6 @@ print(f"{distribution}: {len(names)} names")
 """
 
 
-def distribution(name: str) -> str:
-    """The published name of a library."""
-    return "tessera-" + name.replace("_", "-")
-
-
-def normal(name: str) -> str:
-    """The one spelling of a distribution's name."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def _run(command: list[str], cwd: Path, **env: str) -> str:
-    done = subprocess.run(command, cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
-
-
-def _pip(arguments: list[str], folder: Path, index: Path, *sites: Path, python: Path = Path(sys.executable)) -> str:
-    """Run pip in that interpreter: with `--python` it would start twice."""
-    env = {
-        "PYTHONPATH": os.pathsep.join(map(str, [Path(pip_package.__file__).parents[1], *sites])),
-        "PIP_CONFIG_FILE": os.devnull,
-        "PIP_INDEX_URL": f"file://{index}",
-        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-        "PIP_NO_CACHE_DIR": "1",
-    }
-    return _run([str(python), "-m", "pip", *arguments], folder, **env)
-
-
 def _write_decoy(folder: Path, name: str) -> None:
     """Write a wheel of a stranger's package: any version that a resolver would like, and an import that fails."""
     info = f"{name}-1.0.0.dist-info"
@@ -122,23 +100,6 @@ def _write_decoy(folder: Path, name: str) -> None:
             f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: decoy\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
         wheel.writestr(f"{info}/RECORD", "")
-
-
-def _write_index(index: Path, folders: list[Path]) -> Path:
-    """Write the pages of PEP 503: a folder for each distribution, with a link to each of its wheels."""
-    for wheel in sorted(path for folder in folders for path in folder.glob("*.whl")):
-        page = index / normal(wheel.name.split("-")[0]) / "index.html"
-        page.parent.mkdir(parents=True, exist_ok=True)
-        link = f'<a href="file://{wheel.resolve()}">{wheel.name}</a><br>\n'
-        if not page.exists() or link not in page.read_text():
-            with page.open("a") as file:
-                file.write(link)
-    return index
-
-
-def _wheel(library: str) -> Path:
-    """The wheel that Bazel built."""
-    return ROOT / "libs" / library / f"tessera_{library}-{VERSION}-py3-none-any.whl"
 
 
 @pytest.fixture(scope="module")
@@ -153,31 +114,20 @@ def decoys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def without_ours(tmp_path_factory: pytest.TempPathFactory, decoys: Path) -> Path:
     """An index of the hubs' wheels and the decoys."""
-    return _write_index(tmp_path_factory.mktemp("without_ours"), [HUB / "wheels", TOOLS / "wheels", decoys])
+    return write_index(tmp_path_factory.mktemp("without_ours"), [HUB / "wheels", TOOLS / "wheels", decoys])
 
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory, decoys: Path) -> Path:
     """The same with our wheels in it."""
-    folders = [HUB / "wheels", decoys, *(_wheel(name).parent for name in LIBRARIES)]
-    return _write_index(tmp_path_factory.mktemp("index"), folders)
+    folders = [HUB / "wheels", decoys, *(wheel_of(f"libs/{name}", VERSION).parent for name in LIBRARIES)]
+    return write_index(tmp_path_factory.mktemp("index"), folders)
 
 
 @pytest.fixture(scope="module")
 def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment without packages or pip, into which nothing is installed."""
-    folder = tmp_path_factory.mktemp("empty") / "venv"
-    _run([sys.executable, "-I", "-m", "venv", "--without-pip", str(folder)], folder.parent)
-    return folder
-
-
-def _resolve(wanted: list[str], folder: Path, index: Path, venv: Path, *sites: Path) -> dict[str, str]:
-    """What pip would install for these words, by its distribution: the version. `sites` hold a build backend."""
-    options = ["-q", "--dry-run", "--ignore-installed", "--report", "report.json"]
-    options += ["--no-build-isolation"] if sites else []
-    _pip(["install", *options, *wanted], folder, index, *sites, python=venv / "bin/python")
-    found = [item["metadata"] for item in json.loads((folder / "report.json").read_text())["install"]]
-    return {normal(item["name"]): item["version"] for item in found}
+    return make_venv(tmp_path_factory.mktemp("empty") / "venv")
 
 
 def _check_ours(found: dict[str, str], libraries: set[str]) -> None:
@@ -189,7 +139,7 @@ def _check_ours(found: dict[str, str], libraries: set[str]) -> None:
 
 def test_the_decoys_would_be_taken(index: Path, tmp_path: Path) -> None:
     """A requirement under a bare name finds the stranger's package: the index is one in which the mistake shows."""
-    _pip(["download", "-q", "--no-deps", "-d", "got", *LIBRARIES], tmp_path, index)
+    pip(["download", "-q", "--no-deps", "-d", "got", *LIBRARIES], tmp_path, index)
     assert sorted(path.name for path in (tmp_path / "got").iterdir()) == [
         f"{name}-1.0.0-py3-none-any.whl" for name in LIBRARIES
     ]
@@ -201,21 +151,13 @@ def test_it_installs_from_an_index_and_its_example_runs(library: str, index: Pat
     beside = [BESIDE[library]] if library in BESIDE else []
     wanted = [distribution(library) + EXTRAS.get(library, ""), *map(distribution, beside)]
     if wanted != [distribution(library)]:
-        alone = _resolve([distribution(library)], tmp_path, index, empty)
+        alone = resolve([distribution(library)], tmp_path, index, empty)
         _check_ours(alone, {library, *ARROWS[library]})
-    found = _resolve(wanted, tmp_path, index, empty)
+    found = resolve(wanted, tmp_path, index, empty)
     libraries = {library, *ARROWS[library], *beside}
     _check_ours(found, libraries)
-    venv = tmp_path / "venv"
-    _run([sys.executable, "-I", "-m", "venv", "--without-pip", str(venv)], tmp_path)
-    wheels = [str(_wheel(name)) for name in sorted(libraries)]
-    python = venv / "bin/python"
-    _pip(["install", "-q", "--no-compile", "--no-deps", "--no-index", *wheels], tmp_path, index, python=python)
-    theirs = [name.replace("-", "_") for name in sorted(found) if not name.startswith("tessera-")]
-    sites = [HUB / name / "site-packages" for name in theirs]
-    assert all(site.is_dir() for site in sites), sites
-    (packages,) = venv.glob("lib/python3*/site-packages")
-    (packages / "hub.pth").write_text("".join(f"{site}\n" for site in sites))
+    wheels = [wheel_of(f"libs/{name}", VERSION) for name in sorted(libraries)]
+    python = install(wheels, found, make_venv(tmp_path / "venv"), index)
     _run_example(library, str(python), tmp_path)
 
 
@@ -229,7 +171,7 @@ def _run_example(library: str, python: str, folder: Path) -> None:
     script = away / "example.py"
     guarded = f"if __name__ == '__main__':\n    exec({CHECK!r})\n"
     script.write_text(guarded + GIVEN.get(library, "") + "\n".join(blocks))
-    print(_run([python, "-I", str(script), library, ",".join(LIBRARIES)], away))
+    print(run([python, "-I", str(script), library, ",".join(LIBRARIES)], away))
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -242,7 +184,7 @@ def test_the_readme_line_installs_it_from_the_tree(
     _copy(tmp_path, [library, *ARROWS[library]])
     # One case below has pip fetch the backend, as it does by itself.
     sites = [TOOLS / name / "site-packages" for name in BACKEND]
-    _check_ours(_resolve(line, tmp_path, without_ours, empty, *sites), {library, *ARROWS[library]})
+    _check_ours(resolve(line, tmp_path, without_ours, empty, *sites), {library, *ARROWS[library]})
 
 
 def _readme_line(library: str) -> list[str]:
@@ -264,8 +206,9 @@ def _copy(folder: Path, libraries: list[str]) -> None:
 def test_a_tree_builds_with_what_it_asks_for(without_ours: Path, tmp_path: Path) -> None:
     """pip's own way: an environment for the build, with what build-system.requires names and nothing else."""
     _copy(tmp_path, ["seqpack"])
-    _pip(["wheel", "-q", "--no-deps", "-w", "dist", "./libs/seqpack"], tmp_path, without_ours)
-    made, published = zipfile.ZipFile(next((tmp_path / "dist").iterdir())), zipfile.ZipFile(_wheel("seqpack"))
+    pip(["wheel", "-q", "--no-deps", "-w", "dist", "./libs/seqpack"], tmp_path, without_ours)
+    made = zipfile.ZipFile(next((tmp_path / "dist").iterdir()))
+    published = zipfile.ZipFile(wheel_of("libs/seqpack", VERSION))
     for name in published.namelist():
         if ".dist-info/" not in name:
             assert made.read(name) == published.read(name), name
@@ -278,7 +221,7 @@ def test_extras_ask_for_what_the_tests_ran_with(library: str) -> None:
     for lock in ["extras", "cpu"]:
         text = (ROOT / "build/locks" / f"{lock}.txt").read_text()
         versions |= {normal(name): version for name, version in re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.M)}
-    with zipfile.ZipFile(_wheel(library)) as wheel:
+    with zipfile.ZipFile(wheel_of(f"libs/{library}", VERSION)) as wheel:
         (path,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
         lines = re.findall(r"^Requires-Dist: (.*)$", wheel.read(path).decode(), re.M)
     for need in map(Requirement, lines):
