@@ -5,7 +5,13 @@ float32 [B]. The arithmetic is float64, and a group whose rewards are all equal 
 gradient at all.
 
 An *estimator* is what a run chooses by name: a function of the whole batch that returns one number a sequence (f[B])
-or one a token (jagged (B, j)). Add one in a file of your own, which your recipe imports; nothing else is edited:
+or one a token (jagged (B, j)). Write one in a file of your own, and name it FILE.py:NAME:
+
+    def above_the_mean(rewards, groups, scale: float = 1.0):
+        return scale * dr_grpo(rewards, groups)
+
+Its parameters are `rewards` f[B], `groups` i[B], `response_length` i[B] or `batch`, as many as it needs, by these
+names; others are options. `register_estimator` gives one a name, and says more of it:
 
     @register_estimator("length_penalised", min_group_size=2, keys=("reward", "group", "response_length"))
     def length_penalised(batch):
@@ -20,8 +26,9 @@ or one a token (jagged (B, j)). Add one in a file of your own, which your recipe
 - `per_token(f[B], loss_mask)` and `per_sequence(jagged, loss_mask)`: from a number a sequence to tokens, and back.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -31,9 +38,12 @@ from objectives.choices import ESTIMATORS as ESTIMATORS
 from objectives.choices import check_group_size
 from seqpack.batches.jagged import flattened, is_jagged, jagged_like, ragged
 from seqpack.batches.operations import index_select
+from seqpack.extensions.options import bound, inputs_of
 
 BatchFunction = Callable[[TensorDict], Tensor]
 LENGTH = "response_length"
+INPUTS = {"rewards": "reward", "groups": "group", LENGTH: LENGTH, "batch": None}
+"""What a function that is not registered may take, by its parameters' names, and the column that each is."""
 
 
 def grpo(rewards: Tensor, groups: Tensor, normalize_std: bool = True, eps: float = 1e-6, correction: int = 1) -> Tensor:
@@ -113,6 +123,13 @@ class Estimator:
     function: BatchFunction
     min_group_size: int
     keys: tuple[str, ...]
+    inputs: tuple[str, ...] = ()
+    """Names of `INPUTS` that the function takes in place of a batch."""
+
+    def with_options(self, words: Sequence[str]) -> "Estimator":
+        """Return the estimator with the options that NAME=VALUE words give it; ValueError: it does not take them."""
+        taken, first = (tuple(INPUTS), 0) if self.inputs else ((), 1)
+        return replace(self, function=bound("advantage_options", self.name, self.function, words, taken, first))
 
     def check_group_size(self, group_size: int) -> None:
         """Raise ValueError if groups of this size get no advantage other than 0."""
@@ -131,7 +148,7 @@ class Estimator:
         if LENGTH in self.keys:
             batch = batch.copy()
             batch[LENGTH] = response_lengths(batch)
-        result = self._by_episode(batch) if "episode" in batch.keys() else self.function(batch)  # noqa: SIM118
+        result = self._by_episode(batch) if "episode" in batch.keys() else self._values(batch)  # noqa: SIM118
         tokens = result.to(torch.float32) if is_jagged(result) else per_token(result, mask)
         (values, lengths), (trained, wanted) = _tokens(tokens), _tokens(mask)
         if lengths != wanted:
@@ -142,18 +159,44 @@ class Estimator:
             raise ValueError(f"the advantage {self.name!r} of row {index} is not finite")
         return _where_trained(values, trained, mask)
 
+    def _values(self, batch: TensorDict) -> Tensor:
+        """Return what the function says of a batch; ValueError where that is no tensor."""
+        columns = {name: batch if INPUTS[name] is None else batch[INPUTS[name]] for name in self.inputs}
+        function: Callable[..., Tensor] = self.function
+        result = function(**columns) if self.inputs else function(batch)
+        if not isinstance(result, Tensor):
+            raise ValueError(
+                f"the advantage {self.name!r} gave a {type(result).__name__}: give a tensor, one number a sequence"
+            )
+        return result
+
     def _by_episode(self, batch: TensorDict) -> Tensor:
         """Return the advantage of each row; the rows of an episode share one, estimated from its first row."""
         episodes, row_of, of_row = first_rows(batch["episode"])
         if len(episodes) == len(of_row):
-            return self.function(batch)
-        result = self.function(index_select(batch, row_of.tolist()))
+            return self._values(batch)
+        result = self._values(index_select(batch, row_of.tolist()))
         if is_jagged(result):
             raise ValueError(
                 f"the advantage {self.name!r} gives one number a token, and an episode here has several rows: "
                 "give one a sequence"
             )
         return result[of_row]
+
+
+def entry_of(spec: str, function: Any) -> Estimator:
+    """Return the estimator of a function that is not registered, by the names of its parameters (`INPUTS`).
+
+    Raises:
+        ValueError: it can't be called, or takes none of them.
+    """
+    if not callable(function):
+        raise ValueError(f"--advantage {spec} is a {type(function).__name__}: a function is needed")
+    inputs = inputs_of(function, INPUTS)
+    if not inputs:
+        raise ValueError(f"--advantage {spec} takes none of {', '.join(INPUTS)}: name what it reads so")
+    keys = tuple(column for name in inputs if (column := INPUTS[name]) is not None)
+    return Estimator(spec, function, 2 if "groups" in inputs else 1, keys, inputs)
 
 
 def response_lengths(batch: TensorDict) -> Tensor:
@@ -191,9 +234,12 @@ def register_estimator(
     return register
 
 
-def estimate(batch: TensorDict, name: str) -> Tensor:
-    """Return the `advantages` of a batch by the estimator's name, jagged float32 (B, j); see `Estimator.__call__`."""
-    return ESTIMATORS.named(name)(batch)
+def estimate(batch: TensorDict, name: str, options: Sequence[str] = ()) -> Tensor:
+    """Return the `advantages` of a batch by the estimator's name, jagged float32 (B, j); see `Estimator.__call__`.
+
+    `options`: NAME=VALUE words for it.
+    """
+    return ESTIMATORS.named(name).with_options(options)(batch)
 
 
 @register_estimator("grpo")

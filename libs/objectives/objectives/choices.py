@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from objectives.checks import check_number
 from objectives.registry import Registry
+from seqpack.extensions.load_object import is_user_code
 
 if TYPE_CHECKING:
     from objectives.advantages import Estimator as AdvantageEstimator
@@ -23,7 +24,7 @@ LOSS_OPTIONS: dict[str, tuple[str, ...]] = {"ppo": OPTIONS, "cispo": ("clip_low"
 """The options that each policy loss of `objectives.losses` takes."""
 GROUP_SIZES = {"grpo": 2, "dr_grpo": 2, "rloo": 2, "reinforce_plus_plus": 1}
 """The smallest group of each advantage of `objectives.advantages`."""
-POLICY_LOSSES: "Registry[PolicyLoss]" = Registry("policy_loss", "objectives.losses", LOSS_OPTIONS)
+POLICY_LOSSES: "Registry[PolicyLoss]" = Registry("policy_loss", "objectives.losses", LOSS_OPTIONS, "loss")
 ESTIMATORS: "Registry[AdvantageEstimator]" = Registry("advantage", "objectives.advantages", GROUP_SIZES)
 ESTIMATORS.add_alias("leave_one_out", "rloo")
 
@@ -36,8 +37,8 @@ def loss_options(name: str) -> tuple[str, ...]:
 def check_group_size(name: str, group_size: int) -> None:
     """Raise ValueError for an unknown advantage, or if groups of this size get none other than 0."""
     ESTIMATORS.check_known(name)
-    sizes = {other: GROUP_SIZES.get(other) or ESTIMATORS[other].min_group_size for other in ESTIMATORS}
-    least = sizes[ESTIMATORS.listed_name(name)]
+    sizes = {other: _least_group(other) for other in ESTIMATORS}
+    least = _least_group(ESTIMATORS.listed_name(name))
     if group_size < least:
         free = [other for other, size in sizes.items() if size <= group_size]
         instead = f", or the advantage {' or '.join(free)}" if free else ""
@@ -45,6 +46,22 @@ def check_group_size(name: str, group_size: int) -> None:
             f"the advantage {ESTIMATORS.listed_name(name)!r} compares siblings, in groups of {group_size} it is always "
             f"0: use a group size of at least {least}{instead}"
         )
+
+
+def _least_group(name: str) -> int:
+    return GROUP_SIZES.get(name) or ESTIMATORS[name].min_group_size
+
+
+def check_loss_options(name: str, words: tuple[str, ...]) -> None:
+    """Raise ValueError for NAME=VALUE words that are no options of a policy loss, or lack one that must be given."""
+    if words or is_user_code(name):
+        POLICY_LOSSES.named(name).with_options(words)
+
+
+def check_advantage_options(name: str, words: tuple[str, ...]) -> None:
+    """Raise ValueError for NAME=VALUE words that are no options of an advantage, or lack one that must be given."""
+    if words or is_user_code(name):
+        ESTIMATORS.named(name).with_options(words)
 
 
 def check_clips(clip_low: float | None = None, clip_high: float | None = None, dual_clip: float | None = None) -> None:

@@ -19,6 +19,7 @@ from objectives.choices import (
     Correction,
     Estimator,
     check_clips,
+    check_loss_options,
     check_max_tokens,
     loss_options,
 )
@@ -48,7 +49,10 @@ class GRPO:
     """
 
     policy_loss: str = "ppo"
-    """The loss of a token, by its name in `objectives.losses.POLICY_LOSSES`: ppo, cispo, or one you registered."""
+    """The loss of a token, by its name in `objectives.losses.POLICY_LOSSES`: ppo, cispo, or one you registered; or a
+    function of `objectives.losses.PolicyTokens`, as FILE.py:NAME or package.module:NAME."""
+    policy_loss_options: tuple[str, ...] = ()
+    """NAME=VALUE options of that function, by its signature."""
     clip_low: float | None = None
     """The ratio to the old policy is bounded by 1 - clip_low from below; None: the loss's own (ppo 0.2, cispo 1)."""
     clip_high: float | None = None
@@ -88,6 +92,7 @@ class GRPO:
                 if name not in options:
                     reason = f"policy_loss {self.policy_loss!r} takes {takes}"
                     yield partial(check_without_effect, name, getattr(self, name), reason)
+            yield partial(check_loss_options, self.policy_loss, self.policy_loss_options)
         for name in ("clip_low", "clip_high", "dual_clip"):
             yield partial(check_clips, **{name: getattr(self, name)})
         yield partial(check_choice, "aggregation", self.aggregation, AGGREGATIONS)

@@ -65,7 +65,8 @@ def _policy(
     own = {name: getattr(objective, name) for name in loss.defaults}
     options = {name: default if own[name] is None else own[name] for name, default in loss.defaults.items()}
     advantages = torch.where(mask, wide(batch.values["advantages"]), 0.0)
-    result = loss.function(PolicyTokens(current, start, advantages, mask, batch), **options)
+    tokens = PolicyTokens(current, start, advantages, mask, batch)
+    result = loss.checked(loss.with_options(objective.policy_loss_options)(tokens, **options), tokens)
     now = current.detach()
     metrics = {"approx_kl": pair(ratio_excess(now, start), mask), "ratio/clamped": pair(clamped(now, start), mask)}
     for name, value in result.metrics.items():

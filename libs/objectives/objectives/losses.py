@@ -4,21 +4,23 @@ All are functions of packed f[T] tensors, computed in float32 at least; a loss i
 and the advantages are constants: no gradient flows to them. Ratios are those of `objectives.ratio`, bounded.
 
 A *policy loss* is what `GRPO(policy_loss=NAME)` computes: a function of `PolicyTokens` and of the options it declares,
-which returns a `TokenLoss`. Add one in a file of your own, which your recipe imports; nothing else is edited:
+which returns a `TokenLoss`, or the loss alone. Write one in a file of your own, and name it FILE.py:NAME:
 
-    @register_policy_loss("reinforce", scales_with_advantage=True)
-    def reinforce(tokens):
-        return TokenLoss(policy_gradient(tokens.log_probs, tokens.advantages), {})
+    def reinforce(tokens, scale: float = 1.0):
+        return scale * policy_gradient(tokens.log_probs, tokens.advantages)
 
-- `POLICY_LOSSES`: the registry, name -> `PolicyLoss`; its names are the choices of a flag.
-- The options are fields of `GRPO`: clip_low, clip_high, dual_clip. Those that a loss declares, with the defaults it
-  declares, are passed by keyword; setting another one is an error.
+- `POLICY_LOSSES`: the registry, name -> `PolicyLoss`. `register_policy_loss` gives a loss a name, and says more of it.
+- Of the options clip_low, clip_high and dual_clip, which are fields of `GRPO`, a registered loss gets those that it
+  declares there, with the defaults it declares; setting another one is an error. Its other parameters are options by
+  their own types and defaults (`seqpack.extensions.options`): `GRPO(policy_loss_options=("scale=2",))`.
+- What a loss returns is held to its contract: f[T] of at least float32, finite or not, through which the gradient
+  flows. `GRPO` masks it, weighs it and divides it by the counts of the whole batch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ from objectives.choices import POLICY_LOSSES as POLICY_LOSSES
 from objectives.ratio import ratio as ratio_of
 from objectives.sums import sequence_sums, wide
 from seqpack.batches.packed import PackedBatch
+from seqpack.extensions.options import bound
 
 
 class TokenLoss(NamedTuple):
@@ -57,10 +60,41 @@ class PolicyLoss:
     """A named policy loss; see `register_policy_loss`."""
 
     name: str
-    function: Callable[..., TokenLoss]
+    function: Callable[..., Any]
     defaults: Mapping[str, float | None]
     keys: tuple[str, ...]
     scales_with_advantage: bool
+
+    def with_options(self, words: Sequence[str]) -> Callable[..., Any]:
+        """Return the function with the options that NAME=VALUE words give it; ValueError: it does not take them."""
+        return bound("policy_loss_options", self.name, self.function, words, self.defaults, first=1)
+
+    def checked(self, result: TokenLoss | Tensor, tokens: PolicyTokens) -> TokenLoss:
+        """Return what the function returned, of one number a token; ValueError where it is something else."""
+        found = TokenLoss(result, {}) if isinstance(result, Tensor) else TokenLoss(*result)
+        for name, value in {"loss": found.loss, **found.metrics}.items():
+            if not isinstance(value, Tensor) or value.shape != tokens.mask.shape:
+                got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(
+                    f"the policy loss {self.name!r} returned {name} of {got}: it gives one number a token, "
+                    f"{tuple(tokens.mask.shape)} here; GRPO sums them and divides by the counts of the whole batch"
+                )
+        if not found.loss.is_floating_point() or found.loss.dtype.itemsize < torch.float32.itemsize:
+            raise ValueError(f"the policy loss {self.name!r} returned {found.loss.dtype}: compute in float32 at least")
+        if tokens.log_probs.requires_grad and not found.loss.requires_grad:
+            raise ValueError(
+                f"the policy loss {self.name!r} has no gradient: it must be made from tokens.log_probs, not detached"
+            )
+        return found
+
+
+def entry_of(spec: str, function: Any) -> PolicyLoss:
+    """Return the entry of a function of `PolicyTokens` that is not registered; ValueError where it is none."""
+    if not callable(function):
+        raise ValueError(
+            f"--loss {spec} is a {type(function).__name__}: a function of `objectives.losses.PolicyTokens` is needed"
+        )
+    return PolicyLoss(spec, function, MappingProxyType({}), (), scales_with_advantage=False)
 
 
 def register_policy_loss(

@@ -15,6 +15,7 @@ from objectives.off_policy import CORRECTIONS
 NUMBERS_BELOW_0 = (-1, -0.001, math.nan, -math.inf, "1", True)
 GRPO_OPTIONS: dict[str, tuple[dict[str, Any], Sequence[Any], Sequence[Any]]] = {
     "policy_loss": ({}, ["ppo", "cispo"], ["cipso", "", "PPO", None, 1]),
+    "policy_loss_options": ({}, [()], [("tau=1",)]),
     "clip_low": ({}, [0, 0.0, 0.2, 1.0], [1.001, 2, *NUMBERS_BELOW_0]),
     "clip_high": ({}, [0, 0.28, 5.0, math.inf], NUMBERS_BELOW_0),
     "dual_clip": ({}, [1.001, 3, 10.0], [1, 1.0, 0.5, 0, *NUMBERS_BELOW_0]),

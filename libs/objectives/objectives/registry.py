@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+from seqpack.extensions.load_object import is_user_code, load_object
 
 Entry = TypeVar("Entry")
 
@@ -12,18 +14,22 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
 
     `module` registers the entries called `names`: they are listed at once, and the module is imported for the first of
     them that is asked for.
+
+    `FILE.py:NAME` and `package.module:NAME` are names too, of a user's code with `kind` as its flag: what it registers,
+    or what the module's `entry_of(spec, object)` makes of an undecorated function.
     """
 
-    def __init__(self, what: str, module: str = "", names: Iterable[str] = ()) -> None:
-        self.what = what
+    def __init__(self, what: str, module: str = "", names: Iterable[str] = (), kind: str = "") -> None:
+        self.what, self.kind = what, kind or what
         self._module = module
+        self._of_users: dict[str, Entry] = {}
         self._entries: dict[str, Entry | None] = dict.fromkeys(names)
         self._aliases: dict[str, str] = {}
 
     def add(self, name: str, entry: Entry) -> None:
-        """Add an entry. Raise ValueError for a name that is empty, has blanks around it, or is taken."""
-        if not name or name != name.strip():
-            raise ValueError(f"a {self.what} needs a name without blanks around it, got {name!r}")
+        """Add an entry. Raise ValueError for a name that is empty, has blanks around it or a colon, or is taken."""
+        if not name or name != name.strip() or is_user_code(name):
+            raise ValueError(f"a {self.what} needs a name without blanks around it and without a colon, got {name!r}")
         if name not in self._entries or self._entries[name] is not None:
             self._check_free(name)
         self._entries[name] = entry
@@ -48,21 +54,42 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
         return self[name]
 
     def check_known(self, name: str) -> None:
-        """Raise ValueError with the known names unless this is one of them."""
-        if name not in self:
+        """Raise ValueError with the known names unless this is one of them, or of user code that can't be loaded."""
+        if is_user_code(name):
+            self._of_user(name)
+        elif name not in self:
             known = ", ".join(self._entries)
             raise ValueError(
-                f"unknown {self.what} {name!r}: use one of {known}, or import the module that registers it"
+                f"unknown {self.what} {name!r}: use one of {known}, or FILE.py:NAME, or import the module that "
+                "registers it"
             )
 
     def listed_name(self, name: str) -> str:
         """Return the name that an entry is listed by."""
         return self._aliases.get(name, name)
 
+    def _of_user(self, spec: str) -> Entry:
+        """Return the entry of a user's code; ValueError where there is none."""
+        if spec not in self._of_users:
+            if not self._module:
+                raise ValueError(f"{self.what} {spec!r}: register it under a name, no file can be given here")
+            found, module = load_object(spec, self.kind), import_module(self._module)
+            listed: list[Any] = [entry for entry in self._entries.values() if entry is not None]
+            registered = [entry for entry in listed if getattr(entry, "function", None) is found]
+            self._of_users[spec] = registered[0] if registered else module.entry_of(spec, found)
+        return self._of_users[spec]
+
     def __contains__(self, name: object) -> bool:
+        if isinstance(name, str) and is_user_code(name):
+            try:
+                return self._of_user(name) is not None
+            except ValueError:
+                return False
         return name in self._entries or name in self._aliases
 
     def __getitem__(self, name: str) -> Entry:
+        if is_user_code(name):
+            return self._of_user(name)
         entry = self._entries[self.listed_name(name)]
         if entry is None:
             import_module(self._module)

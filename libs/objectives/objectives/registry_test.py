@@ -35,11 +35,11 @@ def test_refusals() -> None:
     registry: Registry[int] = Registry("shape")
     registry.add("round", 1)
     registry.add("flat", 2)
-    with pytest.raises(ValueError, match=r"^unknown shape 'long': use one of round, flat, or import the module"):
+    with pytest.raises(ValueError, match=r"^unknown shape 'long': use one of round, flat, or FILE.py:NAME, or import "):
         registry.named("long")
     with pytest.raises(ValueError, match=r"^the shape 'round' is registered already"):
         registry.add("round", 3)
-    for name in ("", " x", "x "):
+    for name in ("", " x", "x ", "a:b"):
         with pytest.raises(ValueError, match=r"^a shape needs a name"):
             registry.add(name, 3)
     assert dict(registry) == {"round": 1, "flat": 2}

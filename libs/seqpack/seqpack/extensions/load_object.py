@@ -11,9 +11,9 @@ from types import ModuleType
 from typing import Any
 
 
-def is_user_code(name: str) -> bool:
+def is_user_code(name: object) -> bool:
     """Return whether a name is a spec, `FILE.py:NAME` or `package.module:name`, and no registered name."""
-    return ":" in name
+    return isinstance(name, str) and ":" in name
 
 
 def load_object(spec: str, kind: str, of: type | tuple[type, ...] | None = None) -> Any:
