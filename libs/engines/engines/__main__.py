@@ -4,8 +4,8 @@ families: each model family against transformers. checkpoints: runs that are res
 megatron: each layout of Megatron's ranks against one process (it needs megatron-core). capabilities: what each backend
 can do, and the test that shows it. prove DIR: the certificate of a model directory's config, printed as JSON: in small,
 with --prove full one layer of each kind at true width and true lengths on this machine's device (minutes on a CPU),
-with --engine.NAME VALUE ... or --ranks N that of these options on ranks. prove --all: the tables of all types of
-transformers, for docs/certificates.md and the library's README.
+with --engine.NAME VALUE ... or --ranks N that of these options on ranks (of the CPU; with --prove full and --ranks of
+this machine's devices). prove --all: the tables of all types of transformers, for docs/certificates.md and the README.
 """
 
 import argparse

@@ -30,7 +30,7 @@ def main(parser: argparse.ArgumentParser, arguments: argparse.Namespace, options
     """Print a certificate as JSON and return 1 where it fails; or prove all types and write their tables.
 
     The certificate is of a model's config in small, with `--prove full` at true width on this machine's device, with
-    options or `--ranks` of these options on ranks.
+    options or `--ranks` of these options on ranks: of the CPU, with `--prove full` of this machine's devices.
     """
     if arguments.all is not None:
         return _all_types(parser, arguments, options)
@@ -50,10 +50,10 @@ def _certificate(arguments: argparse.Namespace, options: Sequence[str]) -> Certi
     described = read_config(model_directory(str(Path(arguments.model))))
     if options or ranks is not None:
         refuse_unsupported(config)
-    if arguments.prove == "full":
-        if ranks is not None:
-            raise ValueError("--prove full is a pass of one process at true width: leave --ranks out")
+    if arguments.prove == "full" and ranks is None:
         return device_certificate(config, described)
+    if arguments.prove == "full":
+        return make_options_certificate(replace(config, prove="full"), described, ranks, mode="always")
     if options or ranks is not None:
         return make_options_certificate(config, described, 1 if ranks is None else ranks)
     return make_certificate(described, "always")

@@ -74,7 +74,6 @@ def test_a_proof_at_true_width_is_printed_and_kept_for_a_run(
     ("words", "text"),
     [
         ("", "prove takes a model directory, or --all"),
-        ("DIR --prove full --ranks 2", "--prove full is a pass of one process at true width: leave --ranks out"),
         ("DIR --all", "--all proves types with their default configs in small"),
         ("--all --prove full", "--all proves types with their default configs in small"),
         ("--all llamma", "transformers has no type llamma among its causal and image-text models"),

@@ -1,4 +1,5 @@
-"""Hold the options of a run together to stock transformers: on CPU ranks, with a small random model of its config.
+"""Hold the options of a run together to stock transformers: on ranks of the CPU, or with `prove="full"` of the run's
+devices, with a small random model of its config.
 
 1. The layout is made small (`small_layout`): each degree above one becomes two.
 2. Ranks forked from one server build an engine with these options (`engines.prove.rank_measurements`): log-probs,
@@ -21,7 +22,7 @@ from transformers.utils import logging
 
 from engines.config import EngineConfig, parse_context_parallel
 from engines.devices.detect import devices_of
-from engines.families.registry import digest
+from engines.families.registry import checked_part, digest
 from engines.launch import RankError
 from engines.parallel.configured_layout import layout_of
 from engines.parallel.layout import ParallelLayout
@@ -86,9 +87,17 @@ def small_layout(config: EngineConfig, world_size: int) -> SmallLayout:
                 break
     if not found:
         raise ValueError(f"no layout of at most {RANKS[-1]} ranks holds these options in small: {small}")
-    if small.device != "cpu" and (there := torch.get_device_module(small.device).device_count()) < found[0]:
-        raise ValueError(f"a proof of these options needs {found[0]} {small.device} devices, this machine has {there}")
+    if small.device != "cpu" and (there := _devices_here(small.device)) < found[0]:
+        without = ": set prove to 'cached' for one on the CPU" if config.prove == "full" else ""
+        raise ValueError(
+            f"a proof of these options needs {found[0]} {small.device} devices, this machine has {there}{without}"
+        )
     return SmallLayout(small, found[0])
+
+
+def _devices_here(device: str) -> int:
+    missing = devices_of(device).missing() is not None
+    return 0 if missing else torch.get_device_module(device).device_count()
 
 
 def _small(config: EngineConfig) -> EngineConfig:
@@ -99,8 +108,9 @@ def _small(config: EngineConfig) -> EngineConfig:
         sizes |= {**dict.fromkeys(ENDS), uneven: sizes["virtual_pipeline_parallel"]}
     if config.shard_ranks is not None:
         sizes["shard_ranks"] = min(2, config.shard_ranks)
-    # The device is the host, but for what moves between it and the run's device.
-    device = devices_of(config.device).kind if config.parameters_on_host else "cpu"
+    # The device is the host, but for what moves between it and the run's device, or where the run asks for its own.
+    own = config.parameters_on_host or config.prove == "full"
+    device = devices_of(config.device).kind if own else "cpu"
     sizes |= {"model": None, "device": device, "vision": "off", "learning_rates": ()}
     return replace(config, **sizes, dtype="float32", compile="off")
 
@@ -117,7 +127,7 @@ def prove_options(
 
     Args:
         config: the run's settings.
-        model: the transformers config of its model; its text part is proven.
+        model: the transformers config of its model; its text part is proven, inside of the whole if that is trained so.
         world_size: number of the run's ranks.
         seconds: how long the ranks may take; a proof that takes longer does not hold.
         plant: makes an error in each engine, on each rank.
@@ -126,20 +136,21 @@ def prove_options(
         ValueError: the type has no causal language model, none could be built in small, no few ranks hold the
             layout, or they took too long.
     """
-    start, text, layout = time.perf_counter(), model.get_text_config(), small_layout(config, world_size)
+    start, part, layout = time.perf_counter(), checked_part(model), small_layout(config, world_size)
     narrow = config.master_dtype == "bfloat16"
     try:
-        small = _deep_enough(small_config(text), layout.config)
+        small = small_config(part)
+        _deepen(small.get_text_config(), layout.config)
         module: Any = random_model(small).to(torch.float32)
         if narrow:  # values that it can hold, in files of float32
             module = module.to(torch.bfloat16).to(torch.float32)
     except BUILD_ERRORS as error:
         raise ValueError(
-            f"{text.model_type} cannot be proven: stock transformers could not build its config in small "
+            f"{part.model_type} cannot be proven: stock transformers could not build its config in small "
             f"({type(error).__name__}: {error})"
         ) from error
     lengths = proof_lengths(thresholds(small))
-    rows = sequences(lengths, min(VOCABULARY, small.vocab_size))
+    rows = sequences(lengths, min(VOCABULARY, small.get_text_config().vocab_size))
     settings = replace(layout.config, max_tokens_per_rank=max(2 * max(lengths), sum(lengths) // 3))
     adam = Adam(lr=0.03, betas=config.betas, eps=1.0, weight_decay=0.1, grad_clip=1.0, narrow=narrow)
     found = Comparison(Difference(INFINITE, INFINITE))
@@ -159,7 +170,7 @@ def prove_options(
                 ) from error
             found.problems.append(last_line(str(error)))
     return Certificate(
-        text.model_type, digest(text), "small", lengths, found.difference.log_probs, found.difference.gradients, None,
+        part.model_type, digest(part), "small", lengths, found.difference.log_probs, found.difference.gradients, None,
         found.leaks, (), tuple(found.problems), time.perf_counter() - start, versions(), "options",
         {**compared_options(settings), "ranks": layout.ranks}, None, place(settings.device), found.numbers,
     )  # fmt: skip
@@ -187,11 +198,11 @@ def compared_options(config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def _deep_enough(small: Any, config: EngineConfig) -> Any:
-    """Return the small config with as many layers, repeated in order, as the stages of a pipeline need."""
+def _deepen(small: Any, config: EngineConfig) -> None:
+    """Give the small text config as many layers, repeated in order, as the stages of a pipeline need."""
     stages, chunks = config.pipeline_parallel, config.virtual_pipeline_parallel
     if stages == 1:
-        return small
+        return
     uneven = any(getattr(config, name) is not None for name in ENDS)
     before = small.num_hidden_layers
     depth = (stages + uneven) * chunks
@@ -200,4 +211,3 @@ def _deep_enough(small: Any, config: EngineConfig) -> Any:
         if isinstance(value, list) and len(value) == before:
             setattr(small, name, [value[layer % before] for layer in range(depth)])
     small.num_hidden_layers = depth
-    return small

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from engines.capability import untested_options
 from engines.config import EngineConfig
-from engines.prove.admission import keep_certificate
+from engines.prove.admission import Mode, keep_certificate
 from engines.prove.certificate import Certificate, cached_at, code, place
 from engines.prove.options import compared_options, prove_options, small_layout
 
@@ -43,11 +43,13 @@ def options_certificate(
 
 
 def make_options_certificate(
-    config: EngineConfig, model: Any, world_size: int, seconds: float | None = None
+    config: EngineConfig, model: Any, world_size: int, seconds: float | None = None, mode: Mode | None = None
 ) -> Certificate:
-    """Return the certificate of options, whether tests have run them together or not; see `options_certificate`."""
+    """Return the certificate of options, whether tests have run them together or not; see `options_certificate`.
+
+    `mode`: another than `config.prove` of keeping it."""
     path = options_path(config, model, world_size)
-    return keep_certificate(path, config.prove, lambda: prove_options(config, model, world_size, seconds))
+    return keep_certificate(path, mode or config.prove, lambda: prove_options(config, model, world_size, seconds))
 
 
 def options_path(config: EngineConfig, model: Any, world_size: int) -> Path:

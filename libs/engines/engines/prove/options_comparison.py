@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from engines.families.family import Family
 from engines.families.registry import registered_family
 from engines.private_api import set_experts
 from engines.prove.comparison import Difference, Result, difference, largest
 from engines.prove.engine_result import proof_weights
-from engines.prove.generic_family import generic_family
+from engines.prove.generic_family import TextPartFamily, generic_family, is_inside
 from engines.prove.plain_loop import PlainLoop
 from engines.prove.rank_measurements import AFTER, BEFORE, RESUMED, STEPS, STOCK, Job, Measured
 
@@ -75,20 +75,30 @@ def compare(job: Job, measured: Measured) -> Comparison:
 
 
 def _loop(job: Job, measured: Measured) -> PlainLoop:
-    model: Any = AutoModelForCausalLM.from_pretrained(job.folder / STOCK, attn_implementation="eager").double().eval()
-    set_experts(model.config, "eager")  # grouped products take no float64
+    model: Any = _load(job.folder / STOCK, attn_implementation="eager").double().eval()
     text = model.config.get_text_config()
-    family: Family = registered_family(text) or generic_family(text)
-    router = family.auxiliary_loss(text, job.config.router_aux_loss_coef, job.config.router_z_loss_coef)
+    for config in (model.config, text):
+        set_experts(config, "eager")  # grouped products take no float64
+    family: Family = registered_family(model.config) or generic_family(model.config)
+    if isinstance(family, TextPartFamily):
+        own = family.trained(model)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in own)
+    router = family.auxiliary_loss(model.config, job.config.router_aux_loss_coef, job.config.router_z_loss_coef)
     return PlainLoop(
         model, measured.adapters, job.config.lora.scale if measured.adapters else 0.0, router, family.router
     )
 
 
+def _load(folder: Path, **options: Any) -> Any:
+    """Return what stock transformers reads: a causal language model, or the whole of a multi-modal type."""
+    whole = is_inside(AutoConfig.from_pretrained(folder))
+    return (AutoModelForImageTextToText if whole else AutoModelForCausalLM).from_pretrained(folder, **options)
+
+
 def _moved(job: Job, base: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> tuple[float, str]:
     """Return how far what the steps moved is from the plain loop's, of weights that stock transformers loads back."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(job.folder / AFTER)
-    weights = dict(loaded.named_parameters())
+    weights = dict(_load(job.folder / AFTER).named_parameters())
     if weights.keys() != want.keys():
         return float("inf"), "their names"
     rounding = (NARROW if job.adam.narrow else FLOAT32).rounding

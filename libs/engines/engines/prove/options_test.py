@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import Qwen3MoeConfig
+from transformers import AutoConfig, Qwen3MoeConfig
 
 from engines import EngineConfig, LoraConfig, build_engine
+from engines.families.registry import digest
 from engines.prove.certificate import Certificate
 from engines.prove.forked_ranks import launch_forked
 from engines.prove.options import prove_options, small_layout
@@ -111,6 +112,32 @@ def test_an_error_of_a_layout_is_seen(plant: Any, text: str) -> None:
     certificate = prove_options(EngineConfig(**SHARED), EXPERTS, 2, plant=plant)
     assert any(re.search(text, problem) for problem in certificate.problems), certificate
     assert (certificate.log_probs > 1e-3) == (plant is not halve_a_gradient)
+
+
+def halve_a_text_gradient(engine: Any) -> None:
+    update, parameters = engine.executor.optimizer_step, dict(engine.executor.model.named_parameters())
+
+    def halved(*args: Any) -> Any:
+        next(one for name, one in parameters.items() if name.endswith("1.self_attn.k_proj.weight")).grad.mul_(0.5)
+        return update(*args)
+
+    engine.executor.optimizer_step = halved
+
+
+def test_the_text_part_of_a_multi_modal_type_is_proven_inside_of_the_whole() -> None:
+    config, whole = EngineConfig(device="cpu"), AutoConfig.for_model("llava")
+    certificate = prove_options(config, whole, 1)
+    assert certificate.holds, certificate
+    assert (certificate.model_type, certificate.config) == ("llava", digest(whole))
+    certificate = prove_options(config, whole, 1, plant=halve_a_text_gradient)
+    assert "gradients 5.0e-01 (model.language_model.layers.1.self_attn.k_proj.weight)" in str(certificate)
+
+
+def test_ranks_are_of_the_runs_devices_where_it_asks_for_a_full_proof() -> None:
+    config = EngineConfig(device="npu", prove="full", allow_untested=("npu",))
+    with pytest.raises(ValueError, match=r"this machine has .*set prove to 'cached' for one on the CPU"):
+        small_layout(config, 2)
+    assert small_layout(replace(config, prove="cached"), 2).config.device == "cpu"
 
 
 def build_on_ranks(folder: Path, options: dict[str, Any], kept: Certificate) -> list[str]:

@@ -41,7 +41,7 @@ class Adam:
 
 
 class PlainLoop:
-    """A stock model with its trained parameters by name: all, or those of the adapters that are given."""
+    """A stock model with its trained parameters by name: those that require a gradient, or of the given adapters."""
 
     def __init__(
         self, model: Any, adapters: Mapping[str, Tensor], scale: float, router: RouterLoss | None, kind: str
@@ -50,7 +50,7 @@ class PlainLoop:
         losses of modules of class `kind`."""
         self.model = model
         self.router = router
-        self.trained: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self.trained: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if adapters:
             self.trained = {}
             model.requires_grad_(False)

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from engines.adapters.adapter_export import adapter_pieces
 from engines.backends import TRAIN_BACKENDS
 from engines.config import EngineConfig
-from engines.families.registry import admitted, registered_family
+from engines.families.registry import admitted, checked_part, registered_family
 from engines.protocol import TrainEngine
 from engines.prove.comparison import Result
 from engines.prove.engine_result import (
@@ -70,8 +70,8 @@ def measure(job: Job, plant: Plant | None = None) -> Measured:
     """Measure on every rank; rank 0's answer counts. Collective."""
     directory = job.folder / STOCK
     torch.backends.cudnn.allow_tf32 = False  # of a process of the proof's own
-    text = AutoConfig.from_pretrained(directory).get_text_config()
-    with admitted(text, registered_family(text) or generic_family(text)):
+    part = checked_part(AutoConfig.from_pretrained(directory))
+    with admitted(part, registered_family(part) or generic_family(part)):
         adapters, joined, result = _first_step(job, plant)
         curve, resumed = _steps(job, plant)
     return Measured(result, joined, adapters, curve, resumed)
