@@ -14,8 +14,6 @@ from runplan.run_spec import RunSpec
 from runplan.samplers.pool_lines import gib
 
 UNIT = 1e15
-SYNC_SECONDS = {"nccl": 0.098, "objects": 2.41, "gloo": 2.59}
-"""Seconds of a GiB of weights to Ray's samplers, by transport: measured between H200 of one host (docs/samplers.md)."""
 EXAMPLE = 0.1
 """PFLOPS of the example division."""
 
@@ -39,8 +37,8 @@ def time_lines(spec: RunSpec, shape: ModelShape, grid: Grid, batches: BatchPlan)
 
 
 def sync_line(spec: RunSpec, shape: ModelShape) -> str:
-    """Return what a weight sync moves, and its seconds where a transport of its kind was measured."""
-    rollout, steps = spec.cluster.rollout, spec.cluster.schedule.parameter_sync_step
+    """Return what a weight sync moves, and its seconds where a way of its kind was measured."""
+    steps = spec.cluster.schedule.parameter_sync_step
     often = "each optimizer step" if steps == 1 and spec.mini_batches * spec.epochs == 1 else "each sync"
     if spec.cluster.sampler.shares_weights(spec):
         return "weight sync: nothing is copied"
@@ -48,11 +46,8 @@ def sync_line(spec: RunSpec, shape: ModelShape) -> str:
     if spec.engine.lora.rank:
         size, what = 4.0 * adapter_parameters(shape, spec.engine.lora), "adapters"
     moved = f"weight sync: {gib(size)} of {what} to each sampler, {often}"
-    if not rollout.ray_workers:
-        return f"{moved}; not timed"
-    transport = "objects" if rollout.weight_transport == "auto" else rollout.weight_transport
-    seconds = SYNC_SECONDS[transport] * size / GIB
-    return f"{moved}: {seconds:.0f} s by {transport}, at the rate between two H200 of one host"
+    rate = spec.cluster.sampler.sync_rate(spec)
+    return f"{moved}: {_seconds(rate.seconds * size / GIB)} s {rate.way}" if rate else f"{moved}; not timed"
 
 
 def step_of(spec: RunSpec, grid: Grid, batches: BatchPlan) -> StepWork:
@@ -106,6 +101,11 @@ def _left_to_divide(shape: ModelShape, step: StepWork, counted: str) -> list[str
         f"seconds = {_short(each)} / the PFLOPS that your devices reach{waiting}; no NPU was measured here",
         f"if it were {EXAMPLE:g} PFLOPS: {seconds:.0f} s",
     ]
+
+
+def _seconds(number: float) -> str:
+    """Return the number as text with two digits or more."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def _short(number: float) -> str:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -87,18 +88,35 @@ def test_the_pass_of_a_routers_loss_is_counted() -> None:
         assert lines_of(replace(SPEC, engine=engine))[1].counting == expected
 
 
+def said_seconds(number: float) -> str:
+    return f"{number:.0f}" if number >= 10 else f"{number:.2g}"
+
+
 def test_a_weight_sync_has_a_line() -> None:
-    """A copy in the same process, none where weights are shared, and Ray's transports at their measured rates."""
+    """None where weights are shared, and each way that they take at its measured rate."""
     run = replace(SPEC, app="grpo")
 
     def said(spec: RunSpec) -> str:
         return next(line for line in lines_of(spec)[0] if line.startswith("weight sync"))
 
-    assert said(run).endswith("to each sampler, each optimizer step; not timed")
     assert said(replace(run, processes=1)) == "weight sync: nothing is copied"
     size = 2 * total_parameters(SHAPE) / 2**30
+    vllm = replace(run, cluster=PlainCluster(rollout=PlainRollout(engine="vllm"), apart="a process of its own"))
+    ways = [(run, 0.075, "on the device"), (vllm, 0.266, "through host memory")]
+    changes: list[tuple[dict[str, Any], float, str]] = [
+        ({"dp": 4}, 0.373, "through host memory"),
+        ({"weights_on_device": True}, 0.075, "on the device"),
+        ({"weights_on_device": True, "dp": 2}, 0.124, "on the device"),
+    ]
+    for change, seconds, place in changes:
+        rollout = PlainRollout(engine="vllm", **change)
+        ways.append((replace(vllm, cluster=PlainCluster(rollout=rollout, apart="elsewhere")), seconds, place))
+    for spec, seconds, place in ways:
+        assert f"each optimizer step: {said_seconds(size / 1.248 * seconds)} s {place}" in said(spec)
+    own = PlainRollout(engine="mine.py:Sampler")
+    assert said(replace(run, cluster=PlainCluster(rollout=own, apart="elsewhere"))).endswith("; not timed")
     for transport, name, rate in (("auto", "objects", 2.41), ("nccl", "nccl", 0.098)):
         rollout = PlainRollout(ray_workers=2, weight_transport=transport)
         ray = replace(run, cluster=PlainCluster(rollout=rollout, apart="in actors"))
-        assert f": {size * rate:.0f} s by {name}, at the rate" in said(ray)
+        assert f": {said_seconds(size * rate)} s by {name}, at the rate" in said(ray)
     assert not any(line.startswith("weight sync") for line in lines_of(SPEC)[0])

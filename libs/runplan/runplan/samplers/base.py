@@ -7,6 +7,7 @@ from engines.capability import Supported, Unsupported
 from runplan.estimates.buffers import Buffer
 from runplan.estimates.peak_memory import Peak
 from runplan.estimates.states import States, width_of
+from runplan.estimates.sync_rates import RAY, SyncRate
 from runplan.model.model_shape import ModelShape
 from runplan.run_spec import RunSpec
 from runplan.samplers.pool_lines import LinesAndProblems, places
@@ -62,6 +63,18 @@ class SamplerPlan:
         """Return whether it computes with training's weights in place."""
         del spec
         return False
+
+    def sync_rate(self, spec: RunSpec) -> SyncRate | None:
+        """Return the seconds of a GiB of weights to it; None where no way of its kind was measured."""
+        rollout = spec.cluster.rollout
+        if rollout.ray_workers:
+            return RAY["objects" if rollout.weight_transport == "auto" else rollout.weight_transport]
+        return self.own_sync_rate(spec)
+
+    def own_sync_rate(self, spec: RunSpec) -> SyncRate | None:
+        """Return the same where it does not run in Ray's actors."""
+        del spec
+        return None
 
     def pool(self, spec: RunSpec, shape: ModelShape, states: States, peak: Peak) -> LinesAndProblems:
         """Return lines and problems of the sampling devices, and of the processes that feed them.

@@ -13,6 +13,7 @@ from rollout.native.lean.model_weights import JOIN_ELEMENTS
 from runplan.estimates.buffers import DISK, Buffer, cache_bytes, largest_tensor, state_bytes, total_parameters
 from runplan.estimates.peak_memory import Peak
 from runplan.estimates.states import States, width_of
+from runplan.estimates.sync_rates import ON_DEVICE, SyncRate
 from runplan.model.adapters import (
     LinearSizes,
     adapted_elements,
@@ -75,6 +76,11 @@ class NativePlan(SamplerPlan):
     def shares_weights(self, spec: RunSpec) -> bool:
         """Return whether it computes with training's weights in place."""
         return shares_weights(spec.engine, spec.cluster, spec.ranks, spec.shards)
+
+    def own_sync_rate(self, spec: RunSpec) -> SyncRate | None:
+        """Return the rate to another process on the same device: copies are made on the device, and checked, too."""
+        del spec
+        return ON_DEVICE
 
     def supports(self, feature: str) -> Supported | Unsupported:
         """Return whether it has a feature of rollout's engines."""

@@ -8,6 +8,7 @@ from rollout.capability import backend_supports
 from runplan.estimates.buffers import DISK, Buffer, cache_bytes, state_bytes, total_parameters
 from runplan.estimates.peak_memory import Peak
 from runplan.estimates.states import GIB, States
+from runplan.estimates.sync_rates import SyncRate, rate_into_vllm
 from runplan.model.model_shape import ModelShape, count_parameters, tower_parameters
 from runplan.run_spec import RunSpec
 from runplan.samplers.base import OVERLAP, SamplerDevice, SamplerPlan
@@ -90,6 +91,10 @@ class VllmPlan(SamplerPlan):
         staged = sum(buffer.device for buffer in buffers) / GIB
         turns, problems = _shared(spec, states, peak.bytes / GIB, staged, memory)
         return [*lines, *turns], problems
+
+    def own_sync_rate(self, spec: RunSpec) -> SyncRate | None:
+        """Return the rate through the memory that the trainer and its workers share."""
+        return rate_into_vllm(spec.cluster.rollout.weights_on_device, spec.cluster.rollout.dp)
 
     def supports(self, feature: str) -> Supported | Unsupported:
         """Return whether it has a feature of rollout's engines."""
