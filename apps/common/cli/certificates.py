@@ -20,6 +20,7 @@ from apps.common.run.ranks import ranks_of_node
 from engines import EngineConfig
 from engines.loading import LoadedModel
 from engines.proofs.run_proofs import certificates_of
+from engines.prove.admission import padded_hint
 from engines.prove.certificate import Certificate
 from runlog.proofs import CERTIFICATES, UNTESTED, untested_lines
 from runplan.run_spec import RunSpec
@@ -65,7 +66,7 @@ def open_checked(
     opened = None if proofs is None else refusals.of(partial(opener, directory, spec.engine))
     certificates = proofs or ()
     if opened is not None:
-        refusals.lines += failures(certificates)  # else opening has told it
+        refusals.lines += failures(certificates, spec.engine.batching)  # else opening has told it
     return CheckedModel(
         model_config, ranks, opened, certificates, accepted_parts(spec, certificates, model_config, refusals)
     )
@@ -115,9 +116,10 @@ def report_when_slow(text: str, quiet: float = QUIET, tell: Callable[[str], obje
             write("\n")
 
 
-def failures(certificates: Sequence[Certificate]) -> list[str]:
+def failures(certificates: Sequence[Certificate], batching: str = "packed") -> list[str]:
     """Return the texts of proofs that failed, but for those of options, which `engines.preflight` tells."""
-    return [str(one) for one in certificates if not one.holds and one.subject != "options"]
+    failed = [one for one in certificates if not one.admits(batching) and one.subject != "options"]
+    return [f"{one}{padded_hint(one)}" for one in failed]
 
 
 def write_proofs(run_dir: Path, certificates: Sequence[Certificate], accepted: Mapping[str, str]) -> None:

@@ -102,7 +102,7 @@ def open_model(config: EngineConfig, model: Any = None) -> LoadedModel:
     if config.model is not None:
         return _from_directory(config, model_directory(config.model), dtype, seeing)
     if isinstance(model, PretrainedConfig):
-        family = admitted_family(model, config.prove, config.allow_untested)
+        family = admitted_family(model, config.prove, config.allow_untested, config.batching)
         vision = family.check_vision(model) if seeing else None
         part = model if seeing else text_config(model, family)
         module = model_of(part, vision is not None or family.inside)
@@ -113,7 +113,7 @@ def open_model(config: EngineConfig, model: Any = None) -> LoadedModel:
         raise ValueError(f"model must be a module or a transformers config, got {type(model).__name__}")
     if not hasattr(module, "get_output_embeddings") or not hasattr(module, "base_model"):
         raise ValueError(f"{type(module).__name__} is not a transformers causal LM (such as Qwen3_5ForCausalLM)")
-    family = admitted_family(module.config, config.prove, config.allow_untested)
+    family = admitted_family(module.config, config.prove, config.allow_untested, config.batching)
     family.check_module(module)
     _check_replay(config, family, module.config)
     if seeing:
@@ -145,7 +145,7 @@ def _check_replay(config: EngineConfig, family: Family, model: PretrainedConfig)
 
 def _from_directory(config: EngineConfig, directory: Path, dtype: torch.dtype, seeing: bool) -> LoadedModel:
     read = read_config(directory)
-    family = admitted_family(read, config.prove, config.allow_untested)
+    family = admitted_family(read, config.prove, config.allow_untested, config.batching)
     if (unread := family.unread(read)) and (not dist.is_initialized() or dist.get_rank() == 0):
         warnings.warn(
             f"{directory / 'config.json'}: no model of transformers reads {', '.join(unread)}: ignored", stacklevel=2

@@ -76,6 +76,8 @@ class Family:
     """The model of these configs with its vision tower; None where images are not supported."""
     registered: bool = True
     """Whether its layers are known by name; of others nothing is left out or replaced but their mixers."""
+    packs: bool = True
+    """Whether its layers take packed rows; others are trained in padded ones."""
     routed: bool = False
     """Whether it has experts: the router's auxiliary loss, and one tensor an expert on disk."""
     router: str = ""

@@ -40,7 +40,7 @@ class Certificate:
     gradients: float
     """Largest difference of a gradient, relative to its parameter's largest entry."""
     padded: float | None
-    """Largest difference of a log-prob of padded rows; None where packed rows were equal."""
+    """Largest difference of a log-prob of padded rows, infinite where they differ; None where packed ones are equal."""
     sensitivity: Mapping[str, float]
     """Largest change of a log-prob by planted error."""
     not_exercised: tuple[str, ...]
@@ -71,6 +71,10 @@ class Certificate:
     def holds(self) -> bool:
         """Whether packed rows were equal, and each planted error was seen."""
         return not self.problems
+
+    def admits(self, batching: str = "packed") -> bool:
+        """Return whether a run with this batching may stand on it: padded rows need no packed ones."""
+        return self.holds or (batching == "padded" and self.padded is not None and self.padded < float("inf"))
 
     def __str__(self) -> str:
         """Return the line for a terminal."""

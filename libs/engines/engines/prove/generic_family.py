@@ -48,7 +48,8 @@ class GenericFamily(Family):
         head = self.head(model)
         if not isinstance(head, nn.Linear):
             raise ValueError(f"{self.name}: the output layer must be a Linear, got {head}")
-        if not any(True for layer in self.layers(model) for _ in self.mixers(layer)):
+        layers = self.layers(model)
+        if self.packs and not any(True for layer in layers for _ in self.mixers(layer)):
             raise ValueError(f"{self.name}: no layer of {type(model).__name__} is known to mix tokens")
 
     def decoder(self, model: Any) -> Any:
@@ -57,7 +58,9 @@ class GenericFamily(Family):
         base = model.model if base is model and hasattr(model, "model") else base
         for name in _TEXT_MODELS:
             if isinstance(part := getattr(base, name, None), nn.Module):
-                return part.base_model if getattr(part, "get_output_embeddings", lambda: None)() else part
+                headed = getattr(part, "get_output_embeddings", lambda: None)() is not None
+                inner = part.base_model if headed else part
+                return part.model if headed and inner is part and hasattr(part, "model") else inner
         return base
 
     def head_scale(self, config: Any) -> float:
@@ -82,12 +85,10 @@ class GenericFamily(Family):
         return stock_router_loss(config.get_text_config(), coefficient, z_coefficient)
 
     def layers(self, model: Any) -> list[nn.Module]:
-        """Return the decoder layers: the first list of modules in the decoder that holds mixers."""
-        lists = [
-            module
-            for module in self.decoder(model).modules()
-            if isinstance(module, nn.ModuleList) and any(True for part in module for _ in self.mixers(part))
-        ]
+        """Return the decoder layers: the first list of modules in the decoder, with mixers where these are known."""
+        lists = [module for module in self.decoder(model).modules() if isinstance(module, nn.ModuleList)]
+        known = [one for one in lists if any(True for part in one for _ in self.mixers(part))]
+        lists = known if known or self.packs else lists
         if not lists:
             raise ValueError(
                 f"{self.name}: the decoder of {type(model).__name__} has no layers that are known to mix tokens"

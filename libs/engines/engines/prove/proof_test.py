@@ -13,6 +13,7 @@ from engines.families.registry import FAMILIES, family_of
 from engines.prove import proof
 from engines.prove.admission import admitted_family, make_certificate
 from engines.prove.certificate import Certificate, cached_at
+from engines.prove.comparison import chosen_log_probs
 from engines.prove.generic_family import GenericFamily
 from engines.prove.lengths import proof_lengths
 from engines.prove.proof import prove, small_config
@@ -137,6 +138,27 @@ def test_a_certificate_is_made_once_for_a_config_and_its_versions(monkeypatch: p
     assert cached_at(AutoConfig.for_model("granite", num_hidden_layers=2, logits_scaling=2.0)) != cached_at(config)
     with pytest.raises(ValueError, match="model family 'granite' is not supported"):
         admitted_family(config, "off")
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "rwkv", "bart"])
+def test_where_packed_rows_differ_padded_ones_are_trained(kind: str) -> None:
+    torch.manual_seed(0)
+    config = small_config(AutoConfig.for_model(kind))
+    settings: dict[str, Any] = {"device": "cpu", "max_tokens_per_rank": 48, "master_dtype": "float32"}
+    settings["allow_untested"] = make_certificate(config).not_exercised
+    with pytest.raises(ValueError, match=r"packed rows .*padded rows are equal \(--engine.batching padded\)"):
+        build_engine(EngineConfig(**settings), config)
+    model: Any = AutoModelForCausalLM.from_config(config).eval()
+    batch = tiny_batch([7, 3, 12, 5])
+    with torch.no_grad():
+        want = [chosen_log_probs(model, ids) for ids in batch["input_ids"].unbind()]
+    engine = build_engine(EngineConfig(batching="padded", **settings), model)
+    for ours, theirs in zip(engine.forward(batch)["log_probs"].unbind(), want, strict=True):
+        torch.testing.assert_close(ours[1:], theirs, atol=1e-5, rtol=0)
+    losses = [engine.train_batch(batch, SFT())["loss"] for _ in range(3)]
+    assert losses == sorted(losses, reverse=True)
+    with pytest.raises(ValueError, match="set batching='padded'"):
+        build_engine(EngineConfig(**settings), model)
 
 
 @pytest.mark.usefixtures("quick")

@@ -31,9 +31,7 @@ SIZES: Mapping[str, int] = {
     ),
     **dict.fromkeys(("linear_value_head_dim", "mamba_d_head", "mamba_head_dim", "ssm_state_size"), HEAD_DIM),
     **dict.fromkeys(("mamba_d_state", "state_size"), HEAD_DIM),
-    **dict.fromkeys(
-        ("linear_num_value_heads", "linear_num_heads", "mamba_n_heads", "mamba_num_heads", "index_n_heads"), HEADS
-    ),
+    **dict.fromkeys(("linear_num_value_heads", "linear_num_heads", "mamba_n_heads", "mamba_num_heads"), HEADS),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "d_ff", "ffn_hidden_size"), 96),
     "intermediate_size_mlp": 96,
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
@@ -45,6 +43,7 @@ SIZES: Mapping[str, int] = {
     **dict.fromkeys(EXPERTS, 8),
     "rotary_dim": HEAD_DIM,
     "mamba_d_ssm": 2 * HIDDEN,
+    "index_n_heads": 16,  # with few of them scores are often all zero, and the choice of keys is arbitrary
     "chunk_size": 8,
     "mamba_chunk_size": 8,
     "block_size": 8,

@@ -19,6 +19,8 @@ def adapt_for_packing(model: Any) -> Adaptation:
     if config is None:
         raise ValueError("adapt_for_packing needs a transformers model, this one has no config")
     family = family_of(config)
+    if not family.packs:
+        raise ValueError(f"packed rows of {config.model_type} differ from stock transformers: set batching='padded'")
     family.check_module(model)
     mixers = [mixer for layer in family.layers(model) for mixer in family.mixers(layer)]
     return adapt_mixers(model, mixers, family.decoder(model), by_mask=not family.registered)
