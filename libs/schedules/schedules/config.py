@@ -1,8 +1,11 @@
 """Configuration of a schedule: who waits for whom between sampling and training."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+from seqpack.extensions.load_object import is_user_code, load_object
+from seqpack.extensions.options import bound
 
 Mode = Literal["sync", "one_step_off", "fully_async"]
 MODES: list[str] = [*get_args(Mode)]
@@ -11,12 +14,27 @@ STALENESS_THRESHOLD = 0.5
 """Share of a window that a fully asynchronous run samples ahead unless told otherwise."""
 
 
+def maker_of(spec: str, options: tuple[str, ...]) -> Callable[..., Any]:
+    """Return what makes a user's schedule of `ScheduleParts`, with its options.
+
+    Raises:
+        ValueError: there is none, it can't be called, or does not take the options.
+    """
+    make = load_object(spec, "schedule")
+    if not callable(make):
+        raise ValueError(f"mode {spec} is a {type(make).__name__}: a class or function of ScheduleParts is needed")
+    return bound("options", spec, make, options, first=1)
+
+
 @dataclass(frozen=True)
 class ScheduleConfig:
     """Who waits for whom between sampling and training."""
 
     mode: str = "sync"
-    """Sampling then training; training on the batch before; or a queue between the two."""
+    """Sampling then training; training on the batch before; or a queue between the two. Or a schedule of your own, as
+    FILE.py:NAME or package.module:NAME: what makes it of `schedules.registry.ScheduleParts`."""
+    options: tuple[str, ...] = ()
+    """NAME=VALUE options of a schedule of your own, by the signature of what makes it."""
     staleness_threshold: float | None = None
     """Share of a step's samples that may come from older weights (fully_async); without it 0.5. 0 samples nothing
     ahead, and training and sampling take turns."""
@@ -34,9 +52,14 @@ class ScheduleConfig:
 
     def problems(self) -> Iterator[str]:
         """Yield texts of all that is wrong, each beginning with a field's name."""
-        problems = []
-        if self.mode not in MODES:
-            problems.append(f"mode must be one of {', '.join(map(repr, MODES))}, got {self.mode!r}")
+        problems: list[str] = []
+        if is_user_code(self.mode):
+            problems += self._of_user_code()
+        elif self.mode not in MODES:
+            known = ", ".join(map(repr, MODES))
+            problems.append(f"mode must be one of {known}, or FILE.py:NAME, got {self.mode!r}")
+        elif self.options and self.mode in get_args(Mode):
+            problems.append(f"options: mode {self.mode!r} has none, {', '.join(self.options)} has no effect")
         for name in ("parameter_sync_step", "required_batches"):
             if getattr(self, name) < 1:
                 problems += [f"{name} must be at least 1, got {getattr(self, name)}"]
@@ -49,6 +72,13 @@ class ScheduleConfig:
                 "staleness_threshold, parameter_sync_step, required_batches and partial_rollout have no effect with "
                 f"mode {self.mode!r}: use mode 'fully_async'"
             )
+
+    def _of_user_code(self) -> Iterator[str]:
+        """Yield a text where the schedule's code can't be loaded, or does not take its options."""
+        try:
+            maker_of(self.mode, self.options)
+        except ValueError as error:
+            yield str(error)
 
     @property
     def stale_share(self) -> float:

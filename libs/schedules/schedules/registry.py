@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from schedules.config import MODES, ScheduleConfig
+from schedules.config import MODES, ScheduleConfig, maker_of
 from schedules.fully_async.follower import AsyncFollower
 from schedules.fully_async.fully_async import FullyAsyncSchedule
 from schedules.one_step_off import OneStepOffSchedule
@@ -16,6 +17,10 @@ from schedules.sampling.session import RolloutSession
 from schedules.sampling.settings import RunState
 from schedules.schedule import Schedule
 from schedules.sync import SyncSchedule
+from seqpack.extensions.load_object import is_user_code
+from seqpack.extensions.options import bound
+
+METHODS = ("__enter__", "__exit__", "step", "evaluate", "saving", "saved")
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,22 @@ def build_schedule(parts: ScheduleParts) -> Schedule:
     Raises:
         ValueError: nobody has registered that name, or a part is missing.
     """
-    if parts.config.mode not in _SCHEDULES:
-        raise ValueError(f"no schedule {parts.config.mode!r}; there are {', '.join(_SCHEDULES)}")
-    return _SCHEDULES[parts.config.mode](parts)
+    config = parts.config
+    if is_user_code(config.mode):
+        return _checked(config.mode, maker_of(config.mode, config.options)(parts))
+    if config.mode not in _SCHEDULES:
+        raise ValueError(f"no schedule {config.mode!r}; there are {', '.join(_SCHEDULES)}")
+    made: Schedule = bound("options", config.mode, _SCHEDULES[config.mode], config.options, first=1)(parts)
+    return made
+
+
+def _checked(spec: str, schedule: Any) -> Schedule:
+    """Return a user's schedule; ValueError where it lacks a method."""
+    missing = [name for name in METHODS if not callable(getattr(schedule, name, None))]
+    if missing:
+        raise ValueError(
+            f"the schedule {spec} gave a {type(schedule).__name__} without {', '.join(missing)}: a schedule is a "
+            f"context manager with {', '.join(METHODS[2:])} (schedules.schedule.Schedule)"
+        )
+    made: Schedule = schedule
+    return made
