@@ -76,7 +76,8 @@ def check_installs(root: Path) -> list[str]:
 
 def check_links(root: Path) -> list[str]:
     """Return complaints about links of READMEs and pages to files that do not exist."""
-    pages = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("libs/*/*.md"), *root.glob("build/*.md")]
+    inside = ("*.md", "docs/**/*.md", "libs/*/*.md", "apps/**/*.md", "build/*.md")
+    pages = [page for pattern in inside for page in root.glob(pattern)]
     return [
         f"{page.relative_to(root)}: {link} leads nowhere"
         for page in sorted(pages)

@@ -1,0 +1,113 @@
+"""Draw docs/benchmark_history.md from docs/benchmarks/*.json: `./bazelw run //docs:draw_benchmarks`.
+
+A file is one benchmark: what it measures, its command, and its runs, each with date, device, versions and values by
+case. A new run is added to its file; what an older one measured stays. A file of one run may have no list of runs.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HEAD = """# Benchmarks: history
+
+Drawn from the files of [benchmarks](benchmarks) by `./bazelw run //docs:draw_benchmarks`; a test holds this page to
+them. Each case has its runs in the order of their dates. Runs of different devices or versions say nothing about one
+another.
+"""
+PAGE = Path("docs/benchmark_history.md")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a benchmark."""
+
+    date: str
+    device: str
+    versions: Mapping[str, str]
+    values: Mapping[str, Mapping[str, Any]]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One benchmark with all its runs."""
+
+    name: str
+    what: str
+    command: str
+    runs: Sequence[Run]
+
+
+def read(path: Path) -> Benchmark:
+    """Return the benchmark of a file.
+
+    Raises:
+        ValueError: a run lacks its date, device, versions or values.
+    """
+    file = json.loads(path.read_text(encoding="utf-8"))
+    runs = [_run(path.name, entry) for entry in file.get("runs", [file])]
+    return Benchmark(path.stem, file.get("what", ""), file["command"], sorted(runs, key=lambda run: run.date))
+
+
+def _run(name: str, entry: Mapping[str, Any]) -> Run:
+    entry = {**entry, **_certificates(entry)} if "types" in entry else entry
+    lacking = [key for key in ("date", "device", "versions", "values") if key not in entry]
+    if lacking:
+        raise ValueError(f"{name}: a run without {', '.join(lacking)}")
+    return Run(entry["date"], entry["device"], entry["versions"], entry["values"], entry.get("note", ""))
+
+
+def _certificates(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the file of all types of models as values: how many have each verdict."""
+    verdicts = [one["verdict"] for one in entry["types"]]
+    values = {verdict: {"types": verdicts.count(verdict)} for verdict in dict.fromkeys(sorted(verdicts))}
+    return {"versions": {name: entry[name] for name in ("torch", "transformers")}, "values": values}
+
+
+def page(benchmarks: Sequence[Benchmark]) -> str:
+    """Return the text of the page."""
+    return "\n".join([HEAD, *(line for benchmark in benchmarks for line in section(benchmark))])
+
+
+def section(benchmark: Benchmark) -> Iterator[str]:
+    """Yield the lines of one benchmark: words, a table of cases by date, and the runs below it."""
+    yield f"## [{benchmark.name}](benchmarks/{benchmark.name}.json)"
+    yield ""
+    if benchmark.what:
+        yield f"{benchmark.what}\n"
+    columns = list(dict.fromkeys(c for run in benchmark.runs for case in run.values.values() for c in case))
+    yield f"| case | date | device | {' | '.join(columns)} |"
+    yield f"| --- | --- | --- | {' | '.join('---' for _ in columns)} |"
+    for case in dict.fromkeys(case for run in benchmark.runs for case in run.values):
+        for run in benchmark.runs:
+            if case in run.values:
+                cells = [_cell(run.values[case].get(column)) for column in columns]
+                yield f"| {case} | {run.date} | {run.device} | {' | '.join(cells)} |"
+    yield ""
+    yield f"`{benchmark.command}`:"
+    for run in benchmark.runs:
+        versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+        yield f"- {run.date}, {run.device}: {versions or 'versions not recorded'}{f'; {run.note}' if run.note else ''}"
+    yield ""
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int | float) else str(value)
+
+
+def main() -> None:
+    """Write the page."""
+    os.chdir(os.environ.get("BUILD_WORKSPACE_DIRECTORY", "."))
+    PAGE.write_text(page([read(path) for path in sorted(Path("docs/benchmarks").glob("*.json"))]), encoding="utf-8")
+    print(PAGE)
+
+
+if __name__ == "__main__":
+    main()
