@@ -16,6 +16,7 @@ LEAVE_CALLS_OUT = {
     "cohere", "cohere2", "deepseek_r1_distill", "gemma", "gemma3", "gptoss", "idefics3", "lfm2", "llama3", "llava_next",
     "phi3", "phi3_5", "qwen2_5_vl", "smolvlm",
 }  # fmt: skip
+LEAVE_TEXT_OUT = {"gptoss", "llama3_1", "llama3_2", "muse_glimmer", "phi3", "phi3_5"}  # beside calls, of their results
 
 
 def test_all_templates_are_there() -> None:
@@ -39,7 +40,9 @@ def test_a_real_template_conforms(name: str) -> None:
     assert row.rendered >= 7
     assert row.turns >= 13
     left_out = [problem for problem in row.problems if problem.endswith("leaves out some of its tool calls")]
-    assert row.problems == left_out
+    lost = [problem for problem in row.problems if problem.endswith("leaves out text of it")]
+    assert len(row.problems) == len(left_out) + len(lost)
+    assert bool(lost) == (name.removesuffix("_training") in LEAVE_TEXT_OUT)
     assert row.mask_safe
     assert bool(left_out) == (name.removesuffix("_training") in LEAVE_CALLS_OUT)
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any
 
+from chat_tools.rendering.continuation import extend
 from chat_tools.rendering.format_detection import detect_format
-from chat_tools.rendering.masks import CALLS_LEFT_OUT, find_regions
+from chat_tools.rendering.masks import CALLS_LEFT_OUT, LOST, find_regions
 from chat_tools.rendering.render import render
 from chat_tools.rendering.replaced_messages import common_prefix
 from chat_tools.rendering.template import ChatTemplate, Message, rendering_errors, template_errors, tokens_as_text
 from chat_tools.rendering.turn_delimiters import find_turn_delimiters
 
 _CALL = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "blue"}}}
+_TOOL = {"type": "function", "function": {"name": "look_up", "description": "Look up.", "parameters": {}}}
 
 
 def _call(number: int) -> dict[str, Any]:
@@ -87,6 +89,7 @@ class TemplateReport:
     divergences: tuple[Divergence, ...]
     mask_problems: tuple[str, ...]
     notes: tuple[str, ...]
+    extension_problems: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data."""
@@ -96,6 +99,7 @@ class TemplateReport:
         rows = [
             ("prefix-preserving", "yes" if self.prefix_preserving else "NO"),
             ("training mask", "safe" if self.mask_safe else "NOT SAFE"),
+            ("extend", "NOT SAFE" if self.extension_problems else "safe"),
             ("mask from", "the template's generation marks" if self.generation_marks else "rendering with other words"),
             ("tool calls", self.format or "no known format"),
             ("generation prompt", repr(self.generation_prompt)),
@@ -104,7 +108,12 @@ class TemplateReport:
             ("demands a user message", "yes" if self.demands_user else "no"),
         ]
         lines = [f"{name:<24}{value}" for name, value in rows]
-        for title, items in (("diverges", self.divergences), ("mask", self.mask_problems), ("note", self.notes)):
+        for title, items in (
+            ("diverges", self.divergences),
+            ("mask", self.mask_problems),
+            ("extend", self.extension_problems),
+            ("note", self.notes),
+        ):
             lines += [f"{title:<24}{item}" for item in items]
         return "\n".join(lines)
 
@@ -120,13 +129,18 @@ def audit_template(
 
     Prefix-preserving: each rendering continues the one without its last message, and that one's generation prompt.
     Otherwise a later rendering has other tokens than those that were sampled: use `extend`. The mask is safe if it can
-    be proven for every conversation, and agrees with the template's own marks if it has some.
+    be proven for every conversation, and agrees with the template's own marks if it has some. `extension_problems` say
+    where a turn that was sampled as the template writes it, and extended, is not the longer rendering.
     """
     stops = None if stop_tokens is None else tokens_as_text(stop_tokens, tokenizer)
     template = ChatTemplate(tokenizer, tools, options, stops)
     divergences: list[Divergence] = []
     problems: list[str] = []
+    broken: list[str] = []
     notes: list[str] = []
+    if not tools and not _renders(template) and _renders(with_tool := ChatTemplate(tokenizer, [_TOOL], options, stops)):
+        template = with_tool
+        notes.append("the template needs tools: it was tried with one")
     plain: Sequence[Message] = ()
     for feature, probe in PROBES.items():
         messages = _accepted(template, feature, probe, notes)
@@ -137,13 +151,19 @@ def audit_template(
         for divergence in differences:
             if divergence.cause not in {d.cause for d in divergences}:
                 divergences.append(divergence)
-        problems += [f"{feature}: {problem}" for problem in trouble if not problem.endswith(CALLS_LEFT_OUT)]
-        if any(problem.endswith(CALLS_LEFT_OUT) for problem in trouble):
-            notes.append(f"{feature}: {CALLS_LEFT_OUT}; such a turn is a problem and not trained")
+        problems += [f"{feature}: {problem}" for problem in trouble if not problem.endswith((CALLS_LEFT_OUT, LOST))]
+        left_out = [text for text in (CALLS_LEFT_OUT, LOST) if any(problem.endswith(text) for problem in trouble)]
+        notes += [
+            f"{feature}: {text}; this is a problem of the row, and such a turn is not trained" for text in left_out
+        ]
+        if not trouble:
+            broken += [f"{feature}: {problem}" for problem in _extension_problems(template, messages)]
         plain = plain or messages
     say = plain[1] if plain else _SAY
     delimiters = find_turn_delimiters(template, say)
-    end = delimiters.closing.rstrip()
+    end = delimiters.ends[0] if delimiters.ends else delimiters.closing.rstrip()
+    if stops and delimiters.ends and not any(stop in end for end in delimiters.ends for stop in stops):
+        notes.append(f"the template ends turns with {end!r}, which holds no stop token of the model")
     notes += _notes(template, plain)
     return TemplateReport(
         prefix_preserving=not divergences,
@@ -153,11 +173,44 @@ def audit_template(
         demands_user=_demands_user(template),
         generation_prompt=delimiters.prompt,
         end_of_turn=end,
-        separator=delimiters.closing[len(end) :],
+        separator=delimiters.closing[len(end) :] if delimiters.closing.startswith(end) else "",
         divergences=tuple(divergences),
         mask_problems=tuple(problems),
         notes=tuple(notes),
+        extension_problems=tuple(broken),
     )
+
+
+def _renders(template: ChatTemplate) -> bool:
+    try:
+        template.text([_ASK, _SAY])
+    except rendering_errors():
+        return False
+    return True
+
+
+def _extension_problems(template: ChatTemplate, messages: Sequence[Message]) -> Iterator[str]:
+    """Sample each turn as the template writes it, extend it, and yield where that is not the longer rendering."""
+    given: dict[str, Any] = {"tools": template.tools, "stop_tokens": template.stops, **template.options}
+    for number in [n for n, message in enumerate(messages[:-1]) if message["role"] == "assistant"]:
+        others = list(takewhile(lambda message: message["role"] != "assistant", messages[number + 1 :]))
+        if not others:
+            continue
+        prompt = render(template.tokenizer, messages[:number], add_generation_prompt=True, **given)
+        whole = render(template.tokenizer, messages[: number + 1 + len(others)], add_generation_prompt=True, **given)
+        turn = [span for span in whole.spans if span.message == number]
+        if len(turn) != 1 or whole.text[: turn[0].start] != prompt.text:
+            continue  # the template writes it in another way once it is answered: a divergence, told as such
+        said = template.tokenizer(whole.text[turn[0].start : turn[0].end], add_special_tokens=False)["input_ids"]
+        try:
+            longer = extend(prompt.generated(said, messages[number]), others)
+        except ValueError as error:
+            yield f"after message {number}: {error}"
+            continue
+        if longer.text != whole.text:
+            at = common_prefix(longer.text, whole.text)
+            here, there = longer.text[at : at + 40], whole.text[at : at + 40]
+            yield f"after message {number}: extend writes {here!r} where the template writes {there!r}"
 
 
 def _accepted(
@@ -327,7 +380,7 @@ def _excess(template: ChatTemplate, messages: Sequence[Message]) -> list[str]:
 def _demands_user(template: ChatTemplate) -> bool:
     try:
         template.apply([_SAY], tokenize=False)
-    except template_errors():
+    except rendering_errors():
         return True
     return False
 

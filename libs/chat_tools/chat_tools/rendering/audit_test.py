@@ -1,8 +1,13 @@
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from chat_tools.rendering.audit import TemplateReport, audit_template
+from chat_tools.rendering.continuation import extend
+from chat_tools.rendering.render import Rendered
+from chat_tools.rendering.template import Message
 from chat_tools.testing.templates import TEMPLATES
 from chat_tools.testing.tokenizer import tiny_tokenizer
 
@@ -92,3 +97,33 @@ def test_a_template_that_joins_text_to_arguments_gets_an_answer() -> None:
     report = audit_template(tiny_tokenizer("chatml", template=template))
     assert "tool result: the template takes arguments as JSON text" in report.notes
     assert report.mask_safe
+
+
+def test_a_template_that_needs_tools_is_tried_with_one() -> None:
+    source = (
+        "{% for t in tools %}{{ t | tojson }}{% endfor %}{% for m in messages %}"
+        "{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"
+    )
+    report = audit_template(tiny_tokenizer("chatml", template=source), stop_tokens=["<|im_end|>"])
+    assert report.mask_safe
+    assert "the template needs tools: it was tried with one" in report.notes
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_sampled_turn_that_is_extended_is_the_longer_rendering(name: str) -> None:
+    assert audit_template(tiny_tokenizer(name, marks=False)).extension_problems == ()
+
+
+def test_an_end_without_a_stop_token_of_the_model_is_noted() -> None:
+    report = audit_template(tiny_tokenizer("chatml"), stop_tokens=["<|endoftext|>"])
+    assert "the template ends turns with '<|im_end|>', which holds no stop token of the model" in report.notes
+
+
+def test_an_extension_that_differs_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice(rendered: Rendered, messages: Sequence[Message]) -> Rendered:
+        longer = extend(rendered, messages)
+        return replace(longer, text=longer.text.replace("<|im_end|>", "<|im_end|><|im_end|>"))
+
+    monkeypatch.setattr("chat_tools.rendering.audit.extend", twice)
+    problems = audit_template(tiny_tokenizer("chatml")).extension_problems
+    assert problems[0].startswith("plain turns: after message 1: extend writes '<|im_end|>")

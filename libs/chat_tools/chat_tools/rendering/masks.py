@@ -52,6 +52,7 @@ class Regions(NamedTuple):
 
 CALLS_LEFT_OUT = "the template leaves out some of its tool calls"
 PRINTED = "the template takes no parts and writes their list as Python prints it: give the content as one text"
+LOST = "the template leaves out text of it"
 _UNTOLD = "where the template writes it cannot be told"
 
 
@@ -113,6 +114,7 @@ def find_regions(
         if messages[index].get("role") != "assistant":
             regions = _without(regions, texts_of(messages[index]), text)
             problems.append(f"message {index}: {PRINTED if index in owners.printed else _UNTOLD}")
+    problems += [f"message {i}: {LOST}" for i in owners.lost if messages[i].get("role") != "assistant"]
     return Regions(regions, problems, owners, template.stops is not None)
 
 
@@ -131,6 +133,8 @@ def _turn(
         return f"message {index}: {CALLS_LEFT_OUT}"
     if index in owners.printed:
         return f"message {index}: {PRINTED}"
+    if index in owners.lost:
+        return f"message {index}: {LOST}"
     overlapping = any(piece.start < lower or piece.end > upper for piece, lower, upper, _, _ in own)
     if index in owners.unknown or not own or overlapping:
         return f"message {index}: the template does not render its content apart from what follows"

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from heapq import heapify, heappop, heappush
@@ -41,13 +42,15 @@ class MessageAttribution(NamedTuple):
     """The pieces of a rendering, in order.
 
     `unknown` are the messages that have text but could not be found; `without_calls` those of whose tool calls the
-    template leaves some out; `printed` those of `unknown` whose list of parts it writes as Python prints a list.
+    template leaves some out; `printed` those of `unknown` whose list of parts it writes as Python prints a list; `lost`
+    those of whose text it leaves some out (of an assistant's, reasoning apart, all).
     """
 
     pieces: list[MessageSpan]
     unknown: Sequence[int] = ()
     without_calls: Sequence[int] = ()
     printed: Sequence[int] = ()
+    lost: Sequence[int] = ()
 
 
 class Marked(NamedTuple):
@@ -113,6 +116,7 @@ def _one_by_one(
     all_pieces: list[MessageSpan] = []
     unknown: list[int] = []
     without_calls: list[int] = []
+    lost: list[int] = []
     for index in chosen:
         message = messages[index]
         if not has_text(message) and not message.get("tool_calls"):
@@ -122,11 +126,12 @@ def _one_by_one(
         if alone is not None:
             all_pieces += alone.pieces
             without_calls += alone.without_calls
+            lost += alone.lost
         elif (pieces := find_by_difference(template, messages, index, text, prompted)) is not None:
             all_pieces += pieces
         else:
             unknown.append(index)
-    return MessageAttribution(_without_overlaps(all_pieces, messages), unknown, without_calls)
+    return MessageAttribution(_without_overlaps(all_pieces, messages), unknown, without_calls, (), lost)
 
 
 def has_text(message: Message) -> bool:
@@ -142,16 +147,17 @@ def texts_of(message: Message) -> list[str]:
         seen.append(text)
         return text
 
-    _rewritten(message, collect, lambda _: collect, None)
+    _rewritten(message, collect, lambda _: collect, None, collect)
     return seen
 
 
 class _Place(NamedTuple):
-    """The place of a text: in a message, and (unless None) in one of its calls, as its name or else its arguments."""
+    """The place of a text: in a message (or its reasoning), or (unless None) in a call, as its name or arguments."""
 
     message: int
     call: int | None = None
     is_name: bool = False
+    is_reasoning: bool = False
 
 
 class _Marks:
@@ -160,8 +166,9 @@ class _Marks:
     def __init__(self, source: str, text: str, messages: Sequence[Message]) -> None:
         taken = set(_PRIVATE_CHARACTER.findall(text))
         self.table: list[_Place] = []  # what each opening mark stands for
-        # of each message: a mark for its words, and two for each of its calls
-        count = 1 + sum(1 + 2 * len(_calls(message)) for message in messages)
+        self.written: list[int] = []  # how many segments have it
+        # of each message: a mark for its words, one for its reasoning, and two for each of its calls
+        count = 1 + sum(1 + _thinks(message) + 2 * len(_calls(message)) for message in messages)
         self.base = _PRIVATE
         while any(self.base <= ord(character) < self.base + count for character in taken):
             self.base += count
@@ -172,13 +179,20 @@ class _Marks:
     def wrap(self, place: _Place) -> Wrap:
         """Return the function that marks the segments of a text with a new mark for the place."""
         opening = chr(self.base + len(self.table))
+        number = len(self.table)
         self.table.append(place)
-        is_cut, close = self.cut.search, self.close
+        self.written.append(0)
+        is_cut, close, written = self.cut.search, self.close, self.written
 
         def wrapped(text: str) -> str:
             if is_cut(text) is not None:
-                return self._in_segments(opening, text)
-            return opening + text + close if text and text == text.strip() else self._segment(opening, text)
+                marked = self._in_segments(opening, text)
+                written[number] += marked.count(close)
+                return marked
+            if not text or text.isspace():
+                return text
+            written[number] += 1
+            return opening + text + close if text == text.strip() else self._segment(opening, text)
 
         return wrapped
 
@@ -234,13 +248,17 @@ def _marked(
     """Render with some messages marked and read the marks; return None if the template refuses or splits them."""
     changed = list(messages)
     marks.table.clear()
+    marks.written.clear()
     for index in chosen:
         original, words = messages[index], marks.wrap(_Place(index))
+        thoughts = words
+        if _thinks(original):
+            thoughts = marks.wrap(_Place(index, is_reasoning=True))
         if original.get("tool_calls"):
             name = partial(marks.wrap_call, index, True) if names else None
-            changed[index] = _rewritten(original, words, partial(marks.wrap_call, index, False), name)
+            changed[index] = _rewritten(original, words, partial(marks.wrap_call, index, False), name, thoughts)
         else:
-            changed[index] = _with_words(original, words)
+            changed[index] = _with_words(original, words, thoughts)
     try:
         rendered = template.trial(changed, prompted)
     except rendering_errors():
@@ -251,41 +269,65 @@ def _marked(
     text, spans = read
     pieces: list[MessageSpan] = []
     written: set[_Place] = set()
+    counts: Counter[int] = Counter()
     for start, end, place in spans:
-        message, call, is_name = place
+        message, call, is_name, is_reasoning = place
         if call is not None:
             if is_name and place in written:  # a name may come again, as that of the result
                 continue
             written.add(place)
+        elif not is_reasoning:
+            counts[message] += 1
         pieces.append(MessageSpan(start, end, message))
     seen = {(place.message, place.call) for place in written}
     calls = {(place.message, place.call) for place in marks.table if place.call is not None} if names else set()
-    return Marked(text, MessageAttribution(pieces, (), sorted({message for message, _ in calls - seen})))
+    lost = [
+        place.message
+        for place, due in zip(marks.table, marks.written, strict=True)
+        if _lost(messages, place, due, counts)
+    ]
+    return Marked(text, MessageAttribution(pieces, (), sorted({message for message, _ in calls - seen}), (), lost))
+
+
+def _lost(messages: Sequence[Message], place: _Place, due: int, counts: Mapping[int, int]) -> bool:
+    """Return whether a message's words, in `due` segments, are not all written (of an assistant's, none)."""
+    if not due or place.call is not None or place.is_reasoning:
+        return False
+    return counts[place.message] < (1 if messages[place.message].get("role") == "assistant" else due)
 
 
 def _rewritten(
-    message: Message, text: Wrap, argument: Callable[[int], Wrap], name: Callable[[int], Wrap] | None
+    message: Message,
+    text: Wrap,
+    argument: Callable[[int], Wrap],
+    name: Callable[[int], Wrap] | None,
+    reasoning: Wrap,
 ) -> Message:
     """Return the message with its texts, the arguments and (unless None) the names of its calls rewritten."""
-    changed = _with_words(message, text)
+    changed = _with_words(message, text, reasoning)
     if calls := _calls(message):
         changed["tool_calls"] = [_call(call, argument(i), name and name(i)) for i, call in enumerate(calls)]
     return changed
 
 
-def _with_words(message: Message, text: Wrap) -> dict[str, Any]:
+def _with_words(message: Message, text: Wrap, reasoning: Wrap) -> dict[str, Any]:
     """Return the message with its texts rewritten and its calls unchanged."""
     changed = dict(message)
     for key, value in message.items():
         if key not in _TEXT_KEYS or value is None:
             continue
+        wrap = text if key == "content" else reasoning
         if isinstance(value, str):
-            changed[key] = text(value)
+            changed[key] = wrap(value)
         elif isinstance(value, list):
-            changed[key] = [_part(part, text) for part in value]
+            changed[key] = [_part(part, wrap) for part in value]
         elif isinstance(value, Mapping):
-            changed[key] = _value(value, text)
+            changed[key] = _value(value, wrap)
     return changed
+
+
+def _thinks(message: Message) -> bool:
+    return any(message.get(key) for key in REASONING_KEYS)
 
 
 def _calls(message: Message) -> Sequence[Any]:

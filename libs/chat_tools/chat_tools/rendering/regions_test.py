@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chat_tools.rendering import masks, turn_end
+from chat_tools.rendering import masks
 from chat_tools.rendering.masks import Region, find_regions
 from chat_tools.rendering.message_attribution import MessageAttribution
 from chat_tools.rendering.replaced_messages import MessageSpan, find_together
 from chat_tools.rendering.template import ChatTemplate, Message
 from chat_tools.rendering.turn_delimiters import TurnDelimiters
-from chat_tools.rendering.turn_end import Turn, end_of_turn
 from chat_tools.testing.tokenizer import tiny_tokenizer
 
 USER, SAY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
@@ -188,69 +187,6 @@ def test_a_token_that_only_begins_alike_is_not_shared() -> None:
     made = template(source, tokens=["[go on]", "[go off]"])
     assert start("hi</r>[go off] hello", cut_frame("PPPPPPPPPP"), 2, 15, made=made) == 6
     assert start("hi[go off] hello", cut_frame("PPPPPPPPPP"), 2, 11, made=made) is None
-
-
-def end(
-    text: str,
-    piece_end: int,
-    upper: int,
-    delimiters: TurnDelimiters | None = None,
-    last: bool = True,
-    made: ChatTemplate = REFUSING,
-    messages: Sequence[Message] = (USER, SAY, USER),
-    index: int = 1,
-) -> int | None:
-    placed = Turn(messages, index, text, True, piece_end, upper, last)
-    return end_of_turn(made, delimiters or TurnDelimiters("", ""), placed)
-
-
-def test_a_region_ends_with_the_first_stop_token_of_its_own() -> None:
-    delimiters = TurnDelimiters("", "", stops=("<e>", "<end>"))
-    assert end("<e>hi <end>x<e>", 5, 15, delimiters) == 11
-    assert end("hi<e>x", 2, 6, delimiters) == 5
-    assert end("hi q<e>", 2, 4, delimiters, last=False) is None  # it is behind what somebody else wrote
-    assert end("hi q<e>", 2, 4, delimiters) is None
-    assert end("hi q<e>", 2, 7, delimiters) is None  # nor is it told whose what stands before it is
-
-
-def test_without_a_stop_token_a_region_ends_where_the_rendering_up_to_it_does() -> None:
-    source = "{% for m in messages %}{{ m.content + ' .\n' }}{% endfor %}"
-    made = template(source)
-    text = made.text([USER, SAY, USER])
-    assert text == "hi .\nhello .\nhi .\n"
-    assert end(text, 10, len(text), made=made) == 12
-    assert end(text, 10, 11, made=made) == 10  # not beyond the next one's words
-    counting = template("{{ messages | length }}" + source)
-    assert end(counting.text([USER, SAY, USER]), 11, 14, made=counting) == 13
-
-
-def test_a_token_that_only_begins_alike_is_not_the_turns() -> None:
-    source = "{{ messages[1].content }}{{ '[go off]' if messages | length > 2 else '[go on]' }}"
-    made = template(source, tokens=["[go on]", "[go off]"])
-    assert end("hello[go off]", 5, 13, made=made) is None
-
-
-def test_a_turn_of_a_known_shape_ends_without_a_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever numbers its call has."""
-    body = "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
-    made = template(TURN.replace("BODY", body))
-    rendered: list[object] = []
-    alone = turn_end._behind_alone
-
-    def counted(*given: Any) -> str | None:
-        rendered.append(given)
-        return alone(*given)
-
-    monkeypatch.setattr(turn_end, "_behind_alone", counted)
-    messages: list[Message] = []
-    for number in range(9):
-        calls = [{"function": {"name": "f", "arguments": {"x": number}}}]
-        messages += [USER, {**SAY, "content": "", "tool_calls": calls}, {"role": "tool", "content": "42"}, SAY]
-    text = made.text(messages)
-    regions = find_regions(made, messages, text, False).regions
-    assert [text[r.body_end : r.end] for r in regions] == ["<|im_end|>"] * 18
-    assert all(text[r.start : r.end].count("<|im_end|>") == 1 for r in regions)
-    assert len(rendered) == 2  # a call, and an answer before a question
 
 
 def turn(

@@ -16,6 +16,7 @@ from chat_tools.testing.tokenizer import tiny_tokenizer
 MARKED = {name: tiny_tokenizer(name) for name in TEMPLATES}
 PLAIN = {name: tiny_tokenizer(name, marks=False) for name in TEMPLATES}
 ONE_CALL = ("llama", "harmony")  # at most one a turn
+NO_WORDS = ("llama", "harmony", "mistral")  # beside a call
 NO_TOOLS = ("gemma",)
 
 TALK = [
@@ -40,7 +41,7 @@ def conversations(draw: st.DrawFn, name: str) -> list[dict[str, Any]]:
         messages.append({"role": "user", "content": draw(words)})
         for _ in range(draw(st.integers(0, 2)) if name not in NO_TOOLS else 0):
             calls = [call(draw(words)) for _ in range(1 if name in ONE_CALL else draw(st.integers(1, 2)))]
-            turn = {"role": "assistant", "content": draw(words), "tool_calls": calls}
+            turn = {"role": "assistant", "content": "" if name in NO_WORDS else draw(words), "tool_calls": calls}
             messages.append({**turn, "reasoning_content": draw(words)} if name == "thinking" else turn)
             messages += [{"role": "tool", "content": draw(words)} for _ in calls]
         messages.append({"role": "assistant", "content": draw(words)})
@@ -72,6 +73,43 @@ def test_the_proven_mask_is_the_marked_one(name: str, data: st.DataObject) -> No
     assert [(s.message, s.token_start, s.token_end) for s in plain.spans] == [
         (s.message, s.token_start, s.token_end) for s in marked.spans
     ]
+
+
+@pytest.mark.parametrize("tokenizers", [MARKED, PLAIN])
+@pytest.mark.parametrize("name", NO_WORDS)
+def test_words_that_a_template_leaves_out_are_a_problem(name: str, tokenizers: dict[str, Any]) -> None:
+    turn = {"role": "assistant", "content": "look", "tool_calls": [call("x")]}
+    messages: list[dict[str, Any]] = [TALK[0], turn, {"role": "tool", "content": "42"}, TALK[1]]
+    rendered = render(tokenizers[name], messages)
+    assert rendered.problems == ("message 1: the template leaves out text of it",)
+    assert {span.message for span in rendered.spans} == {3}
+
+
+@pytest.mark.parametrize("role", ["system", "user", "tool"])
+@pytest.mark.parametrize(
+    ("content", "body"),
+    [
+        ("word", "''"),
+        ([{"type": "text", "text": "one"}, {"type": "text", "text": "two"}], "m.content[0].text"),
+        ("one\ntwo", "m.content.split('\n')[0]"),
+    ],
+)
+def test_others_text_that_a_template_leaves_out_is_a_problem(role: str, content: Any, body: str) -> None:
+    kept = f"m.content if loop.index0 != 1 else {body}"
+    source = f"{{% for m in messages %}}{{{{ ({kept}) ~ '<|im_end|>' }}}}{{% endfor %}}"
+    tokenizer = tiny_tokenizer("chatml", template=source)
+    first = {"role": "user", "content": "x"}
+    rendered = render(tokenizer, [first, {"role": role, "content": content}, TALK[1]], stop_tokens=["<|im_end|>"])
+    assert rendered.problems == ("message 1: the template leaves out text of it",)
+
+
+def test_turns_that_no_stop_token_ends_are_listed() -> None:
+    glm = tiny_tokenizer("glm", marks=False)
+    assert render(glm, TALK, stop_tokens=["<|user|>"]).unended == (3,)
+    assert render(glm, TALK[:3], stop_tokens=["<|user|>"]).unended == ()
+    assert render(PLAIN["chatml"], TALK).unended == ()
+    assert render(PLAIN["chatml"], TALK, stop_tokens=["<|endoftext|>"]).unended == ()  # the template's own ends it
+    assert render(tiny_tokenizer("chatml", template="{% for m in messages %}{{ m.content }}{% endfor %}"), TALK).unended
 
 
 @pytest.mark.parametrize("tokenizers", [MARKED, PLAIN])

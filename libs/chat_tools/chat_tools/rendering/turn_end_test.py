@@ -1,11 +1,17 @@
 """The whole end of a turn is trained, and written once where a conversation goes on."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from chat_tools.rendering import turn_end
 from chat_tools.rendering.continuation import extend
+from chat_tools.rendering.masks import find_regions
 from chat_tools.rendering.render import Rendered, render
+from chat_tools.rendering.template import ChatTemplate, Message
+from chat_tools.rendering.turn_delimiters import TurnDelimiters
+from chat_tools.rendering.turn_end import Turn, end_of_turn
 from chat_tools.testing.tokenizer import tiny_tokenizer
 
 # As Kimi K3: the end is many tokens, some of which stand elsewhere too.
@@ -82,3 +88,82 @@ def test_what_ends_turns_in_other_formats_ends_none_here() -> None:
     ]
     rendered = render(tokenizer, talk)
     assert trained(rendered, tokenizer) == 'f<|sep|>{"a": 1}<|calls|><|sep|>yes<|eom|>'
+
+
+USER, SAY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+TURN = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}BODY{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def template(source: str, tokens: Sequence[str] = ()) -> ChatTemplate:
+    tokenizer = tiny_tokenizer("chatml", template=source)
+    tokenizer.add_tokens(list(tokens))
+    return ChatTemplate(tokenizer, None, {}, ("<|im_end|>",))
+
+
+REFUSING = template("{{ raise_exception('no') }}")
+
+
+def end(
+    text: str,
+    piece_end: int,
+    upper: int,
+    delimiters: TurnDelimiters | None = None,
+    last: bool = True,
+    made: ChatTemplate = REFUSING,
+    messages: Sequence[Message] = (USER, SAY, USER),
+    index: int = 1,
+) -> int | None:
+    placed = Turn(messages, index, text, True, piece_end, upper, last)
+    return end_of_turn(made, delimiters or TurnDelimiters("", ""), placed)
+
+
+def test_a_region_ends_with_the_first_stop_token_of_its_own() -> None:
+    delimiters = TurnDelimiters("", "", stops=("<e>", "<end>"))
+    assert end("<e>hi <end>x<e>", 5, 15, delimiters) == 11
+    assert end("hi<e>x", 2, 6, delimiters) == 5
+    assert end("hi q<e>", 2, 4, delimiters, last=False) is None  # it is behind what somebody else wrote
+    assert end("hi q<e>", 2, 4, delimiters) is None
+    assert end("hi q<e>", 2, 7, delimiters) is None  # nor is it told whose what stands before it is
+
+
+def test_without_a_stop_token_a_region_ends_where_the_rendering_up_to_it_does() -> None:
+    source = "{% for m in messages %}{{ m.content + ' .\n' }}{% endfor %}"
+    made = template(source)
+    text = made.text([USER, SAY, USER])
+    assert text == "hi .\nhello .\nhi .\n"
+    assert end(text, 10, len(text), made=made) == 12
+    assert end(text, 10, 11, made=made) == 10  # not beyond the next one's words
+    counting = template("{{ messages | length }}" + source)
+    assert end(counting.text([USER, SAY, USER]), 11, 14, made=counting) == 13
+
+
+def test_a_token_that_only_begins_alike_is_not_the_turns() -> None:
+    source = "{{ messages[1].content }}{{ '[go off]' if messages | length > 2 else '[go on]' }}"
+    made = template(source, tokens=["[go on]", "[go off]"])
+    assert end("hello[go off]", 5, 13, made=made) is None
+
+
+def test_a_turn_of_a_known_shape_ends_without_a_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever numbers its call has."""
+    body = "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
+    made = template(TURN.replace("BODY", body))
+    rendered: list[object] = []
+    alone = turn_end._behind_alone
+
+    def counted(*given: Any) -> str | None:
+        rendered.append(given)
+        return alone(*given)
+
+    monkeypatch.setattr(turn_end, "_behind_alone", counted)
+    messages: list[Message] = []
+    for number in range(9):
+        calls = [{"function": {"name": "f", "arguments": {"x": number}}}]
+        messages += [USER, {**SAY, "content": "", "tool_calls": calls}, {"role": "tool", "content": "42"}, SAY]
+    text = made.text(messages)
+    regions = find_regions(made, messages, text, False).regions
+    assert [text[r.body_end : r.end] for r in regions] == ["<|im_end|>"] * 18
+    assert all(text[r.start : r.end].count("<|im_end|>") == 1 for r in regions)
+    assert len(rendered) == 2  # a call, and an answer before a question
