@@ -1,19 +1,27 @@
 """A recipe: settings, and the tasks that they are meant for."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from apps.grpo.config import GrpoConfig
-from apps.grpo.tasks.prompt_tasks import Conversation, Tasks
 from runplan.model.origin import Origin
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from apps.grpo.tasks.prompt_tasks import Conversation, Tasks
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One file of `apps/grpo/recipes`: its constant RECIPE."""
+    """One file of `apps/grpo/recipes`: its constant RECIPE.
+
+    A command line reads all of them: what needs torch is imported where a function of the recipe is called.
+    """
 
     config: GrpoConfig
     """The defaults that flags override; its `recipe` is the file's name with dashes."""

@@ -10,12 +10,9 @@ import tyro
 
 from apps.common.cli.flags import flag, owned_problems
 from apps.common.cluster import Cluster
-from apps.common.data.rows import BadRows
 from apps.common.run.idle_steps import ALLOWED, allowed_problem
-from apps.sft.reading.examples import Columns, Form
-from apps.sft.reading.selection import Truncation
+from apps.sft.reading.columns import ALONE, BadRows, Columns, Form, TrainOn, Truncation
 from apps.sft.reading.sources import Source, parse_sources
-from apps.sft.reading.trained import ALONE, TrainOn
 from engines import EngineConfig
 from engines.config import parse_context_parallel
 from objectives import SFT

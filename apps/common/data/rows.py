@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,8 +20,6 @@ import pyarrow.parquet as pq
 Row = Mapping[str, Any]
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 """The endings of data files; each may have .gz after it."""
-BadRows = Literal["error", "skip"]
-"""What is done with rows that can't be used: all of a file are told and nothing is trained, or they are left out."""
 MOST_ERRORS = 20
 """Bad rows that are told one by one; the others are counted."""
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from runlog import read_metrics
 from runlog.notices import IDLE
-from schedules.runtime.collectives import broadcast_result
 
 IN_A_ROW = "train/idle_steps"
 ALLOWED = 10
@@ -28,6 +27,8 @@ class IdleSteps:
     @staticmethod
     def resumed(allowed: int | None, run_dir: Path, done: int) -> "IdleSteps":
         """Return the counter of a run that goes on after `done` steps; collective."""
+        from schedules.runtime.collectives import broadcast_result  # a command line reads ALLOWED without torch
+
         last = read_metrics(run_dir)[-1:] if done else []
         return IdleSteps(allowed, broadcast_result(int(sum(row.get(IN_A_ROW, 0) for row in last))))
 

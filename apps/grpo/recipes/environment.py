@@ -1,19 +1,26 @@
 """Environments of your own: --environment FILE.py:NAME, with --model DIR, or with a tiny model to try them on."""
 
-from transformers import PreTrainedTokenizerBase
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipe import Recipe
-from apps.grpo.tasks.environment_tasks import make_environment_tasks
-from apps.quickstart.model import ensure_tiny_model
+from apps.grpo.recipes import quickstart
 from engines import EngineConfig
 from rollout import Sampling
-from rollout.environments.mixed_tasks import EnvironmentTasks
-from rollout.environments.system_prompt import SystemPrompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rollout.environments.mixed_tasks import EnvironmentTasks
 
 
 def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> EnvironmentTasks:
     """Return the tasks of the named environments, with the system prompt where there is one."""
+    from apps.grpo.tasks.environment_tasks import make_environment_tasks
+    from rollout.environments.system_prompt import SystemPrompt
+
     del tokenizer
     text = config.plugins.system_prompt
     return make_environment_tasks(config, None if text is None else SystemPrompt(text))
@@ -33,5 +40,5 @@ RECIPE = Recipe(
         sampling=Sampling(max_new_tokens=512),
     ),
     make_tasks=make_tasks,
-    make_model=ensure_tiny_model,
+    make_model=quickstart.make_model,
 )

@@ -1,20 +1,23 @@
 """Questions of a file with reference answers, for a real checkpoint: --model DIR --data FILE."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
-
-from apps.common.data.answers import final_answer, same_answer
-from apps.common.plugins import load_reward
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipe import Recipe
-from apps.grpo.tasks.prompt_tasks import PromptTasks, prompt_tasks
 from engines import EngineConfig
-from rollout import Reply, Sampling
-from rollout.rewards.math_answer import MathChecker
-from rollout.tools.tool import ToolResult
+from rollout import Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from apps.grpo.tasks.prompt_tasks import PromptTasks
+    from rollout import Reply
+    from rollout.rewards.math_answer import MathChecker
+    from rollout.tools.tool import ToolResult
 
 
 def reward(reply: Reply, reference: str, row: Mapping[str, Any], results: Sequence[ToolResult]) -> float:
@@ -22,6 +25,8 @@ def reward(reply: Reply, reference: str, row: Mapping[str, Any], results: Sequen
 
     Equal numbers are seen at once; the rest is math-verify's to judge (\frac{1}{2} is 0.5, 18\text{ dollars} is 18).
     """
+    from apps.common.data.answers import final_answer, same_answer
+
     del row, results
     answer, expected = final_answer(reply.content or reply.text), final_answer(reference) or reference
     if answer is None:
@@ -31,13 +36,18 @@ def reward(reply: Reply, reference: str, row: Mapping[str, Any], results: Sequen
 
 @functools.cache
 def _checker() -> MathChecker:
+    from rollout.rewards.math_answer import MathChecker
+
     return MathChecker()
 
 
 def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> PromptTasks:
     """Return the prompts of the file, scored by --reward where it is given."""
+    from apps.common.plugins import load_reward
+    from apps.grpo.tasks.prompt_tasks import prompt_tasks
+
     if config.plugins.reward is not None:
-        return prompt_tasks(config, tokenizer, load_reward(config.plugins.reward))
+        return prompt_tasks(config, tokenizer, load_reward(config.plugins.reward, config.plugins.reward_options))
     _checker()  # raises where math-verify is not installed
     return prompt_tasks(config, tokenizer, reward)
 

@@ -1,21 +1,42 @@
 """Two-digit sums: a tiny model made on the spot learns them on two CPU cores within four minutes."""
 
-import functools
+from __future__ import annotations
 
-from transformers import PreTrainedTokenizerBase
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from apps.grpo.config import DataConfig, GrpoConfig, WarmStart
 from apps.grpo.recipe import Recipe
-from apps.quickstart.model import ensure_tiny_model
-from apps.quickstart.sum_tasks import SumTasks, demonstrations, sum_tasks
 from engines import EngineConfig
 from rollout import Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from apps.grpo.tasks.prompt_tasks import Conversation
+    from apps.quickstart.sum_tasks import SumTasks
 
 
 def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> SumTasks:
     """Return sums of one turn; the reward is 1 for the right number in a box, else 0 (`apps.quickstart.sum_tasks`)."""
+    from apps.quickstart.sum_tasks import sum_tasks
+
     del tokenizer
     return sum_tasks(config, "arithmetic")
+
+
+def make_model(directory: Path, seed: int) -> Path:
+    """Return the directory, with a tiny Qwen3.5."""
+    from apps.quickstart.model import ensure_tiny_model
+
+    return ensure_tiny_model(directory, seed)
+
+
+def demonstrations(config: GrpoConfig, step: int) -> list[Conversation]:
+    """Return solved sums."""
+    from apps.quickstart import sum_tasks
+
+    return sum_tasks.demonstrations(config, step, "arithmetic")
 
 
 RECIPE = Recipe(
@@ -34,6 +55,6 @@ RECIPE = Recipe(
         sampling=Sampling(max_new_tokens=7),
     ),
     make_tasks=make_tasks,
-    make_model=ensure_tiny_model,
-    demonstrations=functools.partial(demonstrations, kind="arithmetic"),
+    make_model=make_model,
+    demonstrations=demonstrations,
 )

@@ -1,13 +1,20 @@
 """The pictures of quickstart-image, shown to vLLM in a process and an environment of its own; all else is the same."""
 
-import functools
 from dataclasses import replace
+from pathlib import Path
 
 from apps.common.cluster import Cluster, RolloutLayout
 from apps.grpo.recipe import Recipe
 from apps.grpo.recipes import quickstart_image
-from apps.quickstart.model import served_config
-from apps.quickstart.vision import ensure_vision_model
+
+
+def make_model(directory: Path, seed: int) -> Path:
+    """Return the directory, with a tiny Qwen3.5 that sees, whose sizes vLLM takes."""
+    from apps.quickstart.model import served_config
+    from apps.quickstart.vision import ensure_vision_model
+
+    return ensure_vision_model(directory, seed, make_config=served_config)
+
 
 RECIPE = Recipe(
     config=replace(
@@ -16,6 +23,6 @@ RECIPE = Recipe(
         cluster=Cluster(rollout=RolloutLayout(engine="vllm")),
     ),
     make_tasks=quickstart_image.RECIPE.make_tasks,
-    make_model=functools.partial(ensure_vision_model, make_config=served_config),
+    make_model=make_model,
     demonstrations=quickstart_image.RECIPE.demonstrations,
 )

@@ -1,23 +1,36 @@
 """Sums with a calculator: the model must learn to call it, and to copy its answer."""
 
-import functools
-from dataclasses import replace
+from __future__ import annotations
 
-from transformers import PreTrainedTokenizerBase
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from apps.grpo.config import GrpoConfig, WarmStart
 from apps.grpo.recipe import Recipe
 from apps.grpo.recipes import quickstart
-from apps.quickstart.model import ensure_tiny_model
-from apps.quickstart.sum_tasks import SumTasks, demonstrations, sum_tasks
 from engines import EngineConfig
 from rollout import Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from apps.grpo.tasks.prompt_tasks import Conversation
+    from apps.quickstart.sum_tasks import SumTasks
 
 
 def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> SumTasks:
     """Return sums of two turns, call and answer; a right answer has reward 0 unless the calculator was called."""
+    from apps.quickstart.sum_tasks import sum_tasks
+
     del tokenizer
     return sum_tasks(config, "calculator")
+
+
+def demonstrations(config: GrpoConfig, step: int) -> list[Conversation]:
+    """Return sums that are solved by a call."""
+    from apps.quickstart import sum_tasks
+
+    return sum_tasks.demonstrations(config, step, "calculator")
 
 
 RECIPE = Recipe(
@@ -38,6 +51,6 @@ RECIPE = Recipe(
         sampling=Sampling(max_new_tokens=24, temperature=0.6),
     ),
     make_tasks=make_tasks,
-    make_model=ensure_tiny_model,
-    demonstrations=functools.partial(demonstrations, kind="calculator"),
+    make_model=quickstart.make_model,
+    demonstrations=demonstrations,
 )

@@ -1,12 +1,19 @@
 """The quickstart's sums, sampled by vLLM in a process and an environment of its own; all else is the same."""
 
-import functools
 from dataclasses import replace
+from pathlib import Path
 
 from apps.common.cluster import Cluster, RolloutLayout
 from apps.grpo.recipe import Recipe
 from apps.grpo.recipes import quickstart
-from apps.quickstart.model import ensure_tiny_model, served_config
+
+
+def make_model(directory: Path, seed: int) -> Path:
+    """Return the directory, with a tiny Qwen3.5 whose sizes vLLM takes."""
+    from apps.quickstart.model import ensure_tiny_model, served_config
+
+    return ensure_tiny_model(directory, seed, served_config)
+
 
 RECIPE = Recipe(
     config=replace(
@@ -16,6 +23,6 @@ RECIPE = Recipe(
         cluster=Cluster(rollout=RolloutLayout(engine="vllm")),
     ),
     make_tasks=quickstart.make_tasks,
-    make_model=functools.partial(ensure_tiny_model, make_config=served_config),
+    make_model=make_model,
     demonstrations=quickstart.RECIPE.demonstrations,
 )

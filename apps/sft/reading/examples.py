@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from apps.common.data.rows import Row, error_text, kind_of, named, stream_records
+from apps.sft.reading.columns import Columns as Columns
+from apps.sft.reading.columns import Form as Form
 from apps.sft.reading.conversations import (
     Conversation,
     Message,
@@ -18,31 +20,9 @@ from apps.sft.reading.conversations import (
     tools_of,
     with_system,
 )
-from apps.sft.reading.trained import TrainOn
 
-Form = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
 ALPACA = ("instruction", "input", "output", "system", "history")
 """The columns of Alpaca's rows; `input`, `system` and `history` may be missing or empty."""
-
-
-@dataclass(frozen=True)
-class Columns:
-    """The columns of a file, the form of its rows ("auto" is decided by the first row), and what is trained of them."""
-
-    form: Form = "auto"
-    messages: str = "messages"
-    tools: str = "tools"
-    prompt: str = "prompt"
-    completion: str = "completion"
-    text: str = "text"
-    images: str | None = None
-    """Where images of conversations may be besides their messages; None where the model is trained on text alone."""
-    train_on: tuple[TrainOn, ...] = ("assistant",)
-
-    @property
-    def conversations(self) -> str:
-        """The column with the turns of ShareGPT's rows."""
-        return self.messages if self.messages != Columns.messages else "conversations"
 
 
 @dataclass(frozen=True, slots=True)

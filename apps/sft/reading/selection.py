@@ -3,19 +3,18 @@ for."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from apps.sft.reading.columns import Truncation as Truncation
 from apps.sft.reading.samples import Sample, media_of
 from apps.sft.reading.store import Store
 from rollout.chat.images import ImageProcessor
 
 BAD_ROW = "can't be used (--bad-rows skip)"
-Truncation = Literal["skip", "left", "right"]
-"""What is done with a row that is too long: leave it out, or cut tokens off at its beginning or its end."""
 
 
 @dataclass(frozen=True, slots=True)

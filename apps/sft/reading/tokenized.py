@@ -30,9 +30,10 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from apps.common.data import rows
-from apps.common.data.rows import BadRows, Row, error_text, named, place_of
+from apps.common.data.rows import Row, error_text, named, place_of
 from apps.common.data.tokenizer import check_chat_template
 from apps.sft.reading import conversations, examples, marks, row_images, samples, trained
+from apps.sft.reading.columns import BadRows
 from apps.sft.reading.conversations import Conversation
 from apps.sft.reading.examples import BadRow, Columns, Example, description_of, form_of_file, read_examples
 from apps.sft.reading.marks import READ

@@ -6,15 +6,11 @@ text of other roles is theirs by the same proof, and what a mark takes out takes
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from apps.sft.reading.columns import TrainOn as TrainOn
 from chat_tools import Rendered
 from chat_tools.rendering.render import encode
-
-TrainOn = Literal["assistant", "last", "completion", "all", "user", "system", "developer", "tool"]
-"""What is trained of a row: the turns of roles, the assistant's last one, the completion, or everything."""
-ALONE = ("last", "completion", "all")
-"""Values that go with no other."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from engines.execution.executor import Executor as Executor
     from engines.execution.local_batch import LocalBatch as LocalBatch
     from engines.lora_config import LoraConfig as LoraConfig
-    from engines.nonfinite import FailedStepError as FailedStepError
-    from engines.nonfinite import LogProbDifferenceError as LogProbDifferenceError
-    from engines.nonfinite import NonFiniteError as NonFiniteError
     from engines.parallel.layout import ParallelLayout as ParallelLayout
     from engines.parallel.planning import StepPlan as StepPlan
     from engines.protocol import TrainEngine as TrainEngine
     from engines.reference_policy import base_policy as base_policy
     from engines.scoring.packed_model import adapt_for_packing as adapt_for_packing
     from engines.step import Engine as Engine
+    from engines.step_errors import FailedStepError as FailedStepError
+    from engines.step_errors import LogProbDifferenceError as LogProbDifferenceError
+    from engines.step_errors import NonFiniteError as NonFiniteError
     from engines.weight_sharing import SharedParameters as SharedParameters
     from engines.weight_sharing import shared_parameters as shared_parameters
     from engines.weights.weight_pieces import WeightPiece as WeightPiece
@@ -41,9 +41,9 @@ _EXPORTS = {
     "Engine": "engines.step",
     "Executor": "engines.execution.executor",
     "LocalBatch": "engines.execution.local_batch",
-    "FailedStepError": "engines.nonfinite",
-    "LogProbDifferenceError": "engines.nonfinite",
-    "NonFiniteError": "engines.nonfinite",
+    "FailedStepError": "engines.step_errors",
+    "LogProbDifferenceError": "engines.step_errors",
+    "NonFiniteError": "engines.step_errors",
     "ParallelLayout": "engines.parallel.layout",
     "SharedParameters": "engines.weight_sharing",
     "StepPlan": "engines.parallel.planning",

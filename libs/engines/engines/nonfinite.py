@@ -3,31 +3,18 @@
 import logging
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from engines.config import EngineConfig
+from engines.step_errors import FailedStepError as FailedStepError
+from engines.step_errors import LogProbDifferenceError as LogProbDifferenceError
+from engines.step_errors import NonFiniteError as NonFiniteError
 
 LOG = logging.getLogger(__name__)
 SKIPPED_IN_A_ROW = 10
 """Number of steps in a row without an update that ends a run, whatever the configuration says."""
-
-
-class FailedStepError(RuntimeError):
-    """A step made no update, and the run must end."""
-
-    batch: Any = None
-    """Batch of `train_batch`, where it was a step that failed."""
-
-
-class NonFiniteError(FailedStepError):
-    """A loss, gradient or weight is NaN or infinite: the run has diverged, and nothing of it should be exported."""
-
-
-class LogProbDifferenceError(FailedStepError):
-    """A sequence has other log-probs in a training pass than the stock model gives it alone: what trains is wrong."""
 
 
 class FiniteGuard:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from rollout.engine import Load as Load
     from rollout.engine import OnTokens as OnTokens
     from rollout.engine import RolloutEngine as RolloutEngine
-    from rollout.engine import Sampling as Sampling
     from rollout.environments.environment import Environment as Environment
     from rollout.environments.environment import EnvironmentFactory as EnvironmentFactory
     from rollout.environments.environment import EpisodeContext as EpisodeContext
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from rollout.environments.environment import Outcome as Outcome
     from rollout.environments.environment import Score as Score
     from rollout.environments.environment import StepResult as StepResult
-    from seqpack.extensions.load_object import load_object as load_object
     from rollout.environments.sources import RowSource as RowSource
     from rollout.environments.sources import TaskRow as TaskRow
     from rollout.environments.sources import TaskSource as TaskSource
@@ -57,6 +55,7 @@ if TYPE_CHECKING:
     from rollout.rewards.boxed import exact_answer as exact_answer
     from rollout.rewards.code_answer import code_answer as code_answer
     from rollout.rewards.math_answer import math_answer as math_answer
+    from rollout.sampling import Sampling as Sampling
     from rollout.sync.manifest import Manifest as Manifest
     from rollout.sync.pieces import Bucket as Bucket
     from rollout.sync.pieces import Piece as Piece
@@ -71,6 +70,7 @@ if TYPE_CHECKING:
     from rollout.tools.workers import instant as instant
     from rollout.vllm.engine import VllmEngine as VllmEngine
     from rollout.vllm.settings.config import VllmConfig as VllmConfig
+    from seqpack.extensions.load_object import load_object as load_object
 
 _EXPORTS = {
     "AgentSlot": "rollout.gateway.agents",
@@ -100,7 +100,7 @@ _EXPORTS = {
     "RolloutEngine": "rollout.engine",
     "RolloutLedger": "rollout.ledger.ledger",
     "RowSource": "rollout.environments.sources",
-    "Sampling": "rollout.engine",
+    "Sampling": "rollout.sampling",
     "Score": "rollout.environments.environment",
     "Seat": "rollout.gateway.agents",
     "Segment": "rollout.chat.segment",

@@ -1,9 +1,12 @@
 """The sizes of a published model, enough to plan with: no weights and no config file are read."""
 
-from dataclasses import dataclass, fields
-from typing import Any
+from __future__ import annotations
 
-from transformers import PretrainedConfig
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True)
