@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from engines.backends import TRAIN_BACKENDS, supports_backend
-from engines.config import EngineConfig
+from engines.config import EngineConfig, parse_options
 from seqpack.capability import No as No  # an earlier name, as Yes
 from seqpack.capability import Supported as Supported
 from seqpack.capability import Unsupported as Unsupported
@@ -120,6 +120,10 @@ MEGATRON: dict[str, Supported | Unsupported] = {
 }
 
 
+RUN_OPTIONS = frozenset(["deallocate_pipeline_outputs", "microbatch_group_size_per_vp_stage"])
+"""`transformer_options` that layouts' tests have run: they change the pipeline's schedule, not its results."""
+
+
 def supports(config: EngineConfig, feature: str) -> Supported | Unsupported:
     """Return whether an engine of this configuration has the feature. ValueError lists the features for an unknown
     name."""
@@ -230,3 +234,12 @@ def untested_options(config: EngineConfig, trainable: bool = True) -> Iterator[s
     ):
         if wanted:
             yield f"{name} has not been run with {other}: leave one of both out, or have it proven (prove='cached')"
+    if untried := untried_transformer_options(config):
+        named = f"transformer_options {', '.join(untried)}"
+        yield f"{named} has not been run: leave it out, or have it proven (prove='cached')"
+
+
+def untried_transformer_options(config: EngineConfig) -> list[str]:
+    """Return the names of Megatron's `transformer_options` that no test has run."""
+    given = parse_options(config.transformer_options) if config.backend == "megatron" else {}
+    return [name for name in given if name not in RUN_OPTIONS]

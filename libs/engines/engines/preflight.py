@@ -63,7 +63,7 @@ def _of_config(config: EngineConfig, model: PretrainedConfig, ranks: int) -> Ite
         from engines.megatron.config.transformer_options import checked_options  # the same
 
         yield lambda: refuse_unsupported_model(config, model, layout_of(config, ranks))
-        yield partial(checked_options, parse_options(config.transformer_options), {})
+        yield partial(checked_options, parse_options(config.transformer_options))
     if config.backend == "fsdp2":
         yield lambda: use_replicated_weights(config, resolve_device(config), ranks)
 

@@ -69,7 +69,7 @@ def test_what_can_be_built_is_not_refused(model: Path) -> None:
         (
             {"backend": "megatron", "tensor_parallel": 4, "transformer_options": ("hidden_size=3",)},
             4,
-            ["key-value heads 2 cannot be split over tensor_parallel=4", "hidden_size has not been run"],
+            ["key-value heads 2 cannot be split over tensor_parallel=4", "hidden_size follows from the model"],
         ),
     ],
 )

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, Qwen3MoeConfig
 
 from engines import EngineConfig, LoraConfig, build_engine
+from engines.capability import refuse_unsupported
 from engines.families.registry import digest
 from engines.prove.certificate import Certificate
 from engines.prove.forked_ranks import launch_forked
@@ -65,6 +66,22 @@ def test_uneven_and_virtual_stages_are_proven() -> None:
     assert certificate is not None
     assert certificate.holds, certificate
     assert certificate.options["first_stage_layers"] == 2
+
+
+def test_options_of_megatron_that_no_test_has_run_are_proven() -> None:
+    """One that changes the model fails with the number; one that recomputes nothing but memory holds."""
+    shared: dict[str, Any] = {"backend": "megatron", "device": "cpu"}
+    model = tiny_config("attention", num_hidden_layers=2)
+    right = EngineConfig(**shared, transformer_options=("clone_scatter_output_in_embedding=false",))
+    wrong = EngineConfig(**shared, transformer_options=("softmax_scale=0.5",))
+    certificate = options_certificate(right, model, 1)
+    assert certificate is not None
+    assert certificate.holds, certificate
+    assert certificate.options["transformer_options"] == right.transformer_options
+    with pytest.raises(ValueError, match=r"softmax_scale has not been run: leave it out.*differ from stock"):
+        admit_options(wrong, model, 1)
+    with pytest.raises(ValueError, match=r"transformer_options softmax_scale has not been run"):
+        refuse_unsupported(replace(wrong, prove="off"))
 
 
 def of_rank(engine: Any, name: str) -> torch.Tensor:

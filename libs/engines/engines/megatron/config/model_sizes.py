@@ -149,8 +149,6 @@ def stage_sizes(settings: EngineConfig) -> StageSizes:
 def refuse_unsupported_model(settings: EngineConfig, config: Any, layout: ParallelLayout) -> None:
     """Raise ValueError with the reason where a model of this transformers config cannot run on this layout."""
     answer = supported(config, layout, stage_sizes(settings))
-    if settings.lora.rank and config.get_text_config().model_type in MBRIDGE_TYPES:
-        answer = Unsupported("adapters beside weights that mbridge maps have not been run")
     if isinstance(answer, Unsupported):
         raise ValueError(f"backend='megatron' cannot run this: {answer.reason}; use backend='fsdp2', or change it")
 

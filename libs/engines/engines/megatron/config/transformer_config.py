@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
 from engines.megatron.config.model_sizes import ModelSizes
-from engines.megatron.config.transformer_options import checked_options
+from engines.megatron.config.transformer_options import OURS, checked_options
 from engines.parallel.layout import ParallelLayout
 from engines.parallel.stages import StageSizes
 
@@ -68,7 +68,8 @@ def transformer_config(
         **virtual,
         **_experts(sizes, layout),
     )
-    return TransformerConfig(**ours, **checked_options(options, ours))
+    assert ours.keys() <= OURS, f"not known as ours: {ours.keys() - OURS}"
+    return TransformerConfig(**ours, **checked_options(options))
 
 
 def _experts(sizes: ModelSizes, layout: ParallelLayout) -> dict[str, Any]:

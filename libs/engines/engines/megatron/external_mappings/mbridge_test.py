@@ -41,6 +41,7 @@ from engines.proofs.megatron_layouts import (
     measure_all,
     model_of,
 )
+from engines.prove.options import prove_options
 from engines.testing.executors import inside, weights
 from engines.testing.one_megatron_rank import one_megatron_rank  # noqa: F401  tests in this process have a group
 from engines.testing.same_runs import assert_same_bits, assert_same_run, assert_same_step
@@ -177,6 +178,15 @@ def test_a_tied_model_leaves_the_tables_of_later_ones_alone() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "case", [Case("llama", "untied"), Case("qwen2", "tied", {"tie_word_embeddings": True})], ids=str
+)
+def test_adapters_over_ranks_give_what_stock_transformers_gives(case: Case) -> None:
+    config = EngineConfig(backend="megatron", device="cpu", tensor_parallel=2, lora=LoraConfig(rank=4))
+    certificate = prove_options(config, case.config(), 2)
+    assert certificate.holds, certificate
+
+
 def test_what_has_not_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = ParallelLayout()
     known = set(mbridge.AutoBridge.list_supported_models()) & set(CONFIG_MAPPING)
@@ -189,8 +199,6 @@ def test_what_has_not_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for case in refused:
         with pytest.raises(ValueError, match=REFUSED[case.switches]):
             build_engine(EngineConfig(backend="megatron", **OPTIONS), case.model())
-    with pytest.raises(ValueError, match="adapters beside weights that mbridge maps have not been run"):
-        build_engine(EngineConfig(backend="megatron", lora=LoraConfig(rank=2), **OPTIONS), model_of("Llama"))
     for version, words in (
         (None, r"mbridge 0\.15\.1: pip install 'tessera-engines\[mbridge\]'"),
         ("0.16", r"mbridge 0\.16 has not been run"),
