@@ -7,6 +7,7 @@ a skip that build/allowed_skips.txt does not list is a failure. A file in which 
 
 import atexit
 import fnmatch
+import gc
 import os
 import shutil
 import sys
@@ -61,8 +62,8 @@ def short_name(folder: str) -> str:
     return link
 
 
-def fork_for_spawn() -> None:
-    """Install forked_processes, from beside this file, which is not on the path."""
+def fork_for_spawn() -> Any:
+    """Install forked_processes, from beside this file, which is not on the path, and return it."""
     import importlib.util
 
     spec = importlib.util.spec_from_file_location(
@@ -73,6 +74,7 @@ def fork_for_spawn() -> None:
     module = sys.modules["forked_processes"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.install()
+    return module
 
 
 def load_hypothesis_profile() -> None:
@@ -145,6 +147,25 @@ class FoundIn:
         return [f"no test was found in {file}" for file in self.missing.values()]
 
 
+class Imports:
+    """A pytest plug-in that spares the collector, and the processes that tests start, work on what is imported."""
+
+    def __init__(self, forked: Any) -> None:
+        self.forked = forked
+
+    def pytest_collection(self) -> None:
+        """Let nothing be collected while tests are imported: all of it stays."""
+        gc.disable()
+
+    def pytest_runtestloop(self, session: Any) -> None:
+        """Keep what is imported out of the collector's way; fork the server of processes, with the files of before."""
+        gc.enable()
+        gc.freeze()
+        if self.forked is not None:
+            with session.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+                self.forked.start()
+
+
 class Capability:
     """A pytest plug-in that writes torch's processor instructions (ATEN_CPU_CAPABILITY) to the log and JUnit file."""
 
@@ -170,8 +191,7 @@ def main(argv: list[str]) -> int:
         leave_kernels_out()
     import pytest
 
-    if not set(tags) & {*DEVICES, "vllm"}:
-        fork_for_spawn()
+    forked = None if set(tags) & {*DEVICES, "vllm"} else fork_for_spawn()
     load_hypothesis_profile()
     rest = [a for a in argv if not a.startswith("--tessera-tag=")]
     wanted = os.environ.get("TESTBRIDGE_TEST_ONLY", "")
@@ -192,7 +212,7 @@ def main(argv: list[str]) -> int:
         options += ["-k", wanted]
     keeper = SkipKeeper(allowed_skips(root / "build/allowed_skips.txt"), strict=bool(os.environ.get("CI")))
     missing = FoundIn([a for a in rest if a.endswith("_test.py")])
-    status = int(pytest.main([*options, *rest], plugins=[keeper, missing, Capability()]))
+    status = int(pytest.main([*options, *rest], plugins=[keeper, missing, Imports(forked), Capability()]))
     for test, reason in keeper.skips:
         print(f"SKIPPED {test}: {reason}" + (f" [{', '.join(tags)}]" if tags else ""))
     failures = keeper.failures() + missing.failures()

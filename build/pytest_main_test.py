@@ -40,6 +40,50 @@ def test_the_kernels_hub_is_for_tests_of_devices_alone(tmp_path: Path, tags: tup
     assert f"seen: {seen} {seen} {seen}" in done.stdout, done.stdout + done.stderr
 
 
+STARTS = """
+import logging, multiprocessing, os, sys, warnings
+import pytest
+import shelve
+
+shelve.made = "by the test's file"
+
+
+def look(pipe):
+    warnings.warn("warned of")
+    logging.getLogger("any").warning("logged")
+    print("printed")
+    pipe.send((shelve.made, hasattr(shelve, "changed"), os.environ.get("NAME"), os.getcwd()))
+
+
+def start(pipe):
+    process = multiprocessing.get_context("spawn").Process(target=look, args=(pipe,))
+    process.start()
+    process.join()
+
+
+@pytest.mark.parametrize("target", [look, start])
+def test_what_a_process_has(target, capfd, monkeypatch, tmp_path):
+    monkeypatch.setenv("NAME", "value")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(shelve, "changed", True, raising=False)
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=target, args=(there,))
+    process.start()
+    assert here.recv() == ("by the test's file", False, "value", str(tmp_path))
+    process.join()
+    said, warned = capfd.readouterr()
+    assert (said, process.exitcode) == ("printed\\n", 0)
+    assert "warned of" in warned and "logged" in warned
+"""
+
+
+def test_a_process_is_forked_from_before_the_tests_with_what_its_starter_has(tmp_path: Path) -> None:
+    """Modules as the files have left them, not as a test has; environment, folder and output of who starts it."""
+    (tmp_path / "starts_test.py").write_text(STARTS)
+    done = run(tmp_path, "starts_test.py")
+    assert "2 passed" in done.stdout, done.stdout + done.stderr
+
+
 def run(tmp_path: Path, *files: str, only: str = "") -> "subprocess.CompletedProcess[str]":
     """The wrapper over files of the folder, with --test_filter or without."""
     known = {key: value for key, value in os.environ.items() if not key.startswith(("TEST", "XML", "CI"))}

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from engines.launch import RankError, RankRefusedError, _first_error, launch, under_torchrun
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture
 def spawned() -> Iterator[None]:
-    """Spawn as a user's run does, whatever a process that runs tests has in the place of it."""
+    """Spawn as a user's run does; other tests start processes as pytest_main.py has them, faster."""
     with pytest.MonkeyPatch.context() as patch:
         contexts = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
         patch.setitem(contexts, "spawn", multiprocessing.context.SpawnContext())
@@ -77,6 +77,7 @@ def test_a_refusal_of_a_rank_is_its_text_and_a_value_error() -> None:
     assert "in refuse_on_one" in caught.value.traceback
 
 
+@pytest.mark.usefixtures("spawned")
 def test_two_ranks_talk_and_rank_0_answers() -> None:
     value, world, pid = launch(total, (5,), world_size=2)
     assert (value, world) == (11.0, 2)
@@ -157,6 +158,7 @@ def start_a_process() -> tuple[int, int, int | None]:
     return pid, os.getpid(), parent.pid
 
 
+@pytest.mark.usefixtures("spawned")
 def test_a_rank_may_start_processes_of_its_own() -> None:
     pid, rank, parent = launch(start_a_process, world_size=2)
     assert len({pid, rank, parent}) == 3

@@ -31,9 +31,9 @@ VOCAB, PROMPT = 24, [3, 5, 7]
 GREEDY = Sampling(greedy=True, max_new_tokens=8)
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture
 def spawned() -> Iterator[None]:
-    """Spawn as a user's run does, whatever a process that runs tests has in the place of it."""
+    """Spawn as a user's run does; other tests start processes as pytest_main.py has them, faster."""
     with pytest.MonkeyPatch.context() as patch:
         contexts = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
         patch.setitem(contexts, "spawn", multiprocessing.context.SpawnContext())
@@ -167,6 +167,7 @@ def runs(pid: int) -> bool:
     return stat.is_file() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.mark.usefixtures("spawned")
 def test_a_process_whose_run_is_killed_ends_too() -> None:
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe(duplex=False)
