@@ -1,16 +1,21 @@
 """Settings of runs over many devices: pools, rollout, schedule, offload, media. Defaults are one process; how the
 model is spread over training ranks is the engine's (`engines.EngineConfig`)."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from operator import attrgetter
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from apps.common.named_values import named_values
 from apps.common.samplers import check_sampler, owners_of, sampler_backend, sampler_plan
 from engines import EngineConfig
-from runplan.samplers.base import SamplerPlan
 from schedules.config import ScheduleConfig
+
+if TYPE_CHECKING:
+    from runplan.samplers.base import SamplerPlan
+    from schedules.backend import SamplerBackend
 
 Placement = Literal["colocated", "separate"]
 Admit = Literal["rounds", "any_step"]
@@ -57,6 +62,8 @@ class RolloutLayout:
     engine: str = "native"
     """"native" samples with the training framework itself, "vllm" with vLLM; "openai", a server, can't take a run's
     weights. FILE.py:NAME or package.module:NAME is a `schedules.SamplerBackend` of your own."""
+    engine_options: tuple[str, ...] = ()
+    """NAME=VALUE options of a sampler of your own, by the arguments of its class."""
     tp: int = 1
     """Workers that share each matrix."""
     dp: int = 1
@@ -124,7 +131,7 @@ class RolloutLayout:
         for name, choices in (("dtype", Dtype), ("device", SamplerDevice)):
             yield from _other(self, name, choices)
         try:
-            check_sampler(self.engine)
+            check_sampler(self.engine, self.engine_options)
         except ValueError as error:
             yield str(error)
         if self.admit is not None:
@@ -149,11 +156,11 @@ class RolloutLayout:
 
     def _beside_each_other(self) -> Iterator[str]:
         """Yield a text for each set of fields that exclude each other."""
-        if self.vllm and "vllm" not in sampler_plan(self.engine).own_settings:
+        if self.vllm and "vllm" not in sampler_plan(self.engine, self.engine_options).own_settings:
             others = " or ".join(map(repr, owners_of("vllm")))
             yield f"{VLLM_FLAG} has no effect with engine {self.engine!r}: leave it out, or use engine {others}"
         elif self.vllm:
-            yield from sampler_backend(self.engine).layout_problems(self)
+            yield from self.backend.layout_problems(self)
         idle = {"ray_cpus": 1.0, "ray_gpus": None, "ray_address": None, "weight_transport": "auto"}
         if not self.ray_workers and (said := [name for name, usual in idle.items() if getattr(self, name) != usual]):
             yield f"{', '.join(said)}: no effect without ray_workers, say how many"
@@ -180,6 +187,11 @@ class RolloutLayout:
             )
 
     @property
+    def backend(self) -> SamplerBackend:
+        """The sampler, with its options."""
+        return sampler_backend(self.engine, self.engine_options)
+
+    @property
     def experts_over_copies(self) -> bool:
         """Whether each copy has a part of the experts, over the workers of all."""
         return self.ep > self.tp
@@ -193,7 +205,7 @@ class RolloutLayout:
         """Return how many of `ranks` training ranks sample through one engine: as many as it spans, or one pool."""
         if self.ray_workers:
             return ranks
-        return min(self.devices, ranks) if sampler_backend(self.engine).spans_ranks else 1
+        return min(self.devices, ranks) if self.backend.spans_ranks else 1
 
 
 @dataclass(frozen=True)
@@ -245,7 +257,7 @@ class Cluster:
     @property
     def sampler(self) -> SamplerPlan:
         """Sampler in a plan."""
-        return sampler_plan(self.rollout.engine)
+        return sampler_plan(self.rollout.engine, self.rollout.engine_options)
 
     def weights_apart(self, engine: EngineConfig) -> str | None:
         """Return what `kept_apart` does."""

@@ -3,12 +3,15 @@
 - An environment is a class (or any callable) that makes the environment of one episode (`rollout.Environment`). Its
   tasks are the rows of `--tasks`; without it they are numbered, and an environment draws what it needs from its seed.
 - A reward is a function whose arguments are some of `reply`, `reference`, `row`, `results`, `end`, by these names; it
-  gives a number or a `rollout.Score`, may block or be async. One that names `end` ("done", "length", "max_tokens", ...)
-  scores answers that a limit cut off too; without it they earn 0.
+  gives a number or a `rollout.Score`, may block or be async. Its other arguments are options. One that names
+  `end` ("done", "length", "max_tokens", ...) scores answers that a limit cut off too; without it they earn 0.
 - A reward function or an environment may declare `held_out_metric`, "accuracy" or "score": what its mean over held-out
   tasks is called. Without it a run calls it accuracy where every reward of its first evaluation is 0 or 1.
-- A tool is a `rollout.Tool`, a function without arguments that makes one, or a function with typed arguments, which the
-  model calls.
+- A tool is a `rollout.Tool`, a function without required arguments that makes one, or a function with typed arguments,
+  which the model calls.
+
+An environment's, a reward's and a tool maker's arguments with defaults are options (`seqpack.extensions.options`). Of
+several environments or tools each gets those that it takes.
 """
 
 import functools
@@ -19,9 +22,10 @@ from typing import Any, Protocol
 
 from rollout import Reply, Score, Tool
 from rollout.environments.environment import End
-from rollout.environments.load_object import load_object
 from rollout.tools.sandbox.sandbox import SandboxRefusedError
 from rollout.tools.tool import ToolResult, as_tools
+from seqpack.extensions.load_object import load_object
+from seqpack.extensions.options import bound, dealt_words, read_options
 
 METHODS = ("open", "step", "finish", "close")
 REWARD_ARGUMENTS = ("reply", "reference", "row", "results", "end")
@@ -41,11 +45,18 @@ class NamedReward:
     """A user's reward function, called with the arguments that it takes; other ranks load it by its name."""
 
     spec: str
+    options: tuple[str, ...] = ()
+    """NAME=VALUE words of its other arguments."""
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The user's function with its options."""
+        return bound("--reward-options", self.spec, load_object(self.spec, "reward"), self.options, REWARD_ARGUMENTS)
 
     @property
     def takes_end(self) -> bool:
         """Whether the user's function takes `end`, and so scores truncated responses."""
-        return "end" in _arguments(self.spec, load_object(self.spec, "reward"))
+        return "end" in _arguments(self.spec, self.function)
 
     @property
     def held_out_metric(self) -> str | None:
@@ -61,23 +72,26 @@ class NamedReward:
         end: End = "done",
     ) -> Scored:
         """Return the result of the user's function."""
-        function = load_object(self.spec, "reward")
+        function = self.function
         arguments = {"reply": reply, "reference": reference, "row": row, "results": results, "end": end}
         result: Scored = function(**{name: arguments[name] for name in _arguments(self.spec, function)})
         return result
 
 
-def load_reward(spec: str) -> NamedReward:
-    """Return the reward that a spec names.
+def load_reward(spec: str, options: Sequence[str] = ()) -> NamedReward:
+    """Return the reward that a spec names, with NAME=VALUE options.
 
     Raises:
-        ValueError: there is none, it can't be called, or it takes other arguments.
+        ValueError: there is none, it can't be called, it takes other arguments, or not these options.
     """
     function = load_object(spec, "reward")
     if not callable(function):
         raise ValueError(f"--reward {spec} is a {type(function).__name__}; a function is needed")
-    _arguments(spec, function)
-    return NamedReward(spec)
+    if not options:
+        _arguments(spec, function)
+    reward = NamedReward(spec, tuple(options))
+    _arguments(spec, reward.function)
+    return reward
 
 
 def _arguments(spec: str, function: Callable[..., Any]) -> list[str]:
@@ -90,21 +104,20 @@ def _arguments(spec: str, function: Callable[..., Any]) -> list[str]:
     if others or not named:
         raise ValueError(
             f"--reward {spec} takes ({', '.join(wanted)}): name its arguments {', '.join(REWARD_ARGUMENTS)}, as many "
-            "of them as it needs"
+            "of them as it needs; --reward-options gives others as NAME=VALUE"
         )
     return named
 
 
-def load_tools(specs: Sequence[str]) -> tuple[Tool, ...]:
-    """Return the tools that specs name.
+def load_tools(specs: Sequence[str], options: Sequence[str] = ()) -> tuple[Tool, ...]:
+    """Return the tools that specs name; of the NAME=VALUE options each maker gets those that it takes.
 
     Raises:
         ValueError: there is none of a name, it is no tool and makes none, its arguments can't be described, two have
-            one name, or the kernel refuses its sandbox.
+            one name, no maker takes an option, or the kernel refuses its sandbox.
     """
     tools: list[Tool] = []
-    for spec in specs:
-        tool = load_object(spec, "tool")
+    for spec, tool in _with_options(specs, options):
         if not isinstance(tool, Tool) and callable(tool):
             tool = _tool_of(spec, tool)
         if not isinstance(tool, Tool):
@@ -113,6 +126,19 @@ def load_tools(specs: Sequence[str]) -> tuple[Tool, ...]:
             raise ValueError(f"--tool {spec}: a tool is called {tool.name!r} already; rename one of the two")
         tools.append(tool)
     return tuple(tools)
+
+
+def _with_options(specs: Sequence[str], options: Sequence[str]) -> list[tuple[str, Any]]:
+    """Return what each spec of a tool names, a maker with its options."""
+    found = [(spec, load_object(spec, "tool")) for spec in specs]
+    if not options:
+        return found
+    makers = {spec: tool for spec, tool in found if callable(tool) and not _needed(tool)}
+    if not makers:
+        raise ValueError(f"--tool-options {options[0]} has no effect: no tool is a function that makes one")
+    words = dealt_words(makers, options)
+    made = {spec: bound("--tool-options", spec, make, words[spec]) for spec, make in makers.items()}
+    return [(spec, made.get(spec, tool)) for spec, tool in found]
 
 
 def _tool_of(spec: str, function: Callable[..., Any]) -> Any:
@@ -153,11 +179,51 @@ def environment_name(spec: str) -> str:
     return spec.rpartition(":")[2].rpartition(".")[2] or spec
 
 
-def load_environment(spec: str) -> Callable[[], Any]:
-    """Return the factory that a spec names.
+class _WithOptions:
+    """A factory with options: it has the factory's attributes (`timeout`, `rows`, `held_out_metric`, ...)."""
+
+    def __init__(self, factory: Callable[..., Any], values: Mapping[str, Any]) -> None:
+        self.__wrapped__, self._values = factory, values
+
+    def __call__(self) -> Any:
+        return self.__wrapped__(**self._values)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("__wrapped__", "_values"):  # of a copy that is not filled yet
+            raise AttributeError(name)
+        return getattr(self.__wrapped__, name)
+
+
+@dataclass(frozen=True)
+class LoadEnvironment:
+    """What loads an environment by its spec, with the options that it takes; other processes get it as it is."""
+
+    options: Mapping[str, tuple[str, ...]]
+    """NAME=VALUE words by spec."""
+
+    def __call__(self, spec: str) -> Callable[[], Any]:
+        """Return the factory that a spec names."""
+        return load_environment(spec, self.options.get(spec, ()))
+
+
+def environment_loader(specs: Sequence[str], options: Sequence[str]) -> LoadEnvironment:
+    """Return what loads environments with options: each gets those that it takes.
 
     Raises:
-        ValueError: there is none, it can't be called, or a class lacks one of the methods.
+        ValueError: an environment can't be loaded, or none of them takes an option.
+    """
+    words = dealt_words({spec: load_object(spec, "environment") for spec in specs}, options) if options else {}
+    load = LoadEnvironment(words)
+    for spec in specs:
+        load(spec)
+    return load
+
+
+def load_environment(spec: str, options: Sequence[str] = ()) -> Callable[[], Any]:
+    """Return the factory that a spec names, with NAME=VALUE options.
+
+    Raises:
+        ValueError: there is none, it can't be called, a class lacks one of the methods, or it takes other options.
     """
     factory: Any = load_object(spec, "environment")
     if not callable(factory):
@@ -174,10 +240,15 @@ def load_environment(spec: str) -> Callable[[], Any]:
             for p in inspect.signature(factory).parameters.values()
             if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         ]
+        given = {word.partition("=")[0] for word in options}
+        needed = [name for name in needed if name not in given]
         if needed:
             raise ValueError(
                 f"--environment {spec}: {factory.__name__} wants {', '.join(needed)} to be made; name a function that "
-                "makes it without arguments (what differs from task to task is in the context of open)"
+                "makes it without arguments (what differs from task to task is in the context of open), or give them "
+                "as --environment-options NAME=VALUE"
             )
-    made: Callable[[], Any] = factory
-    return made
+    if not options:
+        made: Callable[[], Any] = factory
+        return made
+    return _WithOptions(factory, read_options("--environment-options", spec, factory, options))

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
@@ -11,11 +11,13 @@ from apps.common.cli.flags import flag, owned_problems
 from apps.common.cluster import Cluster
 from apps.common.data.presets import PresetName
 from apps.common.data.template_options import template_options
+from apps.common.extensions import load_own_code
+from apps.common.own_metrics import check_metrics
 from apps.common.run.idle_steps import ALLOWED, allowed_problem
-from chat_tools import find_format
+from apps.common.tool_formats import format_of
 from engines import EngineConfig
 from objectives import GRPO
-from objectives.advantages import ESTIMATORS
+from objectives.choices import check_advantage_options, check_group_size
 from rollout import Sampling
 
 Control = Literal["none", "shuffled-advantages"]
@@ -88,6 +90,13 @@ class PluginConfig:
 
     environment: tuple[str, ...] = ()
     """Environments that are played in place of a recipe's tasks; several in one run are told apart by a column."""
+    environment_options: tuple[str, ...] = ()
+    """NAME=VALUE options of environments, by the arguments of what makes them; each gets those that it takes."""
+    task_source: str | None = None
+    """Where tasks come from: what makes a rollout.TaskSource of `seed`, `held_out` and options, as many as it names.
+    --environment plays its tasks, or else what its own `environment(row)` returns."""
+    task_source_options: tuple[str, ...] = ()
+    """NAME=VALUE options of the task source."""
     tasks: Path | None = None
     """Rows for the environments, .jsonl or .parquet; without it their tasks are numbered."""
     environment_column: str = "environment"
@@ -98,15 +107,22 @@ class PluginConfig:
     """Score of the answers to --data: a function of some of reply, reference, row, results, end. Answers that a limit
     cut off earn 0 and are not shown to it, unless it names `end` ("done", "limit", "length", "max_turns", "max_tokens",
     "deadline")."""
+    reward_options: tuple[str, ...] = ()
+    """NAME=VALUE options of the reward: its other arguments."""
     tool: tuple[str, ...] = ()
     """Tools that may be called on the way to an answer to --data: rollout.Tool objects, functions that make one, or
     functions with typed arguments."""
+    tool_options: tuple[str, ...] = ()
+    """NAME=VALUE options of functions that make tools; each gets those that it takes."""
     system_prompt: str | None = None
     """Put before every conversation."""
     template_options: tuple[str, ...] = ()
     """NAME=VALUE options of the chat template, such as enable_thinking=false."""
     tool_format: str | None = None
-    """How the model writes tool calls (`chat_tools.formats()`); by default what its chat template shows."""
+    """How the model writes tool calls (`chat_tools.formats()`), or a chat_tools.Format of your own; by default what its
+    chat template shows."""
+    tool_format_options: tuple[str, ...] = ()
+    """NAME=VALUE options of a function that makes the format."""
     preset: PresetName | None = None
     """Columns and system prompt of a well-known data set's files (`apps.common.data.presets`)."""
 
@@ -115,11 +131,17 @@ class PluginConfig:
 
     def problems(self) -> Iterator[str]:
         """Yield texts of all that is wrong, each with a flag."""
-        if self.environment:
+        if self.environment or self.task_source is not None:
             for name in ("reward", "tool", "preset"):
                 if getattr(self, name):
                     yield f"--{name} goes with --data: an environment has tasks, rewards and tools of its own"
-        else:
+        if self.task_source is not None and self.tasks is not None:
+            yield "--tasks has no effect with --task-source: leave one of them out"
+        for name in ("environment", "task_source", "reward", "tool", "tool_format"):
+            options = getattr(self, f"{name}_options")
+            if options and not getattr(self, name):
+                yield f"{flag(f'plugins.{name}_options')} has no effect without {flag(f'plugins.{name}')}"
+        if not self.environment:
             for name in ("tasks", "environment_column", "environment_shares"):
                 if getattr(self, name) != getattr(PluginConfig, name):
                     yield f"{flag(name)} goes with --environment"
@@ -133,9 +155,10 @@ class PluginConfig:
             yield str(error)
         if self.tool_format is not None:
             try:
-                find_format(self.tool_format)
+                format_of(self.tool_format, self.tool_format_options)
             except ValueError as error:
-                yield f"--tool-format: {error}"
+                text = str(error)
+                yield text if text.startswith("--tool-format") else f"--tool-format: {text}"
 
 
 @dataclass(frozen=True)
@@ -186,7 +209,10 @@ class GrpoConfig:
     """
 
     recipe: str = "quickstart"
-    """Named defaults that the other flags override, with their tasks: one file of apps/grpo/recipes each."""
+    """Named defaults that the other flags override, with their tasks: one file of apps/grpo/recipes each, or a
+    `apps.grpo.recipe.Recipe` of your own, as FILE.py:NAME or package.module:NAME."""
+    recipe_options: tuple[str, ...] = ()
+    """NAME=VALUE options of a function that makes the recipe."""
     model: Path | None = None
     """A local Hugging Face model directory; without it the recipe's tiny Qwen3.5 is made."""
     data: Annotated[DataConfig, tyro.conf.arg(name="")] = field(default_factory=DataConfig)
@@ -213,7 +239,10 @@ class GrpoConfig:
     mini_batches: int = 1
     """Optimizer steps an epoch."""
     advantage: str = "grpo"
-    """An answer against its group: the estimator's name in `objectives.advantages.ESTIMATORS`."""
+    """An answer against its group: the estimator's name in `objectives.advantages.ESTIMATORS`, or a function of
+    `rewards`, `groups`, `response_length` or `batch`, as FILE.py:NAME or package.module:NAME."""
+    advantage_options: tuple[str, ...] = ()
+    """NAME=VALUE options of the advantage, by the function's signature."""
     control_run: Control = "none"
     """A control run: shuffled advantages must teach nothing."""
     max_turns: int = 4
@@ -232,6 +261,11 @@ class GrpoConfig:
     """Steps in a row that may train nothing: so many stop the run, which has a checkpoint then. None: no limit."""
     tracker: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
     """Trackers that are told the metrics besides the run folder; WANDB_MODE, MLFLOW_TRACKING_URI, ... say where."""
+    metric: tuple[str, ...] = ()
+    """Metrics of your own: functions of `episodes`, `advantages`, `tasks`, `metrics` and `step`, as many as each names,
+    that return a number or several by name."""
+    metric_options: tuple[str, ...] = ()
+    """NAME=VALUE options of these functions; each gets those that it takes."""
     log_groups: int = 1
     """Number of groups a step that are kept for the report, drawn at random, with all their episodes."""
     log_failures: int = 4
@@ -252,6 +286,11 @@ class GrpoConfig:
         """Yield texts of all that is wrong beside the parts, each with a flag."""
         # what is wrong together may follow from a value that is wrong alone: that is told first
         yield from [*self.out_of_range()] or [*self._groups(), *self._updates(), *self._lengths(), *self._windows()]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Import the user's code in the process that is sent this: what follows may be of its classes."""
+        self.__dict__.update(state)
+        load_own_code(self)
 
     @property
     def corrected_objective(self) -> GRPO:
@@ -278,7 +317,12 @@ class GrpoConfig:
     def _groups(self) -> Iterator[str]:
         """Yield what the advantage can't be of."""
         try:
-            ESTIMATORS.named(self.advantage).check_group_size(self.group_size)
+            check_group_size(self.advantage, self.group_size)
+            check_advantage_options(self.advantage, self.advantage_options)
+        except ValueError as error:
+            yield str(error)
+        try:
+            check_metrics(self.metric, self.metric_options)
         except ValueError as error:
             yield str(error)
 

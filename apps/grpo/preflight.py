@@ -17,7 +17,6 @@ from apps.common.cli.refusals import Refusals
 from apps.common.data.model_files import longest_sequence, made_for_checks
 from apps.common.data.template_options import template_options
 from apps.common.data.tokenizer import load_tokenizer
-from apps.common.samplers import sampler_backend
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipe import Recipe
 from apps.grpo.registry import spec_of
@@ -50,7 +49,7 @@ def check_machine(config: GrpoConfig) -> None:
         if device is not None:
             refusals.of(partial(check_ray_devices, config, device))
     if device is not None:
-        refusals.of(partial(sampler_backend(config.cluster.rollout.engine).check_machine, config))
+        refusals.of(partial(config.cluster.rollout.backend.check_machine, config))
     refusals.tell()
 
 
@@ -82,7 +81,7 @@ def check_model(
             "they don't belong together"
         )
     if whole:
-        refusals.of(partial(sampler_backend(config.cluster.rollout.engine).check_model, config, directory, model))
+        refusals.of(partial(config.cluster.rollout.backend.check_model, config, directory, model))
     outside = [token for token in config.sampling.stop_token_ids if not 0 <= token < vocab_size]
     if outside:
         name = flag("sampling.stop_token_ids")

@@ -11,9 +11,9 @@ from apps.common.cli.flags import changed, flag, leaves
 from apps.common.samplers import sampler_plan
 from apps.common.shrink.fields import value_at, with_values
 from apps.grpo.config import GrpoConfig
-from apps.grpo.registry import spec_of
 from engines.capability import Unsupported
 from schedules.config import ScheduleConfig
+from seqpack.extensions.load_object import is_user_code
 
 RAY = ("ray_cpus", "ray_gpus", "ray_address", "weight_transport")
 CLIPS = ("clip_low", "clip_high", "dual_clip")
@@ -28,7 +28,7 @@ def without_idle_settings(recipe: GrpoConfig, parsed: GrpoConfig) -> tuple[GrpoC
     usual = {path: default for path, _, default in leaves(recipe)}
     values: dict[str, Any] = {}
     found: dict[str, list[str]] = {}
-    for path, cause in idle_settings(parsed):
+    for path, cause in idle_settings(parsed, "cluster.rollout.engine" in given):
         before = value_at(recipe, path)
         if cause in given and path not in given and path not in values and before != usual[path]:
             values[path] = usual[path]
@@ -41,10 +41,13 @@ def without_idle_settings(recipe: GrpoConfig, parsed: GrpoConfig) -> tuple[GrpoC
     return with_values(recipe, values), lines
 
 
-def idle_settings(config: GrpoConfig) -> Iterator[tuple[str, str]]:
-    """Yield the path of each setting that has no effect, and that of the setting which makes it so."""
+def idle_settings(config: GrpoConfig, of_sampler: bool = True) -> Iterator[tuple[str, str]]:
+    """Yield the path of each setting that has no effect, and that of the setting which makes it so.
+
+    `of_sampler`: also those that the sampler leaves without an effect, which its plan knows (it imports torch).
+    """
     rollout, objective, pools = config.cluster.rollout, config.objective, config.cluster.pools
-    for name in _not_of_the_sampler(config):
+    for name in _not_of_the_sampler(config) if of_sampler else ():
         yield f"cluster.rollout.{name}", "cluster.rollout.engine"
     if not rollout.ray_workers:
         for name in RAY:
@@ -67,11 +70,15 @@ def idle_settings(config: GrpoConfig) -> Iterator[tuple[str, str]]:
 def _not_of_the_sampler(config: GrpoConfig) -> Iterator[str]:
     """Yield the names of the changed rollout settings that its engine does not obey."""
     layout: Any = config.cluster.rollout
+    from apps.grpo.registry import spec_of
+
     try:
-        plan, spec = sampler_plan(layout.engine), spec_of(replace(config, model=None))
+        plan, spec = sampler_plan(layout.engine, layout.engine_options), spec_of(replace(config, model=None))
     except ValueError:  # told, with the flag, where the values are checked
         return
     for name, value, default in leaves(layout):
-        known = name == "engine" or name in plan.own_settings
+        known = (
+            name == "engine" or (name == "engine_options" and is_user_code(layout.engine)) or name in plan.own_settings
+        )
         if value != default and not known and isinstance(plan.setting(spec, f"rollout.{name}"), Unsupported):
             yield name

@@ -1,20 +1,23 @@
-"""The recipes by name: every file of `apps/grpo/recipes` is one."""
+"""The recipes by name: every file of `apps/grpo/recipes` is one.
+
+A command line reads them: what needs torch is imported where it is used.
+"""
 
 import os
+from collections.abc import Sequence
 
 from apps.common.cli.environment import refuse_unset
-from apps.common.cli.recipes import beside_own_model, load_recipes
+from apps.common.cli.recipes import beside_own_model, load_recipes, own_recipe
 from apps.common.cli.refusals import Refusals
 from apps.common.cli.words import recipe_words
-from apps.common.data.model_files import sizes_of
+from apps.common.extensions import lines_of, own_code
 from apps.common.program import INSTALLED
-from apps.common.run.ranks import ranks_of_node
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipe import Recipe
 from engines.testing.npu.path import is_fake
 from runplan.model.origin import model_type
-from runplan.report.readiness import unready
 from runplan.run_spec import RunSpec
+from seqpack.extensions.load_object import is_user_code
 
 NEEDS = (("model", "DIR"), ("data.data", "FILE"))
 
@@ -30,7 +33,10 @@ def spec_of(config: GrpoConfig, recipe: Recipe | None = None) -> RunSpec:
     Raises:
         ValueError: there is no recipe of that name.
     """
-    recipe = recipe or registered(config.recipe)
+    from apps.common.data.model_files import sizes_of
+    from apps.common.run.ranks import ranks_of_node
+
+    recipe = recipe or registered(config.recipe, config.recipe_options)
     own, unknown = sizes_of(config.model, config.engine)
     return RunSpec(
         app="grpo",
@@ -54,6 +60,7 @@ def spec_of(config: GrpoConfig, recipe: Recipe | None = None) -> RunSpec:
         model_type=model_type(config.model),
         fake_device=config.engine.device == "npu" and is_fake(),
         installed=INSTALLED,
+        own_code=lines_of(own_code(config)),
         words=recipe_words(
             config,
             beside_own_model(recipe.config) if config.model else recipe.config,
@@ -69,7 +76,9 @@ def runnable(config: GrpoConfig, recipe: Recipe | None = None) -> Recipe:
         SettingsError: there is none of that name, it can only be planned, or the configuration asks it for what it
             lacks; all of it.
     """
-    recipe, refusals = recipe or registered(config.recipe), Refusals()
+    from runplan.report.readiness import unready
+
+    recipe, refusals = recipe or registered(config.recipe, config.recipe_options), Refusals()
     if reasons := unready(spec_of(config, recipe)):
         refusals.lines += [*reasons, f"recipe {config.recipe!r} can't be run with these settings; --plan says all"]
     refusals.of(lambda: refuse_unset(config.cluster.env, os.environ))
@@ -85,12 +94,16 @@ def runnable(config: GrpoConfig, recipe: Recipe | None = None) -> Recipe:
     return recipe
 
 
-def registered(name: str) -> Recipe:
-    """Return the recipe of a name.
+def registered(name: str, options: Sequence[str] = ()) -> Recipe:
+    """Return the recipe of a name, or of FILE.py:NAME with options.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or it takes other options.
     """
+    if is_user_code(name):
+        return own_recipe(name, options, Recipe)
+    if options:
+        raise ValueError(f"--recipe-options {options[0]} has no effect: recipe {name!r} has no options")
     known = recipes()
     if name not in known:
         raise ValueError(f"no recipe {name!r}; there are {', '.join(known)}")

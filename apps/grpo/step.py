@@ -13,7 +13,7 @@ from apps.grpo.config import GrpoConfig
 from apps.grpo.idle import SIGNAL
 from engines import SharedParameters, TrainEngine, Unsupported, base_policy, shared_parameters
 from engines.adapters.adapter_export import adapter_layout, adapter_pieces
-from objectives.advantages import ESTIMATORS, first_rows, per_sequence, per_token
+from objectives.advantages import estimate, first_rows, per_sequence, per_token
 from objectives.off_policy import mismatch_meter
 from rollout import Episode, to_batch
 from rollout.seeds import derive_seed
@@ -80,7 +80,7 @@ class GrpoTrainer:
 
 def advantages_of(batch: TensorDict, config: GrpoConfig, step: int) -> Tensor:
     """Return, jagged (B, j), how much better each response is than its group's; a control run shuffles them."""
-    advantages = ESTIMATORS.named(config.advantage)(batch)
+    advantages = estimate(batch, config.advantage, config.advantage_options)
     if config.control_run == "shuffled-advantages":
         generator = torch.Generator().manual_seed(derive_seed(config.seed, "shuffle", step))
         scores = per_sequence(advantages, batch["loss_mask"])

@@ -12,6 +12,7 @@ from typing import Any, get_args
 import torch
 
 from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
+from apps.common.own_metrics import own_metrics
 from apps.common.run.checkpoint_saver import CheckpointSaver
 from apps.common.run.checkpoints import checkpoint_path
 from apps.common.run.config_file import as_plain
@@ -152,6 +153,7 @@ class _Steps:
             last = step == config.steps
             row: dict[str, Any] = {**result.metrics, **memory_metrics(config.engine.device)}
             row |= reward_called(result.episodes, self._rows(step, result), self.tasks)
+            row |= self._own_metrics(step, result, row)
             reason = idle_reason(result.episodes, row, config)
             row |= idle.row(reason)
             stops = idle.too_many and not last
@@ -197,6 +199,19 @@ class _Steps:
     def _rows(self, step: int, result: TrainStepResult) -> Sequence[TaskRow]:
         """Return the tasks of a step, by group."""
         return self.tasks.tasks(step - 1, self.config.prompts_per_step) if result.rows is None else result.rows
+
+    def _own_metrics(self, step: int, result: TrainStepResult, row: dict[str, Any]) -> dict[str, float]:
+        """Return the metrics of the user's, which rank 0 asks for."""
+        if rank_and_world()[0] or not self.config.metric:
+            return {}
+        given = {
+            "episodes": result.episodes,
+            "advantages": result.advantages,
+            "tasks": self._rows(step, result),
+            "metrics": row,
+            "step": step,
+        }
+        return own_metrics(self.config.metric, self.config.metric_options, given)
 
     def _log_episodes(self, step: int, result: TrainStepResult | None, evaluation: Evaluation | None) -> None:
         """Keep some of the step's groups and of what an evaluation found unsolved, and say why episodes failed."""

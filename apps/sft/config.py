@@ -4,12 +4,14 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from apps.common.cli.flags import flag, owned_problems
 from apps.common.cluster import Cluster
+from apps.common.extensions import load_own_code
+from apps.common.own_metrics import check_metrics
 from apps.common.run.idle_steps import ALLOWED, allowed_problem
 from apps.sft.reading.columns import ALONE, BadRows, Columns, Form, TrainOn, Truncation
 from apps.sft.reading.sources import Source, parse_sources
@@ -152,7 +154,10 @@ class SftConfig:
     """
 
     recipe: str = "quickstart"
-    """Named defaults that the other flags override, one file of apps/sft/recipes each; --recipe list shows them."""
+    """Named defaults that the other flags override, one file of apps/sft/recipes each (--recipe list shows them), or a
+    `apps.sft.recipe.Recipe` of your own, as FILE.py:NAME or package.module:NAME."""
+    recipe_options: tuple[str, ...] = ()
+    """NAME=VALUE options of a function that makes the recipe."""
     model: Path | None = None
     """A local Hugging Face model directory; without it a tiny Qwen3.5 is made."""
     data: Annotated[DataConfig, tyro.conf.arg(name="")] = field(default_factory=DataConfig)
@@ -188,6 +193,10 @@ class SftConfig:
     """Steps in a row that may train nothing: so many stop the run, which has a checkpoint then. None: no limit."""
     tracker: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
     """Trackers that are told the metrics besides the run folder; WANDB_MODE, MLFLOW_TRACKING_URI, ... say where."""
+    metric: tuple[str, ...] = ()
+    """Metrics of your own: functions of `metrics` and `step` that return a number or several by name."""
+    metric_options: tuple[str, ...] = ()
+    """NAME=VALUE options of these functions; each gets those that it takes."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     objective: SFT = field(default_factory=SFT)
     cluster: Annotated[Cluster, tyro.conf.arg(name="")] = field(default_factory=Cluster)
@@ -222,6 +231,15 @@ class SftConfig:
             if self.steps > 0 and self.steps != SftConfig.steps:
                 yield "--steps has no effect with --epochs: leave one of them out"
         yield from owned_problems(self, OWNED)
+        try:
+            check_metrics(self.metric, self.metric_options, ("metrics", "step"))
+        except ValueError as error:
+            yield str(error)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Import the user's code in the process that is sent this."""
+        self.__dict__.update(state)
+        load_own_code(self)
 
     @property
     def _longest(self) -> int:

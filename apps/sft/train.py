@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
+from apps.common.own_metrics import own_metrics
 from apps.common.run.checkpoint_saver import CheckpointSaver
 from apps.common.run.checkpoints import checkpoint_path
 from apps.common.run.config_file import as_plain
@@ -39,7 +40,7 @@ from engines import TrainEngine, build_engine
 from engines.config import parse_context_parallel
 from engines.loading import LoadedModel
 from runlog import read_metrics
-from schedules.runtime.collectives import broadcast_result
+from schedules.runtime.collectives import broadcast_result, rank_and_world
 from seqpack.memory import ledger
 
 
@@ -180,6 +181,8 @@ class _Steps:
             shown: dict[str, float | int | str] = {"loss": metrics["loss"]} if "loss" in metrics else {}
             shown["tokens/s"] = row["tokens_per_second"]
             last = step == self.plan.steps
+            if config.metric and rank_and_world()[0] == 0:
+                row |= own_metrics(config.metric, config.metric_options, {"metrics": row, "step": step})
             reason = idle_reason(metrics)
             row |= idle.row(reason)
             stops = idle.too_many and not last

@@ -2,8 +2,12 @@
 
 import importlib
 import pkgutil
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
+
+from seqpack.extensions.load_object import absolute_spec, load_object
+from seqpack.extensions.options import bound
 
 R = TypeVar("R")
 C = TypeVar("C")
@@ -19,6 +23,27 @@ def beside_own_model(config: C) -> C:
         return config
     changed: C = replace(settings, engine=replace(settings.engine, device="auto"))
     return changed
+
+
+def own_recipe(spec: str, options: Sequence[str], kind: type[R]) -> R:
+    """Return the recipe that FILE.py:NAME or package.module:NAME is, or that the function there makes with options.
+
+    Its settings' name is the spec, with the whole path of the file.
+
+    Raises:
+        ValueError: there is none, or it takes other options.
+    """
+    found: Any = load_object(spec, "recipe")
+    if not isinstance(found, kind) and callable(found):
+        found = bound("--recipe-options", spec, found, options)()
+    elif options:
+        raise ValueError(f"--recipe-options {options[0]} has no effect: {spec} is a recipe, and no function")
+    if not isinstance(found, kind):
+        raise ValueError(f"--recipe {spec} is a {type(found).__name__}: a {kind.__module__}.{kind.__name__} is needed")
+    recipe: Any = found
+    config = replace(recipe.config, recipe=absolute_spec(spec), recipe_options=tuple(options))
+    own: R = replace(recipe, config=config)
+    return own
 
 
 def load_recipes(package: str, kind: type[R]) -> dict[str, R]:

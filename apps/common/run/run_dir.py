@@ -64,7 +64,8 @@ def newest_run(runs: Path) -> Path | None:
 
 
 def _new_run_dir(runs: Path, recipe: str) -> Path:
-    stem = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = Path(recipe.rpartition(":")[0]).name.removesuffix(".py") or recipe  # of FILE.py:NAME the file's
+    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     path, n = runs / stem, 1
     while path.exists():
         n += 1

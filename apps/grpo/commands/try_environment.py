@@ -25,7 +25,6 @@ from apps.common.cli.refusals import Refusals
 from apps.common.data.model_files import config_of_model, open_model_directory
 from apps.common.data.tokenizer import quiet_libraries
 from apps.common.run.ranks import init_rank
-from apps.common.samplers import sampler_backend
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import configure
 from apps.grpo.preflight import check_machine, prepare_tasks
@@ -77,7 +76,7 @@ def try_episodes(
             tokenizer, tasks = prepare_tasks(config, recipe, model, described, refusals)
         refusals.tell()
         assert model and tokenizer and tasks  # noqa: PT018
-        sampler = engine or sampler_backend(config.cluster.rollout.engine).build(config, model, 0)
+        sampler = engine or config.cluster.rollout.backend.build(config, model, 0)
         with Runner() as runner:
             session = RolloutSession(
                 rollout_settings(config), tasks, chat_of(config, tokenizer, model), sampler, runner

@@ -7,9 +7,10 @@ from transformers import PreTrainedTokenizerBase
 from apps.common.data.images import image_processor_of
 from apps.common.data.template_options import template_options
 from apps.common.data.tokenizer import end_of_turn
+from apps.common.tool_formats import format_of
 from apps.grpo.config import GrpoConfig
 from apps.sft.reading.samples import stop_tokens_of
-from chat_tools import detect_format
+from chat_tools import Format, detect_format
 from rollout import Chat
 
 
@@ -27,11 +28,11 @@ def chat_of(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase, model: Path 
     )
 
 
-def tool_format_of(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
+def tool_format_of(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> str | Format | None:
     """Return how the model writes tool calls: as the configuration says, or its chat template shows; None: neither
     does."""
     if config.plugins.tool_format is not None:
-        return config.plugins.tool_format
+        return format_of(config.plugins.tool_format, config.plugins.tool_format_options)
     try:
         return detect_format(tokenizer)
     except ValueError:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import torch
 
-from apps.common.samplers import sampler_backend
 from apps.grpo.config import GrpoConfig
 from engines.devices.detect import devices_of
 from schedules.ray.cluster import RaySettings, Transport
@@ -25,7 +24,7 @@ def ray_settings(config: GrpoConfig, ranks: int) -> RaySettings | None:
         return None
     variables = dict(entry.split("=", 1) for entry in config.cluster.env)
     variables |= {"OMP_NUM_THREADS": str(config.threads)}
-    own = sampler_backend(layout.engine).variables
+    own = layout.backend.variables
     variables |= {name: os.environ[name] for name in own if name in os.environ}
     return RaySettings(
         layout.ray_workers,
@@ -129,7 +128,7 @@ def _check_left(config: GrpoConfig, each: float) -> None:
 
 def _spans(config: GrpoConfig) -> int:
     layout = config.cluster.rollout
-    return sampler_backend(layout.engine).devices(layout)
+    return layout.backend.devices(layout)
 
 
 def _visible() -> tuple[str, ...]:

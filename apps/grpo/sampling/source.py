@@ -5,7 +5,6 @@ from pathlib import Path
 
 from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
 from apps.common.run.ranks import init_rank
-from apps.common.samplers import sampler_backend
 from apps.grpo.config import GrpoConfig
 from apps.grpo.sampling.chat import chat_of
 from engines.loading import compute_dtype, resolve_device
@@ -25,7 +24,7 @@ class RunSampler:
     @property
     def backend(self) -> SamplerBackend:
         """The backend that the configuration names."""
-        return sampler_backend(self.config.cluster.rollout.engine)
+        return self.config.cluster.rollout.backend
 
     @property
     def module_names(self) -> bool:

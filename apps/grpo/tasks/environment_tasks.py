@@ -19,24 +19,32 @@ from apps.common.cli.flags import flag
 from apps.common.data.files import data_files
 from apps.common.data.held_out import held_out_keys
 from apps.common.data.rows import named, read_rows
-from apps.common.plugins import environment_name, load_environment
+from apps.common.plugins import environment_loader, environment_name, load_environment
 from apps.grpo.config import DataConfig, GrpoConfig
+from apps.grpo.tasks.own_tasks import OwnTasks
+from apps.grpo.tasks.prompt_tasks import Tasks
 from rollout import RowSource, TaskRow, TaskSource
 from rollout.environments.mixed_tasks import EnvironmentPart, EnvironmentTasks, NumberedTasks
 
 
-def make_environment_tasks(settings: GrpoConfig, wrap: Callable[[Any], Any] | None = None) -> EnvironmentTasks:
-    """Return the tasks of the environments that the configuration names; `wrap` is applied to each factory.
+def make_environment_tasks(settings: GrpoConfig, wrap: Callable[[Any], Any] | None = None) -> Tasks:
+    """Return the tasks of the environments, or the source, that the configuration names; `wrap` is applied to each
+    factory.
 
     Raises:
         ValueError: an environment, a file, a column or a share can't be used.
     """
     own = settings.plugins
-    if not own.environment:
-        raise ValueError(f"recipe {settings.recipe!r} plays environments of your own: add --environment FILE.py:NAME")
+    if not own.environment and own.task_source is None:
+        raise ValueError(
+            f"recipe {settings.recipe!r} plays environments of your own: add --environment FILE.py:NAME, or "
+            "--task-source FILE.py:NAME with environments of its own"
+        )
     for option in fields(DataConfig):
         if option.name not in ("eval_prompts", "eval_share") and getattr(settings.data, option.name) != option.default:
             raise ValueError(f"{flag('data.' + option.name)} has no effect with --environment: leave it out")
+    if not own.environment:
+        return OwnTasks.of(settings)
     names = [environment_name(spec) for spec in own.environment]
     if len(set(names)) < len(names):
         raise ValueError(
@@ -44,6 +52,9 @@ def make_environment_tasks(settings: GrpoConfig, wrap: Callable[[Any], Any] | No
         )
     brought = {name: _brought(spec) for name, spec in zip(names, own.environment, strict=True)}
     others = [name for name in names if brought[name] is None]
+    load = environment_loader(own.environment, own.environment_options)
+    if own.task_source is not None:
+        return EnvironmentTasks([_own_part(settings, names, others)], load, wrap)
     if own.tasks is not None and not others:
         raise ValueError(f"--tasks has no effect: {', '.join(names)} bring tasks of their own; leave it out")
     if own.tasks is None and others and settings.data.eval_share != DataConfig.eval_share:
@@ -58,7 +69,15 @@ def make_environment_tasks(settings: GrpoConfig, wrap: Callable[[Any], Any] | No
         sources.append(_source(settings, name, rows) if rows else numbered)
     shares = _shares(own.environment_shares, names, sizes)
     parts = [EnvironmentPart(*each) for each in zip(names, own.environment, sources, shares, strict=True)]
-    return EnvironmentTasks(parts, load_environment, wrap)
+    return EnvironmentTasks(parts, load, wrap)
+
+
+def _own_part(settings: GrpoConfig, names: Sequence[str], others: Sequence[str]) -> EnvironmentPart:
+    """Return the one environment of a run with the tasks of a source of the user's."""
+    own = settings.plugins
+    if len(names) > 1 or not others:
+        raise ValueError("--task-source goes with one environment, which brings no tasks of its own")
+    return EnvironmentPart(names[0], own.environment[0], OwnTasks.of(settings), 1.0)
 
 
 def _brought(spec: str) -> list[TaskRow] | None:

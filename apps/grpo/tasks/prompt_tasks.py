@@ -64,12 +64,13 @@ class PromptTasks(RowSource):
         skipped: Mapping[str, int] | None = None,
         held_out_name: str = "row",
         tools: Sequence[str] = (),
+        tool_options: Sequence[str] = (),
     ) -> None:
         rows = [TaskRow(f"row-{prompt.row}", {"prompt": prompt}) for prompt in prompts]
         super().__init__("prompts", rows, [TaskRow(f"{held_out_name}-{p.row}", {"prompt": p}) for p in held_out], seed)
         self.reward = reward
         self.skipped = dict(skipped or {})
-        self._tools = tuple(tools)
+        self._tools, self._tool_options = tuple(tools), tuple(tool_options)
         self._takes_end = bool(getattr(reward, "takes_end", False))
 
     @property
@@ -88,7 +89,7 @@ class PromptTasks(RowSource):
         return Task(
             messages=prompt.messages,
             reward=reward,
-            tools=load_tools(self._tools),
+            tools=load_tools(self._tools, self._tool_options),
             cut_off_reward=None if self._takes_end else 0.0,
             reward_takes_end=self._takes_end,
         )
@@ -144,6 +145,7 @@ def prompt_tasks(settings: GrpoConfig, tokenizer: PreTrainedTokenizerBase, rewar
         skipped={reason: count for reason, count in skipped.items() if count},
         held_out_name="row" if config.eval_data is None else "eval-row",
         tools=settings.plugins.tool,
+        tool_options=settings.plugins.tool_options,
     )
 
 
@@ -156,7 +158,7 @@ def _short(path: Path, settings: GrpoConfig, tokenizer: PreTrainedTokenizerBase)
     prompts = for_each(path, prompts, lambda p: _with_images(p, settings.cluster.media.images_column, sees))
     if system_prompt is not None:
         prompts = [replace(prompt, messages=_prompted(prompt, system_prompt)) for prompt in prompts]
-    schemas = [tool.schema for tool in load_tools(own.tool)]
+    schemas = [tool.schema for tool in load_tools(own.tool, own.tool_options)]
     options = template_options(own.template_options)
     texts = for_each(path, prompts, lambda prompt: _render(prompt, tokenizer, schemas, options, sees))
     lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]

@@ -46,6 +46,8 @@ class RunSpec:
     """Whether the stand-in for torch_npu computes on device npu, which tests have run."""
     words: tuple[str, ...] = ()
     """Words of the command line that give this configuration, for the launch line; without any the recipe's name."""
+    own_code: tuple[str, ...] = ()
+    """Lines on code of the user's that the run names."""
     installed: bool = False
     """Whether the apps are the installed `tessera-apps`, for the launch line, and not targets of a checkout."""
 

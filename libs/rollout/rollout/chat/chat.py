@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from jinja2 import TemplateError
 
 from chat_tools.parsing.formats import find_format
+from chat_tools.parsing.grammar import Format
 from chat_tools.parsing.parser import parse
 from chat_tools.rendering.continuation import extend
 from chat_tools.rendering.masks import find_regions
@@ -82,7 +83,7 @@ class Chat:
         self,
         tokenizer: Tokenizer,
         end_of_turn: str | None = None,
-        tool_format: str = "qwen3_xml",
+        tool_format: str | Format = "qwen3_xml",
         stop_tokens: Sequence[str | int] | None = None,
         image_processor: ImageProcessor | None = None,
         **options: Any,

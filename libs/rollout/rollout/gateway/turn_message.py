@@ -15,6 +15,12 @@ class TurnMessage(turn_message.TurnMessage):
     """
 
     def __init__(
-        self, tool_format: str, tools: Sequence[Any], prefill: str, *, may_call: bool, number: Callable[[], int]
+        self,
+        tool_format: str | Format,
+        tools: Sequence[Any],
+        prefill: str,
+        *,
+        may_call: bool,
+        number: Callable[[], int],
     ) -> None:
         super().__init__(tool_format, tools, prefill=prefill, may_call=may_call, number=number, early=False)

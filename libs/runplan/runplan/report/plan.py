@@ -105,6 +105,8 @@ def make_plan(spec: RunSpec) -> Plan:
         _rollout(plan, spec, shape)
         _schedule(plan, spec)
     _data(plan, spec)
+    if spec.own_code:
+        plan.sections["Own code"] = list(spec.own_code)
     plan.sections["Launch"] = launch_lines(spec)
     if spec.origin is not None:
         plan.sections["Deviates"] = list(spec.origin.deviations) or ["in nothing"]

@@ -135,6 +135,19 @@ def _bound(
     return functools.partial(target, **values) if values else target
 
 
+def dealt_words(
+    targets: Mapping[str, Callable[..., Any]], words: Sequence[str], inputs: Collection[str] = ()
+) -> dict[str, tuple[str, ...]]:
+    """Return the words of each of several targets by its spec: those that name an option of it, and those that name
+    an option of none, which `read_options` refuses."""
+    names = {spec: {option.name for option in options_of(target, inputs)} for spec, target in targets.items()}
+    known = set().union(*names.values())
+    return {
+        spec: tuple(word for word in words if (name := word.partition("=")[0]) in own or name not in known)
+        for spec, own in names.items()
+    }
+
+
 def inputs_of(target: Callable[..., Any], inputs: Collection[str]) -> tuple[str, ...]:
     """Return those of `inputs` that a function names among its parameters; all where it takes any keyword."""
     parameters = inspect.signature(target).parameters.values()

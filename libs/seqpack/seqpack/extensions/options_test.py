@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from seqpack.extensions.options import bound, options_of, read_options
+from seqpack.extensions.options import bound, dealt_words, options_of, read_options
 
 
 def loss(
@@ -91,6 +91,14 @@ def test_what_has_no_options_says_so() -> None:
     assert bound("--loss-options", "ppo", plain, (), first=1) is plain
     with pytest.raises(ValueError, match=re.escape("(ppo; it has no options)")):
         read_options("--loss-options", "ppo", plain, ("tau=1",), first=1)
+
+
+def test_words_for_several_go_to_those_that_take_them() -> None:
+    def tool(seconds: float = 1.0, width: int = 2) -> None:
+        """Take two options, one of them by the name of another's."""
+
+    words = dealt_words({"a": Sampler, "b": tool}, ("name=x", "width=3", "seconds=2", "zz=1"))
+    assert words == {"a": ("name=x", "width=3", "zz=1"), "b": ("width=3", "seconds=2", "zz=1")}
 
 
 def test_a_type_that_no_word_gives_is_refused() -> None:
