@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from engines.backends import check_backend
 from engines.lora_config import LoraConfig
+from seqpack.extensions.load_object import is_user_code
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,11 @@ class EngineConfig:
 
     model: str | None = None
     """A Hugging Face model directory, or OWNER/NAME[@REVISION] on the hub; None when a module is passed."""
+    family: str | None = None
+    """A model family of your own: an engines.families.family.Family, or what makes one, as FILE.py:NAME or
+    package.module:NAME. It describes a type that no registered family does, and is proven like one without any."""
+    family_options: tuple[str, ...] = ()
+    """NAME=VALUE options of a function that makes the family."""
     backend: str = "fsdp2"
     """"fsdp2", "megatron", or one of `engines.register_train_backend`."""
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
@@ -166,6 +172,10 @@ class EngineConfig:
         """Yield the problems of single fields, whatever the others are."""
         wrong = self._unreadable()
         yield from wrong.values()
+        if self.family is not None and not is_user_code(self.family):
+            yield f"family must be FILE.py:NAME or package.module:NAME, got {self.family!r}"
+        if self.family is None and self.family_options:
+            yield "family_options has no effect without family: leave it out"
         for names, holds, text in _RANGES:
             for name in names:
                 value = getattr(self, name)

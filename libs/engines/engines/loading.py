@@ -16,6 +16,7 @@ from engines.devices.detect import devices_of
 from engines.dtypes import DTYPES as DTYPES
 from engines.dtypes import compute_dtype as compute_dtype
 from engines.families.family import Family
+from engines.families.own_family import use_own_family
 from engines.prove.admission import admitted_family
 from engines.weights.disk_names import names_in
 from engines.weights.disk_weights import DiskWeights
@@ -92,6 +93,7 @@ def open_model(config: EngineConfig, model: Any = None) -> LoadedModel:
     """
     if isinstance(model, LoadedModel):
         return model
+    use_own_family(config)
     dtype, seeing = DTYPES[config.master_dtype], config.vision != "off"
     if model is not None and config.model is not None:
         raise ValueError("give a module or a config to build_engine, or a directory in EngineConfig.model, not both")

@@ -69,6 +69,7 @@ BAD: dict[str, list[Any]] = {
     ],
     "router_aux_loss_coef": [-0.1, math.nan, "1"],
     "router_z_loss_coef": [-0.1, math.inf, None],
+    "router_forwards_ahead": [-1, 1.0, None, True],
     "min_lr_ratio": [-0.1, 1.1, math.nan],
     "betas": [(0.9,), (0.9, 1.0), (-0.1, 0.9), (0.9, math.nan), [0.9, 0.98], 0.9],
     "eps": [0.0, -1e-8, math.nan],
@@ -83,6 +84,8 @@ BAD: dict[str, list[Any]] = {
     "gradient_checkpointing": ["false"],
     "activation_offload": ["false", True],
     "reshard_after_forward": [0],
+    "family": ["llama", 3, ""],
+    "family_options": [("a=1",), "a", None],
     "vision": ["on", None, True],
     "lora": [None, 16, {"rank": 16}],
 }

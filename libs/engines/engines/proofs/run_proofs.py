@@ -4,6 +4,7 @@ from transformers import PretrainedConfig
 
 from engines.config import EngineConfig
 from engines.devices.detect import devices_of
+from engines.families.own_family import use_own_family
 from engines.families.registry import checked_part
 from engines.proofs.device import device_certificate
 from engines.prove.admission import make_certificate, needs_proof, refuse_compressed
@@ -21,6 +22,7 @@ def certificates_of(config: EngineConfig, model: PretrainedConfig, world_size: i
     Raises:
         ValueError: no proof could be made, or kept.
     """
+    use_own_family(config)
     if config.prove == "off":
         return ()
     found: list[Certificate] = []

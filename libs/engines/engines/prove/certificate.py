@@ -14,6 +14,7 @@ import torch
 import transformers
 
 import seqpack.ops as seqpack_ops
+from engines.families.own_family import depends_on
 from engines.families.registry import checked_part, digest
 
 _ENGINES = ("families", "inputs", "prove", "scoring")
@@ -149,6 +150,8 @@ def cached_at(config: Any, subject: str = "packed rows", depends: Mapping[str, A
     options, the place."""
     folder = os.environ.get("TESSERA_CERTIFICATES") or Path.home() / ".cache" / "tessera" / "certificates"
     part, known = checked_part(config), [versions(), subject, dict(depends or {})]
+    if (own := depends_on(part)) is not None:
+        known.append(own)
     key = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()[:8]
     name = f"{part.model_type}-{digest(part)}-{subject.replace(' ', '-')}-{key}.json"
     return Path(folder) / name

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from engines.families.family import Family
+from engines.families.own_family import own_family
 from engines.families.router import RouterLoss
 from engines.families.stock_router import stock_router_loss
 from seqpack.adapters.delta_net import PackedForward
@@ -83,6 +84,10 @@ class GenericFamily(Family):
     ) -> RouterLoss | None:
         """Return the router's loss where it is asked for; ValueError where stock code has none, or another."""
         return stock_router_loss(config.get_text_config(), coefficient, z_coefficient)
+
+    def trained(self, model: Any) -> frozenset[str]:
+        """Return the names of the parameters that are trained: all."""
+        return frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
 
     def layers(self, model: Any) -> list[nn.Module]:
         """Return the decoder layers: the first list of modules in the decoder, with mixers where these are known."""
@@ -212,9 +217,11 @@ def is_inside(config: Any) -> bool:
     return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not alone
 
 
-def generic_family(config: Any) -> GenericFamily:
+def generic_family(config: Any) -> Family:
     """Return the family of a transformers config of any causal language model, or of any multi-modal one that writes
-    text; ValueError where it is neither."""
+    text: the user's, where there is one. ValueError where it is neither."""
+    if (own := own_family(config)) is not None:
+        return own
     kind, name = type(config), config.model_type
     if is_inside(config):
         if config.is_encoder_decoder:
