@@ -52,6 +52,7 @@ NOT_COMPARED = frozenset(
         *("model", "device", "npu_operators", "max_tokens_per_rank", "dtype", "compile", "temperature", "logit_chunk"),
         *("collective_timeout_seconds", "lr", "learning_rates", "lr_schedule", "warmup_steps", "total_steps", "eps"),
         *("min_lr_ratio", "weight_decay", "grad_clip", "prove", "allow_untested", "on_nonfinite"),
+        *("family", "family_options"),
         *("skip_zero_gradient_rows", "recheck_every", "recheck_rows", "recheck_tokens", "recheck_bound"),
     ]
 )
