@@ -20,6 +20,7 @@ ROOT = HERE.parent
 LIBRARIES = ["seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "runlog", "runplan", "schedules"]
 PYTHONS = {f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13)}  # what the locks hold for
 (HOME,) = re.findall(r'^HOME = "(.*)"$', (HERE / "version.bzl").read_text(), re.M)
+APPS_FILES = ("README.md", "__init__.py", "hatch_build.py", "pyproject.toml")
 PAGES = {"Homepage": "README.md", "Documentation": "docs/architecture.md", "Changelog": "CHANGELOG.md"}
 
 
@@ -81,22 +82,39 @@ def test_built_elsewhere_in_another_order_it_has_the_same_bytes(kind: str, tmp_p
     """Other folder, modes, times, order, time zone, mask and seed of hashes; and with the tests beside the code."""
     library = "chat_tools"
     first = built(library, ".whl" if kind == "wheel" else ".tar.gz")
-    copies = []
     shipped, left_out = files(ROOT, library)
     assert left_out  # what the build has to leave out wherever it lies
-    for name in sorted(shipped | left_out | {"pyproject.toml", "README.md"}):
-        copy = tmp_path / "elsewhere" / name
+    names = sorted(shipped | left_out | {"pyproject.toml", "README.md"})
+    again = built_elsewhere(
+        kind, first.name, ROOT / "libs" / library, names, f"{library}/parsing/planted_test.py", tmp_path
+    )
+    assert again.read_bytes() == first.read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_so_do_the_apps_which_have_other_names_in_their_wheel(kind: str, tmp_path: Path) -> None:
+    (first,) = (ROOT / "apps").glob("*.whl" if kind == "wheel" else "*.tar.gz")
+    names = [str(path.relative_to(ROOT / "apps")) for path in (ROOT / "apps").rglob("*") if path.is_file()]
+    names = [name for name in names if "/" in name or name in APPS_FILES]
+    again = built_elsewhere(kind, first.name, ROOT / "apps", names, "grpo/planted_test.py", tmp_path)
+    assert again.read_bytes() == first.read_bytes()
+
+
+def built_elsewhere(kind: str, name: str, root: Path, names: list[str], planted: str, folder: Path) -> Path:
+    """Copy files to another folder with another mode and time, add a test, and build them in another order."""
+    copies = []
+    for one in names:
+        copy = folder / "elsewhere" / one
         copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes((ROOT / "libs" / library / name).read_bytes())
+        copy.write_bytes((root / one).read_bytes())
         copy.chmod(0o600)
         os.utime(copy, (1e9, 1e9))
         copies.append(str(copy))
-    planted = tmp_path / "elsewhere" / library / "parsing/planted_test.py"
-    planted.write_text("assert False\n")
-    copies.append(str(planted))
+    (folder / "elsewhere" / planted).write_text("assert False\n")
+    copies.append(str(folder / "elsewhere" / planted))
     random.Random(7).shuffle(copies)
-    out = tmp_path / first.name
-    command = [sys.executable, str(HERE / "dist.py"), "--kind", kind, "--root", str(tmp_path / "elsewhere")]
+    out = folder / name
+    command = [sys.executable, str(HERE / "dist.py"), "--kind", kind, "--root", str(folder / "elsewhere")]
     command += ["--out", str(out), *(["--home", HOME] if HOME else []), *copies, str(ROOT / "LICENSE")]
     env = {
         **os.environ,
@@ -107,7 +125,7 @@ def test_built_elsewhere_in_another_order_it_has_the_same_bytes(kind: str, tmp_p
     }
     done = subprocess.run(command, env=env, umask=0o077, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert out.read_bytes() == first.read_bytes()
+    return out
 
 
 def tiny_builder(library: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
