@@ -98,7 +98,7 @@ def start() -> None:
 
 
 def _forget_tests() -> None:
-    """Undo what pytest does to a process, and keep what is imported out of the collector's way, so that it is shared."""
+    """Undo what pytest does to a process, and keep the collector from what is imported, so that it is shared."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != "_pytest.assertion.rewrite"]
     sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
     threading.excepthook = threading.__excepthook__

@@ -4,14 +4,18 @@ A block that begins with `# apps/grpo/recipes/NAME.py` is that file: it is found
 that says `torchrun --nproc-per-node N train.py` is run so, in as many processes.
 """
 
+import multiprocessing
 import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import apps.grpo.config  # noqa: F401  for the processes of the pages: pytest_main.py forks them from this one
 
 DOCS = Path(__file__).parent
 KINDS = ("add", "bring", "from", "use")
@@ -28,20 +32,28 @@ def test_every_page_is_linked() -> None:
     assert sorted(linked) == PAGES
 
 
-def launcher(page: str) -> list[str]:
-    """The words before the script: none, or torchrun's as the page has them, at an address that needs no name."""
-    processes = TORCHRUN.search(page)
-    if processes is None:
-        return []
+def under_torchrun(script: Path, processes: str) -> int:
+    """Run a script as the page says, at an address that needs no name, and return its exit status."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     place = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
-    return ["-m", "torch.distributed.run", "--nproc-per-node", processes[1], *place]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", processes, *place, str(script)]
+    return subprocess.run(command, cwd=script.parent, check=False).returncode
+
+
+def as_program(script: Path) -> None:
+    """Run a script in this process as Python runs one that it is given."""
+    os.chdir(script.parent)
+    sys.argv = [str(script)]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_the_page_runs(name: str, tmp_path: Path) -> None:
+def test_the_page_runs(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without an error; its asserts hold."""
     code = ""
     recipes = tmp_path / "recipes"
@@ -56,10 +68,17 @@ def test_the_page_runs(name: str, tmp_path: Path) -> None:
     assert "assert" in code
     script = tmp_path / "train.py"
     script.write_text(code)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, *launcher(page), str(script)]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    if processes := TORCHRUN.search(page):
+        status: int | None = under_torchrun(script, processes[1])
+    else:
+        program = multiprocessing.get_context("spawn").Process(target=as_program, args=(script,))
+        program.start()
+        program.join()
+        status = program.exitcode
+    said, told = capfd.readouterr()
+    assert status == 0, said[-2000:] + told[-4000:]
 
 
 def test_dyncp_under_fsdp2_takes_40_lines() -> None:
