@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 App = Literal["grpo", "sft"]
 MAINS = {"grpo": "apps.grpo.main", "sft": "apps.sft.main"}
-ANSWERS = ("help", "help_all", "help_cluster", "loading", "print_config")
-"""Flags that print something and end the program: they are for the command line."""
+ANSWERS = ("loading", "print_config")
+"""Flags that print something and end the program, as `help` and all of `help_...` do: they are for the command line."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ def plan(app: App = "grpo", **settings: Any) -> "Plan":
     if app not in MAINS:
         raise ValueError(f"there is no app {app!r}: {' or '.join(MAINS)}")
     main, words = import_module(MAINS[app]), _words(app, settings)
-    words, most = _parse_shrink(app, words)
+    words, most = _parse_shrink(main, words)
     config = _configured(main, words)
     return make_plan(main.spec_of(config) if most is None else main.shrunk_spec(config, most))
 
 
 def _run(app: App, settings: dict[str, Any]) -> RunResult:
     main, words = import_module(MAINS[app]), _words(app, settings)
-    words, most = _parse_shrink(app, words)
+    words, most = _parse_shrink(main, words)
     config = _configured(main, words)
     _check_ranks(config, words)
     run_dir = Path((main.run(config) if most is None else main.run_shrunk(config, most)).run_dir)
@@ -79,7 +79,7 @@ def _words(app: str, settings: dict[str, Any]) -> list[str]:
     """Return settings as the words of a command line."""
     from apps.tessera_apps.words import words_of
 
-    if wrong := [name for name in ANSWERS if name in settings]:
+    if wrong := [name for name in settings if name in ANSWERS or name.partition("_")[0] == "help"]:
         raise ValueError(f"{wrong[0]} is of the command line: tessera-{app} --{wrong[0].replace('_', '-')} prints it")
     if settings.get("plan"):
         raise ValueError(f"plan is a call of its own: tessera_apps.plan({app!r}, ...)")
@@ -88,10 +88,9 @@ def _words(app: str, settings: dict[str, Any]) -> list[str]:
     return words_of(import_module(MAINS[app]).command_line(), settings)
 
 
-def _parse_shrink(app: str, words: list[str]) -> tuple[list[str], Any]:
-    from apps.common.shrink.command import parse_shrink_flag, without_vllm
-
-    return parse_shrink_flag(without_vllm(words) if app == "grpo" else words)
+def _parse_shrink(main: Any, words: list[str]) -> tuple[list[str], Any]:
+    parsed: tuple[list[str], Any] = main.parse_shrink_flag(getattr(main, "without_vllm", list)(words))
+    return parsed
 
 
 def _configured(main: Any, words: Sequence[str]) -> Any:
