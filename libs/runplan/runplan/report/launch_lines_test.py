@@ -1,0 +1,26 @@
+"""Launch lines name the program as it is called where the plan was made; `apps/common/tests` holds their flags."""
+
+from dataclasses import replace
+
+import pytest
+
+from engines import EngineConfig
+from runplan import PlainCluster, PlainPools
+from runplan.report.launch_lines import launch_lines
+from runplan.run_spec import RunSpec
+
+SPEC = RunSpec("sft", "finetune", EngineConfig(), PlainCluster(), processes=2, steps=1, rows=4, longest=64)
+NODES = replace(SPEC, cluster=PlainCluster(pools=PlainPools(nodes=2)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "installed", "words"),
+    [
+        (SPEC, False, "./bazelw run //apps/sft -- --recipe finetune --nproc-per-node 2"),
+        (SPEC, True, "tessera-sft --recipe finetune --nproc-per-node 2"),
+        (NODES, False, " -m apps.sft.main --recipe finetune --run-dir RUN"),
+        (NODES, True, " -m tessera_apps.apps.sft.main --recipe finetune --run-dir RUN"),
+    ],
+)
+def test_the_program_is_a_target_or_an_installed_command(spec: RunSpec, installed: bool, words: str) -> None:
+    assert launch_lines(replace(spec, installed=installed))[-1].endswith(words)
