@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from chat_tools.rendering.stop_tokens import turn_ends as turn_ends
     from chat_tools.rendering.view import html_view as html_view
     from chat_tools.rendering.view import terminal_view as terminal_view
+    from chat_tools.sampled_turn import parse_ids as parse_ids
     from chat_tools.serving.turn_message import TurnMessage as TurnMessage
 
 _EXPORTS = {
@@ -83,6 +84,7 @@ _EXPORTS = {
     "html_view": "chat_tools.rendering.view",
     "images": "chat_tools.rendering.media",
     "parse": "chat_tools.parsing.parser",
+    "parse_ids": "chat_tools.sampled_turn",
     "read_stop_tokens": "chat_tools.rendering.stop_tokens",
     "render": "chat_tools.rendering.render",
     "terminal_view": "chat_tools.rendering.view",

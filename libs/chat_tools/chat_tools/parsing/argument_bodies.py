@@ -47,6 +47,8 @@ class Tables:
         self.fmt = fmt
         self.think = dict(fmt.reasoning)
         self.think_end = {closing: Marks.of([closing]) for closing in self.think.values()}
+        self.first_opens = [fmt.section[0]] if fmt.section else [opening for opening, _ in fmt.calls]
+        self.think_end_or_call = {closing: Marks.of([closing, *self.first_opens]) for closing in self.think.values()}
         self.calls = dict(fmt.calls)
         self.call_opens = list(self.calls)
         self.call_closes = [closing for closing in self.calls.values() if closing]
@@ -79,3 +81,17 @@ def tables_of(fmt: Format) -> Tables:
     if tables is None:
         tables = _TABLES[fmt] = Tables(fmt)
     return tables
+
+
+def unfinished_part(tables: Tables, prefill: str) -> str:
+    """Return the part of the prompt's text that the answer continues."""
+    if not prefill:
+        return ""
+    body = tables.fmt.body
+    opens = [*tables.think, *tables.calls, *(tables.fmt.section or ())[:1]]
+    if isinstance(body, Channels):
+        return prefill[prefill.rindex(body.start) :] if body.start in prefill else prefill
+    at = max((prefill.rfind(mark) for mark in opens), default=-1)
+    section = prefill.rfind(tables.fmt.section[0]) if tables.fmt.section else -1
+    unfinished = prefill[section if 0 <= section < at else at :] if at >= 0 else ""
+    return "" if any(end in unfinished for end in tables.think.values()) else unfinished

@@ -12,8 +12,7 @@ from typing import Any
 from chat_tools.parsing.literals import FALLBACK, LiteralError, LiteralParser, loads_plain
 from chat_tools.parsing.partial_values import PartialString, PartialValue
 from chat_tools.parsing.preview_tables import Spelling
-from chat_tools.parsing.reader_states import ReaderStates
-from chat_tools.parsing.streamed_call import StreamedCall
+from chat_tools.parsing.streamed_call import ReaderStates, StreamedCall
 
 _SPACE = re.compile(r"\s*+")
 

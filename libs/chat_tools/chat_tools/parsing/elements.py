@@ -21,7 +21,7 @@ from chat_tools.parsing.cursor import TOO_DENSE, Marks, Reader, Wait
 from chat_tools.parsing.grammar import Elements, Format
 from chat_tools.parsing.literals import dumps
 from chat_tools.parsing.segments import Recorder
-from chat_tools.parsing.tagged import has_all
+from chat_tools.parsing.tagged import NO_ARGUMENT, STRAY, has_all
 
 _TAG_COST = 10
 _NAME = 200  # the longest name of an element
@@ -88,17 +88,14 @@ class ElementReader:
             if match is None:
                 if between or not has_all(self.tools.get(name), {child.name for child in whole.children}):
                     return "the text ends inside the call"
-                self._record(whole, "the call's closing tag is missing")
-                return None
+                return self._record(whole, "the call's closing tag is missing")
             if between:
-                self.notes.append("text between the arguments was left out")
+                self.notes.append(STRAY)
             if match["after"]:
-                self._record(whole, "the call's closing tag is missing")
-                return None
-            reader.pos += len(match.group())
+                return self._record(whole, "the call's closing tag is missing")
             if match.group() == tables.closing:
-                self._record(whole)
-                return None
+                return self._record(whole, closing=len(tables.closing))
+            reader.pos += len(match.group())
             if match["shut"]:
                 return f"the closing tag of {match['name']!r} closes nothing"
             reason = yield from self._element(whole, match["name"])
@@ -129,14 +126,18 @@ class ElementReader:
             reader.pos += len(match.group())
         return None
 
-    def _record(self, whole: Element, note: str = "") -> None:
-        """Record the call with the arguments read so far."""
+    def _record(self, whole: Element, note: str = "", closing: int = 0) -> str | None:
+        """Record the call with the arguments read so far, or return why it is none: its body is no argument."""
+        if STRAY in self.notes and not whole.children:
+            return NO_ARGUMENT
+        self.reader.pos += closing
         if note:
             self.notes.append(note)
         schema = self.tools.get(whole.name) or {}
         values = _object(whole, schema, schema, self.notes, self.tables.body.item)
         self.tools.check(whole.name, values, self.notes)
         self.recorder.call(self.reader.pos, whole.name, dumps(values), self.notes)
+        return None
 
 
 def _value(element: Element, schema: Any, root: Schema, notes: list[str], item: str) -> Any:

@@ -128,3 +128,38 @@ def test_a_tag_that_holds_the_end_of_the_turn_is_none_however_it_is_cut() -> Non
         parser.feed(character)
     assert parser.finish() == whole
     assert whole.tool_calls[0].diagnostics[-1] == "the call's closing tag is missing"
+
+
+BODIES = {
+    "qwen3_xml": "<tool_call>\n<function=rm>\nBODY\n</function>\n</tool_call>",
+    "deepseek_v3.2": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="rm">\nBODY\n</｜DSML｜invoke>'
+    "\n</｜DSML｜function_calls>",
+    "minimax": '<minimax:tool_call><invoke name="rm">BODY</invoke></minimax:tool_call>',
+    "minimax_m3": f'{NS}<tool_call>{NS}<invoke name="rm">BODY{NS}</invoke>{NS}</tool_call>',
+    "seed": "<seed:tool_call><function=rm>BODY</function></seed:tool_call>",
+    "glm-4.5": "<tool_call>rm\nBODY</tool_call>",
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_body_that_is_no_argument_is_malformed_and_kept(name: str) -> None:
+    body = '{"path": "/tmp/x"}'
+    message = parse(BODIES[name].replace("BODY", body), name, prefill="")
+    assert message.tool_calls == ()
+    assert [bad.reason for bad in message.malformed] == ["the call's body is no argument"]
+    assert body in message.to_message()["content"]
+    assert parse(BODIES[name].replace("BODY", ""), name, prefill="").tool_calls[0].arguments == "{}"
+
+
+def test_an_argument_that_is_not_closed_does_not_take_the_next_one() -> None:
+    tag = '<｜DSML｜parameter name="KEY" string="true">'
+    a, b = tag.replace("KEY", "a"), tag.replace("KEY", "b")
+    text = BODIES["deepseek_v3.2"].replace("BODY", f"{a}one {b}two</｜DSML｜parameter>")
+    (call,) = parse(text, "deepseek_v3.2", prefill="").tool_calls
+    assert (call.arguments_dict(), call.diagnostics) == (
+        {"a": "one ", "b": "two"},
+        ("an argument's closing tag is missing",),
+    )
+    within = BODIES["qwen3_xml"].replace("BODY", "<parameter=a>one <parameter=b>two</parameter>")
+    (call,) = parse(within, "qwen3_xml", prefill="").tool_calls
+    assert call.diagnostics == ("an argument's value holds the tag of another one",)

@@ -40,6 +40,7 @@ def _dsml(name: str, wrapper: str, aliases: tuple[str, ...]) -> Format:
         ),
         ends=("<｜end▁of▁sentence｜>",),
         bare=True,
+        call_ends_reasoning=True,
     )
 
 
@@ -66,6 +67,7 @@ _ALL = (
         body=Tagged(name_end=">", key=("<parameter=", ">"), value=("", "</parameter>"), newlines=True),
         ends=_CHATML,
         bare=True,
+        call_ends_reasoning=True,
     ),
     Format(
         "hermes",
@@ -103,6 +105,7 @@ _ALL = (
         body=Json(header=r"(?P<name>[^\s\[{]++)\s*+(?:\[CALL_ID\](?P<id>[^\[{]*+))?(?:\[ARGS\])?"),
         reasoning=(("[THINK]", "[/THINK]"), ("<think>", "</think>")),
         ends=("</s>",),
+        call_ends_reasoning=True,
     ),
     _deepseek(
         "deepseek_v3",
@@ -130,6 +133,7 @@ _ALL = (
         calls=(("<tool_call>", "</tool_call>"),),
         body=Tagged(name_end="\n", key=("<arg_key>", "</arg_key>"), value=("<arg_value>", "</arg_value>"), guess=True),
         ends=("<|user|>", "<|observation|>", "<|endoftext|>"),
+        call_ends_reasoning=True,
     ),
     Format(
         "kimi_k2",
@@ -144,6 +148,7 @@ _ALL = (
         ),
         ends=("<|im_end|>", "[EOS]"),
         bare=True,
+        call_ends_reasoning=True,
     ),
     Format(
         "kimi_k3",
@@ -176,6 +181,7 @@ _ALL = (
         body=Tagged(name_end='">', key=('<parameter name="', '">'), value=("", "</parameter>")),
         ends=("[e~[",),
         bare=True,
+        call_ends_reasoning=True,
     ),
     Format(
         "minimax_m3",
@@ -234,6 +240,7 @@ _ALL = (
         reasoning=(("<seed:think>", "</seed:think>"),),
         ends=("<seed:eos>",),
         bare=True,
+        call_ends_reasoning=True,
     ),
     Format(
         "gemma",
@@ -247,6 +254,7 @@ _ALL = (
         reasoning=(("<|channel>thought", "<channel|>"),),
         opening="call:",
         ends=("<turn|>", "<end_of_turn>", "<|tool_response>", "<start_function_response>"),
+        call_ends_reasoning=True,
     ),
     Format(
         "olmo3",

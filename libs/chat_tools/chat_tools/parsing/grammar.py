@@ -103,6 +103,8 @@ class Format(NamedTuple):
     trained on the format does (`chat_tools.parsing.writing`); by it the format has an example, a round-trip test, a
     page and seeds for the fuzzer. `sign` is a text that stands in its chat templates alone, where the first marker does
     not. `recipients` are the headers of messages, where a turn is made of some and calls are written with tags.
+    `call_ends_reasoning` says whether a call's opening token ends thinking that is not closed, as in the model's own
+    engine.
     """
 
     name: str
@@ -117,6 +119,7 @@ class Format(NamedTuple):
     writer: Callable[[Format, Sequence[Call]], str] | None = None
     sign: str = ""
     recipients: Recipients | None = None
+    call_ends_reasoning: bool = False
 
     def write(self, calls: Sequence[Call]) -> str:
         """Return calls as a model writes them, with their wrapper. ValueError for a format without a writer."""

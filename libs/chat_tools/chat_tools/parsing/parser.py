@@ -19,7 +19,7 @@ import re
 from collections.abc import Generator, Sequence
 from typing import Any
 
-from chat_tools.parsing.argument_bodies import NAME_END, Tables, body_reader, tables_of
+from chat_tools.parsing.argument_bodies import NAME_END, body_reader, tables_of, unfinished_part
 from chat_tools.parsing.arguments import ToolSet
 from chat_tools.parsing.bracketed import NOT_A_CALL, BracketReader
 from chat_tools.parsing.channels import ChannelReader
@@ -31,6 +31,7 @@ from chat_tools.parsing.preview import Preview
 from chat_tools.parsing.result import Event, Kind, ParsedMessage, Segment
 from chat_tools.parsing.segments import Recorder
 from chat_tools.parsing.tagged import TaggedReader
+from chat_tools.parsing.token_text import TokenText
 
 
 class StreamParser:
@@ -43,6 +44,11 @@ class StreamParser:
     later, all events of calls then wait until reasoning has been seen, or for `last_events()` at the end; text does
     not wait. A format whose reasoning is no block (harmony) needs no prefill. `tools` (dicts or typed functions) give
     the arguments their types. A `silent` parser reports no events, which is a little faster.
+
+    With a (fast) `tokenizer` the parser is fed with token ids: special tokens are markers, and the same characters
+    written by the model are text. `call_ends_reasoning` says whether a call's opening marker ends thinking that is not
+    closed. By default it does where the format's own engine does so and the marker is a special token; in text, where
+    a model may quote it, it does not.
     """
 
     def __init__(
@@ -52,9 +58,17 @@ class StreamParser:
         *,
         prefill: str | None = None,
         silent: bool = False,
+        tokenizer: Any = None,
+        call_ends_reasoning: bool | None = None,
     ) -> None:
         tables = self.tables = tables_of(find_format(format))
-        unfinished = _unfinished(tables, prefill or "")
+        self._tokens = None if tokenizer is None else TokenText(tokenizer, tables.fmt)
+        if call_ends_reasoning is None:
+            special = () if self._tokens is None else self._tokens.markers
+            sure = all(any(marker in opening for marker in special) for opening in tables.first_opens)
+            call_ends_reasoning = tables.fmt.call_ends_reasoning and sure
+        self._think_end = tables.think_end_or_call if call_ends_reasoning else tables.think_end
+        unfinished = unfinished_part(tables, prefill or "")
         self._reader = Reader()
         self._recorder = Recorder(len(unfinished), silent)
         tool_set = ToolSet(tools)
@@ -69,8 +83,11 @@ class StreamParser:
         self._message: ParsedMessage | None = None
         self._append(unfinished)
 
-    def feed(self, text: str | bytes) -> list[Event]:
-        """Parse more text and return the events that it settled. Bytes are UTF-8, and may be cut within a character."""
+    def feed(self, text: str | bytes | Sequence[int]) -> list[Event]:
+        """Parse more text (with a tokenizer, token ids) and return the events that it settled.
+
+        Bytes are UTF-8, and may be cut within a character.
+        """
         if self._message is not None:
             raise ValueError("this parser is finished: make a new StreamParser for the next turn")
         self._append(self._decoded(text))
@@ -79,19 +96,28 @@ class StreamParser:
             self._recorder.preview.look(self._reader, self._recorder.cursor, in_list)
         return self._events()
 
-    def finish(self, text: str | bytes = "") -> ParsedMessage:
+    def finish(self, text: str | bytes | Sequence[int] = "") -> ParsedMessage:
         """End the text, with a last piece of it, and return the whole message. Further calls return the same."""
         if self._message is None:
             text = self._decoded(text)
             if self._decoder is not None:
                 text += self._decoder.decode(b"", True)
+            if self._tokens is not None:
+                text += self._tokens.finish()
             self._reader.final = True
             self._append(text)
             self._recorder.release()
-            self._message = self._recorder.message(self._reader.text(), self._reader.operations)
+            message = self._recorder.message(self._reader.text(), self._reader.operations)
+            self._message = message if self._tokens is None else self._tokens.message(message)
         return self._message
 
-    def _decoded(self, text: str | bytes) -> str:
+    def _decoded(self, text: str | bytes | Sequence[int]) -> str:
+        if not isinstance(text, str | bytes):
+            if self._tokens is None:
+                raise ValueError("token ids are parsed with a tokenizer: StreamParser(format, tokenizer=tokenizer)")
+            return self._tokens.feed(text)
+        if text and self._tokens is not None:
+            raise ValueError("a parser with a tokenizer is fed with token ids: give their text to one without")
         if isinstance(text, bytes):
             self._decoder = self._decoder or codecs.getincrementaldecoder("utf-8")("replace")
             return self._decoder.decode(text)
@@ -113,7 +139,7 @@ class StreamParser:
 
     def _events(self) -> list[Event]:
         events, self._recorder.events = self._recorder.events, []
-        return events
+        return events if self._tokens is None else self._tokens.events(events)
 
     def _append(self, text: str) -> None:
         self._reader.append(text)
@@ -137,7 +163,7 @@ class StreamParser:
                 self._thought = True
                 recorder.release()
                 recorder.opens("reasoning", reader.pos)
-                yield from self._reasoning(tables.think_end[think[mark]])
+                yield from self._reasoning(self._think_end[think[mark]])
                 yield from self._opening()
             elif mark in thinking and not self._thought:
                 reader.pos += len(mark)
@@ -224,6 +250,8 @@ class StreamParser:
             if self._reader.final:
                 return
             yield
+        if match.group() in self.tables.first_opens:
+            return
         self._reader.pos += len(match.group())
         self._recorder.closes("reasoning", self._reader.pos)
 
@@ -352,31 +380,18 @@ class StreamParser:
         self._recorder.malformed(reader.pos, reason)
 
 
-def _unfinished(tables: Tables, prefill: str) -> str:
-    """Return the part of the prompt's text that the answer continues."""
-    if not prefill:
-        return ""
-    body = tables.fmt.body
-    opens = [*tables.think, *tables.calls, *(tables.fmt.section or ())[:1]]
-    if isinstance(body, Channels):
-        return prefill[prefill.rindex(body.start) :] if body.start in prefill else prefill
-    at = max((prefill.rfind(mark) for mark in opens), default=-1)
-    section = prefill.rfind(tables.fmt.section[0]) if tables.fmt.section else -1
-    unfinished = prefill[section if 0 <= section < at else at :] if at >= 0 else ""
-    return "" if any(end in unfinished for end in tables.think.values()) else unfinished
-
-
 def parse(
     text: str | bytes,
     format: str | Format,  # noqa: A002 - the public name
     tools: Sequence[Any] | None = None,
     *,
     prefill: str | None = None,
+    call_ends_reasoning: bool | None = None,
 ) -> ParsedMessage:
     """Parse one assistant turn.
 
-    `prefill` is the part of the turn in the prompt (see StreamParser). No text of a model raises,
-    nothing is evaluated, no character is lost. ValueError for an unknown format or a tool that is no tool.
+    `prefill` is the part of the turn in the prompt; it and `call_ends_reasoning` are StreamParser's. No text of a model
+    raises, nothing is evaluated, no character is lost. ValueError for an unknown format or a tool that is no tool.
     """
-    parser = StreamParser(format, tools, prefill=prefill, silent=True)
+    parser = StreamParser(format, tools, prefill=prefill, silent=True, call_ends_reasoning=call_ends_reasoning)
     return parser.finish(text)

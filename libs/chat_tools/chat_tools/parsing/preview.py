@@ -25,9 +25,8 @@ from chat_tools.parsing.arguments import ToolSet
 from chat_tools.parsing.bracket_states import BracketStates
 from chat_tools.parsing.cursor import Reader
 from chat_tools.parsing.preview_tables import CallHeader, PreviewTables
-from chat_tools.parsing.reader_states import ReaderStates
 from chat_tools.parsing.result import Event, ToolCall
-from chat_tools.parsing.streamed_call import StreamedCall
+from chat_tools.parsing.streamed_call import ReaderStates, StreamedCall
 from chat_tools.parsing.tag_states import TagStates
 
 _LONGEST_HEADER, _LONGEST_BETWEEN = 600, 60

@@ -134,3 +134,29 @@ class StreamedCall:
         if self._key is not None and self._said:
             text += (", " if self.items else "{") + dumps(self._key) + ": " + dumps("".join(self._said))[:-1]
         return text
+
+
+LONGEST_TAG = 600
+
+
+class ReaderStates:
+    """States that read the text from a place on and emit what is certain of it.
+
+    `state` takes what there is (never nothing) and returns how many characters it has read; 0 waits for more, or has
+    changed the state. In the state `stop` nothing more is emitted before the parser has the call.
+    """
+
+    def __init__(self, stream_call: StreamedCall) -> None:
+        self.stream_call = stream_call
+        self.state: Callable[[str], int] = self.stop
+
+    def stop(self, text: str) -> int:
+        """Wait for the parser."""
+        del text
+        return 0
+
+    def wait(self, text: str) -> int:
+        """Wait for more of a text that is usually short; stop where it is long."""
+        if len(text) > LONGEST_TAG:
+            self.state = self.stop
+        return 0

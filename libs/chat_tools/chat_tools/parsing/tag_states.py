@@ -6,8 +6,7 @@ import re
 
 from chat_tools.parsing.literals import is_no_value
 from chat_tools.parsing.preview_tables import PreviewTables
-from chat_tools.parsing.reader_states import ReaderStates
-from chat_tools.parsing.streamed_call import StreamedCall
+from chat_tools.parsing.streamed_call import ReaderStates, StreamedCall
 
 _LONGEST_DOUBT = 64  # characters after which what may still be a number or JSON is taken for it
 _SPACE = re.compile(r"\s*+")

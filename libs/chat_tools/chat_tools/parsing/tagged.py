@@ -23,6 +23,9 @@ from chat_tools.parsing.grammar import Format, Tagged
 from chat_tools.parsing.literals import dumps
 from chat_tools.parsing.segments import Recorder
 
+STRAY = "text between the arguments was left out"
+WITHIN = "an argument's value holds the tag of another one"
+NO_ARGUMENT = "the call's body is no argument"
 _ARGUMENT_COST = 10
 _TAG_COST = 3  # in a value
 _HEADER = 200  # the longest name of a tag that is looked for inside values
@@ -52,6 +55,7 @@ class TaggedTables:
         assert isinstance(body, Tagged)
         call = fmt.calls[0]
         self.body = body
+        self.certain = body.key[0].startswith(("<|", "<｜"))  # such tags are quoted nowhere
         pairs = {"p": (body.key[0], body.value[1]), "f": call}
         if fmt.section:
             pairs["s"] = fmt.section
@@ -127,16 +131,14 @@ class TaggedReader:
             start = self.reader.pos
             match = yield from self.reader.search(self.tables.between)
             if match is not None and self.reader.slice(start, self.reader.pos).strip():
-                self.notes.append("text between the arguments was left out")
+                self.notes.append(STRAY)
             if match is None:
                 if self.reader.slice(start, self.reader.pos).strip() or not self._has_all(name):
                     return "the text ends inside the call"
-                self._record(name, "the call's closing tag is missing")
-                return None
+                return self._record(name, "the call's closing tag is missing")
             mark = match.group()
             if mark in self.tables.ends:  # the model has ended its turn: no more arguments come
-                self._record(name, "the call's closing tag is missing")
-                return None
+                return self._record(name, "the call's closing tag is missing")
             if self.tables.open.get(mark) == "p":
                 reason = yield from self._parameter(properties if isinstance(properties, Mapping) else None)
                 if reason:
@@ -144,21 +146,22 @@ class TaggedReader:
                 continue
             kind = self.tables.close.get(mark)
             if kind == "f":
-                self.reader.pos += len(mark)
-                self._record(name)
-                return None
+                return self._record(name, closing=len(mark))
             if kind is None and not self.reader.at_line_start(self.reader.pos):
                 self.reader.pos += len(mark)  # an opening marker within a line is text
                 continue
-            self._record(name, "the call's closing tag is missing")
-            return None
+            return self._record(name, "the call's closing tag is missing")
 
-    def _record(self, name: str, note: str = "") -> None:
-        """Record the call with the arguments read so far."""
+    def _record(self, name: str, note: str = "", closing: int = 0) -> str | None:
+        """Record the call with the arguments read so far, or return why it is none: its body is no argument."""
+        if STRAY in self.notes and not self.pairs:
+            return NO_ARGUMENT
         if note:
             self.notes.append(note)
+        self.reader.pos += closing
         arguments = dumps(self.tools.from_texts(name, self.pairs, self.notes, self.tables.body.guess))
         self.recorder.call(self.reader.pos, name, arguments, self.notes)
+        return None
 
     def _has_all(self, name: str) -> bool:
         """Return whether every argument that the tool declares was read, so that no more could follow."""
@@ -249,7 +252,10 @@ class TaggedReader:
                     continue
             else:
                 kind = next(kind for opening, kind in tables.open.items() if mark.startswith(opening))
-                if not reader.at_line_start(at) or (kind == "p" and not self._known(mark, properties)):
+                sure = tables.certain or reader.at_line_start(at)
+                if not sure or (kind == "p" and not self._known(mark, properties)):
+                    if kind == "p":
+                        self.notes.append(WITHIN)
                     reader.pos += len(mark)
                     continue
                 if kind != "p":

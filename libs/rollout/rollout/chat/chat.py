@@ -15,6 +15,7 @@ from chat_tools.rendering.render import Rendered
 from chat_tools.rendering.replaced_messages import common_prefix
 from chat_tools.rendering.template import ChatTemplate, tokens_as_text
 from chat_tools.rendering.turn_delimiters import find_turn_delimiters
+from chat_tools.sampled_turn import parse_ids
 from rollout.chat.images import ImageProcessor, RenderedPrompt, expanded, images_of, without_image_parts, without_images
 from rollout.chat.messages import Message, Reply
 from rollout.tools.escape_control_tokens import SafeEncoder
@@ -268,7 +269,11 @@ class Chat:
 
     def _read(self, sampled: Sequence[int], finished: bool, tools: Sequence[Tool], calls_before: int) -> Reply:
         text = self.tokenizer.decode(list(sampled), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        parsed = parse(text, self.tool_format, tools=[t.schema for t in tools], prefill=self.prefill)
+        schemas = [t.schema for t in tools]
+        if getattr(self.tokenizer, "backend_tokenizer", None) is None:
+            parsed = parse(text, self.tool_format, schemas, prefill=self.prefill)
+        else:  # a marker that the model spells is no call
+            parsed = parse_ids(sampled, self.tokenizer, self.tool_format, schemas, prefill=self.prefill)
         return Reply(
             text=text,
             content=parsed.content,
