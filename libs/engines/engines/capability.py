@@ -24,6 +24,7 @@ FSDP2: dict[str, Supported | Unsupported] = {
     "moe": Supported("families/router_test.py::test_one_step_equals_transformers_on_the_whole_batch"),
     "router_loss": Supported("families/router_test.py::test_two_ranks_equal_one"),
     "router_z_loss": Supported("families/router_z_loss_test.py::test_steps_equal_a_plain_loop"),
+    "router_forwards_ahead": Supported("families/router_test.py::test_one_step_equals_transformers_on_the_whole_batch"),
     "routing_replay": Supported("experts/routers_test.py::test_the_experts_of_another_are_those_of_stock_transformers"),
     "expert_parallel": Supported("experts/parallel_test.py::test_ranks_that_share_the_experts_give_the_steps_of_one"),
     "expert_tensor_parallel": Unsupported(
@@ -96,6 +97,7 @@ MEGATRON: dict[str, Supported | Unsupported] = {
     "replicated_weights": Unsupported("Megatron's weights are laid out by tensor, pipeline and expert parallelism"),
     "hybrid_sharding": Unsupported("Megatron's weights are no shards: leave shard_ranks out, or set backend='fsdp2'"),
     "gradient_checkpointing": Supported("megatron/recomputed_test.py::test_recomputed_layers_change_nothing"),
+    "router_forwards_ahead": Unsupported("megatron-core's schedule orders the passes: all micro-batches are counted"),
     "activation_offload": Unsupported("megatron-core's layers keep what they recompute from on the device"),
     "tied_weights": Supported(LAYOUTS),
     "shared_weights": Unsupported("Megatron lays weights out in its own way: they are put together for an export"),
@@ -162,6 +164,7 @@ def features_of(config: EngineConfig) -> list[str]:
     requested["parameters_on_host"] = config.parameters_on_host
     requested["core_optimizer"] = config.megatron_optimizer == "core"
     requested["distributed_optimizer"] = config.distributed_optimizer
+    requested["router_forwards_ahead"] = config.router_forwards_ahead > 0
     requested["router_z_loss"] = config.router_z_loss_coef > 0
     requested["routing_replay"] = config.routing_replay
     requested["learning_rates"] = bool(config.learning_rates)

@@ -94,6 +94,9 @@ class EngineConfig:
 
     router_aux_loss_coef: float | None = None
     """Coefficient of a router's load-balancing loss; None keeps the model's own, 0 trains without that loss."""
+    router_forwards_ahead: int = 0
+    """Micro-batches beside the first whose forward pass runs before the first backward pass, and spares a pass that
+    counts for the balancing loss (backend fsdp2). Their activations stay meanwhile."""
     router_z_loss_coef: float = 0.0
     """Coefficient of a router's z-loss, the squared log-partition of its logits: a mean over tokens, summed over
     layers, as megatron-core's `moe_z_loss_coeff`."""
@@ -310,7 +313,7 @@ _COUNTS = (
 )
 _WEIGHTS = (
     *("lr", "warmup_steps", "weight_decay", "router_z_loss_coef", "router_aux_loss_coef"),
-    *("recheck_every", "recheck_rows"),
+    *("recheck_every", "recheck_rows", "router_forwards_ahead"),
 )
 _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (_COUNTS, lambda size: size >= 1, "must be at least 1, got {}"),

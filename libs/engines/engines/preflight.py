@@ -13,12 +13,14 @@ from engines.capability import unsupported
 from engines.config import EngineConfig, parse_context_parallel, parse_options
 from engines.execution.learning_rates import rate_scales
 from engines.experts.placement import check_sizes
+from engines.families.registry import family_of
 from engines.fast.support import use_compiled_layers, use_replicated_weights
 from engines.inputs.context_parallel import ContextParallel
 from engines.loading import LoadedModel, resolve_device
 from engines.media.vision_settings import VisionSettings
 from engines.parallel.configured_layout import layout_of
 from engines.prove.options_admission import admit_options
+from engines.scoring.router_counts import check_forwards_ahead
 
 
 def refusals(config: EngineConfig, model: PretrainedConfig, ranks: int, opened: LoadedModel | None = None) -> list[str]:
@@ -73,12 +75,20 @@ def _of_module(config: EngineConfig, opened: LoadedModel, ranks: int) -> Iterato
     module = opened.module
     if config.backend == "fsdp2":  # whose layers are compiled is asked of a family that is known by now
         yield lambda: use_compiled_layers(config, module.config, resolve_device(config))
+    if config.router_forwards_ahead:
+        yield partial(_check_forwards_ahead, config, module)
     if config.backend == "fsdp2" and config.expert_parallel > 1:
         yield partial(check_sizes, module, config.expert_parallel, max(1, ranks // config.expert_parallel))
     if config.lora.rank:
         yield partial(_check_adapters, config, module)
     elif config.learning_rates and config.vision != "frozen":  # else what is trained is known when it is built
         yield partial(rate_scales, config, module, opened.weights.names)
+
+
+def _check_forwards_ahead(config: EngineConfig, module: torch.nn.Module) -> None:
+    settings: Any = module.config
+    coefficients = config.router_aux_loss_coef, config.router_z_loss_coef
+    check_forwards_ahead(config.router_forwards_ahead, family_of(settings).auxiliary_loss(settings, *coefficients))
 
 
 def _check_adapters(config: EngineConfig, module: torch.nn.Module) -> None:

@@ -57,9 +57,14 @@ def test_what_can_be_built_is_not_refused(model: Path) -> None:
             ],
         ),
         (
-            {"expert_parallel": 2, "compile": "on", "learning_rates": ("nothing=1",)},
+            {"expert_parallel": 2, "compile": "on", "learning_rates": ("nothing=1",), "router_forwards_ahead": 1},
             2,
-            ["expert_parallel is for models with experts", "compile='on' cannot be had", "no parameter's name on disk"],
+            [
+                "expert_parallel is for models with experts",
+                "compile='on' cannot be had",
+                "no parameter's name on disk",
+                "router_forwards_ahead spares the pass that a router's balancing loss needs",
+            ],
         ),
         (
             {"lora": LoraConfig(rank=4, targets=("wqkv",)), "weights": "replicated", "context_parallel": "static:3"},

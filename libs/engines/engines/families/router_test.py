@@ -63,8 +63,10 @@ def stock_step(stock: Any, batch: TensorDict) -> tuple[float, float, float]:
         {"max_tokens_per_rank": 15},
         {"max_tokens_per_rank": 15, "gradient_checkpointing": True},
         {"max_tokens_per_rank": 31, "batching": "padded"},
+        {"max_tokens_per_rank": 15, "router_forwards_ahead": 1},
+        {"max_tokens_per_rank": 15, "gradient_checkpointing": True, "router_forwards_ahead": 100},
     ],
-    ids=["one", "many", "recomputed", "padded"],
+    ids=["one", "many", "recomputed", "padded", "one ahead", "all ahead"],
 )
 def test_one_step_equals_transformers_on_the_whole_batch(
     kind: str, coefficient: float, options: dict[str, Any]

@@ -1,9 +1,10 @@
 """The FSDP2 executor: every layer sharded over all ranks or copies of it over groups, micro-batches in a loop."""
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from itertools import islice
-from typing import Any, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ from engines.execution.optimizer import build_optimizer, clip_and_step, gradient
 from engines.execution.prefetch import PrefetchedMicroBatches
 from engines.experts.placement import place_experts
 from engines.families.registry import family_of
-from engines.families.router import RouterCounts, RouterLoss, Routing
+from engines.families.router import RouterCounts, RouterLoss
 from engines.families.torch_operations import choose_torch_operations
 from engines.fast.fused_log_probs import fused_log_probs
 from engines.fast.layers import sequences_of, use_layer_functions
@@ -51,7 +52,7 @@ from engines.scoring.log_probs import token_log_probs
 from engines.scoring.packed_model import adapt_for_packing
 from engines.scoring.plain_scores import stock_modules
 from engines.scoring.read_rows import compute_read_rows
-from engines.scoring.router_counts import StepCounts, can_be_given, given_counts
+from engines.scoring.router_counts import agreed, can_be_given, check_forwards_ahead, given_counts
 from engines.scoring.token_scorer import ModelScores, TokenScorer
 from engines.weights.disk_names import OWN_NAMES, DiskNames
 from engines.weights.disk_weights import DiskWeights
@@ -60,6 +61,14 @@ from engines.weights.model_weights import live_tensors
 from seqpack.memory import ledger
 
 PLAIN = Unsupported("not asked for")
+
+
+class _Forward(NamedTuple):
+    """A forward pass: its micro-batch, inputs and scores."""
+
+    micro_batch: MicroBatch
+    inputs: ModelInputs
+    scores: ModelScores
 
 
 class FSDP2Executor:
@@ -119,6 +128,7 @@ class FSDP2Executor:
         self.scorer: Any = TokenScorer(model, config.logit_chunk, log_probs, *coefficients)
         self.scorer.training = False
         self.router: RouterLoss | None = self.scorer.router
+        check_forwards_ahead(config.router_forwards_ahead, self.router)
         self.adds_loss = self.router is not None
         self._host = HostCopies()
         self.sums: SumAcrossCopies | None = None
@@ -196,41 +206,56 @@ class FSDP2Executor:
     def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
         """Run forward and backward of one micro-batch after another."""
         self._optimizer.zero_grad(set_to_none=True)
-        counts = self._counts(micro_batches)
-        micro_batches = self.ahead(micro_batches)
-        for micro_batch in micro_batches if self.sums is None else self.sums.each(micro_batches):
-            loss(micro_batch, self._scores(micro_batch, scoring, counts)).backward()
+        scored = self._scored(micro_batches, scoring)
+        for micro_batch, scores in scored if self.sums is None else self.sums.each(scored, len(micro_batches)):
+            loss(micro_batch, scores).backward()
+            del scores  # else its graph would live through the next forward pass
+
+    def _scored(self, micro_batches: MicroBatches, scoring: Scoring) -> Iterator[tuple[MicroBatch, Scores]]:
+        """Yield the micro-batches of a step in order, each with its scores; see `engines.scoring.router_counts`."""
+        counts = None if self.router is None else self._known_counts(self.router, micro_batches)
+        ahead = 0 if self.router is None or counts is not None else 1 + self.config.router_forwards_ahead
+        left = [self._counted(one) for one in islice(micro_batches, ahead, None)] if ahead else []
+        coming = iter(self.ahead(micro_batches))
+        if ahead:
+            kept = deque(self._forward(one, scoring, routing=True) for one in islice(coming, ahead))
+            sums = torch.stack([*left, *map(self._own_counts, kept)]).sum(0)
+            counts = agreed(sums, self.groups.plan)
+            while kept:
+                forward = kept.popleft()
+                yield forward.micro_batch, self._collected(forward, counts)
+                del forward
+        for micro_batch in coming:
+            yield micro_batch, self._scores(micro_batch, scoring, counts)
 
     @torch.no_grad()
-    def _counts(self, micro_batches: MicroBatches) -> StepCounts | None:
-        """Return what the router's loss needs of the whole step; see `engines.scoring.router_counts`. Collective."""
-        if self.router is None:
+    def _known_counts(self, router: RouterLoss, micro_batches: MicroBatches) -> RouterCounts | None:
+        """Return the counts of a step where inputs say them; None where they do not say all. Collective."""
+        if not can_be_given(router, self.config.routing_replay):
             return None
-        counts = StepCounts(self.groups.plan)
-        if can_be_given(self.router, self.config.routing_replay):
-            dtype = torch.promote_types(torch.float32, next(self.scorer.parameters()).dtype)
-            sums = torch.stack([self._given(self.router, one, dtype) for one in micro_batches]).sum(0)
-            dist.all_reduce(sums, group=self.groups.plan)
-            if not sums[-1]:
-                counts.known = RouterCounts(sums[:-2], sums[-2])
-                return counts
-        if len(micro_batches) > 1:
-            counts.later = torch.stack([self._counted(one) for one in islice(micro_batches, 1, None)]).sum(0)
-        return counts
+        dtype = torch.promote_types(torch.float32, next(self.scorer.parameters()).dtype)
+        sums = torch.stack([self._given(router, one, dtype) for one in micro_batches]).sum(0)
+        dist.all_reduce(sums, group=self.groups.plan)
+        return None if sums[-1] else RouterCounts(sums[:-2], sums[-2])
 
     def _given(self, router: RouterLoss, micro_batch: MicroBatch, dtype: torch.dtype) -> Tensor:
         inputs = micro_batch.inputs or self._inputs(micro_batch)
         return self.builder.total(given_counts(router, inputs, dtype), inputs) * micro_batch.loss_weight
 
+    @torch.no_grad()
     def _counted(self, micro_batch: MicroBatch) -> Tensor:
         """Run forward without the head, and return what the router chose."""
         inputs = micro_batch.inputs or self._inputs(micro_batch)
-        return self._own_counts(self.scorer(inputs, 1.0, False, routing=True, head=False).routing, micro_batch, inputs)
+        scores: ModelScores = self.scorer(inputs, 1.0, False, routing=True, head=False)
+        return self._own_counts(_Forward(micro_batch, inputs, scores))
 
-    def _own_counts(self, routing: Routing, micro_batch: MicroBatch, inputs: ModelInputs) -> Tensor:
+    @torch.no_grad()
+    def _own_counts(self, forward: _Forward) -> Tensor:
         """Return f32[E + 1]: the choices of each expert, and rows; ranks with one micro-batch count shares of it."""
+        routing = forward.scores.routing
+        assert routing is not None, "it was asked for"
         counts = torch.cat([routing.chosen, routing.rows[None]])
-        return self.builder.total(counts, inputs) * micro_batch.loss_weight
+        return self.builder.total(counts, forward.inputs) * forward.micro_batch.loss_weight
 
     @torch.no_grad()
     def score(self, micro_batches: MicroBatches, take: TakeScores, scoring: Scoring) -> None:
@@ -253,14 +278,17 @@ class FSDP2Executor:
         if isinstance(self.scorer, FSDPModule):
             self.scorer.reshard()
 
-    def _scores(self, micro_batch: MicroBatch, scoring: Scoring, counts: StepCounts | None = None) -> Scores:
+    def _scores(self, micro_batch: MicroBatch, scoring: Scoring, counts: RouterCounts | None = None) -> Scores:
+        return self._collected(self._forward(micro_batch, scoring, counts is not None), counts)
+
+    def _forward(self, micro_batch: MicroBatch, scoring: Scoring, routing: bool) -> _Forward:
         inputs = micro_batch.inputs or self._inputs(micro_batch)
-        routing = counts is not None
-        scores: ModelScores = self.scorer(inputs, scoring.temperature, scoring.entropy, routing=routing)
-        auxiliary = None
-        if counts is not None and self.router is not None and (sums := scores.routing) is not None:
-            known = counts.of(lambda: self._own_counts(sums, micro_batch, inputs))
-            auxiliary = self.router.loss(self.builder.total(sums.terms, inputs), known)
+        return _Forward(micro_batch, inputs, self.scorer(inputs, scoring.temperature, scoring.entropy, routing=routing))
+
+    def _collected(self, forward: _Forward, counts: RouterCounts | None) -> Scores:
+        inputs, scores, auxiliary = forward.inputs, forward.scores, None
+        if counts is not None and self.router is not None and scores.routing is not None:
+            auxiliary = self.router.loss(self.builder.total(scores.routing.terms, inputs), counts)
         return Scores(
             self.builder.collect(scores.log_probs, inputs),
             None if scores.entropy is None else self.builder.collect(scores.entropy, inputs),

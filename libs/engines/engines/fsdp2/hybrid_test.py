@@ -32,7 +32,7 @@ LENGTHS = [7, 3, 12, 5, 9, 2, 14, 6]
 STEPS = 2
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("dense", {}),
-    "experts": ("moe", {"router_aux_loss_coef": 0.5}),
+    "experts": ("moe", {"router_aux_loss_coef": 0.5, "router_forwards_ahead": 1}),
     "padded": ("dense", {"batching": "padded"}),
     "one micro-batch": ("dense", {"max_tokens_per_rank": 1000}),
     "gathered weights stay": ("dense", {"reshard_after_forward": False}),

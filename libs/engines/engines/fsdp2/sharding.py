@@ -4,8 +4,8 @@ A group's ranks are neighbours, so that the gathers of every layer stay within a
 those of the other groups, and gradients are summed over the groups once a step.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from engines.config import EngineConfig
 from engines.devices.detect import devices_of
-from engines.execution.micro_batches import MicroBatch, MicroBatches
 from engines.parallel.configured_layout import shards_of
 from engines.parallel.groups import mesh_of
 from engines.weights.row_shards import sharding_axes
+
+T = TypeVar("T")
 
 COPIES, SHARDS = "copies", "shards"
 
@@ -67,18 +68,18 @@ class SumAcrossCopies:
         self.module = module
         self._kept = False
 
-    def each(self, micro_batches: MicroBatches) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of a step. RuntimeError where an error ended the step before."""
+    def each(self, scored: Iterable[T], count: int) -> Iterator[T]:
+        """Yield the `count` micro-batches of a step. RuntimeError where an error ended the step before."""
         if self._kept:
             raise RuntimeError(
                 "an error ended the step before, and its gradients wait to be added up across the copies of "
                 "shard_ranks: build the engine anew and load a checkpoint"
             )
-        last = len(micro_batches) - 1
+        last = count - 1
         self._kept = last > 0
-        for number, micro_batch in enumerate(micro_batches):
+        for number, one in enumerate(scored):
             self.module.set_requires_all_reduce(number == last)
-            yield micro_batch
+            yield one
         self._kept = False
 
 

@@ -99,9 +99,9 @@ class ReplicatedExecutor(FSDP2Executor):
     def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
         """See `Executor`."""
         self.exchange.begin(len(micro_batches))
-        counts = self._counts(micro_batches)
-        for micro_batch in self.ahead(micro_batches):
-            loss(micro_batch, self._scores(micro_batch, scoring, counts)).backward()
+        for micro_batch, scores in self._scored(micro_batches, scoring):
+            loss(micro_batch, scores).backward()
+            del scores
             self.exchange.end_micro_batch()
 
     def optimizer_step(self, lr: float, loss: Tensor) -> SupportsFloat:

@@ -5,12 +5,11 @@ and the gradient of a micro-batch needs those of all others. No backward pass ma
 
 1. Without a balancing loss (the z-loss alone) tokens are counted, and with the experts of all tokens given (routing
    replay) these too: no pass.
-2. Else a pass without gradients, and without the head, runs over all micro-batches but the first, whose own forward
-   pass gives its counts. One micro-batch a rank needs no pass.
+2. Else the forward passes of the first micro-batches come before any backward pass and give their counts: of one, and
+   of `router_forwards_ahead` more, whose activations stay meanwhile.
+3. A pass without gradients, and without the head, runs over those that are left. A rank with no more micro-batches than
+   run ahead needs none.
 """
-
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,21 +19,19 @@ from engines.families.router import RouterCounts, RouterLoss
 from engines.inputs.model_inputs import ModelInputs
 
 
-@dataclass
-class StepCounts:
-    """The counts of a step: `known`, or `later` f32[E + 1] of all micro-batches of this rank but the first."""
+def agreed(sums: Tensor, group: dist.ProcessGroup | None) -> RouterCounts:
+    """Return the counts of a step from the sums f32[E + 1] of each rank: choices of each expert, and rows."""
+    dist.all_reduce(sums, group=group)
+    return RouterCounts(sums[:-1], sums[-1])
 
-    group: dist.ProcessGroup | None
-    later: Tensor | None = None
-    known: RouterCounts | None = None
 
-    def of(self, first: Callable[[], Tensor]) -> RouterCounts:
-        """Return the counts; at first `first()` f32[E + 1] is added, and all is summed over ranks. Collective."""
-        if self.known is None:
-            sums = first() if self.later is None else first() + self.later
-            dist.all_reduce(sums, group=self.group)
-            self.known = RouterCounts(sums[:-1], sums[-1])
-        return self.known
+def check_forwards_ahead(ahead: int, router: RouterLoss | None) -> None:
+    """Raise ValueError for forward passes that would run ahead for nothing."""
+    if ahead and (router is None or not router.coefficient):
+        raise ValueError(
+            "router_forwards_ahead spares the pass that a router's balancing loss needs, and this model trains without "
+            "one: set router_aux_loss_coef, or leave it at 0"
+        )
 
 
 def can_be_given(router: RouterLoss, replay: bool) -> bool:

@@ -71,8 +71,36 @@ def test_forward_passes_beside_those_that_train(
         assert metrics[key] == pytest.approx(whole[key], rel=1e-5), key
 
 
+@pytest.mark.parametrize("ahead", [1, 2, 100])
+def test_forward_passes_that_run_ahead_spare_those_that_count(ahead: int, one_rank: None) -> None:  # noqa: F811
+    """A forward pass each, none beside where all run ahead, and the numbers of one micro-batch."""
+    options: dict[str, Any] = {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.1}
+    metrics, layers, heads = trained({**options, "router_forwards_ahead": ahead})
+    count = int(metrics["micro_batches"])
+    assert count > 2
+    assert layers == LAYERS * (count + max(0, count - 1 - ahead))
+    assert heads == count
+    for other in (trained(options)[0], trained(options, cap=1000)[0]):
+        for key in ("loss", "grad_norm", "auxiliary_loss"):
+            assert metrics[key] == pytest.approx(other[key], rel=1e-5), key
+
+
+def test_forward_passes_ahead_of_nothing_are_refused(one_rank: None) -> None:  # noqa: F811
+    with pytest.raises(ValueError, match="router_forwards_ahead spares the pass that a router's balancing loss needs"):
+        trained({"router_aux_loss_coef": 0.0, "router_forwards_ahead": 1})
+
+
 def metrics_of(options: dict[str, Any], replay: str) -> dict[str, float]:
     return trained(options, replay)[0]
+
+
+@pytest.mark.parametrize("weights", ["sharded", "replicated"])
+def test_ranks_whose_forward_passes_run_ahead_give_the_numbers_of_one(weights: str, one_rank: None) -> None:  # noqa: F811
+    options: dict[str, Any] = {"router_aux_loss_coef": 0.5}
+    alone = metrics_of(options, "")
+    two = launch_forked(metrics_of, ({**options, "router_forwards_ahead": 1, "weights": weights}, ""), 2)
+    for key in ("loss", "grad_norm", "auxiliary_loss"):
+        assert two[key] == pytest.approx(alone[key], rel=3e-5), key
 
 
 @pytest.mark.parametrize("replay", ["all", "some", ""])

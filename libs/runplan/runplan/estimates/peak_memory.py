@@ -93,6 +93,13 @@ def activation_bytes(shape: ModelShape, layers: int, tokens: int, recompute: boo
     return width * tokens * sum(each) * layers / shape.layers
 
 
+def kept_bytes(shape: ModelShape, engine: EngineConfig, tokens: int, width: int) -> float:
+    """Return the bytes of a micro-batch whose forward pass has run ahead (FSDP2's `router_forwards_ahead`)."""
+    if not engine.gradient_checkpointing:
+        return activation_bytes(shape, shape.layers, tokens, False, width)
+    return 0.0 if engine.activation_offload else float(width * tokens * shape.layers * shape.hidden)
+
+
 def fsdp_peak(shape: ModelShape, engine: EngineConfig, shards: float, tokens: Tokens, width: int) -> Peak:
     """Return the peak of FSDP2 with sharded weights, of which a rank has one of `shards`.
 
@@ -111,12 +118,13 @@ def fsdp_peak(shape: ModelShape, engine: EngineConfig, shards: float, tokens: To
     gathered = width * root  # gathered from the first layer on, until the last gradient is there
     activations = activation_bytes(shape, shape.layers, tokens.all, engine.gradient_checkpointing, width)
     logits = fsdp_head(shape, engine, tokens.trained, width).bytes
+    ahead = engine.router_forwards_ahead * kept_bytes(shape, engine, tokens.all, width)
     backward = max(_backward(shape, engine, shards, tokens.all, width, master, left) for left in (1, 2, shape.layers))
     return Peak(
         states,
         {
-            "head": states + gathered + activations + logits,
-            "layers": states + gathered + width * shape.vocab * shape.hidden + backward,
+            "head": states + gathered + ahead + activations + logits,
+            "layers": states + gathered + ahead + width * shape.vocab * shape.hidden + backward,
             "outermost": states + gradients + gathered + (width + WIDE) * root,
             "update": states + gradients + coming,  # what is on the host comes to the device, a parameter's at a time
         },
