@@ -47,11 +47,11 @@ def laid_out(root: Path) -> dict[str, str]:
     return {
         placed(path.relative_to(root)): renamed(path.read_text(encoding="utf-8"), path)
         for path in files
-        if path.suffix in SUFFIXES and path.is_file() and shipped(path.relative_to(root))
+        if path.suffix in SUFFIXES and path.is_file() and is_included(path.relative_to(root))
     }
 
 
-def shipped(path: Path) -> bool:
+def is_included(path: Path) -> bool:
     """Return whether the wheel has a file of the apps' folder: no test, and nothing that tests alone use."""
     return not path.name.endswith("_test.py") and not LEFT_OUT & set(path.parts)
 

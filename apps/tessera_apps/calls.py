@@ -9,7 +9,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-if TYPE_CHECKING:
+from apps.tessera_apps.given import is_given
+from runlog.store import read_metrics
+
+if TYPE_CHECKING:  # torch comes with it
     from runplan.report.plan import Plan
 
 App = Literal["grpo", "sft"]
@@ -56,11 +59,11 @@ def plan(app: App = "grpo", **settings: Any) -> "Plan":
     Raises:
         ValueError: as in `grpo`.
     """
-    from runplan.report.plan import make_plan
-
     if app not in MAINS:
         raise ValueError(f"there is no app {app!r}: {' or '.join(MAINS)}")
     main, words = import_module(MAINS[app]), _words(app, settings)
+    from runplan.report.plan import make_plan  # after main, which sets threads before torch is imported
+
     words, most = _parse_shrink(main, words)
     config = _configured(main, words)
     return make_plan(main.spec_of(config) if most is None else main.shrunk_spec(config, most))
@@ -77,15 +80,16 @@ def _run(app: App, settings: dict[str, Any]) -> RunResult:
 
 def _words(app: str, settings: dict[str, Any]) -> list[str]:
     """Return settings as the words of a command line."""
-    from apps.tessera_apps.words import words_of
-
     if wrong := [name for name in settings if name in ANSWERS or name.partition("_")[0] == "help"]:
         raise ValueError(f"{wrong[0]} is of the command line: tessera-{app} --{wrong[0].replace('_', '-')} prints it")
     if settings.get("plan"):
         raise ValueError(f"plan is a call of its own: tessera_apps.plan({app!r}, ...)")
     if settings.get("recipe") == "list":
         raise ValueError(f"tessera-{app} --recipe list prints the recipes: name one of them here")
-    return words_of(import_module(MAINS[app]).command_line(), settings)
+    line = import_module(MAINS[app]).command_line()
+    from apps.tessera_apps.words import words_of  # after main, which sets threads before torch is imported
+
+    return words_of(line, settings)
 
 
 def _parse_shrink(main: Any, words: list[str]) -> tuple[list[str], Any]:
@@ -113,8 +117,7 @@ def _without_frame(text: str) -> str:
 
 def _check_ranks(config: Any, words: Sequence[str]) -> None:
     """Raise ValueError where several processes would have to load what this process alone has."""
-    from apps.tessera_apps.given import is_given
-    from engines.launch import runs_in_this_process
+    from engines.launch import runs_in_this_process  # it imports torch
 
     given = [word for word in words if is_given(word)]
     if given and not (runs_in_this_process(config.nproc_per_node) and not config.cluster.rollout.ray_workers):
@@ -125,8 +128,6 @@ def _check_ranks(config: Any, words: Sequence[str]) -> None:
 
 
 def _last_metrics(run_dir: Path) -> dict[str, Any]:
-    from runlog import read_metrics
-
     last: dict[str, Any] = {}
     for row in read_metrics(run_dir):
         last |= row
