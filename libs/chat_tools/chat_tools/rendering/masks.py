@@ -25,8 +25,14 @@ from typing import Any, NamedTuple
 from chat_tools.rendering.message_attribution import MessageAttribution, attribute_messages, texts_of
 from chat_tools.rendering.replaced_messages import WRITTEN_KEYS, MessageSpan, common_prefix, find_together
 from chat_tools.rendering.template import ChatTemplate, Message, template_errors
-from chat_tools.rendering.turn_delimiters import TurnDelimiters, added_tokens, find_turn_delimiters, token_start
-from chat_tools.rendering.turn_end import Turn, end_of_turn
+from chat_tools.rendering.turn_delimiters import (
+    TurnDelimiters,
+    added_tokens,
+    find_turn_delimiters,
+    proven_ends,
+    token_start,
+)
+from chat_tools.rendering.turn_end import Turn, end_of_turn, kinds_of
 
 
 class Region(NamedTuple):
@@ -63,11 +69,14 @@ class _Seen(NamedTuple):
     """The state of a search: whether a generation prompt ends the rendering, and what shorter renderings told.
 
     `prompts` (lengths of the generation prompt) are by the template's text there, whether a user spoke before, and the
-    shapes of the turn and those before it.
+    shapes of the turn and those before it; `ends` are the `proven_ends`, `kinds` those of the
+    messages.
     """
 
     prompted: bool
     prompts: dict[_Shape, int | None]
+    ends: dict[Any, Any] | None = None
+    kinds: Sequence[tuple[Any, ...]] = ()
 
 
 class _Bounds(NamedTuple):
@@ -100,7 +109,9 @@ def find_regions(
     for index, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
-        delimiters = delimiters or find_turn_delimiters(template, message)
+        if delimiters is None:
+            delimiters = find_turn_delimiters(template, message)
+            seen = seen._replace(ends=proven_ends(template, message), kinds=kinds_of(messages))
         own = bounds.get(index, ())
         if index in alone:
             own = [_among(owners.pieces, alone[index], len(text))]
@@ -144,8 +155,8 @@ def _turn(
         if start is None:
             return f"message {index}: its beginning cannot be told from the message before"
         piece, _, upper, _, last = bounds
-        turn = Turn(messages, index, text, seen.prompted, max(piece.end, start), upper, last)
-        end = end_of_turn(template, delimiters, turn)
+        turn = Turn(messages, index, text, seen.prompted, max(piece.end, start), upper, last, seen.kinds)
+        end = end_of_turn(template, delimiters, turn, seen.ends)
         if end is None:
             return f"message {index}: where its turn ends cannot be told"
         body_end = max(start, end - len(delimiters.end_of(text[start:end])))

@@ -30,6 +30,7 @@ from chat_tools.rendering.replaced_messages import REASONING_KEYS, MessageSpan, 
 from chat_tools.rendering.template import ChatTemplate, Message, rendering_errors
 
 _TEXT_KEYS = frozenset(("content", *REASONING_KEYS))
+_REASONING = frozenset(REASONING_KEYS)
 _BEGINNING = 10  # characters of a printed list, to see whether there is one at all
 _PRIVATE = 0xF0000  # planes 15 and 16: no script has characters there
 _PRIVATE_CHARACTER = re.compile("[\U000f0000-\U0010ffff]")
@@ -327,7 +328,7 @@ def _with_words(message: Message, text: Wrap, reasoning: Wrap) -> dict[str, Any]
 
 
 def _thinks(message: Message) -> bool:
-    return any(message.get(key) for key in REASONING_KEYS)
+    return not _REASONING.isdisjoint(message) and any(message.get(key) for key in REASONING_KEYS)
 
 
 def _calls(message: Message) -> Sequence[Any]:

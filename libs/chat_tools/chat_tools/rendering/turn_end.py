@@ -28,7 +28,8 @@ _MOST = 4096  # ends remembered of a template
 class Turn(NamedTuple):
     """A turn in a rendering: its last words end at `start`, and the words of others begin at `upper`.
 
-    `last` is False for the calls of a turn whose results stand between them and its words.
+    `last` is False for the calls of a turn whose results stand between them and its words. `kinds` are those of the
+    messages (`kinds_of`), if they are known.
     """
 
     messages: Sequence[Message]
@@ -38,6 +39,7 @@ class Turn(NamedTuple):
     start: int
     upper: int
     last: bool
+    kinds: Sequence[tuple[Any, ...]] = ()
 
 
 class _Ending(NamedTuple):
@@ -53,12 +55,14 @@ class _Ending(NamedTuple):
         return len(behind) - len(self.rest)
 
 
-def end_of_turn(template: ChatTemplate, delimiters: TurnDelimiters, turn: Turn) -> int | None:
-    """Return where a turn ends in its rendering; None if that cannot be told."""
+def end_of_turn(
+    template: ChatTemplate, delimiters: TurnDelimiters, turn: Turn, known: dict[Any, Any] | None = None
+) -> int | None:
+    """Return where a turn ends in its rendering; None if that cannot be told. `known` are the `proven_ends`."""
     behind = turn.text[turn.start : turn.upper]
     if turn.number == len(turn.messages) - 1 and turn.last and not turn.prompted:
         return turn.start + _of_last(delimiters, behind)
-    known = proven_ends(template, turn.messages[turn.number])
+    known = proven_ends(template, turn.messages[turn.number]) if known is None else known
     endings: list[_Ending] = known.setdefault(_shape(turn), [])
     for ending in endings:
         length = ending.length(behind)
@@ -81,11 +85,15 @@ def _of_last(delimiters: TurnDelimiters, behind: str) -> int:
     return stop[1] if stop else len(behind.rstrip() if whole is None else whole)
 
 
+def kinds_of(messages: Sequence[Message]) -> list[tuple[Any, ...]]:
+    """Return the role and the kinds of text of each message."""
+    return [(m.get("role"), *[key for key in WRITTEN_KEYS if m.get(key)]) for m in messages]
+
+
 def _shape(turn: Turn) -> tuple[Any, ...]:
-    """Return the shape of a turn: the roles and the kinds of text of the messages around it."""
-    near = turn.messages[max(0, turn.number - 1) : turn.number + 2]
-    kinds = tuple((m.get("role"), *(key for key in WRITTEN_KEYS if m.get(key))) for m in near)
-    return turn.number == 0, turn.last, turn.prompted and turn.number == len(turn.messages) - 1, kinds
+    """Return the shape of a turn: the kinds of the messages around it."""
+    at, kinds = turn.number, turn.kinds or kinds_of(turn.messages)
+    return at == 0, turn.last, turn.prompted and at == len(kinds) - 1, *kinds[max(0, at - 1) : at + 2]
 
 
 def _proven(template: ChatTemplate, delimiters: TurnDelimiters, turn: Turn, behind: str) -> int | None:
