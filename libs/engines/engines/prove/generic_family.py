@@ -89,6 +89,10 @@ class GenericFamily(Family):
         """Return the names of the parameters that are trained: all."""
         return frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
 
+    def trained(self, model: Any) -> frozenset[str]:
+        """Return the names of the parameters that are trained: all."""
+        return frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
+
     def layers(self, model: Any) -> list[nn.Module]:
         """Return the decoder layers: the first list of modules in the decoder, with mixers where these are known."""
         lists = [module for module in self.decoder(model).modules() if isinstance(module, nn.ModuleList)]

@@ -35,7 +35,7 @@ from engines.prove.comparison import (
     sequences,
     stock,
 )
-from engines.prove.generic_family import TextPartFamily, generic_family, is_inside
+from engines.prove.generic_family import GenericFamily, TextPartFamily, generic_family, is_inside
 from engines.prove.lengths import proof_lengths
 from engines.prove.random_weights import randomize
 from engines.prove.sensitivity import MergedOps, SeenOps, flips, not_exercised
@@ -91,7 +91,7 @@ def prove(config: Any) -> Certificate:
     with admitted(small, replace(family, packs=not problem)):
         if possible and problem:
             padded = _padded(model, rows, want)
-        inside = family if possible and padded != INFINITE and isinstance(family, TextPartFamily) else None
+        inside = family if possible and padded != INFINITE and isinstance(family, GenericFamily) else None
         if inside is not None and (wrong := export_problem(model, inside, rows, want)):
             problem, padded = "; ".join(filter(None, [problem, wrong])), INFINITE if problem else None
     equal = not problem or (padded is not None and padded < INFINITE)

@@ -54,10 +54,15 @@ def test_registered_families_agree_with_their_certificates(family: Any) -> None:
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
-    "kind", ["granite", "gemma2", "gpt_oss", "deepseek_v3", "phi3", "nanochat", "lfm3", "mamba2", "bamba"]
+    "kind",
+    [
+        *("granite", "gemma2", "gpt_oss", "deepseek_v3", "phi3", "nanochat", "lfm3", "mamba2", "bamba"),
+        *("apertus", "minicpm3", "gpt_bigcode"),  # buffers: scalars on disk, whole numbers that are not there
+    ],
 )
 def test_types_that_no_family_describes_are_equal(kind: str) -> None:
-    assert prove(AutoConfig.for_model(kind)).holds
+    certificate = prove(AutoConfig.for_model(kind))
+    assert certificate.holds, certificate
 
 
 @pytest.mark.parametrize(

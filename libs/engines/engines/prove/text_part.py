@@ -1,9 +1,10 @@
-"""Hold the text part of a multi-modal type to the whole: nothing else is trained, exports have all else bit for bit.
+"""Hold directories of a type without a family to stock transformers, and the text part of a multi-modal one to the
+whole: nothing else is trained, exports have all else bit for bit.
 
 1. No parameter outside of the text model and the output layer has a gradient on text.
-2. The whole in small is saved by transformers. What the engine opens of that directory (the text part alone), trains by
-   a small step here, and writes, is read by the class that the checkpoint names: its log-probs are those of the stock
-   model after the same step, and every other tensor has the same bytes.
+2. The model in small is saved by transformers. What the engine opens of that directory (of a multi-modal one the text
+   part alone), trains by a small step here, and writes, is read by the class that the checkpoint names: its log-probs
+   are those of the stock model after the same step, and every other tensor has the same bytes.
 """
 
 from collections.abc import Sequence
@@ -13,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from engines.prove.comparison import Result, largest, stock
-from engines.prove.generic_family import TextPartFamily
+from engines.prove.generic_family import GenericFamily, TextPartFamily, is_inside
 from engines.weights.disk_names import names_in
 from engines.weights.disk_weights import DiskWeights
 from engines.weights.empty_model import allocate, empty_model, meta_model
@@ -25,8 +26,8 @@ from engines.weights.model_weights import ModelWeights, live_tensors
 from engines.weights.saving import save_configuration, save_weights
 from engines.weights.stock_names import names_read
 
-STEP = 1e-3
-"""What is added to each value that is trained."""
+STEP = 1e-2
+"""The largest of what is added to values that are trained: another for each, as norms take a mean away."""
 SAME = 3e-5
 """Largest difference of a log-prob that counts as equal: buffers are computed in float32."""
 
@@ -40,7 +41,7 @@ def separate(model: Any, family: TextPartFamily, want: Result) -> str:
     return f"its text part is not separate: {other[0]} is no part of it and has a gradient" if other else ""
 
 
-def export_problem(model: Any, family: TextPartFamily, rows: Sequence[Tensor], want: Result) -> str:
+def export_problem(model: Any, family: GenericFamily, rows: Sequence[Tensor], want: Result) -> str:
     """Return what is wrong with an export of the whole, after its text part was trained; see the module's text."""
     with TemporaryDirectory() as made:
         source, target = Path(made) / "stock", Path(made) / "export"
@@ -50,15 +51,16 @@ def export_problem(model: Any, family: TextPartFamily, rows: Sequence[Tensor], w
             opened, weights = _opened(model.config, family, ModelDirectory.read(source))
             with torch.no_grad():
                 for parameter in opened.parameters():
-                    parameter.add_(STEP)
+                    parameter.add_(_step(parameter))
             save_weights(weights.export(live_tensors(opened).items()), target)
             save_configuration(weights, opened, target)
             before, after = ModelDirectory.read(source), ModelDirectory.read(target)
-            again = AutoModelForImageTextToText.from_pretrained(
+            auto = AutoModelForImageTextToText if family.inside else AutoModelForCausalLM
+            again = auto.from_pretrained(
                 target, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
             )
         except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
-            return f"its text part cannot be opened and exported: {error}"
+            return f"a directory of it cannot be opened and exported: {error}"
         if before.tensors.keys() != after.tensors.keys():
             return f"its export lacks or adds {sorted(before.tensors.keys() ^ after.tensors.keys())[0]}"
         for name, one, other in _pairs(weights.carried, before, after):
@@ -67,10 +69,11 @@ def export_problem(model: Any, family: TextPartFamily, rows: Sequence[Tensor], w
         return _step_problem(model, family, again.eval(), rows, want)
 
 
-def _opened(config: Any, family: TextPartFamily, source: ModelDirectory) -> tuple[Any, ModelWeights]:
+def _opened(config: Any, family: GenericFamily, source: ModelDirectory) -> tuple[Any, ModelWeights]:
     """Open a directory as the engine does; return the text part in float64, and its names there."""
     dtype = torch.float64
-    module, whole = empty_model(config, dtype, True, family), meta_model(config, dtype, True)
+    inside = is_inside(config)
+    module, whole = empty_model(config, dtype, inside, family), meta_model(config, dtype, inside)
     names = names_in(source.tensors, module, whole)
     weights = ModelWeights.of(family, module, source, names, names_read(whole, source.tensors))
     disk = DiskWeights.of(weights, module)
@@ -79,19 +82,23 @@ def _opened(config: Any, family: TextPartFamily, source: ModelDirectory) -> tupl
     return module.eval(), weights
 
 
+def _step(parameter: Tensor) -> Tensor:
+    return STEP * torch.sin(torch.arange(parameter.numel(), dtype=parameter.dtype)).view(parameter.shape)
+
+
 def _pairs(names: Sequence[str], before: ModelDirectory, after: ModelDirectory) -> Any:
     for (name, one), (_, other) in zip(before.load(names), after.load(names), strict=True):
         yield name, one, other
 
 
-def _step_problem(model: Any, family: TextPartFamily, again: Any, rows: Sequence[Tensor], want: Result) -> str:
+def _step_problem(model: Any, family: GenericFamily, again: Any, rows: Sequence[Tensor], want: Result) -> str:
     """Return what is wrong where the reloaded export and the stock model after the same step differ."""
     own = family.trained(model)
     trained = [parameter for name, parameter in model.named_parameters() if name in own]
     with torch.no_grad():
         before = [parameter.clone() for parameter in trained]
         for parameter in trained:
-            parameter.add_(STEP)
+            parameter.add_(_step(parameter))
         stepped = stock(model, rows, gradients=False).log_probs
         for parameter, value in zip(trained, before, strict=True):
             parameter.copy_(value)
@@ -99,5 +106,5 @@ def _step_problem(model: Any, family: TextPartFamily, again: Any, rows: Sequence
     if not (difference := largest(got - stepped)) <= SAME:
         return f"its export, read by {type(again).__name__}, differs by {difference:.1e} in a log-prob"
     if largest(stepped - want.log_probs) < 100 * SAME:
-        return "its export would not show a step: the text part that is trained is not what the whole computes with"
+        return "its export would not show a step: what is trained is not what stock transformers computes with"
     return ""

@@ -9,7 +9,7 @@ from typing import Any, Literal, Never
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engines import EngineConfig, build_engine
 from engines.loading import load, load_model, open_model
@@ -217,3 +217,18 @@ def test_a_file_that_became_shorter_meanwhile_is_named(sharded: Path) -> None:
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(ValueError, match=rf"{file.name} ends within {last}"):
         directory.rows(last)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_bigcode"])
+def test_a_buffer_that_no_code_of_transformers_fills_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask of truth values among them, which has no NaN to be seen by."""
+    config = AutoConfig.for_model(
+        kind, **({"n_embd": 16, "n_head": 2, "n_layer": 1} if kind == "gpt_bigcode" else TINY)
+    )
+    empty_model(config, torch.float32)
+    monkeypatch.setattr("engines.weights.empty_model.init_weights", lambda model, module: None)
+    with pytest.raises(ValueError, match=r"transformers says nothing of buffer .*, which is in no checkpoint"):
+        empty_model(config, torch.float32)
+
+
+TINY = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 32, "intermediate_size": 16}

@@ -82,14 +82,15 @@ def _fill_buffers(model: Any, module: nn.Module, prefix: str, saved: set[str]) -
         for name, buffer in module.named_buffers(recurse=False)
         if f"{prefix}.{name}".removeprefix(".") not in saved
     }
-    for name, buffer in buffers.items():
-        if not buffer.is_floating_point():
-            raise ValueError(
-                f"buffer {prefix}.{name} is {buffer.dtype}: only floating-point ones are known to be right"
-            )
-        setattr(module, name, torch.full_like(buffer, torch.nan, device="cpu"))
-    if buffers:
+    if not buffers:
+        return
+    made = []
+    for blank in (0, 1):  # an integer has no NaN: what stays as it was differs
+        for name, buffer in buffers.items():
+            value = torch.nan if buffer.is_floating_point() else blank
+            setattr(module, name, torch.full_like(buffer, value, device="cpu"))
         init_weights(model, module)
-    for name in buffers:
-        if getattr(module, name).isnan().any():
+        made.append([getattr(module, name) for name in buffers])
+    for name, one, other in zip(buffers, *made, strict=True):
+        if not torch.equal(one, other):  # NaN equals nothing
             raise ValueError(f"transformers says nothing of buffer {prefix}.{name}, which is in no checkpoint")

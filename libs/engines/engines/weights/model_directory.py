@@ -65,12 +65,14 @@ class ModelDirectory:
         return ModelDirectory(path, tensors)
 
     def rows(self, name: str, rows: slice | None = None) -> Tensor:
-        """Read these rows (dimension 0; None: the whole) of a floating-point tensor into memory of their own.
+        """Read these rows (dimension 0; None, or a scalar: the whole) of a floating-point tensor into memory of their
+        own.
 
         Nothing else of the file is read or mapped. ValueError where the file has become shorter.
         """
         entry = self.tensors[name]
         assert entry.dtype is not None, f"{name} is quantised"
+        rows = rows if entry.shape else None
         if entry.mapped is not None:
             return (entry.mapped if rows is None else entry.mapped[rows]).clone(memory_format=torch.contiguous_format)
         shape = entry.shape if rows is None else (rows.stop - rows.start, *entry.shape[1:])
