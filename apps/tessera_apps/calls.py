@@ -1,10 +1,13 @@
 """The apps as Python calls: their flags are keyword arguments, their errors are raised."""
 
+import asyncio
 import contextlib
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -74,8 +77,20 @@ def _run(app: App, settings: dict[str, Any]) -> RunResult:
     words, most = _parse_shrink(main, words)
     config = _configured(main, words)
     _check_ranks(config, words)
-    run_dir = Path((main.run(config) if most is None else main.run_shrunk(config, most)).run_dir)
+    job = partial(main.run, config) if most is None else partial(main.run_shrunk, config, most)
+    run_dir = Path(_outside_of_a_loop(job).run_dir)
     return RunResult(run_dir, _last_metrics(run_dir), run_dir / "export")
+
+
+def _outside_of_a_loop(job: Callable[[], Any]) -> Any:
+    """Return what a job returns, from a thread of its own where this one runs an event loop, as notebooks do: a run has
+    event loops of its own, and they do not nest. An interrupt waits for that thread; restarting the kernel does not."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return job()
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(job).result()
 
 
 def _words(app: str, settings: dict[str, Any]) -> list[str]:
