@@ -178,12 +178,12 @@ class RolloutLayout:
         if self.dp % each:
             yield (
                 f"{self.dp} copies do not fill devices of {each} each (--rollout.copies-per-device): make "
-                f"--rollout.dp a multiple of {each}"
+                f"--rollout.data-parallel a multiple of {each}"
             )
         if each * self.memory_share >= 1:
             yield (
                 f"{each} copies on a device take {each * self.memory_share:.0%} of its memory: lower "
-                f"--rollout.memory-share below {1 / each:.2g}"
+                f"--rollout.gpu-memory-utilization below {1 / each:.2g}"
             )
 
     @property

@@ -24,7 +24,7 @@ from schedules.config import ScheduleConfig
         (lambda: RolloutLayout(engine="sglang"), "one of 'native', 'vllm'"),
         (lambda: RolloutLayout(memory_share=1.0), "memory_share"),
         (lambda: RolloutLayout(tp=2, ep=4), "set it to 2"),
-        (lambda: RolloutLayout("vllm", dp=3, copies_per_device=2), "--rollout.dp a multiple of 2"),
+        (lambda: RolloutLayout("vllm", dp=3, copies_per_device=2), "--rollout.data-parallel a multiple of 2"),
         (lambda: RolloutLayout("vllm", dp=2, copies_per_device=2, memory_share=0.5), "memory-share below 0.5"),
         (lambda: RolloutLayout(cuda_graph_sizes=(8, 0)), "at least 1 each"),
         (lambda: RolloutLayout(ray_workers=-1), "ray_workers must be at least 0"),

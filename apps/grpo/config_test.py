@@ -43,7 +43,7 @@ def test_a_model_or_a_file_asks_for_the_settings_of_real_checkpoints() -> None:
 
 
 def test_flags_reach_into_every_group() -> None:
-    words = "--engine.lr 0.5 --epochs 2 --objective.clip-high 0.3 --sampling.temperature 0.7 --digits 3"
+    words = "--learning-rate 0.5 --epochs 2 --objective.clip-high 0.3 --sampling.temperature 0.7 --digits 3"
     config = configure(words.split())
     assert (config.engine.lr, config.objective.clip_high) == (0.5, 0.3)
     assert (config.sampling.temperature, config.data.digits) == (0.7, 3)
@@ -82,7 +82,7 @@ def test_off_policy_weights_follow_the_schedule_unless_they_are_named(
         ({"sampling": Sampling(seed=1)}, "--seed"),
         ({"sampling": Sampling(greedy=True)}, "must differ"),
         ({"group_size": 1}, "siblings"),
-        ({"steps": 0}, "--steps must be at least 1"),
+        ({"steps": 0}, "--max-steps must be at least 1"),
         ({"mini_batches": 0}, "--mini-batches must be at least 1"),
     ],
 )
@@ -104,5 +104,5 @@ def test_all_that_is_wrong_with_a_run_is_told_at_once() -> None:
     with pytest.raises(ValueError, match="--prompts-per-step must be at least 1, got 0") as refusal:
         GrpoConfig(prompts_per_step=0, log_groups=-1, max_episode_seconds=0.0)
     assert [reason.split()[0] for reason in str(refusal.value).split("; ")] == [
-        *("--prompts-per-step", "--log-groups", "--max-episode-seconds")
+        *("--prompts-per-step", "--logging.groups", "--max-episode-seconds")
     ]

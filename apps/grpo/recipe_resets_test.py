@@ -22,10 +22,10 @@ def test_another_sampler_resets_what_it_does_not_obey(capsys: pytest.CaptureFixt
     said = capsys.readouterr().err
     assert said.startswith("--rollout.engine native leaves these of the recipe without an effect, they are reset: ")
     for change in (
-        "tp 8 -> 1",
-        "dp 8 -> 1",
-        "ep 64 -> 1",
-        "memory-share 0.75 -> 0.0",
+        "tensor-parallel 8 -> 1",
+        "data-parallel 8 -> 1",
+        "expert-parallel 64 -> 1",
+        "gpu-memory-utilization 0.75 -> 0.0",
         "max-batched-tokens 1024 -> None",
     ):
         assert f"--rollout.{change}" in said
@@ -51,8 +51,13 @@ def test_what_goes_with_a_flag_goes_with_it(
 def test_a_setting_whose_flag_was_given_is_refused_as_ever(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SettingsError, match="kl-estimator='k2' has no effect"):
         parsed("--objective.kl-coef", "0", "--objective.kl-estimator", "k2")
-    assert parsed("--rollout.engine", "native", "--rollout.tp", "4", "--rollout.ep", "1").cluster.rollout.tp == 4
-    assert "--rollout.tp 8" not in capsys.readouterr().err  # the plan refuses it
+    assert (
+        parsed(
+            "--rollout.engine", "native", "--rollout.tensor-parallel", "4", "--rollout.expert-parallel", "1"
+        ).cluster.rollout.tp
+        == 4
+    )
+    assert "--rollout.tensor-parallel 8" not in capsys.readouterr().err  # the plan refuses it
 
 
 @pytest.mark.parametrize("name", recipes())

@@ -67,7 +67,7 @@ def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> ImageT
     if config.max_turns != 1:
         raise ValueError("--max-turns has no effect where no tool can be called: leave it at 1")
     if config.engine.vision == "off":
-        raise ValueError("the tasks are pictures: set --engine.vision to trained or frozen")
+        raise ValueError("the tasks are pictures: set --trainer.vision to trained or frozen")
     return ImageTasks(config.data.eval_prompts, config.seed)
 
 

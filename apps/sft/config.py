@@ -174,7 +174,7 @@ class SftConfig:
     steps: int = 200
     """Optimizer steps, where no --epochs are given."""
     epochs: float | None = None
-    """How often every row of --data is read, in place of --steps; the last step takes the rows that are left."""
+    """How often every row of --data is read, in place of --max-steps; the last step takes the rows that are left."""
     batch_size: int = 64
     """Rows a step."""
     eval_every: int | None = None
@@ -213,8 +213,8 @@ class SftConfig:
         # what is wrong together may follow from a value that is wrong alone: that is told first
         if not wrong and self.data.max_tokens > self._longest:
             yield (
-                f"--max-tokens {self.data.max_tokens} does not fit --engine.max-tokens-per-rank: raise that to "
-                f"{self.data.max_tokens}, or share a sequence among ranks with --engine.context-parallel"
+                f"--max-tokens {self.data.max_tokens} does not fit --trainer.max-tokens-per-rank: raise that to "
+                f"{self.data.max_tokens}, or share a sequence among ranks with --parallel.context"
             )
 
     def out_of_range(self) -> Iterator[str]:
@@ -229,7 +229,7 @@ class SftConfig:
             if not 0 < self.epochs < math.inf:
                 yield f"--epochs must be a number above 0, got {self.epochs}"
             if self.steps > 0 and self.steps != SftConfig.steps:
-                yield "--steps has no effect with --epochs: leave one of them out"
+                yield "--max-steps has no effect with --epochs: leave one of them out"
         yield from owned_problems(self, OWNED)
         try:
             check_metrics(self.metric, self.metric_options, ("metrics", "step"))

@@ -3,59 +3,61 @@
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; --threads sets what a rank uses
 
 import tyro
-from transformers import PreTrainedTokenizerBase
 
 from apps.common.cli import command_line as cli
-from apps.common.cli.certificates import tell_proofs, write_proofs
 from apps.common.cli.command_line import CommandLine
 from apps.common.cli.environment import restart_with
 from apps.common.cli.peer_flags import SFT as PEERS
 from apps.common.cli.plan_command import answer_without_running
 from apps.common.cli.recipes import beside_own_model
-from apps.common.cli.refusals import Refusals
 from apps.common.cli.untested import FLAG_TYPE
-from apps.common.data.images import image_processor_of
-from apps.common.data.model_files import at_hand
-from apps.common.data.tokenizer import quiet_libraries
 from apps.common.program import program
-from apps.common.run.config_file import write_config
-from apps.common.run.full_disk import writing
-from apps.common.run.moved_weights import check_moved
-from apps.common.run.reporter import report_on_stop
-from apps.common.run.run_dir import resolve_run_dir, steps_done
-from apps.common.shrink.command import check_nothing_dropped, parse_shrink_flag, print_differences
-from apps.common.shrink.fields import Difference, ProcessLimit, by_flag
-from apps.common.shrink.npu import fake_npu_for, with_fake_npu
-from apps.quickstart.model import ensure_tiny_model
+from apps.common.shrink.flag import parse_shrink_flag
 from apps.sft.config import OWNED, SftConfig
-from apps.sft.data import Conversations, load_conversations, write_demonstrations
-from apps.sft.preflight import check_made, check_model, prepare
-from apps.sft.reading.samples import stop_tokens_of
-from apps.sft.reading.sources import Source
-from apps.sft.reading.tokenized import silent
-from apps.sft.recipe import Recipe
-from apps.sft.registry import recipes, runnable, spec_of
-from apps.sft.row_order import check_row_order, row_order
-from apps.sft.shrink import shrink, shrunk_recipe, supplied
-from apps.sft.step_plan import plan_steps
-from apps.sft.train import Result, train
+from apps.sft.registry import recipes, registered, spec_of
 from engines.backends import TRAIN_BACKENDS
-from engines.launch import ensure_group, launch, runs_in_this_process, under_torchrun
-from engines.loading import resolve_device
-from engines.weights.hub import model_directory
-from runlog import check_tracker
 from runplan.run_spec import RunSpec
 from schedules.config import Mode
-from schedules.runtime.collectives import broadcast_result, rank_and_world
+
+if TYPE_CHECKING:
+    from apps.sft.run import run as run
+    from apps.sft.run import run_shrunk as run_shrunk
+    from apps.sft.run import shrunk as shrunk
+    from apps.sft.run import shrunk_spec as shrunk_spec
 
 RUNS = Path("runs/sft")
+_OF_RUN = ("run", "run_shrunk", "shrunk", "shrunk_spec")
+"""Functions of `apps.sft.run`, which are found here too."""
+
+COMMANDS = {
+    "--config FILE.yaml": "Settings of a file, in place of the recipe's; flags override them.",
+    "--print-config": "Print all settings as such a file, and start nothing.",
+    "--plan": "Print memory, time, ranks and what keeps the run from starting. It needs no GPU and no weights.",
+    "--shrink[=PROCESSES]": "Run the recipe in small, here: a tiny random model, two ranks of each parallelism.",
+    "--recipe list": "List the recipes; with --plan, which of them can be run today.",
+    "--help-all": "All flags.",
+}
+"""Flags that are of no field."""
+GROUPS = {
+    "Model and data": (
+        *("model", "data.data", "data.eval_data", "data.form", "data.train_on", "data.max_tokens"),
+        *("data.truncation", "data.bad_rows"),
+    ),
+    "Steps": ("steps", "epochs", "batch_size", "engine.lr", "engine.lr_schedule", "engine.max_tokens_per_rank"),
+    "Training over devices": (
+        *("nproc_per_node", "cluster.pools.nodes", "engine.backend", "engine.device", "engine.dtype"),
+        *("engine.tensor_parallel", "engine.context_parallel", "engine.lora.rank", "engine.gradient_checkpointing"),
+    ),
+    "The run": ("recipe", "run_dir", "resume", "seed", "eval_every", "save_every", "export", "tracker"),
+}
+"""Fields of `--help`."""
 
 
 def command_line() -> CommandLine[SftConfig]:
@@ -65,6 +67,7 @@ def command_line() -> CommandLine[SftConfig]:
         kind=SftConfig,
         recipes={name: recipe.config for name, recipe in recipes().items()},
         runs=RUNS,
+        own_recipe=lambda spec, options: registered(spec, options).config,
         by_flag={"--model": "finetune", "--data": "finetune"},
         owned=OWNED,
         types={
@@ -72,6 +75,8 @@ def command_line() -> CommandLine[SftConfig]:
             "engine.allow_untested": FLAG_TYPE,
             "engine.backend": Literal[tuple(TRAIN_BACKENDS)],
         },
+        groups=GROUPS,
+        commands=COMMANDS,
         peers=PEERS,
         own_model=beside_own_model,
         fixed=("recipe", "model", "seed", "engine.lora", "data.task", "data.demonstrations"),
@@ -83,94 +88,6 @@ def configure(argv: Sequence[str]) -> SftConfig:
     return command_line().parse(argv)
 
 
-def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
-    """Check all that can be checked, then train on the ranks that the configuration asks for.
-
-    `recipe`: the registered one that the configuration names unless given.
-
-    Raises:
-        ValueError: model, data or settings can't be used; said before any training.
-        DivergenceError, engines.NonFiniteError: the run diverged; it has no export.
-    """
-    quiet_libraries()
-    refusals = Refusals()
-    refusals.of(lambda: runnable(config, recipe))
-    refusals.of(lambda: resolve_device(config.engine))
-    for name in config.tracker:
-        refusals.of(partial(check_tracker, name))
-    directory, whole = refusals.of(partial(at_hand, config.model)) or (None, False)
-    prepared = prepare(config, recipe, directory, refusals, whole) if directory else None
-    if config.model is None and refusals.lines:
-        check_made(config, recipe, refusals)
-    refusals.tell()
-    if under_torchrun():
-        # rank 0 makes the model and the folder, the others wait for it
-        ensure_group(config.engine.device, config.engine.collective_timeout_seconds)
-    run_dir = resolve_run_dir(config.run_dir, RUNS, config.recipe, config.resume)
-    if config.resume and config.epochs is None:
-        steps_done(run_dir, config.steps)
-    with writing("the tiny model or the demonstrations", run_dir):
-        model, sources = _model(config, run_dir), _sources(config, run_dir)
-    if prepared is None or not whole or model != directory:
-        prepared = prepare(config, recipe, model, refusals)
-    refusals.tell()
-    opened, tokenizer = prepared.checked.opened, prepared.tokenizer
-    assert opened is not None
-    assert tokenizer is not None
-    conversations = _conversations(config, sources, model, tokenizer, run_dir)
-    check_model(conversations, model, opened.config, tokenizer)
-    plan = plan_steps(config, conversations)
-    if config.resume and (checkpoint := steps_done(run_dir, plan.steps)[1]) is not None:
-        check_row_order(checkpoint, row_order(config, conversations), run_dir)
-    broadcast_result(None)  # every rank has passed its checks
-    with writing("the configuration", run_dir):
-        if rank_and_world()[0] == 0:
-            write_config(config, run_dir)
-            write_proofs(run_dir, prepared.checked.certificates, prepared.checked.accepted)
-            tell_proofs(prepared.checked.certificates, config.engine.allow_untested, prepared.checked.accepted)
-    with report_on_stop(run_dir):
-        given = opened if runs_in_this_process(config.nproc_per_node) else None
-        job = (config, conversations, model, run_dir, given)
-        engine, waits = config.engine, config.engine.collective_timeout_seconds
-        result: Result = launch(train, job, config.nproc_per_node, engine.device, config.threads, waits)
-        return result
-
-
-def shrunk(config: SftConfig, most: ProcessLimit) -> tuple[SftConfig, Recipe, tuple[Difference, ...]]:
-    """Return the configuration at the size of the allowed processes, its recipe, and every field that differs.
-
-    Raises:
-        ValueError: there is no such recipe, or there are too few processes.
-    """
-    recipe = recipes()[config.recipe]
-    small, differences = shrink(config, recipe, most)
-    return small, shrunk_recipe(small, recipe), differences
-
-
-def shrunk_spec(config: SftConfig, most: ProcessLimit) -> RunSpec:
-    """Return the run spec of a configuration at the size of the allowed processes; see `shrunk`."""
-    return with_fake_npu(spec_of(*shrunk(config, most)[:2]))
-
-
-def run_shrunk(config: SftConfig, most: ProcessLimit) -> Result:
-    """Run a recipe in small, with a tiny random model of its architecture; print the differences first.
-
-    Raises:
-        ValueError: the run would have to do without something, which the text names; or see `run`.
-        IdleRunError: some weights that the run trains did not move.
-    """
-    if config.resume:
-        raise ValueError("a shrunk run goes on without --shrink: its settings are in its folder")
-    small, recipe, differences = shrunk(config, most)
-    print_differences(config.recipe, [*by_flag(config, recipes()[config.recipe].config), *differences])
-    check_nothing_dropped(spec_of(small, recipe))
-    run_dir = resolve_run_dir(config.run_dir, RUNS, f"{config.recipe}-shrunk", resume=False)
-    with fake_npu_for(small.engine.device):
-        result = run(supplied(small, recipe, run_dir), recipe)
-    sys.stdout.write(f"{check_moved(run_dir, small.engine)}\n")
-    return result
-
-
 def main(argv: Sequence[str], own_process: bool = False) -> None:
     """Plan or run what the command line asks for.
 
@@ -178,59 +95,31 @@ def main(argv: Sequence[str], own_process: bool = False) -> None:
     """
     typed, (argv, most) = argv, parse_shrink_flag(argv)
 
-    def specs() -> list[tuple[RunSpec, RunSpec]]:
-        configs = [recipe.config for recipe in recipes().values()]
-        return [(spec_of(config), shrunk_spec(config, most or ProcessLimit())) for config in configs]
-
     def planned(rest: Sequence[str]) -> RunSpec:
         config = configure(rest)
         if config.epochs is not None:
-            raise ValueError("--plan reads no data, so it can't count --epochs: give --steps for it")
-        return spec_of(config) if most is None else shrunk_spec(config, most)
+            raise ValueError("--plan reads no data, so it can't count --epochs: give --max-steps for it")
+        return spec_of(config) if most is None else _run_module().shrunk_spec(config, most)
 
-    answer_without_running(argv, specs, planned, typed)
+    answer_without_running(argv, recipes, lambda: _run_module().specs_of_recipes(most), planned, typed)
     config = configure(argv)
     if own_process:
         restart_with(config.cluster.env)
     if most is None:
-        run(config)
+        _run_module().run(config)
     else:
-        run_shrunk(config, most)
+        _run_module().run_shrunk(config, most)
 
 
-def _model(config: SftConfig, run_dir: Path) -> Path:
-    if config.model is not None:
-        return model_directory(config.model)
-    if rank_and_world()[0] == 0:
-        ensure_tiny_model(run_dir / "model", config.seed)
-    return broadcast_result(run_dir / "model")
+def _run_module() -> Any:
+    """Return the module that runs, which imports torch: help and errors come without."""
+    return import_module("apps.sft.run")
 
 
-def _sources(config: SftConfig, run_dir: Path) -> tuple[Source, ...]:
-    if config.data.data:
-        return config.data.sources
-    path = run_dir / "demonstrations.jsonl"
-    if rank_and_world()[0] == 0 and not path.is_file():
-        write_demonstrations(config.data, config.seed, path)
-    return (Source(broadcast_result(path)),)
-
-
-def _conversations(
-    config: SftConfig, sources: Sequence[Source], model: Path, tokenizer: PreTrainedTokenizerBase, run_dir: Path
-) -> Conversations:
-    """Tokenise on rank 0; load the result on the other ranks, or tokenise again where their disk has none."""
-    cache = config.data.cache_dir or run_dir.absolute().parent / "tokens"
-    stops, pictures = stop_tokens_of(model, tokenizer), image_processor_of(config.engine, model)
-    column = config.cluster.media.images_column
-
-    def load() -> Conversations:
-        log_line = print if rank_and_world()[0] == 0 else silent
-        return load_conversations(config.data, sources, tokenizer, stops, cache, pictures, column, log_line)
-
-    with writing(f"the tokens of {', '.join(str(source.path) for source in sources)}", cache, run_dir):
-        conversations = load() if rank_and_world()[0] == 0 else None
-        broadcast_result(None)
-        return conversations or load()
+def __getattr__(name: str) -> Any:
+    if name not in _OF_RUN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_run_module(), name)
 
 
 if __name__ == "__main__":

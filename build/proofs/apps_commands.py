@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 
 # Few and small steps: what is shown is that each part is there.
-GRPO = """--recipe quickstart --steps 2 --warm-start.steps 2 --warm-start.eval-prompts 4 --eval-prompts 4
+GRPO = """--recipe quickstart --max-steps 2 --warm-start.steps 2 --warm-start.eval-prompts 4 --eval-prompts 4
 --prompts-per-step 2 --group-size 2 --sampling.max-new-tokens 8"""
 CALL = """
+import asyncio
 import sys
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from tessera_apps import RunResult, grpo, plan, sft
 
 CALLS = []
 MODEL, DATA = sys.argv[1:]
-SMALL = {"steps": 1, "prompts_per_step": 2, "group_size": 4, "max_turns": 1, "eval_prompts": 2, "save_every": 1}
+SMALL = {"max_steps": 1, "prompts_per_step": 2, "group_size": 4, "max_turns": 1, "eval_prompts": 2, "save_every": 1}
 ROOM = {"sampling": {"max_new_tokens": 8}, "max_prompt_tokens": 200, "max_episode_tokens": 256}
 
 
@@ -30,8 +31,12 @@ def reward(reply, reference, end):
     return float(len(reply.text) % 3)
 
 
+async def notebook(settings):
+    return grpo(reward=lambda reply, end: float(len(reply.text) % 2), **settings)  # an event loop runs in a notebook
+
+
 if __name__ == "__main__":
-    settings = {"model": MODEL, "data": DATA, "engine": {"device": "cpu"}, **SMALL, **ROOM}
+    settings = {"model": MODEL, "data": DATA, "trainer": {"device": "cpu"}, **SMALL, **ROOM}
     result = grpo(reward=reward, **settings)
     assert isinstance(result, RunResult), result
     assert CALLS, "the reward was not called"
@@ -41,8 +46,8 @@ if __name__ == "__main__":
     assert (result.run_dir / "report.html").is_file()
     ranks = grpo(reward=reward, nproc_per_node=2, **settings)
     assert ranks.metrics["step"] == 1, ranks.metrics
-    closure = grpo(reward=lambda reply, end: float(len(reply.text) % 2), **settings)
-    assert closure.metrics["step"] == 1, closure.metrics
+    cell = asyncio.run(notebook(settings))
+    assert cell.metrics["step"] == 1, cell.metrics
     for wrong in ({"group_sise": 4}, {"model": "nowhere"}, {"group_size": 0}):
         try:
             grpo(**{**settings, **wrong})
@@ -75,7 +80,7 @@ def check(programs: Path, folder: Path) -> None:
     assert "usage: tessera-grpo" in shown, shown[:200]
     run([str(programs / "tessera-grpo"), *GRPO.split(), "--run-dir", "runs/grpo/sums"], folder)
     assert (folder / "runs/grpo/sums/export/config.json").is_file()
-    small = ["--steps", "1", "--demonstrations", "64", "--run-dir", "runs/sft/talk"]
+    small = ["--max-steps", "1", "--demonstrations", "64", "--run-dir", "runs/sft/talk"]
     run([str(programs / "tessera-sft"), *small], folder)
     assert (folder / model / "config.json").is_file()
     told = run([str(programs / "tessera-plan"), "--recipe", "quickstart"], folder)

@@ -1,29 +1,44 @@
 """The command line of the apps: typed flags from a frozen dataclass, on top of a named recipe or of an earlier run."""
 
 import difflib
-import inspect
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, Literal, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import tyro
 
-from apps.common.cli.flags import SettingsError, as_type, changed, flag, flag_type, leaves
+from apps.common.cli.flag_names import unknown_flags, with_todays_names
+from apps.common.cli.flags import (
+    SettingsError,
+    aliases_of,
+    as_type,
+    changed,
+    flag,
+    flag_type,
+    leaves,
+    name_or_file,
+)
+from apps.common.cli.help import HELP, HELP_ALL, Groups, long_help, short_help
 from apps.common.cli.peer_flags import peer_hints
-from apps.common.cli.short_help import MORE, help_flags
-from apps.common.run.config_file import CONFIG_NAME, dump_config, load_config
+from apps.common.cli.values import with_values
+from apps.common.cli.yaml_config import dump_yaml, load_yaml
+from apps.common.extensions import POINTS, absolute_names, help_of
+from apps.common.run.config_file import CONFIG_NAME, load_config
 from apps.common.run.divergence import DivergenceError
 from apps.common.run.full_disk import FullDiskError
 from apps.common.run.idle_steps import IdleRunError
 from apps.common.run.run_dir import newest_run
 from engines import FailedStepError
 from schedules.runtime.interrupts import handle_interrupts
+from seqpack.extensions.load_object import is_user_code
 
 C = TypeVar("C")
+CONFIG, PRINT_CONFIG = "--config", "--print-config"
 
 
 @dataclass(frozen=True)
@@ -52,6 +67,12 @@ class CommandLine(Generic[C]):
     """Fields, or groups of them, that a resumed run can't change."""
     beside: Callable[[C, C], Iterable[str]] = lambda _, __: ()
     """What else is wrong with the values of a command line (which are not checked yet), seen beside its recipe."""
+    groups: Groups = field(default_factory=dict)
+    """Fields that `--help` shows, by the titles of their groups."""
+    commands: Mapping[str, str] = field(default_factory=dict)
+    """Flags of the app that are of no field, each with its help."""
+    own_recipe: Callable[[str, Sequence[str]], C] | None = None
+    """The settings of a recipe of the user's, by its FILE.py:NAME and its options."""
     reset: Callable[[C, C], tuple[C, list[str]]] = lambda recipe, _: (recipe, [])
     """The recipe without those of its settings that the values of a command line leave without an effect, and lines
     that say so."""
@@ -60,26 +81,30 @@ class CommandLine(Generic[C]):
         """Return the configuration that `argv` asks for.
 
         `--recipe NAME` picks the defaults; `--resume` takes them from the run in `--run-dir`, or from the newest one
-        under `runs`. Every other flag overrides one field. `--print-config` shows the result and ends the program.
+        under `runs`. The settings of `--config FILE` override these, every other flag overrides one field.
+        `--print-config` prints the result as such a file and ends the program, as `--help` and `--help-all` do.
 
         Raises:
             SystemExit: with status 2 and a message that names the nearest valid spelling, for what can't be taken.
             SettingsError, ValueError: values that can't be taken, all of them at once; or a run that can't be resumed.
         """
         user_directory()
-        default = self.default(argv)
-        self._refuse_other_names(argv, default)
-        flags = [word for word in argv if word != "--print-config"]
-        args, brief = help_flags(flags)
-        kind = self._brief if brief else self._all
-        about = f"{inspect.getdoc(self.kind)}\n\n{MORE}" if brief else None
-        view = as_type(default, kind)
-        parsed = tyro.cli(kind, default=view, args=args, prog=self.prog, description=about)
-        default, lines = self.reset(view, parsed)
+        if asked := asked_point(argv):
+            sys.stdout.write(help_of(asked[0], self.kind, asked[1]))
+            raise SystemExit(0)
+        argv, renamed = with_todays_names(argv, self._paths)
+        sys.stderr.write("".join(f"{line}\n" for line in renamed))
+        argv, printing, values = self._with_config_file(argv)
+        default = self.default([*argv, *self._as_words(values)])
+        self._answer_help(argv, default)
+        self._refuse_other_names(argv)
+        view = with_values(as_type(default, self._all), values)
+        parsed = self._parsed(argv, view)
+        reset, lines = self.reset(view, parsed)
         if lines:
             sys.stderr.write("".join(f"{line}\n" for line in lines))
-            parsed = tyro.cli(kind, default=default, args=args, prog=self.prog, description=about)
-        problems = [*self.beside(parsed, default)]
+            view, parsed = reset, self._parsed(argv, reset)
+        problems = [*self.beside(parsed, view)]
         if "--resume" in argv:
             problems += self._changes(parsed, default)
         try:
@@ -88,18 +113,53 @@ class CommandLine(Generic[C]):
             raise SettingsError([*error.lines, *problems]) from None
         if problems:
             raise SettingsError(problems)
-        if len(flags) < len(argv):
-            sys.stdout.write(dump_config(config))
+        if printing:
+            sys.stdout.write(dump_yaml(config, self.owned))
             raise SystemExit(0)
         return config
 
     @cached_property
     def _all(self) -> type[C]:
-        return flag_type(self.kind, self.owned, {"recipe": Literal[tuple(self.recipes)], **self.types})
+        return flag_type(self.kind, self.owned, {"recipe": name_or_file(self.recipes), **self.types})
 
-    @property
-    def _brief(self) -> type[C]:
-        return flag_type(self._all, {"cluster": MORE}, {})
+    @cached_property
+    def _paths(self) -> list[str]:
+        return [path for path, _, _ in leaves(self.recipes[self.default_recipe])]
+
+    def _parsed(self, argv: Sequence[str], default: C) -> C:
+        parsed: C = absolute_names(tyro.cli(self._all, default=default, args=list(argv), prog=self.prog))
+        return parsed
+
+    def _with_config_file(self, argv: Sequence[str]) -> tuple[list[str], bool, dict[str, Any]]:
+        """Return the command line without `--config FILE` and `--print-config`, whether the latter was in it, and the
+        settings of the file by dotted path."""
+        rest = [word for word in argv if word != PRINT_CONFIG]
+        named = _peek(rest, CONFIG)
+        if named is None and not any(word.partition("=")[0] == CONFIG for word in rest):
+            return rest, PRINT_CONFIG in argv, {}
+        if named is None or named.startswith("--"):
+            raise SettingsError([f"{CONFIG} takes a YAML file, such as {PRINT_CONFIG} prints"])
+        at = next(i for i, word in enumerate(rest) if word.partition("=")[0] == CONFIG)
+        del rest[at : at + (1 if "=" in rest[at] else 2)]
+        known = self.recipes[self.default_recipe]
+        return rest, PRINT_CONFIG in argv, load_yaml(self.kind, known, Path(named), self.owned)
+
+    def _as_words(self, values: Mapping[str, Any]) -> list[str]:
+        """Return what of a file's settings decides on the defaults, as words of a command line."""
+        deciding = {"--recipe", "--run-dir", *self.by_flag, "--model"}
+        words = [f"{flag(path)}={value}" for path, value in values.items() if value and flag(path) in deciding]
+        return words + (["--resume"] if values.get("resume") else [])
+
+    def _answer_help(self, argv: Sequence[str], default: C) -> None:
+        """Print the help, and end the program, where it is asked for."""
+        if set(HELP_ALL) & set(argv):
+            text = long_help(self.prog, self.kind, default, self.owned, self.types, self.commands)
+        elif set(HELP) & set(argv):
+            text = short_help(self.prog, self.kind, default, self.groups, self.types, self.commands)
+        else:
+            return
+        sys.stdout.write(text)
+        raise SystemExit(0)
 
     def default(self, argv: Sequence[str]) -> C:
         """Return the recipe, or the earlier run's configuration, whose fields the flags of `argv` override."""
@@ -108,6 +168,9 @@ class CommandLine(Generic[C]):
         flags = {word.split("=")[0] for word in argv}
         default_recipe = next((recipe for flag, recipe in self.by_flag.items() if flag in flags), self.default_recipe)
         recipe = _peek(argv, "--recipe") or default_recipe
+        if self.own_recipe is not None and is_user_code(recipe):
+            own = self.own_recipe(recipe, _words_of(argv, "--recipe-options"))
+            return self.own_model(own) if "--model" in flags else own
         if recipe not in self.recipes:
             near = difflib.get_close_matches(recipe, self.recipes, n=1)
             meant = f", perhaps you meant {near[0]!r}" if near else ""
@@ -122,12 +185,15 @@ class CommandLine(Generic[C]):
             _refuse(f"nothing to resume in {directory}: it has no {CONFIG_NAME}")
         return load_config(self.kind, directory / CONFIG_NAME)
 
-    def _refuse_other_names(self, argv: Sequence[str], default: C) -> None:
-        known = [flag(path) for path, _, _ in leaves(default) if path not in self.owned]
+    def _refuse_other_names(self, argv: Sequence[str]) -> None:
+        """Refuse other trainers' names, and names that no flag has, each with ours."""
+        known = [flag(path) for path in self._paths if path not in self.owned]
+        known += [alias for kind in self.types.values() for alias in aliases_of(kind)]
         owned = {flag(path).removeprefix("--"): text.removeprefix("use ") for path, text in self.owned.items()}
-        hints = peer_hints(argv, known, {**self.peers, **owned})
-        if hints:
-            _refuse("; ".join(hints) + f". All flags: {self.prog} --help")
+        rest, hints = peer_hints(argv, known, {**self.peers, **owned})
+        unknown = [*hints, *unknown_flags(rest, known, self._paths)]
+        if unknown:
+            _refuse("; ".join(unknown) + f". All flags: {self.prog} {HELP_ALL[0]}")
 
     def _changes(self, config: C, default: C) -> Iterator[str]:
         for path in changed(config, default):
@@ -165,6 +231,23 @@ def _peek(argv: Sequence[str], name: str) -> str | None:
             return word.partition("=")[2]
         if word == name and i + 1 < len(argv):
             return argv[i + 1]
+    return None
+
+
+def _words_of(argv: Sequence[str], name: str) -> list[str]:
+    """Return the words after a flag that takes several, up to the next flag."""
+    if name not in argv:
+        return []
+    rest = argv[argv.index(name) + 1 :]
+    return list(itertools.takewhile(lambda word: not word.startswith("--"), rest))
+
+
+def asked_point(argv: Sequence[str]) -> tuple[str, str | None] | None:
+    """Return what `--help-KIND` or `--help-KIND NAME` asks for: an extension point, and code for it."""
+    for i, word in enumerate(argv):
+        kind = word.removeprefix("--help-")
+        if word != kind and any(kind == point.kind for point in POINTS):
+            return kind, argv[i + 1] if i + 1 < len(argv) and not argv[i + 1].startswith("--") else None
     return None
 
 

@@ -36,7 +36,7 @@ def test_no_flags_give_the_first_recipe() -> None:
 
 
 def test_a_recipe_and_overrides() -> None:
-    assert run("--recipe", "large", "--engine.lr", "0.5") == replace(RECIPES["large"], engine=Engine(lr=0.5))
+    assert run("--recipe", "large", "--learning-rate", "0.5") == replace(RECIPES["large"], engine=Engine(lr=0.5))
     assert run("--recipe=large").steps == 100
 
 
@@ -44,8 +44,8 @@ def test_a_recipe_and_overrides() -> None:
     ("argv", "words"),
     [
         (("--recipe", "lage"), ("lage", "large")),
-        (("--engine.lrr", "1"), ("--engine.lrr", "--engine.lr")),
-        (("--steps", "many"), ("--steps", "many")),
+        (("--engine.lrr", "1"), ("--engine.lrr", "--learning-rate")),
+        (("--max-steps", "many"), ("--max-steps", "many")),
         (("--engine.mode", "packd"), ("packd", "packed")),
     ],
 )
@@ -59,20 +59,21 @@ def test_a_slip_is_refused_with_the_nearest_name(
     assert all(word in printed for word in words)
 
 
-def test_print_config_is_the_file_that_resume_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_config_is_the_file_that_config_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        run("--print-config", "--steps", "7", "--run-dir", "x")
+        run("--print-config", "--max-steps", "7", "--run-dir", "x")
     assert stop.value.code == 0
-    path = tmp_path / CONFIG_NAME
+    path = tmp_path / "settings.yaml"
     path.write_text(capsys.readouterr().out)
-    assert load_config(Config, path) == Config(steps=7, run_dir=Path("x"))
+    assert run("--config", str(path)) == replace(RECIPES["small"], steps=7, run_dir=Path("x"))
+    assert run(f"--config={path}", "--max-steps", "8").steps == 8
 
 
 def test_resume_takes_the_newest_run_and_lets_flags_override(tmp_path: Path) -> None:
     for name, steps in (("a", 5), ("b", 6)):
         (tmp_path / name).mkdir()
         (tmp_path / name / CONFIG_NAME).write_text(dump_config(Config(steps=steps)))
-    config = run("--resume", "--engine.lr", "2", runs=tmp_path)
+    config = run("--resume", "--learning-rate", "2", runs=tmp_path)
     assert (config.steps, config.engine.lr, config.resume) == (6, 2.0, True)
     assert run("--resume", "--run-dir", str(tmp_path / "a")).steps == 5
 

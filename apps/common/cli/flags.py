@@ -18,6 +18,9 @@ from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import tyro
 
+from apps.common.cli.flag_names import NAMES as NAMES
+from apps.common.cli.flag_names import flag as flag
+
 C = TypeVar("C")
 
 
@@ -29,11 +32,11 @@ class SettingsError(ValueError):
         super().__init__("; ".join(self.lines))
 
 
-def flag_type(kind: type[C], owned: Mapping[str, str], types: Mapping[str, Any]) -> type[C]:
+def flag_type(kind: type[C], owned: Mapping[str, str], types: Mapping[str, Any], prefix: str = "") -> type[C]:
     """Return a subclass of `kind` for the parser, nested classes likewise; it takes any values and checks none.
 
     `owned`: dotted paths of fields without a flag, such as "engine.model" (see `check_owned`). `types`: paths of fields
-    whose flags have another type than the field, such as a Literal of the choices.
+    whose flags have another type than the field, such as a Literal of the choices. `prefix`: of a nested class's paths.
 
     Raises:
         ValueError: there is no such field.
@@ -47,11 +50,11 @@ def flag_type(kind: type[C], owned: Mapping[str, str], types: Mapping[str, Any])
         inner_owned, inner_types = _below(owned, name), _below(types, name)
         if name in owned:
             annotations[name] = Annotated[hint, tyro.conf.Suppress, tyro.conf.Fixed]
-        elif name in types:
-            annotations[name] = types[name]
         elif isinstance(plain := plain_type(hint), type) and is_dataclass(plain):
-            view = flag_type(plain, inner_owned, inner_types)
+            view = flag_type(plain, inner_owned, inner_types, f"{prefix}{name}.")
             annotations[name] = Annotated[(view, *hint.__metadata__)] if plain is not hint else view
+        else:
+            annotations[name] = _with_name(prefix + name, types.get(name, hint))
     own = {"__doc__": kind.__doc__, "__annotations__": annotations, "__post_init__": _unchecked}
     return type(kind.__name__, (kind,), own)
 
@@ -118,6 +121,25 @@ def owned_problems(config: Any, owned: Mapping[str, str]) -> Iterator[str]:
             yield f"{flag(path)} is not for you to set: {owned[path]}"
 
 
+def _with_name(path: str, kind: Any) -> Any:
+    """Return the type of a field's flag, with the flag's name."""
+    return Annotated[kind, tyro.conf.arg(name=flag(path).removeprefix("--"), prefix_name=False)]
+
+
+def aliases_of(kind: Any) -> list[str]:
+    """Return further names of a flag, of its type."""
+    extra = kind.__metadata__ if get_origin(kind) is Annotated else ()
+    return [alias for one in extra for alias in getattr(one, "aliases", None) or ()]
+
+
+def name_or_file(names: Iterable[str], **options: Any) -> Any:
+    """Return the type of a field that takes one of some names, or a user's code; the field's class checks it.
+
+    `options`: of the flag, as `tyro.conf.arg` takes them.
+    """
+    return Annotated[str, tyro.conf.arg(metavar=f"{{{','.join(names)}}}|FILE.py:NAME", **options)]
+
+
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield (dotted path, value, its class's default or MISSING) of every field of a configuration and its parts."""
     for field in fields(config):
@@ -131,13 +153,6 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
 def changed(config: Any, other: Any) -> list[str]:
     """Return the dotted paths at which two configurations of one class differ."""
     return [path for (path, left, _), (_, right, _) in zip(leaves(config), leaves(other), strict=True) if left != right]
-
-
-def flag(path: str) -> str:
-    """Return the flag of a dotted path; the fields of `data`, `plugins` and `cluster` have no prefix."""
-    if path == "engine.allow_untested":  # it is of all parts, not of the engine alone
-        return "--allow-untested"
-    return "--" + path.removeprefix("data.").removeprefix("plugins.").removeprefix("cluster.").replace("_", "-")
 
 
 def _below(paths: Mapping[str, Any], name: str) -> dict[str, Any]:

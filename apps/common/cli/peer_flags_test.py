@@ -15,46 +15,44 @@ from apps.sft.main import command_line as sft_line
 from apps.sft.main import configure as configure_sft
 
 LINES = {
-    "--learning_rate 1e-6 --num_generations 8": ["--engine.lr", "--group-size"],
+    "--adam_beta1 0.9 --num_generations 8": ["--trainer.betas", "--group-size"],
     "--num-generations=16 --max-completion-length 512": ["--group-size", "--sampling.max-new-tokens"],
     "--max-response-length 1024": ["--sampling.max-new-tokens"],
     "--per-device-train-batch-size 4 --gradient_accumulation_steps 8": [
         "--prompts-per-step",
-        "--engine.max-tokens-per-rank",
+        "--trainer.max-tokens-per-rank",
     ],
-    "--cluster.rollout.tp 2 --prompts 8 --processes 2": ["--rollout.tp", "--prompts-per-step", "--nproc-per-node"],
-    "--cluster.environment A=1 --keep-groups 1 --control none": ["--env", "--log-groups", "--control-run"],
     "--model_name_or_path dir --dataset_name file.jsonl": ["--model", "--data"],
     "--output_dir out --save_steps 50 --save_total_limit 2": ["--run-dir", "--save-every", "--keep-checkpoints"],
     "--beta 0.04": ["--objective.kl-coef (", "reference policy"],
-    "--use_peft --lora_r 16 --lora_alpha 32": ["--engine.lora.rank", "--engine.lora.alpha"],
+    "--use_peft --lora_r 16 --lora_alpha 32": ["--lora.rank", "--lora.alpha"],
     "--epsilon 0.2 --epsilon_high 0.28 --loss_type dapo": [
         "--objective.clip-low",
         "--objective.clip-high",
         "--objective.aggregation",
     ],
-    "--bf16 --gradient_checkpointing": ["--engine.dtype", "--engine.gradient-checkpointing"],
+    "--bf16 --gradient_checkpointing": ["--trainer.dtype", "--trainer.gradient-checkpointing"],
     "--use_vllm --vllm_mode colocate": ["--rollout.engine vllm", "--rollout.sleep"],
     "actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.gpu_memory_utilization=0.6": [
         "--rollout.engine",
-        "--rollout.memory-share",
+        "--rollout.gpu-memory-utilization",
     ],
-    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2": ["is --engine.tensor-parallel here"],
-    "actor_rollout_ref.rollout.tensor_model_parallel_size=2": ["is --rollout.tp"],
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2": ["is --parallel.tensor here"],
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2": ["is --rollout.tensor-parallel"],
     "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.1": ["into the loss"],
-    "--lr_scheduler_type cosine --warmup_ratio 0.1": ["--engine.lr-schedule", "--engine.warmup-steps"],
-    "actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.optim.lr=1e-6": ["--group-size", "--engine.lr"],
+    "--lr_scheduler_type cosine --warmup_ratio 0.1": ["--trainer.lr-schedule", "--trainer.warmup-steps"],
+    "actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.optim.lr=1e-6": ["--group-size", "--learning-rate"],
     "data.train_files=x.parquet data.train_batch_size=64": ["--data", "--prompts-per-step"],
     "algorithm.adv_estimator=grpo actor_rollout_ref.actor.use_kl_loss=True": ["--advantage", "reference policy"],
     "actor_rollout_ref.model.path=dir trainer.n_gpus_per_node=8 trainer.total_epochs=3": [
         "--model",
         "--nproc-per-node",
-        "--steps",
+        "--max-steps",
     ],
     "--temperature 0.7 --top_p 0.9": ["--sampling.temperature", "whole vocabulary"],
     "+actor_rollout_ref.actor.clip_ratio_high=0.28": ["--objective.clip-high"],
-    "+actor_rollout_ref.actor.megatron.max_seqlen_per_dp_cp_rank=4096": ["--engine.max-tokens-per-rank"],
-    "--seq-length 4096": ["--engine.max-tokens-per-rank"],
+    "+actor_rollout_ref.actor.megatron.max_seqlen_per_dp_cp_rank=4096": ["--trainer.max-tokens-per-rank"],
+    "--seq-length 4096": ["--trainer.max-tokens-per-rank"],
 }
 
 
@@ -72,7 +70,7 @@ def test_sft_has_names_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         configure_sft(["--per_device_train_batch_size", "4", "--max_seq_length", "2048", "--packing"])
     printed = capsys.readouterr().err
-    assert all(name in printed for name in ("--batch-size", "--max-tokens", "--engine.batching"))
+    assert all(name in printed for name in ("--batch-size", "--max-tokens", "--trainer.batching"))
 
 
 APPS: dict[str, tuple[CommandLine[Any], Mapping[str, str]]] = {
@@ -84,10 +82,19 @@ BESIDE: dict[str, list[str]] = {
     "--objective.clip-high": ["--mini-batches", "2"],
     "--objective.dual-clip": ["--mini-batches", "2"],
     "--objective.kl-estimator": ["--objective.kl-coef", "0.1"],
-    "--engine.lora.targets": ["--engine.lora.rank", "8"],
-    "--engine.lora.alpha": ["--engine.lora.rank", "8"],
+    "--lora.targets": ["--lora.rank", "8"],
+    "--lora.alpha": ["--lora.rank", "8"],
     "--eval-data": ["--data", "x.jsonl", "--model", "m"],
-    "--engine.lr-schedule": ["--engine.total-steps", "99"],
+    "--trainer.lr-schedule": ["--trainer.total-steps", "99"],
+    "--trainer.min-lr-ratio": ["--trainer.lr-schedule", "linear", "--trainer.total-steps", "99"],
+    "--trainer.activation-offload": ["--trainer.gradient-checkpointing"],
+    "--objective.max-tokens": ["--objective.aggregation", "constant"],
+    "--objective.off-policy-cap": ["--objective.off-policy", "mask"],
+    "--rollout.vllm": ["--rollout.engine", "vllm"],
+    "--rollout.expert-parallel": ["--rollout.tensor-parallel", "2"],
+    "--schedule.parameter-sync-step": ["--schedule.mode", "fully_async"],
+    "--form": ["--data", "x.jsonl", "--model", "m"],
+    "--template-options": ["--data", "x.jsonl", "--model", "m"],
     "--text-column": ["--data", "x.jsonl", "--model", "m"],
     "--prompt-column": ["--data", "x.jsonl", "--model", "m"],
     "--completion-column": ["--data", "x.jsonl", "--model", "m"],
@@ -98,31 +105,44 @@ BESIDE: dict[str, list[str]] = {
 }
 """What a flag has an effect beside."""
 VALUES: dict[str, list[str]] = {
-    "--engine.max-tokens-per-rank": ["4096"],
+    "--trainer.max-tokens-per-rank": ["4096"],
     "--objective.clip-low": ["0.1"],
-    "--engine.betas": ["0.9", "0.99"],
-    "--engine.lr-schedule": ["cosine"],
-    "--engine.backend": ["megatron"],
-    "--engine.vision": ["frozen"],
-    "--engine.dtype": ["bfloat16"],
+    "--trainer.betas": ["0.9", "0.99"],
+    "--trainer.lr-schedule": ["cosine"],
+    "--trainer.backend": ["megatron"],
+    "--trainer.vision": ["frozen"],
+    "--trainer.dtype": ["bfloat16"],
     "--objective.aggregation": ["sequence"],
     "--objective.policy-loss": ["cispo"],
     "--objective.kl-estimator": ["k3"],
     "--advantage": ["dr_grpo"],
     "--rollout.engine": ["vllm"],
-    "--rollout.memory-share": ["0.5"],
+    "--rollout.gpu-memory-utilization": ["0.5"],
     "--truncation": ["left"],
     "--export": ["best"],
-    "--tracker": ["wandb"],
-    "--engine.batching": ["padded"],
+    "--logging.tracker": ["wandb"],
+    "--trainer.batching": ["padded"],
+    "--trainer.min-lr-ratio": ["0.1"],
+    "--trainer.master-dtype": ["bfloat16"],
+    "--trainer.compile": ["off"],
+    "--trainer.device": ["cpu"],
+    "--objective.off-policy": ["mask"],
+    "--tool-format": ["hermes"],
+    "--template-options": ["a=1"],
+    "--schedule.mode": ["one_step_off"],
+    "--form": ["text"],
+    "--rollout.vllm": ["block_size=32"],
 }
 SWITCHES = (
     "--rollout.sleep",
     "--rollout.prefix-cache",
     "--rollout.chunked-prefill",
     "--offload",
-    "--engine.optimizer-on-host",
-    "--engine.gradient-checkpointing",
+    "--trainer.optimizer-on-host",
+    "--trainer.gradient-checkpointing",
+    "--trainer.activation-offload",
+    "--trainer.reshard-after-forward",
+    "--trainer.routing-replay",
 )
 
 
@@ -152,12 +172,26 @@ def test_no_hint_hides_a_flag_of_ours(app: str) -> None:
     known = {flag(path) for path, _, _ in leaves(line.recipes["quickstart"]) if path not in line.owned}
     assert "--resume" in known
     for own in known:
-        assert not hints.peer_hints([own], sorted(known), table)
-        assert not hints.peer_hints([own.replace("-", "_").replace("__", "--", 1)], sorted(known), table)
+        for word in (own, own.replace("-", "_").replace("__", "--", 1)):
+            assert hints.peer_hints([word], sorted(known), table) == ([word], [])
 
 
 def test_the_longest_known_ending_counts() -> None:
     table = {"lr": "--a", "optim.lr": "--b"}
-    assert hints.peer_hints(["x.optim.lr=1"], [], table) == ["x.optim.lr is --b here"]
-    assert hints.peer_hints(["x.other.lr=1"], [], table) == ["x.other.lr is --a here"]
-    assert hints.peer_hints(["plain", "--unknown", "value=1"], [], table) == []
+    assert hints.peer_hints(["x.optim.lr=1"], [], table) == ([], ["x.optim.lr is --b here"])
+    assert hints.peer_hints(["x.other.lr=1"], [], table) == ([], ["x.other.lr is --a here"])
+    words = ["plain", "--unknown", "value=1"]
+    assert hints.peer_hints(words, [], table) == (words, [])
+
+
+def test_earlier_names_of_ours_are_taken_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--engine.lr 2e-6 --prompts 8 --processes=2 --cluster.rollout.tp 2"
+    config = configure_grpo(line.split())
+    assert (config.engine.lr, config.prompts_per_step, config.nproc_per_node, config.cluster.rollout.tp) == (
+        2e-6,
+        8,
+        2,
+        2,
+    )
+    assert "--prompts is called --prompts-per-step now\n" in capsys.readouterr().err
+    assert not configure_sft(["--engine.no-gradient-checkpointing"]).engine.gradient_checkpointing

@@ -3,26 +3,27 @@
 import itertools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from runplan.checks.machine import seen_here
-from runplan.estimates.loading import loading_table
-from runplan.report.plan import make_plan
-from runplan.report.recipe_table import recipe_table
-from runplan.run_spec import RunSpec
+if TYPE_CHECKING:  # a list of recipes needs no torch
+    from runplan.run_spec import RunSpec
 
 
 def answer_without_running(
     argv: Sequence[str],
-    specs: Callable[[], Sequence[tuple[RunSpec, RunSpec]]],
-    planned: Callable[[Sequence[str]], RunSpec],
+    recipes: Callable[[], Mapping[str, Any]],
+    specs: "Callable[[], Sequence[tuple[RunSpec, RunSpec]]]",
+    planned: "Callable[[Sequence[str]], RunSpec]",
     typed: Sequence[str],
 ) -> None:
-    """Answer where `argv` asks for the table of recipes, a plan, or what reading the models takes; else return.
+    """Answer where `argv` asks for the recipes, a plan, or what reading the models takes; else return.
 
     Args:
         argv: the command line without `--shrink`.
+        recipes: returns all recipes by name.
         specs: returns those of all recipes, each in full and shrunk.
         planned: turns the rest of a command line with `--plan` into what it asks for.
         typed: the whole command line.
@@ -32,16 +33,44 @@ def answer_without_running(
     """
     words = list(argv)
     if "--recipe=list" in words or ("--recipe", "list") in itertools.pairwise(words):
+        if "--plan" not in words:
+            sys.stdout.write(list_recipes(recipes()))
+            raise SystemExit(0)
+        from runplan.report.recipe_table import recipe_table
+
         sys.stdout.write(recipe_table(specs()) + "\n")
         raise SystemExit(0)
     if words == ["--loading"]:
+        from runplan.estimates.loading import loading_table
+
         sys.stdout.write(loading_table(spec.origin.shape for spec, _ in specs() if spec.origin) + "\n")
         raise SystemExit(0)
     if "--plan" in words:
-        spec = planned([word for word in words if word != "--plan"])
-        if "--resume" in words or len(typed) > len(words):  # what it begins with is a run's, or too large to start
-            spec = replace(spec, words=tuple(word for word in typed if word != "--plan"))
-        plan = make_plan(spec)
-        here = "".join(f"{'Here' if i == 0 else '':<10}{line}\n" for i, line in enumerate(seen_here(spec, os.environ)))
-        sys.stdout.write(f"{here}{plan}\n")
-        raise SystemExit(1 if plan.problems else 0)
+        _print_plan(planned([word for word in words if word != "--plan"]), words, typed)
+
+
+def _print_plan(spec: "RunSpec", words: Sequence[str], typed: Sequence[str]) -> None:
+    """Print a plan, and end the program."""
+    from runplan.checks.machine import seen_here
+    from runplan.report.plan import make_plan
+
+    if "--resume" in words or len(typed) > len(words):  # what it begins with is a run's, or too large to start
+        spec = replace(spec, words=tuple(word for word in typed if word != "--plan"))
+    plan = make_plan(spec)
+    here = "".join(f"{'Here' if i == 0 else '':<10}{line}\n" for i, line in enumerate(seen_here(spec, os.environ)))
+    sys.stdout.write(f"{here}{plan}\n")
+    raise SystemExit(1 if plan.problems else 0)
+
+
+def list_recipes(recipes: Mapping[str, Any]) -> str:
+    """Return a line a recipe: its name, and the first line of its file's text."""
+    width = max(map(len, recipes))
+    lines = [f"{name:<{width}}  {_about(type(recipe), name)}" for name, recipe in recipes.items()]
+    hint = "--recipe list --plan says which of them can be run today, in full and shrunk."
+    return "\n".join([*lines, "", hint, ""])
+
+
+def _about(kind: type, name: str) -> str:
+    package = kind.__module__.rpartition(".")[0]
+    module = import_module(f"{package}.recipes.{name.replace('-', '_')}")
+    return (module.__doc__ or "").partition("\n\n")[0].replace("\n", " ").strip()

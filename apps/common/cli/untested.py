@@ -1,14 +1,17 @@
 """The flag `--allow-untested`: what a run may have although no proof and no test has run it, each accepted by name."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
-from transformers import PretrainedConfig
 
-from engines.prove.certificate import Certificate
-from runplan.checks.requirements import requirements
-from runplan.run_spec import RunSpec
+if TYPE_CHECKING:  # a command line reads the flag without torch
+    from transformers import PretrainedConfig
+
+    from engines.prove.certificate import Certificate
+    from runplan.run_spec import RunSpec
 
 FLAG = "--allow-untested"
 NAMES = {
@@ -37,6 +40,8 @@ FLAG_TYPE: Any = Annotated[
 
 def untested_parts(spec: RunSpec, certificates: Iterable[Certificate]) -> dict[str, str]:
     """Return what of a run no test and no proof has run, by the names that accept it, each with the reason."""
+    from runplan.checks.requirements import requirements
+
     parts: dict[str, list[str]] = {}
     for requirement in requirements(spec):
         if requirement.untested is not None:

@@ -24,7 +24,7 @@ def check_loss(step: int, nats: float, vocab_size: int) -> None:
     if not nats <= WORSE_THAN_RANDOM * guessing:
         raise DivergenceError(
             f"step {step}: the held-out loss is {nats:.3g} nats a token where guessing has {guessing:.3g}; nothing is "
-            "exported. Lower --engine.lr"
+            "exported. Lower --learning-rate"
         )
 
 
@@ -39,5 +39,5 @@ def name_sampler_errors(step: int) -> Iterator[None]:
         yield
     except NotFiniteError as error:
         raise DivergenceError(
-            f"step {step}: the sampler can't use the policy any more ({error}); nothing is exported. Lower --engine.lr"
+            f"step {step}: the sampler can't use the policy any more ({error}); nothing is exported. Lower --learning-rate"
         ) from error

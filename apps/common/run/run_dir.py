@@ -44,7 +44,7 @@ def steps_done(run_dir: Path, steps: int) -> tuple[int, Path | None]:
     """
     done, checkpoint = last_checkpoint(run_dir) or (0, None)
     if done > steps:
-        raise ValueError(f"{run_dir} has done {done} steps already: --steps {steps} is less; give at least {done}")
+        raise ValueError(f"{run_dir} has done {done} steps already: --max-steps {steps} is less; give at least {done}")
     return done, checkpoint
 
 

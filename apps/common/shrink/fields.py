@@ -10,10 +10,12 @@ parallelism as far as the processes go); a shrunk recipe shrinks to itself.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from apps.common.cli.flags import changed, flag
+from apps.common.cli.values import value_at as value_at
+from apps.common.cli.values import with_values as with_values
 from apps.common.cluster import Cluster, RolloutLayout
 from engines import EngineConfig
 from engines.config import parse_context_parallel
@@ -70,13 +72,6 @@ def by_flag(config: Any, recipe: Any) -> tuple[Difference, ...]:
     """Return the fields that flags changed before the run is shrunk, without `run_dir`."""
     paths = [path for path in changed(config, recipe) if path != "run_dir"]
     return tuple(Difference(path, "flag", value_at(recipe, path), value_at(config, path)) for path in paths)
-
-
-def value_at(config: Any, path: str) -> Any:
-    """Return the value of a field by its dotted path."""
-    for part in path.split("."):
-        config = getattr(config, part)
-    return config
 
 
 @dataclass(frozen=True)
@@ -184,7 +179,7 @@ def _room_for_experts(engine: EngineConfig, ranks: int, longest: int, short: int
     for most in range(most_ranks + 1, MANY + 1):
         if _fits(engine, ranks, longest, short, most):
             return f"allow more by --shrink={most}"
-    leave = "leave out --engine.expert-parallel or --engine.expert-tensor-parallel"
+    leave = "leave out --parallel.expert or --parallel.expert-tensor"
     enough = next((n * ranks for n in (2, 4, 8) if _fits(engine, n * ranks, longest, short, MANY)), None)
     if enough is None:
         return f"no --shrink allows more, {leave}"
@@ -231,16 +226,3 @@ def _spread_experts(rollout: RolloutLayout, tp: int, dp: int) -> int:
     if rollout.ep == 1:
         return 1
     return tp if rollout.ep == rollout.tp else tp * dp
-
-
-def with_values(config: C, values: dict[str, Any]) -> C:
-    """Return the configuration with the fields of these dotted paths replaced, all at once."""
-    here: dict[str, Any] = {}
-    for item in fields(config):  # type: ignore[arg-type]
-        name, value = item.name, getattr(config, item.name)
-        below = {path[len(name) + 1 :]: new for path, new in values.items() if path.startswith(f"{name}.")}
-        if name in values:
-            here[name] = values[name]
-        elif below and is_dataclass(value):
-            here[name] = with_values(value, below)
-    return replace(config, **here)  # type: ignore[type-var]

@@ -31,7 +31,7 @@ def fake_npu_for(device: str) -> Iterator[None]:
     if reason := reason_against():
         raise ValueError(
             f"device npu: torch_npu is not installed, and its stand-in is built from source: {reason}; or leave the "
-            "device out by --engine.device cpu"
+            "device out by --trainer.device cpu"
         )
     sys.stdout.write(MESSAGE + "\n")
     sys.stdout.flush()

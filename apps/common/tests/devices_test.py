@@ -30,7 +30,7 @@ def test_own_models_are_on_the_gpu_with_every_recipe(line: CommandLine[Any]) -> 
         assert device in GPU_RECIPES
         if device == "auto":
             assert detect.devices_of(device).kind == "cuda"
-    assert line.parse(["--model", "m", "--data", "d.jsonl", "--engine.device", "cpu"]).engine.device == "cpu"
+    assert line.parse(["--model", "m", "--data", "d.jsonl", "--trainer.device", "cpu"]).engine.device == "cpu"
 
 
 @pytest.mark.usefixtures("gpu")
@@ -38,7 +38,7 @@ def test_a_recipe_of_a_tiny_model_stays_on_the_cpu_and_says_so() -> None:
     config = grpo.configure([])
     assert config.engine.device == "cpu"
     assert resolve_device(config.engine).type == "cpu"
-    assert any("--engine.device auto takes a GPU" in line for line in make_plan(spec_of(config)).sections["Ranks"])
+    assert any("--trainer.device auto takes a GPU" in line for line in make_plan(spec_of(config)).sections["Ranks"])
     own = spec_of(grpo.configure(["--model", "m"]))
     assert any("on a GPU where there is one" in line for line in make_plan(own).sections["Ranks"])
     assert seen_here(own, {})[0] == "device auto: cuda"

@@ -25,10 +25,10 @@ APPS: dict[str, tuple[Callable[[], CommandLine[Any]], Callable[..., Any]]] = {
 GIVEN = ("--model", "my model", "--data", "it's $HOME.jsonl")
 TEXTS: dict[str, list[list[str]]] = {
     "--data": [["a b.jsonl"], ["$(x)'\"\\.jsonl"]],
-    "--engine.context-parallel": [["static:2"], ["dynamic"]],
+    "--parallel.context": [["static:2"], ["dynamic"]],
     "--rollout.engine": [["vllm"]],
-    "--engine.learning-rates": [["\\.mlp\\.gate\\.=1e-5", "lora_B=2"]],
-    "--engine.transformer-options": [["a=1", "b=[1, 2]"]],
+    "--trainer.learning-rates": [["\\.mlp\\.gate\\.=1e-5", "lora_B=2"]],
+    "--trainer.transformer-options": [["a=1", "b=[1, 2]"]],
     "--rollout.vllm": [["block_size=32"]],
     "--template-options": [["enable_thinking=false"]],
     "--tool-format": [["hermes"]],
@@ -36,10 +36,10 @@ TEXTS: dict[str, list[list[str]]] = {
     "--system-prompt": [["two  words\nand 'quotes'"], ["--looks like a flag"]],
     "--environment": [["my world.py:World"], ["a.b:C", "d.py:E"]],
     "--environment-shares": [["A=1", "B=2"]],
-    "--engine.betas": [["0.5", "0.75"]],
+    "--trainer.betas": [["0.5", "0.75"]],
 }
 EXPECTED = {
-    "grpo": {"--model", "--data", "--preset", "--rollout.engine", "--engine.lr", "--env", "--offload", "--tracker"},
+    "grpo": {"--model", "--data", "--preset", "--rollout.engine", "--learning-rate", "--env", "--offload", "--logging.tracker"},
     "sft": {"--text-column", "--truncation", "--export", "--batch-size"},
 }
 """Flags among those that were tried."""
@@ -155,9 +155,9 @@ def test_a_resumed_or_shrunk_run_is_told_as_it_was_typed(tmp_path: Path, capsys:
     run = tmp_path / "a run"
     run.mkdir()
     with pytest.raises(SystemExit):
-        grpo.main(["--steps", "7", "--run-dir", str(run), "--print-config"])
+        grpo.main(["--max-steps", "7", "--run-dir", str(run), "--print-config"])
     (run / "config.json").write_text(capsys.readouterr().out)
-    for words in (["--resume", "--run-dir", str(run), "--steps", "9"], ["--shrink=2", "--seed", "3"]):
+    for words in (["--resume", "--run-dir", str(run), "--max-steps", "9"], ["--shrink=2", "--seed", "3"]):
         with pytest.raises(SystemExit):
             grpo.main([*words, "--plan"])
         (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Launch")]

@@ -59,8 +59,8 @@ BOTH: Cases = {
         r"shared expert .* tp = 4",
     ),
     "ranks": ({"engine.tensor_parallel": 2, "processes": 5}, r"5 ranks are no multiple .*: use 4 or 6 ranks \(--nproc"),
-    "stages of ranks": ({"engine.pipeline_parallel": 3}, r"8 ranks .* pp = 3: use 6 or 9 .*--engine.pipeline-parallel"),
-    "context": ({"engine.context_parallel": "static:3"}, r"8 ranks .* 1 x 3 x 1 = 3: .*--engine.context-parallel"),
+    "stages of ranks": ({"engine.pipeline_parallel": 3}, r"8 ranks .* pp = 3: use 6 or 9 .*--parallel.pipeline"),
+    "context": ({"engine.context_parallel": "static:3"}, r"8 ranks .* 1 x 3 x 1 = 3: .*--parallel.context"),
     "experts": (
         {"engine.expert_parallel": 8},
         r"12 experts do not divide over ep = 8: choose ep from the divisors of 12",
@@ -71,7 +71,7 @@ BOTH: Cases = {
     ),
     "expert width": (
         {"engine.expert_tensor_parallel": 8, "shape.expert_intermediate": 30},
-        r"experts of width 30 do not divide over etp = 8: lower etp .*--engine.expert-tensor-parallel",
+        r"experts of width 30 do not divide over etp = 8: lower etp .*--parallel.expert-tensor",
     ),
     "layers": ({"engine.pipeline_parallel": 8}, r"12 layers do not divide over 8 stages: set first_stage_layers"),
     "sizes of stages": (
@@ -82,17 +82,17 @@ BOTH: Cases = {
         {"engine.pipeline_parallel": 2, "engine.virtual_pipeline_parallel": 4},
         r"6 layers does not divide into 4 chunks: lower virtual_pipeline_parallel to a divisor of 6",
     ),
-    "length": ({"longest": 20_000}, r"20000 tokens does not fit .* 16384: raise --engine.max-tokens-per-rank"),
+    "length": ({"longest": 20_000}, r"20000 tokens does not fit .* 16384: raise --trainer.max-tokens-per-rank"),
     "mini-batches": ({"mini_batches": 40}, r"32 sequences are too few for 40 mini-batches: lower the latter"),
     "rows": ({"rows": 200}, r"a step takes 200 rows and the data has 100: lower it"),
     "memory": ({"pools.device_memory_gib": 0.0001}, r"do not fit a device of 0.0001 GiB: use more nodes"),
     "sampler's heads": (
         {"rollout.engine": "vllm", "rollout.tp": 16},
-        r"8 heads do not divide over rollout tp = 16: lower it \(--rollout.tp",
+        r"8 heads do not divide over rollout tp = 16: lower it \(--rollout.tensor-parallel",
     ),
     "sampler's devices": (
         {"rollout.engine": "vllm", "rollout.tp": 3},
-        r"8 sampling devices are no multiple of tp x dp = 3: change --rollout.tp",
+        r"8 sampling devices are no multiple of tp x dp = 3: change --rollout.tensor-parallel",
     ),
     "sampler's length": (
         {"rollout.engine": "vllm", "rollout.max_model_tokens": 32},
@@ -177,9 +177,9 @@ def test_the_turns_of_a_device_that_vllm_shares_are_each_held_against_it(
     assert peak < 30 < peak + share
     wanted = []
     if trains >= memory:
-        wanted.append("in training's turn.*lower --rollout.memory-share, or set --rollout.sleep")
+        wanted.append("in training's turn.*lower --rollout.gpu-memory-utilization, or set --rollout.sleep")
     if samples >= memory:
-        wanted.append("in vLLM's turn.*lower --rollout.memory-share, or set --offload")
+        wanted.append("in vLLM's turn.*lower --rollout.gpu-memory-utilization, or set --offload")
     assert len(plan.problems) == len(wanted)
     assert all(re.search(text, problem) for text, problem in zip(wanted, plan.problems, strict=True))
     apart = {"pools.placement": "separate", "pools.rollout_nodes": 1}

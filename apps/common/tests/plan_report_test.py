@@ -59,12 +59,12 @@ def test_a_plain_run_is_ready_and_not_refused() -> None:
             with_layout(replace(LARGE, rows=7, group=1), pp=4, vpp=3),
             r"no multiple of pp = 4.*virtual_pipeline_parallel 1",
         ),
-        (replace(LARGE, longest=20_000), r"does not fit a micro-batch of 16384: raise --engine.max-tokens-per-rank"),
+        (replace(LARGE, longest=20_000), r"does not fit a micro-batch of 16384: raise --trainer.max-tokens-per-rank"),
         (replace(LARGE, mini_batches=40), r"32 sequences are too few for 40 mini-batches"),
         (replace(LARGE, rows=200), r"a step takes 200 rows and the data has 100"),
         (
             replace(LARGE, cluster=Cluster(rollout=RolloutLayout("vllm", tp=3))),
-            r"8 sampling devices are no multiple .*change --rollout.tp",
+            r"8 sampling devices are no multiple .*change --rollout.tensor-parallel",
         ),
         (
             replace(LARGE, processes=16, cluster=Cluster(rollout=RolloutLayout("vllm", tp=16))),
@@ -76,11 +76,11 @@ def test_a_plain_run_is_ready_and_not_refused() -> None:
         ),
         (
             replace(LARGE, cluster=Cluster(pools=Pools(device_memory_gib=0.001))),
-            r"do not fit a device of 0.001 GiB: use more nodes, or --engine.optimizer-on-host",
+            r"do not fit a device of 0.001 GiB: use more nodes, or --trainer.optimizer-on-host",
         ),
         (
             replace(HYBRID, cluster=Cluster(pools=Pools(nodes=2, device_memory_gib=0.001))),
-            r"do not fit a device of 0.001 GiB: raise --engine.shard-ranks, or --engine.optimizer-on-host",
+            r"do not fit a device of 0.001 GiB: raise --parallel.shard-ranks, or --trainer.optimizer-on-host",
         ),
         (replace(HYBRID, processes=5), r"shard_ranks=4 does not divide the 10 ranks of this run: choose a divisor"),
     ],
@@ -118,11 +118,11 @@ CHANGES = {
     "--pools.placement separate": Cluster(pools=Pools(placement="separate", rollout_nodes=1)),
     "--pools.rollout-nodes 1": Cluster(pools=Pools(placement="separate", rollout_nodes=1)),
     "--pools.device-memory-gib 80": Cluster(pools=Pools(device_memory_gib=80)),
-    "--rollout.tp 2": Cluster(rollout=RolloutLayout(tp=2)),
-    "--rollout.dp 2": Cluster(rollout=RolloutLayout(dp=2)),
+    "--rollout.tensor-parallel 2": Cluster(rollout=RolloutLayout(tp=2)),
+    "--rollout.data-parallel 2": Cluster(rollout=RolloutLayout(dp=2)),
     "--rollout.copies-per-device 2": Cluster(rollout=RolloutLayout(dp=2, copies_per_device=2)),
-    "--rollout.ep 2": Cluster(rollout=RolloutLayout(tp=2, ep=2)),
-    "--rollout.memory-share 0.5": Cluster(rollout=RolloutLayout(memory_share=0.5)),
+    "--rollout.expert-parallel 2": Cluster(rollout=RolloutLayout(tp=2, ep=2)),
+    "--rollout.gpu-memory-utilization 0.5": Cluster(rollout=RolloutLayout(memory_share=0.5)),
     "--rollout.max-model-tokens 99": Cluster(rollout=RolloutLayout(max_model_tokens=99)),
     "--rollout.max-batched-tokens 99": Cluster(rollout=RolloutLayout(max_batched_tokens=99)),
     "--rollout.chunked-prefill True": Cluster(rollout=RolloutLayout(chunked_prefill=True)),
@@ -242,7 +242,7 @@ def test_vllm_samples_and_what_no_test_has_run_of_it_is_refused_with_the_reason(
     with pytest.raises(ValueError, match=r"vLLM beside NPUs.*no Ascend device was at hand"):
         refuse_unready(replace(PLAIN, engine=beside, cluster=Cluster(rollout=RolloutLayout(engine="vllm"))))
     on_the_host = Cluster(rollout=RolloutLayout(engine="vllm", device="cpu"))
-    with pytest.raises(ValueError, match=r"--engine.device npu is not supported.*--allow-untested npu runs it"):
+    with pytest.raises(ValueError, match=r"--trainer.device npu is not supported.*--allow-untested npu runs it"):
         refuse_unready(replace(PLAIN, engine=beside, cluster=on_the_host))
     refuse_unready(replace(PLAIN, engine=beside, cluster=on_the_host, fake_device=True))
     workers = Cluster(rollout=RolloutLayout(engine="vllm", device="cpu", tp=2, dp=2))
@@ -369,7 +369,7 @@ def test_the_plan_says_what_replay_needs_where_the_model_is_not_known() -> None:
     replayed = replace(PLAIN, engine=EngineConfig(device="cpu", routing_replay=True))
     unknown, known = make_plan(replayed), make_plan(replace(replayed, model_type="qwen3_5_moe"))
     assert "this needs a model with experts, which is not known here" in str(unknown)
-    assert "(--engine.routing-replay): the model has experts" in str(known)
+    assert "(--trainer.routing-replay): the model has experts" in str(known)
     assert unknown.ready
     assert known.ready
     assert "routing-replay" not in str(make_plan(PLAIN))

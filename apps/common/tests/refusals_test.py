@@ -21,7 +21,7 @@ CASES: list[tuple[str, str, list[str]]] = [
     (
         "grpo",
         (
-            "--nproc-per-node 2 --engine.expert-parallel 2 --engine.master-dtype bfloat16 --engine.prove off "
+            "--nproc-per-node 2 --parallel.expert 2 --trainer.master-dtype bfloat16 --trainer.prove off "
             "--sampling.stop-token-ids 999999"
         ),
         [BESIDE_EXPERTS, NO_EXPERTS, "--sampling.stop-token-ids 999999 is no token"],
@@ -29,34 +29,34 @@ CASES: list[tuple[str, str, list[str]]] = [
     (
         "grpo",
         (
-            "--nproc-per-node 2 --engine.backend megatron --engine.tensor-parallel 2 --engine.expert-parallel 2 "
-            "--engine.no-reshard-after-forward --rollout.tp 2 --data nowhere.jsonl"
+            "--nproc-per-node 2 --trainer.backend megatron --parallel.tensor 2 --parallel.expert 2 "
+            "--trainer.no-reshard-after-forward --rollout.tensor-parallel 2 --data nowhere.jsonl"
         ),
-        ["need a model with experts", "reshard_after_forward is FSDP2's", "--rollout.tp 2", "nowhere.jsonl"],
+        ["need a model with experts", "reshard_after_forward is FSDP2's", "--rollout.tensor-parallel 2", "nowhere.jsonl"],
     ),
     (
         "grpo",
         (
-            "--engine.compile on --engine.weights replicated --engine.optimizer-on-host --max-episode-tokens 9999999 "
-            "--engine.vision frozen"
+            "--trainer.compile on --trainer.weights replicated --trainer.optimizer-on-host --max-episode-tokens 9999999 "
+            "--trainer.vision frozen"
         ),
         ["--max-episode-tokens 9999999", "vision"],
     ),
     (
         "sft",
-        "--nproc-per-node 2 --engine.expert-parallel 2 --engine.master-dtype bfloat16 --engine.prove off --offload",
+        "--nproc-per-node 2 --parallel.expert 2 --trainer.master-dtype bfloat16 --trainer.prove off --offload",
         [BESIDE_EXPERTS, NO_EXPERTS, "--offload True"],
     ),
     (
         "sft",
-        "--engine.lora.rank 4 --engine.lora.targets wqkv --engine.weights replicated --engine.compile on",
+        "--lora.rank 4 --lora.targets wqkv --trainer.weights replicated --trainer.compile on",
         ["no linear layer 'wqkv'", "weights='replicated' cannot be had", "compile='on' cannot be had"],
     ),
     (
         "sft",
         (
-            "--nproc-per-node 3 --engine.backend megatron --engine.tensor-parallel 3 --engine.transformer-options "
-            "hidden_size=3 --engine.no-reshard-after-forward"
+            "--nproc-per-node 3 --trainer.backend megatron --parallel.tensor 3 --trainer.transformer-options "
+            "hidden_size=3 --trainer.no-reshard-after-forward"
         ),
         ["cannot be split over tensor_parallel=3", "hidden_size has not been run", "reshard_after_forward"],
     ),
@@ -69,7 +69,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     rows = [{"question": f"{i}?", "answer": str(i), "prompt": f"{i}?", "completion": str(i)} for i in range(40)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     model = ensure_tiny_model(folder / "model", 0)
-    return ["--model", str(model), "--data", str(folder / "rows.jsonl"), "--engine.device", "cpu"]
+    return ["--model", str(model), "--data", str(folder / "rows.jsonl"), "--trainer.device", "cpu"]
 
 
 def refused(app: str, argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -104,21 +104,21 @@ def test_two_or_three_refusals_are_told_together_and_nothing_is_started(
 
 
 def test_without_a_model_at_hand_all_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    flags = "--nproc-per-node 2 --engine.expert-parallel 2 --engine.master-dtype bfloat16 --engine.prove off "
-    flags += "--rollout.tp 2 --run-dir"
+    flags = "--nproc-per-node 2 --parallel.expert 2 --trainer.master-dtype bfloat16 --trainer.prove off "
+    flags += "--rollout.tensor-parallel 2 --run-dir"
     lines = refused("grpo", [*flags.split(), str(tmp_path / "run")], capsys)
     assert len(lines) == 4
     assert NO_EXPERTS in lines[3]
     assert BESIDE_EXPERTS in lines[0]
-    assert "--rollout.tp 2 is not supported" in lines[1]
+    assert "--rollout.tensor-parallel 2 is not supported" in lines[1]
     assert lines[2].endswith("recipe 'quickstart' can't be run with these settings; --plan says all")
 
 
 def test_refusals_of_a_model_that_is_to_be_made_are_told_with_the_rest(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    flags = "--nproc-per-node 2 --engine.expert-parallel 2 --engine.master-dtype bfloat16 --engine.prove off "
-    flags += f"--engine.device cpu --run-dir {tmp_path / 'run'}"
+    flags = "--nproc-per-node 2 --parallel.expert 2 --trainer.master-dtype bfloat16 --trainer.prove off "
+    flags += f"--trainer.device cpu --run-dir {tmp_path / 'run'}"
     for app, own in (("grpo", "--max-episode-tokens 9999999"), ("sft", "--max-tokens 64")):
         lines = refused(app, [*flags.split(), *own.split()], capsys)
         assert [line for line in lines if BESIDE_EXPERTS in line]
@@ -150,7 +150,7 @@ def test_refusals_of_a_model_of_the_hub_are_told_with_the_rest_before_its_weight
 
 
 def test_the_plan_has_what_the_run_refuses(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "--engine.expert-parallel 2 --nproc-per-node 2 --engine.master-dtype bfloat16 --engine.prove off"
+    flags = "--parallel.expert 2 --nproc-per-node 2 --trainer.master-dtype bfloat16 --trainer.prove off"
     with pytest.raises(SystemExit) as stop:
         grpo.main([*flags.split(), "--plan"])
     assert stop.value.code == 1
@@ -161,7 +161,7 @@ def test_a_plan_of_ones_own_model_has_its_memory_and_its_refusals(
     given: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for app, main in MAINS.items():
-        words = [*given, "--engine.backend", "megatron", "--engine.pipeline-parallel", "2", "--nproc-per-node", "2"]
+        words = [*given, "--trainer.backend", "megatron", "--parallel.pipeline", "2", "--nproc-per-node", "2"]
         with pytest.raises(SystemExit):
             main([*words, "--max-tokens" if app == "sft" else "--max-episode-tokens", "4096", "--plan"])
         text = capsys.readouterr().out

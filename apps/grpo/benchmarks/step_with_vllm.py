@@ -77,20 +77,20 @@ def flags(folder: Path, mode: str, options: argparse.Namespace) -> list[str]:
     each = PROMPTS * GROUP // copies
     words = [
         "--recipe", "math", "--model", str(folder / "model"), "--data", str(folder / "prompts.jsonl"),
-        "--reward", f"{folder / 'reward.py'}:reward", "--run-dir", str(folder / mode), "--steps", str(options.steps),
+        "--reward", f"{folder / 'reward.py'}:reward", "--run-dir", str(folder / mode), "--max-steps", str(options.steps),
         "--prompts-per-step", str(PROMPTS), "--group-size", str(GROUP), "--max-turns", "1",
         "--sampling.max-new-tokens", str(NEW_TOKENS), "--eval-every", "1000", "--eval-share", "0.02",
-        "--save-every", "1000", "--engine.device", device, "--engine.lr", "1e-6",
-        "--engine.max-tokens-per-rank", "32768",
+        "--save-every", "1000", "--trainer.device", device, "--learning-rate", "1e-6",
+        "--trainer.max-tokens-per-rank", "32768",
         "--rollout.engine", "vllm", "--rollout.max-requests", str(each),
-        "--rollout.dp", str(copies), "--rollout.copies-per-device", str(copies),
+        "--rollout.data-parallel", str(copies), "--rollout.copies-per-device", str(copies),
         *(["--rollout.weights-on-device"] if options.on_device and not options.apart else []),
         *(["--rollout.ray-workers", "1"] if options.apart else []),
         "--schedule.mode", mode,
     ]  # fmt: skip
     if device == "cuda":
         share = APART if options.apart else SHARE
-        words += ["--rollout.vllm", *VLLM, "--rollout.memory-share", f"{share / copies:.3g}"]
+        words += ["--rollout.vllm", *VLLM, "--rollout.gpu-memory-utilization", f"{share / copies:.3g}"]
         sizes = [str(size) for size in GRAPHS if size <= each]
         words += ["--rollout.cuda-graph-sizes", *sizes] if options.graphs else []
     if mode != "sync":

@@ -55,7 +55,7 @@ def make_workload(
     """
     rows = _steps(metrics)
     if not rows or not lengths:
-        raise ValueError("a forecast needs at least two steps of a run, and its kept episodes (--log-groups)")
+        raise ValueError("a forecast needs at least two steps of a run, and its kept episodes (--logging.groups)")
     slots = max_concurrent_answers(config)
     decode_s, row_s = fit_decode_cost(_loads(rows, slots), _sampled(config, rows, spans))
     return Workload(

@@ -17,7 +17,7 @@ from rollout.environments.environment import End
 from rollout.testing.scripted import ScriptedEngine
 
 EXAMPLES = "apps.grpo.testing.plugins"
-SMALL = ["--engine.device", "cpu", "--sampling.max-new-tokens", "6"]
+SMALL = ["--trainer.device", "cpu", "--sampling.max-new-tokens", "6"]
 TOKENIZER = build_tokenizer()
 CALL = "<tool_call>\n<function=echo>\n<parameter=text>\nhello\n</parameter>\n</function>\n</tool_call>"
 
@@ -61,7 +61,7 @@ def test_a_model_that_sees_images_is_tried() -> None:
 def test_all_that_refuses_an_attempt_is_told_at_once(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model", 0)
     argv = ["--model", str(model), "--data", "nowhere.jsonl", "--max-episode-tokens", "9999"]
-    argv += ["--sampling.stop-token-ids", "999999", "--engine.vision", "frozen"]
+    argv += ["--sampling.stop-token-ids", "999999", "--trainer.vision", "frozen"]
     texts = ["--max-episode-tokens 9999 is over the 2048", "999999 is no token", "nowhere.jsonl", "leave vision at"]
     with pytest.raises(ValueError, match="9999") as refused:
         try_episodes(configure([*SMALL, *argv]), 1)

@@ -90,7 +90,7 @@ def check_ray_devices(config: GrpoConfig, device: torch.device) -> None:
     if device.type not in ("cpu", "cuda") and not beside:
         raise ValueError(
             f"--rollout.ray-workers on {device.type}: no test has run Ray's samplers there; set "
-            "--engine.device cpu, or beside NPUs --rollout.device cpu with engine vllm, or leave it at 0"
+            "--trainer.device cpu, or beside NPUs --rollout.device cpu with engine vllm, or leave it at 0"
         )
     each = gpus_each(config)
     if not samples_on_cuda(config):

@@ -117,7 +117,7 @@ def rollout_config(config: GrpoConfig) -> RolloutConfig:
     """
     layout = config.cluster.rollout
     if layout.experts_over_copies and not samples_on_a_cpu(config):
-        raise ValueError(f"{EXPERTS_OF_COPIES}: set --rollout.ep to tp = {layout.tp}")
+        raise ValueError(f"{EXPERTS_OF_COPIES}: set --rollout.expert-parallel to tp = {layout.tp}")
     return RolloutConfig(
         backend="vllm",
         max_length=layout.max_model_tokens or config.max_episode_tokens,

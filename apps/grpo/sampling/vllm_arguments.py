@@ -8,24 +8,24 @@ from apps.common.named_values import named_values
 from rollout.vllm.settings.arguments import OWNED
 
 INSTEAD = {
-    "aux_output_config": "use --engine.routing-replay",
+    "aux_output_config": "use --trainer.routing-replay",
     "compilation_config": "use --rollout.cuda-graph-sizes",
     "cudagraph_capture_sizes": "use --rollout.cuda-graph-sizes",
-    "data_parallel_size": "use --rollout.dp",
+    "data_parallel_size": "use --rollout.data-parallel",
     "dtype": "use --rollout.dtype",
-    "distributed_executor_backend": "use --rollout.tp",
+    "distributed_executor_backend": "use --rollout.tensor-parallel",
     "enable_chunked_prefill": "use --rollout.chunked-prefill",
-    "enable_expert_parallel": "use --rollout.ep",
+    "enable_expert_parallel": "use --rollout.expert-parallel",
     "enable_prefix_caching": "use --rollout.prefix-cache",
-    "enable_return_routed_experts": "use --engine.routing-replay",
+    "enable_return_routed_experts": "use --trainer.routing-replay",
     "enable_sleep_mode": "use --rollout.sleep",
-    "gpu_memory_utilization": "use --rollout.memory-share",
+    "gpu_memory_utilization": "use --rollout.gpu-memory-utilization",
     "max_model_len": "use --rollout.max-model-tokens",
     "max_num_batched_tokens": "use --rollout.max-batched-tokens",
     "max_num_seqs": "use --rollout.max-requests",
     "model": "use --model",
     "seed": "use --seed",
-    "tensor_parallel_size": "use --rollout.tp",
+    "tensor_parallel_size": "use --rollout.tensor-parallel",
 }
 """What stands for an engine argument here; for others the reason of `rollout.vllm.settings.arguments.OWNED` holds."""
 

@@ -71,7 +71,7 @@ def test_an_argument_that_the_interpreters_vllm_lacks_is_refused_before_a_run(
     ("words", "reason"),
     [
         (("model=there",), "can't hold model: use --model"),
-        (("tensor_parallel_size=2",), "use --rollout.tp"),
+        (("tensor_parallel_size=2",), "use --rollout.tensor-parallel"),
         (("pipeline_parallel_size=2",), "one step at a time is what stamps a token"),
     ],
 )

@@ -136,7 +136,7 @@ def test_too_few_ranks_for_experts_are_told_by_what_limits_them(processes: int, 
 def test_experts_that_no_number_of_ranks_holds_are_told_so() -> None:
     recipe = RECIPES["qwen3-5-35b-a3b-megatron"]
     engine = replace(recipe.config.engine, tensor_parallel=1, expert_parallel=2, expert_tensor_parallel=2)
-    with pytest.raises(ValueError, match=r"no --shrink allows more, leave out --engine.expert-parallel or"):
+    with pytest.raises(ValueError, match=r"no --shrink allows more, leave out --parallel.expert or"):
         shrink(replace(recipe.config, engine=engine), recipe, MANY)
 
 
@@ -179,7 +179,7 @@ def test_whole_npu_recipes_still_want_what_no_test_has_run_on_one(name: str) -> 
 
 def test_experts_over_copies_of_the_whole_recipe_wait_for_an_accelerator() -> None:
     """Shrunk, they are on the CPU, and run."""
-    with pytest.raises(ValueError, match=r"--rollout.ep 64: No\(experts over the copies .* no accelerator has"):
+    with pytest.raises(ValueError, match=r"--rollout.expert-parallel 64: No\(experts over the copies .* no accelerator has"):
         check_nothing_dropped(spec_of(RECIPES[APART].config))
 
 
@@ -209,9 +209,9 @@ def test_what_a_shrunk_run_would_do_without_is_named_with_its_reason(
         run_shrunk(config, MANY)
     small, recipe, _ = shrunk(config, MANY)
     layout = small.cluster.rollout
-    assert "--rollout.dp 2: No(" not in str(refusal.value)
+    assert "--rollout.data-parallel 2: No(" not in str(refusal.value)
     assert (layout.device, layout.experts_over_copies) == ("cpu", True)
-    assert "--rollout.ep" not in str(refusal.value)
+    assert "--rollout.expert-parallel" not in str(refusal.value)
     text = replace(small.engine, vision="off")
     rest = replace(small, engine=text, cluster=Cluster(env=small.cluster.env))
     if small.engine.backend == "megatron":
@@ -224,8 +224,8 @@ def test_flags_that_leave_something_out_are_proposed() -> None:
     with pytest.raises(ValueError) as refusal:
         run_shrunk(without_ray(), MANY)
     proposed = str(refusal.value).partition("by name: ")[2].split()
-    assert "--engine.no-optimizer-on-host" not in proposed
-    assert "--rollout.ep" not in proposed  # on the CPU, where copies share experts
+    assert "--trainer.no-optimizer-on-host" not in proposed
+    assert "--rollout.expert-parallel" not in proposed  # on the CPU, where copies share experts
     assert "--pools.placement" in proposed
     argv = ["--recipe", APART, "--shrink", "--rollout.ray-workers", "0", *proposed, "--plan"]
     with pytest.raises(SystemExit) as stop:
@@ -242,7 +242,7 @@ def test_without_a_number_there_are_as_many_processes_as_two_ranks_of_each_paral
 
 
 def test_processes_are_bounded_and_said() -> None:
-    assert parse_shrink_flag(["--shrink", "--steps", "3"]) == (["--steps", "3"], ProcessLimit())
+    assert parse_shrink_flag(["--shrink", "--max-steps", "3"]) == (["--max-steps", "3"], ProcessLimit())
     assert parse_shrink_flag(["--shrink=4"]) == ([], ProcessLimit(4))
     assert parse_shrink_flag(["--seed", "1"]) == (["--seed", "1"], None)
     for word in ("--shrink=0", "--shrink=many", "--shrink=-1"):
@@ -291,7 +291,7 @@ def test_a_script_with_images_runs_from_end_to_end_with_the_native_sampler(
     output = capsys.readouterr().out
     assert "flag   --rollout.engine  vllm -> native" in output
     assert "images-column" not in output
-    assert "--engine.vision" not in output
+    assert "--trainer.vision" not in output
     assert "offload" not in output
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert all(row["log_prob_difference_max"] < SMALL_GAP for row in rows[1:])

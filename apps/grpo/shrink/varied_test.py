@@ -17,7 +17,7 @@ from apps.grpo.shrink.varied import LINE, PARTS, VariedTasks
 from apps.grpo.testing.recipe import AsciiTasks
 from rollout import Reply, Task
 
-SMALL = ("--recipe", "math", "--shrink", "--steps", "2")
+SMALL = ("--recipe", "math", "--shrink", "--max-steps", "2")
 
 
 @pytest.mark.parametrize("name", recipes())
@@ -82,7 +82,7 @@ def test_a_recipe_as_typed_moves_every_weight(tmp_path: Path, capsys: pytest.Cap
 def test_a_run_that_moves_no_weight_fails_and_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a random model's own rewards, all 0; and with a rate of 0."""
     with pytest.raises(IdleRunError, match=r": 0 of \d+ trained tensors .* did not reach: lm_head|model"):
-        main([*SMALL, "--engine.lr", "0", "--run-dir", str(tmp_path / "rate")])
+        main([*SMALL, "--learning-rate", "0", "--run-dir", str(tmp_path / "rate")])
     monkeypatch.setattr(module, "with_varied_reward", lambda make_tasks: make_tasks)
     with pytest.raises(IdleRunError, match=r": 0 of \d+ trained tensors "):
         main([*SMALL, "--run-dir", str(tmp_path / "same")])

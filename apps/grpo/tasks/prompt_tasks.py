@@ -187,7 +187,7 @@ def _with_images(prompt: Prompt, named: str | None, sees: bool) -> Prompt:
         images = (images,)
     if any(prompt.columns.get(name) for name in MEDIA_KEYS if name != column) or (images and not sees):
         raise ValueError(
-            "it holds images or other media: leave such rows out, or set --engine.vision to trained or frozen for a "
+            "it holds images or other media: leave such rows out, or set --trainer.vision to trained or frozen for a "
             "model that sees images"
         )
     if not images:

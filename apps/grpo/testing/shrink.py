@@ -12,9 +12,9 @@ from apps.grpo.main import main
 from apps.grpo.registry import recipes
 
 ONE_RANK = (
-    *("--nproc-per-node", "1", "--engine.tensor-parallel", "1", "--engine.pipeline-parallel", "1"),
-    *("--engine.first-stage-layers", "None", "--engine.last-stage-layers", "None"),
-    *("--engine.expert-parallel", "1", "--engine.expert-tensor-parallel", "1"),
+    *("--nproc-per-node", "1", "--parallel.tensor", "1", "--parallel.pipeline", "1"),
+    *("--parallel.first-stage-layers", "None", "--parallel.last-stage-layers", "None"),
+    *("--parallel.expert", "1", "--parallel.expert-tensor", "1"),
 )
 """A fully asynchronous run: one rank beside a process that samples."""
 LARGEST_GAP = {"float32": 1e-3, "bfloat16": 0.25}
@@ -27,7 +27,7 @@ def run_whole(argv: Sequence[str], folder: Path, capfd: Any) -> tuple[str, list[
     Raises:
         AssertionError: with what it said, where it failed.
     """
-    process = multiprocessing.get_context("spawn").Process(target=main, args=([*argv, "--steps", "2"],))
+    process = multiprocessing.get_context("spawn").Process(target=main, args=([*argv, "--max-steps", "2"],))
     process.start()
     process.join()
     output = capfd.readouterr()
@@ -42,7 +42,7 @@ def check(name: str, dtype: str, output: str, rows: Sequence[dict[str, Any]], ru
         AssertionError: it did not.
     """
     assert MESSAGE in output
-    assert "--engine.device" not in output, "the device is the recipe's own"
+    assert "--trainer.device" not in output, "the device is the recipe's own"
     assert f"{dtype} on npu:0" in output
     assert len(rows) == 2
     assert all(0 < row["memory/allocated_gib"] < row["memory/peak_gib"] for row in rows), "the CPU counts none"

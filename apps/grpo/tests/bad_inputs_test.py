@@ -29,16 +29,16 @@ class Refuse(Protocol):
 
 
 FLAGS = [
-    ("--steps 0", ["--steps must be at least 1"]),
-    ("--steps many", ["--steps", "many"]),
+    ("--max-steps 0", ["--max-steps must be at least 1"]),
+    ("--max-steps many", ["--max-steps", "many"]),
     ("--nproc-per-node 0", ["--nproc-per-node must be at least 1"]),
     ("--threads 0", ["--threads must be at least 1"]),
     ("--epochs 0", ["--epochs must be at least 1"]),
     ("--save-every 0", ["--save-every must be at least 1"]),
     ("--keep-checkpoints -1", ["--keep-checkpoints"]),
-    ("--log-groups -1", ["--log-groups"]),
-    ("--log-failures -1", ["--log-failures"]),
-    ("--tracker comet", ["--tracker", "comet", "trackio"]),
+    ("--logging.groups -1", ["--logging.groups"]),
+    ("--logging.failures -1", ["--logging.failures"]),
+    ("--logging.tracker comet", ["--logging.tracker", "comet", "trackio"]),
     ("--environment Maze", ["--environment 'Maze'", "FILE.py:NAME or package.module:name"]),
     ("--environment nowhere.py:Maze", ["there is no file", "nowhere.py", "--environment"]),
     ("--environment apps.grpo.nowhere:Maze", ["no module", "apps.grpo.nowhere", "--environment"]),
@@ -77,7 +77,7 @@ FLAGS = [
     ("--advantage best", ["--advantage", "best", "dr_grpo"]),
     ("--control-run sideways", ["--control-run", "shuffled-advantages"]),
     ("--recipe quikstart", ["quikstart", "perhaps you meant 'quickstart'"]),
-    ("--stesp 3", ["--stesp", "--steps"]),
+    ("--stesp 3", ["--stesp", "--max-steps"]),
     ("--digits 0", ["--digits"]),
     ("--digits 1", ["raise digits"]),
     ("--eval-prompts 0", ["--eval-prompts"]),
@@ -96,20 +96,20 @@ FLAGS = [
     ("--sampling.greedy", ["--sampling.greedy", "must differ"]),
     ("--sampling.seed 1", ["--seed"]),
     ("--sampling.stop-token-ids 5 99999", ["--sampling.stop-token-ids 99999", "vocabulary of 277"]),
-    ("--engine.lr -1", ["--engine.lr"]),
-    ("--engine.lr nan", ["--engine.lr"]),
-    ("--engine.grad-clip 0", ["--engine.grad-clip"]),
-    ("--engine.min-lr-ratio 0.5", ["--engine.min-lr-ratio has no effect"]),
-    ("--engine.lr-schedule cosine", ["needs total_steps"]),
-    ("--engine.context-parallel sideways", ["--engine.context-parallel must be"]),
-    ("--engine.context-parallel static:2", ["1 ranks are no multiple", "cp", "use 2 ranks"]),
-    ("--engine.context-parallel dynamic --engine.batching padded", ["batching='packed'"]),
-    ("--engine.max-tokens-per-rank 32", ["64 tokens", "raise --engine.max-tokens-per-rank"]),
-    ("--engine.tensor-parallel 2", ["1 ranks are no multiple of tp", "use 2 ranks"]),
-    ("--engine.backend megatron --engine.batching padded", ["padded", "batching='packed'"]),
-    ("--engine.device npu", ["npu"]),
-    ("--engine.model dir", ["--model"]),
-    ("--engine.temperature 0.5", ["--sampling.temperature"]),
+    ("--learning-rate -1", ["--learning-rate"]),
+    ("--learning-rate nan", ["--learning-rate"]),
+    ("--trainer.grad-clip 0", ["--trainer.grad-clip"]),
+    ("--trainer.min-lr-ratio 0.5", ["--trainer.min-lr-ratio has no effect"]),
+    ("--trainer.lr-schedule cosine", ["needs total_steps"]),
+    ("--parallel.context sideways", ["--parallel.context must be"]),
+    ("--parallel.context static:2", ["1 ranks are no multiple", "cp", "use 2 ranks"]),
+    ("--parallel.context dynamic --trainer.batching padded", ["batching='packed'"]),
+    ("--trainer.max-tokens-per-rank 32", ["64 tokens", "raise --trainer.max-tokens-per-rank"]),
+    ("--parallel.tensor 2", ["1 ranks are no multiple of tp", "use 2 ranks"]),
+    ("--trainer.backend megatron --trainer.batching padded", ["padded", "batching='packed'"]),
+    ("--trainer.device npu", ["npu"]),
+    ("--trainer.model dir", ["--model"]),
+    ("--trainer.temperature 0.5", ["--sampling.temperature"]),
     ("--objective.clip-high 0.3", ["no effect with one update a batch"]),
     ("--epochs 2 --objective.clip-low 1.5", ["--objective.clip-low"]),
     ("--epochs 2 --objective.clip-high nan", ["--objective.clip-high"]),
@@ -125,7 +125,7 @@ FLAGS = [
     ("--warm-start.steps 0 --warm-start.batch-size 8", ["--warm-start.batch-size has no effect"]),
 ]  # fmt: skip
 if not torch.cuda.is_available():
-    FLAGS.append(("--engine.device cuda", ["cuda"]))
+    FLAGS.append(("--trainer.device cuda", ["cuda"]))
 
 GOOD = '{"question": "1+1=", "answer": "2"}\n'
 
@@ -262,7 +262,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
 
 def on_a_file(model: Path, path: Path) -> tuple[str, ...]:
-    words = f"--model {model} --data {path} --engine.device cpu --max-episode-tokens 128 --max-prompt-tokens 64"
+    words = f"--model {model} --data {path} --trainer.device cpu --max-episode-tokens 128 --max-prompt-tokens 64"
     return (*words.split(), "--sampling.max-new-tokens", "4")
 
 
@@ -336,7 +336,7 @@ def test_a_truncated_parquet_file(refused: Refuse, model: Path, tmp_path: Path) 
         ("--max-episode-tokens 4096", ["--max-episode-tokens 4096", "2048 positions"]),
         ("--max-prompt-tokens 128", ["--max-prompt-tokens 128 must be below --max-episode-tokens 128"]),
         ("--sampling.max-new-tokens 128", ["--sampling.max-new-tokens 128 must be below"]),
-        ("--engine.max-tokens-per-rank 100", ["128 tokens", "raise --engine.max-tokens-per-rank"]),
+        ("--trainer.max-tokens-per-rank 100", ["128 tokens", "raise --trainer.max-tokens-per-rank"]),
     ],
 )
 def test_lengths_that_cannot_fit(refused: Refuse, model: Path, tmp_path: Path, line: str, patterns: list[str]) -> None:
@@ -355,6 +355,6 @@ def test_runs_that_cannot_be_gone_on_with(refused: Refuse, tmp_path: Path) -> No
     config.write_text('{"steppes": 3}')
     assert_names(refused("--resume", run_dir=tmp_path / "broken"), ["steppes"])
     config.write_text('{"recipe": "quickstart", "steps": 3}')
-    for line in ("--model x", "--recipe math", "--warm-start.steps 3", "--engine.lora.rank 4"):
+    for line in ("--model x", "--recipe math", "--warm-start.steps 3", "--lora.rank 4"):
         assert_names(refused("--resume", *line.split(), run_dir=tmp_path / "broken"), ["can't change", line.split()[0]])
     assert_names(refused(run_dir=tmp_path / "broken"), ["holds a run already"])

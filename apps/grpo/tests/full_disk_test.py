@@ -7,7 +7,7 @@ import pytest
 from apps.common.testing.small_disk import assert_one_line, has_namespaces, run_on_small_disk
 
 GRPO = (
-    "-m apps.grpo.main --steps 2 --save-every 1 --eval-every 2 --eval-prompts 4 --warm-start.steps 2 "
+    "-m apps.grpo.main --max-steps 2 --save-every 1 --eval-every 2 --eval-prompts 4 --warm-start.steps 2 "
     "--warm-start.eval-prompts 4 --prompts-per-step 2 --group-size 2"
 )
 

@@ -119,15 +119,15 @@ def geo3k(path: Path, count: int = 24, broken: int | None = None) -> Path:
 
 
 def flags(finished: Path, data: Path, run_dir: Path, *more: str) -> GrpoConfig:
-    small = "--steps 1 --prompts-per-step 3 --group-size 4 --max-turns 1 --eval-prompts 2 --sampling.max-new-tokens 4"
-    engine = "--engine.device cpu --max-prompt-tokens 200 --max-episode-tokens 256"
+    small = "--max-steps 1 --prompts-per-step 3 --group-size 4 --max-turns 1 --eval-prompts 2 --sampling.max-new-tokens 4"
+    engine = "--trainer.device cpu --max-prompt-tokens 200 --max-episode-tokens 256"
     paths = ["--model", str(finished / "export"), "--data", str(data), "--run-dir", str(run_dir), "--preset", "geo3k"]
     return configure([*paths, *small.split(), *engine.split(), *more])
 
 
 def test_a_file_laid_out_as_geo3k_runs_through_the_same_flags(finished: Path, tmp_path: Path) -> None:
     data = geo3k(tmp_path / "train.parquet")
-    run(flags(finished, data, tmp_path / "run", "--engine.vision", "frozen"))
+    run(flags(finished, data, tmp_path / "run", "--trainer.vision", "frozen"))
     assert rows(tmp_path / "run")[1]["log_prob_difference_max"] < SMALL_GAP
     before, after = (load_file(at / "export/model.safetensors") for at in (finished, tmp_path / "run"))
     tower = [name for name in before if name.startswith("model.visual.")]
@@ -139,7 +139,7 @@ def test_a_column_of_images_may_have_any_name(finished: Path, tmp_path: Path) ->
     table = pq.read_table(geo3k(tmp_path / "geo3k.parquet"))
     renamed = tmp_path / "renamed.parquet"
     pq.write_table(table.rename_columns(["drawing", *table.column_names[1:]]), renamed)
-    named = ("--engine.vision", "frozen", "--media.images-column")
+    named = ("--trainer.vision", "frozen", "--media.images-column")
     never: Any = None  # nothing is answered, so nothing is scored
     asked = [
         [
@@ -162,7 +162,7 @@ def test_a_column_of_images_may_have_any_name(finished: Path, tmp_path: Path) ->
 def test_files_that_cannot_be_asked_are_refused_by_row(finished: Path, tmp_path: Path) -> None:
     data = geo3k(tmp_path / "broken.parquet", broken=4)
     with pytest.raises(ValueError, match=r"broken\.parquet, row 5: picture 0: it cannot be read"):
-        run(flags(finished, data, tmp_path / "run", "--engine.vision", "trained"))
+        run(flags(finished, data, tmp_path / "run", "--trainer.vision", "trained"))
     with pytest.raises(
         ValueError, match=r"row 1: it holds images or other media: leave such rows out, or set --engine\.vision"
     ):

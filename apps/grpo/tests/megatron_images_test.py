@@ -34,7 +34,7 @@ def test_a_script_runs_from_end_to_end_with_a_frozen_tower(
     settings = replace(config, cluster=cluster, steps=STEPS, run_dir=run_dir)
     assert run_shrunk(settings, ProcessLimit(8)).steps == STEPS
     output = capsys.readouterr().out
-    assert "--engine.vision" not in output
+    assert "--trainer.vision" not in output
     assert "--engine.router" not in output
     used = json.loads((run_dir / "config.json").read_text())["engine"]
     assert [used[size] for size in LAYOUTS[name]] == [2] * len(LAYOUTS[name])

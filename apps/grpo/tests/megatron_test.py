@@ -13,7 +13,7 @@ from apps.common.testing.weight_delta import assert_trained
 from apps.grpo.main import configure, run
 from apps.grpo.testing.recipe import RECIPE
 
-FLAGS = "--nproc-per-node 4 --engine.backend megatron --engine.tensor-parallel 2 --engine.pipeline-parallel 2"
+FLAGS = "--nproc-per-node 4 --trainer.backend megatron --parallel.tensor 2 --parallel.pipeline 2"
 LAYOUT = ("backend", "tensor_parallel", "pipeline_parallel")
 
 

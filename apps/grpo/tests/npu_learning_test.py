@@ -1,4 +1,4 @@
-"""The default run with `--engine.device npu`, from end to end, by the stand-in that computes on the CPU (by hand).
+"""The default run with `--trainer.device npu`, from end to end, by the stand-in that computes on the CPU (by hand).
 
 No Ascend hardware was at hand: this shows that nothing in a whole run leaves the device, and that it learns.
 """
@@ -21,7 +21,7 @@ def quickstart(run_dir: Path) -> tuple[float, float]:
     """What torchrun's only rank runs: held-out accuracy before and after."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # nobody connects: the group is there
-    result = run(replace(configure(["--engine.device", "npu"]), run_dir=run_dir))
+    result = run(replace(configure(["--trainer.device", "npu"]), run_dir=run_dir))
     return result.accuracy_before, result.accuracy_after
 
 

@@ -65,7 +65,7 @@ FILES = {
 }
 SMALL = (
     *("--warm-start.steps", "0", "--prompts-per-step", "2", "--group-size", "2", "--eval-prompts", "2"),
-    *("--eval-every", "2", "--save-every", "1", "--sampling.max-new-tokens", "8", "--engine.device", "cpu"),
+    *("--eval-every", "2", "--save-every", "1", "--sampling.max-new-tokens", "8", "--trainer.device", "cpu"),
 )
 
 
@@ -90,10 +90,10 @@ def app(wheel: Path, *words: str) -> str:
 
 def test_the_quickstart_runs_with_it_and_is_resumed(wheel: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    first = app(wheel, "--recipe", "quickstart", "--run-dir", str(run), "--steps", "2", *SMALL)
+    first = app(wheel, "--recipe", "quickstart", "--run-dir", str(run), "--max-steps", "2", *SMALL)
     assert "outside_sampler builds an engine of version 0" in first
     assert steps_done(run, 3)[0] == 2
-    again = app(wheel, "--recipe", "quickstart", "--run-dir", str(run), "--steps", "3", "--resume", *SMALL)
+    again = app(wheel, "--recipe", "quickstart", "--run-dir", str(run), "--max-steps", "3", "--resume", *SMALL)
     assert re.findall(r"outside_sampler builds an engine of version (\d+)", again) == ["1"]
     assert steps_done(run, 4)[0] == 3
 

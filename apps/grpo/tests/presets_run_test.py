@@ -89,11 +89,11 @@ def test_a_run_of_a_preset(layout: str, tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
     model = taught(layout, tmp_path / "model")
     words = f"--preset {layout} --model {model} --data {tmp_path / 'train.parquet'} --run-dir {tmp_path / 'run'}"
-    words += " --steps 3 --prompts-per-step 4 --group-size 6 --eval-prompts 3 --eval-share 0.2"
-    words += " --eval-every 3 --log-groups 4"
+    words += " --max-steps 3 --prompts-per-step 4 --group-size 6 --eval-prompts 3 --eval-share 0.2"
+    words += " --eval-every 3 --logging.groups 4"
     words += " --sampling.max-new-tokens 32 --max-prompt-tokens 224 --max-episode-tokens 256"
-    words += " --engine.device cpu --engine.lr 1e-4"
-    run(configure([*words.split(), *(["--engine.vision", "trained"] if layout == "geo3k" else [])]))
+    words += " --trainer.device cpu --learning-rate 1e-4"
+    run(configure([*words.split(), *(["--trainer.vision", "trained"] if layout == "geo3k" else [])]))
 
     answers = list(SAME[layout])
     answer_to = {asked(row): answers[number % len(answers)] for number, row in enumerate(rows)}

@@ -154,7 +154,7 @@ def test_resuming_a_finished_run_trains_nothing_more(finished: Finished) -> None
 def test_fewer_steps_than_done_are_refused_and_nothing_is_rewritten(finished: Finished) -> None:
     _, run_dir = finished
     before = (run_dir / "config.json").read_text()
-    with pytest.raises(ValueError, match=r"done 4 steps already: --steps 3"):
+    with pytest.raises(ValueError, match=r"done 4 steps already: --max-steps 3"):
         run(small(run_dir, steps=3, resume=True), RECIPE)
     assert (run_dir / "config.json").read_text() == before
 
@@ -252,7 +252,7 @@ def test_a_model_and_a_file_of_ones_own(finished: Finished, tmp_path: Path) -> N
     rows_ = [{"ask": f"What is {i} and {i}?", "gold": f"Twice.\n#### {2 * i}"} for i in range(40)]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_))
     words = f"--model {run_dir / 'export'} --data {tmp_path / 'own.jsonl'} --prompt-column ask --answer-column gold"
-    words += f" --run-dir {tmp_path / 'run'} --engine.device cpu --engine.lr 1e-3 --steps 1"
+    words += f" --run-dir {tmp_path / 'run'} --trainer.device cpu --learning-rate 1e-3 --max-steps 1"
     words += " --prompts-per-step 2 --group-size 4"
     words += " --sampling.max-new-tokens 4 --max-episode-tokens 128 --max-prompt-tokens 64"
     words += " --reward apps.grpo.testing.plugins:by_end"  # which an untrained model's differ by
@@ -265,8 +265,8 @@ def test_a_model_and_a_file_of_ones_own(finished: Finished, tmp_path: Path) -> N
 
 def own(run_dir: Path, path: Path, **changes: Any) -> GrpoConfig:
     words = f"--environment apps.grpo.testing.plugins:Digits apps.grpo.testing.plugins:Letters --tasks {path}"
-    words += " --environment-shares Digits=1 Letters=3 --system-prompt Speak! --engine.device cpu --engine.lr 1e-3"
-    words += " --steps 4 --prompts-per-step 4 --group-size 4 --sampling.max-new-tokens 6 --eval-every 2 --save-every 2"
+    words += " --environment-shares Digits=1 Letters=3 --system-prompt Speak! --trainer.device cpu --learning-rate 1e-3"
+    words += " --max-steps 4 --prompts-per-step 4 --group-size 4 --sampling.max-new-tokens 6 --eval-every 2 --save-every 2"
     words += " --eval-prompts 3 --eval-share 0.2"
     return replace(configure(words.split()), run_dir=run_dir, **changes)
 

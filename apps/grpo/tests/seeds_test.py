@@ -128,7 +128,7 @@ def test_layouts_and_stages() -> None:
 
 def test_flags_change_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        main(["--plan", "--recipe", "qwen3-5-122b-a10b-megatron", "--engine.tensor-parallel", "4"])
+        main(["--plan", "--recipe", "qwen3-5-122b-a10b-megatron", "--parallel.tensor", "4"])
     assert stop.value.code == 1
     assert (
         "PROBLEM   2 key-value heads do not divide over tp = 4: lower tp to a divisor of 2" in capsys.readouterr().out

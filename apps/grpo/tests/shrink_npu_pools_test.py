@@ -22,7 +22,7 @@ def test_the_recipe_runs_as_it_stands(tmp_path: Path, capfd: pytest.CaptureFixtu
     """Fully asynchronous: twelve ranks of TP2, PP3, EP2, expert TP2; two samplers in Ray, each two copies in vLLM of
     two workers, which share the experts. No flag leaves anything out."""
     output, rows = run_whole(["--recipe", NAME, "--shrink", "--run-dir", str(tmp_path / "run")], tmp_path, capfd)
-    assert {line.split()[1] for line in output.splitlines() if line.startswith("flag")} == {"--steps"}
+    assert {line.split()[1] for line in output.splitlines() if line.startswith("flag")} == {"--max-steps"}
     for change in ("processes  16 -> 12", "cluster.pools.rollout-nodes  8 -> 1", "cluster.rollout.ep  64 -> 4"):
         assert f"--{change}" in output
     assert "--rollout.ray-workers" not in output
@@ -38,5 +38,5 @@ def test_samplers_in_ray_that_would_sample_on_an_npu_are_refused(
 ) -> None:
     argv = ["--recipe", NAME, "--shrink", "--run-dir", str(tmp_path / "run"), "--no-vllm"]
     argv += ["--nproc-per-node", "128", "--rollout.ray-workers", "1"]
-    with pytest.raises(AssertionError, match=r"ray-workers on npu: no test has run .*set --engine.device cpu, or"):
+    with pytest.raises(AssertionError, match=r"ray-workers on npu: no test has run .*set --trainer.device cpu, or"):
         run_whole(argv, tmp_path, capfd)

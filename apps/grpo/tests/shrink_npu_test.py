@@ -11,7 +11,7 @@ from engines.testing.npu.build import reason_against
 pytestmark = pytest.mark.skipif(reason_against() is not None, reason=str(reason_against()))
 CASES = {
     "qwen3-5-27b-fsdp2-npu": (2, ()),
-    "qwen3-5-35b-a3b-fsdp2-npu": (2, ("--engine.dtype", "float32")),
+    "qwen3-5-35b-a3b-fsdp2-npu": (2, ("--trainer.dtype", "float32")),
     "qwen3-235b-a22b-async-npu": (1, ONE_RANK),
 }
 """Most ranks, and flags. The last is fully asynchronous: one rank beside a process that samples."""

@@ -32,7 +32,7 @@ def test_a_recipe_runs_through_device_npu_with_its_own_sampler(
     for entry in recipes()[name].config.cluster.env:  # as the command starts itself again with them
         monkeypatch.setenv(*entry.split("="))
     output, rows = run_whole(["--recipe", name, "--shrink=2", "--run-dir", str(tmp_path / "run")], tmp_path, capfd)
-    assert {line.split()[1] for line in output.splitlines() if line.startswith("flag")} == {"--steps"}
+    assert {line.split()[1] for line in output.splitlines() if line.startswith("flag")} == {"--max-steps"}
     assert "device --rollout.device  auto -> cpu" in output
     assert [row["weights/version"] for row in rows] == [1, 2]
     assert [row["rollout/failed_episodes"] for row in rows] == [0, 0]
@@ -46,7 +46,7 @@ def test_both_sides_of_the_asynchronous_recipe_run_beside_each_other(
     """One Megatron rank on device npu; two copies in vLLM of two workers each; experts are dealt to all four."""
     argv = ["--recipe", ASYNC, "--shrink=1", "--run-dir", str(tmp_path / "run"), *ON_ONE_MACHINE, *ONE_RANK]
     output, rows = run_whole(argv, tmp_path, capfd)
-    for change in ("tp  8 -> 2", "dp  8 -> 2", "ep  64 -> 4", "device  auto -> cpu"):
+    for change in ("tensor-parallel  8 -> 2", "data-parallel  8 -> 2", "expert-parallel  64 -> 4", "device  auto -> cpu"):
         assert f"--rollout.{change}" in output
     assert max(proofs(rows)) < 0.05
     check(ASYNC, "bfloat16", output, rows, tmp_path / "run")

@@ -25,7 +25,7 @@ def test_a_script_with_images_runs_from_end_to_end_through_two_workers(
     run_dir = tmp_path / "run"
     assert run_shrunk(replace(config, steps=2, run_dir=run_dir), ProcessLimit(2)).steps == 2
     output = capsys.readouterr().out
-    assert {line.split()[1] for line in output.splitlines() if line.startswith("flag")} == {"--steps"}
+    assert {line.split()[1] for line in output.splitlines() if line.startswith("flag")} == {"--max-steps"}
     steps = rows(run_dir)[1:]
     assert [row["weights/version"] for row in steps] == [1, 2]
     assert [row["rollout/failed_episodes"] for row in steps] == [0, 0]

@@ -138,7 +138,7 @@ def check_no_media(row: Row, *columns: str) -> None:
     if media:
         raise ValueError(
             f"column {media[0]!r} holds media, which nobody reads here: remove such rows, or, for images of "
-            "conversations, set --engine.vision to frozen or trained (and --media.images-column)"
+            "conversations, set --trainer.vision to frozen or trained (and --media.images-column)"
         )
 
 
@@ -202,7 +202,7 @@ def _check_parts(parts: Sequence[Any], where: str, sees: bool) -> None:
         if kind == "image" and sees:
             continue
         if kind != "text" or not isinstance(part.get("text"), str):
-            hint = "" if sees else "; images are seen with --engine.vision frozen or trained"
+            hint = "" if sees else "; images are seen with --trainer.vision frozen or trained"
             raise ValueError(
                 f"{where}: a part of kind {kind!r}, which nobody reads, so remove such rows "
                 f'(a text part is {{"type": "text", "text": ...}}{hint})'

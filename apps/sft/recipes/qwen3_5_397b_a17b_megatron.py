@@ -67,7 +67,7 @@ RECIPE = Recipe(
         deviations=(
             "rows are packed, 2048 tokens a rank: eight micro-batches keep the stages busier than the script's four",
             "a share of the file is held out: the script has no validation file",
-            "the learning rate falls over --engine.total-steps; the script counts one epoch of a file of any size",
+            "the learning rate falls over --trainer.total-steps; the script counts one epoch of a file of any size",
             "longer conversations are left out and counted, where the script stops",
         ),
     ),

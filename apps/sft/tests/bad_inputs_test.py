@@ -43,11 +43,11 @@ def refusal(argv: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -
     ("argv", "words"),
     [
         (["--recipe", "finetun"], "perhaps you meant 'finetune'"),
-        (["--steps", "0"], "--steps must be at least 1"),
-        (["--steps", "many"], "--steps"),
-        (["--tracker", "comet"], "comet"),
-        (["--report_to", "wandb"], "--report_to is --tracker"),
-        (["--step", "3"], "--steps"),
+        (["--max-steps", "0"], "--max-steps must be at least 1"),
+        (["--max-steps", "many"], "--max-steps"),
+        (["--logging.tracker", "comet"], "comet"),
+        (["--report_to", "wandb"], "--report_to is --logging.tracker"),
+        (["--step", "3"], "--max-steps"),
         (["--batch-size", "-1"], "--batch-size must be at least 1"),
         (["--keep-checkpoints", "-1"], "--keep-checkpoints must be at least 0"),
         (["--eval-share", "1.5"], "--eval-share must lie between 0 and 1"),
@@ -60,19 +60,19 @@ def refusal(argv: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -
         (["--max-tokens", "99999"], "raise that to 99999"),
         (["--data", "x.jsonl"], "recipe 'finetune' has no model of its own: add --model"),
         (["--model", "x"], "recipe 'finetune' has no data of its own: add --data"),
-        (["--engine.lr", "nan"], "lr must be a finite number"),
-        (["--engine.lr", "-1"], "lr must be at least 0"),
-        (["--engine.total-steps", "5"], "--engine.total-steps has no effect"),
-        (["--engine.lr-schedule", "cosine"], "needs total_steps"),
-        (["--engine.temperature", "0.5"], "supervised training has none"),
-        (["--engine.context-parallel", "ring"], "'off', 'static:N' or 'dynamic'"),
-        (["--engine.tensor-parallel", "2"], "1 ranks are no multiple of tp"),
-        (["--engine.backend", "megatron", "--engine.batching", "padded"], "Megatron's layers get packed tokens alone"),
-        (["--engine.device", "npu"], "torch_npu is not installed"),
+        (["--learning-rate", "nan"], "lr must be a finite number"),
+        (["--learning-rate", "-1"], "lr must be at least 0"),
+        (["--trainer.total-steps", "5"], "--trainer.total-steps has no effect"),
+        (["--trainer.lr-schedule", "cosine"], "needs total_steps"),
+        (["--trainer.temperature", "0.5"], "supervised training has none"),
+        (["--parallel.context", "ring"], "'off', 'static:N' or 'dynamic'"),
+        (["--parallel.tensor", "2"], "1 ranks are no multiple of tp"),
+        (["--trainer.backend", "megatron", "--trainer.batching", "padded"], "Megatron's layers get packed tokens alone"),
+        (["--trainer.device", "npu"], "torch_npu is not installed"),
         (["--layout.tp", "2"], "--layout.tp"),
         (
-            ["--engine.optimizer-on-host", "--engine.moments-dtype", "bfloat16"],
-            "--engine.optimizer-on-host keeps float32 moments",
+            ["--trainer.optimizer-on-host", "--trainer.moments-dtype", "bfloat16"],
+            "--trainer.optimizer-on-host keeps float32 moments",
         ),
         (["--pools.nodes", "2"], "--pools.nodes 2 is not supported"),
         (["--rollout.engine", "vllm"], "a supervised run samples nothing"),
@@ -91,14 +91,14 @@ def refusal(argv: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -
         (["--data-processes", "0"], "--data-processes must be at least 1"),
         (["--epochs", "0"], "--epochs must be a number above 0"),
         (["--epochs", "inf"], "--epochs must be a number above 0"),
-        (["--epochs", "2", "--steps", "5"], "--steps has no effect with --epochs"),
+        (["--epochs", "2", "--max-steps", "5"], "--max-steps has no effect with --epochs"),
         (["--epochs", "2", "--plan"], "it can't count --epochs"),
         (["--eval-rows", "0"], "--eval-rows must be at least 1"),
         (["--export", "first"], "--export"),
         (["--load_best_model_at_end", "True"], "--load_best_model_at_end is --export best here"),
         (["--dataset_text_field", "t"], "--dataset_text_field is --text-column here"),
         (["--resume"], "nothing to resume"),
-        (["--learning_rate", "1e-5"], "--learning_rate is --engine.lr here"),
+        (["--learning_rate", "1e-5"], "--learning_rate is --learning-rate here"),
         (["--num_train_epochs", "3"], "--num_train_epochs is --epochs here"),
         (["--per_device_train_batch_size", "8"], "--batch-size"),
         (["--max_seq_length", "512"], "--max_seq_length is --max-tokens here"),
@@ -160,7 +160,7 @@ def test_a_bad_file(
 ) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    argv = ["--model", str(model), "--data", str(tmp_path / name), "--engine.device", "cpu"]
+    argv = ["--model", str(model), "--data", str(tmp_path / name), "--trainer.device", "cpu"]
     message = refusal(argv, tmp_path, capsys)
     assert words in message
     assert name in message or words.startswith("lower")
@@ -170,7 +170,7 @@ def test_a_parquet_row_is_named(model: Path, tmp_path: Path, capsys: pytest.Capt
     pq.write_table(pa.Table.from_pylist([*GOOD, chat("", "")]), tmp_path / "a.parquet")
     rows = [*GOOD, {"messages": [{"role": "robot", "content": "x"}]}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "b.parquet")
-    argv = ["--model", str(model), "--data", str(tmp_path / "b.parquet"), "--engine.device", "cpu"]
+    argv = ["--model", str(model), "--data", str(tmp_path / "b.parquet"), "--trainer.device", "cpu"]
     assert "b.parquet, row 41" in refusal(argv, tmp_path, capsys)
 
 
@@ -222,7 +222,7 @@ def test_a_bad_model_directory(
         (own / name).unlink()
     change(own)
     (tmp_path / "a.jsonl").write_bytes(lines(GOOD))
-    argv = ["--model", str(own), "--data", str(tmp_path / "a.jsonl"), "--engine.device", "cpu"]
+    argv = ["--model", str(own), "--data", str(tmp_path / "a.jsonl"), "--trainer.device", "cpu"]
     assert words in refusal(argv, tmp_path, capsys)
 
 
@@ -230,15 +230,15 @@ def test_a_finished_run_is_not_written_over_and_not_cut_short(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
-    argv = ["--steps", "2", "--batch-size", "4", "--demonstrations", "64", "--eval-rows", "4"]
+    argv = ["--max-steps", "2", "--batch-size", "4", "--demonstrations", "64", "--eval-rows", "4"]
     main([*argv, "--run-dir", str(folder)])
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for more, words in (
         (argv, "holds a run already"),
-        (["--resume", "--steps", "1"], "has done 2 steps already"),
-        (["--resume", "--steps", "3", "--seed", "1"], "--seed can't change when a run is resumed"),
-        (["--resume", "--steps", "3", "--recipe", "finetune"], "--recipe can't change when a run is resumed"),
-        (["--resume", "--steps", "3", "--engine.lora.alpha", "7"], "--engine.lora.alpha can't change when a run is"),
+        (["--resume", "--max-steps", "1"], "has done 2 steps already"),
+        (["--resume", "--max-steps", "3", "--seed", "1"], "--seed can't change when a run is resumed"),
+        (["--resume", "--max-steps", "3", "--recipe", "finetune"], "--recipe can't change when a run is resumed"),
+        (["--resume", "--max-steps", "3", "--lora.alpha", "7"], "--lora.alpha can't change when a run is"),
     ):
         with pytest.raises(SystemExit) as stop:
             cli.main(partial(main, [*more, "--run-dir", str(folder)]))

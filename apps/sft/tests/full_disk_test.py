@@ -6,7 +6,7 @@ import pytest
 
 from apps.common.testing.small_disk import assert_one_line, has_namespaces, run_on_small_disk
 
-FLAGS = "--save-every 1 --eval-rows 4 --batch-size 4 --demonstrations 64 --steps 3"
+FLAGS = "--save-every 1 --eval-rows 4 --batch-size 4 --demonstrations 64 --max-steps 3"
 SFT = f"-m apps.sft.main {FLAGS}"
 pytestmark = pytest.mark.skipif(not has_namespaces(), reason="no namespace of its own for mounts")
 

@@ -90,15 +90,15 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def config(model: Path, data: Path, run_dir: Path, *more: str) -> SftConfig:
     small = (
-        "--steps 2 --batch-size 6 --eval-every 2 --save-every 2 --eval-share 0.3 --engine.device cpu --max-tokens 80"
+        "--max-steps 2 --batch-size 6 --eval-every 2 --save-every 2 --eval-share 0.3 --trainer.device cpu --max-tokens 80"
     )
-    engine = "--engine.max-tokens-per-rank 160 --engine.lr 0.01"
+    engine = "--trainer.max-tokens-per-rank 160 --learning-rate 0.01"
     paths = ["--model", str(model), "--data", str(data), "--run-dir", str(run_dir)]
     return configure([*paths, *small.split(), *engine.split(), *more])
 
 
 def load(model: Path, path: Path, *more: str) -> Conversations:
-    settings = config(model, path, path.parent / "unused", "--engine.vision", "frozen", *more)
+    settings = config(model, path, path.parent / "unused", "--trainer.vision", "frozen", *more)
     image_processor, column = image_processor_of(settings.engine, model), settings.cluster.media.images_column
     cache = path.parent / "tokens"
     return load_conversations(
@@ -176,7 +176,7 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
 def test_a_runs_losses_are_those_of_stock_transformers_one_at_a_time(model: Path, tmp_path: Path, vision: str) -> None:
     """Packed, before training and of what is exported; the tower is trained, or stays bit for bit."""
     data, held_out = in_parts(36), in_parts(48)[36:]
-    options = ("--eval-data", str(write(tmp_path / "held-out.jsonl", held_out)), "--engine.vision", vision)
+    options = ("--eval-data", str(write(tmp_path / "held-out.jsonl", held_out)), "--trainer.vision", vision)
     settings = config(model, write(tmp_path / "data.jsonl", data), tmp_path / "run", *options, "--eval-share", "None")
     result = run(settings)
     assert result.loss_before == pytest.approx(stock_loss(model, held_out), rel=1e-5)
@@ -213,7 +213,7 @@ def test_bad_images_are_refused_by_file_and_row_before_a_step(model: Path, tmp_p
     change, words = BAD[name]
     path = write(tmp_path / "bad.jsonl", broken(in_a_column("bare"), 7, change))
     with pytest.raises(ValueError, match=rf"bad\.jsonl, {words}"):
-        run(config(model, path, tmp_path / "run", "--engine.vision", "frozen"))
+        run(config(model, path, tmp_path / "run", "--trainer.vision", "frozen"))
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 

@@ -29,7 +29,7 @@ def argv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     AutoModelForCausalLM.from_config(config).save_pretrained(model)
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
     where = ["--model", str(model), "--data", str(tmp_path / "rows.jsonl"), "--run-dir", str(tmp_path / "run")]
-    return [*where, "--batch-size", "4", "--engine.device", "cpu"]
+    return [*where, "--batch-size", "4", "--trainer.device", "cpu"]
 
 
 def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -43,17 +43,17 @@ def test_a_run_has_the_certificates_that_it_stands_on(
     argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    found = re.search(r"accept that by name \(allow_untested=(\S+);", refusal([*argv, "--steps", "1"], capsys))
+    found = re.search(r"accept that by name \(allow_untested=(\S+);", refusal([*argv, "--max-steps", "1"], capsys))
     assert found is not None
     unseen = found[1].split(",")
-    text = refusal([*argv, "--steps", "1", "--allow-untested", "conv_biass"], capsys)
+    text = refusal([*argv, "--max-steps", "1", "--allow-untested", "conv_biass"], capsys)
     assert "--allow-untested conv_biass: names are npu, nodes, sampler and fields" in text
     assert f"untested here: {', '.join(unseen)}" in text
-    assert "--engine.allow-untested is --allow-untested here" in refusal(
-        [*argv, "--engine.allow-untested", "x"], capsys
+    assert "--allow-untested is --allow-untested here" in refusal(
+        [*argv, "--allow-untested", "x"], capsys
     )
     assert not run.exists()
-    main([*argv, "--steps", "1", "--allow-untested", f"{found[1]},nodes"])
+    main([*argv, "--max-steps", "1", "--allow-untested", f"{found[1]},nodes"])
     printed = capsys.readouterr().out
     (written,) = (run / "certificates").iterdir()
     certificate = json.loads(written.read_text())
@@ -67,6 +67,6 @@ def test_a_run_has_the_certificates_that_it_stands_on(
     assert page.index(f"accepted untested, by name: {unseen[0]} (") < page.index('<section id="proofs">')
     earlier = run / "certificates" / "packed-rows-of-before.json"
     earlier.write_text(written.read_text())
-    main(["--resume", "--run-dir", str(run), "--steps", "2"])
+    main(["--resume", "--run-dir", str(run), "--max-steps", "2"])
     assert {written, earlier} == set((run / "certificates").iterdir())
     assert "2 certificates of what this run stands on" in (run / "report.html").read_text()

@@ -149,10 +149,10 @@ def test_other_rows_than_were_next_are_refused_by_name(
 ) -> None:
     files = [f"{write(tmp_path / 'a.jsonl', 40)}:3", f"{write(tmp_path / 'b.jsonl', 40, 'y')}:1"]
     model = save_tiny_model(tmp_path / "model", 0)
-    usual = ["--batch-size", "4", "--engine.device", "cpu", "--run-dir", str(tmp_path / "run")]
-    main(["--model", str(model), "--data", *files, "--steps", "2", *usual])
+    usual = ["--batch-size", "4", "--trainer.device", "cpu", "--run-dir", str(tmp_path / "run")]
+    main(["--model", str(model), "--data", *files, "--max-steps", "2", *usual])
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    go_on = ["--resume", "--run-dir", str(tmp_path / "run"), "--steps", "3"]
+    go_on = ["--resume", "--run-dir", str(tmp_path / "run"), "--max-steps", "3"]
     said = refused([*go_on, *change(tmp_path)], capsys)
     assert all(word in said for word in words), said
     assert "start a new run" in said
@@ -187,7 +187,7 @@ def test_a_torn_checkpoint_is_refused_by_the_name_of_its_file(
     run_dir = shutil.copytree(torn, tmp_path / "run")
     tear(run_dir / "checkpoints" / "step-000002" / name)
     before = (run_dir / "metrics.jsonl").read_bytes()
-    said = refused(["--resume", "--steps", "3", "--run-dir", str(run_dir)], capsys)
+    said = refused(["--resume", "--max-steps", "3", "--run-dir", str(run_dir)], capsys)
     assert name in said
     assert words in said
     assert "step-000002" in said

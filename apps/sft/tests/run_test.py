@@ -119,9 +119,9 @@ def test_a_users_own_file_is_used(tmp_path: Path) -> None:
 def test_a_run_that_diverges_ends_with_an_error_and_without_an_export(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["--steps", "3", "--batch-size", "8", "--demonstrations", "64", "--engine.lr", "1e30"]
+    argv = ["--max-steps", "3", "--batch-size", "8", "--demonstrations", "64", "--learning-rate", "1e30"]
     with pytest.raises(SystemExit) as stop:
-        cli.main(lambda: main([*argv, "--run-dir", str(tmp_path / "run"), "--engine.warmup-steps", "0"]))
+        cli.main(lambda: main([*argv, "--run-dir", str(tmp_path / "run"), "--trainer.warmup-steps", "0"]))
     assert stop.value.code == 1
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
     assert not (tmp_path / "run" / "export").exists()

@@ -47,7 +47,7 @@ def test_a_recipe_runs_from_end_to_end(
     assert result.steps == len(rows) - 1 == 4
     assert result.loss_after < result.loss_before
     assert_trained(tmp_path / "run", only=chosen(tmp_path / "run"))
-    assert "--engine.device  cuda -> cpu" in capsys.readouterr().out
+    assert "--trainer.device  cuda -> cpu" in capsys.readouterr().out
     trained = AutoConfig.from_pretrained(tmp_path / "run" / "export").get_text_config()
     origin = RECIPES[name].origin
     assert origin is not None

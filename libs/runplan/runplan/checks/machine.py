@@ -45,7 +45,7 @@ def _torch_npu(operators: bool) -> str:
     if installed.partition(".post")[0] != torch:
         return f"missing: torch_npu {installed} is not for torch {torch}; install torch_npu=={torch}"
     if operators and not SpecifierSet(VERSIONS).contains(installed.partition(".post")[0], prereleases=True):
-        return f"missing: torch_npu {VERSIONS} for its operators, {installed} is here; set --engine.npu-operators off"
+        return f"missing: torch_npu {VERSIONS} for its operators, {installed} is here; set --trainer.npu-operators off"
     return f"torch_npu {installed} beside torch {torch}"
 
 

@@ -68,7 +68,7 @@ def test_a_torch_npu_whose_operators_were_not_read_is_told(tmp_path: Path, monke
     """Of the torch that is here, were that another one."""
     monkeypatch.setattr(machine, "version", {"torch": "2.14.0", "torch_npu": "2.14.0"}.__getitem__)
     line = npu(engine=EngineConfig(device="npu"))[0]
-    assert line == "missing: torch_npu >=2.13,<2.14 for its operators, 2.14.0 is here; set --engine.npu-operators off"
+    assert line == "missing: torch_npu >=2.13,<2.14 for its operators, 2.14.0 is here; set --trainer.npu-operators off"
     assert npu()[0] == "torch_npu 2.14.0 beside torch 2.14.0"
 
 

@@ -31,10 +31,10 @@ RAY_NPUS = Unsupported(
 )
 RAY_APART = Supported("apps/grpo/tests/ray_pools_test.py")
 APART = ("pools.placement", "pools.rollout_nodes")
-DENSE = Unsupported("the model has no router, and no token is sent to experts: leave --engine.routing-replay out")
+DENSE = Unsupported("the model has no router, and no token is sent to experts: leave --trainer.routing-replay out")
 NOTHING_TO_REPLAY = Unsupported("a supervised run has no sampler whose experts it could replay: leave it out")
 IMAGES = Supported("apps/grpo/tests/images_test.py::test_a_column_of_images_may_have_any_name")
-NO_VISION = Unsupported("the model is trained on text: set --engine.vision to frozen or trained")
+NO_VISION = Unsupported("the model is trained on text: set --trainer.vision to frozen or trained")
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def _engine_requirements(spec: RunSpec) -> list[Requirement]:
     features += ["moe"] if shape is not None and shape.experts else []
     every = [Requirement(feature, supports(engine, feature)) for feature in features]
     if engine.device == "npu" and not spec.fake_device:
-        every.append(Requirement("--engine.device npu", NO_NPU))
+        every.append(Requirement("--trainer.device npu", NO_NPU))
     if engine.device == "npu" and spec.cluster.rollout.ray_workers and spec.cluster.rollout.device != "cpu":
         every.append(Requirement("Ray's samplers on NPUs", RAY_NPUS))
     if shape is not None:
@@ -84,10 +84,10 @@ def _engine_requirements(spec: RunSpec) -> list[Requirement]:
 def _replay(spec: RunSpec) -> list[Requirement]:
     """Return the requirements of routing replay: a router, as far as the model is known, and a sampler."""
     if spec.app == "sft":
-        return [Requirement("--engine.routing-replay (experts to replay)", NOTHING_TO_REPLAY)]
+        return [Requirement("--trainer.routing-replay (experts to replay)", NOTHING_TO_REPLAY)]
     if has_experts(spec) is False:
-        return [Requirement("--engine.routing-replay (experts to replay)", DENSE)]
-    return [Requirement("--engine.routing-replay (experts to replay)", spec.cluster.sampler.supports("routed_experts"))]
+        return [Requirement("--trainer.routing-replay (experts to replay)", DENSE)]
+    return [Requirement("--trainer.routing-replay (experts to replay)", spec.cluster.sampler.supports("routed_experts"))]
 
 
 def has_experts(spec: RunSpec) -> bool | None:

@@ -19,12 +19,12 @@ def answers(engine: str) -> dict[str, bool]:
 def test_a_sampler_of_somebody_elses_answers_for_its_own_settings() -> None:
     assert answers("mine.py:Backend") == {
         "--rollout.engine mine.py:Backend": True,
-        "--rollout.tp 2": True,
+        "--rollout.tensor-parallel 2": True,
         "images shown to the sampler": True,
     }
-    assert answers("native")["--rollout.tp 2"] is False
+    assert answers("native")["--rollout.tensor-parallel 2"] is False
 
 
 def test_vllm_answers_by_what_its_tests_have_run() -> None:
     pytest.importorskip("rollout.vllm")
-    assert answers("vllm")["--rollout.tp 2"] is True
+    assert answers("vllm")["--rollout.tensor-parallel 2"] is True

@@ -1,6 +1,6 @@
 """Memory of a model's head in its backward pass, from sizes alone: logits of a chunk of tokens, and gradients.
 
-Plain heads take a chunk of tokens at a time (`--engine.logit-chunk`) and make four float32 matrices of its logits.
+Plain heads take a chunk of tokens at a time (`--trainer.logit-chunk`) and make four float32 matrices of its logits.
 Where layers and head are compiled (`engines.fast`), logits stay in the compute dtype and their gradient overwrites
 them.
 """

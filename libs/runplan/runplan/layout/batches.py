@@ -31,8 +31,8 @@ def batch_problems(sequences: int, mini_batches: int, longest: int, tokens: int)
     if longest > tokens:
         problems.append(
             f"a sequence of {longest} tokens does not fit a micro-batch of {tokens}: raise "
-            f"--engine.max-tokens-per-rank, share a sequence among {-(-longest // tokens)} times as many ranks by "
-            "--engine.context-parallel, or lower the lengths"
+            f"--trainer.max-tokens-per-rank, share a sequence among {-(-longest // tokens)} times as many ranks by "
+            "--parallel.context, or lower the lengths"
         )
     if mini_batches > sequences:
         problems.append(f"{sequences} sequences are too few for {mini_batches} mini-batches: lower the latter")

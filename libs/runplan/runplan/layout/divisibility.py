@@ -16,7 +16,7 @@ def divisibility_problems(shape: ModelShape, engine: EngineConfig) -> list[str]:
     """Return all sizes that tensor and expert parallelism do not divide; an engine would refuse them one by one."""
     tp, ep, etp = engine.tensor_parallel, engine.expert_parallel, engine.expert_tensor_parallel
     problems = [
-        f"{count} {name} do not divide over tp = {tp}: lower tp to a divisor of {count} (--engine.tensor-parallel)"
+        f"{count} {name} do not divide over tp = {tp}: lower tp to a divisor of {count} (--parallel.tensor)"
         for name, count in head_counts(shape).items()
         if count % tp
     ]
@@ -25,23 +25,23 @@ def divisibility_problems(shape: ModelShape, engine: EngineConfig) -> list[str]:
         what = "a shared expert" if shape.experts else "the MLP"
         problems.append(
             f"{what} of width {width} does not divide over tp = {tp}: lower tp to a divisor of {width} "
-            "(--engine.tensor-parallel)"
+            "(--parallel.tensor)"
         )
     if not shape.experts:
         if ep * etp > 1:
             problems.append(
-                "--engine.expert-parallel and --engine.expert-tensor-parallel are for mixtures of experts, "
+                "--parallel.expert and --parallel.expert-tensor are for mixtures of experts, "
                 "this model is dense: leave both at 1"
             )
         return problems
     if shape.experts % ep:
         problems.append(
             f"{shape.experts} experts do not divide over ep = {ep}: choose ep from the divisors of {shape.experts} "
-            "(--engine.expert-parallel)"
+            "(--parallel.expert)"
         )
     if shape.expert_intermediate % etp:
         problems.append(
             f"experts of width {shape.expert_intermediate} do not divide over etp = {etp}: lower etp to a divisor of "
-            f"{shape.expert_intermediate} (--engine.expert-tensor-parallel)"
+            f"{shape.expert_intermediate} (--parallel.expert-tensor)"
         )
     return problems

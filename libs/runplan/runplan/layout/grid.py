@@ -76,7 +76,7 @@ def grid_problems(ranks: int, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int 
     model, problems = tp * cp * pp, []
     if ranks % model:
         sizes = f"tp x cp x pp = {tp} x {cp} x {pp} = {model}" if tp * cp > 1 else f"pp = {pp}"
-        flags = {"--engine.tensor-parallel": tp, "--engine.context-parallel": cp, "--engine.pipeline-parallel": pp}
+        flags = {"--parallel.tensor": tp, "--parallel.context": cp, "--parallel.pipeline": pp}
         wrong = ", ".join(flag for flag, size in flags.items() if size > 1)
         problems.append(
             f"{ranks} ranks are no multiple of {sizes}: use {_near(ranks, model)} ranks (--nproc-per-node, "
@@ -87,7 +87,7 @@ def grid_problems(ranks: int, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int 
         fix = f"ep to one of {fitting}" if fitting else f"etp to a divisor of {stage}, and ep with it"
         problems.append(
             f"the {stage} ranks of a pipeline stage are no multiple of ep x etp = {ep} x {etp} = {ep * etp} "
-            f"(--engine.expert-parallel, --engine.expert-tensor-parallel): lower {fix}"
+            f"(--parallel.expert, --parallel.expert-tensor): lower {fix}"
         )
     return problems
 

@@ -107,7 +107,7 @@ def _device(
     tokens, width = engine.max_tokens_per_rank, width_of(engine)
     whole, again = (gib(activation_bytes(shape, max(layers), tokens, how, width, grid.tp)) for how in (False, True))
     taken = f"{again}, layers computed again" if engine.gradient_checkpointing else f"{whole}, all kept"
-    other = f"{whole} were all kept" if engine.gradient_checkpointing else f"{again} by --engine.gradient-checkpointing"
+    other = f"{whole} were all kept" if engine.gradient_checkpointing else f"{again} by --trainer.gradient-checkpointing"
     return [
         line,
         *_stages(spec, shape, grid, layers),
@@ -122,16 +122,16 @@ def _too_much(spec: RunSpec, states: States, peak: Peak) -> list[str]:
     if memory is None or peak.bytes / GIB < memory:
         return []
     if states.device / GIB >= memory:
-        more = "" if states.on_host else ", or --engine.optimizer-on-host"
+        more = "" if states.on_host else ", or --trainer.optimizer-on-host"
         states_text = f"{states.device / GIB:.0f} GiB of {_named(states)}"
         return [f"{states_text} do not fit a device of {memory:g} GiB: {_fewer(spec)}{more}"]
     problem = f"{peak.bytes / GIB:.0f} GiB at the fullest moment of a step ({peak.when}) do not fit a device of "
-    fix = "lower --engine.max-tokens-per-rank, recompute layers (--engine.gradient-checkpointing)"
+    fix = "lower --trainer.max-tokens-per-rank, recompute layers (--trainer.gradient-checkpointing)"
     return [f"{problem}{memory:g} GiB: {fix}, or {_fewer(spec)}"]
 
 
 def _fewer(spec: RunSpec) -> str:
-    return "raise --engine.shard-ranks" if spec.shards < spec.ranks else "use more nodes"
+    return "raise --parallel.shard-ranks" if spec.shards < spec.ranks else "use more nodes"
 
 
 def _named(states: States) -> str:

@@ -15,8 +15,8 @@ from runplan.report.time_lines import time_lines
 from runplan.run_spec import RunSpec
 
 DEVICES = {
-    "cpu": "on the CPU, as the settings say, where equal runs give equal bits: --engine.device auto takes a GPU",
-    "auto": "on a GPU where there is one, else on the CPU (--engine.device auto)",
+    "cpu": "on the CPU, as the settings say, where equal runs give equal bits: --trainer.device auto takes a GPU",
+    "auto": "on a GPU where there is one, else on the CPU (--trainer.device auto)",
 }
 
 
@@ -248,7 +248,7 @@ def _rollout(plan: Plan, spec: RunSpec, shape: ModelShape | None) -> None:
         lines.append(f"{rollout.copies_per_device} copies share a device, each with memory and a processor of its own")
     if spec.rollout_ranks % size and not sampler.shares_processors(spec):
         plan.problems.append(
-            f"{spec.rollout_ranks} sampling devices are no multiple of tp x dp = {size}: change --rollout.tp "
+            f"{spec.rollout_ranks} sampling devices are no multiple of tp x dp = {size}: change --rollout.tensor-parallel "
             "or the number of nodes"
         )
     elif not sampler.in_process:
@@ -262,10 +262,10 @@ def _rollout(plan: Plan, spec: RunSpec, shape: ModelShape | None) -> None:
         )
     if shape is not None and shape.heads % rollout.tp:
         plan.problems.append(
-            f"{shape.heads} heads do not divide over rollout tp = {rollout.tp}: lower it (--rollout.tp)"
+            f"{shape.heads} heads do not divide over rollout tp = {rollout.tp}: lower it (--rollout.tensor-parallel)"
         )
     if spec.engine.routing_replay:
-        lines.append(f"the sampler tells each token's experts (--engine.routing-replay): {_experts(spec)}")
+        lines.append(f"the sampler tells each token's experts (--trainer.routing-replay): {_experts(spec)}")
     plan.sections["Rollout"] = lines
 
 

@@ -37,12 +37,12 @@ SETTINGS: dict[str, Supported | Unsupported] = {
     "rollout.admit": Unsupported("vLLM lets requests begin as it sees fit: leave it out"),
 }
 EXPERTS_OF_COPIES = Unsupported(
-    "experts over the copies of the model in vLLM (--rollout.dp) ran on a CPU alone, no accelerator has run it:"
+    "experts over the copies of the model in vLLM (--rollout.data-parallel) ran on a CPU alone, no accelerator has run it:"
     " set --rollout.device cpu, or have each copy hold all experts, over its own workers: set ep to tp"
 )
 EXPERTS_OF_COPIES_ON_A_CPU = Supported("rollout/vllm/experts_over_copies_test.py")
 SHARED_BY_WORKERS = Unsupported(
-    "copies of several workers each, or that share experts, never shared a device: set --rollout.tp 1 and ep 1,"
+    "copies of several workers each, or that share experts, never shared a device: set --rollout.tensor-parallel 1 and ep 1,"
     " or leave it out"
 )
 RAY_SLEEP = Unsupported("vLLM in Ray's workers never slept between two rounds: set --rollout.no-sleep")
@@ -74,13 +74,13 @@ class VllmPlan(SamplerPlan):
         weights = vllm_weights(shape, layout)
         line = f"{gib(weights)} of weights a device"
         if memory is None or not layout.memory_share:
-            return [*lines, f"{line}; its cache takes what vLLM is let (--rollout.memory-share)"], []
+            return [*lines, f"{line}; its cache takes what vLLM is let (--rollout.gpu-memory-utilization)"], []
         room = layout.memory_share * memory * GIB - weights
         if room <= 0:
             problem = (
                 f"{weights / GIB:.0f} GiB of weights do not fit {layout.memory_share:.0%} of a device of {memory:g} GiB"
             )
-            return [*lines, line], [f"{problem}: raise --rollout.tp, or --rollout.memory-share"]
+            return [*lines, line], [f"{problem}: raise --rollout.tensor-parallel, or --rollout.gpu-memory-utilization"]
         each, fixed = cache_bytes(shape, layout.tp), state_bytes(shape, layout.tp)
         fits = int(room / (each * spec.longest + fixed))
         lines.append(
@@ -157,12 +157,12 @@ def _shared(spec: RunSpec, states: States, trains: float, stays: float, memory: 
     line = f"of {memory:g} GiB of a device {trains:.1f} are taken in training's turn (vLLM {beside}), {samples:.1f} in "
     problems = []
     if alone and trains >= memory:
-        fix = "lower --rollout.memory-share" + ("" if layout.sleep else ", or set --rollout.sleep")
+        fix = "lower --rollout.gpu-memory-utilization" + ("" if layout.sleep else ", or set --rollout.sleep")
         problems.append(
             f"{trains:.0f} GiB in training's turn, vLLM's share {beside}, do not fit a device of {memory:g} GiB: {fix}"
         )
     if samples >= memory:
-        fix = "lower --rollout.memory-share" + ("" if offload else ", or set --offload")
+        fix = "lower --rollout.gpu-memory-utilization" + ("" if offload else ", or set --offload")
         problems.append(f"{samples:.0f} GiB in vLLM's turn, {rests}, do not fit a device of {memory:g} GiB: {fix}")
     return [f"{line}vLLM's ({rests})"], problems
 

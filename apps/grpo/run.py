@@ -1,0 +1,133 @@
+"""A run of the grpo app: checks before anything starts, then training; and runs in small."""
+
+import functools
+import sys
+from pathlib import Path
+
+from apps.common.cli.certificates import tell_proofs, write_proofs
+from apps.common.cli.refusals import Refusals
+from apps.common.data.model_files import at_hand
+from apps.common.data.tokenizer import quiet_libraries
+from apps.common.extensions import tell_own_code
+from apps.common.run.config_file import write_config
+from apps.common.run.full_disk import writing
+from apps.common.run.moved_weights import check_moved
+from apps.common.run.reporter import report_on_stop
+from apps.common.run.run_dir import resolve_run_dir, steps_done
+from apps.common.shrink.command import check_nothing_dropped, print_differences
+from apps.common.shrink.fields import Difference, ProcessLimit, by_flag
+from apps.common.shrink.npu import fake_npu_for, with_fake_npu
+from apps.grpo.config import GrpoConfig
+from apps.grpo.preflight import check_machine, check_made, prepare
+from apps.grpo.recipe import Recipe
+from apps.grpo.registry import recipes, registered, runnable, spec_of
+from apps.grpo.shrink.nodes import nodes_for
+from apps.grpo.shrink.shrink import shrink, shrunk_recipe, supplied
+from apps.grpo.shrink.varied import LINE
+from apps.grpo.train import Result, train
+from engines.launch import ensure_group, launch, runs_in_this_process, under_torchrun
+from engines.weights.hub import model_directory
+from runlog import check_tracker
+from runplan.run_spec import RunSpec
+from schedules.runtime.collectives import broadcast_result, rank_and_world
+
+RUNS = Path("runs/grpo")
+
+
+def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
+    """Check all that can be checked, then train on the ranks that the configuration asks for.
+
+    `recipe`: tasks, model and demonstrations; the registered one that the configuration names unless given.
+
+    Raises:
+        ValueError: model, data or settings can't be used; said before anything is sampled.
+    """
+    quiet_libraries()
+    recipe, refusals = recipe or registered(config.recipe, config.recipe_options), Refusals()
+    refusals.of(lambda: runnable(config, recipe))
+    refusals.of(lambda: check_machine(config))
+    for name in config.tracker:
+        refusals.of(functools.partial(check_tracker, name))
+    directory, whole = refusals.of(functools.partial(at_hand, config.model)) or (None, False)
+    prepared = prepare(config, recipe, directory, refusals, whole) if directory else None
+    if config.model is None and refusals.lines:
+        check_made(config, recipe, refusals)
+    refusals.tell()
+    if under_torchrun():
+        # rank 0 makes the model and the folder, the others wait for it
+        ensure_group(config.engine.device, config.engine.collective_timeout_seconds)
+    run_dir = resolve_run_dir(config.run_dir, RUNS, config.recipe, config.resume)
+    if config.resume:
+        steps_done(run_dir, config.steps)
+    with writing("the tiny model", run_dir):
+        model = _model(config, recipe, run_dir)
+    if prepared is None or not whole or model != directory:
+        prepared = prepare(config, recipe, model, refusals)
+    refusals.tell()
+    broadcast_result(None)  # every rank has passed its checks
+    with writing("the configuration", run_dir):
+        if rank_and_world()[0] == 0:
+            write_config(config, run_dir)
+            tell_own_code(config, run_dir)
+            write_proofs(run_dir, prepared.checked.certificates, prepared.checked.accepted)
+            tell_proofs(prepared.checked.certificates, config.engine.allow_untested, prepared.checked.accepted)
+    job = functools.partial(train, model=model, run_dir=run_dir, demonstrations=recipe.demonstrations)
+    if runs_in_this_process(config.nproc_per_node):
+        job = functools.partial(job, opened=prepared.checked.opened)
+    with report_on_stop(run_dir, run_dir / "warm-start"):
+        engine, arguments = config.engine, (config, prepared.tasks)
+        waits = engine.collective_timeout_seconds
+        result: Result = launch(job, arguments, config.nproc_per_node, engine.device, config.threads, waits)
+        return result
+
+
+def _model(config: GrpoConfig, recipe: Recipe, run_dir: Path) -> Path:
+    if config.model is not None:
+        return model_directory(config.model)
+    assert recipe.make_model is not None
+    if rank_and_world()[0] == 0:
+        recipe.make_model(run_dir / "model", config.seed)
+    return broadcast_result(run_dir / "model")
+
+
+def shrunk(config: GrpoConfig, most: ProcessLimit) -> tuple[GrpoConfig, Recipe, tuple[Difference, ...]]:
+    """Return the configuration at the size of the allowed processes, its recipe, and every field that differs.
+
+    Raises:
+        ValueError: there is no such recipe, or there are too few processes.
+    """
+    recipe = registered(config.recipe, config.recipe_options)
+    small, differences = shrink(config, recipe, most)
+    return small, shrunk_recipe(small, recipe), differences
+
+
+def shrunk_spec(config: GrpoConfig, most: ProcessLimit) -> RunSpec:
+    """Return the run spec of a configuration at the size of the allowed processes; see `shrunk`."""
+    return with_fake_npu(spec_of(*shrunk(config, most)[:2]))
+
+
+def run_shrunk(config: GrpoConfig, most: ProcessLimit) -> Result:
+    """Run a recipe in small, with a tiny random model of its architecture; print the differences first.
+
+    Raises:
+        ValueError: the run would have to do without something, which the text names; or see `run`.
+        IdleRunError: some weights that the run trains did not move.
+    """
+    if config.resume:
+        raise ValueError("a shrunk run goes on without --shrink: its settings are in its folder")
+    small, recipe, differences = shrunk(config, most)
+    print_differences(
+        config.recipe, [*by_flag(config, registered(config.recipe, config.recipe_options).config), *differences, LINE]
+    )
+    check_nothing_dropped(spec_of(small, recipe))
+    run_dir = resolve_run_dir(config.run_dir, RUNS, f"{config.recipe}-shrunk", resume=False)
+    with fake_npu_for(small.engine.device), nodes_for(small):
+        result = run(supplied(small, recipe, run_dir), recipe)
+    sys.stdout.write(f"{check_moved(run_dir, small.engine)}\n")
+    return result
+
+
+def specs_of_recipes(most: ProcessLimit | None) -> list[tuple[RunSpec, RunSpec]]:
+    """Return the run specs of all recipes, in full and at the size of the allowed processes."""
+    configs = [recipe.config for recipe in recipes().values()]
+    return [(spec_of(config), shrunk_spec(config, most or ProcessLimit())) for config in configs]
