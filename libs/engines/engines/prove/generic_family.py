@@ -8,6 +8,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -89,10 +90,6 @@ class GenericFamily(Family):
         """Return the names of the parameters that are trained: all."""
         return frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
 
-    def trained(self, model: Any) -> frozenset[str]:
-        """Return the names of the parameters that are trained: all."""
-        return frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
-
     def layers(self, model: Any) -> list[nn.Module]:
         """Return the decoder layers: the first list of modules in the decoder, with mixers where these are known."""
         lists = [module for module in self.decoder(model).modules() if isinstance(module, nn.ModuleList)]
@@ -112,7 +109,8 @@ class GenericFamily(Family):
             if chooses_attention(module):
                 yield module, None
             elif module is not layer and keeps_state(module) and not any(_mixes(part) for part in module.children()):
-                yield module, _packed_form(module)
+                kind: Any = stock_class(module)
+                yield module, _packed_form(kind)
 
 
 def chooses_attention(module: nn.Module) -> bool:
@@ -127,9 +125,9 @@ def keeps_state(module: nn.Module) -> bool:
     return isinstance(stock, FunctionType) and not _CACHES.isdisjoint(inspect.signature(stock).parameters)
 
 
-def _packed_form(module: nn.Module) -> PackedForward:
-    """Return the packed form of a module that mixes tokens by code of its own."""
-    kind = stock_class(module)
+@cache
+def _packed_form(kind: Any) -> PackedForward:
+    """Return the packed form of a class of modules that mix tokens by code of their own."""
     if (own := _OWN_FORMS.get(kind.__name__)) is not None:
         return own
     masked = "attention_mask" in inspect.signature(kind.forward).parameters

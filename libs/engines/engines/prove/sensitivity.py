@@ -1,6 +1,7 @@
 """Errors that are planted to see that a proof would notice them: leaks between sequences, dropped boundaries, config
 fields that the packed path would not honour."""
 
+import ast
 import copy
 import inspect
 import re
@@ -31,7 +32,9 @@ IGNORED = re.compile(
 initialisation, caches and outputs, precision, special tokens, names, ties (the export), the router's losses. A token of
 text has the same position on each axis, so that sections of rotary embeddings have no effect either."""
 
-_IMPOSSIBLE = (ArithmeticError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+_IMPOSSIBLE = (
+    *(ArithmeticError, AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError),
+)
 """What configs and models raise for a value that they cannot have."""
 
 
@@ -142,12 +145,15 @@ def modeling_code(model: Any) -> str:
     own = {kind for part in model.modules() for kind in type(part).__mro__}
     files = {inspect.getmodule(kind) for kind in own if kind.__module__.startswith("transformers.models")}
     parts = [inspect.getsource(modeling_rope_utils), inspect.getsource(masking_utils)]
-    for file in files:
-        for one in vars(file).values():
-            here = getattr(one, "__module__", "") == getattr(file, "__name__", None)
-            absent = inspect.isclass(one) and issubclass(one, nn.Module) and one not in own
-            if here and not absent and (inspect.isclass(one) or inspect.isfunction(inspect.unwrap(one))):
-                parts.append(inspect.getsource(one))
+    for file in filter(None, files):
+        modules = {name for name, one in vars(file).items() if inspect.isclass(one) and issubclass(one, nn.Module)}
+        absent = modules - {kind.__name__ for kind in own if kind.__module__ == file.__name__}
+        source = inspect.getsource(file)
+        lines = source.splitlines(keepends=True)
+        for node in ast.parse(source).body:  # once for all: inspect.getsource of a class reads its whole file each time
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name not in absent:
+                first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+                parts += lines[first - 1 : node.end_lineno]
     return "".join(parts)
 
 

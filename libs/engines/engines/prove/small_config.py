@@ -21,15 +21,17 @@ CROSSED = 24
 BY_POSITION = frozenset(["default", "linear", "llama3", "yarn", "proportional"])
 """Rotary embeddings whose angles depend on a token's position alone."""
 
+_STATE_HEADS = ("mamba_d_head", "mamba_head_dim", "mamba_headdim")
+_GROUPS = {"n_group": 2, "topk_group": 1, "moe_topk_group": 1}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 SIZES: Mapping[str, int] = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "hidden_dim", "embedding_size"), HIDDEN),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "hidden_dim", "embedding_size", "embed_dim"), HIDDEN),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads"), HEADS),
     **dict.fromkeys(("head_dim", "attention_head_dim", "v_head_dim", "qk_nope_head_dim", "global_head_dim"), HEAD_DIM),
     **dict.fromkeys(
         ("qk_rope_head_dim", "index_head_dim", "kv_lora_rank", "linear_key_head_dim", "linear_head_dim"), HEAD_DIM
     ),
-    **dict.fromkeys(("linear_value_head_dim", "mamba_d_head", "mamba_head_dim", "ssm_state_size"), HEAD_DIM),
+    **dict.fromkeys(("linear_value_head_dim", "ssm_state_size", *_STATE_HEADS), HEAD_DIM),
     **dict.fromkeys(("mamba_d_state", "state_size"), HEAD_DIM),
     **dict.fromkeys(("linear_num_value_heads", "linear_num_heads", "mamba_n_heads", "mamba_num_heads"), HEADS),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "d_ff", "ffn_hidden_size"), 96),
@@ -41,6 +43,10 @@ SIZES: Mapping[str, int] = {
     **dict.fromkeys(("linear_num_key_heads", "mamba_n_groups", "n_groups"), 2),
     **dict.fromkeys(("qk_head_dim",), 2 * HEAD_DIM),
     **dict.fromkeys(EXPERTS, 8),
+    **dict.fromkeys(("emb_dim", "moe_hidden_size"), HIDDEN),
+    **dict.fromkeys(("attention_heads",), HEADS),
+    "encoder_hash_byte_group_vocab": VOCABULARY,
+    "shared_experts_intermediate_size": 32,
     "rotary_dim": HEAD_DIM,
     "mamba_d_ssm": 2 * HIDDEN,
     "index_n_heads": 16,  # with few of them scores are often all zero, and the choice of keys is arbitrary
@@ -48,7 +54,7 @@ SIZES: Mapping[str, int] = {
     "mamba_chunk_size": 8,
     "block_size": 8,
 }
-_OWN_SIZES = {"head_dim": 2 * HEAD_DIM, "num_key_value_heads": 1}
+_OWN_SIZES = {"head_dim": 2 * HEAD_DIM, "num_key_value_heads": 1, "num_attention_heads": HEADS // 2}
 """Sizes of single layers (`per_layer_config`): others than those of the rest."""
 CHOSEN = (
     "num_experts_per_tok",
@@ -61,7 +67,7 @@ CHOSEN = (
 )
 _KINDS = ("layers_block_type", "layer_types")
 """Fields with a kind for each layer, where no field says how many layers there are."""
-_DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
+_DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "layers")
 _THRESHOLDS: Mapping[str, int] = {
     "sliding_window": 8,
     "attention_window": 8,
@@ -77,8 +83,12 @@ _ROTATIONS = {"rope_theta": 100.0, "beta_fast": 1.0, "beta_slow": 0.1}
 CAP = 1.5
 """Bound of logits and scores in small: they reach it."""
 _CAPS = ("softcapping", "soft_cap", "softcap", "swiglu_limit")
-_LISTS_OF_LAYERS = ("moe_layers", "mlp_only_layers", "full_attn_idxs", "attn_layer_indices")
+_LISTS_OF_LAYERS = ("moe_layers", "mlp_only_layers", "full_attn_idxs", "attn_layer_indices", "hybrid_layer_ids")
 """Fields that name layers by their number."""
+_EXTRACTED = "linear_attn_config"
+"""Sizes as checkpoints of Kimi-Linear have them, which its config has by other names."""
+_SOURCES = "_source_layers"
+"""End of the names of fields with the number of another layer for each layer."""
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 
 
@@ -97,15 +107,16 @@ def shrink_config(config: Any) -> SmallConfig:
     depth = _depth(before)
     kept = _layers(before, _count(before[depth])) if depth is not None else []
     values = {name: value for name, value in _values(before, depth, kept) if before[name] != value}
-    expand = before.get("mamba_expand", before.get("expand"))
-    for name in ("mamba_n_heads", "mamba_num_heads", "num_heads"):
-        if expand and name in values:
-            values[name] = int(expand) * HIDDEN // HEAD_DIM
+    values |= _depending(before, kept, values)
+    vars(text).pop(_EXTRACTED, None)
     for name, value in values.items():
         setattr(text, name, value)
+    for name, most in _GROUPS.items():
+        if name not in before and isinstance(value := getattr(text, name, None), int):  # by another name
+            setattr(text, name, min(value, most))
     if own := _own_fields(before, kept):
         text.per_layer_config = {
-            place: {name: min(value, _OWN_SIZES.get(name, value)) for name, value in fields.items()}
+            place: {name: _own_size(name, value, fields) for name, value in fields.items()}
             for place, fields in own.items()
         }
     _shrink_rope(text)
@@ -113,6 +124,34 @@ def shrink_config(config: Any) -> SmallConfig:
     return SmallConfig(
         text, tuple((name, before.get(name), after[name]) for name in after if after[name] != before.get(name))
     )
+
+
+def _own_size(name: str, value: Any, fields: Mapping[str, Any]) -> Any:
+    """Return a size of a single layer; as many heads of keys as of queries where it has them."""
+    if name == "num_key_value_heads" and value == fields.get("num_attention_heads"):
+        name = "num_attention_heads"
+    return min(value, _OWN_SIZES.get(name, SIZES.get(name, value)))
+
+
+def _depending(before: Mapping[str, Any], kept: Sequence[int], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes that others determine."""
+    found: dict[str, Any] = {}
+    if expand := before.get("mamba_expand", before.get("expand")):
+        width = values.get("mamba_d_ssm", before.get("mamba_d_ssm")) or int(expand) * HIDDEN
+        size = next((before[name] for name in _STATE_HEADS if isinstance(before.get(name), int)), HEAD_DIM)
+        names = ("mamba_n_heads", "mamba_num_heads", "num_heads")
+        found |= {name: width // min(size, HEAD_DIM) for name in names if name in values}
+    if before.get("attention_hidden_size"):  # Zamba's attention sees the hidden states twice
+        found |= {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 2 * HIDDEN // HEADS}
+    if shared := before.get("num_kv_shared_layers"):
+        depth = _depth(before)
+        first = _count(before[depth]) - shared if depth is not None else 0
+        found["num_kv_shared_layers"] = sum(layer >= first for layer in kept)
+    for part in _ropes(before):
+        factor, turned, size = part.get("partial_rotary_factor"), before.get("qk_rope_head_dim"), before.get("head_dim")
+        if factor and turned and size and int(size * factor) == turned:
+            found["head_dim"] = int(HEAD_DIM / factor)
+    return found
 
 
 def layer_kinds(config: Any) -> tuple[Any, list[int]]:
@@ -190,6 +229,8 @@ def _values(before: Mapping[str, Any], depth: str | None, kept: Sequence[int]) -
             continue
         if isinstance(value, list) and name in _LISTS_OF_LAYERS:
             yield name, [place for place, layer in enumerate(kept) if layer in value]
+        elif name.endswith(_SOURCES) and isinstance(value, list):
+            yield name, [kept.index(value[layer]) if value[layer] in kept else n for n, layer in enumerate(kept)]
         elif isinstance(value, list) and depth is not None and len(value) == _count(before[depth]):
             yield name, [value[layer] for layer in kept]
         if isinstance(value, float) and name.endswith(_CAPS):
@@ -208,8 +249,10 @@ def _values(before: Mapping[str, Any], depth: str | None, kept: Sequence[int]) -
             yield name, min(value, _THRESHOLDS[name])
         elif name in _POSITIONS:
             yield name, min(value, CROSSED if _by_length(before) else LONGEST)
-        elif name in ("n_group", "topk_group", "moe_topk_group"):
-            yield name, min(value, 2 if name == "n_group" else 1)
+        elif name in _GROUPS:
+            yield name, min(value, _GROUPS[name])
+        elif name.endswith(("_layer_period", "_layer_offset")):
+            yield name, min(value, 2 if name.endswith("period") else 1)
         elif name == "first_k_dense_replace":
             yield name, min(value, 1)
         elif name in ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id") and value >= VOCABULARY:
@@ -220,14 +263,21 @@ def _layers(before: Mapping[str, Any], depth: int, least: int = LAYERS) -> list[
     """Return the layers that are kept: the first of each kind by the config's own lists, at least `least` of them."""
     named = [before[name] for name in _LISTS_OF_LAYERS if isinstance(before.get(name), list)]
     lists = [
-        *(v for n, v in before.items() if isinstance(v, list) and len(v) == depth and n not in _LISTS_OF_LAYERS),
+        *(
+            [source == layer for layer, source in enumerate(v)] if n.endswith(_SOURCES) else v
+            for n, v in before.items()
+            if isinstance(v, list) and len(v) == depth and n not in _LISTS_OF_LAYERS
+        ),
         *([layer in value for layer in range(depth)] for value in named if value),
         [_own_fields(before, [layer]) for layer in range(depth)] if before.get("per_layer_config") else [],
     ]
     lists = [one for one in lists if one]
     seen: dict[str, int] = {}
     for layer in range(depth):
-        seen.setdefault(repr([one[layer] for one in lists]), layer)
+        kind = repr([one[layer] for one in lists])
+        if "'hybrid'" in kind and kind in seen:  # Zamba's share a block: two of them
+            kind = f"second {kind}"
+        seen.setdefault(kind, layer)
     if not lists:
         return list(range(min(depth, least)))
     return sorted({*seen.values(), *range(min(depth, least - len(seen) + 1)), depth - 1})

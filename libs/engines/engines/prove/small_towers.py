@@ -17,8 +17,21 @@ _SIZES: Mapping[str, int] = {
     **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "mlp_dim", "ffn_dim", "projector_hidden_size"), 96),
     **dict.fromkeys(("num_hidden_layers", "depth", "num_layers", "encoder_layers", "n_layers", "num_blocks"), 2),
     **dict.fromkeys(("head_dim",), HIDDEN // HEADS),
+    **dict.fromkeys(("hidden_size_global", "adapter_in_dim", "adapter_out_dim", "adapter_input_size"), HIDDEN),
+    **dict.fromkeys(("ext_pw_out_channel", "depthwise_separable_out_channel", "nemo_conv_channels"), HIDDEN),
+    **dict.fromkeys(("base_channels", "downsample_hidden_size"), 32),
+    "moe_intermediate_size": 32,
     **dict.fromkeys(("vocab_size", "num_embeddings", "position_embedding_size"), HIDDEN),
 }
+
+
+_BETWEEN: Mapping[str, int] = {
+    **dict.fromkeys(("vision_hidden_size", "mm_hidden_size", "out_hidden_size"), HIDDEN),
+    "projector_hidden_size": 96,
+    "merged_hidden_size": 4 * HIDDEN,
+    "latent_query_num": 8,
+}
+"""Sizes of a multi-modal config itself."""
 
 
 def shrink_whole(config: Any) -> Any:
@@ -30,6 +43,9 @@ def with_text(config: Any, text: Any) -> Any:
     """Return a multi-modal config with another text config, and its other parts in small."""
     whole = text if config.get_text_config() is config else copy.deepcopy(config)
     _shrink(whole, whole.get_text_config(), text)
+    for name in () if whole is text else _BETWEEN:
+        if isinstance(getattr(whole, name, None), int):
+            setattr(whole, name, min(getattr(whole, name), _BETWEEN[name]))
     return whole
 
 
