@@ -30,13 +30,25 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_index(tmp_path_factory.mktemp("index"), [HUB / "wheels", *(wheel.parent for wheel in WHEELS)])
 
 
-def test_the_commands_and_calls_work_from_wheels(index: Path, tmp_path: Path) -> None:
-    venv = make_venv(tmp_path / "venv")
-    found = resolve(["tessera-apps"], tmp_path, index, venv)
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory, index: Path) -> Path:
+    """The programs of an environment with nothing but our wheels and what they ask for."""
+    folder = tmp_path_factory.mktemp("installed")
+    venv = make_venv(folder / "venv")
+    found = resolve(["tessera-apps"], folder, index, venv)
     assert {name for name in found if name.startswith("tessera-")} == OURS
-    install(WHEELS, found, venv, index)
-    (tmp_path / "away").mkdir()
-    apps_commands.check(venv / "bin", tmp_path / "away")
+    return install(WHEELS, found, venv, index).parent
+
+
+def test_the_commands_and_calls_work_from_wheels(programs: Path, tmp_path: Path) -> None:
+    apps_commands.check(programs, tmp_path)
+
+
+def test_own_code_of_each_choice_trains_from_wheels(programs: Path, tmp_path: Path) -> None:
+    """The page extend.md, as it stands."""
+    page = ROOT / "docs/extend.md"
+    told = apps_commands.run([str(programs / "python"), str(ROOT / "docs/extend_run.py"), str(page)], tmp_path)
+    assert len(re.findall(r"^ran ", told, re.M)) == 12, told[-2000:]
 
 
 def test_the_line_of_the_readme_installs_the_same(tmp_path: Path) -> None:
