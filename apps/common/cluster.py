@@ -62,8 +62,6 @@ class RolloutLayout:
     engine: str = "native"
     """"native" samples with the training framework itself, "vllm" with vLLM; "openai", a server, can't take a run's
     weights. FILE.py:NAME or package.module:NAME is a `schedules.SamplerBackend` of your own."""
-    engine_options: tuple[str, ...] = ()
-    """NAME=VALUE options of a sampler of your own, by the arguments of its class."""
     tp: int = 1
     """Workers that share each matrix."""
     dp: int = 1
@@ -115,6 +113,8 @@ class RolloutLayout:
     device: SamplerDevice = "auto"
     """What vLLM computes on; "auto": what training has. "cpu", beside any device that trains: new weights pass through
     host memory either way."""
+    engine_options: tuple[str, ...] = ()
+    """NAME=VALUE options of a sampler of your own, by the arguments of its class."""
 
     def __post_init__(self) -> None:
         _refuse(self.problems())

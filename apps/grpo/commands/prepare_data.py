@@ -8,6 +8,8 @@ stay, so that a second start goes on where the first was stopped. Where the hub 
 own variables (HF_ENDPOINT, HF_TOKEN, HF_HOME).
 """
 
+from __future__ import annotations
+
 import filecmp
 import hashlib
 import os
@@ -16,16 +18,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import datasets
 import tyro
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
 from apps.common.cli.command_line import main as run_command
 from apps.common.cli.command_line import user_directory
 from apps.common.data.presets import PRESETS
 from apps.common.program import command
+
+if TYPE_CHECKING:  # help and wrong flags need no data library
+    import datasets
 
 ALL = "all"  # as a subset: every configuration, laid together
 WORKERS = 8  # files that are fetched at a time where nobody says how many
@@ -59,6 +62,8 @@ def prepare(config: Prepare) -> dict[str, Path]:
         ValueError: there is no such data set or subset, it has no rows, or the hub can't be reached; the text says
             what to do.
     """
+    import datasets
+
     preset = PRESETS.get(config.source)  # type: ignore[call-overload]
     config.out.mkdir(parents=True, exist_ok=True)
     source, subset = Path(config.source), config.subset or (preset.subset if preset else None)
@@ -82,6 +87,8 @@ def _splits(source: Path, subset: str | None, cache: Path) -> dict[str, datasets
 
     ValueError: there are several configurations and none is named, or they have different columns.
     """
+    import datasets
+
     names = sorted(datasets.get_dataset_config_names(str(source)))
     if subset is None and len(names) > 1:
         raise ValueError(f"it has several configurations ({', '.join(names)}): name one with --subset, or --subset all")
@@ -102,6 +109,9 @@ def _key(source: str, *others: str | None) -> str:
 
 def _fetch(repository: str, config: Prepare) -> Path:
     """Return the data files of a repository in a folder of OUT/download; fetch those that are not there yet."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
     folder = config.out / "download" / _key(repository, config.revision)
     try:
         snapshot_download(

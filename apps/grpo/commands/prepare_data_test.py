@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Never
 from urllib.parse import unquote, urlparse
 
+import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -250,7 +251,7 @@ def test_no_more_files_are_fetched_at_a_time_than_there_are_cores(
         told.update(options)
         raise OfflineModeIsEnabled("no network")
 
-    monkeypatch.setattr(prepare_data, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     with pytest.raises(ValueError, match="can't be fetched"):
         prepare(Prepare("gsm8k", tmp_path / "out", workers=workers))

@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from apps.common.cli.command_line import main as run_command
-from apps.grpo.commands.try_environment import main, try_episodes, visible, warnings_of
+from apps.grpo.commands.play_episodes import try_episodes, visible, warnings_of
+from apps.grpo.commands.try_environment import main
 from apps.grpo.main import configure
 from apps.quickstart.model import save_tiny_model
 from apps.quickstart.tokenizer import build_tokenizer

@@ -33,8 +33,6 @@ class ScheduleConfig:
     mode: str = "sync"
     """Sampling then training; training on the batch before; or a queue between the two. Or a schedule of your own, as
     FILE.py:NAME or package.module:NAME: what makes it of `schedules.registry.ScheduleParts`."""
-    options: tuple[str, ...] = ()
-    """NAME=VALUE options of a schedule of your own, by the signature of what makes it."""
     staleness_threshold: float | None = None
     """Share of a step's samples that may come from older weights (fully_async); without it 0.5. 0 samples nothing
     ahead, and training and sampling take turns."""
@@ -45,6 +43,8 @@ class ScheduleConfig:
     partial_rollout: bool | None = None
     """Interrupt generation for new weights and go on with the same tokens (fully_async, which does unless this is
     False: new weights then wait until nothing is sampled)."""
+    options: tuple[str, ...] = ()
+    """NAME=VALUE options of a schedule of your own, by the signature of what makes it."""
 
     def __post_init__(self) -> None:
         if problems := "; ".join(self.problems()):
