@@ -9,7 +9,7 @@ from typing import Any, Literal, Never
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PaliGemmaConfig
 
 from engines import EngineConfig, build_engine
 from engines.loading import load, load_model, open_model
@@ -90,11 +90,14 @@ def test_a_sampler_is_read_in_its_own_dtype_with_exact_buffers(tmp_path: Path) -
     assert module.lm_head.weight is module.model.embed_tokens.weight
 
 
-def test_a_buffer_that_nobody_fills_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = CASES[0].config()
-    kind = type(empty_model(config, torch.float32))
-    monkeypatch.setattr(kind, "_init_weights", lambda self, module: None)
-    with pytest.raises(ValueError, match=r"buffer model\.rotary_emb\.(original_)?inv_freq, which is in no checkpoint"):
+@pytest.mark.parametrize("kind", ["llama", "gpt_bigcode"])
+def test_a_buffer_that_nobody_fills_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frequencies, and a mask: truth values have no NaN to be seen by."""
+    sizes = {"n_embd": 16, "n_head": 2, "n_layer": 1} if kind == "gpt_bigcode" else TINY
+    config = AutoConfig.for_model(kind, **sizes)
+    empty_model(config, torch.float32)
+    monkeypatch.setattr("engines.weights.empty_model.init_weights", lambda model, module: None)
+    with pytest.raises(ValueError, match=r"buffer \w+\.(rotary_emb\.inv_freq|bias), which is in no checkpoint"):
         empty_model(config, torch.float32)
 
 
@@ -219,16 +222,17 @@ def test_a_file_that_became_shorter_meanwhile_is_named(sharded: Path) -> None:
         directory.rows(last)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt_bigcode"])
-def test_a_buffer_that_no_code_of_transformers_fills_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mask of truth values among them, which has no NaN to be seen by."""
-    config = AutoConfig.for_model(
-        kind, **({"n_embd": 16, "n_head": 2, "n_layer": 1} if kind == "gpt_bigcode" else TINY)
-    )
-    empty_model(config, torch.float32)
-    monkeypatch.setattr("engines.weights.empty_model.init_weights", lambda model, module: None)
-    with pytest.raises(ValueError, match=r"transformers says nothing of buffer .*, which is in no checkpoint"):
-        empty_model(config, torch.float32)
+def test_buffers_of_a_model_inside_of_another_are_filled_by_its_own_code() -> None:
+    """PaliGemma's class knows nothing of the scale that Gemma's embedding has."""
+    config = PaliGemmaConfig(
+        text_config={"model_type": "gemma", **TINY, "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0},
+        vision_config={"model_type": "siglip_vision_model", **TINY, "image_size": 28, "vision_use_head": False},
+        projection_dim=16, image_token_index=31,
+    )  # fmt: skip
+    want = dict(AutoModelForImageTextToText.from_config(config).named_buffers())
+    got = dict(empty_model(config, torch.float32, whole=True).named_buffers())
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
 TINY = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 32, "intermediate_size": 16}

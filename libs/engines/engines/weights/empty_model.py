@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PretrainedConfig,
+    PreTrainedModel,
 )
 
 from engines.families.family import Family
@@ -58,8 +59,10 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype, whole: bool = Fals
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     saved = model.state_dict().keys()
+    models = {prefix: part for prefix, part in model.named_modules() if isinstance(part, PreTrainedModel)}
     for prefix, module in model.named_modules():
-        _fill_buffers(model, module, prefix, {name for name in saved if name.startswith(prefix)})
+        owner = max((one for one in models if f"{prefix}.".startswith(f"{one}." if one else "")), key=len)
+        _fill_buffers(models[owner], module, prefix, {name for name in saved if name.startswith(prefix)})
     return model
 
 
