@@ -1,6 +1,7 @@
-"""Images under Megatron: every layout of four gloo ranks gives the steps, scores, weights and files of one process."""
+"""Images under Megatron: layouts of four gloo ranks gives the steps, scores, weights and files of one process."""
 
 import itertools
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -47,29 +48,27 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora, moe": ("vision_moe", {"lora": LORA_BESIDE_EXPERTS}),
 }
 """By name: kind of `vision_model`, and fields of `EngineConfig`."""
-CASES: list[tuple[str, dict[str, Any]]] = [
+Case = tuple[str, dict[str, Any]]
+CASES: list[Case] = [
     ("vision", {"tensor_parallel": 2, "pipeline_parallel": 2}),
     ("vision", {"pipeline_parallel": 2, "context_parallel": "static:2"}),
-    ("vision", {"tensor_parallel": 2, "context_parallel": "dynamic", "max_tokens_per_rank": 24}),
-    ("vision_moe", {"tensor_parallel": 2, "expert_parallel": 2}),
-    ("vision_moe", {"tensor_parallel": 2, "expert_parallel": 2, "context_parallel": "static:2"}),
     ("vision_moe", {
         "tensor_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "expert_parallel": 2,
         "gradient_checkpointing": True, "distributed_optimizer": True,
     }),
-    ("trained tower", {"tensor_parallel": 2, "pipeline_parallel": 2, "gradient_checkpointing": True}),
     ("trained tower", {"tensor_parallel": 2, "context_parallel": "dynamic", "max_tokens_per_rank": 24}),
     ("trained tower, moe", {"tensor_parallel": 2, "expert_parallel": 2, "distributed_optimizer": True}),
-    ("trained tower, moe", {
-        "tensor_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "expert_parallel": 2,
-    }),
-    ("lora", {"tensor_parallel": 2, "pipeline_parallel": 2}),
     ("lora, moe", {"tensor_parallel": 2, "expert_parallel": 2}),
 ]  # fmt: skip
-NAMES = [" ".join([kind, *(f"{key}={value}" for key, value in sizes.items())]) for kind, sizes in CASES]
+"""Each size with a frozen tower or a trained one; the pairs that are left are in vision_layouts_test."""
+
+
+def name_of(case: Case) -> str:
+    return " ".join([case[0], *(f"{key}={value}" for key, value in case[1].items())])
+
+
 EXACT = {
     "vision": ParallelLayout(tp=2, pp=2),
-    "vision_moe": ParallelLayout(dp=2, tp=2, ep=2),
     "trained tower, moe": ParallelLayout(dp=2, tp=2, ep=2),
 }
 
@@ -156,30 +155,34 @@ def plain(stock: nn.Module, rows: list[list[Sample]], config: EngineConfig) -> E
     return losses, {name: p.detach() for name, p in stock.named_parameters()}
 
 
-def four_ranks(folder: Path) -> Together:
+def four_ranks(folder: Path, cases: list[Case], in_float64: dict[str, ParallelLayout]) -> Together:
     results = []
-    for number, (kind, sizes) in enumerate(CASES):
+    for number, (kind, sizes) in enumerate(cases):
         results.append(run(kind, folder / str(number), sizes, folder / kind))
         release()
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, results)
-    return everyone, {kind: exact(kind, layout) for kind, layout in EXACT.items()}
+    return everyone, {kind: exact(kind, layout) for kind, layout in in_float64.items()}
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    folder = tmp_path_factory.mktemp("vision")
+def run_alone(folder: Path, kinds: Collection[str], in_float64: Collection[str]) -> Alone:
+    """What one process does, by FSDP2; stock transformers where it is float64."""
     made = ensure_group("cpu")
-    runs = {kind: run(kind, folder / kind) for kind in KINDS}
-    stock = {kind: exact(kind, None) for kind in EXACT}
+    runs = {kind: run(kind, folder / kind) for kind in sorted(kinds)}
+    stock = {kind: exact(kind, None) for kind in in_float64}
     if made:
         dist.destroy_process_group()
     return runs, folder, stock
 
 
 @pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    return run_alone(tmp_path_factory.mktemp("vision"), {kind for kind, _ in CASES}, EXACT)
+
+
+@pytest.fixture(scope="module")
 def together(alone: Alone) -> Together:
-    results: Together = launch_forked(four_ranks, (alone[1],), world_size=4)
+    results: Together = launch_forked(four_ranks, (alone[1], CASES, EXACT), world_size=4)
     return results
 
 
@@ -188,11 +191,9 @@ def assert_same_step(got: dict[str, float], want: dict[str, float]) -> None:
         assert got[key] == pytest.approx(want[key], rel=1e-5, abs=1e-6), key
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=NAMES)
-def test_every_layout_gives_the_steps_of_one_process(alone: Alone, together: Together, number: int) -> None:
-    _, curve, scores, after, _ = alone[0][CASES[number][0]]
-    for ranks in together[0]:
-        run = ranks[number]
+def assert_same_steps(alone: Run, ranks: list[Run]) -> None:
+    _, curve, scores, after, _ = alone
+    for run in ranks:
         for left, right in zip(run[1], curve, strict=True):
             assert_same_step(left, right)
         for own, want in zip(run[2], scores, strict=True):
@@ -200,24 +201,41 @@ def test_every_layout_gives_the_steps_of_one_process(alone: Alone, together: Tog
         assert largest_difference(run[3], after) < 1e-5
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=NAMES)
-def test_exports_have_the_bits_of_fsdp2s_and_frozen_towers_stay(alone: Alone, together: Together, number: int) -> None:
-    trained = "trained" in CASES[number][0]
-    before = alone[0][CASES[number][0]][0]
+def assert_same_exports(alone: Run, ranks: list[Run], trained: bool) -> None:
+    before = alone[0]
     assert any(name.startswith(TOWER) for name in before)
-    for ranks in together[0]:
-        assert ranks[number][0].keys() == before.keys()
+    for run in ranks:
+        assert run[0].keys() == before.keys()
         for name, value in before.items():
-            assert torch.equal(ranks[number][0][name], value), name
-            assert not name.startswith(TOWER) or torch.equal(ranks[number][3][name], value) != trained, name
+            assert torch.equal(run[0][name], value), name
+            assert not name.startswith(TOWER) or torch.equal(run[3][name], value) != trained, name
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=NAMES)
-def test_a_checkpoint_of_its_own_or_of_fsdp2_continues(alone: Alone, together: Together, number: int) -> None:
-    last = alone[0][CASES[number][0]][1][-1]
-    assert len(together[0][0][number][4]) == 2
-    for step in together[0][0][number][4]:
+def assert_checkpoints_continue(alone: Run, ranks: list[Run]) -> None:
+    last = alone[1][-1]
+    assert len(ranks[0][4]) == 2
+    for step in ranks[0][4]:
         assert_same_step(step, last)
+
+
+def ranks_of(together: Together, number: int) -> list[Run]:
+    return [results[number] for results in together[0]]
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=map(name_of, CASES))
+def test_every_layout_gives_the_steps_of_one_process(alone: Alone, together: Together, number: int) -> None:
+    assert_same_steps(alone[0][CASES[number][0]], ranks_of(together, number))
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=map(name_of, CASES))
+def test_exports_have_the_bits_of_fsdp2s_and_frozen_towers_stay(alone: Alone, together: Together, number: int) -> None:
+    kind = CASES[number][0]
+    assert_same_exports(alone[0][kind], ranks_of(together, number), "trained" in kind)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=map(name_of, CASES))
+def test_a_checkpoint_of_its_own_or_of_fsdp2_continues(alone: Alone, together: Together, number: int) -> None:
+    assert_checkpoints_continue(alone[0][CASES[number][0]], ranks_of(together, number))
 
 
 @pytest.mark.parametrize("kind", EXACT)
