@@ -1,10 +1,13 @@
 """The loss of `GRPO` over packed tokens, and its metrics."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from objectives.grpo import GRPO
 from objectives.kl import estimate
 from objectives.losses import POLICY_LOSSES, PolicyTokens, aggregate
 from objectives.objective import rows_without_gradient, trained_mask
@@ -13,6 +16,9 @@ from objectives.ratio import clamped, ratio_excess
 from objectives.sums import pair, wide
 from seqpack.batches.packed import PackedBatch
 from seqpack.batches.view import BatchView, Totals
+
+if TYPE_CHECKING:  # it imports this module when its loss is asked for
+    from objectives.grpo import GRPO
 
 
 def zero_gradient_rows(objective: GRPO, batch: TensorDict | BatchView) -> Tensor:
