@@ -58,7 +58,7 @@ class SharingEngine(NativeEngine):
     Args:
         model: the module. Its parameters and persistent buffers are replaced, tied ones stay tied; other buffers are
             moved to the device of the trainer's tensors.
-        lent: the trainer's weights.
+        weights: the trainer's weights.
         version: their version.
         options: of `NativeEngine`.
 

@@ -1,0 +1,80 @@
+"""The pages of the site: those of the tree by chapter, their links, and the reference's lists of public names."""
+
+import ast
+import posixpath
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+LIBRARIES = ("seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "schedules", "runlog", "runplan")
+LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
+PAGES: Mapping[str, Sequence[str]] = {
+    "Start": ["README.md", "docs/running.md", "apps/README.md", "apps/sft/README.md", "docs/from-verl.md"],
+    "How to": [
+        "docs/extend.md", "docs/bring-an-environment.md", "docs/add-an-advantage.md", "docs/add-a-loss.md",
+        "docs/add-a-recipe.md", "docs/add-a-backend.md", "docs/add-a-model-family.md", "docs/add-a-tool-call-format.md",
+        "docs/use-objectives-in-a-loop.md", "docs/use-objectives-with-trl.md", "docs/use-dyncp-with-fsdp2.md",
+        "docs/use-dyncp-with-megatron.md",
+    ],
+    "Explanation": [
+        "docs/architecture.md", "docs/engines.md", "docs/engines-megatron.md", "docs/engines-speed.md",
+        "docs/rollout.md", "docs/samplers.md", "docs/schedules.md", "docs/plans.md", "docs/certificates.md",
+        "docs/ascend.md",
+    ],
+    "What works": ["docs/status.md", "libs/engines/CAPABILITIES.md", "libs/rollout/CAPABILITIES.md"],
+    "Benchmarks": [
+        "docs/benchmark_history.md", "libs/seqpack/MEASURED.md", "libs/dyncp/MEASURED.md",
+        "libs/chat_tools/MEASURED.md", "libs/rollout/MEASURED.md", "docs/mutation.md",
+    ],
+    "Project": [
+        "CONTRIBUTING.md", "AGENTS.md", "build/README.md", "SECURITY.md", "CHANGELOG.md", "third_party/README.md",
+    ],
+}  # fmt: skip
+"""Pages of the tree by chapter. Decisions and libraries' READMEs are added by their names."""
+
+
+def public_names(text: str, package: str) -> list[str]:
+    """Return the full names of what a library's `__init__` hands out, sorted; modules are among them."""
+    found: dict[str, str] = {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == package:
+            found |= {name.asname or name.name: f"{node.module}.{name.name}" for name in node.names}
+    return sorted({full for name, full in found.items() if not name.startswith("_")}, key=str.lower)
+
+
+def reference(library: str, text: str) -> str:
+    """Return the page of a library: its public names by module, each to be drawn from its docstring."""
+    lines = [
+        f"# {library}",
+        "",
+        f"Public names of `{library}`; its [README](../libs/{library}/README.md) has the first example.",
+    ]
+    module = ""
+    for name in sorted(public_names(text, library), key=lambda full: full.rpartition(".")[::2]):
+        where = name.rpartition(".")[0]
+        if where != module:
+            module = where
+            lines += ["", f"## {module}"]
+        lines += ["", f"::: {name}"]
+    return "\n".join(lines) + "\n"
+
+
+def linked(text: str, page: str, pages: Iterable[str]) -> str:
+    """Return a page's text whose links lead to `pages` and elsewhere on the web; of other links the text is left."""
+    kept = set(pages)
+
+    def one(match: re.Match[str]) -> str:
+        target = match[3].partition("#")[0]
+        place = posixpath.normpath(posixpath.join(posixpath.dirname(page), target)) if target else page
+        outside = "://" in match[3] or match[3].startswith("mailto:")
+        return match[0] if outside or place in kept else match[2]
+
+    return LINK.sub(one, text)
+
+
+def chapters(root: Path) -> dict[str, list[str]]:
+    """Return all pages of the tree by chapter, in the order of the menu."""
+    decisions = sorted(f"docs/decisions/{path.name}" for path in (root / "docs/decisions").glob("*.md"))
+    readmes = [f"libs/{name}/README.md" for name in LIBRARIES]
+    parts = {name: list(pages) for name, pages in PAGES.items()}
+    return {"Start": parts.pop("Start"), "Libraries": readmes, **parts, "Decisions": decisions}
