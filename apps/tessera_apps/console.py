@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from itertools import pairwise
+from importlib.util import find_spec
 
 MAINS = {"grpo": "apps.grpo.main", "sft": "apps.sft.main"}
 USAGE = """usage: tessera-plan [grpo | sft] FLAGS
@@ -17,7 +17,7 @@ The flags are those of tessera-grpo (unless sft is named) or tessera-sft; both p
 
     tessera-plan --recipe quickstart
     tessera-plan sft --model DIR --data FILE
-    tessera-plan --recipe list        a table of all recipes
+    tessera-plan --recipe list        which recipes can be run today
 """
 
 
@@ -38,8 +38,7 @@ def plan() -> None:
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
         raise SystemExit(0 if words else 2)
-    listed = "--recipe=list" in words or ("--recipe", "list") in pairwise(words)
-    _run(MAINS[app], words if listed else [*words, "--plan"])
+    _run(MAINS[app], [*words, "--plan"])
 
 
 def try_environment() -> None:
@@ -49,6 +48,8 @@ def try_environment() -> None:
 
 def prepare() -> None:
     """Bring a data set to disk."""
+    if find_spec("datasets") is None:
+        sys.exit("error: tessera-prepare needs datasets: pip install 'tessera-apps[hub]' (of a checkout './apps[hub]')")
     _run("apps.grpo.commands.prepare_data", sys.argv[1:])
 
 

@@ -25,7 +25,7 @@ import tyro
 from apps.common.cli.command_line import main as run_command
 from apps.common.cli.command_line import user_directory
 from apps.common.data.presets import PRESETS
-from apps.common.program import command
+from apps.common.program import command, program
 
 if TYPE_CHECKING:  # help and wrong flags need no data library
     import datasets
@@ -150,7 +150,7 @@ def _write(rows: datasets.Dataset, path: Path) -> Path:
 def main(argv: Sequence[str]) -> None:
     """Prepare what the command line asks for, and print the flags that use it."""
     user_directory()
-    config = tyro.cli(Prepare, args=list(argv), prog="prepare")
+    config = tyro.cli(Prepare, args=list(argv), prog=program("prepare"))
     files = prepare(config)
     for name, path in files.items():
         sys.stdout.write(f"{name}: {path}\n")
