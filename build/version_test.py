@@ -69,3 +69,12 @@ def test_what_is_no_version_is_refused(tmp_path: Path, word: str) -> None:
     with pytest.raises(ValueError, match=r"write X\.Y\.Z"):
         version.write(tmp_path, word)
     assert version.complaints(tmp_path) == []
+
+
+def test_each_line_of_the_change_log_stands_under_its_kind() -> None:
+    kind = ""
+    for number, line in enumerate((ROOT / "CHANGELOG.md").read_text().splitlines(), 1):
+        if line.startswith("#"):
+            kind = line.removeprefix("### ") if line.startswith("### ") else ""
+            assert not kind or kind in ("Added", "Changed", "Fixed", "Removed"), f"line {number}: {line}"
+        assert kind or not line.startswith("- "), f"line {number} has no kind: {line}"
