@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from chat_tools import Format, Json
 from rollout import EpisodeContext, EpisodeFailed, Observation, Reply, Score, StepResult, TaskRow, Tool
 from rollout.environments.environment import End
 from rollout.tools.python_tool import python_tool
@@ -29,6 +30,32 @@ class Digits:
 
     async def close(self) -> None:
         """Do nothing."""
+
+
+class Spoken(Digits):
+    """An environment with an option."""
+
+    def __init__(self, word: str = "say") -> None:
+        self.word = word
+
+    async def open(self, context: EpisodeContext) -> Observation:
+        """Ask in other words."""
+        return Observation(({"role": "user", "content": f"{self.word} {context.data.get('number', 0)}"},))
+
+
+class Numbers:
+    """A source of tasks."""
+
+    def __init__(self, held_out: int, first: int = 0) -> None:
+        self.count, self.first = held_out, first
+
+    def tasks(self, step: int, count: int) -> list[TaskRow]:
+        """Return numbers that follow from the step."""
+        return [TaskRow(f"{step}-{i}", {"number": self.first + i}) for i in range(count)]
+
+    def held_out(self) -> list[TaskRow]:
+        """Return other numbers."""
+        return [TaskRow(f"held-out-{i}", {"number": -self.first - i}) for i in range(self.count)]
 
 
 class Listed(Digits):
@@ -117,6 +144,16 @@ def by_reference(reply: Reply, reference: str) -> float:
     return float(reference in reply.text)
 
 
+def by_length(reply: Reply, scale: float = 1.0) -> float:
+    """Return the scaled length of the reply."""
+    return scale * len(reply.text)
+
+
+def step_doubled(step: int, factor: int = 2) -> float:
+    """Return a metric of the step's number."""
+    return float(factor * step)
+
+
 async def by_everything(reply: Reply, reference: str, row: Mapping[str, Any], results: Sequence[ToolResult]) -> Score:
     """Return a reward with components from each argument."""
     del reference
@@ -133,10 +170,15 @@ def boxed() -> Tool:
     return python_tool(Sandbox(backend="bubblewrap"))
 
 
-def echo() -> Tool:
+def echo(name: str = "echo") -> Tool:
     """Return a tool that repeats its text."""
     text = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
-    return Tool("echo", "Says it again.", text, run=lambda text: text)
+    return Tool(name, "Says it again.", text, run=lambda text: text)
+
+
+def marked(begin: str = "<call>") -> Format:
+    """Return a format of tool calls."""
+    return Format("marked", calls=((begin, "</call>"),), body=Json(), ends=("<|im_end|>",))
 
 
 SLOW = Tool("slow", "Never answers.", {"type": "object"}, run=lambda: time.sleep(60), timeout=0.05)

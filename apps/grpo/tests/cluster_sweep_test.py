@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from apps.common.cluster import Cluster, Pools
+from apps.common.testing.own_sampler import OWN_SAMPLER, OWN_SCHEDULE
 from apps.common.testing.setting_effects import Change, field_paths, with_values
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipes.qwen3_5_35b_a3b_fsdp2 import RECIPE as LARGE
@@ -31,9 +32,11 @@ OBEYED = {
     "schedule.parameter_sync_step": Change(2, ASYNC),
     "schedule.required_batches": Change(2, ASYNC),
     "schedule.partial_rollout": Change(False, ASYNC),
+    "schedule.options": Change(("every=2",), {"schedule.mode": OWN_SCHEDULE}),
     "offload": Change(True),
     "env": Change(("NAME=value",)),
     "rollout.engine": Change("vllm"),
+    "rollout.engine_options": Change(("width=3",), {"rollout.engine": OWN_SAMPLER}),
     "rollout.max_model_tokens": Change(4096, VLLM),
     "rollout.max_batched_tokens": Change(4096, VLLM),
     "rollout.dtype": Change("bfloat16", VLLM),

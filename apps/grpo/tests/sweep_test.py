@@ -19,6 +19,7 @@ from apps.grpo.sampling.chat import chat_of
 from apps.grpo.testing.recipe import RECIPE
 from apps.grpo.train import Result
 from apps.quickstart.tokenizer import build_tokenizer
+from chat_tools import Format, find_format
 from engines import NonFiniteError
 from objectives import GRPO
 from rollout import EpisodeContext, Reply, Sampling, TaskRow
@@ -39,12 +40,20 @@ BASE = replace(
 )
 NAMED = {"recipe", "model", "run_dir", "resume", "engine.on_nonfinite", "max_episode_seconds", "cluster.rollout.admit"}
 NAMED |= {"engine.collective_timeout_seconds", "allow_idle_steps", "engine.prove", "engine.allow_untested"}
-"""What a run is of and where it is, changed in config_test, run_test and bad_inputs_test. Losses that are not finite
-have a test below, what ends episodes that hang one in schedule_test, when requests begin one in native_sampler_test;
-how long ranks wait one in engines' collective_timeout_test, how many steps may train nothing one in idle_test."""
+NAMED |= {"recipe_options"}
+"""What a run is of and where it is, changed in config_test, run_test, bad_inputs_test and extensions_test. Losses that
+are not finite have a test below, what ends episodes that hang one in schedule_test, when requests begin one in
+native_sampler_test; how long ranks wait one in engines' collective_timeout_test, how many steps may train nothing one
+in idle_test."""
+METRIC = "apps.grpo.testing.plugins:step_doubled"
 CHANGES = {
     "engine.weights": Change("replicated"),
     "advantage": Change("rloo"),
+    "advantage_options": Change(("scale=2",)),
+    "metric": Change((METRIC,)),
+    "metric_options": Change(("factor=3",), {"metric": (METRIC,)}),
+    "engine.family": Change("llama"),
+    "engine.family_options": Change(("biases=true",)),
     "nproc_per_node": Change(2),
     "max_turns": Change(1),
     "max_episode_tokens": Change(32),
@@ -81,9 +90,12 @@ CHANGES = {
     "cluster.rollout.vllm": Change(("block_size=32",)),
     "cluster.env": Change(("NAME=value",)),
     "cluster.rollout.engine": Change("vllm"),
+    "cluster.rollout.engine_options": Change(("width=3",)),
     "cluster.schedule.mode": Change("one_step_off"),
+    "cluster.schedule.options": Change(("every=2",)),
     "cluster.schedule.partial_rollout": Change(True),  # False is what a run in turn does
     "objective.policy_loss": Change("cispo"),
+    "objective.policy_loss_options": Change(("tau=2",)),
     "objective.clip_low": Change(0.001),
     "objective.clip_high": Change(0.001),
     "objective.dual_clip": Change(1.001),
@@ -138,12 +150,27 @@ OWN_CHANGES = {
     "system_prompt": "Be brief.",
     "template_options": ("enable_thinking=false",),
     "tool_format": "hermes",
+    "tool_format_options": ("begin=<x>",),
+    "environment_options": ("word=write",),
+    "task_source": "apps.grpo.testing.plugins:Numbers",
+    "task_source_options": ("first=5",),
 }
+BESIDE: dict[str, dict[str, Any]] = {
+    "tool_format_options": {"tool_format": "apps.grpo.testing.plugins:marked"},
+    "environment_options": {"environment": ("apps.grpo.testing.plugins:Spoken",)},
+    "task_source": {"tasks": None},
+    "task_source_options": {"tasks": None, "task_source": "apps.grpo.testing.plugins:Numbers"},
+    "reward_options": {"reward": "apps.grpo.testing.plugins:by_length"},
+    "tool_options": {"tool": ("apps.grpo.testing.plugins:echo",)},
+}
+"""What else both have."""
 OWN_OF_FILES = {
     "reward": "apps.grpo.testing.plugins:by_reference",
     "tool": ("apps.grpo.testing.plugins:echo",),
     "system_prompt": "Be brief.",
     "preset": "math",
+    "reward_options": ("scale=2",),
+    "tool_options": ("name=again",),
 }
 
 
@@ -173,15 +200,18 @@ def test_a_setting_of_ones_own_environments_changes_what_is_played(
     own = PluginConfig(
         environment=two if several else two[:1], tasks=Path("train.jsonl" if several else "digits.jsonl")
     )
-    base = GrpoConfig(recipe="environment", plugins=own)
+    base = GrpoConfig(recipe="environment", plugins=replace(own, **BESIDE.get(name, {})))
     assert played(base) == played(base)
     changed = with_value(base, f"plugins.{name}", OWN_CHANGES[name])
     if name == "template_options":  # they change the tokens, not the messages
         chats = [chat_of(config, build_tokenizer()) for config in (base, changed)]
         assert chats[0].options != chats[1].options
+    elif name == "tool_format_options":
+        formats = [chat_of(config, build_tokenizer()).tool_format for config in (base, changed)]
+        assert [form.calls[0][0] for form in formats if isinstance(form, Format)] == ["<call>", "<x>"]
     elif name == "tool_format":  # what is read of an answer, not what is asked
         chats = [chat_of(config, build_tokenizer()) for config in (base, changed)]
-        assert (chats[0].tool_format, chats[1].tool_format) == ("qwen3_xml", "hermes")
+        assert (chats[0].tool_format, chats[1].tool_format) == ("qwen3_xml", find_format("hermes"))
     elif name == "environment_column":
         with pytest.raises(ValueError, match="--environment-column"):
             played(changed)
@@ -195,7 +225,9 @@ def test_a_setting_of_ones_own_for_a_file_changes_what_is_asked_or_earned(
 ) -> None:
     monkeypatch.chdir(files)
     data = DataConfig(data=Path("train.jsonl"), eval_share=0.2)
-    base = GrpoConfig(recipe="math", max_turns=2 if name == "tool" else 1, data=data)
+    tools = name.startswith("tool")
+    plugins = PluginConfig(**BESIDE.get(name, {}))
+    base = GrpoConfig(recipe="math", max_turns=2 if tools else 1, data=data, plugins=plugins)
     if name == "tool":
         with pytest.raises(ValueError, match="--max-turns"):
             played(base)

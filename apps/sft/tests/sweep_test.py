@@ -28,11 +28,18 @@ BASE = replace(
     engine=replace(quickstart.RECIPE.config.engine, warmup_steps=0),
 )
 NAMED = {"recipe", "model", "run_dir", "resume", "threads", "engine.collective_timeout_seconds", "allow_idle_steps"}
-NAMED |= {"engine.prove", "engine.allow_untested"}
+NAMED |= {"engine.prove", "engine.allow_untested", "recipe_options"}
 """What a run is of and where it is, changed in run_test and bad_inputs_test; threads have a test below, how long ranks
 wait has one in engines (collective_timeout_test), how many steps may train nothing one in idle_test, what admits a
 model one in engines (prove/proof_test)."""
+METRIC = "apps.grpo.testing.plugins:step_doubled"
 CHANGES = {
+    "metric": Change((METRIC,)),
+    "metric_options": Change(("factor=3",), {"metric": (METRIC,)}),
+    "engine.family": Change("llama"),
+    "engine.family_options": Change(("biases=true",)),
+    "cluster.rollout.engine_options": Change(("width=3",)),
+    "cluster.schedule.options": Change(("every=2",)),
     "engine.weights": Change("replicated"),
     "nproc_per_node": Change(2),
     "batch_size": Change(7),

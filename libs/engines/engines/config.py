@@ -19,11 +19,6 @@ class EngineConfig:
 
     model: str | None = None
     """A Hugging Face model directory, or OWNER/NAME[@REVISION] on the hub; None when a module is passed."""
-    family: str | None = None
-    """A model family of your own: an engines.families.family.Family, or what makes one, as FILE.py:NAME or
-    package.module:NAME. It describes a type that no registered family does, and is proven like one without any."""
-    family_options: tuple[str, ...] = ()
-    """NAME=VALUE options of a function that makes the family."""
     backend: str = "fsdp2"
     """"fsdp2", "megatron", or one of `engines.register_train_backend`."""
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
@@ -159,6 +154,11 @@ class EngineConfig:
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Reaction to a loss or gradient that is NaN or infinite, always without an update: "stop" ends the run with
     `engines.NonFiniteError`, "skip" continues with the next batch, and ends it at the tenth such step in a row."""
+    family: str | None = None
+    """A model family of your own: an engines.families.family.Family, or what makes one, as FILE.py:NAME or
+    package.module:NAME. It describes a type that no registered family does, and is proven like one without any."""
+    family_options: tuple[str, ...] = ()
+    """NAME=VALUE options of a function that makes the family."""
 
     def __post_init__(self) -> None:
         if problems := [*self.problems()]:

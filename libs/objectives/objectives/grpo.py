@@ -51,8 +51,6 @@ class GRPO:
     policy_loss: str = "ppo"
     """The loss of a token, by its name in `objectives.losses.POLICY_LOSSES`: ppo, cispo, or one you registered; or a
     function of `objectives.losses.PolicyTokens`, as FILE.py:NAME or package.module:NAME."""
-    policy_loss_options: tuple[str, ...] = ()
-    """NAME=VALUE options of that function, by its signature."""
     clip_low: float | None = None
     """The ratio to the old policy is bounded by 1 - clip_low from below; None: the loss's own (ppo 0.2, cispo 1)."""
     clip_high: float | None = None
@@ -73,6 +71,8 @@ class GRPO:
     """Weights between the policy the update starts from and the sampler (`rollout_log_probs`); None: none."""
     off_policy_cap: float | None = None
     """The largest of those weights, at most 1e8; None: 2."""
+    policy_loss_options: tuple[str, ...] = ()
+    """NAME=VALUE options of a policy loss, by its signature."""
 
     def __post_init__(self) -> None:
         if found := self.problems():
