@@ -11,8 +11,10 @@ import pytest
 
 from apps.common.cli import command_line as cli
 from apps.grpo import main as grpo
+from apps.grpo import run as grpo_run
 from apps.quickstart.model import ensure_tiny_model
 from apps.sft import main as sft
+from apps.sft import run as sft_run
 
 MAINS: dict[str, Callable[[Sequence[str]], Any]] = {"grpo": grpo.main, "sft": sft.main}
 NO_EXPERTS = "expert_parallel is for models with experts"
@@ -32,13 +34,18 @@ CASES: list[tuple[str, str, list[str]]] = [
             "--nproc-per-node 2 --trainer.backend megatron --parallel.tensor 2 --parallel.expert 2 "
             "--trainer.no-reshard-after-forward --rollout.tensor-parallel 2 --data nowhere.jsonl"
         ),
-        ["need a model with experts", "reshard_after_forward is FSDP2's", "--rollout.tensor-parallel 2", "nowhere.jsonl"],
+        [
+            "need a model with experts",
+            "reshard_after_forward is FSDP2's",
+            "--rollout.tensor-parallel 2",
+            "nowhere.jsonl",
+        ],
     ),
     (
         "grpo",
         (
-            "--trainer.compile on --trainer.weights replicated --trainer.optimizer-on-host --max-episode-tokens 9999999 "
-            "--trainer.vision frozen"
+            "--trainer.compile on --trainer.weights replicated --trainer.optimizer-on-host "
+            "--max-episode-tokens 9999999 --trainer.vision frozen"
         ),
         ["--max-episode-tokens 9999999", "vision"],
     ),
@@ -58,7 +65,7 @@ CASES: list[tuple[str, str, list[str]]] = [
             "--nproc-per-node 3 --trainer.backend megatron --parallel.tensor 3 --trainer.transformer-options "
             "hidden_size=3 --trainer.no-reshard-after-forward"
         ),
-        ["cannot be split over tensor_parallel=3", "hidden_size has not been run", "reshard_after_forward"],
+        ["cannot be split over tensor_parallel=3", "hidden_size follows from the model", "reshard_after_forward"],
     ),
 ]
 
@@ -93,8 +100,8 @@ def test_two_or_three_refusals_are_told_together_and_nothing_is_started(
     def launch(*_: object) -> NoReturn:
         pytest.fail("a rank was started")
 
-    monkeypatch.setattr(grpo, "launch", launch)
-    monkeypatch.setattr(sft, "launch", launch)
+    monkeypatch.setattr(grpo_run, "launch", launch)
+    monkeypatch.setattr(sft_run, "launch", launch)
     run_dir = tmp_path / "run"
     lines = refused(app, [*given, *flags.split(), "--run-dir", str(run_dir)], capsys)
     for text in texts:
