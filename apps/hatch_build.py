@@ -20,7 +20,7 @@ DOTTED = re.compile(rf"(?<![\w./-])apps(?=\.(?:{'|'.join(FOLDERS)})\b)")
 IMPORTED = re.compile(r"^from apps import ", re.M)
 
 
-class AppsHook(BuildHookInterface):  # type: ignore[type-arg]
+class AppsHook(BuildHookInterface):  # type: ignore[misc]
     """The hook that hatchling finds in this file."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
