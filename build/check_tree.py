@@ -14,7 +14,7 @@ from pathlib import Path
 
 from house import check_house
 from public_words import check_public_words, public_names, read_exceptions, read_field
-from readmes import check_installs, check_links, check_numbers, check_reached, check_screens
+from readmes import check_front, check_installs, check_links, check_numbers, check_reached, check_screens
 
 # Spelled so that this file does not hold them itself.
 FORBIDDEN = {
@@ -92,7 +92,9 @@ def main() -> int:
     names = tracked()
     complaints = check_text(names) + check_targets(names) + check_arrows()
     complaints += [
-        fault for check in (check_screens, check_reached, check_links, check_installs) for fault in check(Path())
+        fault
+        for check in (check_front, check_screens, check_reached, check_links, check_installs)
+        for fault in check(Path())
     ]
     sources = {name: Path(name).read_text() for name in names if name.endswith(".py")}
     complaints += check_house(sources) + check_numbers(Path("README.md").read_text(), sources)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 LINES, WIDTH = 60, 160  # of a library's README; tables and code may be wider, and a row then takes more lines
+FRONT_WORDS = 900  # of the front page
 CODE = re.compile(r"^```.*?^```$", re.M | re.S)
 LINK = re.compile(r"\]\(([^()\s]+)\)|src=\"([^\"]+)\"")
 PROPERTIES = re.compile(r"^\s*@given\(", re.M)
@@ -47,6 +48,13 @@ def check_screens(root: Path) -> list[str]:
             if len(line) > WIDTH and not line.startswith("|"):
                 complaints.append(f"{name}:{number}: {len(line)} characters, more than {WIDTH}")
     return complaints
+
+
+def check_front(root: Path) -> list[str]:
+    """Return a complaint about a front page of more than FRONT_WORDS words, marks and links' targets left out."""
+    words = re.sub(r"\]\([^)]*\)", "]", (root / "README.md").read_text()).split()
+    number = sum(any(letter.isalnum() for letter in word) for word in words)
+    return [f"README.md: {number} words, more than {FRONT_WORDS}"] * (number > FRONT_WORDS)
 
 
 def check_reached(root: Path) -> list[str]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from readmes import check_installs, check_links, check_numbers, check_reached, check_screens, readmes
+from readmes import check_front, check_installs, check_links, check_numbers, check_reached, check_screens, readmes
 
 ROOT = Path(__file__).absolute().parents[1]
 
@@ -12,7 +12,7 @@ def test_the_libraries_pages_are_so() -> None:
     """Links are for check_tree, which sees every file."""
     assert len(readmes(ROOT)) == 9
     assert len(list((ROOT / "docs").glob("*.md"))) > 15
-    assert check_screens(ROOT) + check_reached(ROOT) + check_installs(ROOT) == []
+    assert check_front(ROOT) + check_screens(ROOT) + check_reached(ROOT) + check_installs(ROOT) == []
 
 
 def tree(root: Path) -> Path:
@@ -35,7 +35,7 @@ def tree(root: Path) -> Path:
 
 def complaints(root: Path) -> list[str]:
     """All of them."""
-    return check_screens(root) + check_reached(root) + check_links(root) + check_installs(root)
+    return check_front(root) + check_screens(root) + check_reached(root) + check_links(root) + check_installs(root)
 
 
 def test_a_tree_without_a_fault_has_no_complaint(tmp_path: Path) -> None:
@@ -50,6 +50,7 @@ PLANTED = [
         "libs/a/README.md: 61 lines on a screen of 160 columns, more than 60",
     ),
     ("libs/a/README.md", "z" * 161, "libs/a/README.md:8: 161 characters, more than 160"),
+    ("README.md", "word " * 900, "README.md: 904 words, more than 900"),
     ("docs/new.md", "x\n", "docs/new.md: linked from no README and not from docs/architecture.md"),
     ("docs/status.md", "[gone](gone.md#x)\n", "docs/status.md: gone.md#x leads nowhere"),
     (

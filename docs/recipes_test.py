@@ -1,5 +1,6 @@
-"""What README.md and status.md count of recipes and formats is what the tree has: `--recipe list`, `formats()`."""
+"""What README.md and status.md count of recipes and formats is what the tree has: `--recipe list --plan`, `formats()`."""
 
+import json
 import re
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def test_a_page_counts_the_recipes_as_the_apps_do(page: str, capsys: pytest.Capt
     totals = [0, 0, 0, 0]
     for main in (grpo, sft):
         with pytest.raises(SystemExit):
-            main(["--recipe", "list"])
+            main(["--recipe", "list", "--plan"])
         found = COUNTED.fullmatch(capsys.readouterr().out.splitlines()[-1])
         assert found is not None
         totals = [total + int(count) for total, count in zip(totals, found.groups(), strict=True)]
@@ -30,3 +31,12 @@ def test_a_page_counts_the_recipes_as_the_apps_do(page: str, capsys: pytest.Capt
 
 def test_the_front_page_counts_the_formats_of_tool_calls() -> None:
     assert re.findall(r"\| (\d+) formats, streamed", (ROOT / "README.md").read_text()) == [str(len(formats()))]
+
+
+def test_the_front_page_has_the_figures_of_the_quickstart() -> None:
+    values = json.loads((ROOT / "docs/benchmarks/quickstart.json").read_text())["runs"][-1]["values"].values()
+    text = " ".join((ROOT / "README.md").read_text().split())
+    before, after = ([str(value[name]) for value in values] for name in ("before", "after"))
+    seconds = [value["seconds"] for value in values]
+    said = "Three seeds took it from {}, {} and {} % of held-out sums to {}, {} and {} % in {} to {} seconds"
+    assert said.format(*before, *after, min(seconds), max(seconds)) in text
