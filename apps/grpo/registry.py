@@ -33,7 +33,7 @@ def spec_of(config: GrpoConfig, recipe: Recipe | None = None) -> RunSpec:
     Raises:
         ValueError: there is no recipe of that name.
     """
-    from apps.common.data.model_files import sizes_of
+    from apps.common.data.model_files import fields_of, sizes_of
     from apps.common.run.ranks import ranks_of_node
 
     recipe = recipe or registered(config.recipe, config.recipe_options)
@@ -55,6 +55,7 @@ def spec_of(config: GrpoConfig, recipe: Recipe | None = None) -> RunSpec:
         eval_share=0.0 if config.data.eval_data else config.data.eval_share,
         own=own,
         unknown=unknown,
+        config_fields=fields_of(config.model),
         needs_model=recipe.make_model is None,
         origin=recipe.origin,
         model_type=model_type(config.model),

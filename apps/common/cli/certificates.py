@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from apps.common.cli.refusals import Refusals
 from apps.common.cli.untested import unknown_names, untested_parts, unused_names
-from apps.common.data.model_files import config_of_model, open_description, open_model_directory
+from apps.common.data.model_files import config_fields, config_of_model, open_description, open_model_directory
 from apps.common.run.ranks import ranks_of_node
 from engines import EngineConfig
 from engines.loading import LoadedModel
@@ -79,7 +79,7 @@ def accepted_parts(
     added to `refusals`."""
     allowed, parts = spec.engine.allow_untested, untested_parts(spec, certificates)
     if model is not None:
-        refusals.lines += unknown_names(allowed, parts, model)
+        refusals.lines += unknown_names(allowed, parts, config_fields(model))
     return {name: parts[name] for name in allowed if name in parts}
 
 

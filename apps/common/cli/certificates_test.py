@@ -10,8 +10,10 @@ from transformers import LlamaConfig
 
 from apps.common.cli.certificates import failures, report_when_slow, write_proofs
 from apps.common.cli.untested import unknown_names, unused_names
+from apps.common.data.model_files import config_fields
 from engines.prove.certificate import Certificate
 
+FIELDS = config_fields(LlamaConfig())
 HOLDS = Certificate("lfm2", "x", "small", (1, 2), 0.0, 0.0, None, {"leak": 1.0}, ("conv_bias",), (), 0.1, {})
 
 
@@ -30,8 +32,8 @@ def test_a_resumed_run_keeps_what_it_stood_on(tmp_path: Path) -> None:
 
 def test_a_name_of_nothing_is_refused_and_one_without_need_is_told() -> None:
     parts = {"npu": "no device", "conv_bias": "not exercised"}
-    assert not unknown_names(("npu", "nodes", "sampler", "conv_bias", "rms_norm_eps"), parts, LlamaConfig())
-    (text,) = unknown_names(("npus", "conv_bia"), parts, LlamaConfig())
+    assert not unknown_names(("npu", "nodes", "sampler", "conv_bias", "rms_norm_eps"), parts, FIELDS)
+    (text,) = unknown_names(("npus", "conv_bia"), parts, FIELDS)
     assert text.startswith("--allow-untested npus,conv_bia: names are npu, nodes, sampler and fields of")
     assert text.endswith("untested here: npu, conv_bias")
     assert unused_names(("npu", "sampler"), parts) == []

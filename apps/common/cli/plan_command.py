@@ -36,12 +36,12 @@ def answer_without_running(
         if "--plan" not in words:
             sys.stdout.write(list_recipes(recipes()))
             raise SystemExit(0)
-        from runplan.report.recipe_table import recipe_table
+        from runplan.report.recipe_table import recipe_table  # torch
 
         sys.stdout.write(recipe_table(specs()) + "\n")
         raise SystemExit(0)
     if words == ["--loading"]:
-        from runplan.estimates.loading import loading_table
+        from runplan.estimates.loading import loading_table  # torch
 
         sys.stdout.write(loading_table(spec.origin.shape for spec, _ in specs() if spec.origin) + "\n")
         raise SystemExit(0)
@@ -51,12 +51,14 @@ def answer_without_running(
 
 def _print_plan(spec: "RunSpec", words: Sequence[str], typed: Sequence[str]) -> None:
     """Print a plan, and end the program."""
-    from runplan.checks.machine import seen_here
-    from runplan.report.plan import make_plan
+    from apps.common.cli.untested import names_of_nothing  # these import torch
+    from runplan.checks.machine import seen_here  # the same
+    from runplan.report.plan import make_plan  # the same
 
     if "--resume" in words or len(typed) > len(words):  # what it begins with is a run's, or too large to start
         spec = replace(spec, words=tuple(word for word in typed if word != "--plan"))
     plan = make_plan(spec)
+    plan.problems += names_of_nothing(spec)
     here = "".join(f"{'Here' if i == 0 else '':<10}{line}\n" for i, line in enumerate(seen_here(spec, os.environ)))
     sys.stdout.write(f"{here}{plan}\n")
     raise SystemExit(1 if plan.problems else 0)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 if TYPE_CHECKING:  # a command line reads the flag without torch
-    from transformers import PretrainedConfig
-
     from engines.prove.certificate import Certificate
     from runplan.run_spec import RunSpec
 
@@ -40,7 +38,7 @@ FLAG_TYPE: Any = Annotated[
 
 def untested_parts(spec: RunSpec, certificates: Iterable[Certificate]) -> dict[str, str]:
     """Return what of a run no test and no proof has run, by the names that accept it, each with the reason."""
-    from runplan.checks.requirements import requirements
+    from runplan.checks.requirements import requirements  # it imports torch
 
     parts: dict[str, list[str]] = {}
     for requirement in requirements(spec):
@@ -52,15 +50,30 @@ def untested_parts(spec: RunSpec, certificates: Iterable[Certificate]) -> dict[s
     return {name: "; ".join(reasons) for name, reasons in parts.items()}
 
 
-def unknown_names(names: Sequence[str], parts: Mapping[str, str], model: PretrainedConfig) -> list[str]:
-    """Return the text of a refusal for names that are of no part of a run, nor of any; empty where there are none."""
-    known = {*NAMES, *parts, *model.to_dict(), *model.get_text_config().to_dict()}
-    unknown = [name for name in names if name not in known]
+def unknown_names(names: Sequence[str], parts: Mapping[str, str], fields: Collection[str]) -> list[str]:
+    """Return the text of a refusal for names that are of no part of a run, nor of any, nor `fields` of its model's
+    config; empty where there are none."""
+    unknown = [name for name in names if name not in {*NAMES, *parts, *fields}]
     if not unknown:
         return []
     here = f"untested here: {', '.join(parts)}" if parts else "nothing here is untested: leave it out"
     others = f"names are {', '.join(NAMES)} and fields of the model's config.json"
     return [f"{FLAG} {','.join(unknown)}: {others}; {here}"]
+
+
+def names_of_nothing(spec: RunSpec) -> list[str]:
+    """Return the text of a plan's problem for names that the run would refuse; empty where there are none, or where the
+    model that is named can't be read yet."""
+    fields: Collection[str] | None = spec.config_fields
+    if fields is None and spec.unknown is None and spec.origin is not None:
+        from transformers import AutoConfig  # of a recipe that gives the sizes of a model
+
+        from apps.common.data.model_files import config_fields  # it imports torch
+
+        fields = config_fields(AutoConfig.for_model(spec.origin.shape.model_type))
+    if fields is None and not spec.needs_model:
+        fields = ()  # the recipe's own model, of a registered family
+    return [] if fields is None else unknown_names(spec.engine.allow_untested, untested_parts(spec, ()), fields)
 
 
 def unused_names(names: Sequence[str], parts: Mapping[str, str]) -> list[str]:

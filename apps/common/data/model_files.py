@@ -2,10 +2,11 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -16,7 +17,7 @@ from engines.loading import LoadedModel, open_model, read_config
 from engines.weights.hub import description_directory
 from engines.weights.model_directory import has_weights
 from runplan.model.model_shape import ModelShape
-from runplan.model.own_model import own_model
+from runplan.model.own_model import known_directory, own_model
 
 
 def open_model_directory(directory: Path, config: EngineConfig) -> LoadedModel:
@@ -101,6 +102,27 @@ def sizes_of(model: Path | None, engine: EngineConfig) -> tuple[ModelShape | Non
         return own_model(model, engine.vision != "off"), None
     except ValueError as error:
         return None, str(error)
+
+
+def config_fields(model: PretrainedConfig) -> frozenset[str]:
+    """Return the fields of a model's config and of its text part, nested ones behind dots."""
+    return frozenset((*_dotted(model.to_dict()), *_dotted(model.get_text_config().to_dict())))
+
+
+def _dotted(values: Mapping[Any, Any]) -> Iterator[str]:
+    for name, value in values.items():
+        yield str(name)
+        if isinstance(value, Mapping):
+            yield from (f"{name}.{inner}" for inner in _dotted(value))
+
+
+def fields_of(model: Path | None) -> frozenset[str] | None:
+    """Return the fields of a model's config for a plan; None where none is named, or it can't be read."""
+    if model is None:
+        return None
+    with suppress(ValueError):
+        return config_fields(read_config(known_directory(model)))
+    return None
 
 
 def longest_sequence(config: PretrainedConfig) -> int | None:

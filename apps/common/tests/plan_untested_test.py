@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from transformers import SmolLM3Config
 
-from apps.common.cli.untested import untested_parts
+from apps.common.cli.untested import names_of_nothing, untested_parts
 from apps.common.cluster import Cluster, Pools, RolloutLayout
+from apps.common.data.model_files import config_fields
 from engines import EngineConfig
 from runplan.model.model_shape import ModelShape
 from runplan.model.origin import Origin
@@ -45,6 +47,23 @@ def test_absent_hardware_is_accepted_by_name_and_counts_as_untested() -> None:
     assert make_plan(more).to_allow == ()
     with pytest.raises(ValueError, match="Ray's samplers are given CUDA devices or processors, no NPUs"):
         refuse_unready(replace(more, engine=replace(more.engine, allow_untested=("npu", "nodes"))))
+
+
+def test_a_name_of_nothing_is_a_problem_of_the_plan() -> None:
+    """The names of fields are those of the model that is named, else of the recipe's type; nested ones have dots."""
+
+    def told(names: str, spec: RunSpec) -> list[str]:
+        return names_of_nothing(replace(spec, engine=replace(spec.engine, allow_untested=tuple(names.split(",")))))
+
+    large = replace(PLAIN, origin=ORIGIN)
+    assert told("npu,nodes,sampler,norm_topk_prob,rope_parameters.rope_theta", large) == []
+    (text,) = told("norm_topk_prop,npu", large)
+    assert text.startswith("--allow-untested norm_topk_prop: names are npu, nodes, sampler and fields of the model's")
+    named = replace(large, config_fields=config_fields(SmolLM3Config()))
+    assert told("no_rope_layers", named) == []
+    assert told("norm_topk_prob", named)
+    assert told("norm_topk_prob", replace(PLAIN, needs_model=False))
+    assert told("norm_topk_prob", replace(PLAIN, unknown="it is not here")) == []
 
 
 def test_a_type_without_a_family_is_for_a_proof_to_admit() -> None:

@@ -40,6 +40,8 @@ class RunSpec:
     """Sizes of the model that is named, where its config can be read; they take precedence over the origin's."""
     unknown: str | None = None
     """Why the sizes of the model that is named are not known."""
+    config_fields: frozenset[str] | None = None
+    """Fields of the named model's config, nested ones behind dots, where it can be read."""
     eval_share: float = 0.0
     """Share of the training rows that is held out, at most `held_out` of them; 0 where held-out rows are given."""
     fake_device: bool = False

@@ -24,7 +24,7 @@ def own_model(model: Path, sees: bool = False) -> ModelShape:
     Raises:
         ValueError: there is no config.json, or its model is none whose memory can be counted; the text says what to do.
     """
-    directory = _directory(model)
+    directory = known_directory(model)
     config = read_config(directory)
     shape = replace(_shape(config, model.name), source=f"{directory / 'config.json'}")
     if sees and shape.vision is None:
@@ -38,7 +38,8 @@ def own_model(model: Path, sees: bool = False) -> ModelShape:
     return shape
 
 
-def _directory(model: Path) -> Path:
+def known_directory(model: Path) -> Path:
+    """Return the directory of a model here, or in the hub's cache; ValueError where it is in neither."""
     if model.exists():
         return model
     repository, _, revision = str(model).partition("@")
