@@ -117,7 +117,14 @@ WANTED: dict[str, dict[str, Any]] = {
 
 def test_the_apps_have_the_choices() -> None:
     assert [point.kind for point in points_of(GrpoConfig)] == [point.kind for point in POINTS]
-    assert [point.kind for point in points_of(SftConfig)] == ["recipe", "sampler", "schedule", "metric", "model-family"]
+    assert [point.kind for point in points_of(SftConfig)] == [
+        "loss",
+        "recipe",
+        "sampler",
+        "schedule",
+        "metric",
+        "model-family",
+    ]
 
 
 def test_names_and_options_reach_the_configuration_the_plan_and_the_record(file: Path) -> None:
@@ -185,7 +192,7 @@ def test_help_has_the_protocol_and_the_options(file: Path, capsys: pytest.Captur
     assert "--loss-options NAME=VALUE" in told
     assert "advantages f32[T]" in told
     assert "Options of own.py:loss: tau: float = 0.5" in told
-    with pytest.raises(ValueError, match="there are --help-recipe, --help-sampler"):
+    with pytest.raises(ValueError, match="there are --help-loss, --help-recipe"):
         help_of("reward", SftConfig)
 
 
@@ -222,8 +229,12 @@ def test_a_format_of_a_file_reads_calls(file: Path) -> None:
 
 
 def test_the_sft_app_has_recipes_and_metrics_of_a_file(file: Path) -> None:
-    config = configure_sft(["--metric", "own.py:metric", "--metric-options", "factor=5"])
-    assert [(code.kind, code.options) for code in own_code(config)] == [("metric", {"factor": 5.0})]
+    words = ["--metric", "own.py:metric", "--metric-options", "factor=5", "--loss", "own.py:loss", "--loss-options"]
+    config = configure_sft([*words, "tau=0.1"])
+    assert [(code.kind, code.options) for code in own_code(config)] == [
+        ("loss", {"tau": 0.1}),
+        ("metric", {"factor": 5.0}),
+    ]
     with pytest.raises(ValueError, match="takes nothing: it may name metrics, step"):
         configure_sft(["--metric", "own.py:advantage"])
     with pytest.raises(ValueError, match=r"a apps\.sft\.recipe\.Recipe is needed"):

@@ -45,7 +45,7 @@ def sampler_backend(name: str, options: tuple[str, ...] = ()) -> SamplerBackend:
         )
     from schedules.backend import SamplerBackend
 
-    backend = load_object(SAMPLERS.get(name, name), "sampler")
+    backend = load_object(SAMPLERS.get(name, name), "rollout.engine")
     if not (isinstance(backend, type) and issubclass(backend, SamplerBackend)):
         raise ValueError(f"engine {name!r} is {backend!r}, which is no subclass of schedules.SamplerBackend")
     made: SamplerBackend = bound("engine_options", name, backend, options)()

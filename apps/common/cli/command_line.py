@@ -175,6 +175,8 @@ class CommandLine(Generic[C]):
             near = difflib.get_close_matches(recipe, self.recipes, n=1)
             meant = f", perhaps you meant {near[0]!r}" if near else ""
             _refuse(f"no recipe {recipe!r}{meant}; there are {', '.join(self.recipes)}")
+        if options := _words_of(argv, "--recipe-options"):
+            raise SettingsError([f"--recipe-options {options[0]} has no effect: recipe {recipe!r} is no code of yours"])
         return self.own_model(self.recipes[recipe]) if "--model" in flags else self.recipes[recipe]
 
     def _earlier_run(self, named: str | None) -> C:

@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
 
+from runplan.settings import FLAGS
+
 PREFIXES = (("data.", ""), ("plugins.", ""), ("cluster.", ""), ("engine.lora.", "lora."), ("engine.", "trainer."))
 """Prefixes of dotted paths, and those of their flags; the first that fits counts."""
 NAMES = {
@@ -23,13 +25,10 @@ NAMES = {
     "engine.first_stage_layers": "parallel.first-stage-layers",
     "engine.last_stage_layers": "parallel.last-stage-layers",
     "engine.shard_ranks": "parallel.shard-ranks",
+    "objective.loss": "loss",
+    "objective.loss_options": "loss-options",
     "objective.policy_loss_options": "loss-options",
-    "cluster.rollout.engine_options": "sampler-options",
-    "cluster.rollout.tp": "rollout.tensor-parallel",
-    "cluster.rollout.dp": "rollout.data-parallel",
-    "cluster.rollout.ep": "rollout.expert-parallel",
-    "cluster.rollout.memory_share": "rollout.gpu-memory-utilization",
-    "cluster.schedule.options": "schedule-options",
+    **{f"cluster.{path}": name for path, name in FLAGS.items()},
 }
 """Flags that are not made of their path."""
 EARLIER = {

@@ -39,5 +39,6 @@ def name_sampler_errors(step: int) -> Iterator[None]:
         yield
     except NotFiniteError as error:
         raise DivergenceError(
-            f"step {step}: the sampler can't use the policy any more ({error}); nothing is exported. Lower --learning-rate"
+            f"step {step}: the sampler can't use the policy any more ({error}); nothing is exported. Lower "
+            "--learning-rate"
         ) from error

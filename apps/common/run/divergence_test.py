@@ -11,7 +11,7 @@ def test_a_loss_far_above_guessing_ends_the_run(nats: float, ends: bool) -> None
     if not ends:
         check_loss(3, nats, 1000)
         return
-    with pytest.raises(DivergenceError, match=r"Lower --engine\.lr"):
+    with pytest.raises(DivergenceError, match=r"Lower --learning-rate"):
         check_loss(3, nats, 1000)
 
 

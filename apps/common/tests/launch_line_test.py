@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from apps.common.cli.command_line import CommandLine
 from apps.common.cli.flags import changed, flag, leaves, plain_type
+from apps.common.run.config_file import write_config
 from apps.grpo import main as grpo
 from apps.grpo import registry as grpo_registry
 from apps.sft import main as sft
@@ -39,7 +40,16 @@ TEXTS: dict[str, list[list[str]]] = {
     "--trainer.betas": [["0.5", "0.75"]],
 }
 EXPECTED = {
-    "grpo": {"--model", "--data", "--preset", "--rollout.engine", "--learning-rate", "--env", "--offload", "--logging.tracker"},
+    "grpo": {
+        "--model",
+        "--data",
+        "--preset",
+        "--rollout.engine",
+        "--learning-rate",
+        "--env",
+        "--offload",
+        "--logging.tracker",
+    },
     "sft": {"--text-column", "--truncation", "--export", "--batch-size"},
 }
 """Flags among those that were tried."""
@@ -154,9 +164,7 @@ def test_any_flags_of_any_recipe(data: st.DataObject) -> None:
 def test_a_resumed_or_shrunk_run_is_told_as_it_was_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "a run"
     run.mkdir()
-    with pytest.raises(SystemExit):
-        grpo.main(["--max-steps", "7", "--run-dir", str(run), "--print-config"])
-    (run / "config.json").write_text(capsys.readouterr().out)
+    write_config(grpo.configure(["--max-steps", "7", "--run-dir", str(run)]), run)
     for words in (["--resume", "--run-dir", str(run), "--max-steps", "9"], ["--shrink=2", "--seed", "3"]):
         with pytest.raises(SystemExit):
             grpo.main([*words, "--plan"])

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from apps.common.cli.environment import refuse_unset
+from apps.common.cli.flags import flag as flag_of
 from apps.common.cluster import Cluster, Media, Pools, RolloutLayout
 from engines import EngineConfig
 from runplan.model.model_shape import ModelShape
@@ -217,7 +218,7 @@ def test_a_column_of_images_is_read_where_the_model_sees() -> None:
     megatron = replace(seeing.engine, backend="megatron")
     refuse_unready(replace(seeing, engine=megatron))
     refuse_unready(replace(seeing, engine=replace(megatron, vision="trained")))
-    with pytest.raises(ValueError, match=r"the model is trained on text: set --engine\.vision"):
+    with pytest.raises(ValueError, match=r"the model is trained on text: set --trainer\.vision"):
         refuse_unready(replace(seeing, engine=PLAIN.engine))
 
 
@@ -269,11 +270,12 @@ def test_the_changes_above_are_of_every_field() -> None:
     names |= {"--rollout.engine"}
     names |= {"--rollout.admit", "--rollout.vllm"}  # grpo/native_sampler_test, grpo/vllm_arguments_test
     cluster_test_fields = {
-        f"--{group}.{name}".replace("_", "-")
+        flag_of(f"cluster.{group}.{name}")
         for group in ("pools", "rollout", "schedule", "media")
         for name in vars(getattr(Cluster(), group))
     }
-    assert names == cluster_test_fields
+    own_code = {"--sampler-options", "--schedule-options"}  # docs/extend_test
+    assert names | own_code == cluster_test_fields
 
 
 def test_variables_must_be_set_by_whoever_starts_the_program() -> None:

@@ -77,7 +77,8 @@ def flags(folder: Path, mode: str, options: argparse.Namespace) -> list[str]:
     each = PROMPTS * GROUP // copies
     words = [
         "--recipe", "math", "--model", str(folder / "model"), "--data", str(folder / "prompts.jsonl"),
-        "--reward", f"{folder / 'reward.py'}:reward", "--run-dir", str(folder / mode), "--max-steps", str(options.steps),
+        "--reward", f"{folder / 'reward.py'}:reward", "--run-dir", str(folder / mode),
+        "--max-steps", str(options.steps),
         "--prompts-per-step", str(PROMPTS), "--group-size", str(GROUP), "--max-turns", "1",
         "--sampling.max-new-tokens", str(NEW_TOKENS), "--eval-every", "1000", "--eval-share", "0.02",
         "--save-every", "1000", "--trainer.device", device, "--learning-rate", "1e-6",

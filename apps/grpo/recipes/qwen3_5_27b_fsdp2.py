@@ -71,7 +71,7 @@ RECIPE = Recipe(
             "two rows of full length share a micro-batch: the script held one, which hid a leak between packed rows",
             "rows are shuffled anew in every pass; the script kept the file's order",
             "no bucket of 6144 MB: weights travel in pieces of any size, also the 2.4 GiB embedding",
-            "entropy is computed in chunks of --trainer.logit-chunk tokens whenever it is asked for, and here it is not",
+            "entropy is computed in chunks of --trainer.logit-chunk tokens where it is asked for; here it is not",
             "a run goes on with --resume; the script's resume_from_path had no effect without resume_mode",
             "15 epochs of 32 whole batches are 480 steps; the last rows of an epoch go into the next batch",
             "checkpoints and environment are settings of this file; the script computed both and used neither",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from apps.common.cli.flags import flag
 from apps.common.cluster import Cluster, RolloutLayout
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import configure
@@ -36,7 +37,7 @@ def test_the_sampler_gets_what_the_flags_say() -> None:
     over_copies = with_layout(RolloutLayout("vllm", tp=2, dp=4, ep=8))
     assert rollout_config(over_copies).vllm.experts_over_copies
     on_cuda = replace(over_copies, engine=replace(over_copies.engine, device="cuda"))
-    with pytest.raises(ValueError, match=r"copies of a model ran on a CPU alone: .*rollout.device cpu.*ep to tp = 2"):
+    with pytest.raises(ValueError, match=r"ran on a CPU alone: .*rollout.device cpu.*expert-parallel to tp = 2"):
         rollout_config(on_cuda)
     beside = replace(on_cuda, cluster=Cluster(rollout=replace(over_copies.cluster.rollout, device="cpu")))
     assert rollout_config(beside).vllm.experts_over_copies
@@ -86,5 +87,5 @@ def test_every_argument_that_the_library_owns_is_refused_with_what_the_app_has_i
             vllm_arguments([f"{name}=1"])
         assert "Config" not in str(refusal.value)
     flags = {text.removeprefix("use --rollout.") for text in INSTEAD.values() if "--rollout" in text}
-    assert flags <= {item.name.replace("_", "-") for item in fields(RolloutLayout)}
+    assert flags <= {flag(f"cluster.rollout.{item.name}").removeprefix("--rollout.") for item in fields(RolloutLayout)}
     assert vllm_arguments(["block_size=32", "a=b=c", "b=[1]"]) == {"block_size": 32, "a": "b=c", "b": [1]}

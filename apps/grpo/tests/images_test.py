@@ -119,7 +119,9 @@ def geo3k(path: Path, count: int = 24, broken: int | None = None) -> Path:
 
 
 def flags(finished: Path, data: Path, run_dir: Path, *more: str) -> GrpoConfig:
-    small = "--max-steps 1 --prompts-per-step 3 --group-size 4 --max-turns 1 --eval-prompts 2 --sampling.max-new-tokens 4"
+    small = (
+        "--max-steps 1 --prompts-per-step 3 --group-size 4 --max-turns 1 --eval-prompts 2 --sampling.max-new-tokens 4"
+    )
     engine = "--trainer.device cpu --max-prompt-tokens 200 --max-episode-tokens 256"
     paths = ["--model", str(finished / "export"), "--data", str(data), "--run-dir", str(run_dir), "--preset", "geo3k"]
     return configure([*paths, *small.split(), *engine.split(), *more])
@@ -155,7 +157,7 @@ def test_a_column_of_images_may_have_any_name(finished: Path, tmp_path: Path) ->
     assert [part["type"] for part in asked[0][0][-1]["content"]] == ["image", "text"]
     with pytest.raises(ValueError, match=r"row 1: no column 'picture'; it has drawing, .* --media"):
         run(flags(finished, renamed, tmp_path / "c", *named, "picture"))
-    with pytest.raises(ValueError, match=r"the model is trained on text: set --engine\.vision"):
+    with pytest.raises(ValueError, match=r"the model is trained on text: set --trainer\.vision"):
         run(flags(finished, renamed, tmp_path / "d", *named[2:], "drawing"))
 
 
@@ -164,6 +166,6 @@ def test_files_that_cannot_be_asked_are_refused_by_row(finished: Path, tmp_path:
     with pytest.raises(ValueError, match=r"broken\.parquet, row 5: picture 0: it cannot be read"):
         run(flags(finished, data, tmp_path / "run", "--trainer.vision", "trained"))
     with pytest.raises(
-        ValueError, match=r"row 1: it holds images or other media: leave such rows out, or set --engine\.vision"
+        ValueError, match=r"row 1: it holds images or other media: leave such rows out, or set --trainer\.vision"
     ):
         run(flags(finished, geo3k(tmp_path / "good.parquet"), tmp_path / "run"))

@@ -266,7 +266,8 @@ def test_a_model_and_a_file_of_ones_own(finished: Finished, tmp_path: Path) -> N
 def own(run_dir: Path, path: Path, **changes: Any) -> GrpoConfig:
     words = f"--environment apps.grpo.testing.plugins:Digits apps.grpo.testing.plugins:Letters --tasks {path}"
     words += " --environment-shares Digits=1 Letters=3 --system-prompt Speak! --trainer.device cpu --learning-rate 1e-3"
-    words += " --max-steps 4 --prompts-per-step 4 --group-size 4 --sampling.max-new-tokens 6 --eval-every 2 --save-every 2"
+    words += " --max-steps 4 --prompts-per-step 4 --group-size 4 --sampling.max-new-tokens 6 --eval-every 2"
+    words += " --save-every 2"
     words += " --eval-prompts 3 --eval-share 0.2"
     return replace(configure(words.split()), run_dir=run_dir, **changes)
 

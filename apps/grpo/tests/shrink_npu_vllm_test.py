@@ -46,7 +46,8 @@ def test_both_sides_of_the_asynchronous_recipe_run_beside_each_other(
     """One Megatron rank on device npu; two copies in vLLM of two workers each; experts are dealt to all four."""
     argv = ["--recipe", ASYNC, "--shrink=1", "--run-dir", str(tmp_path / "run"), *ON_ONE_MACHINE, *ONE_RANK]
     output, rows = run_whole(argv, tmp_path, capfd)
-    for change in ("tensor-parallel  8 -> 2", "data-parallel  8 -> 2", "expert-parallel  64 -> 4", "device  auto -> cpu"):
+    sizes = ("tensor-parallel  8 -> 2", "data-parallel  8 -> 2", "expert-parallel  64 -> 4")
+    for change in (*sizes, "device  auto -> cpu"):
         assert f"--rollout.{change}" in output
     assert max(proofs(rows)) < 0.05
     check(ASYNC, "bfloat16", output, rows, tmp_path / "run")

@@ -67,7 +67,7 @@ def refusal(argv: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -
         (["--trainer.temperature", "0.5"], "supervised training has none"),
         (["--parallel.context", "ring"], "'off', 'static:N' or 'dynamic'"),
         (["--parallel.tensor", "2"], "1 ranks are no multiple of tp"),
-        (["--trainer.backend", "megatron", "--trainer.batching", "padded"], "Megatron's layers get packed tokens alone"),
+        (["--trainer.backend", "megatron", "--trainer.batching", "padded"], "Megatron's layers get packed tokens"),
         (["--trainer.device", "npu"], "torch_npu is not installed"),
         (["--layout.tp", "2"], "--layout.tp"),
         (

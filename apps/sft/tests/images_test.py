@@ -89,9 +89,8 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def config(model: Path, data: Path, run_dir: Path, *more: str) -> SftConfig:
-    small = (
-        "--max-steps 2 --batch-size 6 --eval-every 2 --save-every 2 --eval-share 0.3 --trainer.device cpu --max-tokens 80"
-    )
+    small = "--max-steps 2 --batch-size 6 --eval-every 2 --save-every 2 --eval-share 0.3 --max-tokens 80"
+    small += " --trainer.device cpu"
     engine = "--trainer.max-tokens-per-rank 160 --learning-rate 0.01"
     paths = ["--model", str(model), "--data", str(data), "--run-dir", str(run_dir)]
     return configure([*paths, *small.split(), *engine.split(), *more])
@@ -223,11 +222,11 @@ def test_images_need_a_model_that_sees_and_a_column_that_is_there(model: Path, t
         load(model, path, "--media.images-column", "picture")
     conversations = load(model, path, "--media.images-column", "drawing")
     assert sum(len(sample["image_grid_thw"]) for sample in (*conversations.train, *conversations.held_out)) == 32
-    with pytest.raises(ValueError, match=r"the model is trained on text: set --engine\.vision"):
+    with pytest.raises(ValueError, match=r"the model is trained on text: set --trainer\.vision"):
         run(config(model, path, tmp_path / "run", "--media.images-column", "drawing"))
-    with pytest.raises(ValueError, match=r"line 2: column 'images' holds media.* set --engine\.vision to frozen"):
+    with pytest.raises(ValueError, match=r"line 2: column 'images' holds media.* set --trainer\.vision to frozen"):
         run(config(model, write(tmp_path / "b.jsonl", in_a_column("marked")), tmp_path / "run"))
-    with pytest.raises(ValueError, match=r"line 2: .* a part of kind 'image'.* --engine\.vision frozen"):
+    with pytest.raises(ValueError, match=r"line 2: .* a part of kind 'image'.* --trainer\.vision frozen"):
         run(config(model, write(tmp_path / "c.jsonl", in_parts()), tmp_path / "run"))
 
 

@@ -35,6 +35,8 @@ model one in engines (prove/proof_test)."""
 METRIC = "apps.grpo.testing.plugins:step_doubled"
 CHANGES = {
     "metric": Change((METRIC,)),
+    "objective.loss": Change("mse"),
+    "objective.loss_options": Change(("tau=1",)),
     "metric_options": Change(("factor=3",), {"metric": (METRIC,)}),
     "engine.family": Change("llama"),
     "engine.family_options": Change(("biases=true",)),

@@ -12,6 +12,17 @@ if TYPE_CHECKING:  # they import one another
     from runplan.samplers.base import SamplerPlan
 
 
+FLAGS = {
+    "rollout.engine_options": "sampler-options",
+    "rollout.tp": "rollout.tensor-parallel",
+    "rollout.dp": "rollout.data-parallel",
+    "rollout.ep": "rollout.expert-parallel",
+    "rollout.memory_share": "rollout.gpu-memory-utilization",
+    "schedule.options": "schedule-options",
+}
+"""Flags that have another name than their setting."""
+
+
 class PoolSettings(Protocol):
     """Machines that train, and machines that sample."""
 

@@ -7,6 +7,7 @@ from engines.capability import Supported, Unsupported, features_of, supports
 from engines.families.registry import FAMILIES
 from runplan.run_spec import RunSpec
 from runplan.samplers.base import OVERLAP
+from runplan.settings import FLAGS
 
 AT_START = Supported("engines/prove/proof.py, when the run starts")
 RAYS_NODES = Unsupported("sampling on nodes of its own is Ray's: say --rollout.ray-workers")
@@ -87,7 +88,9 @@ def _replay(spec: RunSpec) -> list[Requirement]:
         return [Requirement("--trainer.routing-replay (experts to replay)", NOTHING_TO_REPLAY)]
     if has_experts(spec) is False:
         return [Requirement("--trainer.routing-replay (experts to replay)", DENSE)]
-    return [Requirement("--trainer.routing-replay (experts to replay)", spec.cluster.sampler.supports("routed_experts"))]
+    return [
+        Requirement("--trainer.routing-replay (experts to replay)", spec.cluster.sampler.supports("routed_experts"))
+    ]
 
 
 def has_experts(spec: RunSpec) -> bool | None:
@@ -114,7 +117,7 @@ def _family(spec: RunSpec, model_type: str) -> Supported | Unsupported:
 
 
 def _cluster_requirement(spec: RunSpec, path: str, value: Any) -> Requirement:
-    feature = f"--{path.replace('_', '-')} {value}"
+    feature = f"--{FLAGS.get(path, path.replace('_', '-'))} {value}"
     if path == "media.images_column":
         return Requirement(feature, _images(spec))
     if path == "pools.device_memory_gib":

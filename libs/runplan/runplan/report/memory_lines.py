@@ -107,7 +107,8 @@ def _device(
     tokens, width = engine.max_tokens_per_rank, width_of(engine)
     whole, again = (gib(activation_bytes(shape, max(layers), tokens, how, width, grid.tp)) for how in (False, True))
     taken = f"{again}, layers computed again" if engine.gradient_checkpointing else f"{whole}, all kept"
-    other = f"{whole} were all kept" if engine.gradient_checkpointing else f"{again} by --trainer.gradient-checkpointing"
+    fewer = f"{again} by --trainer.gradient-checkpointing"
+    other = f"{whole} were all kept" if engine.gradient_checkpointing else fewer
     return [
         line,
         *_stages(spec, shape, grid, layers),

@@ -248,8 +248,8 @@ def _rollout(plan: Plan, spec: RunSpec, shape: ModelShape | None) -> None:
         lines.append(f"{rollout.copies_per_device} copies share a device, each with memory and a processor of its own")
     if spec.rollout_ranks % size and not sampler.shares_processors(spec):
         plan.problems.append(
-            f"{spec.rollout_ranks} sampling devices are no multiple of tp x dp = {size}: change --rollout.tensor-parallel "
-            "or the number of nodes"
+            f"{spec.rollout_ranks} sampling devices are no multiple of tp x dp = {size}: change "
+            "--rollout.tensor-parallel or the number of nodes"
         )
     elif not sampler.in_process:
         replicas = max(1, spec.rollout_ranks // size)

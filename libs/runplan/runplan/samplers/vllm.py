@@ -37,13 +37,13 @@ SETTINGS: dict[str, Supported | Unsupported] = {
     "rollout.admit": Unsupported("vLLM lets requests begin as it sees fit: leave it out"),
 }
 EXPERTS_OF_COPIES = Unsupported(
-    "experts over the copies of the model in vLLM (--rollout.data-parallel) ran on a CPU alone, no accelerator has run it:"
-    " set --rollout.device cpu, or have each copy hold all experts, over its own workers: set ep to tp"
+    "experts over the copies of the model in vLLM (--rollout.data-parallel) ran on a CPU alone, no accelerator has run "
+    "it: set --rollout.device cpu, or have each copy hold all experts, over its own workers: set ep to tp"
 )
 EXPERTS_OF_COPIES_ON_A_CPU = Supported("rollout/vllm/experts_over_copies_test.py")
 SHARED_BY_WORKERS = Unsupported(
-    "copies of several workers each, or that share experts, never shared a device: set --rollout.tensor-parallel 1 and ep 1,"
-    " or leave it out"
+    "copies of several workers each, or that share experts, never shared a device: set --rollout.tensor-parallel 1 and "
+    "ep 1, or leave it out"
 )
 RAY_SLEEP = Unsupported("vLLM in Ray's workers never slept between two rounds: set --rollout.no-sleep")
 
