@@ -111,4 +111,4 @@ def _alone(path: Path) -> Iterator[None]:
 
 def padded_hint(certificate: Certificate) -> str:
     """Return what to change where padded rows are equal and packed ones are not."""
-    return "; padded rows are equal (--engine.batching padded)" if certificate.admits("padded") else ""
+    return "; padded rows are equal (--trainer.batching padded)" if certificate.admits("padded") else ""

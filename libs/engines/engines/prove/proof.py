@@ -104,7 +104,7 @@ def prove(config: Any) -> Certificate:
 
 def small_config(text: Any) -> Any:
     """Return the config in small, with experts that take float64 (grouped products do not)."""
-    small = shrink_whole(text) if is_inside(text) else shrink_config(text).config
+    small = shrink_whole(text) if text.sub_configs else shrink_config(text).config
     for part in {id(one): one for one in (small, small.get_text_config())}.values():
         set_experts(part, "eager")
     return small

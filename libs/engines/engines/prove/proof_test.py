@@ -153,7 +153,7 @@ def test_where_packed_rows_differ_padded_ones_are_trained(kind: str) -> None:
     config = small_config(AutoConfig.for_model(kind))
     settings: dict[str, Any] = {"device": "cpu", "max_tokens_per_rank": 48, "master_dtype": "float32"}
     settings["allow_untested"] = make_certificate(config).not_exercised
-    with pytest.raises(ValueError, match=r"packed rows .*padded rows are equal \(--engine.batching padded\)"):
+    with pytest.raises(ValueError, match=r"packed rows .*padded rows are equal \(--trainer.batching padded\)"):
         build_engine(EngineConfig(**settings), config)
     model: Any = AutoModelForCausalLM.from_config(config).eval()
     batch = tiny_batch([7, 3, 12, 5])
