@@ -20,8 +20,12 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 _CHOSEN = ("num_experts_per_tok", "moe_k", "num_experts_per_token")
 
 
-def stock_router_loss(config: Any, coefficient: float | None = None, z_coefficient: float = 0.0) -> RouterLoss | None:
+def stock_router_loss(
+    config: Any, coefficient: float | None = None, z_coefficient: float = 0.0, model: Any = None
+) -> RouterLoss | None:
     """Return the router's loss of a text config where it is asked for, by `output_router_logits` or a `coefficient`.
+
+    `model`: the class that computes it, where the text part is inside of another model.
 
     ValueError where the type's modelling code has no such loss, or another one; for a z-loss, as nothing says how many
     layers route.
@@ -34,7 +38,7 @@ def stock_router_loss(config: Any, coefficient: float | None = None, z_coefficie
         raise ValueError(f"{kind}: the z-loss is for described families: set router_z_loss_coef to 0")
     if not wanted:
         return None
-    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model = model or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     own, stock, forward = _function(model.__module__), _function(_MODEL), inspect.unwrap(model.forward).__code__
     assert stock is not None
     if own is not None and not {_FUNCTION, _COEFFICIENT} <= {*forward.co_names}:

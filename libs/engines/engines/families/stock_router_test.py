@@ -16,7 +16,7 @@ from engines.testing.one_rank import one_rank  # noqa: F401  each test here has 
 from engines.tiny import tiny_batch
 from objectives import SFT
 
-KINDS = ["mixtral", "gpt_oss", "olmoe", "granitemoe", "phimoe"]
+KINDS = ["mixtral", "gpt_oss", "olmoe", "granitemoe", "phimoe", "qwen3_vl_moe", "glm4v_moe"]
 
 
 @pytest.fixture(autouse=True)
@@ -40,15 +40,25 @@ def stock_loss(stock: Any, batch: TensorDict) -> tuple[float, float]:
 @pytest.mark.parametrize("tokens", [1000, 15], ids=["one micro-batch", "many"])
 def test_a_step_has_the_loss_and_gradient_of_transformers(kind: str, tokens: int) -> None:
     config = small_config(AutoConfig.for_model(kind))
-    config.output_router_logits, config.router_aux_loss_coef = True, 0.5
-    admit(config, generic_family(config))
+    text, family = config.get_text_config(), generic_family(config)
+    text.output_router_logits, text.router_aux_loss_coef = True, 0.5
+    admit(config, family)
     model, batch = random_model(config).float(), tiny_batch([7, 3, 12, 5, 9])
     loss, norm = stock_loss(model, batch)
     model.zero_grad()
+    family.reduce(model)
     settings: dict[str, Any] = {"device": "cpu", "lr": 1e-3, "grad_clip": None, "max_tokens_per_rank": tokens}
     report = build_engine(EngineConfig(**settings), model).train_batch(batch, SFT())
     assert report["loss"] == pytest.approx(loss, rel=1e-4)
     assert report["grad_norm"] == pytest.approx(norm, rel=1e-3)
+
+
+def test_the_text_part_of_a_type_with_another_loss_is_refused_by_name() -> None:
+    config = AutoConfig.for_model("kimi_k25")
+    config.get_text_config().output_router_logits = True
+    assert generic_family(config).auxiliary_loss(config) is None  # its config has no coefficient
+    with pytest.raises(ValueError, match=r"transformers' modelling code has no balancing loss of routers, or not that"):
+        generic_family(config).auxiliary_loss(config, 0.1)
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "doge", "jetmoe"])

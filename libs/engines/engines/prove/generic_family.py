@@ -159,15 +159,9 @@ class TextPartFamily(GenericFamily):
     def auxiliary_loss(
         self, config: Any, coefficient: float | None = None, z_coefficient: float = 0.0
     ) -> RouterLoss | None:
-        """Return None; ValueError where a router's loss is asked for: the whole has one of its own."""
-        text = config.get_text_config()
-        if coefficient is None and getattr(text, "output_router_logits", False):
-            coefficient = getattr(text, "router_aux_loss_coef", 0.0)
-        if coefficient or z_coefficient:
-            raise ValueError(
-                f"{self.name}: the router's loss of a multi-modal type is not compared: set its coefficients to 0"
-            )
-        return None
+        """Return the router's loss as the whole computes it; see `GenericFamily`."""
+        whole = getattr(transformers, self.architecture)
+        return stock_router_loss(config.get_text_config(), coefficient, z_coefficient, whole)
 
     def head(self, model: Any) -> Any:
         """Return the output layer, of the text model where the whole names none."""
