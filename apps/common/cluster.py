@@ -78,7 +78,9 @@ class RolloutLayout:
     max_batched_tokens: int | None = None
     """Tokens of one forward pass of the engine."""
     chunked_prefill: bool = False
+    """Read a long prompt in pieces, beside responses that are sampled (vLLM)."""
     prefix_cache: bool = False
+    """Keep what was computed for prompts that begin alike (vLLM)."""
     cuda_graph_sizes: tuple[int, ...] = ()
     """Batch sizes whose decoding is captured as graphs."""
     ray_workers: int = 0

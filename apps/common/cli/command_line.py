@@ -105,7 +105,7 @@ class CommandLine(Generic[C]):
             sys.stderr.write("".join(f"{line}\n" for line in lines))
             view, parsed = reset, self._parsed(argv, reset)
         problems = [*self.beside(parsed, view)]
-        if "--resume" in argv:
+        if "--resume" in argv or values.get("resume"):
             problems += self._changes(parsed, default)
         try:
             config = as_type(parsed, self.kind)

@@ -69,6 +69,18 @@ def test_print_config_is_the_file_that_config_reads(tmp_path: Path, capsys: pyte
     assert run(f"--config={path}", "--max-steps", "8").steps == 8
 
 
+def test_a_file_names_the_recipe_whose_settings_it_overrides(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("recipe: large\nlearning_rate: 0.25\n")
+    assert run("--config", str(path)) == replace(RECIPES["large"], engine=replace(RECIPES["large"].engine, lr=0.25))
+    assert run("--config", str(path), "--learning-rate", "2").engine.lr == 2
+    path.write_text("recipe: small\nresume: true\n")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / CONFIG_NAME).write_text(dump_config(Config(recipe="large", steps=5)))
+    with pytest.raises(ValueError, match="--recipe can't change when a run is resumed"):
+        run("--config", str(path), runs=tmp_path)
+
+
 def test_resume_takes_the_newest_run_and_lets_flags_override(tmp_path: Path) -> None:
     for name, steps in (("a", 5), ("b", 6)):
         (tmp_path / name).mkdir()

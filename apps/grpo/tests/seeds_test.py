@@ -137,7 +137,7 @@ def test_flags_change_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_list_counts(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["--recipe", "list"])
+        main(["--recipe", "list", "--plan"])
     text = capsys.readouterr().out
     assert text.splitlines()[-1] == "14 recipes, 10 can be run today, 3 untested, 14 shrunk"
 

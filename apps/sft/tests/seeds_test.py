@@ -74,5 +74,5 @@ def test_a_longer_conversation_takes_more_ranks() -> None:
 
 def test_the_list_counts(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["--recipe", "list"])
+        main(["--recipe", "list", "--plan"])
     assert capsys.readouterr().out.splitlines()[-1] == "4 recipes, 3 can be run today, 1 untested, 4 shrunk"

@@ -100,17 +100,23 @@ class EngineConfig:
     where it names some; in `forward` too."""
 
     lr: float = 1e-5
+    """Learning rate after the warmup."""
     learning_rates: tuple[str, ...] = ()
     """PATTERN=LR: another learning rate for the parameters whose names on disk hold the regular expression, such as
     `embed_tokens`, `visual`, `\\.mlp\\.gate\\.` (routers) or `lora_B`; where several do, the first counts. The
     schedule scales them all alike."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warmup, down to `min_lr_ratio` of it at `total_steps`."""
     warmup_steps: int = 0
+    """Steps over which the learning rate rises from 0."""
     total_steps: int | None = None
     """Step at which "linear" and "cosine" end; None for "constant"."""
     min_lr_ratio: float = 0.0
+    """Share of the learning rate at which "linear" and "cosine" end."""
     betas: tuple[float, float] = (0.9, 0.98)
+    """AdamW's beta1 and beta2."""
     eps: float = 1e-8
+    """AdamW's epsilon."""
     weight_decay: float = 0.0
     """Weight decay of matrices; norms, biases and other vectors are never decayed."""
     transformer_options: tuple[str, ...] = ()

@@ -14,10 +14,13 @@ class Sampling:
     """
 
     temperature: float = 1.0
+    """Divisor of the logits: below 1 the likelier tokens are sampled more often."""
     top_k: int = 0
     top_p: float = 1.0
     max_new_tokens: int = 128
+    """Longest response, of one turn, in tokens."""
     stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response, beside the model's own."""
     seed: int | None = None
     greedy: bool = False
 
