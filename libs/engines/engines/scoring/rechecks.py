@@ -210,6 +210,6 @@ def _message(step: int, worst: Sequence[float], bound: float) -> str:
     return (
         f"step {step}: a sequence of {length:.0f} tokens has other log-probs in the training pass than the stock model "
         f"gives it alone: {difference:.3g} apart (root mean square, largest {largest:.3g}), where recheck_bound is "
-        f"{bound:.3g}; no update was made. Run with compile='off' (--engine.compile off) or batching='padded' "
-        "(--engine.batching padded), and file an issue; recheck_bound allows more"
+        f"{bound:.3g}; no update was made. Run with compile='off' (--trainer.compile off) or batching='padded' "
+        "(--trainer.batching padded), and file an issue; recheck_bound allows more"
     )
