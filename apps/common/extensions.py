@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -34,6 +34,8 @@ class Point:
     """Names of arguments that are no options."""
     first: int = 0
     """How many arguments it gets by position."""
+    others: tuple[tuple[str, str], ...] = ()
+    """The paths of name and options where another app has others."""
 
 
 POINTS = (
@@ -47,7 +49,7 @@ POINTS = (
         "loss", "objective.policy_loss", "objective.policy_loss_options",
         "a function of tokens: log_probs, old_log_probs, advantages f32[T], mask bool[T], batch (cu_seqlens i32[n+1]); "
         "returns f32[T], the loss of each token, or TokenLoss(loss, {name: [T]}); only log_probs has a gradient",
-        first=1,
+        first=1, others=(("objective.loss", "objective.loss_options"),),
     ),
     Point(
         "reward", "plugins.reward", "plugins.reward_options",
@@ -81,8 +83,8 @@ POINTS = (
     ),
     Point(
         "metric", "metric", "metric_options",
-        "a function of episodes, advantages, tasks, metrics, step, as many as it names; returns a number, or several as "
-        "{name: number}",
+        "a function of episodes, advantages, tasks, metrics, step, as many as it names; returns a number, or several "
+        "as {name: number}",
         ("episodes", "advantages", "tasks", "metrics", "step"),
     ),
     Point(
@@ -117,8 +119,9 @@ def points_of(config: Any) -> Iterator[Point]:
     """Yield the points that an app's configuration, or its class, has."""
     kind = config if isinstance(config, type) else type(config)
     for point in POINTS:
-        if _has(kind, point.path) and _has(kind, point.options):
-            yield point
+        for path, options in ((point.path, point.options), *point.others):
+            if _has(kind, path) and _has(kind, options):
+                yield replace(point, path=path, options=options)
 
 
 def named(config: Any, point: Point) -> tuple[str, ...]:

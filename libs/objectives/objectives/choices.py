@@ -52,10 +52,13 @@ def _least_group(name: str) -> int:
     return GROUP_SIZES.get(name) or ESTIMATORS[name].min_group_size
 
 
-def check_loss_options(name: str, words: tuple[str, ...]) -> None:
-    """Raise ValueError for NAME=VALUE words that are no options of a policy loss, or lack one that must be given."""
+def check_loss_options(name: str, words: tuple[str, ...], field: str = "policy_loss_options") -> None:
+    """Raise ValueError for NAME=VALUE words that are no options of a loss, or lack one that must be given.
+
+    `field`: the setting that has the words.
+    """
     if words or is_user_code(name):
-        POLICY_LOSSES.named(name).with_options(words)
+        POLICY_LOSSES.named(name).with_options(words, field)
 
 
 def check_advantage_options(name: str, words: tuple[str, ...]) -> None:

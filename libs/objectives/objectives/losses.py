@@ -65,9 +65,10 @@ class PolicyLoss:
     keys: tuple[str, ...]
     scales_with_advantage: bool
 
-    def with_options(self, words: Sequence[str]) -> Callable[..., Any]:
-        """Return the function with the options that NAME=VALUE words give it; ValueError: it does not take them."""
-        return bound("policy_loss_options", self.name, self.function, words, self.defaults, first=1)
+    def with_options(self, words: Sequence[str], field: str = "policy_loss_options") -> Callable[..., Any]:
+        """Return the function with the options that NAME=VALUE words of a field give it; ValueError: it does not take
+        them."""
+        return bound(field, self.name, self.function, words, self.defaults, first=1)
 
     def checked(self, result: TokenLoss | Tensor, tokens: PolicyTokens) -> TokenLoss:
         """Return what the function returned, of one number a token; ValueError where it is something else."""
@@ -95,6 +96,18 @@ def entry_of(spec: str, function: Any) -> PolicyLoss:
             f"--loss {spec} is a {type(function).__name__}: a function of `objectives.losses.PolicyTokens` is needed"
         )
     return PolicyLoss(spec, function, MappingProxyType({}), (), scales_with_advantage=False)
+
+
+def own_token_loss(
+    spec: str, words: Sequence[str], log_probs: Tensor, mask: Tensor, batch: PackedBatch
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of each token, and its metrics, by a user's function where there is no reward: every advantage is
+    1, and the old policy is the present one."""
+    current = torch.where(mask, wide(log_probs), 0.0)
+    tokens = PolicyTokens(current, current.detach(), mask.to(current.dtype), mask, batch)
+    entry = POLICY_LOSSES.named(spec)
+    result = entry.checked(entry.with_options(words, "loss_options")(tokens, **entry.defaults), tokens)
+    return wide(result.loss), {name: value.to(current.dtype) for name, value in result.metrics.items()}
 
 
 def register_policy_loss(

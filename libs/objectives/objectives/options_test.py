@@ -31,7 +31,7 @@ GRPO_OPTIONS: dict[str, tuple[dict[str, Any], Sequence[Any], Sequence[Any]]] = {
 
 def test_the_table_has_every_option() -> None:
     assert set(GRPO_OPTIONS) == {field.name for field in dataclasses.fields(GRPO)}
-    assert {field.name for field in dataclasses.fields(SFT)} == {"aggregation"}
+    assert {field.name for field in dataclasses.fields(SFT)} == {"aggregation", "loss", "loss_options"}
 
 
 @pytest.mark.parametrize("name", GRPO_OPTIONS)

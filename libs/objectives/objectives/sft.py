@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
-from objectives.checks import check_choice
-from objectives.choices import Aggregation
+from objectives.checks import check_choice, check_without_effect, gathered
+from objectives.choices import Aggregation, check_loss_options
+from seqpack.extensions.load_object import is_user_code
 
 if TYPE_CHECKING:  # a command line makes these settings, and needs no torch for it
     from tensordict import TensorDict
@@ -21,9 +23,28 @@ class SFT:
     """-log pi of the trained tokens; by `aggregation` every token weighs the same ("token") or every sequence does."""
 
     aggregation: Aggregation = "token"
+    loss: str = "nll"
+    """The loss of a token: "nll", -log pi, or a function of `objectives.losses.PolicyTokens` (whose advantages are 1,
+    and whose old policy is the present one), as FILE.py:NAME or package.module:NAME."""
+    loss_options: tuple[str, ...] = ()
+    """NAME=VALUE options of that function, by its signature."""
 
     def __post_init__(self) -> None:
-        check_choice("aggregation of SFT", self.aggregation, ("token", "sequence"))
+        if found := self.problems():
+            raise ValueError("; ".join(found))
+
+    def problems(self) -> list[str]:
+        """Return a text for each problem."""
+        options = partial(check_without_effect, "loss_options", self.loss_options or None, "loss 'nll' has none")
+        if is_user_code(self.loss):
+            options = partial(check_loss_options, self.loss, self.loss_options, "loss_options")
+        return gathered(
+            [
+                partial(check_choice, "aggregation of SFT", self.aggregation, ("token", "sequence")),
+                partial(check_choice, "loss", self.loss, ("nll", *([self.loss] if is_user_code(self.loss) else []))),
+                options,
+            ]
+        )
 
     @property
     def required_keys(self) -> tuple[str, ...]:
@@ -44,15 +65,20 @@ class SFT:
     def __call__(
         self, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch, totals: Totals
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss as `seqpack.Objective` defines it; the metric is `nll`, the mean over tokens."""
-        from objectives.losses import aggregate
+        """Compute the loss as `seqpack.Objective` defines it; the metrics are `nll`, the mean over tokens, and those of
+        a loss of one's own."""
+        from objectives.losses import aggregate, own_token_loss
         from objectives.objective import trained_mask
         from objectives.sums import pair
 
         del entropy
         mask = trained_mask(batch)
+        own: dict[str, Tensor] = {}
+        per_token = -log_probs
+        if self.loss != "nll":
+            per_token, own = own_token_loss(self.loss, self.loss_options, log_probs, mask, batch)
         loss = aggregate(
-            -log_probs,
+            per_token,
             mask,
             batch.cu_seqlens,
             self.aggregation,
@@ -60,4 +86,4 @@ class SFT:
             totals.answers,
             row_tokens=batch.values.get("episode_tokens"),
         )
-        return loss, {"nll": pair(-log_probs, mask)}
+        return loss, {name: pair(value, mask) for name, value in (own | {"nll": -log_probs}).items()}

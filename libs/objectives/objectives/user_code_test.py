@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from objectives import GRPO
+from objectives import GRPO, SFT
 from objectives.advantages import ESTIMATORS, dr_grpo, estimate, per_sequence
 from objectives.losses import POLICY_LOSSES
 from seqpack import Totals, make_batch, pack_sequences
@@ -148,6 +148,25 @@ def test_wrong_options_and_names_are_refused_when_it_is_made(
         GRPO(policy_loss=f"{file}:{name}", policy_loss_options=words)
     with pytest.raises(ValueError, match=re.escape("(ppo; it has no options)")):
         GRPO(policy_loss_options=("tau=1",))
+
+
+def test_a_function_of_a_file_is_a_loss_of_supervised_training(file: str) -> None:
+    batch = batch_of()
+    packed = pack_sequences(batch)
+    log_probs = torch.full_like(packed.values["advantages"], -2.0).requires_grad_()
+    found = {name: SFT(loss=f"{file}:{name}")(log_probs, None, packed, Totals.of(batch)) for name in ("plain", "told")}
+    assert float(found["plain"][0].detach()) == pytest.approx(0.5 * 2)
+    assert float(found["told"][0].detach()) == float(SFT()(log_probs, None, packed, Totals.of(batch))[0].detach())
+    assert set(found["told"][1]) == {"nll", "half"}
+    for options, message in (
+        ({"loss": f"{file}:plain", "loss_options": ("taw=1",)}, "loss_options: there is no option 'taw'"),
+        ({"loss_options": ("tau=1",)}, "loss_options=('tau=1',) has no effect: loss 'nll' has none"),
+        ({"loss": "mse"}, "unknown loss 'mse': use one of nll"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            SFT(**options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="returned loss of shape"):
+        SFT(loss=f"{file}:mean")(log_probs, None, packed, Totals.of(batch))
 
 
 def test_a_function_of_a_file_is_an_advantage_with_options(file: str) -> None:

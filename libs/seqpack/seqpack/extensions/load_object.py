@@ -28,7 +28,7 @@ def load_object(spec: str, kind: str, of: type | tuple[type, ...] | None = None)
     """
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
-        example = kind.replace("-", "_")
+        example = kind.rpartition(".")[2].replace("-", "_")
         raise ValueError(
             f"--{kind} {spec!r} is not FILE.py:NAME or package.module:name, such as my_{example}.py:{example}"
         )
