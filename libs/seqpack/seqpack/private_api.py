@@ -25,6 +25,12 @@ def set_attention(config: Any, name: str) -> None:
     config._attn_implementation = name
 
 
+def bloom_heads(layer: Any, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values [1, heads, T, D] of Bloom's joined projection."""
+    heads: tuple[Tensor, Tensor, Tensor] = layer._reshape(mixed)
+    return heads
+
+
 def writes(tensor: Tensor) -> int:
     """Return how often a tensor was written to, as torch counts it; not for tensors of inference mode."""
     return tensor._version

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from seqpack.adapters.context import PackedContext
 from seqpack.adapters.subclasses import stock_class
+from seqpack.private_api import bloom_heads
 
 _BASE, _DIGITS = 256, 4
 """Token numbers travel as digits, which every floating-point dtype holds."""
@@ -61,7 +62,7 @@ def bloom_attention(layer: Any, hidden: Tensor, context: PackedContext, given: M
     """Run Bloom's attention on hidden [1, T, H], with the slopes of ALiBi from the bias of two positions."""
     if layer.training and layer.attention_dropout.p:
         raise ValueError("packed attention has no dropout: call model.eval(), or set attention_dropout to 0")
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in layer._reshape(layer.query_key_value(hidden)))
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in bloom_heads(layer, layer.query_key_value(hidden)))
     bias = given["alibi"][:, 0].as_subclass(Tensor)
     slopes = bias[:, 1] - bias[:, 0]
     out = context.ops.attention(q, k, v, context, layer.inv_norm_factor, None, alibi=slopes)
