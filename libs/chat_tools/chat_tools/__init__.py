@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from chat_tools.rendering.render import render as render
     from chat_tools.rendering.stop_tokens import read_stop_tokens as read_stop_tokens
     from chat_tools.rendering.stop_tokens import turn_ends as turn_ends
+    from chat_tools.rendering.training import loss_weights as loss_weights
+    from chat_tools.rendering.training import with_end as with_end
     from chat_tools.rendering.view import html_view as html_view
     from chat_tools.rendering.view import terminal_view as terminal_view
     from chat_tools.sampled_turn import parse_ids as parse_ids
@@ -83,6 +85,7 @@ _EXPORTS = {
     "function_schema": "chat_tools.parsing.tool_schema",
     "html_view": "chat_tools.rendering.view",
     "images": "chat_tools.rendering.media",
+    "loss_weights": "chat_tools.rendering.training",
     "parse": "chat_tools.parsing.parser",
     "parse_ids": "chat_tools.sampled_turn",
     "read_stop_tokens": "chat_tools.rendering.stop_tokens",
@@ -92,6 +95,7 @@ _EXPORTS = {
     "to_openai": "chat_tools.parsing.openai",
     "turn_ends": "chat_tools.rendering.stop_tokens",
     "videos": "chat_tools.rendering.media",
+    "with_end": "chat_tools.rendering.training",
 }
 __all__ = sorted(_EXPORTS)
 

@@ -81,7 +81,14 @@ def conformance(options: argparse.Namespace) -> int:
         from chat_tools.conformance.real_templates import template_names
     except ImportError as error:
         raise ValueError("this needs transformers, tokenizers and jinja2: pip install transformers jinja2") from error
-    names = [name for name in template_names() if name.startswith(tuple(options.names or [""]))]
+    files = [name for name in options.names if name.endswith(".jinja")]
+    if options.fetch:
+        from chat_tools.conformance.corpus import fetched_templates
+
+        files += map(str, fetched_templates(Path(options.fetch)))
+    beginnings = tuple(name for name in options.names if not name.endswith(".jinja")) or ("",)
+    listed = [] if files and beginnings == ("",) else template_names()
+    names = [*(name for name in listed if name.startswith(beginnings)), *files]
     rows = []
     print(HEAD)
     for name in names:
@@ -145,7 +152,12 @@ def build_arguments() -> argparse.ArgumentParser:
         "conformance",
         help="try the chat templates of real models: trl's wheel's, or those of the folder $CHAT_TEMPLATES",
     )
-    command.add_argument("names", nargs="*", help="beginnings of templates' names; all without them")
+    command.add_argument("names", nargs="*", help="beginnings of templates' names, or .jinja files; all without them")
+    command.add_argument(
+        "--fetch",
+        metavar="DIR",
+        help="fetch the newest TRL, llama-cpp-python and vLLM (sources alone) into DIR with pip; try their templates",
+    )
     command.add_argument("--verbose", action="store_true", help="list refusals, problems and failures")
     command.set_defaults(run=conformance)
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from chat_tools.conformance.real_templates import Family, family_of, real_tokenizer, template_names
+from chat_tools.conformance.real_templates import Family, read_template, real_tokenizer, template_names
 from chat_tools.rendering.audit import audit_template
 from chat_tools.rendering.continuation import extend
+from chat_tools.rendering.masks import LOST
 from chat_tools.rendering.render import Rendered, render
 from chat_tools.rendering.template import Message, rendering_errors
 
@@ -121,8 +123,8 @@ HEAD = (
 
 
 def check_template(name: str) -> Row:
-    """Try one template with every conversation."""
-    tokenizer, family, row = real_tokenizer(name), family_of(name), Row(name)
+    """Try one template, by its name or its file's path, with every conversation."""
+    tokenizer, (_, family), row = real_tokenizer(name), read_template(name), Row(Path(name).stem)
     for title, pattern in CONVERSATIONS.items():
         accepted = first_rendering(tokenizer, pattern, family)
         if accepted is None:
@@ -134,7 +136,8 @@ def check_template(name: str) -> Row:
         failures = [*_mask_failures(row, tokenizer, family, messages, rendered)]
         failures += _extend_failures(row, tokenizer, family, messages)
         row.failures += [f"{title}: {failure}" for failure in failures]
-    report = audit_template(tokenizer, stop_tokens=family.stops)
+    report = audit_template(tokenizer, stop_tokens=known_stops(tokenizer, family))
+    row.failures += [f"audit: {problem}" for problem in report.extension_problems]
     row.format, row.mask_safe, row.prefix_preserving = report.format, report.mask_safe, report.prefix_preserving
     return row
 
@@ -217,10 +220,15 @@ def _mask_failures(
     if list(official) != rendered.ids:
         yield "the ids are not apply_chat_template's"
     trained = [offset for offset, on in zip(offsets, rendered.assistant_mask, strict=True) if on]
+    own = [*trained, *(offsets[token] for token in rendered.straddling)]  # the template's characters are in these too
     unproven = {int(p.split(":")[0].removeprefix("message ")) for p in rendered.problems if p.startswith("message ")}
     for number, message in enumerate(messages):
+        lost = f"message {number}: {LOST}" in rendered.problems
+        word = own_word(number) if message["role"] == "assistant" else canary(number)
+        if message["role"] != "assistant" and lost == (word in text):
+            yield f"message {number} is {'not lost, as a problem says' if lost else 'lost, and no problem says so'}"
         if message["role"] != "assistant":
-            for start, end in _places(text, canary(number)):
+            for start, end in _places(text, word):
                 if any(a < end and b > start for a, b in trained):
                     yield f"the word of message {number} ({message['role']}) is in the mask"
             continue
@@ -230,7 +238,7 @@ def _mask_failures(
                 yield f"message {number} has a problem and is in the mask"
             continue
         row.turns += 1
-        if not all(_covered(place, trained) for place in places):
+        if not all(_covered(place, own) for place in places):
             yield f"a word of message {number} is not in the mask"
         stop = _turn_end(text, messages, number, family)
         if stop is not None:
@@ -266,7 +274,7 @@ def _extend_failures(row: Row, tokenizer: Any, family: Family, messages: Sequenc
         here = whole.text[slice(*end)]
         body = own.text[turn[0].start : turn[-1].end]
         body = next((body.removesuffix(s) for s in (*stops, *family.closings) if body.endswith(s)), body)
-        for stop in dict.fromkeys([here, *stops]):
+        for stop in dict.fromkeys([here, *(stops if family.listed else ())]):
             stays = stop != here and here not in family.closings  # the token begins what follows, and is still to come
             sampled = tokenizer(body + stop, add_special_tokens=False)["input_ids"]
             try:

@@ -22,12 +22,13 @@ class Family(NamedTuple):
     """The parts of a family's checkpoints beside the template.
 
     `stops` is `generation_config.eos_token_id`, `closings` are the tokens with which the template itself ends an
-    answer, `bos` begins a conversation.
+    answer, `bos` begins a conversation. A family that is not `listed` has what its template's text tells.
     """
 
     stops: tuple[str, ...]
     closings: tuple[str, ...]
     bos: str = "<s>"
+    listed: bool = True
 
 
 _CHATML = Family(("<|im_end|>", "<|endoftext|>"), ("<|im_end|>",))
@@ -100,15 +101,37 @@ def family_of(name: str) -> Family:
     return FAMILIES[max(known, key=len)]
 
 
+# Tokens that end turns in templates whose family is not listed; those that stand in one are taken for its stops.
+KNOWN_STOPS = (
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|end|>", "<|return|>", "<|call|>",
+    "<|end_of_msg|>", "<|end_of_turn|>", "<end_of_turn>", "<turn|>", "<|END_OF_TURN_TOKEN|>", "<|end_of_text|>",
+    "<|assistant_end|>", "<|eos|>", "<｜end▁of▁sentence｜>", "<|endoftext|>", "[e~[", "<seed:eos>", "</s>", "<|EOT|>",
+    "<end_of_utterance>", "</longcat_s>", "[EOS]", "<eos>",
+)  # fmt: skip
+
+
+def family_from(source: str) -> Family:
+    """Return what is known of a template that nobody has listed: stop tokens that stand in it, else `</s>`."""
+    stops = tuple(stop for stop in KNOWN_STOPS if stop in source) or ("</s>",)
+    return Family(stops, stops, listed=False)
+
+
+def read_template(name: str) -> tuple[str, Family]:
+    """Return the text and the family of a template: one of the folder's by name, or a file by its path."""
+    if name.endswith(".jinja"):
+        source = Path(name).read_text(encoding="utf-8")
+        return source, family_from(source)
+    return (template_folder() / f"{name}.jinja").read_text(encoding="utf-8"), family_of(name)
+
+
 @cache
 def real_tokenizer(name: str) -> Any:
     """Train a byte-level BPE tokenizer on a template's text, with its markers as tokens, and set the template.
 
     Few of the markers are declared special, as in many checkpoints: gpt-oss's `<|end|>` is an added token that
-    `all_special_tokens` does not list.
+    `all_special_tokens` does not list. The name may be the path of a `.jinja` file.
     """
-    source = (template_folder() / f"{name}.jinja").read_text(encoding="utf-8")
-    family = family_of(name)
+    source, family = read_template(name)
     markers = dict.fromkeys([*family.stops, *family.closings, family.bos, *_SPECIAL.findall(source)])
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

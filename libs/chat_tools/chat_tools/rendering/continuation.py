@@ -64,7 +64,7 @@ def _following(
     for seen in (messages, _without_last_words(messages, known)):
         text = template.text(seen, prompted)
         turns = find_regions(template, seen, text, prompted)
-        tail = _tail(rendered, template, seen, text, turns)
+        tail = _tail(rendered, template, text, turns)
         at = len(text) - len(tail)
         new = [piece for piece in turns.owners.pieces if piece.message >= known]
         written = {*turns.owners.unknown, *(piece.message for piece in new if piece.start >= at)}
@@ -133,7 +133,7 @@ def _call_of(result: Message, number: int, arguments: Any) -> dict[str, Any]:
     return {"type": "function", "id": result.get("tool_call_id", f"call{number:05}"), "function": function}
 
 
-def _tail(rendered: Rendered, template: ChatTemplate, messages: Sequence[Message], text: str, turns: Regions) -> str:
+def _tail(rendered: Rendered, template: ChatTemplate, text: str, turns: Regions) -> str:
     """Return the text to append to the rendered text for the new messages."""
     assistants = [i for i, m in enumerate(rendered.messages) if m.get("role") == "assistant"]
     if not assistants:
@@ -154,7 +154,7 @@ def _tail(rendered: Rendered, template: ChatTemplate, messages: Sequence[Message
     after = region.body_end
     if not rendered.stop:  # cut off, perhaps within its end
         after += _overlap(rendered.plain[: rendered.turn_end], end, added_tokens(template.tokenizer))
-    elif end.endswith(rendered.stop) or end in find_turn_delimiters(template, messages[last]).ends:
+    elif end.endswith(rendered.stop) or end in find_turn_delimiters(template, rendered.messages[last]).ends:
         after = region.end
     elif text.startswith(rendered.stop, after):
         after += len(rendered.stop)

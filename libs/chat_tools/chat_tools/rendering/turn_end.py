@@ -99,20 +99,27 @@ def _shape(turn: Turn) -> tuple[Any, ...]:
 def _proven(template: ChatTemplate, delimiters: TurnDelimiters, turn: Turn, behind: str) -> int | None:
     """Return the length of the end, found by rendering the conversation up to the turn."""
     alone = _behind_alone(template, turn)
+    stop = delimiters.first_stop(behind, 0, len(behind))
+    whole = max((end for end in delimiters.ends if behind.startswith(end)), key=len, default="")
     if alone is None:  # the template refuses an answer as the last message, or writes it in another way
-        whole = max((end for end in delimiters.ends if behind.startswith(end)), key=len, default="")
-        stop = delimiters.first_stop(behind, 0, len(behind))
         if stop is not None and (not behind[: stop[0]].strip() or turn.messages[turn.number].get("tool_calls")):
             return stop[1]
-        return len(whole) or (None if behind.strip() else 0)
+        return None if behind.strip() and not whole else len(whole)
     shared = token_start(behind, common_prefix(behind, alone), added_tokens(template.tokenizer))
-    stop = delimiters.first_stop(behind, 0, len(behind))
-    if stop is not None and (stop[1] <= shared or not behind[shared : stop[0]].strip()):
+    rest = alone[shared:].strip()
+    if stop is not None and stop[1] <= shared:
         return stop[1]
-    if not behind[:shared].strip():  # another token stands in the place of the one that ends the last turn
-        replaced = max((end for end in delimiters.ends if behind.startswith(end)), key=len, default="")
-        without = not alone.strip() or behind.strip() in ("", delimiters.prompt.strip())  # no end, here or ever
-        return len(replaced) if replaced or without else None
+    if not behind[:shared].strip():
+        if whole and rest:  # another token stands in the place of the one that ends the last turn
+            return len(whole)
+        if stop is not None and not behind[: stop[0]].strip():
+            return stop[1]
+        without = not rest or behind.strip() in ("", delimiters.prompt.strip())  # no end, here or ever
+        return 0 if without else None
+    if rest and not delimiters.opening.rstrip().endswith(rest):  # they part within the turn
+        return None
+    if stop is not None and not behind[shared : stop[0]].strip():
+        return stop[1]
     return len(behind[:shared].rstrip())
 
 

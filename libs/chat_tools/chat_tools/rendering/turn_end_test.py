@@ -167,3 +167,11 @@ def test_a_turn_of_a_known_shape_ends_without_a_rendering(monkeypatch: pytest.Mo
     assert [text[r.body_end : r.end] for r in regions] == ["<|im_end|>"] * 18
     assert all(text[r.start : r.end].count("<|im_end|>") == 1 for r in regions)
     assert len(rendered) == 2  # a call, and an answer before a question
+
+
+def test_a_turn_that_is_written_in_another_way_once_it_is_answered_is_not_cut_short() -> None:
+    """Apriel writes the numbers of calls, and the end, only where a message follows."""
+    number = "{{ ', 1]<|im_end|>' if not loop.last else ']' }}"
+    made = template(TURN.replace("BODY{{ '<|im_end|>\n' }}", "{{ m.content }}" + number))
+    regions = find_regions(made, [USER, SAY, USER], made.text([USER, SAY, USER]), False)
+    assert (regions.regions, regions.problems) == ([], ["message 1: where its turn ends cannot be told"])
