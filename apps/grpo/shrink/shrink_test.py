@@ -9,8 +9,9 @@ import pytest
 
 from apps.common.cli.flags import changed
 from apps.common.cluster import Cluster, RolloutLayout
-from apps.common.shrink.command import check_nothing_dropped, parse_shrink_flag
+from apps.common.shrink.command import check_nothing_dropped
 from apps.common.shrink.fields import RANKS, ProcessLimit, value_at
+from apps.common.shrink.flag import parse_shrink_flag
 from apps.common.shrink.model import tiny_shape, transformers_config
 from apps.common.testing.weight_delta import load_tensors
 from apps.grpo.config import GrpoConfig

@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 
 import apps.grpo.build as parts
-import apps.grpo.main as command
+import apps.grpo.run as command
 import apps.grpo.step as step
 from apps.common.cluster import RolloutLayout
 from apps.common.testing.weight_delta import assert_trained
