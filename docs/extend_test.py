@@ -11,7 +11,7 @@ from pathlib import Path
 
 import extend_run
 
-from apps.common.extensions import POINTS, help_of
+from apps.common.cli.extensions import POINTS, help_of
 from apps.grpo.config import GrpoConfig
 
 DOCS = Path(__file__).parent

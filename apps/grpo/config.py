@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
+from apps.common.cli.extensions import load_own_code
 from apps.common.cli.flags import flag, owned_problems
 from apps.common.cluster import Cluster
 from apps.common.data.presets import PresetName
 from apps.common.data.template_options import template_options
-from apps.common.extensions import load_own_code
 from apps.common.own_metrics import check_metrics
 from apps.common.run.idle_steps import ALLOWED, allowed_problem
 from apps.common.tool_formats import format_of

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from apps.common.cli.extensions import load_own_code
 from apps.common.cli.flags import flag, owned_problems
 from apps.common.cluster import Cluster
-from apps.common.extensions import load_own_code
 from apps.common.own_metrics import check_metrics
 from apps.common.run.idle_steps import ALLOWED, allowed_problem
 from apps.sft.reading.columns import ALONE, BadRows, Columns, Form, TrainOn, Truncation

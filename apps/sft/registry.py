@@ -7,10 +7,10 @@ import os
 from collections.abc import Sequence
 
 from apps.common.cli.environment import refuse_unset
+from apps.common.cli.extensions import lines_of, own_code
 from apps.common.cli.recipes import beside_own_model, load_recipes, own_recipe
 from apps.common.cli.refusals import Refusals
 from apps.common.cli.words import recipe_words
-from apps.common.extensions import lines_of, own_code
 from apps.common.program import INSTALLED
 from apps.sft.config import SftConfig
 from apps.sft.recipe import Recipe

@@ -8,11 +8,11 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from apps.common.cli.certificates import tell_proofs, write_proofs
+from apps.common.cli.extensions import tell_own_code
 from apps.common.cli.refusals import Refusals
 from apps.common.data.images import image_processor_of
 from apps.common.data.model_files import at_hand
 from apps.common.data.tokenizer import quiet_libraries
-from apps.common.extensions import tell_own_code
 from apps.common.run.config_file import write_config
 from apps.common.run.full_disk import writing
 from apps.common.run.moved_weights import check_moved

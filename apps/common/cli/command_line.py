@@ -12,6 +12,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import tyro
 
+from apps.common.cli.extensions import POINTS, absolute_names, help_of
 from apps.common.cli.flag_names import unknown_flags, with_todays_names
 from apps.common.cli.flags import (
     SettingsError,
@@ -27,7 +28,6 @@ from apps.common.cli.help import HELP, HELP_ALL, Groups, long_help, short_help
 from apps.common.cli.peer_flags import peer_hints
 from apps.common.cli.values import with_values
 from apps.common.cli.yaml_config import dump_yaml, load_yaml
-from apps.common.extensions import POINTS, absolute_names, help_of
 from apps.common.run.config_file import CONFIG_NAME, load_config
 from apps.common.run.divergence import DivergenceError
 from apps.common.run.full_disk import FullDiskError

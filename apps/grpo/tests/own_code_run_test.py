@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from apps.common.extensions import OWN_CODE
+from apps.common.cli.extensions import OWN_CODE
 from apps.grpo.main import configure, run
 
 SOURCE = '''

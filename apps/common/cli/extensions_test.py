@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from apps.common.extensions import OWN_CODE, POINTS, help_of, own_code, points_of, write_own_code
+from apps.common.cli.extensions import OWN_CODE, POINTS, help_of, own_code, points_of, write_own_code
 from apps.common.own_metrics import own_metrics
 from apps.common.tool_formats import format_of
 from apps.grpo.config import GrpoConfig, PluginConfig

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from apps.common.cli.flags import flag
-from apps.common.shrink.fields import with_values
+from apps.common.cli.values import with_values
 from seqpack.extensions.load_object import absolute_spec, file_hash, file_of, is_user_code, load_object
 from seqpack.extensions.options import REQUIRED, options_of, read_options
 
