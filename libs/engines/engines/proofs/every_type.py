@@ -6,6 +6,7 @@ time. The results are a JSON file, of which the tables in docs/certificates.md a
 
 import json
 import multiprocessing
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from engines.families.registry import FAMILIES
+from engines.prove.generic_family import is_inside
 from engines.prove.proof import BUILD_ERRORS, prove
+from engines.weights.empty_model import model_of
 
 LIMIT = 60.0
 """Seconds of the processor that a proof may take."""
@@ -36,7 +39,7 @@ VERDICTS: Mapping[str, str] = {
     "padded": "equal in padded rows alone (`batching='padded'`)",
     "refused": "refused: the number, or the missing operation",
     "not run": "not measured yet",
-    "not built": "not proven: stock transformers does not run the default config in small, or on text alone",
+    "not built": "not proven: no model of its default config, a package that is missing, or not run on text alone",
 }
 _LAYERS = ["conv", "conv", "full_attention", "conv"] * 8
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -89,8 +92,8 @@ def result_of(kind: str) -> TypeResult:
     try:
         certificate = prove(AutoConfig.for_model(kind, **LACKING.get(kind, {})))
     except (*BUILD_ERRORS, StrictDataclassError) as error:
-        took = time.process_time() - start
-        return TypeResult(kind, images, "not built", seconds=took, reason=_line(str(error)), given=_given(kind))
+        took, reason = time.process_time() - start, _line(f"{_why(kind, str(error))}{_inner(str(error))}")
+        return TypeResult(kind, images, "not built", seconds=took, reason=reason, given=_given(kind))
     numbers = [value if value < float("inf") else None for value in (certificate.log_probs, certificate.gradients)]
     verdict = "equal in part" if certificate.not_exercised else "equal"
     if not certificate.holds:
@@ -99,6 +102,26 @@ def result_of(kind: str) -> TypeResult:
         kind, images, verdict, numbers[0], numbers[1], time.process_time() - start, certificate.not_exercised,
         _line("; ".join(certificate.problems)), _given(kind),
     )  # fmt: skip
+
+
+def _why(kind: str, error: str) -> str:
+    """Return why a type was not proven, in words before the error; none where it says so itself."""
+    if re.search(r"\b(pixel_values|image_embeds|input_features)\b", error):
+        return "it does not run on text alone: "
+    if missing := re.search(r"No module named '(transformers\.\S+|\w+)'|requires the (\w+) library", error):
+        own = (missing[1] or "").startswith("transformers.")
+        return "transformers has no modelling code of it: " if own else "it needs a package that is not installed: "
+    if "was double" in error or "!= double" in error or "without overflow" in error:
+        return "stock transformers does not compute it in float64: "
+    if "encoder-decoder" in error or "is no causal language model" in error or "Multiple valid text configs" in error:
+        return ""
+    try:
+        config = AutoConfig.for_model(kind)
+        with torch.device("meta"):
+            model_of(config, is_inside(config))
+    except (*BUILD_ERRORS, StrictDataclassError):
+        return "transformers builds no model of its default config: "
+    return "its config in small does not run: "
 
 
 def apart(kind: str, limit: float = LIMIT) -> TypeResult:
@@ -210,9 +233,13 @@ def _named(result: TypeResult) -> str:
     return f"`{result.type}` ({', '.join(notes)})" if notes else f"`{result.type}`"
 
 
-def _line(text: str) -> str:
-    """Return the part of an error's text that says why, in one line."""
-    text = " ".join(text.split())
+def _inner(text: str) -> str:
+    """Return the part of an error's text that says why."""
     _, _, inner = text.partition("on text alone (")
-    text = inner.removesuffix(")") if inner else text
+    return inner.removesuffix(")") if inner else text
+
+
+def _line(text: str) -> str:
+    """Return a text in one line, cut where it is long."""
+    text = " ".join(text.split())
     return text if len(text) <= 240 else f"{text[:237]}..."
