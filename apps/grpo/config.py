@@ -320,7 +320,7 @@ class GrpoConfig:
             check_group_size(self.advantage, self.group_size)
             check_advantage_options(self.advantage, self.advantage_options)
         except ValueError as error:
-            yield str(error)
+            yield str(error) if "--" in str(error) else f"--advantage: {error}"
         try:
             check_metrics(self.metric, self.metric_options)
         except ValueError as error:
