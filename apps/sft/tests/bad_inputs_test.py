@@ -98,7 +98,7 @@ def refusal(argv: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -
         (["--load_best_model_at_end", "True"], "--load_best_model_at_end is --export best here"),
         (["--dataset_text_field", "t"], "--dataset_text_field is --text-column here"),
         (["--resume"], "nothing to resume"),
-        (["--learning_rate", "1e-5"], "--learning_rate is --learning-rate here"),
+        (["--max_grad_norm", "1"], "--max_grad_norm is --trainer.grad-clip here"),
         (["--num_train_epochs", "3"], "--num_train_epochs is --epochs here"),
         (["--per_device_train_batch_size", "8"], "--batch-size"),
         (["--max_seq_length", "512"], "--max_seq_length is --max-tokens here"),
