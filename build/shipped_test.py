@@ -65,6 +65,7 @@ BY_OTHERS = {
 ELSEWHERE = {
     "chat_tools": {
         "__main__.py": {"transformers"},
+        "parsing/token_text.py": {"tokenizers"},  # where it gets a fast tokenizer
         "serving/vllm_plugin.py": {"vllm"},
         "conformance/*": {"transformers", "tokenizers", "trl"},
         "testing/*": {"transformers", "tokenizers", "trl"},
@@ -74,9 +75,10 @@ ELSEWHERE = {
         "devices/npu.py": {"torch_npu"},
         "fast/*": {"triton", "flash_qla"},
         "megatron/gpu/*": {"triton"},
+        "private_api.py": {"mbridge"},  # for what has the extra
         "proofs/checkpoint_matrix.py": {"objectives"},
     },
-    "rollout": {"vllm/server/*": {"vllm", "packaging"}},
+    "rollout": {"vllm/server/*": {"vllm", "packaging"}, "private_api.py": {"ray"}},
     "seqpack": {"ops/fused.py": {"fla", "causal_conv1d", "flash_qla"}},
 }
 

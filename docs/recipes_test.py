@@ -1,4 +1,4 @@
-"""What README.md and status.md count of recipes and formats is what the tree has: `--recipe list --plan`, `formats()`."""
+"""What README.md and status.md count is what the tree has: `--recipe list --plan`, `formats()`."""
 
 import json
 import re

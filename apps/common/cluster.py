@@ -13,7 +13,7 @@ from apps.common.samplers import check_sampler, owners_of, sampler_backend, samp
 from engines import EngineConfig
 from schedules.config import ScheduleConfig
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # slow to load, and a command line needs none of it
     from runplan.samplers.base import SamplerPlan
     from schedules.backend import SamplerBackend
 

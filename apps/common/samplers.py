@@ -43,7 +43,7 @@ def sampler_backend(name: str, options: tuple[str, ...] = ()) -> SamplerBackend:
             f"engine must be one of {', '.join(map(repr, SAMPLERS))}, or a schedules.SamplerBackend as FILE.py:NAME or "
             f"package.module:NAME, got {name!r}"
         )
-    from schedules.backend import SamplerBackend
+    from schedules.backend import SamplerBackend  # slow to load
 
     backend = load_object(SAMPLERS.get(name, name), "rollout.engine")
     if not (isinstance(backend, type) and issubclass(backend, SamplerBackend)):
@@ -59,8 +59,8 @@ def sampler_plan(name: str, options: tuple[str, ...] = ()) -> SamplerPlan:
     Raises:
         ValueError: see `sampler_backend`; or what the backend's `plan` returns is no `SamplerPlan`.
     """
-    from runplan.samplers.base import SamplerPlan
-    from runplan.samplers.registry import SAMPLER_PLANS
+    from runplan.samplers.base import SamplerPlan  # slow to load
+    from runplan.samplers.registry import SAMPLER_PLANS  # slow to load
 
     if name in SAMPLER_PLANS:
         return SAMPLER_PLANS[name]()
@@ -72,6 +72,6 @@ def sampler_plan(name: str, options: tuple[str, ...] = ()) -> SamplerPlan:
 
 def owners_of(setting: str) -> list[str]:
     """Return the samplers of this project that alone have a field of the rollout settings."""
-    from runplan.samplers.registry import SAMPLER_PLANS
+    from runplan.samplers.registry import SAMPLER_PLANS  # slow to load
 
     return [name for name, plan in SAMPLER_PLANS.items() if setting in plan.own_settings]

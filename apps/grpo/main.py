@@ -29,7 +29,7 @@ from objectives.choices import ESTIMATORS, POLICY_LOSSES, Correction
 from runplan.run_spec import RunSpec
 from schedules.config import MODES
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # slow to load, and a command line needs none of it
     from apps.grpo.run import run as run
     from apps.grpo.run import run_shrunk as run_shrunk
     from apps.grpo.run import shrunk as shrunk

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from apps.grpo.config import GrpoConfig
 from runplan.model.origin import Origin
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # slow to load, and a command line needs none of it
     from transformers import PreTrainedTokenizerBase
 
     from apps.grpo.tasks.prompt_tasks import Conversation, Tasks

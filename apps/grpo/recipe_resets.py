@@ -70,7 +70,7 @@ def idle_settings(config: GrpoConfig, of_sampler: bool = True) -> Iterator[tuple
 def _not_of_the_sampler(config: GrpoConfig) -> Iterator[str]:
     """Yield the names of the changed rollout settings that its engine does not obey."""
     layout: Any = config.cluster.rollout
-    from apps.grpo.registry import spec_of
+    from apps.grpo.registry import spec_of  # slow to load
 
     try:
         plan, spec = sampler_plan(layout.engine, layout.engine_options), spec_of(replace(config, model=None))

@@ -33,8 +33,8 @@ def spec_of(config: GrpoConfig, recipe: Recipe | None = None) -> RunSpec:
     Raises:
         ValueError: there is no recipe of that name.
     """
-    from apps.common.data.model_files import fields_of, sizes_of
-    from apps.common.run.ranks import ranks_of_node
+    from apps.common.data.model_files import fields_of, sizes_of  # slow to load
+    from apps.common.run.ranks import ranks_of_node  # slow to load
 
     recipe = recipe or registered(config.recipe, config.recipe_options)
     own, unknown = sizes_of(config.model, config.engine)
@@ -77,7 +77,7 @@ def runnable(config: GrpoConfig, recipe: Recipe | None = None) -> Recipe:
         SettingsError: there is none of that name, it can only be planned, or the configuration asks it for what it
             lacks; all of it.
     """
-    from runplan.report.readiness import unready
+    from runplan.report.readiness import unready  # slow to load
 
     recipe, refusals = recipe or registered(config.recipe, config.recipe_options), Refusals()
     if reasons := unready(spec_of(config, recipe)):

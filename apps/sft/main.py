@@ -26,7 +26,7 @@ from engines.backends import TRAIN_BACKENDS
 from runplan.run_spec import RunSpec
 from schedules.config import Mode
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # slow to load, and a command line needs none of it
     from apps.sft.run import run as run
     from apps.sft.run import run_shrunk as run_shrunk
     from apps.sft.run import shrunk as shrunk

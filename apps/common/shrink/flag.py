@@ -20,7 +20,7 @@ def parse_shrink_flag(argv: Sequence[str]) -> tuple[list[str], ProcessLimit | No
     limits = [word.partition("=")[2] for word in argv if word not in rest]
     if not limits:
         return rest, None
-    from engines.launch import under_torchrun
+    from engines.launch import under_torchrun  # slow to load
 
     if under_torchrun():
         raise ValueError("--shrink starts its own processes: leave torchrun out")

@@ -62,7 +62,7 @@ def prepare(config: Prepare) -> dict[str, Path]:
         ValueError: there is no such data set or subset, it has no rows, or the hub can't be reached; the text says
             what to do.
     """
-    import datasets
+    import datasets  # slow to load
 
     preset = PRESETS.get(config.source)  # type: ignore[call-overload]
     config.out.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def _splits(source: Path, subset: str | None, cache: Path) -> dict[str, datasets
 
     ValueError: there are several configurations and none is named, or they have different columns.
     """
-    import datasets
+    import datasets  # slow to load
 
     names = sorted(datasets.get_dataset_config_names(str(source)))
     if subset is None and len(names) > 1:
@@ -109,8 +109,13 @@ def _key(source: str, *others: str | None) -> str:
 
 def _fetch(repository: str, config: Prepare) -> Path:
     """Return the data files of a repository in a folder of OUT/download; fetch those that are not there yet."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+    from huggingface_hub import snapshot_download  # slow to load
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        HfHubHTTPError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+    )  # slow to load
 
     folder = config.out / "download" / _key(repository, config.revision)
     try:

@@ -10,7 +10,7 @@ from apps.grpo.recipes import quickstart
 from engines import EngineConfig
 from rollout import Sampling
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # slow to load, and a command line needs none of it
     from transformers import PreTrainedTokenizerBase
 
     from rollout.environments.mixed_tasks import EnvironmentTasks
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> EnvironmentTasks:
     """Return the tasks of the named environments, with the system prompt where there is one."""
-    from apps.grpo.tasks.environment_tasks import make_environment_tasks
-    from rollout.environments.system_prompt import SystemPrompt
+    from apps.grpo.tasks.environment_tasks import make_environment_tasks  # slow to load
+    from rollout.environments.system_prompt import SystemPrompt  # slow to load
 
     del tokenizer
     text = config.plugins.system_prompt

@@ -11,7 +11,7 @@ from apps.grpo.recipe import Recipe
 from engines import EngineConfig
 from rollout import Sampling
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # slow to load, and a command line needs none of it
     from transformers import PreTrainedTokenizerBase
 
     from apps.grpo.tasks.prompt_tasks import PromptTasks
@@ -25,7 +25,7 @@ def reward(reply: Reply, reference: str, row: Mapping[str, Any], results: Sequen
 
     Equal numbers are seen at once; the rest is math-verify's to judge (\frac{1}{2} is 0.5, 18\text{ dollars} is 18).
     """
-    from apps.common.data.answers import final_answer, same_answer
+    from apps.common.data.answers import final_answer, same_answer  # slow to load
 
     del row, results
     answer, expected = final_answer(reply.content or reply.text), final_answer(reference) or reference
@@ -36,15 +36,15 @@ def reward(reply: Reply, reference: str, row: Mapping[str, Any], results: Sequen
 
 @functools.cache
 def _checker() -> MathChecker:
-    from rollout.rewards.math_answer import MathChecker
+    from rollout.rewards.math_answer import MathChecker  # slow to load
 
     return MathChecker()
 
 
 def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> PromptTasks:
     """Return the prompts of the file, scored by --reward where it is given."""
-    from apps.common.plugins import load_reward
-    from apps.grpo.tasks.prompt_tasks import prompt_tasks
+    from apps.common.plugins import load_reward  # slow to load
+    from apps.grpo.tasks.prompt_tasks import prompt_tasks  # slow to load
 
     if config.plugins.reward is not None:
         return prompt_tasks(config, tokenizer, load_reward(config.plugins.reward, config.plugins.reward_options))

@@ -10,7 +10,7 @@ from apps.grpo.recipe import Recipe
 from engines import EngineConfig
 from rollout import Sampling
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # slow to load, and a command line needs none of it
     from transformers import PreTrainedTokenizerBase
 
     from apps.grpo.tasks.prompt_tasks import Conversation
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> SumTasks:
     """Return sums of one turn; the reward is 1 for the right number in a box, else 0 (`apps.quickstart.sum_tasks`)."""
-    from apps.quickstart.sum_tasks import sum_tasks
+    from apps.quickstart.sum_tasks import sum_tasks  # slow to load
 
     del tokenizer
     return sum_tasks(config, "arithmetic")
@@ -27,14 +27,14 @@ def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> SumTas
 
 def make_model(directory: Path, seed: int) -> Path:
     """Return the directory, with a tiny Qwen3.5."""
-    from apps.quickstart.model import ensure_tiny_model
+    from apps.quickstart.model import ensure_tiny_model  # slow to load
 
     return ensure_tiny_model(directory, seed)
 
 
 def demonstrations(config: GrpoConfig, step: int) -> list[Conversation]:
     """Return solved sums."""
-    from apps.quickstart import sum_tasks
+    from apps.quickstart import sum_tasks  # slow to load
 
     return sum_tasks.demonstrations(config, step, "arithmetic")
 

@@ -14,7 +14,7 @@ from apps.grpo.recipe import Recipe
 from engines import EngineConfig
 from rollout import Sampling
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # slow to load, and a command line needs none of it
     from transformers import PreTrainedTokenizerBase
 
     from apps.grpo.tasks.prompt_tasks import Conversation
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> ImageTasks:
     """Return pictures with a question each."""
-    from apps.quickstart import image_tasks
+    from apps.quickstart import image_tasks  # slow to load
 
     return image_tasks.make_tasks(config, tokenizer)
 
 
 def make_model(directory: Path, seed: int) -> Path:
     """Return the directory, with a tiny Qwen3.5 that sees."""
-    from apps.quickstart.vision import ensure_vision_model
+    from apps.quickstart.vision import ensure_vision_model  # slow to load
 
     return ensure_vision_model(directory, seed)
 
 
 def demonstrations(config: GrpoConfig, step: int) -> list[Conversation]:
     """Return pictures with the right answers."""
-    from apps.quickstart import image_tasks
+    from apps.quickstart import image_tasks  # slow to load
 
     return image_tasks.demonstrations(config, step)
 

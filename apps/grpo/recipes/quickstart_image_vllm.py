@@ -10,8 +10,8 @@ from apps.grpo.recipes import quickstart_image
 
 def make_model(directory: Path, seed: int) -> Path:
     """Return the directory, with a tiny Qwen3.5 that sees, whose sizes vLLM takes."""
-    from apps.quickstart.model import served_config
-    from apps.quickstart.vision import ensure_vision_model
+    from apps.quickstart.model import served_config  # slow to load
+    from apps.quickstart.vision import ensure_vision_model  # slow to load
 
     return ensure_vision_model(directory, seed, make_config=served_config)
 

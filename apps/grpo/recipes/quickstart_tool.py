@@ -11,7 +11,7 @@ from apps.grpo.recipes import quickstart
 from engines import EngineConfig
 from rollout import Sampling
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # slow to load, and a command line needs none of it
     from transformers import PreTrainedTokenizerBase
 
     from apps.grpo.tasks.prompt_tasks import Conversation
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> SumTasks:
     """Return sums of two turns, call and answer; a right answer has reward 0 unless the calculator was called."""
-    from apps.quickstart.sum_tasks import sum_tasks
+    from apps.quickstart.sum_tasks import sum_tasks  # slow to load
 
     del tokenizer
     return sum_tasks(config, "calculator")
@@ -28,7 +28,7 @@ def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> SumTas
 
 def demonstrations(config: GrpoConfig, step: int) -> list[Conversation]:
     """Return sums that are solved by a call."""
-    from apps.quickstart import sum_tasks
+    from apps.quickstart import sum_tasks  # slow to load
 
     return sum_tasks.demonstrations(config, step, "calculator")
 

@@ -10,7 +10,7 @@ from apps.grpo.recipes import quickstart
 
 def make_model(directory: Path, seed: int) -> Path:
     """Return the directory, with a tiny Qwen3.5 whose sizes vLLM takes."""
-    from apps.quickstart.model import ensure_tiny_model, served_config
+    from apps.quickstart.model import ensure_tiny_model, served_config  # slow to load
 
     return ensure_tiny_model(directory, seed, served_config)
 

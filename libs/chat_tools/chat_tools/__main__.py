@@ -83,7 +83,7 @@ def conformance(options: argparse.Namespace) -> int:
         raise ValueError("this needs transformers, tokenizers and jinja2: pip install transformers jinja2") from error
     files = [name for name in options.names if name.endswith(".jinja")]
     if options.fetch:
-        from chat_tools.conformance.corpus import fetched_templates
+        from chat_tools.conformance.corpus import fetched_templates  # slow to load
 
         files += map(str, fetched_templates(Path(options.fetch)))
     beginnings = tuple(name for name in options.names if not name.endswith(".jinja")) or ("",)

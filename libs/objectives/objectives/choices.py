@@ -6,7 +6,7 @@ from objectives.checks import check_number
 from objectives.registry import Registry
 from seqpack.extensions.load_object import is_user_code
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # slow to load, and a command line needs none of it
     from objectives.advantages import Estimator as AdvantageEstimator
     from objectives.losses import PolicyLoss
 

@@ -142,7 +142,7 @@ class GRPO:
 
         Rows without a trained token, and rows whose advantages are all zero while there is no KL nor entropy term.
         """
-        from objectives.grpo_loss import zero_gradient_rows
+        from objectives.grpo_loss import zero_gradient_rows  # slow to load
 
         return zero_gradient_rows(self, batch)
 
@@ -153,7 +153,7 @@ class GRPO:
 
         ratio/clamped, kl/clamped and mismatch/clamped: the share of log-ratios beyond the bounds of `objectives.ratio`.
         """
-        from objectives.grpo_loss import grpo_loss
+        from objectives.grpo_loss import grpo_loss  # slow to load
 
         return grpo_loss(self, log_probs, entropy, batch, totals)
 

@@ -58,7 +58,7 @@ class SFT:
 
     def zero_gradient_rows(self, batch: TensorDict | BatchView) -> Tensor:
         """Return bool[B], rows without a trained token."""
-        from objectives.objective import rows_without_gradient
+        from objectives.objective import rows_without_gradient  # slow to load
 
         return rows_without_gradient(batch, advantages=False)
 
@@ -67,9 +67,9 @@ class SFT:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the loss as `seqpack.Objective` defines it; the metrics are `nll`, the mean over tokens, and those of
         a loss of one's own."""
-        from objectives.losses import aggregate, own_token_loss
-        from objectives.objective import trained_mask
-        from objectives.sums import pair
+        from objectives.losses import aggregate, own_token_loss  # slow to load
+        from objectives.objective import trained_mask  # slow to load
+        from objectives.sums import pair  # slow to load
 
         del entropy
         mask = trained_mask(batch)

@@ -9,7 +9,7 @@ import multiprocessing
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,7 +24,6 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from engines.families.registry import FAMILIES
 from engines.prove.generic_family import is_inside
 from engines.prove.proof import BUILD_ERRORS, prove
 from engines.weights.empty_model import model_of
@@ -190,20 +189,26 @@ def read(path: Path) -> list[TypeResult]:
 
 def tables(docs: Path, results: Sequence[TypeResult]) -> dict[Path, list[str]]:
     """Return the lines of the table of each page that has one: docs/certificates.md, and the library's README."""
-    return {docs / "certificates.md": [*table(results)], docs.parent / README: [*table(results, _short)]}
+    return {docs / "certificates.md": [*table(results)], docs.parent / README: [*summary(results)]}
 
 
-def table(
-    results: Sequence[TypeResult], cell: Callable[[str, Sequence[TypeResult]], str] | None = None
-) -> Iterator[str]:
-    """Yield the lines of a table: how many types have each verdict, and which, as `cell` writes them."""
+def table(results: Sequence[TypeResult]) -> Iterator[str]:
+    """Yield the lines of a table: how many types have each verdict, and which."""
     yield "| verdict | causal | images and text | types |"
     yield "| --- | --- | --- | --- |"
     for verdict, text in VERDICTS.items():
         found = [one for one in results if one.verdict == verdict]
         texts = sum(not one.images for one in found)
-        if found or cell is None:
-            yield f"| {text} | {texts} | {len(found) - texts} | {(cell or _whole)(verdict, found)} |"
+        yield f"| {text} | {texts} | {len(found) - texts} | {', '.join(map(_named, found))} |"
+
+
+def summary(results: Sequence[TypeResult]) -> Iterator[str]:
+    """Yield the lines of a table of numbers alone: a column for each verdict."""
+    yield f"| default configs of {len(results)} types | {' | '.join(VERDICTS)} |"
+    yield "| --- " * (len(VERDICTS) + 1) + "|"
+    for text, images in (("causal language models", False), ("text parts of images and text", True)):
+        counts = [sum(one.verdict == verdict and one.images is images for one in results) for verdict in VERDICTS]
+        yield f"| {text} | {' | '.join(map(str, counts))} |"
 
 
 def with_table(page: str, lines: Sequence[str]) -> str:
@@ -213,19 +218,6 @@ def with_table(page: str, lines: Sequence[str]) -> str:
     if not after:
         raise ValueError(f"the page has no {_MARK[0]} with {_MARK[1]} behind it")
     return "\n".join((f"{before}{_MARK[0]}", "", *lines, "", f"{_MARK[1]}{after}"))
-
-
-def _whole(verdict: str, found: Sequence[TypeResult]) -> str:
-    del verdict
-    return ", ".join(_named(one) for one in found)
-
-
-def _short(verdict: str, found: Sequence[TypeResult]) -> str:
-    """Return names alone, registered families in bold; of types that are not trained where their reasons are."""
-    if not verdict.startswith("equal"):
-        return "[which, and why](../../docs/certificates.md#what-holds)"
-    known = {name for family in FAMILIES for name in (*family.model_types, *family.wrappers)}
-    return ", ".join(f"**`{one.type}`**" if one.type in known else f"`{one.type}`" for one in found)
 
 
 def _named(result: TypeResult) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from chat_tools import Format
 from chat_tools.serving import turn_message
 from chat_tools.serving.turn_message import Delta as Delta
 
