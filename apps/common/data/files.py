@@ -12,7 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from apps.common.data.hub import HUB_NAME, snapshot_of
 from apps.common.data.rows import SUFFIXES, kind_of

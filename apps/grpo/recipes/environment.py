@@ -13,10 +13,10 @@ from rollout import Sampling
 if TYPE_CHECKING:  # slow to load, and a command line needs none of it
     from transformers import PreTrainedTokenizerBase
 
-    from rollout.environments.mixed_tasks import EnvironmentTasks
+    from apps.grpo.tasks.prompt_tasks import Tasks
 
 
-def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> EnvironmentTasks:
+def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> Tasks:
     """Return the tasks of the named environments, with the system prompt where there is one."""
     from apps.grpo.tasks.environment_tasks import make_environment_tasks  # slow to load
     from rollout.environments.system_prompt import SystemPrompt  # slow to load

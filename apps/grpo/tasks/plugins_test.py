@@ -21,7 +21,7 @@ from apps.grpo.tasks.prompt_tasks import PromptTasks
 from apps.grpo.testing.plugins import Digits
 from rollout import EpisodeContext, Reply, Score, TaskRow
 from rollout.environments.environment import End
-from rollout.environments.mixed_tasks import prompts_per_environment
+from rollout.environments.mixed_tasks import EnvironmentTasks, prompts_per_environment
 from rollout.environments.system_prompt import SystemPrompt, with_system_prompt
 
 EXAMPLES = "apps.grpo.testing.plugins"
@@ -147,6 +147,7 @@ def names_of(rows: Iterable[TaskRow]) -> Counter[str]:
 def test_several_environments_share_a_file_by_a_column(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"Digits": 60, "Letters": 20})
     tasks = make_environment_tasks(settings("Digits", "Letters", tasks=path))
+    assert isinstance(tasks, EnvironmentTasks)
     assert names_of(tasks.held_out()) == {"Digits": 3, "Letters": 1}
     steps = [tasks.tasks(step, 8) for step in range(4)]
     assert [names_of(rows) for rows in steps] == [{"Digits": 6, "Letters": 2}] * 4

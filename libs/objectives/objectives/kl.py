@@ -14,7 +14,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from objectives.checks import check_choice
-from objectives.choices import Estimator
+from objectives.choices import Estimator as Estimator
 from objectives.ratio import log_ratio, ratio_excess
 
 

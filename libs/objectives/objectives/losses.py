@@ -26,8 +26,11 @@ import torch
 from torch import Tensor
 
 from objectives.checks import check_choice
-from objectives.choices import AGGREGATIONS, OPTIONS, Aggregation, check_clips, check_max_tokens
+from objectives.choices import AGGREGATIONS as AGGREGATIONS
+from objectives.choices import OPTIONS as OPTIONS
 from objectives.choices import POLICY_LOSSES as POLICY_LOSSES
+from objectives.choices import Aggregation as Aggregation
+from objectives.choices import check_clips, check_max_tokens
 from objectives.ratio import ratio as ratio_of
 from objectives.sums import sequence_sums, wide
 from seqpack.batches.packed import PackedBatch

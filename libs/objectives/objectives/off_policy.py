@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from objectives.checks import check_choice, check_number
-from objectives.choices import CORRECTIONS, LARGEST_CAP, Correction
+from objectives.choices import CORRECTIONS as CORRECTIONS
+from objectives.choices import LARGEST_CAP
+from objectives.choices import Correction as Correction
 from objectives.ratio import LOWEST, clamped, ratio, ratio_excess, sequence_ratios
 from objectives.sums import wide
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from objectives import GRPO, SFT
 from objectives.advantages import ESTIMATORS, dr_grpo, estimate, per_sequence
@@ -66,10 +67,10 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     path.write_text(SOURCE)
     yield str(path)
     for registry, name in ((POLICY_LOSSES, "user_code_named"), (ESTIMATORS, "user_code_estimator")):
-        registry._entries.pop(name, None)  # type: ignore[attr-defined]
+        registry._entries.pop(name, None)
 
 
-def batch_of(rewards: tuple[float, ...] = (1.0, 0.0)):  # noqa: ANN201
+def batch_of(rewards: tuple[float, ...] = (1.0, 0.0)) -> TensorDict:
     """Two responses of one prompt."""
     return make_batch(
         [
@@ -164,7 +165,7 @@ def test_a_function_of_a_file_is_a_loss_of_supervised_training(file: str) -> Non
         ({"loss": "mse"}, "unknown loss 'mse': use one of nll"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
-            SFT(**options)  # type: ignore[arg-type]
+            SFT(**options)
     with pytest.raises(ValueError, match="returned loss of shape"):
         SFT(loss=f"{file}:mean")(log_probs, None, packed, Totals.of(batch))
 

@@ -3,7 +3,7 @@
 import pickle
 import re
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -37,7 +37,8 @@ def file(tmp_path: Path) -> str:
 
 def parts_of(config: ScheduleConfig) -> ScheduleParts:
     """Parts that the schedules here read nothing of."""
-    return ScheduleParts(config, *cast("list[Any]", [None] * 4))
+    nothing: list[Any] = [None] * 4
+    return ScheduleParts(config, *nothing)
 
 
 def test_a_class_of_a_file_is_a_schedule_with_options(file: str) -> None:

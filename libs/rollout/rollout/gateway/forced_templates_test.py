@@ -23,7 +23,7 @@ def test_real_templates_calls_begin_so_that_they_can_be_forced(name: str) -> Non
         "hermes": '"arguments": {"a": 1}}\n</tool_call>',
         "glm-4.5": "<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
         "qwen3_xml": "<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
-    }[chat.tool_format]
+    }[str(chat.tool_format)]
     text = chat.tokenizer.decode(forced_call(chat, TOOLS, "multiply"))
     text = text.rpartition('"arguments"')[0] or text
     schemas = [tool.schema for tool in TOOLS]

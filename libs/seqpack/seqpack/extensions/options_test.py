@@ -11,7 +11,7 @@ import pytest
 from seqpack.extensions.options import bound, dealt_words, options_of, read_options
 
 
-def loss(
+def loss(  # type: ignore[no-untyped-def]
     tokens: object,
     tau: float = 0.5,
     *,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 OPERATORS = "torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml"
 LIBRARY = "torch_npu/lib/libtorch_npu.so"
