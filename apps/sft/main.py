@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -113,7 +112,9 @@ def main(argv: Sequence[str], own_process: bool = False) -> None:
 
 def _run_module() -> Any:
     """Return the module that runs, which imports torch: help and errors come without."""
-    return import_module("apps.sft.run")
+    from apps.sft import run as module  # slow to load
+
+    return module
 
 
 def __getattr__(name: str) -> Any:
