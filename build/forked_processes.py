@@ -55,21 +55,30 @@ class _Popen(multiprocessing.popen_forkserver.Popen):
 
 
 class _Process(multiprocessing.context.ForkServerProcess):
-    _start_method = "spawn"
+    _start_method = "forkserver"
 
     @staticmethod
     def _Popen(process: Any) -> Any:  # noqa: N802  multiprocessing's name
         return _Popen(process)
 
 
+class _SpawnedProcess(_Process):
+    _start_method = "spawn"
+
+
 class _Context(multiprocessing.context.ForkServerContext):
-    _name = "spawn"
     Process = _Process
 
 
+class _SpawnContext(multiprocessing.context.ForkServerContext):
+    _name = "spawn"
+    Process = _SpawnedProcess
+
+
 def install() -> None:
-    """Make the context "spawn" of multiprocessing fork from the server, in this process and those it starts."""
-    multiprocessing.context._concrete_contexts["spawn"] = _Context()  # type: ignore[attr-defined]
+    """Make the contexts "spawn" and "forkserver" fork from the server, in this process and those it starts."""
+    contexts = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
+    contexts |= {"spawn": _SpawnContext(), "forkserver": _Context()}
     _SERVER.ensure_running = start
 
 
