@@ -12,6 +12,7 @@ from apps.grpo.recipes.math import make_tasks
 from apps.grpo.sampling.chat import chat_of
 from apps.grpo.testing.recipe import RECIPE
 from apps.quickstart.tokenizer import build_tokenizer
+from chat_tools import find_format
 from chat_tools.conformance.real_templates import real_tokenizer
 from chat_tools.testing.samples import write_turn
 from rollout import Tool
@@ -52,7 +53,7 @@ def test_calls_are_read_as_the_models_template_writes_them(name: str, form: str)
 
 def test_a_format_that_is_named_is_taken() -> None:
     config = replace(RECIPE.config, plugins=PluginConfig(tool_format="mistral"))
-    assert chat_of(config, real_tokenizer("qwen2_5")).tool_format == "mistral"
+    assert chat_of(config, real_tokenizer("qwen2_5")).tool_format == find_format("mistral")
     with pytest.raises(ValueError, match="hermes"):
         PluginConfig(tool_format="herms")
 
