@@ -320,7 +320,8 @@ class GrpoConfig:
             check_group_size(self.advantage, self.group_size)
             check_advantage_options(self.advantage, self.advantage_options)
         except ValueError as error:
-            yield str(error) if "--" in str(error) else f"--advantage: {error}"
+            named = "--" in str(error) or str(error).startswith("advantage_options")
+            yield str(error) if named else f"--advantage: {error}"
         try:
             check_metrics(self.metric, self.metric_options)
         except ValueError as error:

@@ -55,6 +55,20 @@ EXPECTED = {
 """Flags among those that were tried."""
 
 
+@pytest.fixture(autouse=True, scope="module")
+def own_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Write the code that flags name, in the working directory and on the path."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "a").mkdir()
+    for file, name in (("my world.py", "World"), ("a/b.py", "C"), ("d.py", "E")):
+        (folder / file).write_text(f"class {name}:\n    pass\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.delenv("BUILD_WORKING_DIRECTORY", raising=False)
+        patch.syspath_prepend(folder)
+        yield
+
+
 @cache
 def command_line(app: str) -> CommandLine[Any]:
     return APPS[app][0]()
