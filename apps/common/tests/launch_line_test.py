@@ -164,7 +164,7 @@ def test_each_recipe_is_told_what_it_lacks(app: str) -> None:
         assert ("--model DIR --data FILE" in text) == (spec_of(config).needs_model)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_any_flags_of_any_recipe(data: st.DataObject) -> None:
     app = data.draw(st.sampled_from(sorted(APPS)))
