@@ -149,11 +149,6 @@ def by_length(reply: Reply, scale: float = 1.0) -> float:
     return scale * len(reply.text)
 
 
-def step_doubled(step: int, factor: int = 2) -> float:
-    """Return a metric of the step's number."""
-    return float(factor * step)
-
-
 async def by_everything(reply: Reply, reference: str, row: Mapping[str, Any], results: Sequence[ToolResult]) -> Score:
     """Return a reward with components from each argument."""
     del reference

@@ -45,7 +45,7 @@ NAMED |= {"recipe_options"}
 are not finite have a test below, what ends episodes that hang one in schedule_test, when requests begin one in
 native_sampler_test; how long ranks wait one in engines' collective_timeout_test, how many steps may train nothing one
 in idle_test."""
-METRIC = "apps.grpo.testing.plugins:step_doubled"
+METRIC = "apps.common.testing.setting_effects:step_doubled"
 CHANGES = {
     "engine.weights": Change("replicated"),
     "advantage": Change("rloo"),
