@@ -49,7 +49,8 @@ def test_a_run_has_the_certificates_that_it_stands_on(
     text = refusal([*argv, "--max-steps", "1", "--allow-untested", "conv_biass"], capsys)
     assert "--allow-untested conv_biass: names are npu, nodes, sampler and fields" in text
     assert f"untested here: {', '.join(unseen)}" in text
-    assert "--allow-untested x: names are npu" in refusal([*argv, "--engine.allow-untested", "x"], capsys)  # its old name
+    old = "--engine.allow-untested"
+    assert "--allow-untested x: names are npu, nodes" in refusal([*argv, old, "x"], capsys)
     assert not run.exists()
     main([*argv, "--max-steps", "1", "--allow-untested", f"{found[1]},nodes"])
     printed = capsys.readouterr().out
