@@ -49,8 +49,8 @@ FLAGS = [
     ("--environment apps.grpo.testing.plugins:FailsToClose", [r"close\(\) of the", "raised OSError: the door is"]),
     ("--environment apps.grpo.testing.plugins:Strange", ["gave list: give an Observation"]),
     ("--environment apps.grpo.testing.plugins:Digits --tasks nowhere.jsonl", ["no such data file"]),
-    ("--environment apps.grpo.testing.plugins:Digits --reward a.py:b", ["--reward goes with --data"]),
-    ("--environment apps.grpo.testing.plugins:Digits --tool a.py:b", ["--tool goes with --data"]),
+    ("--environment apps.grpo.testing.plugins:Digits --reward apps.grpo.testing.plugins:by_end", ["--reward goes with --data"]),
+    ("--environment apps.grpo.testing.plugins:Digits --tool apps.grpo.testing.plugins:echo", ["--tool goes with --data"]),
     ("--environment apps.grpo.testing.plugins:Digits --data x.jsonl", ["--data has no effect with --environment"]),
     ("--environment apps.grpo.testing.plugins:Digits --environment-shares Digits=1", ["--environment-shares"]),
     ("--environment apps.grpo.testing.plugins:Digits --eval-share 0.3", ["--eval-share has no effect without --tasks"]),
@@ -62,8 +62,8 @@ FLAGS = [
     ("--template-options x=1", ["--template-options goes with"]),
     ("--template-options x", ["--template-options", "NAME=VALUE"]),
     ("--environment apps.grpo.testing.plugins:Digits --template-options x=1", ["--template-options x has no effect"]),
-    ("--reward a.py:b", ["--reward goes with"]),
-    ("--tool a.py:b", ["--tool goes with"]),
+    ("--reward apps.grpo.testing.plugins:by_end", ["--reward goes with"]),
+    ("--tool apps.grpo.testing.plugins:echo", ["--tool goes with"]),
     ("--preset gsm9k", ["--preset", "gsm9k", "gsm8k"]),
     ("--preset gsm8k", ["add --model DIR"]),
     ("--mini-batches 1000", ["--mini-batches 1000", "--group-size"]),
@@ -174,7 +174,7 @@ MODELS = [
     ("config a list", lambda d: (d / "config.json").write_text("[1]"), [r"config\.json", "expected an object"]),
     ("config of no model", lambda d: (d / "config.json").write_text("{}"), ["model_type"]),
     ("config of an unknown model", lambda d: edit(d, model_type="nope"), ["nope"]),
-    ("config of a family that a proof refuses", lambda d: mamba(d), ["mamba", "packed rows cannot be computed"]),
+    ("config of a family that a proof refuses", lambda d: bert(d), ["bert", "it is no causal model"]),
     ("config of another family than the weights", lambda d: gpt2(d), ["transformer.wte.weight"]),
     ("a size that is text", lambda d: edit(d, hidden_size="wide"), ["hidden_size"]),
     ("layers that do not add up", lambda d: edit(d, num_hidden_layers=2), ["num_hidden_layers"]),
@@ -222,8 +222,8 @@ def grow(directory: Path) -> None:
     path.write_text(json.dumps(content))
 
 
-def mamba(directory: Path) -> None:
-    (directory / "config.json").write_text(json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}))
+def bert(directory: Path) -> None:
+    (directory / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertLMHeadModel"]}))
 
 
 def gpt2(directory: Path) -> None:

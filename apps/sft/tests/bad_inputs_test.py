@@ -204,7 +204,7 @@ def cut(name: str) -> Callable[[Path], None]:
         (rewritten("config.json", "{"), "config.json is not JSON"),
         (rewritten("config.json", '{"model_type": "perceptron"}'), "can't be used"),
         (rewritten("config.json", '{"model_type": "lfm2"}'), "accept that by name (allow_untested="),
-        (rewritten("config.json", '{"model_type": "mamba"}'), "packed rows cannot be computed: "),
+        (rewritten("config.json", '{"model_type": "bert"}'), "it is no causal model: "),
         (without("model.safetensors"), "neither model.safetensors"),
         (cut("model.safetensors"), "model.safetensors is missing or damaged"),
         (without("tokenizer.json"), "no tokenizer.json"),

@@ -62,7 +62,12 @@ def file_of(spec: str) -> Path | None:
 def file_hash(spec: str) -> str | None:
     """Return the SHA-256 of the file that a spec is in; None where it has none. Its neighbours are not part of it."""
     path = file_of(spec)
-    return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
+    if path is None:
+        return None
+    module = sys.modules.get(spec.rpartition(":")[0])  # it may be in a zip file: a wheel on the path
+    loader: Any = getattr(module, "__loader__", None)
+    content: bytes = loader.get_data(str(path)) if hasattr(loader, "get_data") else path.read_bytes()
+    return hashlib.sha256(content).hexdigest()
 
 
 def _file(place: str, kind: str) -> ModuleType:

@@ -3,6 +3,7 @@
 import hashlib
 import re
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,13 @@ def test_a_file_has_a_hash_and_a_whole_path(folder: Path, monkeypatch: pytest.Mo
     assert file_hash("mine.py:reward") == hashlib.sha256(SOURCE.encode()).hexdigest()
     assert absolute_spec("mine.py:reward") == f"{folder}/mine.py:reward"
     assert absolute_spec("package.module:reward") == "package.module:reward"
+
+
+def test_a_module_in_a_zip_file_has_a_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wheel on the path is one."""
+    with zipfile.ZipFile(tmp_path / "own.whl", "w") as file:
+        file.writestr("zipped_reward.py", SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path / "own.whl"))
+    assert file_hash("zipped_reward:reward") is None  # not loaded
+    load_object("zipped_reward:reward", "reward")
+    assert file_hash("zipped_reward:reward") == hashlib.sha256(SOURCE.encode()).hexdigest()
