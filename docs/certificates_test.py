@@ -5,7 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from engines.proofs.every_type import README, VERDICTS, TypeResult, all_types, apart, read, table, tables, with_table
+from engines.proofs.every_type import (
+    LIBRARY_PAGE,
+    VERDICTS,
+    TypeResult,
+    all_types,
+    apart,
+    read,
+    table,
+    tables,
+    with_table,
+)
 
 DOCS = Path(__file__).parent
 
@@ -37,7 +47,7 @@ def test_a_row_names_fields_that_were_not_exercised_and_marks_are_needed() -> No
 
 def test_the_readme_counts_the_types_of_each_verdict() -> None:
     rows = [TypeResult("a", True, "equal in part", not_exercised=("x",)), TypeResult("b", False, "refused", reason="y")]
-    head, _, *lines = tables(DOCS, [*rows, TypeResult("c", False, "refused")])[DOCS.parent / README]
+    head, _, *lines = tables(DOCS, [*rows, TypeResult("c", False, "refused")])[DOCS.parent / LIBRARY_PAGE]
     columns = head.split(" | ")[1:]
     for line, verdict, count in zip(lines, ("refused", "equal in part"), ("2", "1"), strict=True):
         numbers = dict(zip(columns, line.split(" | ")[1:], strict=True))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from seqpack.extensions.load_object import load_object
-from seqpack.extensions.options import bound, dealt_words, inputs_of
+from seqpack.extensions.options import bound, inputs_of, split_words
 
 INPUTS = ("episodes", "advantages", "tasks", "metrics", "step")
 """What a metric may name: the step's `rollout.Episode`s; the advantage of each; its tasks (`rollout.TaskRow`), one a
@@ -33,7 +33,7 @@ def check_metrics(
             raise ValueError(f"--metric {spec} takes {', '.join(wanted) or 'nothing'}: it may name {', '.join(has)}")
     if options and not found:
         raise ValueError("--metric-options has no effect without --metric")
-    words = dealt_words(found, options, INPUTS)
+    words = split_words(found, options, INPUTS)
     return {spec: bound("--metric-options", spec, make, words[spec], INPUTS) for spec, make in found.items()}
 
 

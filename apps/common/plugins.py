@@ -25,7 +25,7 @@ from rollout.environments.environment import End
 from rollout.tools.sandbox.sandbox import SandboxRefusedError
 from rollout.tools.tool import ToolResult, as_tools
 from seqpack.extensions.load_object import load_object
-from seqpack.extensions.options import bound, dealt_words, read_options
+from seqpack.extensions.options import bound, read_options, split_words
 
 METHODS = ("open", "step", "finish", "close")
 REWARD_ARGUMENTS = ("reply", "reference", "row", "results", "end")
@@ -136,7 +136,7 @@ def _with_options(specs: Sequence[str], options: Sequence[str]) -> list[tuple[st
     makers = {spec: tool for spec, tool in found if callable(tool) and not _needed(tool)}
     if not makers:
         raise ValueError(f"--tool-options {options[0]} has no effect: no tool is a function that makes one")
-    words = dealt_words(makers, options)
+    words = split_words(makers, options)
     made = {spec: bound("--tool-options", spec, make, words[spec]) for spec, make in makers.items()}
     return [(spec, made.get(spec, tool)) for spec, tool in found]
 
@@ -212,7 +212,7 @@ def environment_loader(specs: Sequence[str], options: Sequence[str]) -> LoadEnvi
     Raises:
         ValueError: an environment can't be loaded, or none of them takes an option.
     """
-    words = dealt_words({spec: load_object(spec, "environment") for spec in specs}, options) if options else {}
+    words = split_words({spec: load_object(spec, "environment") for spec in specs}, options) if options else {}
     load = LoadEnvironment(words)
     for spec in specs:
         load(spec)

@@ -7,7 +7,7 @@ from pathlib import Path
 from apps.common.cli.certificates import tell_proofs, write_proofs
 from apps.common.cli.extensions import tell_own_code
 from apps.common.cli.refusals import Refusals
-from apps.common.data.model_files import at_hand
+from apps.common.data.model_files import available_files
 from apps.common.data.tokenizer import quiet_libraries
 from apps.common.run.config_file import write_config
 from apps.common.run.full_disk import writing
@@ -48,7 +48,7 @@ def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
     refusals.of(lambda: check_machine(config))
     for name in config.tracker:
         refusals.of(functools.partial(check_tracker, name))
-    directory, whole = refusals.of(functools.partial(at_hand, config.model)) or (None, False)
+    directory, whole = refusals.of(functools.partial(available_files, config.model)) or (None, False)
     prepared = prepare(config, recipe, directory, refusals, whole) if directory else None
     if config.model is None and refusals.lines:
         check_made(config, recipe, refusals)

@@ -11,7 +11,7 @@ from apps.common.cli.certificates import tell_proofs, write_proofs
 from apps.common.cli.extensions import tell_own_code
 from apps.common.cli.refusals import Refusals
 from apps.common.data.images import image_processor_of
-from apps.common.data.model_files import at_hand
+from apps.common.data.model_files import available_files
 from apps.common.data.tokenizer import quiet_libraries
 from apps.common.run.config_file import write_config
 from apps.common.run.full_disk import writing
@@ -59,7 +59,7 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
     refusals.of(lambda: resolve_device(config.engine))
     for name in config.tracker:
         refusals.of(partial(check_tracker, name))
-    directory, whole = refusals.of(partial(at_hand, config.model)) or (None, False)
+    directory, whole = refusals.of(partial(available_files, config.model)) or (None, False)
     prepared = prepare(config, recipe, directory, refusals, whole) if directory else None
     if config.model is None and refusals.lines:
         check_made(config, recipe, refusals)

@@ -13,7 +13,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import tyro
 
 from apps.common.cli.extensions import POINTS, absolute_names, help_of
-from apps.common.cli.flag_names import unknown_flags, with_todays_names
+from apps.common.cli.flag_names import unknown_flags, with_current_names
 from apps.common.cli.flags import (
     SettingsError,
     aliases_of,
@@ -89,10 +89,10 @@ class CommandLine(Generic[C]):
             SettingsError, ValueError: values that can't be taken, all of them at once; or a run that can't be resumed.
         """
         user_directory()
-        if asked := asked_point(argv):
+        if asked := requested_point(argv):
             sys.stdout.write(help_of(asked[0], self.kind, asked[1]))
             raise SystemExit(0)
-        argv, renamed = with_todays_names(argv, self._paths)
+        argv, renamed = with_current_names(argv, self._paths)
         sys.stderr.write("".join(f"{line}\n" for line in renamed))
         argv, printing, values = self._with_config_file(argv)
         default = self.default([*argv, *self._as_words(values)])
@@ -244,7 +244,7 @@ def _words_of(argv: Sequence[str], name: str) -> list[str]:
     return list(itertools.takewhile(lambda word: not word.startswith("--"), rest))
 
 
-def asked_point(argv: Sequence[str]) -> tuple[str, str | None] | None:
+def requested_point(argv: Sequence[str]) -> tuple[str, str | None] | None:
     """Return what `--help-KIND` or `--help-KIND NAME` asks for: an extension point, and code for it."""
     for i, word in enumerate(argv):
         kind = word.removeprefix("--help-")

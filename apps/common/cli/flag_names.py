@@ -87,7 +87,7 @@ def _negative(name: str) -> str:
     return f"--{before}{dot}no-{last}"
 
 
-def with_todays_names(argv: Sequence[str], paths: Sequence[str]) -> tuple[list[str], list[str]]:
+def with_current_names(argv: Sequence[str], paths: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the command line with earlier names of flags replaced, and a line for each of them."""
     names, words, lines = earlier_names(paths), [], []
     for word in argv:

@@ -70,7 +70,7 @@ def config_of_model(directory: Path, opened: LoadedModel | None) -> PretrainedCo
     return None
 
 
-def at_hand(model: Path | None) -> tuple[Path | None, bool]:
+def available_files(model: Path | None) -> tuple[Path | None, bool]:
     """Return the directory of a model, and whether its weights are there; None for a model that is to be made.
 
     Of a model of the hub config and tokenizer are fetched, so that what they refuse is told before its weights are.

@@ -204,6 +204,6 @@ def _digest(path: Path) -> str:
     return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
 
 
-def step_doubled(step: int, factor: int = 2) -> float:
+def step_times(step: int, factor: int = 2) -> float:
     """Return a metric of the step's number."""
     return float(factor * step)

@@ -32,7 +32,7 @@ class Digits:
         """Do nothing."""
 
 
-class Spoken(Digits):
+class TextDigits(Digits):
     """An environment with an option."""
 
     def __init__(self, word: str = "say") -> None:

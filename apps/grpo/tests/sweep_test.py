@@ -45,7 +45,7 @@ NAMED |= {"recipe_options"}
 are not finite have a test below, what ends episodes that hang one in schedule_test, when requests begin one in
 native_sampler_test; how long ranks wait one in engines' collective_timeout_test, how many steps may train nothing one
 in idle_test."""
-METRIC = "apps.common.testing.setting_effects:step_doubled"
+METRIC = "apps.common.testing.setting_effects:step_times"
 CHANGES = {
     "engine.weights": Change("replicated"),
     "advantage": Change("rloo"),
@@ -157,7 +157,7 @@ OWN_CHANGES = {
 }
 BESIDE: dict[str, dict[str, Any]] = {
     "tool_format_options": {"tool_format": "apps.grpo.testing.plugins:marked"},
-    "environment_options": {"environment": ("apps.grpo.testing.plugins:Spoken",)},
+    "environment_options": {"environment": ("apps.grpo.testing.plugins:TextDigits",)},
     "task_source": {"tasks": None},
     "task_source_options": {"tasks": None, "task_source": "apps.grpo.testing.plugins:Numbers"},
     "reward_options": {"reward": "apps.grpo.testing.plugins:by_length"},

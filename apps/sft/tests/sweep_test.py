@@ -32,7 +32,7 @@ NAMED |= {"engine.prove", "engine.allow_untested", "recipe_options"}
 """What a run is of and where it is, changed in run_test and bad_inputs_test; threads have a test below, how long ranks
 wait has one in engines (collective_timeout_test), how many steps may train nothing one in idle_test, what admits a
 model one in engines (prove/proof_test)."""
-METRIC = "apps.common.testing.setting_effects:step_doubled"
+METRIC = "apps.common.testing.setting_effects:step_times"
 CHANGES = {
     "metric": Change((METRIC,)),
     "objective.loss": Change("mse"),

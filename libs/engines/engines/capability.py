@@ -237,12 +237,12 @@ def untested_options(config: EngineConfig, trainable: bool = True) -> Iterator[s
     ):
         if wanted:
             yield f"{name} has not been run with {other}: leave one of both out, or have it proven (prove='cached')"
-    if untried := untried_transformer_options(config):
+    if untried := untested_transformer_options(config):
         named = f"transformer_options {', '.join(untried)}"
         yield f"{named} has not been run: leave it out, or have it proven (prove='cached')"
 
 
-def untried_transformer_options(config: EngineConfig) -> list[str]:
+def untested_transformer_options(config: EngineConfig) -> list[str]:
     """Return the names of Megatron's `transformer_options` that no test has run."""
     given = parse_options(config.transformer_options) if config.backend == "megatron" else {}
     return [name for name in given if name not in RUN_OPTIONS]

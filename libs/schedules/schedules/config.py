@@ -14,7 +14,7 @@ STALENESS_THRESHOLD = 0.5
 """Share of a window that a fully asynchronous run samples ahead unless told otherwise."""
 
 
-def maker_of(spec: str, options: tuple[str, ...]) -> Callable[..., Any]:
+def builder_of(spec: str, options: tuple[str, ...]) -> Callable[..., Any]:
     """Return what makes a user's schedule of `ScheduleParts`, with its options.
 
     Raises:
@@ -76,7 +76,7 @@ class ScheduleConfig:
     def _of_user_code(self) -> Iterator[str]:
         """Yield a text where the schedule's code can't be loaded, or does not take its options."""
         try:
-            maker_of(self.mode, self.options)
+            builder_of(self.mode, self.options)
         except ValueError as error:
             yield str(error)
 

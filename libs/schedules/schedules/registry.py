@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from schedules.config import MODES, ScheduleConfig, maker_of
+from schedules.config import MODES, ScheduleConfig, builder_of
 from schedules.fully_async.follower import AsyncFollower
 from schedules.fully_async.fully_async import FullyAsyncSchedule
 from schedules.one_step_off import OneStepOffSchedule
@@ -86,7 +86,7 @@ def build_schedule(parts: ScheduleParts) -> Schedule:
     """
     config = parts.config
     if is_user_code(config.mode):
-        return _checked(config.mode, maker_of(config.mode, config.options)(parts))
+        return _checked(config.mode, builder_of(config.mode, config.options)(parts))
     if config.mode not in _SCHEDULES:
         raise ValueError(f"no schedule {config.mode!r}; there are {', '.join(_SCHEDULES)}")
     made: Schedule = bound("options", config.mode, _SCHEDULES[config.mode], config.options, first=1)(parts)

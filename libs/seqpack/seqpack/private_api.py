@@ -36,7 +36,7 @@ def writes(tensor: Tensor) -> int:
     return tensor._version
 
 
-def relabel_ragged(tensor: Any, dimension: int) -> None:
+def rename_ragged(tensor: Any, dimension: int) -> None:
     """Let a jagged tensor say that this is its ragged dimension: a wrong label, for tests."""
     tensor._ragged_idx = dimension
 

@@ -28,8 +28,8 @@ from chat_tools.rendering.template import ChatTemplate, Message, template_errors
 from chat_tools.rendering.turn_delimiters import (
     TurnDelimiters,
     added_tokens,
+    checked_ends,
     find_turn_delimiters,
-    proven_ends,
     token_start,
 )
 from chat_tools.rendering.turn_end import Turn, end_of_turn, kinds_of
@@ -69,7 +69,7 @@ class _Seen(NamedTuple):
     """The state of a search: whether a generation prompt ends the rendering, and what shorter renderings told.
 
     `prompts` (lengths of the generation prompt) are by the template's text there, whether a user spoke before, and the
-    shapes of the turn and those before it; `ends` are the `proven_ends`, `kinds` those of the
+    shapes of the turn and those before it; `ends` are the `checked_ends`, `kinds` those of the
     messages.
     """
 
@@ -111,7 +111,7 @@ def find_regions(
             continue
         if delimiters is None:
             delimiters = find_turn_delimiters(template, message)
-            seen = seen._replace(ends=proven_ends(template, message), kinds=kinds_of(messages))
+            seen = seen._replace(ends=checked_ends(template, message), kinds=kinds_of(messages))
         own = bounds.get(index, ())
         if index in alone:
             own = [_among(owners.pieces, alone[index], len(text))]

@@ -46,7 +46,7 @@ class Rendered:
     words) or the template's. A token that straddles two owners is not trained; `straddling` lists those at the border
     of a turn, which is no problem. `problems` says in words what is not as the template alone would do, or could not be
     proven; a turn that could not be proven is not trained. A row with a problem should be left out of training, and
-    counted. `unended` are the assistant turns of which no token is trained that ends them: the template writes none.
+    counted. `unfinished` are the assistant turns of which no token is trained that ends them: the template writes none.
     `plain` is the text before media were expanded, `turn_end` where the last assistant turn ends in it and `stop` the
     token that ended it ("" if it was cut off).
     """
@@ -65,7 +65,7 @@ class Rendered:
     plain: str = field(default="", repr=False)
     turn_end: int = 0
     stop: str = ""
-    unended: tuple[int, ...] = ()
+    unfinished: tuple[int, ...] = ()
 
     def generated(self, ids: Sequence[int], message: Message | None = None) -> Rendered:
         """Append the tokens that a model sampled after the generation prompt, unchanged.
@@ -154,7 +154,9 @@ def render(
         prompted=add_generation_prompt,
         plain=plain,
         turn_end=last.end,
-        unended=_unended(regions, plain, find_turn_delimiters(template, messages[last.message]) if regions else None),
+        unfinished=_unfinished(
+            regions, plain, find_turn_delimiters(template, messages[last.message]) if regions else None
+        ),
         stop=last_token(plain[last.body_end : last.end], added_tokens(tokenizer)),
     )
 
@@ -310,7 +312,7 @@ def _span(
     return AssistantSpan(region.message, first, last, start, end)
 
 
-def _unended(regions: Sequence[Region], text: str, delimiters: TurnDelimiters | None) -> tuple[int, ...]:
+def _unfinished(regions: Sequence[Region], text: str, delimiters: TurnDelimiters | None) -> tuple[int, ...]:
     """Return the messages whose last trained characters are no token that ends turns."""
     stops = () if delimiters is None else delimiters.stops
     ends = {region.message: text.endswith(stops, region.start, region.end) for region in regions}

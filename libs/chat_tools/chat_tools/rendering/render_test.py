@@ -105,11 +105,13 @@ def test_others_text_that_a_template_leaves_out_is_a_problem(role: str, content:
 
 def test_turns_that_no_stop_token_ends_are_listed() -> None:
     glm = tiny_tokenizer("glm", marks=False)
-    assert render(glm, TALK, stop_tokens=["<|user|>"]).unended == (3,)
-    assert render(glm, TALK[:3], stop_tokens=["<|user|>"]).unended == ()
-    assert render(PLAIN["chatml"], TALK).unended == ()
-    assert render(PLAIN["chatml"], TALK, stop_tokens=["<|endoftext|>"]).unended == ()  # the template's own ends it
-    assert render(tiny_tokenizer("chatml", template="{% for m in messages %}{{ m.content }}{% endfor %}"), TALK).unended
+    assert render(glm, TALK, stop_tokens=["<|user|>"]).unfinished == (3,)
+    assert render(glm, TALK[:3], stop_tokens=["<|user|>"]).unfinished == ()
+    assert render(PLAIN["chatml"], TALK).unfinished == ()
+    assert render(PLAIN["chatml"], TALK, stop_tokens=["<|endoftext|>"]).unfinished == ()  # the template's own ends it
+    assert render(
+        tiny_tokenizer("chatml", template="{% for m in messages %}{{ m.content }}{% endfor %}"), TALK
+    ).unfinished
 
 
 @pytest.mark.parametrize("tokenizers", [MARKED, PLAIN])

@@ -62,7 +62,7 @@ def with_end(rendered: Rendered, stop: str | int) -> Rendered:
     (text,) = tokens_as_text([stop], template.tokenizer)
     last = len(rendered.messages) - 1
     own = [span for span in rendered.spans if span.message == last]
-    if last not in rendered.unended or not own or rendered.plain[rendered.turn_end :].strip():
+    if last not in rendered.unfinished or not own or rendered.plain[rendered.turn_end :].strip():
         return rendered
     (token,) = template.tokenizer(text, add_special_tokens=False)["input_ids"]
     size, chars = len(rendered.ids), len(rendered.text)
@@ -75,7 +75,7 @@ def with_end(rendered: Rendered, stop: str | int) -> Rendered:
         mm_token_type_ids=[*rendered.mm_token_type_ids, 0],
         spans=(*rendered.spans, AssistantSpan(last, size, size + 1, chars, chars + len(text))),
         owners=(*rendered.owners, OwnedText(chars, chars + len(text), "assistant", last)),
-        unended=tuple(number for number in rendered.unended if number != last),
+        unfinished=tuple(number for number in rendered.unfinished if number != last),
         turn_end=len(rendered.plain) + len(text),
         stop=text,
     )

@@ -54,7 +54,7 @@ def test_an_end_that_the_template_leaves_out_is_written_once() -> None:
     stops = ["<|user|>", "<|observation|>"]
     rendered = render(GLM, TALK, stop_tokens=stops)
     ended = with_end(rendered, "<|user|>")
-    assert (rendered.unended, ended.unended, ended.stop) == ((3,), (), "<|user|>")
+    assert (rendered.unfinished, ended.unfinished, ended.stop) == ((3,), (), "<|user|>")
     assert ended.ids == [*rendered.ids, GLM.convert_tokens_to_ids("<|user|>")]
     assert ended.assistant_mask == [*rendered.assistant_mask, True]
     assert with_end(ended, "<|user|>") is ended

@@ -59,7 +59,7 @@ def find_turn_delimiters(template: ChatTemplate, like: Message) -> TurnDelimiter
     return _known(template, like)[0]
 
 
-def proven_ends(template: ChatTemplate, like: Message) -> dict[Any, Any]:
+def checked_ends(template: ChatTemplate, like: Message) -> dict[Any, Any]:
     """Return what was proven of the ends of turns (`rendering.turn_end`), cached as the delimiters are."""
     return _known(template, like)[1]
 

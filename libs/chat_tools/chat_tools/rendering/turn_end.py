@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from chat_tools.rendering.message_attribution import attribute_messages
 from chat_tools.rendering.replaced_messages import WRITTEN_KEYS, common_prefix, find_by_difference
 from chat_tools.rendering.template import ChatTemplate, Message, content_like, rendering_errors
-from chat_tools.rendering.turn_delimiters import TurnDelimiters, added_tokens, last_token, proven_ends, token_start
+from chat_tools.rendering.turn_delimiters import TurnDelimiters, added_tokens, checked_ends, last_token, token_start
 
 _MOST = 4096  # ends remembered of a template
 
@@ -58,11 +58,11 @@ class _Ending(NamedTuple):
 def end_of_turn(
     template: ChatTemplate, delimiters: TurnDelimiters, turn: Turn, known: dict[Any, Any] | None = None
 ) -> int | None:
-    """Return where a turn ends in its rendering; None if that cannot be told. `known` are the `proven_ends`."""
+    """Return where a turn ends in its rendering; None if that cannot be told. `known` are the `checked_ends`."""
     behind = turn.text[turn.start : turn.upper]
     if turn.number == len(turn.messages) - 1 and turn.last and not turn.prompted:
         return turn.start + _of_last(delimiters, behind)
-    known = proven_ends(template, turn.messages[turn.number]) if known is None else known
+    known = checked_ends(template, turn.messages[turn.number]) if known is None else known
     endings: list[_Ending] = known.setdefault(_shape(turn), [])
     for ending in endings:
         length = ending.length(behind)

@@ -24,7 +24,7 @@ from engines.families.registry import admitted, checked_part, digest, registered
 from engines.families.torch_operations import choose_torch_operations
 from engines.launch import RankError, RankRefusedError
 from engines.loading import cast_parameters, compute_dtype, resolve_device
-from engines.proofs.true_width import exact_products, few_layers, true_width
+from engines.proofs.true_width import exact_products, layer_subset, true_width
 from engines.prove.certificate import Certificate, cached_at, place, versions
 from engines.prove.comparison import Result, largest, sequences, stock
 from engines.prove.engine_result import engine_log_probs, engine_result, settings_of_proof
@@ -82,7 +82,7 @@ def prove_device(config: EngineConfig, model: Any, longest: int = 0) -> Certific
     settings = settings_of_proof(config, **SINGLE)
     device = resolve_device(settings)
     dtype = compute_dtype(settings, device)
-    few = few_layers(part, device, longest)
+    few = layer_subset(part, device, longest)
     lengths, family = few.lengths, registered_family(few.config) or generic_family(few.config)
     with admitted(few.config, family), exact_products():
         module = true_width(few.config, device, dtype)

@@ -15,7 +15,7 @@ from engines.families.registry import digest
 from engines.launch import ensure_group
 from engines.proofs import true_width
 from engines.proofs.device import device_path, prove_device
-from engines.proofs.true_width import few_layers, fit_experts
+from engines.proofs.true_width import fit_experts, layer_subset
 from engines.prove.certificate import Certificate
 from engines.prove.small_config import layer_kinds
 from engines.prove.small_towers import shrink_whole
@@ -96,16 +96,16 @@ def test_a_threshold_that_memory_does_not_reach_is_told_and_a_model_that_does_no
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config, cpu = AutoConfig.for_model("gemma3_text", sliding_window=512, hidden_size=64, num_hidden_layers=8), "cpu"
-    assert few_layers(config, torch.device(cpu)).not_crossed == ()
-    assert max(few_layers(config, torch.device(cpu)).lengths) == 1025
+    assert layer_subset(config, torch.device(cpu)).not_crossed == ()
+    assert max(layer_subset(config, torch.device(cpu)).lengths) == 1025
     weights = 36 * sum(one.numel() for one in AutoModelForCausalLM.from_config(layer_kinds(config)[0]).parameters())
     monkeypatch.setattr(true_width, "free_host_memory", lambda: weights + 16 * 400 * config.vocab_size)
-    few = few_layers(config, torch.device(cpu))
+    few = layer_subset(config, torch.device(cpu))
     assert few.not_crossed == ("sliding_window",)
     assert max(few.lengths) <= 400
     monkeypatch.setattr(true_width, "free_host_memory", lambda: weights // 2)
     with pytest.raises(ValueError, match="layers of gemma3_text at true width take about"):
-        few_layers(config, torch.device(cpu))
+        layer_subset(config, torch.device(cpu))
 
 
 def scaled(self: LocalOps, q: Any, k: Any, v: Any, context: Any, scale: float, window: Any, **more: Any) -> Tensor:

@@ -42,7 +42,7 @@ VERDICTS: Mapping[str, str] = {
 }
 _LAYERS = ["conv", "conv", "full_attention", "conv"] * 8
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-LACKING: Mapping[str, Mapping[str, Any]] = {
+MISSING_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
@@ -54,7 +54,7 @@ LACKING: Mapping[str, Mapping[str, Any]] = {
 }
 """Fields without which transformers runs no default config of a type at any width."""
 COMMAND = "python -m engines prove --all"
-README = Path("libs") / "engines" / "README.md"
+LIBRARY_PAGE = Path("libs") / "engines" / "README.md"
 _MARK = ("<!-- table: certificates -->", "<!-- end of table -->")
 
 
@@ -77,7 +77,7 @@ class TypeResult:
 
 
 def _given(kind: str) -> str:
-    return ", ".join(f"{name}={value}" for name, value in LACKING.get(kind, {}).items())
+    return ", ".join(f"{name}={value}" for name, value in MISSING_FIELDS.get(kind, {}).items())
 
 
 def all_types() -> list[str]:
@@ -89,7 +89,7 @@ def result_of(kind: str) -> TypeResult:
     """Prove one type in this process."""
     start, images = time.process_time(), kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     try:
-        certificate = prove(AutoConfig.for_model(kind, **LACKING.get(kind, {})))
+        certificate = prove(AutoConfig.for_model(kind, **MISSING_FIELDS.get(kind, {})))
     except (*BUILD_ERRORS, StrictDataclassError) as error:
         took, reason = time.process_time() - start, _line(f"{_why(kind, str(error))}{_inner(str(error))}")
         return TypeResult(kind, images, "not built", seconds=took, reason=reason, given=_given(kind))
@@ -189,7 +189,7 @@ def read(path: Path) -> list[TypeResult]:
 
 def tables(docs: Path, results: Sequence[TypeResult]) -> dict[Path, list[str]]:
     """Return the lines of the table of each page that has one: docs/certificates.md, and the library's README."""
-    return {docs / "certificates.md": [*table(results)], docs.parent / README: [*summary(results)]}
+    return {docs / "certificates.md": [*table(results)], docs.parent / LIBRARY_PAGE: [*summary(results)]}
 
 
 def table(results: Sequence[TypeResult]) -> Iterator[str]:

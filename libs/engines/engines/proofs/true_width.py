@@ -36,7 +36,7 @@ LONGEST = 700
 
 
 @dataclass(frozen=True)
-class FewLayers:
+class LayerSubset:
     """A config with one layer of each kind at its own width, and what memory takes of the lengths."""
 
     config: Any
@@ -48,7 +48,7 @@ class FewLayers:
     """Numbers of experts, where they are fewer than the config's."""
 
 
-def few_layers(config: Any, device: torch.device, longest: int = 0) -> FewLayers:
+def layer_subset(config: Any, device: torch.device, longest: int = 0) -> LayerSubset:
     """Return a config with few layers for a device, and lengths up to `longest` and past its thresholds.
 
     Raises:
@@ -78,7 +78,7 @@ def few_layers(config: Any, device: torch.device, longest: int = 0) -> FewLayers
     edges, fits = thresholds(text), longest_that_fits(model, logits)
     lengths = tuple(length for length in proof_lengths(edges, max(longest, LONGEST)) if length <= fits)
     not_crossed = tuple(name for name, edge in edges.items() if edge >= max(lengths, default=0))
-    return FewLayers(few, lengths, not_crossed, experts)
+    return LayerSubset(few, lengths, not_crossed, experts)
 
 
 def free_host_memory() -> int:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from engines.capability import untried_transformer_options
+from engines.capability import untested_transformer_options
 from engines.config import EngineConfig, parse_context_parallel, parse_options
 from engines.devices.detect import devices_of
 from engines.families.registry import checked_part, digest
@@ -111,7 +111,7 @@ def _small(config: EngineConfig) -> EngineConfig:
     if config.shard_ranks is not None:
         sizes["shard_ranks"] = min(2, config.shard_ranks)
     # The host, but for what moves between it and the run's device, may choose kernels, or is asked for there.
-    own = config.parameters_on_host or config.prove == "full" or untried_transformer_options(config)
+    own = config.parameters_on_host or config.prove == "full" or untested_transformer_options(config)
     device = devices_of(config.device).kind if own else "cpu"
     sizes |= {"model": None, "device": device, "vision": "off", "learning_rates": ()}
     return replace(config, **sizes, dtype="float32", compile="off")
@@ -140,7 +140,7 @@ def prove_options(
     """
     start, part, layout = time.perf_counter(), checked_part(model), small_layout(config, world_size)
     narrow = config.master_dtype == "bfloat16"
-    if untried_transformer_options(config):
+    if untested_transformer_options(config):
         from engines.megatron.config.transformer_options import checked_options  # megatron-core may be absent
 
         checked_options(parse_options(config.transformer_options))

@@ -52,7 +52,7 @@ class _Masks(dict[str, Tensor]):
         return self.mask
 
 
-def carrying_mask(decoder: nn.Module, context: PackedContext) -> Any:
+def wrapping_mask(decoder: nn.Module, context: PackedContext) -> Any:
     """Return the mask that carries a context to a decoder's layers: one for each kind where it takes several."""
     mask = ContextMask.of(context)
     return _Masks(mask) if _takes_masks(stock_class(decoder).forward) else mask

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from seqpack.adapters.attention import adapt_attention, restore_attention
-from seqpack.adapters.boundaries import carrying_mask, context_of, no_mask, refuse_restarts
+from seqpack.adapters.boundaries import context_of, no_mask, refuse_restarts, wrapping_mask
 from seqpack.adapters.context import CONTEXT_KEY, ContextMask, PackedContext, carried
 from seqpack.adapters.delta_net import PackedForward
 from seqpack.adapters.stock_rows import given_arguments, takes_arguments
@@ -110,7 +110,7 @@ class PackedDecoder(nn.Module):
             return super().forward(*args, **kwargs)
         context.mixed.clear()
         if self.packed_by_mask:
-            kwargs = {**kwargs, "attention_mask": carrying_mask(self, context)}
+            kwargs = {**kwargs, "attention_mask": wrapping_mask(self, context)}
         output = super().forward(*args, **kwargs)
         if not context.mixed or len(context.mixed) % self.packed_mixers:  # some layers mix several times a pass
             raise RuntimeError(

@@ -89,7 +89,7 @@ def _file(place: str, kind: str) -> ModuleType:
     except BaseException as error:
         del sys.modules[name]  # as `import` does: the next attempt begins anew
         if isinstance(error, Exception):
-            raise ValueError(f"--{kind}: {told(error, path)}") from error
+            raise ValueError(f"--{kind}: {describe_error(error, path)}") from error
         raise
     return module
 
@@ -100,16 +100,16 @@ def _module(place: str, kind: str) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if place != missing and not place.startswith(missing + "."):  # the module is there, and lacks something itself
-            raise ValueError(f"--{kind}: {told(error)}") from error
+            raise ValueError(f"--{kind}: {describe_error(error)}") from error
         raise ValueError(
             f"there is no module {missing!r} for --{kind}: install its package, put its folder on PYTHONPATH, "
             f"or name the file, FILE.py:NAME"
         ) from error
     except Exception as error:
-        raise ValueError(f"--{kind}: {told(error)}") from error
+        raise ValueError(f"--{kind}: {describe_error(error)}") from error
 
 
-def told(error: Exception, path: Path | None = None) -> str:
+def describe_error(error: Exception, path: Path | None = None) -> str:
     """Return where an error of user code came from, its file and line, and what it says.
 
     `path`: the user's file, whose last line on the way to the error is named.

@@ -135,7 +135,7 @@ def _bound(
     return functools.partial(target, **values) if values else target
 
 
-def dealt_words(
+def split_words(
     targets: Mapping[str, Callable[..., Any]], words: Sequence[str], inputs: Collection[str] = ()
 ) -> dict[str, tuple[str, ...]]:
     """Return the words of each of several targets by its spec: those that name an option of it, and those that name

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from seqpack.extensions.options import bound, dealt_words, options_of, read_options
+from seqpack.extensions.options import bound, options_of, read_options, split_words
 
 
 def loss(  # type: ignore[no-untyped-def]
@@ -97,7 +97,7 @@ def test_words_for_several_go_to_those_that_take_them() -> None:
     def tool(seconds: float = 1.0, width: int = 2) -> None:
         """Take two options, one of them by the name of another's."""
 
-    words = dealt_words({"a": Sampler, "b": tool}, ("name=x", "width=3", "seconds=2", "zz=1"))
+    words = split_words({"a": Sampler, "b": tool}, ("name=x", "width=3", "seconds=2", "zz=1"))
     assert words == {"a": ("name=x", "width=3", "zz=1"), "b": ("width=3", "seconds=2", "zz=1")}
 
 

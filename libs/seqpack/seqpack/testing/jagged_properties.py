@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from seqpack.batches.jagged import jagged, jagged_from_values, join, pad, ragged, ragged_dim, samples_of, select, unpad
-from seqpack.private_api import relabel_ragged
+from seqpack.private_api import rename_ragged
 from seqpack.testing.operation_properties import TRANSFERS, assert_same, pickled
 
 
@@ -44,7 +44,7 @@ def wrong_label_of_the_ragged_dimension_is_put_right(device: str) -> None:
     """Assert that a private index relabelled to dimension 1, torch's choice for equal lengths, is corrected."""
     samples = [torch.arange(8).view(4, 2), torch.arange(8).view(4, 2) + 8]
     x: Any = torch.nested.as_nested_tensor([s.to(device) for s in samples], layout=torch.jagged)
-    relabel_ragged(x, 2)
+    rename_ragged(x, 2)
     assert_same(samples_of(x), samples, device)
     transferred = pickled(x)
     assert tuple(transferred.shape)[2] != 2, "the label should be wrong by now"
