@@ -5,6 +5,7 @@ lists what a configuration names; a run directory keeps it in `own_code.json`: t
 their types read. Pickled settings hold names alone: every process loads the code by its name when it needs it.
 """
 
+import inspect
 import json
 import os
 import sys
@@ -221,8 +222,8 @@ def help_of(kind: str, config: Any, spec: str | None = None) -> str:
 
 def _values(point: Point, target: Any, words: Sequence[str]) -> dict[str, Any]:
     """Return the options of user code with the values that words give them; other checks refuse wrong words."""
-    if not callable(target):
-        return {}
+    if not (inspect.isclass(target) or inspect.isroutine(target)):
+        return {}  # made already: an object has no options, also where it is called (an agent)
     options = {option.name: option for option in options_of(target, point.inputs, point.first)}
     own = [word for word in words if word.partition("=")[0] in options]
     if not own and any(option.default is REQUIRED for option in options.values()):

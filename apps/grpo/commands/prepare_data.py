@@ -110,12 +110,12 @@ def _key(source: str, *others: str | None) -> str:
 def _fetch(repository: str, config: Prepare) -> Path:
     """Return the data files of a repository in a folder of OUT/download; fetch those that are not there yet."""
     from huggingface_hub import snapshot_download  # slow to load
-    from huggingface_hub.errors import (
+    from huggingface_hub.errors import (  # slow to load
         EntryNotFoundError,
         HfHubHTTPError,
         HFValidationError,
         OfflineModeIsEnabled,
-    )  # slow to load
+    )
 
     folder = config.out / "download" / _key(repository, config.revision)
     try:

@@ -15,24 +15,22 @@ if TYPE_CHECKING:
     from seqpack.batches.objective import Objective as Objective
     from seqpack.batches.view import Totals as Totals
 
+_MODULES = ("advantages", "kl", "losses", "off_policy")
 _EXPORTS = {
     "GRPO": "objectives.grpo",
     "SFT": "objectives.sft",
     "Objective": "seqpack.batches.objective",
     "Totals": "seqpack.batches.view",
-    "advantages": "objectives.advantages",
-    "kl": "objectives.kl",
-    "losses": "objectives.losses",
-    "off_policy": "objectives.off_policy",
 }
 __all__ = ["GRPO", "SFT", "Objective", "Totals", "advantages", "kl", "losses", "off_policy"]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"objectives.{name}")
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(_EXPORTS[name])
-    return module if module.__name__ == f"objectives.{name}" else getattr(module, name)
+    return getattr(import_module(_EXPORTS[name]), name)
 
 
 def __dir__() -> list[str]:
