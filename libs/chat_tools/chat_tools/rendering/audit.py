@@ -162,9 +162,7 @@ def audit_template(
     say = plain[1] if plain else _SAY
     delimiters = find_turn_delimiters(template, say)
     end = delimiters.ends[0] if delimiters.ends else delimiters.closing.rstrip()
-    if stops and delimiters.ends and not any(stop in end for end in delimiters.ends for stop in stops):
-        notes.append(f"the template ends turns with {end!r}, which holds no stop token of the model")
-    notes += _notes(template, plain)
+    notes += [*_stop_notes(delimiters.ends, stops), *_notes(template, plain)]
     return TemplateReport(
         prefix_preserving=not divergences,
         mask_safe=not problems,
@@ -179,6 +177,12 @@ def audit_template(
         notes=tuple(notes),
         extension_problems=tuple(broken),
     )
+
+
+def _stop_notes(ends: Sequence[str], stops: Iterable[str] | None) -> Iterator[str]:
+    """Yield a note where no end of a turn holds a stop token of the model."""
+    if stops and ends and not any(stop in end for end in ends for stop in stops):
+        yield f"the template ends turns with {ends[0]!r}, which holds no stop token of the model"
 
 
 def _renders(template: ChatTemplate) -> bool:

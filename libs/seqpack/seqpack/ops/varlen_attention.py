@@ -63,12 +63,7 @@ def attention(
         )
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"the {q.shape[1]} query heads are no multiple of the {k.shape[1]} key heads")
-    if window is not None and (window < 1 or not causal):
-        raise ValueError(f"window must be at least 1 and needs causal=True, got window={window}, causal={causal}")
-    if chunk is not None and (chunk < 1 or not causal or window is not None):
-        raise ValueError(f"chunk must be at least 1 and needs causal=True and no window, got chunk={chunk}")
-    if alibi is not None and (not causal or soft_cap is not None or sinks is not None):
-        raise ValueError("alibi needs causal=True, and neither soft_cap nor sinks")
+    _check_masks(causal, window, chunk, alibi, capped=soft_cap is not None or sinks is not None)
     if soft_cap is not None or sinks is not None or alibi is not None or v.shape[2] != q.shape[2]:
         if backend == "varlen":
             raise ValueError(
@@ -81,6 +76,16 @@ def attention(
     call = AttentionCall(q, k, v, cu_seqlens, factor, causal, window, max_seqlen, soft_cap, sinks, chunk, alibi)
     result: Tensor = run(call if backend == "naive" else _in_chunks(call))
     return result
+
+
+def _check_masks(causal: bool, window: int | None, chunk: int | None, alibi: Tensor | None, *, capped: bool) -> None:
+    """Raise ValueError for masks and biases that do not go together; `capped`: with a soft cap or sinks."""
+    if window is not None and (window < 1 or not causal):
+        raise ValueError(f"window must be at least 1 and needs causal=True, got window={window}, causal={causal}")
+    if chunk is not None and (chunk < 1 or not causal or window is not None):
+        raise ValueError(f"chunk must be at least 1 and needs causal=True and no window, got chunk={chunk}")
+    if alibi is not None and (not causal or capped):
+        raise ValueError("alibi needs causal=True, and neither soft_cap nor sinks")
 
 
 def _in_chunks(call: AttentionCall) -> AttentionCall:
