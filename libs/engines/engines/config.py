@@ -140,7 +140,7 @@ class EngineConfig:
     prove: Literal["off", "cached", "always", "full"] = "cached"
     """What admits a model that no family here describes, and options that no test has run together: a comparison with
     stock transformers in small, kept for the next start ("cached"), made anew ("always"), or nothing ("off"). "full"
-    compares every model also at its true width and lengths, on a CPU too (minutes), and options on the run's devices;
+    compares every model also at its true width and lengths, on a CPU too (slowly), and options on the run's devices;
     both are kept."""
     allow_untested: tuple[str, ...] = ()
     """Names of what may go untested: config fields of such a model that no part of its proof exercised, and hardware
