@@ -17,17 +17,20 @@ import os
 import socket
 import sys
 import threading
+import zlib
 from typing import Any
 
 _SERVER: Any = multiprocessing.forkserver._forkserver
 
-_PREPARE = """import os
+_PREPARE = """import os, sys
 from multiprocessing import forkserver
 os.environ.clear()
 os.environ.update({environment!r})
 for number, file in enumerate({files!r}, 1):
     os.dup2(forkserver.get_inherited_fds()[file], number)
     os.close(forkserver.get_inherited_fds()[file])
+if "torch" in sys.modules:
+    sys.modules["torch"].manual_seed({seed})
 """
 
 
@@ -45,7 +48,8 @@ class _Popen(multiprocessing.popen_forkserver.Popen):
     def _launch(self, process: Any) -> None:
         spawn = multiprocessing.popen_forkserver.spawn  # type: ignore[attr-defined]
         files = [self.duplicate_for_child(number) for number in (1, 2)]
-        code = _PREPARE.format(environment=dict(os.environ), files=files)
+        seed = zlib.crc32(repr(process._identity).encode())  # no two ranks draw the same, as none does that is spawned
+        code = _PREPARE.format(environment=dict(os.environ), files=files, seed=seed)
         real = spawn.get_preparation_data
         spawn.get_preparation_data = lambda name: {"": _Preparation(code), **real(name)}
         try:

@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,15 @@ class Imports:
                 self.forked.start()
 
 
+class Seeds:
+    """A pytest plug-in that seeds torch before each test and its fixtures: its own first seed is a random one."""
+
+    def pytest_runtest_protocol(self, item: Any) -> None:
+        """Seed torch from the name of the test, so that no two tests draw the same numbers."""
+        if torch := sys.modules.get("torch"):
+            torch.manual_seed(zlib.crc32(item.nodeid.encode()))
+
+
 class Capability:
     """A pytest plug-in that writes torch's processor instructions (ATEN_CPU_CAPABILITY) to the log and JUnit file."""
 
@@ -212,7 +222,7 @@ def main(argv: list[str]) -> int:
         options += ["-k", wanted]
     keeper = SkipKeeper(allowed_skips(root / "build/allowed_skips.txt"), strict=bool(os.environ.get("CI")))
     missing = FoundIn([a for a in rest if a.endswith("_test.py")])
-    status = int(pytest.main([*options, *rest], plugins=[keeper, missing, Imports(forked), Capability()]))
+    status = int(pytest.main([*options, *rest], plugins=[keeper, missing, Imports(forked), Seeds(), Capability()]))
     for test, reason in keeper.skips:
         print(f"SKIPPED {test}: {reason}" + (f" [{', '.join(tags)}]" if tags else ""))
     failures = keeper.failures() + missing.failures()

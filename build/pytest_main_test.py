@@ -84,11 +84,54 @@ def test_a_process_is_forked_from_before_the_tests_with_what_its_starter_has(tmp
     assert "2 passed" in done.stdout, done.stdout + done.stderr
 
 
+DRAWS = """
+import multiprocessing
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module")
+def before():
+    return torch.rand(1).item()
+
+
+def draw(pipe):
+    pipe.send(torch.rand(1).item())
+
+
+def drawn(number):
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=draw, args=(there,))
+    process.start()
+    value = here.recv()
+    process.join()
+    return value
+
+
+@pytest.mark.parametrize("case", range(2))
+def test_draws(before, case):
+    values = [before, torch.rand(1).item(), drawn(0), drawn(1)]
+    assert len(set(values)) == 4
+    print("DREW", case, *values)
+"""
+
+
+def test_what_is_drawn_without_a_seed_is_the_same_in_each_run_and_in_no_two_tests_or_processes(tmp_path: Path) -> None:
+    (tmp_path / "draws_test.py").write_text(DRAWS)
+    runs = [run(tmp_path, "-s", "draws_test.py").stdout for _ in range(2)]
+    drew = [[line for line in out.splitlines() if "DREW" in line] for out in runs]
+    assert len(drew[0]) == 2, runs[0]
+    assert drew[0] == drew[1]
+    values = [line.split("DREW")[1].split()[2:] for line in drew[0]]
+    assert len({*values[0], *values[1]}) == 6
+
+
 def run(tmp_path: Path, *files: str, only: str = "") -> "subprocess.CompletedProcess[str]":
     """The wrapper over files of the folder, with --test_filter or without."""
     known = {key: value for key, value in os.environ.items() if not key.startswith(("TEST", "XML", "CI"))}
     known |= {"PYTHONPATH": os.pathsep.join(sys.path), "TESTBRIDGE_TEST_ONLY": only}
-    command = [sys.executable, pytest_main.__file__, *(str(tmp_path / file) for file in files)]
+    command = [sys.executable, pytest_main.__file__, *(f if f[0] == "-" else str(tmp_path / f) for f in files)]
     return subprocess.run(command, env=known, capture_output=True, text=True, check=False, timeout=100)
 
 
