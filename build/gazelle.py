@@ -1,8 +1,8 @@
 """Write the BUILD files from the imports of the Python files: `./bazelw run //build:gazelle` (or `-- --check`).
 
 Each folder of a library or an app is one target with its modules and one with its tests, both by glob: a new file needs
-no edit, a new import or folder another run. What the files import is their `deps`, but for what another target of the
-same BUILD file brings along. A module directly in the top folder has a target of its own, and so has a file for which
+no edit, a new import or folder another run. What the files import is their `deps`, but for what another of them brings
+along. A module directly in the top folder has a target of its own, and so has a file for which
 a `module` or `module_test` of its name stands in the BUILD file, or that `module_tests` names: its folder's targets are
 without it (a test with tags, a size or an environment of its own, a module whose packages are not for all who want its
 folder's other modules).
@@ -191,19 +191,17 @@ class Tree:
         return sorted(found, key=order)
 
     def needed_alone(self, package: str, deps: list[str]) -> list[str]:
-        """Return deps without those that another of them brings along, as far as this BUILD file says what it needs."""
+        """Return deps without those that another of them brings along."""
         labels = {dep: label_of(package, dep) for dep in deps}
-        brought = {need for label in labels.values() for need in self.brought_by(label, package)}
+        brought = {need for label in labels.values() for need in self.brought_by(label)}
         return [dep for dep in deps if labels[dep] not in brought]
 
-    def brought_by(self, label: str, package: str) -> frozenset[str]:
-        """Return what a target of a package needs, directly or by other targets of the package."""
-        if label != f"//{package}" and not label.startswith(f"//{package}:"):
-            return frozenset()
+    def brought_by(self, label: str) -> frozenset[str]:
+        """Return what a target needs, directly or by other targets."""
         if label not in self.brought:
             self.brought[label] = frozenset()  # in a circle, which `complaints` tells, it ends here
             needs = self.needs.get(label, [])
-            self.brought[label] = frozenset(needs).union(*(self.brought_by(need, package) for need in needs))
+            self.brought[label] = frozenset(needs).union(*(self.brought_by(need) for need in needs))
         return self.brought[label]
 
     def text(self, package: str) -> str:
@@ -244,9 +242,9 @@ def requirements(module: str, hub: str, for_test: bool) -> set[str]:
     """Return the requirement() call for a third-party module; none for one that no lock has."""
     distribution = normal(DISTRIBUTIONS.get(module.split(".")[0], module.split(".")[0]))
     if hub == "pypi" and distribution not in locked(hub) and distribution in locked("pypi_extras"):
-        return {f'requirement("{distribution}", hub = "pypi_extras")'}
+        return {f'requirement("{distribution}", "pypi_extras")'}
     if distribution in locked(hub) and not (distribution == "pytest" and for_test):
-        return {f'requirement("{distribution}"' + ("" if hub == "pypi" else f', hub = "{hub}"') + ")"}
+        return {f'requirement("{distribution}"' + ("" if hub == "pypi" else f', "{hub}"') + ")"}
     return set()
 
 

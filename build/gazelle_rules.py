@@ -64,18 +64,9 @@ def kept_entries(deps: str) -> list[str]:
 def one_line(node: ast.expr) -> str:
     """Return a label or a requirement() call in this file's own form, on one line."""
     if isinstance(node, ast.Call):
-        words = [one_line(word) for word in node.args] + [f"{k.arg} = {one_line(k.value)}" for k in node.keywords]
+        words = [one_line(word) for word in [*node.args, *(keyword.value for keyword in node.keywords)]]
         return f"{ast.unparse(node.func)}({', '.join(words)})"
     return f'"{ast.literal_eval(node)}"'
-
-
-def spread(entry: str, indent: int) -> str:
-    """Return an entry as buildifier writes it: a call with more than one argument has a line for each."""
-    call = re.fullmatch(r"(\w+)\((.+), (\w+ = .+)\)", entry)
-    if not call:
-        return entry
-    blanks = " " * indent
-    return f"{call[1]}(\n{blanks}    {call[2]},\n{blanks}    {call[3]},\n{blanks})"
 
 
 def segment(lines: list[str], node: ast.expr) -> str:
@@ -118,9 +109,9 @@ def layout(rule: Rule) -> str:
     lines += [f"    {key} = {rule.attributes[key]},\n" for key in keys]
     kept = [dep for dep in rule.kept if dep not in rule.deps]
     entries = sorted({*rule.deps, *kept}, key=order)
-    texts = [spread(dep, 8) + (",  # keep" if dep in kept else ",") for dep in entries]
+    texts = [dep + (",  # keep" if dep in kept else ",") for dep in entries]
     if len(texts) == 1 and not kept:
-        lines.append(f"    deps = [{spread(entries[0], 4)}],\n")
+        lines.append(f"    deps = [{entries[0]}],\n")
     elif texts:
         lines.append("    deps = [\n" + "".join(f"        {text}\n" for text in texts) + "    ],\n")
     return f"{rule.kind}(\n{''.join(lines)})\n"
