@@ -1,11 +1,13 @@
-"""Draw docs/benchmark_history.md from docs/benchmarks/*.json: `./bazelw run //docs:draw_benchmarks`.
+"""Draw docs/benchmark_history.md, and tables in pages, from docs/benchmarks: `./bazelw run //docs:draw_benchmarks`.
 
 A file is one benchmark: what it measures, its command, and its runs, each with date, device, versions and values by
 case. A new run is added to its file; what an older one measured stays. A file of one run may have no list of runs.
+Pages have the newest run of each case and device, between `<!-- figures: NAME -->` and `<!-- end of figures -->`.
 """
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ them. Each case has its runs in the order of their dates. Runs of different devi
 another.
 """
 PAGE = Path("docs/benchmark_history.md")
+DRAWN = re.compile(r"<!-- figures: (\w+) -->\n(.*?)<!-- end of figures -->", re.S)
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,54 @@ def section(benchmark: Benchmark) -> Iterator[str]:
     yield ""
 
 
+def latest(benchmark: Benchmark) -> list[tuple[str, str, Mapping[str, Any]]]:
+    """Return case, device and values of the newest run of each case on each device, in the order of the cases."""
+    found = {(case, run.device): values for run in benchmark.runs for case, values in run.values.items()}
+    order = list(dict.fromkeys(case for case, _ in found))
+    return [(case, device, found[case, device]) for case, device in sorted(found, key=lambda key: order.index(key[0]))]
+
+
+def table(benchmark: Benchmark) -> Iterator[str]:
+    """Yield the lines of one benchmark in a page: words, the newest values, and what measured them."""
+    rows = latest(benchmark)
+    columns = list(dict.fromkeys(column for _, _, values in rows for column in values))
+    devices = list(dict.fromkeys(device for _, device, _ in rows))
+    heads = ["case", *(["device"] if len(devices) > 1 else []), *columns]
+    yield f"{benchmark.what}\n"
+    yield f"| {' | '.join(heads)} |"
+    yield f"| {' | '.join('---' for _ in heads)} |"
+    for case, device, values in rows:
+        cells = [*([device] if len(devices) > 1 else []), *(_cell(values.get(column)) for column in columns)]
+        yield f"| {case} | {' | '.join(cells)} |"
+    said = {run.device: run for run in benchmark.runs}
+    by = "; ".join(
+        ", ".join([device, *(f"{name} {version}" for name, version in said[device].versions.items())])
+        + (f" ({said[device].note})" if said[device].note else "")
+        for device in devices
+    )
+    yield f"\n{by}: `{benchmark.command}` ([all runs](benchmark_history.md#{benchmark.name}))"
+
+
+def with_tables(text: str, benchmarks: Mapping[str, Benchmark]) -> str:
+    """Return a page with its tables drawn anew."""
+
+    def drawn(match: re.Match[str]) -> str:
+        lines = "\n".join(table(benchmarks[match[1]]))
+        return f"<!-- figures: {match[1]} -->\n\n{lines}\n\n<!-- end of figures -->"
+
+    return DRAWN.sub(drawn, text)
+
+
+def drawn_names(text: str) -> set[str]:
+    """Return the names of the benchmarks whose tables a page has."""
+    return {match[1] for match in DRAWN.finditer(text)}
+
+
+def without_drawn(text: str) -> str:
+    """Return a page without the tables that are drawn."""
+    return DRAWN.sub("", text)
+
+
 def _cell(value: Any) -> str:
     if value is None:
         return ""
@@ -103,10 +154,16 @@ def _cell(value: Any) -> str:
 
 
 def main() -> None:
-    """Write the page."""
+    """Write the page, and the tables of the others."""
     os.chdir(os.environ.get("BUILD_WORKSPACE_DIRECTORY", "."))
-    PAGE.write_text(page([read(path) for path in sorted(Path("docs/benchmarks").glob("*.json"))]), encoding="utf-8")
+    benchmarks = {path.stem: read(path) for path in sorted(Path("docs/benchmarks").glob("*.json"))}
+    PAGE.write_text(page(list(benchmarks.values())), encoding="utf-8")
     print(PAGE)
+    for path in sorted(Path("docs").glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        if drawn_names(text):
+            path.write_text(with_tables(text, benchmarks), encoding="utf-8")
+            print(path)
 
 
 if __name__ == "__main__":

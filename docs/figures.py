@@ -1,0 +1,142 @@
+"""Measured figures of pages: each stands in a file of docs/benchmarks, and a page holds no date.
+
+docs/figures.toml names for each page the benchmarks of which it speaks, and under `fixed` the figures that are no
+measurements (defaults, limits, goals), as the page writes them. A figure is a number with a unit, in words or in a
+table whose head has the unit; code and tables that draw_benchmarks.py draws are left out. It has to be the newest
+value of one of those benchmarks, in a column of that unit or of none, rounded as the page rounds it.
+"""
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from draw_benchmarks import Benchmark, drawn_names, latest, read, without_drawn
+
+UNITS = {
+    "a second": r"tokens/s|GB/s|(?:\w+ )?(?:a|per) second",
+    "s": r"s|seconds?",
+    "ms": r"ms",
+    "minutes": r"minutes?",
+    "hours": r"hours?",
+    "%": r"%",
+    "GiB": r"GiB",
+    "MiB": r"MiB",
+    "MB": r"MB",
+    "GB": r"GB",
+    "times": r"times|ratio",
+}
+NUMBER = r"\d[\d,]*\d(?:\.\d+)?|\d+(?:\.\d+)?"
+BETWEEN = r"(?:,? and |,? or |, | to | against | -> |-)"
+FIGURE = re.compile(
+    rf"(?<![\w.,])(?:{NUMBER})(?:{BETWEEN}(?:{NUMBER}))*(?: ?%|[ -](?:{'|'.join(UNITS.values())})(?!\w))"
+)
+LONE = re.compile(rf"(?<![\w.,])(?:{NUMBER})(?![\w,.]*\w)")
+DATE = re.compile(r"\b20\d\d-[01]\d-[0-3]\d\b")
+CODE = re.compile(r"^```.*?^```$|^ {4,}[.\w`].*?$|(?<!`)`[^`\n]+`|<!--.*?-->|(?<=\])\([^)\s]+\)", re.M | re.S)
+RULE = re.compile(r"\|[ :|-]+\|")
+
+
+@dataclass(frozen=True)
+class PageFigures:
+    """What stands in docs/figures.toml about a page."""
+
+    benchmarks: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Numbers with one unit, as a page writes them."""
+
+    text: str
+    numbers: tuple[str, ...]
+    unit: str
+
+
+def read_pages(path: Path) -> dict[str, PageFigures]:
+    """Return the entries of docs/figures.toml by page."""
+    entries = tomllib.loads(path.read_text(encoding="utf-8"))
+    return {page: PageFigures(**{key: tuple(value) for key, value in one.items()}) for page, one in entries.items()}
+
+
+def unit_of(text: str) -> str | None:
+    """Return the unit in the name of a column, or in a figure; None where there is none."""
+    return next((unit for unit, words in UNITS.items() if re.search(rf"(?<![\w/'])(?:{words})(?!\w)", text)), None)
+
+
+def figures(text: str) -> Iterator[Figure]:
+    """Yield the figures of a page: those with a unit behind them, and the cells of columns whose head has one."""
+    text = CODE.sub(lambda code: re.sub(r"[^\n|]", " ", code[0]), without_drawn(text))
+    head: list[str] = []
+    words: list[str] = []
+    before: list[str] = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")] if line.startswith("|") else []
+        if RULE.fullmatch(line.strip()):
+            head = before
+        elif head and cells:
+            yield from _cells(head, cells)
+        head = head if cells else []
+        before = cells
+        words += ["", *cells, ""] if cells else [line]
+    for match in FIGURE.finditer(re.sub(r"(?<=\S)\n(?=\S)", " ", "\n".join(words))):
+        yield Figure(match[0], tuple(re.findall(NUMBER, match[0])), unit_of(match[0]) or "")
+
+
+def _cells(head: Sequence[str], cells: Sequence[str]) -> Iterator[Figure]:
+    for name, cell in zip(head[1:], cells[1:], strict=False):
+        unit, numbers = unit_of(name), LONE.findall(cell)
+        if unit is not None and numbers and not FIGURE.search(cell):
+            yield Figure(f"{cell} {name}", tuple(numbers), unit)
+
+
+def newest(benchmark: Benchmark) -> list[tuple[str | None, float]]:
+    """Return the newest numbers of a benchmark, with the units of their columns."""
+    numbers: list[tuple[str | None, float]] = []
+    for _, _, values in latest(benchmark):
+        for column, value in values.items():
+            if isinstance(value, str):
+                numbers += [(unit_of(column), float(one.replace(",", ""))) for one in re.findall(NUMBER, value)]
+            elif isinstance(value, int | float):
+                numbers.append((unit_of(column), float(value)))
+    return numbers
+
+
+def is_measured(number: str, unit: str, known: Sequence[tuple[str | None, float]]) -> bool:
+    """Return whether a number is one of the known, rounded to its own digits."""
+    digits = len(number.partition(".")[2])
+    value = float(number.replace(",", ""))
+    margin = 0.5 * 10.0**-digits * (1 + 1e-9) + 1e-12
+    return any(abs(value - other) <= margin for column, other in known if column in (None, unit))
+
+
+def complaints(page: str, text: str, entry: PageFigures, benchmarks: Mapping[str, Benchmark]) -> list[str]:
+    """Return what is wrong with a page: figures of no benchmark, entries that nothing uses, dates."""
+    said = [f"{page}: {name} is no file of docs/benchmarks" for name in entry.benchmarks if name not in benchmarks]
+    known = {name: newest(benchmarks[name]) for name in entry.benchmarks if name in benchmarks}
+    together = [number for numbers in known.values() for number in numbers]
+    found = list(figures(text))
+    measured = [figure for figure in found if figure.text not in entry.fixed]
+    for figure in measured:
+        unknown = [number for number in figure.numbers if not is_measured(number, figure.unit, together)]
+        if unknown:
+            said.append(f"{page}: {figure.text!r}: {', '.join(unknown)} in none of its benchmarks (docs/figures.toml)")
+    for name, numbers in known.items():
+        used = any(is_measured(number, figure.unit, numbers) for figure in measured for number in figure.numbers)
+        if not used and name not in drawn_names(text):
+            said.append(f"{page}: no figure of {name}")
+    texts = {figure.text for figure in found}
+    said += [f"{page}: {text!r} does not stand there (docs/figures.toml)" for text in entry.fixed if text not in texts]
+    return said + [f"{page}: {date}: dates stand in docs/benchmarks alone" for date in DATE.findall(text)]
+
+
+def check_figures(root: Path) -> list[str]:
+    """Return complaints about the pages of docs/figures.toml."""
+    benchmarks = {path.stem: read(path) for path in sorted(root.glob("docs/benchmarks/*.json"))}
+    return [
+        complaint
+        for page, entry in read_pages(root / "docs/figures.toml").items()
+        for complaint in complaints(page, (root / page).read_text(encoding="utf-8"), entry, benchmarks)
+    ]

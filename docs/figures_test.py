@@ -1,0 +1,115 @@
+"""The figures of pages are those of docs/benchmarks, and a planted one that is not is told."""
+
+from pathlib import Path
+
+import pytest
+from draw_benchmarks import Benchmark, Run, drawn_names, read, with_tables
+from figures import PageFigures, check_figures, complaints, figures
+
+ROOT = Path(__file__).absolute().parents[1]
+BENCHMARKS = {
+    "speed": Benchmark(
+        "speed",
+        "A step.",
+        "python speed.py",
+        [
+            Run("2026-01-01", "cpu", {}, {"a": {"ms": 99.0, "tokens/s": 1}, "b": {"ms": 7}}),
+            Run("2026-02-01", "cpu", {"torch": "2"}, {"a": {"ms": 1234.56, "tokens/s": 16_700}}, "busy"),
+            Run("2026-02-01", "gpu", {}, {"a": {"ms": 5.25, "speed": "1.7 to 1.8"}}),
+        ],
+    )
+}
+ENTRY = PageFigures(("speed",), ("10 s",))
+GOOD = """It takes 1,235 ms (1,234.6 ms), or 5.25 ms and 7 ms,
+makes 16,700 tokens
+a second, 1.7 to 1.8 times as many; it waits 10 s. `9 ms`
+[a](b.md#3-ms)
+
+    9 ms
+```
+9 ms
+```
+| case | ms | cases |
+| --- | --- | --- |
+| 8 | 5.3 | 9 |
+"""
+
+
+def test_the_pages_have_figures_of_their_benchmarks_alone() -> None:
+    assert check_figures(ROOT) == []
+
+
+def test_a_page_whose_figures_are_measured_has_no_complaint() -> None:
+    assert complaints("p.md", GOOD, ENTRY, BENCHMARKS) == []
+    assert complaints(
+        "p.md", "<!-- figures: speed -->\n9 ms 2026-01-01<!-- end of figures -->\n10 s", ENTRY, BENCHMARKS
+    )
+
+
+@pytest.mark.parametrize(
+    ("added", "complaint"),
+    [
+        ("1,236 ms", "'1,236 ms': 1,236 in none of its benchmarks"),
+        ("1,234.5 ms", "'1,234.5 ms': 1,234.5 in none of its benchmarks"),  # 1,234.56 rounds to 1,234.6
+        ("99 ms", "'99 ms': 99 in none of its benchmarks"),  # an older run's
+        ("7 s", "'7 s': 7 in none of its benchmarks"),  # another unit
+        ("5.25, 8 and 7 ms", "'5.25, 8 and 7 ms': 8 in none of its benchmarks"),
+        ("1.5 to 1.8 times", "'1.5 to 1.8 times': 1.5 in none of its benchmarks"),
+        ("| | peak GiB |\n| --- | --- |\n| a | 5 |", "'5 peak GiB': 5 in none of its benchmarks"),
+        ("| a |\n| --- |\n| so 80 % |", "'80 %': 80 in none of its benchmarks"),
+        ("on 2026-02-01", "2026-02-01: dates stand in docs/benchmarks alone"),
+    ],
+)
+def test_a_planted_figure_is_told(added: str, complaint: str) -> None:
+    (said,) = complaints("p.md", f"{GOOD}\n{added}\n", ENTRY, BENCHMARKS)
+    assert said.startswith(f"p.md: {complaint}")
+
+
+def test_what_nothing_uses_is_told() -> None:
+    assert complaints("p.md", "no figure", PageFigures(("speed", "gone"), ("3 s",)), BENCHMARKS) == [
+        "p.md: gone is no file of docs/benchmarks",
+        "p.md: no figure of speed",
+        "p.md: '3 s' does not stand there (docs/figures.toml)",
+    ]
+
+
+def test_units_of_columns_and_words_are_the_same() -> None:
+    text = "4 seconds; 3-minutes run; 5 GB/s; 30 % of 2 rows a second, not 4 rows, v2 s, 1.2.3 s, 3 seconded"
+    assert [(one.numbers, one.unit) for one in figures(text)] == [
+        (("4",), "s"),
+        (("3",), "minutes"),
+        (("5",), "a second"),
+        (("30",), "%"),
+        (("2",), "a second"),
+    ]
+
+
+def test_a_table_has_the_newest_run_of_each_case_and_device() -> None:
+    page = "before\n<!-- figures: speed -->\nold\n<!-- end of figures -->\nafter\n"
+    assert drawn_names(page) == {"speed"}
+    drawn = with_tables(page, BENCHMARKS)
+    assert with_tables(drawn, BENCHMARKS) == drawn
+    assert drawn.splitlines() == [
+        "before",
+        "<!-- figures: speed -->",
+        "",
+        "A step.",
+        "",
+        "| case | device | ms | tokens/s | speed |",
+        "| --- | --- | --- | --- | --- |",
+        "| a | cpu | 1,234.56 | 16,700 |  |",
+        "| a | gpu | 5.25 |  | 1.7 to 1.8 |",
+        "| b | cpu | 7 |  |  |",
+        "",
+        "cpu, torch 2 (busy); gpu: `python speed.py` ([all runs](benchmark_history.md#speed))",
+        "",
+        "<!-- end of figures -->",
+        "after",
+    ]
+
+
+def test_pages_have_the_tables_of_their_files() -> None:
+    benchmarks = {path.stem: read(path) for path in ROOT.glob("docs/benchmarks/*.json")}
+    for path in ROOT.glob("docs/*.md"):
+        text = path.read_text(encoding="utf-8")
+        assert with_tables(text, benchmarks) == text, path
