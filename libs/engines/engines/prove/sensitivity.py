@@ -19,7 +19,7 @@ from engines.private_api import experts_of, set_experts
 from engines.prove.comparison import Result, largest, stock
 from engines.prove.generic_family import is_inside
 from engines.prove.small_config import SIZES
-from engines.weights.empty_model import model_of
+from engines.weights.empty_model import empty_model, model_of
 from seqpack.adapters.context import Activation, LocalOps, PackedContext
 
 IGNORED = re.compile(
@@ -124,7 +124,7 @@ def flips(config: Any, model: Any, rows: Sequence[Tensor], want: Result) -> Iter
 
     A size that changes the shape of no weight, and no number, belongs to no layer of the model: it is left out.
     """
-    source = modeling_code(model)
+    source, make = modeling_code(model), _maker(config, model, rows, want)
     for path, value in _fields(config.get_text_config().to_dict()):
         if path in SIZES or not _named(config, path, source):  # of no interest: spare the passes
             continue
@@ -134,7 +134,7 @@ def flips(config: Any, model: Any, rows: Sequence[Tensor], want: Result) -> Iter
         for other in _others(path, value):
             for changed in _changed_configs(config, path, other):
                 if found is None or not found.moved > 0:
-                    found = Flip(path, other, _moved(changed, model, rows, want))
+                    found = Flip(path, other, _moved(changed, make, model, rows, want))
         if found is not None:
             yield found
 
@@ -242,16 +242,30 @@ def _experts_of(config: Any, other: Any) -> Any:
     return config
 
 
-def _moved(changed: Any, model: Any, rows: Sequence[Tensor], want: Result) -> float:
+def _maker(config: Any, model: Any, rows: Sequence[Tensor], want: Result) -> Callable[[Any], Any]:
+    """Return what builds the stock models of changed configs: without values of weights, which others replace, where
+    the model of the config itself computes the same so; else as transformers does."""
+    return _without_weights if _moved(config, _without_weights, model, rows, want) == 0.0 else _with_weights
+
+
+def _without_weights(config: Any) -> Any:
+    return empty_model(config, torch.float32, is_inside(config))
+
+
+def _with_weights(config: Any) -> Any:
+    return model_of(config, is_inside(config))
+
+
+def _moved(changed: Any, make: Callable[[Any], Any], model: Any, rows: Sequence[Tensor], want: Result) -> float:
     """Return how far the stock model of a config (None: there is none) moves a log-prob, with the same weights."""
     if changed is None:
         return float("inf")
     try:
-        flipped = model_of(changed, is_inside(changed)).to(next(model.parameters()).dtype).eval()
-        state, own = model.state_dict(), flipped.state_dict()
-        if {n: t.shape for n, t in state.items()} != {n: t.shape for n, t in own.items()}:
+        flipped, state = make(changed), model.state_dict()
+        if {n: t.shape for n, t in state.items()} != {n: t.shape for n, t in flipped.state_dict().items()}:
             return float("inf")
-        flipped.load_state_dict(state)
+        flipped.load_state_dict(state, assign=True)
+        flipped.to(next(model.parameters()).dtype).eval()
         return largest(stock(flipped, rows, gradients=False).log_probs - want.log_probs)
     except _IMPOSSIBLE:
         return float("inf")  # the field matters so much that the model cannot be built or run

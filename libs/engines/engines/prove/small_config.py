@@ -232,7 +232,8 @@ def _values(before: Mapping[str, Any], depth: str | None, kept: Sequence[int]) -
         elif name.endswith(_SOURCES) and isinstance(value, list):
             yield name, [kept.index(value[layer]) if value[layer] in kept else n for n, layer in enumerate(kept)]
         elif isinstance(value, list) and depth is not None and len(value) == _count(before[depth]):
-            yield name, [value[layer] for layer in kept]
+            each = [value[layer] for layer in kept]
+            yield name, [min(one, SIZES[name]) for one in each] if name in SIZES else each
         if isinstance(value, float) and name.endswith(_CAPS):
             yield name, min(value, CAP)
         if not isinstance(value, int):

@@ -22,12 +22,14 @@ _SIZES: Mapping[str, int] = {
     **dict.fromkeys(("base_channels", "downsample_hidden_size"), 32),
     "moe_intermediate_size": 32,
     **dict.fromkeys(("vocab_size", "num_embeddings", "position_embedding_size"), HIDDEN),
+    **dict.fromkeys(("output_channels", "projector_input_dim", "projector_output_dim"), HIDDEN),
 }
 
 
 _BETWEEN: Mapping[str, int] = {
     **dict.fromkeys(("vision_hidden_size", "mm_hidden_size", "out_hidden_size"), HIDDEN),
-    "projector_hidden_size": 96,
+    **dict.fromkeys(("hidden_size", "vocab_size"), HIDDEN),
+    **dict.fromkeys(("projector_hidden_size", "alignment_intermediate_size"), 96),
     "merged_hidden_size": 4 * HIDDEN,
     "latent_query_num": 8,
 }
