@@ -6,6 +6,7 @@ target of a folder, tests included; READMEs fit a screen, pages are linked, link
 numbers are the tree's (readmes.py); layout, imports, words and docstrings follow the rules (house.py).
 """
 
+import json
 import os
 import re
 import subprocess
@@ -14,7 +15,15 @@ from pathlib import Path
 
 from house import check_house
 from public_words import check_public_words, public_names, read_exceptions, read_field
-from readmes import check_front, check_installs, check_links, check_numbers, check_reached, check_screens
+from readmes import (
+    check_front,
+    check_installs,
+    check_links,
+    check_numbers,
+    check_peers,
+    check_reached,
+    check_screens,
+)
 
 # Spelled so that this file does not hold them itself.
 FORBIDDEN = {
@@ -97,7 +106,9 @@ def main() -> int:
         for fault in check(Path())
     ]
     sources = {name: Path(name).read_text() for name in names if name.endswith(".py")}
-    complaints += check_house(sources) + check_numbers(Path("README.md").read_text(), sources)
+    front = Path("README.md").read_text()
+    complaints += check_house(sources) + check_numbers(front, sources)
+    complaints += check_peers(front, json.loads(Path("docs/peers.json").read_text()))
     complaints += check_public_words(public_names(sources), read_field(), read_exceptions())
     print("\n".join(complaints))
     print(f"{len(names)} tracked files, {len(complaints)} complaints")

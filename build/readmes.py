@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 LINES, WIDTH = 60, 160  # of a library's README; tables and code may be wider, and a row then takes more lines
 FRONT_WORDS = 900  # of the front page
@@ -109,3 +110,19 @@ def check_numbers(front: str, sources: Mapping[str, str]) -> list[str]:
         for row, number in rows.items()
         if said.get(row) != number
     ]
+
+
+def check_peers(front: str, peers: Mapping[str, Any]) -> list[str]:
+    """Return complaints about cells of the front page's table of other trainers that differ from docs/peers.json."""
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in front.splitlines() if line.startswith("|")]
+    names = next((cells[2:] for cells in lines if cells[:2] == ["", "Tessera"]), [])
+    said = {cells[0]: dict(zip(names, cells[2:], strict=False)) for cells in lines}
+    complaints = [
+        f"README.md: {row['row']} of {name} is {said.get(row['row'], {}).get(name)!r}, "
+        f"docs/peers.json: {cell['says']!r}"
+        for row in peers["rows"]
+        for name, cell in row["cells"].items()
+        if said.get(row["row"], {}).get(name) != cell["says"]
+    ]
+    versions = [f"{name} {peer['version']}" for name, peer in peers["peers"].items() if "version" in peer]
+    return complaints + [f"README.md: {one} is not named" for one in versions if one not in front]

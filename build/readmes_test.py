@@ -3,7 +3,16 @@
 from pathlib import Path
 
 import pytest
-from readmes import check_front, check_installs, check_links, check_numbers, check_reached, check_screens, readmes
+from readmes import (
+    check_front,
+    check_installs,
+    check_links,
+    check_numbers,
+    check_peers,
+    check_reached,
+    check_screens,
+    readmes,
+)
 
 ROOT = Path(__file__).absolute().parents[1]
 
@@ -76,6 +85,18 @@ def test_how_to_use_a_library_stands_in_its_readme(tmp_path: Path) -> None:
     (root / "docs/bring-it.md").write_text("x\n")
     (root / "README.md").write_text("[bring](docs/bring-it.md)\n")
     assert complaints(root) == ["docs/bring-it.md: linked from no library's README"]
+
+
+def test_a_cell_that_the_peers_file_does_not_say_is_named() -> None:
+    front = "A 1.0 says:\n| | Tessera | A | B |\n| --- | --- | --- | --- |\n| Speed | 3 | 1 | 2 |\n"
+    rows = [{"row": "Speed", "cells": {"A": {"says": "1"}, "B": {"says": "2"}}}]
+    peers = {"peers": {"A": {"version": "1.0"}, "B": {}}, "rows": rows}
+    assert check_peers(front, peers) == []
+    assert check_peers(front.replace("| 2 |", "| 4 |").replace("1.0", "0.9"), peers) == [
+        "README.md: Speed of B is '4', docs/peers.json: '2'",
+        "README.md: A 1.0 is not named",
+    ]
+    assert len(check_peers("A 1.0", peers)) == 2
 
 
 def test_a_stale_number_of_the_front_page_is_named() -> None:
