@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
     keep_help = "verdicts of earlier runs, to go on from: what was killed stays so while its file is the same"
     made.add_argument("--keep", type=Path, metavar="FILE", help=keep_help)
     made.add_argument("--changed-since", metavar="REVISION", help="files that differ from this revision")
-    made.add_argument("--record", type=Path, metavar="PAGE", help="put the rows into this page's table")
+    made.add_argument("--record", type=Path, metavar="FILE", help="add the rows to this file of docs/benchmarks")
     made.add_argument("--no-survivors", action="store_true", help="print the table alone")
     return made
 
@@ -223,11 +223,11 @@ def report(mutants: Sequence[Mutant], options: argparse.Namespace) -> None:
                 print(f"\n{mutant.verdict}: {mutant.file} ({mutant.name.rpartition('.')[2]})")
                 print("\n".join(f"    {line}" for line in mutant.diff))
     rows = rows_of(mutants)
-    date = dt.datetime.now(dt.UTC).date().isoformat()
-    print("\n" + table(rows, date))
+    print("\n" + table(rows))
     if options.record:
-        page = Path(os.environ.get("BUILD_WORKSPACE_DIRECTORY", ".")) / options.record
-        page.write_text(recorded(page.read_text(encoding="utf-8"), rows, date), encoding="utf-8")
+        file = Path(os.environ.get("BUILD_WORKSPACE_DIRECTORY", ".")) / options.record
+        date, device = dt.datetime.now(dt.UTC).date().isoformat(), f"{os.cpu_count()} CPU cores"
+        file.write_text(recorded(file.read_text(encoding="utf-8"), rows, date, device), encoding="utf-8")
 
 
 if __name__ == "__main__":

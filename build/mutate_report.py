@@ -169,29 +169,36 @@ def together(rows: Sequence[Row], name: str = "together") -> Row:
     return Row(name, *(sum(getattr(row, field) for row in rows) for field in fields))
 
 
-HEAD = "| file | mutants | measured | killed | timeout | survived | untested | equivalent | score | date |"
-RULE = "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |"
+HEAD = "| file | mutants | measured | killed | timeout | survived | untested | equivalent | score |"
+RULE = "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
 
 
-def line_of(row: Row, date: str) -> str:
+def values_of(row: Row) -> dict[str, float]:
+    """Return the counts of a file as the values of a benchmark, with the score in percent."""
+    values: dict[str, float] = {"mutants": row.total, "measured": row.measured, "killed": row.killed}
+    values |= {name: getattr(row, name) for name in ("timeout", "survived", "untested", "equivalent")}
+    return values if row.score is None else {**values, "score %": round(100 * row.score, 1)}
+
+
+def line_of(row: Row) -> str:
     """Return a row of the Markdown table."""
-    score = "" if row.score is None else f"{100 * row.score:.1f} %"
-    counts = (row.total, row.measured, row.killed, row.timeout, row.survived, row.untested, row.equivalent)
-    return f"| {row.file} | {' | '.join(map(str, counts))} | {score} | {date} |"
+    values = values_of(row)
+    score = f"{values.pop('score %')} %" if row.score is not None else ""
+    return f"| {row.file} | {' | '.join(map(str, values.values()))} | {score} |"
 
 
-def table(rows: Sequence[Row], date: str) -> str:
+def table(rows: Sequence[Row]) -> str:
     """Return the Markdown table of these rows, and of their sum."""
-    return "\n".join([HEAD, RULE, *(line_of(row, date) for row in [*rows, together(rows, "**together**")])])
+    return "\n".join([HEAD, RULE, *(line_of(row) for row in [*rows, together(rows, "**together**")])])
 
 
-def recorded(page: str, rows: Sequence[Row], date: str) -> str:
-    """Return the page with the table's lines of these files replaced or added, in the order of their names."""
-    lines = page.splitlines()
-    if RULE not in lines:
-        raise ValueError(f"the page has no table with the head {HEAD}")
-    begin = lines.index(RULE) + 1
-    end = next((i for i in range(begin, len(lines)) if not lines[i].startswith("|")), len(lines))
-    known = {line.split("|")[1].strip(): line for line in lines[begin:end]}
-    known |= {row.file: line_of(row, date) for row in rows}
-    return "\n".join([*lines[:begin], *(known[name] for name in sorted(known)), *lines[end:]]) + "\n"
+def recorded(text: str, rows: Sequence[Row], date: str, device: str) -> str:
+    """Return the text of docs/benchmarks/mutation.json with these rows in the run of a date and a device."""
+    file = json.loads(text)
+    run = next((one for one in file["runs"] if (one["date"], one["device"]) == (date, device)), None)
+    if run is None:
+        run = {"date": date, "device": device, "versions": {}, "values": {}}
+        file["runs"].append(run)
+    run["values"] |= {row.file: values_of(row) for row in rows}
+    run["values"] = dict(sorted(run["values"].items()))
+    return json.dumps(file, indent=1) + "\n"

@@ -1,6 +1,7 @@
 """Mutants end to end on a small library, and the parts: what is mutated, what counts, the table and the page."""
 
 import ast
+import json
 import subprocess
 from pathlib import Path
 
@@ -96,17 +97,17 @@ def measure(folder: Path, monkeypatch, capsys, *arguments: str) -> tuple[int, st
 def test_a_strong_test_kills_all_but_the_equivalent_one(tmp_path, monkeypatch, capsys):
     folder = tree(tmp_path, STRONG)
     (folder / "build/equivalent/toy.toml").write_text(EQUIVALENT)
-    page = folder / "page.md"
-    page.write_text(f"# Page\n\n{HEAD}\n{RULE}\n\nThe end.\n")
-    status, out, rows = measure(folder, monkeypatch, capsys, "--cold", "--record", "page.md")
-    total, measured, killed, timeout, survived, untested, equivalent, score, _ = rows["libs/toy/toy/numbers.py"]
+    record = folder / "mutation.json"
+    record.write_text('{"command": "x", "runs": []}')
+    status, out, rows = measure(folder, monkeypatch, capsys, "--cold", "--record", "mutation.json")
+    total, measured, killed, timeout, survived, untested, equivalent, score = rows["libs/toy/toy/numbers.py"]
     assert status == 0
     assert int(total) == int(measured) == int(killed) >= 6
     assert (timeout, survived, untested, equivalent, score) == ("0", "0", "0", "1", "100.0 %")
     assert "survived:" not in out
     assert "not equivalent" not in out
-    assert f"| libs/toy/toy/numbers.py | {total} |" in page.read_text()
-    assert page.read_text().endswith("\n\nThe end.\n")
+    (run,) = json.loads(record.read_text())["runs"]
+    assert run["values"]["libs/toy/toy/numbers.py"]["mutants"] == int(total)
 
 
 def test_a_weak_test_leaves_survivors_and_says_which(tmp_path, monkeypatch, capsys):
@@ -296,20 +297,23 @@ def test_the_table_adds_up():
     assert rows[0].score == 0.75
     assert Row("c", 3, 0, 0, 0, 0, 0, 0).score is None
     assert together(rows) == Row("together", 11, 9, 6, 1, 1, 1, 0)
-    lines = table(rows, "today").splitlines()
+    lines = table(rows).splitlines()
     assert lines[:2] == [HEAD, RULE]
-    assert lines[2] == "| a.py | 10 | 8 | 5 | 1 | 1 | 1 | 0 | 75.0 % | today |"
-    assert lines[-1] == "| **together** | 11 | 9 | 6 | 1 | 1 | 1 | 0 | 77.8 % | today |"
+    assert lines[2] == "| a.py | 10 | 8 | 5 | 1 | 1 | 1 | 0 | 75.0 % |"
+    assert lines[-1] == "| **together** | 11 | 9 | 6 | 1 | 1 | 1 | 0 | 77.8 % |"
+    assert table([Row("c", 3, 0, 0, 0, 0, 0, 0)]).splitlines()[2] == "| c | 3 | 0 | 0 | 0 | 0 | 0 | 0 |  |"
 
 
-def test_a_page_keeps_its_other_rows():
-    row = Row("b.py", 2, 2, 2, 0, 0, 0, 0)
-    page = f"head\n\n{HEAD}\n{RULE}\n| c.py | old |\n| b.py | old |\n\nend\n"
-    got = recorded(page, [row], "today").splitlines()
-    assert got[4:7] == ["| b.py | 2 | 2 | 2 | 0 | 0 | 0 | 0 | 100.0 % | today |", "| c.py | old |", ""]
-    assert recorded(page, [row], "today") == recorded(recorded(page, [row], "today"), [row], "today")
-    with pytest.raises(ValueError, match="no table"):
-        recorded("nothing", [row], "today")
+def test_a_record_keeps_its_other_rows_and_runs():
+    row, other = Row("b.py", 2, 2, 2, 0, 0, 0, 0), Row("a.py", 3, 0, 0, 0, 0, 0, 0)
+    old = {"date": "2026-01-01", "device": "cpu", "versions": {}, "values": {"b.py": {"mutants": 1}}}
+    first = recorded(json.dumps({"command": "x", "runs": [old]}), [row], "2026-01-02", "cpu")
+    assert recorded(first, [row], "2026-01-02", "cpu") == first
+    kept, new = json.loads(recorded(first, [other], "2026-01-02", "cpu"))["runs"]
+    assert kept == old
+    assert list(new["values"]) == ["a.py", "b.py"]
+    assert "score %" not in new["values"]["a.py"]
+    assert new["values"]["b.py"]["score %"] == 100.0
 
 
 def test_a_sample_is_even_and_fits():
