@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from apps.common.cli import command_line as cli
 from apps.common.testing.small_disk import assert_one_line, has_namespaces, run_on_small_disk
+from apps.grpo import run as run_module
+from apps.grpo.main import main
 
 GRPO = (
-    "-m apps.grpo.main --max-steps 2 --save-every 1 --eval-every 2 --eval-prompts 4 --warm-start.steps 2 "
+    "--max-steps 2 --save-every 1 --eval-every 2 --eval-prompts 4 --warm-start.steps 2 "
     "--warm-start.eval-prompts 4 --prompts-per-step 2 --group-size 2"
 )
 
@@ -21,5 +24,6 @@ GRPO = (
     ],
 )
 def test_a_full_disk_is_one_line(tmp_path: Path, size: str, what: str, then: str) -> None:
-    done = run_on_small_disk(tmp_path, size, f"PYTHON {GRPO} --run-dir DISK/run")
-    assert_one_line(done, tmp_path, what, then)
+    assert run_module  # imported before the child is forked
+    words = [*GRPO.split(), "--run-dir", f"{tmp_path}/disk/run"]
+    assert_one_line(run_on_small_disk(tmp_path, size, lambda: cli.main(lambda: main(words))), tmp_path, what, then)
