@@ -97,32 +97,32 @@ def section(benchmark: Benchmark) -> Iterator[str]:
     yield ""
 
 
-def latest(benchmark: Benchmark) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """Return case, device and values of the newest run of each case on each device, in the order of the cases."""
-    found = {(case, run.device): values for run in benchmark.runs for case, values in run.values.items()}
+def latest(benchmark: Benchmark) -> list[tuple[str, Run, Mapping[str, Any]]]:
+    """Return case, run and values of the newest run of each case on each device, in the order of the cases."""
+    found = {(case, run.device): (case, run, values) for run in benchmark.runs for case, values in run.values.items()}
     order = list(dict.fromkeys(case for case, _ in found))
-    return [(case, device, found[case, device]) for case, device in sorted(found, key=lambda key: order.index(key[0]))]
+    return sorted(found.values(), key=lambda row: order.index(row[0]))
 
 
 def table(benchmark: Benchmark) -> Iterator[str]:
     """Yield the lines of one benchmark in a page: words, the newest values, and what measured them."""
     rows = latest(benchmark)
     columns = list(dict.fromkeys(column for _, _, values in rows for column in values))
-    devices = list(dict.fromkeys(device for _, device, _ in rows))
-    heads = ["case", *(["device"] if len(devices) > 1 else []), *columns]
+    several = len({run.device for _, run, _ in rows}) > 1
+    heads = ["case", *(["device"] if several else []), *columns]
     yield f"{benchmark.what}\n"
     yield f"| {' | '.join(heads)} |"
     yield f"| {' | '.join('---' for _ in heads)} |"
-    for case, device, values in rows:
-        cells = [*([device] if len(devices) > 1 else []), *(_cell(values.get(column)) for column in columns)]
+    for case, run, values in rows:
+        cells = [*([run.device] if several else []), *(_cell(values.get(column)) for column in columns)]
         yield f"| {case} | {' | '.join(cells)} |"
-    said = {run.device: run for run in benchmark.runs}
-    by = "; ".join(
-        ", ".join([device, *(f"{name} {version}" for name, version in said[device].versions.items())])
-        + (f" ({said[device].note})" if said[device].note else "")
-        for device in devices
-    )
+    by = "; ".join(dict.fromkeys(_told(run) for _, run, _ in rows))
     yield f"\n{by}: `{benchmark.command}` ([all runs](benchmark_history.md#{benchmark.name}))"
+
+
+def _told(run: Run) -> str:
+    words = ", ".join([run.device, *(f"{name} {version}" for name, version in run.versions.items())])
+    return f"{words} ({run.note})" if run.note else words
 
 
 def with_tables(text: str, benchmarks: Mapping[str, Benchmark]) -> str:
