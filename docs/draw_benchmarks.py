@@ -116,12 +116,15 @@ def table(benchmark: Benchmark) -> Iterator[str]:
     for case, run, values in rows:
         cells = [*([run.device] if several else []), *(_cell(values.get(column)) for column in columns)]
         yield f"| {case} | {' | '.join(cells)} |"
-    by = "; ".join(dict.fromkeys(_told(run) for _, run, _ in rows))
+    devices: dict[str, list[str]] = {}
+    for _, run, _ in rows:
+        devices.setdefault(_told(run), []).append(run.device)
+    by = "; ".join(f"{', '.join(dict.fromkeys(names))}{told}" for told, names in devices.items())
     yield f"\n{by}: `{benchmark.command}` ([all runs](benchmark_history.md#{benchmark.name}))"
 
 
 def _told(run: Run) -> str:
-    words = ", ".join([run.device, *(f"{name} {version}" for name, version in run.versions.items())])
+    words = "".join(f", {name} {version}" for name, version in run.versions.items())
     return f"{words} ({run.note})" if run.note else words
 
 

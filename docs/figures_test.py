@@ -101,7 +101,7 @@ def test_a_table_has_the_newest_run_of_each_case_and_device() -> None:
         "| a | gpu | 5.25 |  | 1.7 to 1.8 |",
         "| b | cpu | 7 |  |  |",
         "",
-        "cpu, torch 2 (busy); gpu: `python speed.py` ([all runs](benchmark_history.md#speed))",
+        "cpu, torch 2 (busy); gpu, cpu: `python speed.py` ([all runs](benchmark_history.md#speed))",
         "",
         "<!-- end of figures -->",
         "after",
