@@ -33,7 +33,7 @@ def spec_of(config: GrpoConfig, recipe: Recipe | None = None) -> RunSpec:
     Raises:
         ValueError: there is no recipe of that name.
     """
-    from apps.common.data.model_files import fields_of, sizes_of  # slow to load
+    from apps.common.data.model_files import balances, fields_of, sizes_of  # slow to load
     from apps.common.run.ranks import ranks_of_node  # slow to load
 
     recipe = recipe or registered(config.recipe, config.recipe_options)
@@ -56,6 +56,7 @@ def spec_of(config: GrpoConfig, recipe: Recipe | None = None) -> RunSpec:
         own=own,
         unknown=unknown,
         config_fields=fields_of(config.model),
+        balancing_loss=balances(config.model),
         needs_model=recipe.make_model is None,
         origin=recipe.origin,
         model_type=model_type(config.model),

@@ -2,6 +2,7 @@
 
 import functools
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from apps.common.cli.certificates import tell_proofs, write_proofs
@@ -10,6 +11,7 @@ from apps.common.cli.refusals import Refusals
 from apps.common.data.model_files import available_files
 from apps.common.data.tokenizer import quiet_libraries
 from apps.common.run.config_file import write_config
+from apps.common.run.forwards_ahead import planned_ahead, tell_ahead
 from apps.common.run.full_disk import writing
 from apps.common.run.moved_weights import check_moved
 from apps.common.run.reporter import report_on_stop
@@ -64,18 +66,21 @@ def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
     if prepared is None or not whole or model != directory:
         prepared = prepare(config, recipe, model, refusals)
     refusals.tell()
-    broadcast_result(None)  # every rank has passed its checks
+    assert prepared.checked.opened is not None, "it was refused else"
+    of_model = replace(config, model=model)
+    engine = broadcast_result(planned_ahead(config.engine, prepared.checked.opened, lambda: spec_of(of_model, recipe)))
     with writing("the configuration", run_dir):
         if rank_and_world()[0] == 0:
             write_config(config, run_dir)
             tell_own_code(config, run_dir)
             write_proofs(run_dir, prepared.checked.certificates, prepared.checked.accepted)
             tell_proofs(prepared.checked.certificates, config.engine.allow_untested, prepared.checked.accepted)
+            tell_ahead(engine, config.engine)
     job = functools.partial(train, model=model, run_dir=run_dir, demonstrations=recipe.demonstrations)
     if runs_in_this_process(config.nproc_per_node):
         job = functools.partial(job, opened=prepared.checked.opened)
     with report_on_stop(run_dir, run_dir / "warm-start"):
-        engine, arguments = config.engine, (config, prepared.tasks)
+        arguments = (replace(config, engine=engine), prepared.tasks)
         waits = engine.collective_timeout_seconds
         result: Result = launch(job, arguments, config.nproc_per_node, engine.device, config.threads, waits)
         return result

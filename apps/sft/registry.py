@@ -32,7 +32,7 @@ def spec_of(config: SftConfig, recipe: Recipe | None = None) -> RunSpec:
     Raises:
         ValueError: there is no recipe of that name.
     """
-    from apps.common.data.model_files import fields_of, sizes_of  # slow to load
+    from apps.common.data.model_files import balances, fields_of, sizes_of  # slow to load
     from apps.common.run.ranks import ranks_of_node  # slow to load
 
     recipe = recipe or registered(config.recipe, config.recipe_options)
@@ -52,6 +52,7 @@ def spec_of(config: SftConfig, recipe: Recipe | None = None) -> RunSpec:
         own=own,
         unknown=unknown,
         config_fields=fields_of(config.model),
+        balancing_loss=balances(config.model),
         needs_model=not recipe.synthetic,
         origin=recipe.origin,
         fake_device=config.engine.device == "npu" and is_fake(),

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from apps.common.data.images import image_processor_of
 from apps.common.data.model_files import available_files
 from apps.common.data.tokenizer import quiet_libraries
 from apps.common.run.config_file import write_config
+from apps.common.run.forwards_ahead import planned_ahead, tell_ahead
 from apps.common.run.full_disk import writing
 from apps.common.run.moved_weights import check_moved
 from apps.common.run.reporter import report_on_stop
@@ -83,17 +85,19 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
     plan = plan_steps(config, conversations)
     if config.resume and (checkpoint := steps_done(run_dir, plan.steps)[1]) is not None:
         check_row_order(checkpoint, row_order(config, conversations), run_dir)
-    broadcast_result(None)  # every rank has passed its checks
+    of_model = replace(config, model=model)
+    engine = broadcast_result(planned_ahead(config.engine, opened, lambda: spec_of(of_model, recipe)))
     with writing("the configuration", run_dir):
         if rank_and_world()[0] == 0:
             write_config(config, run_dir)
             tell_own_code(config, run_dir)
             write_proofs(run_dir, prepared.checked.certificates, prepared.checked.accepted)
             tell_proofs(prepared.checked.certificates, config.engine.allow_untested, prepared.checked.accepted)
+            tell_ahead(engine, config.engine)
     with report_on_stop(run_dir):
         given = opened if runs_in_this_process(config.nproc_per_node) else None
-        job = (config, conversations, model, run_dir, given)
-        engine, waits = config.engine, config.engine.collective_timeout_seconds
+        job = (replace(config, engine=engine), conversations, model, run_dir, given)
+        waits = engine.collective_timeout_seconds
         result: Result = launch(train, job, config.nproc_per_node, engine.device, config.threads, waits)
         return result
 

@@ -125,6 +125,15 @@ def fields_of(model: Path | None) -> frozenset[str] | None:
     return None
 
 
+def balances(model: Path | None) -> bool:
+    """Return whether a model's config asks for its router's balancing loss; False where it can't be read."""
+    if model is not None:
+        with suppress(ValueError):
+            text = read_config(known_directory(model)).get_text_config()
+            return bool(getattr(text, "output_router_logits", False) and getattr(text, "router_aux_loss_coef", 0))
+    return False
+
+
 def longest_sequence(config: PretrainedConfig) -> int | None:
     """Return the most tokens that a model's positions allow; None where its configuration does not say."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from transformers import AutoTokenizer
 
 from apps.common.testing.weight_delta import assert_trained
@@ -49,3 +50,17 @@ def test_demonstrations_that_nobody_sampled_are_imitated_all_the_same(tmp_path: 
     few = replace(base.data, eval_prompts=8)
     step_of(tmp_path / "run", quickstart.RECIPE, True, warm_start=warm, data=few, prompts_per_step=4, group_size=4)
     assert_trained(tmp_path / "run" / "warm-start", start=tmp_path / "run" / "model")
+
+
+def test_a_routers_loss_costs_no_pass_where_memory_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As many forward passes run ahead as the plan finds memory for, which changes no number."""
+    rows = []
+    for given, said in ((None, "router's loss: --trainer.router-forwards-ahead 5, as many"), (0, None)):
+        engine = replace(RECIPE.config.engine, router_aux_loss_coef=0.1, router_forwards_ahead=given)
+        engine = replace(engine, max_tokens_per_rank=96)
+        small = {"prompts_per_step": 3, "group_size": 2, "max_episode_tokens": 64}
+        base = replace(RECIPE, config=replace(RECIPE.config, engine=engine))
+        rows.append(step_of(tmp_path / str(given), base, False, **small))
+        printed = capsys.readouterr().out
+        assert said in printed if said else "router's loss" not in printed
+    assert rows[0] == rows[1]

@@ -164,7 +164,7 @@ def features_of(config: EngineConfig) -> list[str]:
     requested["parameters_on_host"] = config.parameters_on_host
     requested["core_optimizer"] = config.megatron_optimizer == "core"
     requested["distributed_optimizer"] = config.distributed_optimizer
-    requested["router_forwards_ahead"] = config.router_forwards_ahead > 0
+    requested["router_forwards_ahead"] = bool(config.router_forwards_ahead)
     requested["router_z_loss"] = config.router_z_loss_coef > 0
     requested["routing_replay"] = config.routing_replay
     requested["learning_rates"] = bool(config.learning_rates)

@@ -89,9 +89,10 @@ class EngineConfig:
 
     router_aux_loss_coef: float | None = None
     """Coefficient of a router's load-balancing loss; None keeps the model's own, 0 trains without that loss."""
-    router_forwards_ahead: int = 0
+    router_forwards_ahead: int | None = None
     """Micro-batches beside the first whose forward pass runs before the first backward pass, and spares a pass that
-    counts for the balancing loss (backend fsdp2). Their activations stay meanwhile."""
+    counts for the balancing loss (backend fsdp2). Their activations stay meanwhile. None: the apps run as many ahead as
+    fit the device by their plan, an engine alone none."""
     router_z_loss_coef: float = 0.0
     """Coefficient of a router's z-loss, the squared log-partition of its logits: a mean over tokens, summed over
     layers, as megatron-core's `moe_z_loss_coeff`."""

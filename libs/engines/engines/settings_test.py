@@ -69,7 +69,7 @@ BAD: dict[str, list[Any]] = {
     ],
     "router_aux_loss_coef": [-0.1, math.nan, "1"],
     "router_z_loss_coef": [-0.1, math.inf, None],
-    "router_forwards_ahead": [-1, 1.0, None, True],
+    "router_forwards_ahead": [-1, 1.0, True],
     "min_lr_ratio": [-0.1, 1.1, math.nan],
     "betas": [(0.9,), (0.9, 1.0), (-0.1, 0.9), (0.9, math.nan), [0.9, 0.98], 0.9],
     "eps": [0.0, -1e-8, math.nan],

@@ -50,6 +50,10 @@ class RunSpec:
     """Words of the command line that give this configuration, for the launch line; without any the recipe's name."""
     own_code: tuple[str, ...] = ()
     """Lines on code of the user's that the run names."""
+    balancing_loss: bool = False
+    """Whether the named model's own config asks for its router's balancing loss."""
+    usable_gib: float | None = None
+    """GiB of a device that a plan may fill, in place of all that it has (`pools.device_memory_gib`)."""
     installed: bool = False
     """Whether the apps are the installed `tessera-apps`, for the launch line, and not targets of a checkout."""
 
@@ -59,6 +63,11 @@ class RunSpec:
         if self.own is not None or self.unknown is not None:
             return self.own
         return None if self.origin is None else self.origin.shape
+
+    @property
+    def device_memory_gib(self) -> float | None:
+        """GiB of memory of a device, where it is known."""
+        return self.cluster.pools.device_memory_gib if self.usable_gib is None else self.usable_gib
 
     @property
     def ranks(self) -> int:

@@ -128,7 +128,8 @@ class FSDP2Executor:
         self.scorer: Any = TokenScorer(model, config.logit_chunk, log_probs, *coefficients)
         self.scorer.training = False
         self.router: RouterLoss | None = self.scorer.router
-        check_forwards_ahead(config.router_forwards_ahead, self.router)
+        self._run_ahead = config.router_forwards_ahead or 0
+        check_forwards_ahead(self._run_ahead, self.router)
         self.adds_loss = self.router is not None
         self._host = HostCopies()
         self.sums: SumAcrossCopies | None = None
@@ -214,7 +215,7 @@ class FSDP2Executor:
     def _scored(self, micro_batches: MicroBatches, scoring: Scoring) -> Iterator[tuple[MicroBatch, Scores]]:
         """Yield the micro-batches of a step in order, each with its scores; see `engines.scoring.router_counts`."""
         counts = None if self.router is None else self._known_counts(self.router, micro_batches)
-        ahead = 0 if self.router is None or counts is not None else 1 + self.config.router_forwards_ahead
+        ahead = 0 if self.router is None or counts is not None else 1 + self._run_ahead
         left = [self._counted(one) for one in islice(micro_batches, ahead, None)] if ahead else []
         coming = iter(self.ahead(micro_batches))
         if ahead:

@@ -51,7 +51,7 @@ SINGLE = {
     "routing_replay": False,
     "router_aux_loss_coef": None,
     "router_z_loss_coef": 0.0,
-    "router_forwards_ahead": 0,
+    "router_forwards_ahead": None,
     "vision": "off",
 }
 """Fields of a configuration for one rank and text; what spans ranks is proven on ranks (`engines.prove.options`)."""

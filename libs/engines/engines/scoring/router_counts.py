@@ -6,7 +6,7 @@ and the gradient of a micro-batch needs those of all others. No backward pass ma
 1. Without a balancing loss (the z-loss alone) tokens are counted, and with the experts of all tokens given (routing
    replay) these too: no pass.
 2. Else the forward passes of the first micro-batches come before any backward pass and give their counts: of one, and
-   of `router_forwards_ahead` more, whose activations stay meanwhile.
+   of `router_forwards_ahead` more, whose activations stay meanwhile (`runplan` says how many fit).
 3. A pass without gradients, and without the head, runs over those that are left. A rank with no more micro-batches than
    run ahead needs none.
 """

@@ -5,6 +5,7 @@ anywhere, so that nothing here is a problem of the plan: each line says what is 
 it before the run is started on this machine.
 """
 
+import os
 import shutil
 import socket
 from collections.abc import Mapping
@@ -18,7 +19,18 @@ from engines.devices.npu_operators import VERSIONS
 from runplan.estimates.states import GIB
 from runplan.run_spec import RunSpec
 
+HOST_SHARE = 0.5
+"""Share of a machine's memory for training on its processors."""
 CANN = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")  # set by CANN's set_env.sh
+
+
+def device_memory_gib(spec: RunSpec) -> float | None:
+    """Return the GiB of memory that a rank may use on this machine; None where its kind of device is not here."""
+    devices = devices_of(spec.engine.device)
+    if devices.kind == "cpu":
+        return HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB / spec.processes
+    figures = None if devices.missing() else devices.memory()
+    return None if figures is None else figures.total / GIB
 
 
 def seen_here(spec: RunSpec, environ: Mapping[str, str]) -> list[str]:

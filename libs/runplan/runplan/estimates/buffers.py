@@ -62,7 +62,7 @@ def train_buffers(
     if states.host and engine.backend == "megatron":
         buffers.append(Buffer("gradients on their way to the optimizer", host=states.optimizer / 3))
     if engine.activation_offload:
-        rows = (1 + engine.router_forwards_ahead) * engine.max_tokens_per_rank * shape.hidden * layers
+        rows = (1 + (engine.router_forwards_ahead or 0)) * engine.max_tokens_per_rank * shape.hidden * layers
         buffers.append(Buffer("recomputed layers' inputs", host=width * rows))
     whole = export_bytes(shape, engine)
     if samples:

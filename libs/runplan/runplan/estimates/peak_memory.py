@@ -118,7 +118,7 @@ def fsdp_peak(shape: ModelShape, engine: EngineConfig, shards: float, tokens: To
     gathered = width * root  # gathered from the first layer on, until the last gradient is there
     activations = activation_bytes(shape, shape.layers, tokens.all, engine.gradient_checkpointing, width)
     logits = fsdp_head(shape, engine, tokens.trained, width).bytes
-    ahead = engine.router_forwards_ahead * kept_bytes(shape, engine, tokens.all, width)
+    ahead = (engine.router_forwards_ahead or 0) * kept_bytes(shape, engine, tokens.all, width)
     backward = max(_backward(shape, engine, shards, tokens.all, width, master, left) for left in (1, 2, shape.layers))
     return Peak(
         states,

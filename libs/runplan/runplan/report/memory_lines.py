@@ -37,7 +37,7 @@ def memory_lines(spec: RunSpec, shape: ModelShape, grid: Grid, layers: Sequence[
     }
     problems = _too_much(spec, states, peak)
     moved = max((b.device for b in buffers), default=0.0) + max(0.0, states.device - states.gradients)
-    memory = spec.cluster.pools.device_memory_gib
+    memory = spec.device_memory_gib
     if memory is not None and peak.bytes / GIB < memory <= moved / GIB:
         problems.append(
             f"{moved / GIB:.0f} GiB of states and a tensor put together for the weight sync do not fit a device of "
@@ -100,7 +100,7 @@ def _logits(head: Head, tokens: int, grid: Grid) -> str:
 def _device(
     spec: RunSpec, shape: ModelShape, grid: Grid, layers: Sequence[int], states: States, peak: Peak
 ) -> list[str]:
-    engine, memory = spec.engine, spec.cluster.pools.device_memory_gib
+    engine, memory = spec.engine, spec.device_memory_gib
     line = f"{gib(states.device)} of {_named(states)} on the fullest rank"
     if memory is not None:
         line += f"; the device has {memory:g}"
@@ -119,7 +119,7 @@ def _device(
 
 
 def _too_much(spec: RunSpec, states: States, peak: Peak) -> list[str]:
-    memory = spec.cluster.pools.device_memory_gib
+    memory = spec.device_memory_gib
     if memory is None or peak.bytes / GIB < memory:
         return []
     if states.device / GIB >= memory:

@@ -9,6 +9,7 @@ from runplan.layout.batches import BatchPlan, batch_problems, bubble_share, span
 from runplan.layout.divisibility import divisibility_problems, head_counts
 from runplan.layout.grid import DENSE, EXPERT, Grid
 from runplan.model.model_shape import ModelShape, count_parameters, tower_parameters
+from runplan.report.forwards_ahead import ahead_line, with_forwards_ahead
 from runplan.report.launch_lines import launch_lines
 from runplan.report.memory_lines import memory_lines
 from runplan.report.time_lines import time_lines
@@ -77,6 +78,7 @@ class Plan:
 
 def make_plan(spec: RunSpec) -> Plan:
     """Derive everything from the settings; what fails becomes a problem, and the rest goes on."""
+    spec = with_forwards_ahead(spec)
     plan = Plan(_title(spec), allowed=spec.engine.allow_untested)
     shape = spec.shape
     plan.problems += spec.grid_problems
@@ -99,6 +101,8 @@ def make_plan(spec: RunSpec) -> Plan:
         sections, problems = memory_lines(spec, shape, grid, layers)
         plan.sections |= sections
         plan.problems += problems
+        if batches is not None and (ahead := ahead_line(spec, shape, max(batches.micro_batches))):
+            plan.sections["Memory"].append(ahead)
         if batches is not None and (lines := _time(spec, shape, grid, batches)):
             plan.sections["Time"] = lines
     if spec.app == "grpo":

@@ -3,9 +3,8 @@
 from engines import EngineConfig
 from runplan.estimates.buffers import total_parameters
 from runplan.estimates.loading import DISK_BYTES
-from runplan.estimates.peak_memory import kept_bytes
 from runplan.estimates.rates import PEAK, not_measured, rate_of
-from runplan.estimates.states import GIB, width_of
+from runplan.estimates.states import GIB
 from runplan.estimates.step_time import StepWork, training_flops, training_seconds
 from runplan.layout.batches import BatchPlan, bubble_share
 from runplan.layout.grid import Grid
@@ -32,18 +31,10 @@ def time_lines(spec: RunSpec, shape: ModelShape, grid: Grid, batches: BatchPlan)
         return []
     tower = "a vision tower, " if spec.engine.vision != "off" else ""
     sampled = "sampling" if spec.app == "grpo" else "reading data"
-    lines += [_counting_line(spec, shape, step)] * bool(step.counting) + [sync_line(spec, shape)] * (spec.app == "grpo")
+    if step.counting:
+        lines.append(f"of which {step.counting:.2f} forward passes, without the head, count for the router's loss")
+    lines += [sync_line(spec, shape)] * (spec.app == "grpo")
     return [*lines, f"not counted: {tower}communication, offloading, {sampled}"]
-
-
-def _counting_line(spec: RunSpec, shape: ModelShape, step: StepWork) -> str:
-    """Return what counts for the router's balancing loss, and what each micro-batch that is spared would take."""
-    engine = spec.engine
-    line = f"of which {step.counting:.2f} forward passes, without the head, count for the router's loss"
-    if engine.backend == "megatron":
-        return line
-    each = gib(kept_bytes(shape, engine, engine.max_tokens_per_rank, width_of(engine)))
-    return f"{line}; --trainer.router-forwards-ahead N spares N of {step.micro_batches - 1} micro-batches, {each} each"
 
 
 def sync_line(spec: RunSpec, shape: ModelShape) -> str:
@@ -87,7 +78,7 @@ def _counted_share(engine: EngineConfig, micro_batches: int) -> float:
         return 1.0 if engine.router_aux_loss_coef or engine.router_z_loss_coef else 0.0
     if not engine.router_aux_loss_coef or engine.routing_replay:
         return 0.0
-    return max(0.0, 1 - (1 + engine.router_forwards_ahead) / micro_batches)
+    return max(0.0, 1 - (1 + (engine.router_forwards_ahead or 0)) / micro_batches)
 
 
 def _estimated(spec: RunSpec, shape: ModelShape, step: StepWork, counted: str) -> list[str]:

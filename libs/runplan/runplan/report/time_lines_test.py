@@ -75,11 +75,6 @@ def test_the_pass_of_a_routers_loss_is_counted() -> None:
     share = 1 - 1 / step.micro_batches
     assert step.counting == share
     assert any(line.startswith(f"of which {share:.2f} forward passes, without the head") for line in lines)
-    spared = SHAPE.layers * SHAPE.hidden * 8192 * 2 / 2**30
-    recomputed, _ = lines_of(replace(SPEC, engine=replace(losses, gradient_checkpointing=True)))
-    assert any(
-        f"spares N of {step.micro_batches - 1} micro-batches, {spared:.1f} GiB each" in line for line in recomputed
-    )
     without = replace(step, counting=0.0)
     head = 2.0 * SHAPE.hidden * SHAPE.vocab * SPEC.longest
     forward = (training_flops(SHAPE, without) / SPEC.rows) / 3

@@ -66,7 +66,7 @@ class VllmPlan(SamplerPlan):
 
     def pool(self, spec: RunSpec, shape: ModelShape, states: States, peak: Peak) -> LinesAndProblems:
         """Return lines and problems of the sampling devices, and of the processes that feed them."""
-        layout, memory = spec.cluster.rollout, spec.cluster.pools.device_memory_gib
+        layout, memory = spec.cluster.rollout, spec.device_memory_gib
         lines, _ = super().pool(spec, shape, states, peak)
         buffers, size = self.buffers(shape, layout, DISK), layout.devices
         samplers = max(1, spec.rollout_ranks // size)

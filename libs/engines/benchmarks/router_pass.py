@@ -1,0 +1,88 @@
+"""What a router's balancing loss costs a step: without it, with a pass that counts, and with forward passes ahead.
+
+    python libs/engines/benchmarks/router_pass.py
+
+CPU seconds of this process, medians of turns in which the three take a step each; the result is printed as JSON.
+"""
+
+import json
+import statistics
+import time
+from typing import Any
+
+import torch
+import transformers
+
+from engines import EngineConfig, TrainEngine, build_engine
+from engines.launch import ensure_group
+from engines.tiny import tiny_batch, tiny_model
+from objectives import SFT
+
+LENGTHS = [100] * 12
+TURNS = 9
+SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 128,
+    "moe_intermediate_size": 128,
+    "num_experts": 8,
+    "vocab_size": 1024,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "no balancing loss": {"router_aux_loss_coef": 0.0},
+    "a pass that counts": {"router_aux_loss_coef": 0.1, "router_forwards_ahead": 0},
+    "all forward passes ahead": {"router_aux_loss_coef": 0.1, "router_forwards_ahead": 100},
+}
+
+
+def build(micro_batches: int, recompute: bool, case: str) -> TrainEngine:
+    """Return an engine whose step takes so many micro-batches."""
+    tokens = sum(LENGTHS) // micro_batches
+    config = EngineConfig(
+        device="cpu", max_tokens_per_rank=tokens, recheck_rows=0, gradient_checkpointing=recompute, **CASES[case]
+    )
+    return build_engine(config, tiny_model("moe", **SHAPE))
+
+
+def measured(micro_batches: int, recompute: bool) -> dict[str, float]:
+    """Return the CPU seconds of a step by case, and the shares over a step without the loss."""
+    engines = {case: build(micro_batches, recompute, case) for case in CASES}
+    batch = tiny_batch(LENGTHS, vocab=1024)
+    times: dict[str, list[float]] = {case: [] for case in CASES}
+    for turn in range(TURNS + 1):
+        for case, engine in engines.items():
+            begun = time.process_time()
+            metrics = engine.train_batch(batch, SFT())
+            assert metrics["micro_batches"] == micro_batches
+            if turn:
+                times[case].append(time.process_time() - begun)
+    medians = {case: statistics.median(seconds) for case, seconds in times.items()}
+    first = medians["no balancing loss"]
+    return {
+        **{f"{case}, seconds": round(median, 4) for case, median in medians.items()},
+        **{f"{case}, more": round(median / first - 1, 3) for case, median in [*medians.items()][1:]},
+    }
+
+
+def main() -> None:
+    """Print the result."""
+    ensure_group("cpu")
+    torch.set_num_threads(1)
+    values = {
+        f"{count} micro-batches{', layers recomputed' * again}": measured(count, again)
+        for count in (2, 6)
+        for again in (False, True)
+    }
+    result = {
+        "date": time.strftime("%Y-%m-%d"),
+        "device": "cpu",
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "command": "python libs/engines/benchmarks/router_pass.py",
+        "what": "CPU seconds of a step of a mixture of 4 layers and 8 experts, width 128, 1,200 tokens: medians of "
+        "9 turns in one run, beside other work.",
+        "values": values,
+    }
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
