@@ -105,11 +105,12 @@ def newest(benchmark: Benchmark) -> list[tuple[str | None, float]]:
 
 
 def is_measured(number: str, unit: str, known: Sequence[tuple[str | None, float]]) -> bool:
-    """Return whether a number is one of the known, rounded to its own digits."""
-    digits = len(number.partition(".")[2])
+    """Return whether a number is one of the known, rounded to its own digits; a share may be written in percent."""
     value = float(number.replace(",", ""))
-    margin = 0.5 * 10.0**-digits * (1 + 1e-9) + 1e-12
-    return any(abs(value - other) <= margin for column, other in known if column in (None, unit))
+    margin = 0.5 * 10.0 ** -len(number.partition(".")[2]) * (1 + 1e-9) + 1e-12
+    same = [other for column, other in known if column in (None, unit)]
+    shares = [100 * other for column, other in known if column is None and unit == "%"]
+    return any(abs(value - other) <= margin for other in [*same, *shares])
 
 
 def complaints(page: str, text: str, entry: PageFigures, benchmarks: Mapping[str, Benchmark]) -> list[str]:

@@ -15,14 +15,14 @@ BENCHMARKS = {
         [
             Run("2026-01-01", "cpu", {}, {"a": {"ms": 99.0, "tokens/s": 1}, "b": {"ms": 7}}),
             Run("2026-02-01", "cpu", {"torch": "2"}, {"a": {"ms": 1234.56, "tokens/s": 16_700}}, "busy"),
-            Run("2026-02-01", "gpu", {}, {"a": {"ms": 5.25, "speed": "1.7 to 1.8"}}),
+            Run("2026-02-01", "gpu", {}, {"a": {"ms": 5.25, "speed": "1.7 to 1.8", "more": 0.401}}),
         ],
     )
 }
 ENTRY = PageFigures(("speed",), ("10 s",))
 GOOD = """It takes 1,235 ms (1,234.6 ms), or 5.25 ms and 7 ms,
 makes 16,700 tokens
-a second, 1.7 to 1.8 times as many; it waits 10 s. `9 ms`
+a second, 1.7 to 1.8 times as many (40.1 % more); it waits 10 s. `9 ms`
 [a](b.md#3-ms)
 
     9 ms
@@ -95,11 +95,11 @@ def test_a_table_has_the_newest_run_of_each_case_and_device() -> None:
         "",
         "A step.",
         "",
-        "| case | device | ms | tokens/s | speed |",
-        "| --- | --- | --- | --- | --- |",
-        "| a | cpu | 1,234.56 | 16,700 |  |",
-        "| a | gpu | 5.25 |  | 1.7 to 1.8 |",
-        "| b | cpu | 7 |  |  |",
+        "| case | device | ms | tokens/s | speed | more |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| a | cpu | 1,234.56 | 16,700 |  |  |",
+        "| a | gpu | 5.25 |  | 1.7 to 1.8 | 0.401 |",
+        "| b | cpu | 7 |  |  |  |",
         "",
         "cpu, torch 2 (busy); gpu, cpu: `python speed.py` ([all runs](benchmark_history.md#speed))",
         "",
