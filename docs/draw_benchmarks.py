@@ -104,7 +104,7 @@ def latest(benchmark: Benchmark) -> list[tuple[str, Run, Mapping[str, Any]]]:
     return sorted(found.values(), key=lambda row: order.index(row[0]))
 
 
-def table(benchmark: Benchmark) -> Iterator[str]:
+def table(benchmark: Benchmark, history: str) -> Iterator[str]:
     """Yield the lines of one benchmark in a page: words, the newest values, and what measured them."""
     rows = latest(benchmark)
     columns = list(dict.fromkeys(column for _, _, values in rows for column in values))
@@ -120,7 +120,7 @@ def table(benchmark: Benchmark) -> Iterator[str]:
     for _, run, _ in rows:
         devices.setdefault(_told(run), []).append(run.device)
     by = "; ".join(f"{', '.join(dict.fromkeys(names))}{told}" for told, names in devices.items())
-    yield f"\n{by}: `{benchmark.command}` ([all runs](benchmark_history.md#{benchmark.name}))"
+    yield f"\n{by}: `{benchmark.command}` ([all runs]({history}#{benchmark.name}))"
 
 
 def _told(run: Run) -> str:
@@ -128,11 +128,18 @@ def _told(run: Run) -> str:
     return f"{words} ({run.note})" if run.note else words
 
 
-def with_tables(text: str, benchmarks: Mapping[str, Benchmark]) -> str:
-    """Return a page with its tables drawn anew."""
+def pages_of(root: Path) -> list[Path]:
+    """Return the pages and READMEs whose figures are held to docs/benchmarks, of which some have drawn tables."""
+    patterns = ("README.md", "docs/*.md", "libs/*/README.md", "apps/**/README.md")
+    return [path for pattern in patterns for path in sorted(root.glob(pattern)) if path.name != PAGE.name]
+
+
+def with_tables(path: Path, text: str, benchmarks: Mapping[str, Benchmark]) -> str:
+    """Return the text of a page, whose path is from the tree's root, with its tables drawn anew."""
+    history = os.path.relpath(PAGE, path.parent)
 
     def drawn(match: re.Match[str]) -> str:
-        lines = "\n".join(table(benchmarks[match[1]]))
+        lines = "\n".join(table(benchmarks[match[1]], history))
         return f"<!-- figures: {match[1]} -->\n\n{lines}\n\n<!-- end of figures -->"
 
     return DRAWN.sub(drawn, text)
@@ -162,10 +169,10 @@ def main() -> None:
     benchmarks = {path.stem: read(path) for path in sorted(Path("docs/benchmarks").glob("*.json"))}
     PAGE.write_text(page(list(benchmarks.values())), encoding="utf-8")
     print(PAGE)
-    for path in sorted(Path("docs").glob("*.md")):
+    for path in pages_of(Path()):
         text = path.read_text(encoding="utf-8")
         if drawn_names(text):
-            path.write_text(with_tables(text, benchmarks), encoding="utf-8")
+            path.write_text(with_tables(path, text, benchmarks), encoding="utf-8")
             print(path)
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from draw_benchmarks import Benchmark, Run, drawn_names, read, with_tables
+from draw_benchmarks import Benchmark, Run, drawn_names, pages_of, read, with_tables
 from figures import PageFigures, check_figures, complaints, figures
 
 ROOT = Path(__file__).absolute().parents[1]
@@ -87,8 +87,9 @@ def test_units_of_columns_and_words_are_the_same() -> None:
 def test_a_table_has_the_newest_run_of_each_case_and_device() -> None:
     page = "before\n<!-- figures: speed -->\nold\n<!-- end of figures -->\nafter\n"
     assert drawn_names(page) == {"speed"}
-    drawn = with_tables(page, BENCHMARKS)
-    assert with_tables(drawn, BENCHMARKS) == drawn
+    drawn = with_tables(Path("docs/p.md"), page, BENCHMARKS)
+    assert with_tables(Path("docs/p.md"), drawn, BENCHMARKS) == drawn
+    assert "](../../docs/benchmark_history.md#speed)" in with_tables(Path("libs/a/README.md"), page, BENCHMARKS)
     assert drawn.splitlines() == [
         "before",
         "<!-- figures: speed -->",
@@ -110,6 +111,6 @@ def test_a_table_has_the_newest_run_of_each_case_and_device() -> None:
 
 def test_pages_have_the_tables_of_their_files() -> None:
     benchmarks = {path.stem: read(path) for path in ROOT.glob("docs/benchmarks/*.json")}
-    for path in ROOT.glob("docs/*.md"):
+    for path in pages_of(ROOT):
         text = path.read_text(encoding="utf-8")
-        assert with_tables(text, benchmarks) == text, path
+        assert with_tables(path.relative_to(ROOT), text, benchmarks) == text, path
