@@ -5,6 +5,7 @@ sets the moment; what a run leaves on disk changes at renames, so those are the 
 started in another way gets a `KillPoint`, which can be pickled, and arms it itself.
 """
 
+import contextlib
 import functools
 import gc
 import importlib
@@ -16,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -55,6 +56,13 @@ def wait_for_exit(child: ForkProcess, seconds: float = 400) -> int:
         raise AssertionError(f"the run still stood after {seconds} s")
     assert child.exitcode is not None
     return child.exitcode
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import the modules that a child had in the end, for all children after it to share."""
+    for name in names:
+        with contextlib.suppress(ImportError):  # what a module put there under a name of its own
+            importlib.import_module(name)
 
 
 def watch_renames(folder: Path, kill_at: int | None = None, when: When = "before") -> list[str]:

@@ -6,18 +6,20 @@ import json
 import os
 import re
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
 
 from apps.common.cli.command_line import main
 from apps.common.run.config_file import CONFIG_NAME
 from apps.common.testing.process_kills import (
     discard_output,
+    import_modules,
     run_in_child,
     start_child,
     wait_for_content,
@@ -42,17 +44,13 @@ def small(run_dir: Path, **changes: Any) -> GrpoConfig:
 
 
 def go(run_dir: Path, kill_at: int | None = None, when: When = "before", log: Path | None = None) -> None:
-    """The child: a run that kills itself at a rename, or counts its renames into `log`."""
+    """The child: a run that kills itself at a rename, or writes its renames and modules into `log`."""
     discard_output()
     seen = watch_renames(run_dir, kill_at, when)
     resume = kill_at is None and (run_dir / CONFIG_NAME).is_file()
     run(small(run_dir, resume=resume), RECIPE)
     if log is not None:
-        log.write_text(json.dumps(seen))
-
-
-def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    return dict(AutoModelForCausalLM.from_pretrained(run_dir / "export").named_parameters())
+        log.write_text(json.dumps([seen, [*sys.modules]]))
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +58,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     folder = tmp_path_factory.mktemp("whole")
     assert run_in_child(go, folder / "run", log=folder / "renames.json") == 0
     assert_trained(folder / "run")
-    return folder / "run", json.loads((folder / "renames.json").read_text())
+    renames, modules = json.loads((folder / "renames.json").read_text())
+    import_modules(modules)
+    return folder / "run", renames
 
 
 def assert_same_end(run_dir: Path, whole_dir: Path) -> None:
-    expected, actual = weights(whole_dir), weights(run_dir)
+    expected, actual = (load_file(folder / "export/model.safetensors") for folder in (whole_dir, run_dir))
+    assert expected.keys() == actual.keys()
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
