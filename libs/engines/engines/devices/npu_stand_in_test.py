@@ -39,7 +39,13 @@ def on_npu(function: Callable[..., Any], *args: Any, ranks: int = 1) -> Any:
 
 
 def test_it_has_the_cpp_library_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a compiler that would link its own statically, too: torch has another, and locales of two do not mix."""
+    """By a compiler that would link its own statically, too: torch has another, and locales of two do not mix.
+
+    A source of a few lines that formats a number stands for the whole.
+    """
+    text = "#include <sstream>\nstd::string stand_in(double x) { std::ostringstream s; s << x; return s.str(); }\n"
+    (tmp_path / "stand_in.cpp").write_text(text)
+    monkeypatch.setattr(build, "HERE", tmp_path)
     compiler = tmp_path / "compiler"
     compiler.write_text(f'#!/bin/sh\nexec {build.compiler()} -static-libstdc++ "$@"\n')
     compiler.chmod(0o700)
