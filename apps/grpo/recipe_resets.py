@@ -62,6 +62,8 @@ def idle_settings(config: GrpoConfig, of_sampler: bool = True) -> Iterator[tuple
         yield "objective.kl_estimator", "objective.kl_coef"
     if objective.off_policy in (None, "none"):
         yield "objective.off_policy_cap", "objective.off_policy"
+    if not (objective.off_policy or "").endswith("mask"):
+        yield "objective.off_policy_floor", "objective.off_policy"
     if config.epochs * config.mini_batches == 1:
         for name in CLIPS:
             yield from ((f"objective.{name}", cause) for cause in ("mini_batches", "epochs"))

@@ -59,7 +59,7 @@ def grpo(rewards: Tensor, groups: Tensor, normalize_std: bool = True, eps: float
     if normalize_std:
         variance = _sum(centred.square(), group, count) / (count - correction).clamp(min=1)
         centred = centred / (variance.sqrt() + eps)[group]
-    return _zero_where_uniform(centred, value, group, count)
+    return _zero_where_uniform(centred, value, group)
 
 
 def dr_grpo(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -75,15 +75,57 @@ def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
     value, group, count = _check(rewards, groups)
     others = (count - 1).clamp(min=1)
     baseline = (_sum(value, group, count)[group] - value) / others[group]
-    return _zero_where_uniform(value - baseline, value, group, count)
+    return _zero_where_uniform(value - baseline, value, group)
 
 
 leave_one_out = rloo  # its earlier name
 
 
-def reinforce_plus_plus(rewards: Tensor, eps: float = 1e-6) -> Tensor:
-    """Return (reward - mean of the batch) / (std of the batch + eps): REINFORCE++ (arXiv 2501.03262), no groups."""
-    return grpo(rewards, torch.zeros_like(rewards), eps=eps)
+def maxrl(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Return (reward - mean of the group) / mean of the group: MaxRL (arXiv 2602.02710), for rewards of 0 and above.
+
+    A prompt that few answers solve weighs more, by 1 / its pass rate: the gradient of the log of that rate.
+    """
+    value, group, count = _check(rewards, groups)
+    if bool((value < 0).any()):
+        raise ValueError(f"maxrl divides by the mean reward: rewards must be at least 0, got {float(value.min())}")
+    mean = (_sum(value, group, count) / count)[group]
+    return _zero_where_uniform((value - mean) / torch.where(mean > 0, mean, 1.0), value, group)
+
+
+def gdpo(rewards: Tensor, groups: Tensor, weights: Sequence[float] | None = None, eps: float = 1e-6) -> Tensor:
+    """Return the weighted sum of GRPO's advantages of each reward, divided by its spread in the batch.
+
+    GDPO (arXiv 2601.05242): `rewards` f[B, K], one column a reward; `weights`: K numbers, 1 each by default. Rewards of
+    different scales keep their own resolution, which their sum would lose.
+    """
+    if rewards.ndim != 2 or (weights is not None and len(weights) != rewards.shape[1]):
+        given = "" if weights is None else f" and {len(weights)} weights"
+        raise ValueError(f"gdpo takes rewards f[B, K] and K weights, got {tuple(rewards.shape)}{given}")
+    factors = [1.0] * rewards.shape[1] if weights is None else weights
+    parts = [factor * grpo(column, groups, eps=eps) for factor, column in zip(factors, rewards.T, strict=True)]
+    return grpo(torch.stack(parts).sum(0), torch.zeros_like(groups), eps=eps)
+
+
+def reinforce_plus_plus(rewards: Tensor, lengths: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """Return (reward - mean) / (std + eps) over the trained tokens of the batch: REINFORCE++ (arXiv 2501.03262).
+
+    There are no groups. `lengths` i[B]: the trained tokens of each answer, as often as which its reward counts; None:
+    once each. With KL in the reward the advantages of an answer's tokens differ: `objectives.token_advantages`.
+    """
+    value, group, _ = _check(rewards, torch.zeros_like(rewards))
+    weight = torch.ones_like(value) if lengths is None else lengths.to(value)
+    total = weight.sum().clamp(min=1)
+    centred = value - (weight * value).sum() / total
+    spread = ((weight * centred.square()).sum() / (total - 1).clamp(min=1)).sqrt()
+    return _zero_where_uniform(centred / (spread + eps), value, group)
+
+
+def reinforce_plus_plus_baseline(
+    rewards: Tensor, groups: Tensor, lengths: Tensor | None = None, eps: float = 1e-6
+) -> Tensor:
+    """Return REINFORCE++ of reward - mean of the group, its form for several samples of a prompt (section 3.2)."""
+    return reinforce_plus_plus(dr_grpo(rewards, groups), lengths, eps)
 
 
 def per_token(advantages: Tensor, loss_mask: Tensor) -> Tensor:
@@ -257,9 +299,19 @@ def _rloo(batch: TensorDict) -> Tensor:
     return rloo(batch["reward"], batch["group"])
 
 
-@register_estimator("reinforce_plus_plus", min_group_size=1, keys=("reward",))
+@register_estimator("maxrl")
+def _maxrl(batch: TensorDict) -> Tensor:
+    return maxrl(batch["reward"], batch["group"])
+
+
+@register_estimator("reinforce_plus_plus", min_group_size=1, keys=("reward", LENGTH))
 def _reinforce_plus_plus(batch: TensorDict) -> Tensor:
-    return reinforce_plus_plus(batch["reward"])
+    return reinforce_plus_plus(batch["reward"], batch[LENGTH])
+
+
+@register_estimator("reinforce_plus_plus_baseline", keys=("reward", "group", LENGTH))
+def _reinforce_plus_plus_baseline(batch: TensorDict) -> Tensor:
+    return reinforce_plus_plus_baseline(batch["reward"], batch["group"], batch[LENGTH])
 
 
 def _tokens(x: Tensor) -> tuple[Tensor, list[int]]:
@@ -299,8 +351,14 @@ def _sum(value: Tensor, group: Tensor, count: Tensor) -> Tensor:
     return torch.zeros_like(count).index_add_(0, group, value)
 
 
-def _zero_where_uniform(advantage: Tensor, value: Tensor, group: Tensor, count: Tensor) -> Tensor:
+def _zero_where_uniform(advantage: Tensor, value: Tensor, group: Tensor) -> Tensor:
     """Return float32 advantages, exactly 0 in groups of equal rewards: 1 / eps must not amplify a mean's rounding."""
-    low = torch.full_like(count, torch.inf).scatter_reduce_(0, group, value, "amin")
-    high = torch.full_like(count, -torch.inf).scatter_reduce_(0, group, value, "amax")
-    return torch.where((low == high)[group], 0.0, advantage).to(torch.float32)
+    uniform = per_group(value, group, "amin") == per_group(value, group, "amax")
+    return torch.where(uniform, 0.0, advantage).to(torch.float32)
+
+
+def per_group(values: Tensor, groups: Tensor, how: str) -> Tensor:
+    """Return the smallest ("amin") or largest ("amax") value of each one's group, f[B]."""
+    numbers, group = torch.unique(groups, return_inverse=True)
+    best = values.new_zeros(len(numbers)).scatter_reduce_(0, group, values, how, include_self=False)
+    return best[group]

@@ -178,6 +178,8 @@ def rows_of(tokens: Tensor) -> list[list[float]]:
 def test_an_estimator_is_its_function_spread_over_tokens(name: str) -> None:
     data = batch()
     keys = [data["reward"]] if name == "reinforce_plus_plus" else [data["reward"], data["group"]]
+    if name.startswith("reinforce_plus_plus"):
+        keys.append(advantages.response_lengths(data))
     want = getattr(advantages, name)(*keys)
     got = estimate(data, name)
     assert got.dtype == torch.float32
@@ -204,8 +206,10 @@ def test_the_smallest_group_size_is_the_smallest_that_says_anything(name: str) -
 
 
 def test_the_names_are_the_choices() -> None:
-    assert tuple(ESTIMATORS) == ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus")
-    assert [ESTIMATORS[name].min_group_size for name in ESTIMATORS] == [2, 2, 2, 1]
+    assert {name: ESTIMATORS[name].min_group_size for name in ESTIMATORS} == {
+        **dict.fromkeys(("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus_baseline"), 2),
+        "reinforce_plus_plus": 1,
+    }
     assert all(name == estimator.name for name, estimator in ESTIMATORS.items())
     assert ESTIMATORS.named("leave_one_out") is ESTIMATORS["rloo"]
     assert advantages.leave_one_out is advantages.rloo
@@ -293,12 +297,14 @@ def test_what_an_estimator_returns_is_checked(register: Register) -> None:
         register("test-none", min_group_size=0)
 
 
-def batch_of(rewards: Sequence[float], groups: Sequence[int], episodes: Iterable[int]) -> TensorDict:
-    masks = [[False, True]] * len(rewards)
+def batch_of(
+    rewards: Sequence[float], groups: Sequence[int], episodes: Iterable[int], trained: Sequence[int] | None = None
+) -> TensorDict:
+    masks = [[False, *[True] * length] for length in trained or [1] * len(rewards)]
     rows = zip(rewards, groups, episodes, masks, strict=True)
     return make_batch(
         [
-            {"input_ids": [n, n], "loss_mask": m, "reward": r, "group": g, "episode": e}
+            {"input_ids": [n] * len(m), "loss_mask": m, "reward": r, "group": g, "episode": e}
             for n, (r, g, e, m) in enumerate(rows)
         ]
     )
@@ -309,10 +315,11 @@ def batch_of(rewards: Sequence[float], groups: Sequence[int], episodes: Iterable
 def test_a_group_counts_an_episode_once_however_many_rows_it_has(name: str, data: st.DataObject) -> None:
     """Rows of one episode stand anywhere in the batch; each gets what the episode would get with one row."""
     count = data.draw(st.integers(2, 6))
-    rewards = data.draw(st.lists(st.floats(-2, 2, width=32), min_size=count, max_size=count))
+    lowest = 0.0 if name == "maxrl" else -2.0
+    rewards = data.draw(st.lists(st.floats(lowest, 2, width=32), min_size=count, max_size=count))
     groups = data.draw(st.lists(st.integers(0, 1), min_size=count, max_size=count))
     rows = data.draw(st.permutations([e for e in range(count) for _ in range(data.draw(st.integers(1, 3)))]))
-    single = estimate(batch_of(rewards, groups, range(count)), name)
+    single = estimate(batch_of(rewards, groups, range(count), [rows.count(e) for e in range(count)]), name)
     several = estimate(batch_of([rewards[e] for e in rows], [groups[e] for e in rows], rows), name)
     assert [row[1].item() for row in several.unbind()] == pytest.approx(
         [single.unbind()[e][1].item() for e in rows], rel=1e-6, abs=1e-9
@@ -357,3 +364,37 @@ def test_an_episodes_length_is_that_of_all_its_rows(rows: list[tuple[float, int]
     episodes = [e for e, _ in rows]
     assert seen in ([[wanted[e] for e in sorted(wanted)]], [[wanted[e] for e in episodes]])
     assert "response_length" not in batch.keys()  # noqa: SIM118
+
+
+@given(st.lists(st.tuples(st.floats(0, 2), st.integers(0, 2)), min_size=1, max_size=9))
+def test_maxrl_divides_by_the_mean_of_the_group(rows: list[tuple[float, int]]) -> None:
+    rewards, groups = (torch.tensor(column) for column in zip(*rows, strict=True))
+    got = advantages.maxrl(rewards, groups).tolist()
+    for value, (reward, group), stored in zip(got, rows, rewards.tolist(), strict=True):
+        siblings = [float(torch.tensor(other)) for other, number in rows if number == group]
+        mean = sum(siblings) / len(siblings)
+        assert value == pytest.approx(0.0 if len(set(siblings)) == 1 else (stored - mean) / mean, rel=1e-4, abs=1e-5)
+        assert reward >= 0
+    with pytest.raises(ValueError, match="rewards must be at least 0"):
+        advantages.maxrl(torch.tensor([-1.0, 1.0]), torch.tensor([0, 0]))
+
+
+def test_gdpo_normalises_each_reward_of_its_own_and_then_the_batch() -> None:
+    """Two answers that differ in one small reward alone: their sum hides it beside a large one, GDPO does not."""
+    rewards = torch.tensor([[100.0, 1.0], [100.0, 0.0], [0.0, 1.0], [0.0, 0.0], [1.0, 0.5], [2.0, 0.5]])
+    groups = torch.tensor([0, 0, 0, 0, 1, 1])
+    parts = [weight * advantages.grpo(rewards[:, k], groups) for k, weight in enumerate((1.0, 2.0))]
+    total = (parts[0] + parts[1]).double()
+    want = (total - total.mean()) / (total.std() + 1e-6)
+    torch.testing.assert_close(advantages.gdpo(rewards, groups, (1.0, 2.0)), want.float())
+    with pytest.raises(ValueError, match=r"rewards f\[B, K\] and K weights, got \(6, 2\) and 1 weights"):
+        advantages.gdpo(rewards, groups, (1.0,))
+
+
+def test_reinforce_plus_plus_counts_tokens() -> None:
+    rewards, groups, lengths = torch.tensor([1.0, 0.0, 0.5]), torch.tensor([0, 0, 1]), torch.tensor([1, 3, 2])
+    tokens = rewards.repeat_interleave(lengths).double()
+    want = ((tokens - tokens.mean()) / (tokens.std() + 1e-6))[torch.tensor([0, 1, 4])]
+    torch.testing.assert_close(advantages.reinforce_plus_plus(rewards, lengths), want.float())
+    got = advantages.reinforce_plus_plus_baseline(rewards, groups, lengths)
+    torch.testing.assert_close(got, advantages.reinforce_plus_plus(torch.tensor([0.5, -0.5, 0.0]), lengths))

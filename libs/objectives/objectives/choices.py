@@ -12,17 +12,34 @@ if TYPE_CHECKING:  # slow to load, and a command line needs none of it
 
 Aggregation = Literal["token", "sequence", "constant"]
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
-Estimator = Literal["k1", "k2", "k3"]
+Estimator = Literal["k1", "k2", "k3", "k1+", "k3+"]
 KL_ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
-Correction = Literal["none", "truncate", "mask", "sequence_truncate", "sequence_mask"]
+Correction = Literal[
+    "none", "truncate", "mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"
+]
 CORRECTIONS: tuple[Correction, ...] = get_args(Correction)
 LARGEST_CAP = 1e8
 """The largest cap of importance weights: below exp(HIGHEST) of `objectives.ratio`, so that what lies above a cap is
 still seen to."""
 OPTIONS = ("clip_low", "clip_high", "dual_clip")
-LOSS_OPTIONS: dict[str, tuple[str, ...]] = {"ppo": OPTIONS, "cispo": ("clip_low", "clip_high")}
-"""The options that each policy loss of `objectives.losses` takes."""
-GROUP_SIZES = {"grpo": 2, "dr_grpo": 2, "rloo": 2, "reinforce_plus_plus": 1}
+LOSS_OPTIONS: dict[str, tuple[str, ...]] = {
+    "ppo": OPTIONS,
+    "cispo": ("clip_low", "clip_high"),
+    "gspo": ("clip_low", "clip_high"),
+    "gmpo": ("clip_low", "clip_high"),
+    "sapo": (),
+    "dppo_tv": ("clip_low", "clip_high"),
+    "dppo_kl": ("clip_low", "clip_high"),
+}
+"""Those of `OPTIONS` that each policy loss of `objectives.losses` takes."""
+GROUP_SIZES = {
+    "grpo": 2,
+    "dr_grpo": 2,
+    "rloo": 2,
+    "maxrl": 2,
+    "reinforce_plus_plus": 1,
+    "reinforce_plus_plus_baseline": 2,
+}
 """The smallest group of each advantage of `objectives.advantages`."""
 POLICY_LOSSES: "Registry[PolicyLoss]" = Registry("policy_loss", "objectives.losses", LOSS_OPTIONS, "loss")
 ESTIMATORS: "Registry[AdvantageEstimator]" = Registry("advantage", "objectives.advantages", GROUP_SIZES)
@@ -31,7 +48,7 @@ ESTIMATORS.add_alias("leave_one_out", "rloo")
 
 def loss_options(name: str) -> tuple[str, ...]:
     """Return the options that a policy loss takes; ValueError for an unknown one."""
-    return LOSS_OPTIONS.get(name) or tuple(POLICY_LOSSES.named(name).defaults)
+    return LOSS_OPTIONS[name] if name in LOSS_OPTIONS else tuple(POLICY_LOSSES.named(name).defaults)
 
 
 def check_group_size(name: str, group_size: int) -> None:

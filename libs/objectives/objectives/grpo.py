@@ -44,12 +44,17 @@ class GRPO:
     - Dr. GRPO: `GRPO(aggregation="constant", max_tokens=N)` with "dr_grpo"
     - DAPO: `GRPO(clip_high=0.28)` with "grpo"
     - MiniMax-M1: `GRPO(policy_loss="cispo")` with "grpo"
+    - GSPO, GMPO, SAPO: `GRPO(policy_loss="gspo", aggregation="sequence")`, "gmpo" or "sapo", with "grpo"
+    - decoupled PPO (AReaL, arXiv 2505.24298): `GRPO(off_policy="truncate")`, whose old policy is the one that
+      the update starts from, not the sampler
+    - IcePop: `GRPO(off_policy="mask", off_policy_cap=5, off_policy_floor=0.5)`
 
     Raises ValueError for an unknown choice, a number out of range, and an option that has no effect beside the others.
     """
 
     policy_loss: str = "ppo"
-    """The loss of a token, by its name in `objectives.losses.POLICY_LOSSES`: ppo, cispo, or one you registered; or a
+    """The loss of a token, by its name in `objectives.losses.POLICY_LOSSES`: ppo, cispo, gspo, gmpo, sapo, dppo_tv,
+    dppo_kl, or one you registered; or a
     function of `objectives.losses.PolicyTokens`, as FILE.py:NAME or package.module:NAME."""
     clip_low: float | None = None
     """The ratio to the old policy is bounded by 1 - clip_low from below; None: the loss's own (ppo 0.2, cispo 1)."""
@@ -64,13 +69,15 @@ class GRPO:
     kl_coef: float = 0.0
     """Weight of the KL penalty against `ref_log_probs`; 0 reads no reference."""
     kl_estimator: Estimator | None = None
-    """The estimator of that penalty, k2 or k3; None: k3."""
+    """The estimator of that penalty: k2, k3, or k1+ and k3+, which have the gradient of k2; None: k3."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus; 0 computes no entropy."""
     off_policy: Correction | None = None
     """Weights between the policy the update starts from and the sampler (`rollout_log_probs`); None: none."""
     off_policy_cap: float | None = None
     """The largest of those weights, at most 1e8; None: 2."""
+    off_policy_floor: float | None = None
+    """The smallest weight that an off_policy that masks keeps; None: 1 / off_policy_cap, and 0 for sequence_mask."""
     policy_loss_options: tuple[str, ...] = ()
     """NAME=VALUE options of a policy loss, by its signature."""
 
@@ -116,6 +123,11 @@ class GRPO:
             yield partial(check_without_effect, "off_policy_cap", self.off_policy_cap, other)
         if self.off_policy_cap is not None:
             yield partial(check_number, "off_policy_cap", self.off_policy_cap, 1, LARGEST_CAP)
+        if not self.correction.endswith("mask"):
+            masks = f"it goes with an off_policy of {', '.join(name for name in CORRECTIONS if name.endswith('mask'))}"
+            yield partial(check_without_effect, "off_policy_floor", self.off_policy_floor, masks)
+        elif self.off_policy_floor is not None:
+            yield partial(check_number, "off_policy_floor", self.off_policy_floor, 0, 1)
 
     @property
     def correction(self) -> Correction:
@@ -160,4 +172,4 @@ class GRPO:
 
 def _check_gradient(estimator: str) -> None:
     if estimator == "k1":
-        raise ValueError("kl_estimator 'k1' has a zero expected gradient in a loss: use 'k2' or 'k3'")
+        raise ValueError("kl_estimator 'k1' has a zero expected gradient in a loss: use 'k2', 'k3', 'k1+' or 'k3+'")

@@ -44,7 +44,8 @@ def grpo_loss(
         metrics |= mismatch(start, sampled, mask)
         if objective.correction != "none":
             cap = 2.0 if objective.off_policy_cap is None else objective.off_policy_cap
-            weight = weights(objective.correction, start, sampled, mask, batch.cu_seqlens, cap)
+            floor = objective.off_policy_floor
+            weight = weights(objective.correction, start, sampled, mask, batch.cu_seqlens, cap, floor)
             per_token = per_token * weight
             metrics["off_policy/weight"] = pair(weight, mask)
     metrics["policy_loss"] = _aggregate(objective, per_token.detach(), mask, batch, totals)

@@ -6,10 +6,12 @@ the reference minus the policy's, bounded (`objectives.ratio`). All take f[T] an
 As a term of the loss they differ in their gradients too. With samples of the current policy, the expected gradient of
 k1 is zero (do not use it in a loss: `GRPO` refuses it), that of k2 is the gradient of KL(policy || reference), and that
 of k3 the gradient of KL(reference || policy). As values, k1 and k3 are unbiased, and k3 has the smaller variance and is
-never negative.
+never negative. "k1+" and "k3+" have the value of k1 or k3 and the gradient of k2: both unbiased for KL(policy ||
+reference).
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
@@ -33,7 +35,19 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return ratio_excess(ref_log_probs, log_probs)
 
 
-ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+def unbiased(value: Callable[[Tensor, Tensor], Tensor], log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """Return the value of an estimator with the gradient of k2, the expected one of KL(policy || reference)."""
+    gradient = k2(log_probs, ref_log_probs)
+    return value(log_probs, ref_log_probs).detach() + (gradient - gradient.detach())
+
+
+ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "k1+": partial(unbiased, k1),
+    "k3+": partial(unbiased, k3),
+}
 
 
 def estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: Estimator = "k3") -> Tensor:

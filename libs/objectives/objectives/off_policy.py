@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from objectives.checks import check_choice, check_number
+from objectives.checks import check_choice, check_number, check_without_effect
 from objectives.choices import CORRECTIONS as CORRECTIONS
 from objectives.choices import LARGEST_CAP
 from objectives.choices import Correction as Correction
@@ -25,11 +25,16 @@ def truncated_weights(trainer_log_probs: Tensor, rollout_log_probs: Tensor, cap:
     return ratio(trainer_log_probs.detach(), rollout_log_probs.detach()).clamp(max=cap)
 
 
-def masked_weights(trainer_log_probs: Tensor, rollout_log_probs: Tensor, cap: float = 2.0) -> Tensor:
-    """Return the ratio where it lies in [1 / cap, cap], else 0: tokens of larger mismatch are not trained."""
-    _check_cap(cap)
+def masked_weights(
+    trainer_log_probs: Tensor, rollout_log_probs: Tensor, cap: float = 2.0, floor: float | None = None
+) -> Tensor:
+    """Return the ratio where it lies in [floor, cap], else 0: tokens of larger mismatch are not trained.
+
+    IcePop (arXiv 2510.18855, section 3: 0.5 and 5). `floor` None: 1 / cap.
+    """
+    low = check_bounds(cap, floor)
     weight = ratio(trainer_log_probs.detach(), rollout_log_probs.detach())
-    return torch.where((weight > cap) | (weight < 1 / cap), 0.0, weight)  # NaN stays NaN
+    return torch.where((weight > cap) | (weight < (1 / cap if low is None else low)), 0.0, weight)  # NaN stays NaN
 
 
 def sequence_weights(
@@ -39,14 +44,23 @@ def sequence_weights(
     cu_seqlens: Tensor,
     cap: float = 2.0,
     mask: bool = False,
+    floor: float | None = None,
+    geometric_mean: bool = False,
 ) -> Tensor:
-    """Return one weight a sequence: the product of its trained tokens' ratios, truncated at cap (`mask`: 0 above cap).
+    """Return one weight a sequence: the product of its trained tokens' ratios, truncated at cap.
 
     f[T] again. Unbiased before truncation, unlike token weights, and of far higher variance for long sequences.
+    `mask`: 0 above cap and, where it is given, below `floor`. `geometric_mean`: the root of the number of tokens in
+    place of the product (as GSPO's ratio), which does not grow with the length; with `mask`, `floor` is 1 / cap where
+    it is not given, and a sequence that drifted is left out whole.
     """
-    _check_cap(cap)
-    weight = sequence_ratios(trainer_log_probs.detach(), rollout_log_probs.detach(), loss_mask, cu_seqlens)
-    weight = torch.where(weight > cap, 0.0, weight) if mask else weight.clamp(max=cap)
+    low = check_bounds(cap, floor)
+    weight = sequence_ratios(
+        trainer_log_probs.detach(), rollout_log_probs.detach(), loss_mask, cu_seqlens, geometric_mean
+    )
+    if low is None:
+        low = 1 / cap if geometric_mean else 0.0
+    weight = torch.where((weight > cap) | (weight < low), 0.0, weight) if mask else weight.clamp(max=cap)
     return torch.repeat_interleave(weight, cu_seqlens.diff(), output_size=loss_mask.numel())
 
 
@@ -57,17 +71,26 @@ def weights(
     loss_mask: Tensor,
     cu_seqlens: Tensor,
     cap: float = 2.0,
+    floor: float | None = None,
 ) -> Tensor:
-    """Return the weights by the correction's name, f[T]. ValueError for an unknown one and a cap out of [1, 1e8]."""
+    """Return the weights by the correction's name, f[T].
+
+    ValueError for an unknown one, a cap out of [1, 1e8], and a floor out of [0, 1] or where nothing is masked.
+    """
     check_choice("off-policy correction", correction, CORRECTIONS)
+    masks = correction.endswith("mask")
+    if not masks:
+        check_without_effect("floor", floor, f"the correction {correction!r} leaves nothing out")
     if correction == "none":
         return torch.ones_like(wide(rollout_log_probs))
     if correction == "truncate":
         return truncated_weights(trainer_log_probs, rollout_log_probs, cap)
     if correction == "mask":
-        return masked_weights(trainer_log_probs, rollout_log_probs, cap)
-    drop = correction == "sequence_mask"
-    return sequence_weights(trainer_log_probs, rollout_log_probs, loss_mask, cu_seqlens, cap, mask=drop)
+        return masked_weights(trainer_log_probs, rollout_log_probs, cap, floor)
+    geometric = correction.startswith("geometric")
+    return sequence_weights(
+        trainer_log_probs, rollout_log_probs, loss_mask, cu_seqlens, cap, masks, floor, geometric_mean=geometric
+    )
 
 
 EDGES: tuple[float, ...] = tuple(2.0 ** (half / 2) for half in range(-28, 9))
@@ -134,3 +157,11 @@ def _above(edge: float) -> str:
 
 def _check_cap(cap: float) -> None:
     check_number("the cap of importance weights", cap, 1, LARGEST_CAP)
+
+
+def check_bounds(cap: float, floor: float | None) -> float | None:
+    """Return the floor; ValueError for a cap out of [1, 1e8] or a floor out of [0, 1]."""
+    _check_cap(cap)
+    if floor is not None:
+        check_number("the floor of importance weights", floor, 0, 1)
+    return floor

@@ -59,6 +59,12 @@ def test_weights_are_found_by_name() -> None:
         "mask": lambda **cap: off_policy.masked_weights(TRAINER, ROLLOUT, **cap),
         "sequence_truncate": lambda **cap: off_policy.sequence_weights(TRAINER, ROLLOUT, MASK, CU, **cap),
         "sequence_mask": lambda **cap: off_policy.sequence_weights(TRAINER, ROLLOUT, MASK, CU, mask=True, **cap),
+        "geometric_truncate": lambda **cap: off_policy.sequence_weights(
+            TRAINER, ROLLOUT, MASK, CU, geometric_mean=True, **cap
+        ),
+        "geometric_mask": lambda **cap: off_policy.sequence_weights(
+            TRAINER, ROLLOUT, MASK, CU, mask=True, geometric_mean=True, **cap
+        ),
     }
     assert set(named) == set(off_policy.CORRECTIONS) - {"none"}
     for name, function in named.items():

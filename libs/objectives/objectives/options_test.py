@@ -22,9 +22,10 @@ GRPO_OPTIONS: dict[str, tuple[dict[str, Any], Sequence[Any], Sequence[Any]]] = {
     "aggregation": ({}, ["token", "sequence"], ["constant", "mean", "", None]),
     "max_tokens": ({"aggregation": "constant"}, [1, 7, 4096], [None, 0, -1, math.nan, 1.5, "7", True]),
     "kl_coef": ({}, [0, 0.0, 0.04, 1], [math.inf, *NUMBERS_BELOW_0, None]),
-    "kl_estimator": ({"kl_coef": 0.1}, ["k2", "k3", None], ["k1", "k4", "", "K3"]),
+    "kl_estimator": ({"kl_coef": 0.1}, ["k2", "k3", "k1+", "k3+", None], ["k1", "k4", "", "K3"]),
     "entropy_coef": ({}, [0, 0.0, 0.01], [math.inf, *NUMBERS_BELOW_0, None]),
     "off_policy": ({}, [*CORRECTIONS, None], ["tis", ""]),
+    "off_policy_floor": ({"off_policy": "geometric_mask"}, [0, 0.5, 1, None], [1.5, *NUMBERS_BELOW_0]),
     "off_policy_cap": ({"off_policy": "mask"}, [1, 1.0, 2.0, 100, None], [0.999, 0, *NUMBERS_BELOW_0]),
 }
 
@@ -56,6 +57,7 @@ def test_bad_values_are_refused_by_name(name: str, value: Any) -> None:
         {"kl_estimator": "k2", "kl_coef": 0.0},
         {"off_policy_cap": 2.0},
         {"off_policy_cap": 3, "off_policy": "none"},
+        {"off_policy_floor": 0.5, "off_policy": "truncate"},
         {"dual_clip": 3.0, "policy_loss": "cispo"},
     ],
 )
@@ -85,14 +87,17 @@ def test_the_texts_name_the_fix() -> None:
         ({"clip_low": 2.0}, "clip_low must be a number from 0 to 1, got 2.0"),
         ({"dual_clip": 1.0}, "dual_clip must be a number above 1, got 1.0"),
         ({"aggregation": "constant"}, "needs max_tokens >= 1"),
-        ({"kl_coef": 0.1, "kl_estimator": "k1"}, "use 'k2' or 'k3'"),
+        ({"kl_coef": 0.1, "kl_estimator": "k1"}, r"use 'k2', 'k3', 'k1\+' or 'k3\+'"),
         ({"off_policy": "tis"}, "use one of none, truncate, mask, sequence_truncate, sequence_mask"),
-        ({"off_policy_cap": 3.0}, "it goes with an off_policy of truncate, mask, sequence_truncate, sequence_mask$"),
+        (
+            {"off_policy_cap": 3.0},
+            "it goes with an off_policy of truncate, mask, sequence_truncate, sequence_mask, geo.*_mask$",
+        ),
         ({"max_tokens": 3}, "max_tokens=3 has no effect: it goes with aggregation 'constant'$"),
         ({"kl_estimator": "k2"}, "kl_estimator='k2' has no effect: it goes with a kl_coef above 0$"),
         ({"policy_loss": "cispo", "dual_clip": 2.0}, "policy_loss 'cispo' takes clip_low, clip_high$"),
         ({"aggregation": "mean"}, "unknown aggregation 'mean': use one of token, sequence, constant$"),
-        ({"kl_coef": 1.0, "kl_estimator": "k4"}, "unknown kl_estimator 'k4': use one of k1, k2, k3$"),
+        ({"kl_coef": 1.0, "kl_estimator": "k4"}, r"unknown kl_estimator 'k4': use one of k1, k2, k3, k1\+, k3\+$"),
     ]
     for options, text in wrong:
         with pytest.raises(ValueError, match=text):

@@ -40,6 +40,21 @@ def ratio_excess(new: Tensor, old: Tensor) -> Tensor:
     return torch.expm1(gap) - gap
 
 
+def binary_kl(old: Tensor, new: Tensor) -> Tensor:
+    """Return KL(old || new) of the two-way choice between the token and all others together, nats; f[T].
+
+    `old`, `new`: log-probs f[T]. The others' probability is at least 1e-10, so that a certain token gives no infinity.
+    """
+    old, new = wide(old), wide(new)
+    rest_old, rest_new = ((-torch.expm1(x.clamp(max=0))).clamp(min=1e-10) for x in (old, new))
+    return old.exp() * log_ratio(old, new) + rest_old * (rest_old.log() - rest_new.log())
+
+
+def probability_change(new: Tensor, old: Tensor) -> Tensor:
+    """Return exp(new) - exp(old), how far the token's probability moved; f[T]."""
+    return wide(new).exp() - wide(old).exp()
+
+
 def sequence_ratios(
     new: Tensor, old: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, geometric_mean: bool = False
 ) -> Tensor:

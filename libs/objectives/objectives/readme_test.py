@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from objectives import advantages, losses
+from objectives import advantages, losses, policy_loss
 from objectives.advantages import ESTIMATORS
 from objectives.losses import POLICY_LOSSES
 from objectives.registry import Registry
@@ -31,12 +31,12 @@ def test_the_docstring_registers_what_it_shows() -> None:
     ESTIMATORS._entries.update(before)
 
 
-@pytest.mark.parametrize(("module", "registry"), [(advantages, ESTIMATORS), (losses, POLICY_LOSSES)])
+@pytest.mark.parametrize(("module", "registry"), [(advantages, ESTIMATORS), (policy_loss, POLICY_LOSSES)])
 def test_what_the_docstring_shows_is_taken_from_a_file(
     module: ModuleType, registry: Registry[Any], tmp_path: Path
 ) -> None:
     code = _block(module, "    def ")
-    (tmp_path / "mine.py").write_text(f"from {module.__name__} import *\n{code}")
+    (tmp_path / "mine.py").write_text(f"from {module.__name__} import *\nfrom {losses.__name__} import *\n{code}")
     name = code.split("(")[0].removeprefix("def ")
     assert registry.named(f"{tmp_path}/mine.py:{name}")
 

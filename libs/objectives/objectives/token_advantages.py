@@ -1,0 +1,42 @@
+"""Advantages that differ from token to token: returns with KL in the reward, and their normalisation over the batch."""
+
+import torch
+from torch import Tensor
+
+from objectives.checks import check_weight
+from objectives.kl import k1
+from seqpack.batches.jagged import flattened, jagged_like, ragged
+
+
+def returns_with_kl(
+    rewards: Tensor, loss_mask: Tensor, log_probs: Tensor, ref_log_probs: Tensor, kl_coef: float
+) -> Tensor:
+    """Return the return of each trained token, jagged f32 (B, j): its answer's reward less the KL from it on.
+
+    `rewards` f[B]; `loss_mask`, `log_probs`, `ref_log_probs` jagged (B, j). The reward of a token is -kl_coef (log pi -
+    log ref), k1, and that of the last one has the answer's reward too (arXiv 2203.02155, equation 2; REINFORCE++,
+    arXiv 2501.03262, equation 4). Tokens between the trained ones pass it on. Raises ValueError for a kl_coef below 0.
+    """
+    check_weight("kl_coef", kl_coef)
+    parts = ragged(loss_mask)
+    mask = flattened(parts).bool()
+    new, ref = (torch.where(mask, flattened(ragged(x)), 0.0) for x in (log_probs, ref_log_probs))
+    cost = kl_coef * k1(new, ref).double()
+    rows = [
+        reward.double() - values.flip(0).cumsum(0).flip(0)
+        for reward, values in zip(rewards, cost.split(parts.lengths), strict=True)
+    ]
+    return jagged_like(torch.where(mask, torch.cat(rows), 0.0).float(), loss_mask)
+
+
+def normalized(values: Tensor, loss_mask: Tensor, eps: float = 1e-6) -> Tensor:
+    """Return (value - mean) / (std + eps) over the trained tokens of the batch, jagged f32 (B, j), 0 elsewhere.
+
+    REINFORCE++ (arXiv 2501.03262, equation 6). Values that are all equal give exact zeros.
+    """
+    flat, mask = flattened(ragged(values)).double(), flattened(ragged(loss_mask)).bool()
+    trained = flat[mask]
+    if not trained.numel() or bool((trained == trained[0]).all()):
+        return jagged_like(torch.zeros_like(flat).float(), loss_mask)
+    spread = trained.std(correction=1 if trained.numel() > 1 else 0)
+    return jagged_like(torch.where(mask, (flat - trained.mean()) / (spread + eps), 0.0).float(), loss_mask)
