@@ -22,7 +22,7 @@ from apps.grpo.recipe import Recipe
 from apps.grpo.registry import spec_of
 from apps.grpo.sampling.chat import chat_of, tool_format_of
 from apps.grpo.sampling.ray_devices import check_ray_devices
-from apps.grpo.tasks.prompt_tasks import Tasks
+from apps.grpo.tasks.prompt_tasks import Tasks, data_problems
 from chat_tools import formats
 from engines.capability import unsupported
 from engines.loading import resolve_device
@@ -130,10 +130,13 @@ def prepare_tasks(
     """
     tokenizer = None if model is None else refusals.of(partial(load_tokenizer, directory))
     if model is None or tokenizer is None:
+        refusals.lines += data_problems(config)
         return None, None
     refusals.of(partial(check_model, config, directory, model, tokenizer, whole))
     make = recipe.make_tasks
     tasks = None if make is None else refusals.of(lambda: make(config, tokenizer))
+    if tasks is None:
+        refusals.lines += data_problems(config)
     if tasks is not None and not (config.plugins.environment and (refusals.lines or not whole)):
         refusals.of(partial(check_prompts, config, tasks, tokenizer, directory))
     return tokenizer, tasks

@@ -15,7 +15,7 @@ from apps.common.run.forwards_ahead import planned_ahead, tell_ahead
 from apps.common.run.full_disk import writing
 from apps.common.run.moved_weights import check_moved
 from apps.common.run.reporter import report_on_stop
-from apps.common.run.run_dir import resolve_run_dir, steps_done
+from apps.common.run.run_dir import check_run_dir, resolve_run_dir, steps_done
 from apps.common.shrink.command import check_nothing_dropped, print_differences
 from apps.common.shrink.fields import Difference, ProcessLimit, by_flag
 from apps.common.shrink.npu import fake_npu_for, with_fake_npu
@@ -26,6 +26,7 @@ from apps.grpo.registry import recipes, registered, runnable, spec_of
 from apps.grpo.shrink.nodes import nodes_for
 from apps.grpo.shrink.shrink import shrink, shrunk_recipe, supplied
 from apps.grpo.shrink.varied import LINE
+from apps.grpo.tasks.prompt_tasks import data_problems
 from apps.grpo.train import Result, train
 from engines.launch import ensure_group, launch, runs_in_this_process, under_torchrun
 from engines.weights.hub import model_directory
@@ -52,8 +53,12 @@ def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
         refusals.of(functools.partial(check_tracker, name))
     directory, whole = refusals.of(functools.partial(available_files, config.model)) or (None, False)
     prepared = prepare(config, recipe, directory, refusals, whole) if directory else None
-    if config.model is None and refusals.lines:
-        check_made(config, recipe, refusals)
+    refusals.of(functools.partial(check_run_dir, config.run_dir, RUNS, config.resume))
+    if config.model is None and recipe.make_model is not None:
+        if refusals.lines:
+            check_made(config, recipe, refusals)
+    elif directory is None:
+        refusals.lines += data_problems(config)
     refusals.tell()
     if under_torchrun():
         # rank 0 makes the model and the folder, the others wait for it

@@ -6,21 +6,28 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from apps.common.data.files import data_files
-from apps.common.data.rows import place_of
+from apps.common.cli.refusals import Refusals
+from apps.common.data.files import data_files, file_problems
+from apps.common.data.rows import error_text, named, place_of
 from apps.quickstart.arithmetic import distinct, problems
 from apps.quickstart.demonstrations import demonstration
 from apps.sft.config import DataConfig
+from apps.sft.reading.examples import BadRow, read_examples
 from apps.sft.reading.selection import Samples, Usable, usable_of
 from apps.sft.reading.sources import Source
 from apps.sft.reading.split import split_against, split_off
 from apps.sft.reading.tokenized import silent, tokenize_file
 from rollout import calculator
 from rollout.chat.images import ImageProcessor
+
+FIRST_ROWS = 1000
+"""Rows of a file that are read for a run that is refused for another reason."""
 
 
 @dataclass(slots=True)
@@ -97,18 +104,21 @@ def load_conversations(
             skipped.cut[f"{path.name} at the {config.truncation}, to --max-tokens {config.max_tokens}"] = selected.cut
         return selected
 
-    parts = [data_files(source.path) for source in sources]
-    _check_once([path for part in parts for path in part])
-    files = [usable(path) for part in parts for path in part]
+    parts, refusals = [data_files(source.path) for source in sources], Refusals()
+    others = [] if config.eval_data is None else [*data_files(config.eval_data)]
+    refusals.of(partial(_check_once, [path for part in parts for path in part]))
+    read = [refusals.of(partial(usable, path)) for path in [*(path for part in parts for path in part), *others]]
+    refusals.tell()
+    files = [file for file in read if file is not None]
+    files, apart = files[: len(files) - len(others)], files[len(files) - len(others) :]
     owners = [(number, path) for number, part in enumerate(parts) for path in part]
     keys = [key for file in files for key in file.keys]
     if config.eval_data is None:
         split = split_off(keys, *config.held_out)
         held_out = Samples.of(files, split.held_out, image_processor)
     else:
-        others = [usable(path) for path in data_files(config.eval_data)]
-        split = split_against(keys, [key for other in others for key in other.keys])
-        held_out = Samples.of(others, split.held_out, image_processor)
+        split = split_against(keys, [key for other in apart for key in other.keys])
+        held_out = Samples.of(apart, split.held_out, image_processor)
     places = [(*owner, row) for owner, file in zip(owners, files, strict=True) for row in file.rows]
     for i in split.removed:
         _, path, row = places[i]
@@ -124,6 +134,20 @@ def load_conversations(
         short = sources[sizes.index(0) if 0 in sizes else 0].path
         raise ValueError(_too_few(short, conversations, len(set(keys))))
     return conversations
+
+
+def data_problems(config: DataConfig, rows: bool) -> list[str]:
+    """Return what is wrong with the files, as far as no tokenizer is needed: missing ones, and by `rows` the first rows
+    that can't be used of each."""
+
+    def read(path: Path) -> None:
+        first = islice(read_examples(path, config.columns), FIRST_ROWS)
+        problems = [f"{named(path, one.row)}: {one.problem}" for one in first if isinstance(one, BadRow)]
+        if problems and config.bad_rows == "error":
+            raise ValueError(error_text(path, problems))
+
+    names = [*(source.path for source in config.sources), *([config.eval_data] if config.eval_data else [])]
+    return file_problems(names, read if rows else Path.is_file)
 
 
 def write_demonstrations(config: DataConfig, seed: int, path: Path) -> Path:

@@ -19,13 +19,13 @@ from apps.common.run.forwards_ahead import planned_ahead, tell_ahead
 from apps.common.run.full_disk import writing
 from apps.common.run.moved_weights import check_moved
 from apps.common.run.reporter import report_on_stop
-from apps.common.run.run_dir import resolve_run_dir, steps_done
+from apps.common.run.run_dir import check_run_dir, resolve_run_dir, steps_done
 from apps.common.shrink.command import check_nothing_dropped, print_differences
 from apps.common.shrink.fields import Difference, ProcessLimit, by_flag
 from apps.common.shrink.npu import fake_npu_for, with_fake_npu
 from apps.quickstart.model import ensure_tiny_model
 from apps.sft.config import SftConfig
-from apps.sft.data import Conversations, load_conversations, write_demonstrations
+from apps.sft.data import Conversations, data_problems, load_conversations, write_demonstrations
 from apps.sft.preflight import check_made, check_model, prepare
 from apps.sft.reading.samples import stop_tokens_of
 from apps.sft.reading.sources import Source
@@ -63,8 +63,10 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
         refusals.of(partial(check_tracker, name))
     directory, whole = refusals.of(partial(available_files, config.model)) or (None, False)
     prepared = prepare(config, recipe, directory, refusals, whole) if directory else None
+    refusals.of(partial(check_run_dir, config.run_dir, RUNS, config.resume))
     if config.model is None and refusals.lines:
         check_made(config, recipe, refusals)
+    refusals.lines += data_problems(config.data, rows=bool(refusals.lines))
     refusals.tell()
     if under_torchrun():
         # rank 0 makes the model and the folder, the others wait for it

@@ -7,7 +7,7 @@ one of them is read, never several as one.
 import difflib
 import glob
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -41,14 +41,46 @@ def data_files(name: str | Path) -> tuple[Path, ...]:
         if not found:
             raise ValueError(f"no data file matches {text}")
         return found
-    named_on_hub = kind_of(Path(text)) is None and not Path(text).parent.is_dir()
-    if named_on_hub and (match := HUB_NAME.fullmatch(text)):
+    if match := on_hub(text):
         snapshot = snapshot_of(match["repository"], match["subset"], match["split"] or "train")
         return (
             (snapshot,) if snapshot.is_file() else files_of_split(snapshot, match["split"] or "train", match["subset"])
         )
     near = difflib.get_close_matches(Path(text).name, [p.name for p in _beside(Path(text))], n=1)
     raise ValueError(f"no such data file: {text}{f'; did you mean {near[0]}?' if near else ''}")
+
+
+def on_hub(name: str | Path) -> re.Match[str] | None:
+    """Return the parts of a data set's name on the hub; None where it is of a place on this disk."""
+    path = Path(name)
+    if path.exists() or kind_of(path) is not None or path.parent.is_dir():
+        return None
+    return HUB_NAME.fullmatch(str(name))
+
+
+def file_problems(names: Iterable[str | Path], read: Callable[[Path], object]) -> list[str]:
+    """Return what is wrong with files behind these names, before anything else needs them: which are missing, and
+    those that `read` refuses. Data sets of the hub are left for later: nothing is fetched.
+
+    Args:
+        names: names as `data_files` takes them.
+        read: raises ValueError for a file that can't be used.
+    """
+    problems: list[str] = []
+    for name in names:
+        if on_hub(name):
+            continue
+        try:
+            files = data_files(name)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        for path in files:
+            try:
+                read(path)
+            except ValueError as error:
+                problems.append(str(error))
+    return problems
 
 
 def files_of_split(directory: Path, split: str = "", subset: str | None = None) -> tuple[Path, ...]:

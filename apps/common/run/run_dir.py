@@ -8,12 +8,12 @@ from apps.common.run.checkpoints import last_checkpoint
 from apps.common.run.config_file import CONFIG_NAME
 
 
-def resolve_run_dir(requested: Path | None, runs: Path, recipe: str, resume: bool) -> Path:
-    """Return the folder of this run: `requested`, else a new one in `runs`, or on resume the newest one there.
+def check_run_dir(requested: Path | None, runs: Path, resume: bool) -> Path | None:
+    """Return the folder to resume or `requested`; None for a new one.
 
     Raises:
-        ValueError: there is nothing to resume, a new run would write over another one, the folder can't be made, or
-            several ranks could each choose a folder of their own.
+        ValueError: there is nothing to resume, a new run would write over another one, or several ranks could each
+            choose a folder of their own.
     """
     if resume:
         run_dir = requested or newest_run(runs)
@@ -24,11 +24,22 @@ def resolve_run_dir(requested: Path | None, runs: Path, recipe: str, resume: boo
         return run_dir
     if requested is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("under torchrun every rank must be told the same folder: add --run-dir DIR")
-    run_dir = requested or _new_run_dir(runs, recipe)
-    if (run_dir / CONFIG_NAME).exists():
+    if requested is not None and (requested / CONFIG_NAME).exists():
         raise ValueError(
-            f"{run_dir} holds a run already: go on with --resume --run-dir {run_dir}, or name another folder"
+            f"{requested} holds a run already: go on with --resume --run-dir {requested}, or name another folder"
         )
+    return requested
+
+
+def resolve_run_dir(requested: Path | None, runs: Path, recipe: str, resume: bool) -> Path:
+    """Return the folder of this run: `requested`, else a new one in `runs`, or on resume the newest one there.
+
+    Raises:
+        ValueError: see `check_run_dir`; or the folder can't be made.
+    """
+    run_dir = check_run_dir(requested, runs, resume) or _new_run_dir(runs, recipe)
+    if resume:
+        return run_dir
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:

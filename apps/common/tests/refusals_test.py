@@ -180,3 +180,33 @@ def test_a_plan_of_ones_own_model_has_its_memory_and_its_refusals(
         assert (
             "memory, layers and time are not planned: nobody/nothing-3B is no directory here" in capsys.readouterr().out
         )
+
+
+@pytest.mark.parametrize("app", MAINS)
+def test_a_model_that_is_missing_hides_no_file(app: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor does one file hide another, whether it is missing or its rows are wrong."""
+    bad, run_dir = tmp_path / "bad.jsonl", tmp_path / "run"
+    bad.write_text('{"q": 1}\n')
+    run_dir.mkdir()
+    (run_dir / "config.json").write_text("{}")
+    model = ["--model", str(tmp_path / "no-model")]
+    data = ["--data", str(tmp_path / "none.jsonl"), "--eval-data", str(bad)]
+    lines = refused(app, [*model, *data, "--run-dir", str(run_dir), "--trainer.device", "cpu"], capsys)
+    texts = ["no model directory", "holds a run already", "no such data file", "bad.jsonl, line 1: no column"]
+    assert len(lines) == len(texts)
+    for text in texts:
+        assert [line for line in lines if text in line], (text, lines)
+
+
+def test_two_files_of_bad_rows_are_told_together(
+    given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.jsonl").write_text('{"q": 1}\n')
+    files = ["--data", str(tmp_path / "one.jsonl"), "--eval-data", str(tmp_path / "two.jsonl")]
+    for app in MAINS:
+        lines = refused(app, [*given[:2], *given[4:], *files, "--run-dir", str(tmp_path / app)], capsys)
+        assert [line.split("/")[-1][:17] for line in lines if "line 1: no column" in line] == [
+            "one.jsonl, line 1",
+            "two.jsonl, line 1",
+        ]

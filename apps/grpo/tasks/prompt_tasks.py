@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from apps.common.cli.refusals import Refusals
+from apps.common.data.files import file_problems, on_hub
 from apps.common.data.held_out import held_out_keys
 from apps.common.data.presets import PRESETS
 from apps.common.data.prompts import Prompt, for_each, read_prompts
@@ -147,6 +150,17 @@ def prompt_tasks(settings: GrpoConfig, tokenizer: PreTrainedTokenizerBase, rewar
         tools=settings.plugins.tool,
         tool_options=settings.plugins.tool_options,
     )
+
+
+def data_problems(settings: GrpoConfig) -> list[str]:
+    """Return what is wrong with the files of a run, as far as no tokenizer is needed; the hub's data sets are left."""
+    prompt_column, answer_column, _ = layout(settings)
+    refusals, config = Refusals(), settings.data
+    for name in (config.data, config.eval_data):
+        if name is not None and not on_hub(name):
+            refusals.of(partial(read_prompts, name, prompt_column, answer_column))
+    tasks = settings.plugins.tasks
+    return refusals.lines + file_problems([] if tasks is None else [tasks], Path.is_file)
 
 
 def _short(path: Path, settings: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], int]:
