@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-from apps.common.cli.flags import flag
 from engines import EngineConfig
 from engines.families.registry import family_of
 from engines.loading import LoadedModel
@@ -38,6 +37,7 @@ def tell_ahead(engine: EngineConfig, given: EngineConfig) -> None:
     ahead = engine.router_forwards_ahead
     if ahead == given.router_forwards_ahead:
         return
-    name, rest = flag("engine.router_forwards_ahead"), "" if ahead else ", so that a pass counts beside them"
-    sys.stdout.write(f"router's loss: {name} {ahead}, as many forward passes ahead as fit the device{rest}\n")
+    rest = "" if ahead else ", so that a pass counts beside them"
+    told = f"--trainer.router-forwards-ahead {ahead}, as many forward passes ahead as fit the device{rest}"
+    sys.stdout.write(f"router's loss: {told}\n")
     sys.stdout.flush()
