@@ -1,6 +1,7 @@
 """verifiers 0.4 with the real package and no network: tools, programs, a multi-turn environment, failures."""
 
 import asyncio
+import functools
 import os
 import re
 import socket
@@ -89,11 +90,16 @@ def engine_says(engine: ScriptedEngine, prompt: list[int]) -> str:
     return str(TOKENIZER.decode(engine._reply(prompt, 0)))
 
 
+@functools.cache
+def played_sum(harness: Any) -> tuple[ScriptedEngine, list[Episode]]:
+    """One task with tools, to its end: it starts processes, and so is played once."""
+    return play(VerifiersAgent(Sums(vf.TasksetConfig(id="sums")), harness), calls_the_tool, row=1)
+
+
 @pytest.mark.parametrize("harness", [InProcessHarness, ProgramHarness])
 def test_a_task_with_tools_is_played_and_scored_by_verifiers(harness: type[Any]) -> None:
-    agent = VerifiersAgent(Sums(vf.TasksetConfig(id="sums")), harness)
-    assert len({row.id for row in agent.rows()}) == 3
-    engine, (episode,) = play(agent, calls_the_tool, row=1)
+    assert len({row.id for row in VerifiersAgent(Sums(vf.TasksetConfig(id="sums")), harness).rows()}) == 3
+    engine, (episode,) = played_sum(harness)
     assert (episode.error, episode.end, episode.reward) == (None, "done", 1.0)
     assert episode.score is not None
     assert episode.score.reward_components == {"right": 1.0}
@@ -206,10 +212,10 @@ def test_a_limit_is_truncation_and_no_failure(harness: type[Any], limit: str) ->
     verifiers' own program sees that the context is full, and ends in order: verifiers scores what there is.
     """
     agent = VerifiersAgent(Sums(vf.TasksetConfig(id="sums")), harness)
-    engine, _ = play(agent, calls_the_tool)
+    engine, _ = played_sum(harness)
     first = len(engine.prompts[0]) + len(encode(engine_says(engine, engine.prompts[0])))
     most: dict[str, Any] = {limit: {"max_turns": 1, "max_tokens": first + 1}[limit]}
-    engine, (episode,) = play(agent, calls_the_tool, cut_off_reward=-1.0, **most)
+    engine, (episode,) = play(agent, calls_the_tool, row=1, cut_off_reward=-1.0, **most)
     scored = 0.0 if (harness, limit) == (ProgramHarness, "max_tokens") else -1.0
     assert (episode.error, episode.end, episode.reward) == (None, limit, scored)
     assert episode.segments[0].sampled
