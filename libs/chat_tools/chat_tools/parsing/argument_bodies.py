@@ -60,7 +60,9 @@ class Tables:
         places = [stop for stop in stops if not headers or stop not in section[:1]]  # a section behind headers alone
         self.top = Marks.of([*self.think, *self.think_end, *places, *channels, *headers])
         self.ends = Marks.of(fmt.ends) if fmt.ends else self.top
-        self.thinking = frozenset([*self.think, *self.think_end])
+        # An end of thinking that ends all else too says nothing of what stands before it.
+        self.thinking = frozenset([*self.think, *(closing for closing in self.think_end if closing not in fmt.ends)])
+        self.may_be_open = self.thinking > self.think.keys()
         self.resync = Marks.of(stops) if stops else self.top
         self.inside = Marks.of([*stops, *self.thinking]) if section else self.top  # what ends text inside a section
         # An opening marker that looks like a special token is one wherever it stands; others are quoted in texts too.

@@ -91,8 +91,11 @@ class BracketReader:
             first = reader.peek() or (yield from reader.next())
         if isinstance(body, Pythonic) and first and not body.brackets and first != "[":
             reason = yield from self._list("", bare, close)
+        elif isinstance(body, Pythonic) and not (body.objects and first == "{"):
+            opening = "{" if body.objects else ""
+            reason = yield from self._list(opening, bare) if first == "[" else self._nothing(first)
         elif isinstance(body, Pythonic):
-            reason = yield from self._list("", bare) if first == "[" else self._nothing(first)
+            reason = yield from self._object(None, None, bare)
         elif body.objects and first == "[":
             reason = yield from self._list("{", bare)
         elif body.objects and first == "{":
@@ -268,7 +271,7 @@ class BracketReader:
                 return None
             if opening and first == opening:
                 reason = yield from self._element(None, bare and not count)
-            elif not opening and (call := _CALL.match((yield from self._name()))):
+            elif isinstance(self.tables.body, Pythonic) and (call := _CALL.match((yield from self._name()))):
                 reason = yield from self._element(call, False)
             else:
                 return self._list_end(first, bare and not count)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
+from chat_tools.known_formats.bracket_entries import BRACKET_ENTRIES
+from chat_tools.known_formats.servers import REFUSED, plain_name
+from chat_tools.known_formats.tagged_entries import CHATML, TAGGED_ENTRIES, WITH_SUFFIX
 from chat_tools.parsing import writing
 from chat_tools.parsing.grammar import Call, Channels, Elements, Format, Json, Pythonic, Recipients, Tagged
 
 Writer = Callable[[Format, Sequence[Call]], str]
-_CHATML = ("<|im_end|>", "<|endoftext|>")
 
 
-def _deepseek(name: str, body: Json, aliases: tuple[str, ...], writer: Writer) -> Format:
+def _deepseek(name: str, body: Json, aliases: tuple[str, ...], writer: Writer, sign: str = "") -> Format:
     return Format(
         name,
         aliases=aliases,
@@ -21,26 +24,7 @@ def _deepseek(name: str, body: Json, aliases: tuple[str, ...], writer: Writer) -
         body=body,
         ends=("<｜end▁of▁sentence｜>",),
         bare=True,
-    )
-
-
-def _dsml(name: str, wrapper: str, aliases: tuple[str, ...]) -> Format:
-    """Return a format of DeepSeek's markup language: one attribute of its tags says whether a value is text."""
-    return Format(
-        name,
-        aliases=aliases,
-        writer=writing.tagged,
-        section=(f"<｜DSML｜{wrapper}>", f"</｜DSML｜{wrapper}>"),
-        calls=(('<｜DSML｜invoke name="', "</｜DSML｜invoke>"),),
-        body=Tagged(
-            name_end='">',
-            key=('<｜DSML｜parameter name="', ">"),
-            value=("", "</｜DSML｜parameter>"),
-            attribute="string",
-        ),
-        ends=("<｜end▁of▁sentence｜>",),
-        bare=True,
-        call_ends_reasoning=True,
+        sign=sign,
     )
 
 
@@ -59,23 +43,24 @@ _ALL = (
             "qwen3",
             "nemotron_v3",
             "step3p5",
-            "mimo",
+            "step5",
+            "nanbeige",
         ),
         writer=writing.section_of_each,
         section=("<tool_call>", "</tool_call>"),
         calls=(("<function=", "</function>"),),
         body=Tagged(name_end=">", key=("<parameter=", ">"), value=("", "</parameter>"), newlines=True),
-        ends=_CHATML,
+        ends=CHATML,
         bare=True,
         call_ends_reasoning=True,
     ),
     Format(
         "hermes",
-        aliases=("qwen25", "qwen3_json"),
+        aliases=("qwen", "qwen25", "qwen3_json"),
         writer=writing.objects,
         calls=(("<tool_call>", "</tool_call>"),),
         body=Json(),
-        ends=_CHATML,
+        ends=CHATML,
     ),
     Format(
         "llama3_json",
@@ -112,6 +97,7 @@ _ALL = (
         Json(objects=False, header=rf"\w++<｜tool▁sep｜>(?P<name>{_words('<`')})\s*+```(?:json)?", after="```"),
         ("deepseekv3",),
         writing.fenced,
+        sign="```json",
     ),
     _deepseek(
         "deepseek_v3.1",
@@ -119,8 +105,6 @@ _ALL = (
         ("deepseekv31", "deepseek_v31"),
         writing.after_separator,
     ),
-    _dsml("deepseek_v3.2", "function_calls", ("deepseekv32", "deepseek_v32")),
-    _dsml("deepseek_v4", "tool_calls", ("deepseekv4",)),
     Format(
         "glm-4.5",
         aliases=(
@@ -174,7 +158,7 @@ _ALL = (
     ),
     Format(
         "minimax",
-        aliases=("minimax_m2",),
+        aliases=("minimax_m2", "minimax-m2"),
         writer=writing.tagged,
         section=("<minimax:tool_call>", "</minimax:tool_call>"),
         calls=(('<invoke name="', "</invoke>"),),
@@ -185,6 +169,7 @@ _ALL = (
     ),
     Format(
         "minimax_m3",
+        aliases=("minimax-m3",),
         writer=writing.elements,
         section=("]<]minimax[>[<tool_call>", "]<]minimax[>[</tool_call>"),
         calls=((']<]minimax[>[<invoke name="', "]<]minimax[>[</invoke>"),),
@@ -195,6 +180,7 @@ _ALL = (
     ),
     Format(
         "muse_glimmer",
+        aliases=("muse", "musespark1x"),
         writer=writing.tagged_messages,
         section=("<atem:function_calls>", "</atem:function_calls>"),
         calls=(('<atem:invoke name="', "</atem:invoke>"),),
@@ -261,15 +247,22 @@ _ALL = (
         writer=writing.python_lines,
         calls=(("<function_calls>", "</function_calls>"),),
         body=Pythonic(brackets=False),
-        ends=_CHATML,
+        ends=CHATML,
     ),
     Format(
         "lfm2",
         aliases=("lfm2.5",),
         writer=writing.python_list,
         calls=(("<|tool_call_start|>", "<|tool_call_end|>"),),
-        body=Pythonic(),
-        ends=_CHATML,
+        body=Pythonic(objects=True),
+        ends=CHATML,
+    ),
+    Format(
+        "lfm2_json",
+        writer=writing.one_list,
+        calls=(("<|tool_call_start|>", "<|tool_call_end|>"),),
+        body=Json(),
+        ends=CHATML,
     ),
     Format(
         "step3",
@@ -289,7 +282,7 @@ _ALL = (
         writer=writing.bare_list,
         calls=(("[TOOL_CALLS]", ""), ("<tool_call>", "</tool_call>")),
         body=Json(),
-        ends=(*_CHATML, "<|eot_id|>"),
+        ends=(*CHATML, "<|eot_id|>"),
         opening="[",
     ),
     Format(
@@ -329,14 +322,15 @@ _ALL = (
     ),
     Format(
         "internlm2",
-        aliases=("internlm",),
+        aliases=("internlm", "interns1"),
         writer=writing.marked_parameters,
-        calls=(("<|action_start|><|plugin|>", "<|action_end|>"),),
+        calls=(("<|action_start|><|plugin|>", "<|action_end|>"), ("<|action_start|> <|plugin|>", "<|action_end|>")),
         body=Json(),
         ends=("<|im_end|>",),
     ),
     Format(
         "apertus",
+        aliases=("apertus2509",),
         writer=writing.keyed_list,
         calls=(("<|tools_prefix|>", "<|tools_suffix|>"),),
         body=Json(keyed=True),
@@ -350,7 +344,7 @@ _ALL = (
         calls=(("<|START_ACTION|>", "<|END_ACTION|>"),),
         body=Json(),
         reasoning=(("<|START_THINKING|>", "<|END_THINKING|>"),),
-        ends=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|END_OF_TURN_TOKEN|>"),
+        ends=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>", "<|END_OF_TURN_TOKEN|>"),
     ),
     Format(
         "gigachat3",
@@ -359,6 +353,8 @@ _ALL = (
         body=Json(),
         ends=("</s>", "<|message_sep|>"),
     ),
+    *TAGGED_ENTRIES,
+    *BRACKET_ENTRIES,
 )
 
 FORMATS: dict[str, Format] = {f.name: f for f in _ALL}
@@ -371,10 +367,20 @@ def formats() -> list[str]:
 
 
 def find_format(name: str | Format) -> Format:
-    """Return the format of that name; otherwise raise a ValueError that lists all names."""
+    """Return the format of that name, of that alias, or of a server's name (`vllm:NAME`, `sglang:NAME`).
+
+    `hy_v3:SUFFIX` and `hy_v4:SUFFIX` are for a checkpoint whose tags end with a colon and a word. ValueError with all
+    names for one that is not known, and with the reason for one that is known and not read.
+    """
     if isinstance(name, Format):
         return name
-    name = ALIASES.get(name, name)
-    if name not in FORMATS:
+    plain = plain_name(name)
+    plain = ALIASES.get(plain, plain)
+    family, colon, suffix = plain.partition(":")
+    if colon and family in WITH_SUFFIX and re.fullmatch(r"[\w.-]+", suffix):
+        return WITH_SUFFIX[family](colon + suffix)
+    if plain in REFUSED:
+        raise ValueError(f"the tool-call format {name!r} is not read: {REFUSED[plain]}")
+    if plain not in FORMATS:
         raise ValueError(f"unknown tool-call format {name!r}; one of: {', '.join(formats())}")
-    return FORMATS[name]
+    return FORMATS[plain]

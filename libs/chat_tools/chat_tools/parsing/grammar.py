@@ -18,7 +18,8 @@ class Tagged(NamedTuple):
     `guess`, a value whose type nobody declares is read as JSON if it is JSON. `attribute` names an attribute of the
     key's tag, behind the key's closing quote, and `kinds` its values: the first says that the value is text as it
     stands, the others that it is JSON. Where `calls` open with a quote and `name_end` has none, further attributes may
-    follow the name. With `entities`, `&quot;` and `&amp;` in a name or key stand for the characters.
+    follow the name. With `entities`, `&quot;` and `&amp;` in a name or key stand for the characters. `short` in
+    the place of `name_end` ends the call too. A value between the pair `verbatim` holds anything but its closing.
     """
 
     name_end: str
@@ -29,6 +30,8 @@ class Tagged(NamedTuple):
     attribute: str = ""
     kinds: tuple[str, ...] = ("true", "false")
     entities: bool = False
+    short: str = ""
+    verbatim: Pair = ("", "")
 
 
 class Elements(NamedTuple):
@@ -60,9 +63,13 @@ class Json(NamedTuple):
 
 
 class Pythonic(NamedTuple):
-    """A list of Python calls with keyword arguments: `[f(a=1), g(b="x")]`; without `brackets` a line each, no list."""
+    """A list of Python calls with keyword arguments: `[f(a=1), g(b="x")]`; without `brackets` a line each, no list.
+
+    With `objects`, `{"name": ..., "arguments": {...}}` may stand for a call.
+    """
 
     brackets: bool = True
+    objects: bool = False
 
 
 class Channels(NamedTuple):

@@ -76,7 +76,7 @@ class StreamParser:
         # Whether it is known what is reasoning: where the prompt is known, or the format has none.
         if not silent:
             self._recorder.preview = Preview(tables.preview, tool_set, self._recorder.tell)
-        self._thought = prefill is not None or not tables.thinking
+        self._thought = prefill is not None or not tables.may_be_open
         self._recorder.holding = not self._thought
         self._decoder: codecs.IncrementalDecoder | None = None  # made when bytes come
         self._run: Generator[None, None, None] | None = self._turn()

@@ -30,7 +30,7 @@ from chat_tools.parsing.streamed_call import ReaderStates, StreamedCall
 from chat_tools.parsing.tag_states import TagStates
 
 _LONGEST_HEADER, _LONGEST_BETWEEN = 600, 60
-_WORK_PER_CHARACTER, _SPARE_WORK = 3, 20_000  # past that, calls are told when they are complete
+_WORK_PER_CHARACTER, _SPARE_WORK = 3, 60_000  # past that, calls are told when they are complete
 
 
 class Preview:

@@ -234,7 +234,9 @@ def test_a_long_argument_that_may_be_null(name: str, schema: dict[str, Any], val
     assert call.arguments_dict() == {"text": value}
 
 
-THINKING = [name for name in formats() if FORMATS[name].reasoning]
+THINKING = [
+    name for name in formats() if any(closing not in FORMATS[name].ends for _, closing in FORMATS[name].reasoning)
+]
 
 
 @pytest.mark.parametrize("name", THINKING)
@@ -260,7 +262,17 @@ def test_without_a_prefill_calls_are_told_when_they_are_known_to_be_no_reasoning
         assert sum(len(event.text) for event in early if isinstance(event, ArgumentsDelta)) > 30
 
 
+def test_an_end_of_thinking_that_ends_all_else_makes_nothing_before_it_thoughts() -> None:
+    """Solar's `<|end|>` ends each of its messages."""
+    call = write_turn("solar", [("f", {"text": "x" * 200})])
+    parser = StreamParser("solar", TOOLS)
+    early = [event for letter in call for event in parser.feed(letter)]
+    assert sum(isinstance(event, CallStarted) for event in early) == 1
+    message = StreamParser("solar", TOOLS).finish(f"<|think|>so<|end|><|begin|>assistant<|content|>Hi.<|end|>{call}")
+    assert (message.reasoning, message.content, len(message.tool_calls)) == ("so", "Hi.", 1)
+
+
 def test_a_format_whose_thoughts_are_messages_needs_no_prefill() -> None:
-    assert set(formats()) - set(THINKING) == {"harmony", "muse_glimmer"}
+    assert set(formats()) - set(THINKING) == {"harmony", "muse_glimmer", "solar"}
     text = write_turn("harmony", [("f", {"text": LONG})])
     assert len(hears_at_once(StreamParser("harmony", TOOLS), text, 1)) == 1

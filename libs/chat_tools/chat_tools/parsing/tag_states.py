@@ -24,6 +24,7 @@ class TagStates(ReaderStates):
         self._may_be_text = False
         self._value: list[str] = []  # of a typed value, as it was written
         self._is_said: bool | None = None  # whether the model says that the value is text
+        self._keeps = False  # whether the value stands between the pair that keeps it as it is
 
     def _tag(self, text: str) -> int:
         """Read the tag of an argument."""
@@ -33,23 +34,30 @@ class TagStates(ReaderStates):
         if match is None or value is None or (body.newlines and len(text) == value.end()):
             return self.wait(text)
         key = match["key"]
+        here, keeps = text[value.end() :], body.verbatim[0]
+        if keeps and keeps.startswith(here):
+            return 0  # whether the value stands between the pair that keeps it shows in the next characters
         if key in self.stream_call.items:
             self.state = self.stop  # given twice: the last one counts
             return 0
+        self._keeps = bool(keeps) and here.startswith(keeps)
         self._key, self._value = key, []
         self._is_said = match["text"] == body.kinds[0] if body.attribute else None
+        if self._keeps and not self.stream_call.is_declared(key):
+            self._is_said = True
         guessed = (body.guess or self._is_said is False) and not self.stream_call.is_declared(key)
         self._typed = not self._is_said and (guessed or not self.stream_call.is_text(key))
         self._may_be_text = self.stream_call.may_be_text(key)
         if not self._typed:
             self.stream_call.begin_string(key)
         self.state = self._words
-        end = value.end()
+        end = value.end() + len(keeps) * self._keeps
         return end + 1 if body.newlines and text[end] == "\n" else end
 
     def _words(self, text: str) -> int:
         """Read more of a value, up to the first thing that looks like a tag."""
-        marks, body = self.tables.marks, self.tables.tagged
+        body = self.tables.tagged
+        marks = self.tables.kept_end if self._keeps else self.tables.marks
         match = marks.pattern.search(text)
         if match is None:
             sure = marks.partial_match(text, max(0, len(text) - marks.longest + 1))
@@ -94,7 +102,7 @@ class TagStates(ReaderStates):
         """Return the end of a closing tag, if it certainly is one (an argument or the call's end follows); else 0."""
         if self.tables.prefix:
             return self._element_closed(text, match.start())
-        if match.group() != self.tables.tagged.value[1]:
+        if not match.group().endswith(self.tables.tagged.value[1]):
             self.state = self.stop
             return 0
         end = match.end()

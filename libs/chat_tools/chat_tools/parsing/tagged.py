@@ -79,7 +79,9 @@ class TaggedTables:
         said = rf'(?P<key>[^"]*+)"\s*+{re.escape(body.attribute)}\s*+=\s*+"?(?P<text>{kinds})"?'
         self.attribute = re.compile(said) if body.attribute else None
         self.attributes = call[0].endswith('"') and '"' not in body.name_end
-        self.name_stop = Marks.of([body.name_end, "\n", *(marks if body.name_end[0] == "<" else "<")])
+        short = [body.short] if body.short else []
+        self.name_stop = Marks.of([body.name_end, *short, "\n", *(marks if body.name_end[0] == "<" else "<")])
+        self.verbatim_end = Marks.of([body.verbatim[1] + body.value[1]])
         self.key_stop = Marks.of([body.key[1], "\n", *(marks if body.key[1][0] == "<" else "<")])
         self.after_value = [m for m in marks if m != body.value[1]]
         self.after_call = [*(m for kind, pair in pairs.items() if kind != "p" for m in pair), *fmt.ends]
@@ -120,12 +122,15 @@ class TaggedReader:
     def read(self) -> Wait[str | None]:
         """Read to the end of the call and record it, or return why it is malformed at this position."""
         self.flat, self.notes, self.pairs = self.always_flat, [], []
-        name = yield from self._header(self.tables.name_stop, self.tables.body.name_end)
+        body = self.tables.body
+        name = yield from self._header(self.tables.name_stop, body.name_end, body.short)
         if name is None:
             return "the tool's name is not closed"
         name = self.tables.name(name)
         if not name:
             return "the tool's name is empty"
+        if body.short and self.reader.slice(self.reader.pos - len(body.short), self.reader.pos) == body.short:
+            return self._record(name)
         properties = (self.tools.get(name) or {}).get("properties")
         while True:
             start = self.reader.pos
@@ -167,13 +172,13 @@ class TaggedReader:
         """Return whether every argument that the tool declares was read, so that no more could follow."""
         return has_all(self.tools.get(name), {key for key, *_ in self.pairs})
 
-    def _header(self, stop: Marks, end: str) -> Wait[str | None]:
-        """Read a name up to `end`; None if the line ends before, or another tag begins."""
+    def _header(self, stop: Marks, end: str, short: str = "") -> Wait[str | None]:
+        """Read a name up to `end` or `short`; None if the line ends before, or another tag begins."""
         start = self.reader.pos
         match = yield from self.reader.search(stop)
         name = self.reader.slice(start, self.reader.pos).strip().strip("\"'")
-        if match is not None and match.group() == end:
-            self.reader.pos += len(end)
+        if match is not None and match.group() in (end, short):
+            self.reader.pos += len(match.group())
             return name
         return name if end == "\n" and match is not None else None  # a line's end may be missing
 
@@ -197,6 +202,8 @@ class TaggedReader:
             if not (yield from self.reader.at([body.value[0]])):
                 return f"argument {key!r} has no value"
             self.reader.pos += len(body.value[0])
+        if body.verbatim[0] and (yield from self.reader.at([body.verbatim[0]])):
+            return (yield from self._verbatim(key, None if key in (properties or {}) else True))
         begin = self.reader.pos
         end = None
         if not self.flat:
@@ -213,6 +220,16 @@ class TaggedReader:
         if body.newlines:
             value = value.removeprefix("\n").removesuffix("\n")
         self.pairs.append((key, value, is_text))
+        return None
+
+    def _verbatim(self, key: str, is_text: bool | None) -> Wait[str | None]:
+        """Read a value between the markers that keep it as it is; it is text where no type is declared."""
+        body = self.tables.body
+        begin = self.reader.pos + len(body.verbatim[0])
+        if (yield from self.reader.search(self.tables.verbatim_end)) is None:
+            return f"argument {key!r} is not closed"
+        self.pairs.append((key, self.reader.slice(begin, self.reader.pos), is_text))
+        self.reader.pos += len(body.verbatim[1] + body.value[1])
         return None
 
     def _nested_value(self) -> Wait[int | None]:

@@ -52,12 +52,19 @@ def _tagged(fmt: Format, name: str, arguments: Mapping[str, Any]) -> str:
     newline = "\n" if body.newlines else ""
     between = "\n" if body.value[0] else ""
     rows = [
-        f"{body.key[0]}{key}{_attribute(body, value)}{body.key[1]}{between}{body.value[0]}{newline}{text_of(value)}"
-        f"{newline}{body.value[1]}\n"
+        f"{body.key[0]}{key}{_attribute(body, value)}{body.key[1]}{between}"
+        f"{body.value[0]}{newline}{_value(body, value)}{newline}{body.value[1]}\n"
         for key, value in arguments.items()
     ]
     head = f"{opening}{name}{body.name_end}" + ("" if body.name_end == "\n" else "\n")
     return head + "".join(rows) + closing
+
+
+def _value(body: Tagged, value: Any) -> str:
+    """Return a value between its tags; text with signs of markup between the pair that keeps it."""
+    text = text_of(value)
+    opening, closing = body.verbatim
+    return opening + text + closing if opening and isinstance(value, str) and set(text) & set("<&\n") else text
 
 
 def _attribute(body: Tagged, value: Any) -> str:
@@ -171,6 +178,31 @@ def after_name(fmt: Format, calls: Sequence[Call], separator: str = "", between:
 def after_separator(fmt: Format, calls: Sequence[Call]) -> str:
     """Return calls of DeepSeek V3.1: the name, a separator, the object."""
     return after_name(fmt, calls, "<｜tool▁sep｜>")
+
+
+def after_name_tag(fmt: Format, calls: Sequence[Call]) -> str:
+    """Return calls of functionary: the name in the tag, the object after it."""
+    return after_name(fmt, calls, ">")
+
+
+def with_ids(fmt: Format, calls: Sequence[Call]) -> str:
+    """Return calls of Solar: an id of ten characters, the name, the object."""
+    assert fmt.section is not None
+    opening, closing = fmt.calls[0]
+    heads = [f"{opening}call{i:06}<|tool_call:name|>{n}<|tool_call:args|>" for i, (n, _) in enumerate(calls)]
+    written = "".join(f"{head}{json_of(a)}{closing}" for head, (_, a) in zip(heads, calls, strict=True))
+    return f"{fmt.section[0]}{written}{fmt.section[1]}"
+
+
+def named_objects(fmt: Format, calls: Sequence[Call]) -> str:
+    """Return calls of PLaMo 3: the name between markers, the object between others."""
+    assert fmt.section is not None
+    (opening, closing), body = fmt.calls[0], fmt.body
+    assert isinstance(body, Json)
+    name, begin = "<|plamo:{}_tool_name:plamo|>", body.after.replace("end_", "begin_") + "<|plamo:constrain|>json"
+    heads = [f"{opening}{name.format('begin')}{n}{name.format('end')}{begin}<|plamo:msg|>" for n, _ in calls]
+    written = [f"{head}{json_of(a)}{body.after}{closing}" for head, (_, a) in zip(heads, calls, strict=True)]
+    return fmt.section[0] + "".join(written) + fmt.section[1]
 
 
 def fenced(fmt: Format, calls: Sequence[Call]) -> str:

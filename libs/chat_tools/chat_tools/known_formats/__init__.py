@@ -1,0 +1,1 @@
+"""Entries of formats beside those of `parsing.formats`, and the names that servers give to formats."""
