@@ -19,7 +19,7 @@ from engines.tiny import tiny_config, tiny_model
 
 TYPES = [kind for family in FAMILIES for kind in family.model_types]
 REFUSED = {
-    "deepseek_v32": "does not take indices",
+    "inkling_text": "does not take position_bias",
     "zaya": "layers mixed tokens through the packed context",
     "rwkv": "no layers that are known to mix tokens",
 }

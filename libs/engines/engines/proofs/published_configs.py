@@ -15,7 +15,6 @@ from transformers import AutoConfig
 
 _COPIES = "aiconfigurator-core 0.12.0, model_configs/{}_config.json"
 _DEFAULTS = "defaults of transformers' config class, which names this checkpoint"
-_SPARSE = r"does not take indices \(from \w+\): attention to chosen keys \(index_topk\)"
 _LENGTH = r"packed rows differ from stock transformers: log-probs [1-9]"
 
 
@@ -136,7 +135,6 @@ PUBLISHED = (
         "glm_moe_dsa",
         _copy("zai-org/GLM-5"),
         {"rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}},
-        refused=_SPARSE,
     ),
     Published(
         "deepseek-ai/DeepSeek-V3",
@@ -149,7 +147,6 @@ PUBLISHED = (
         "deepseek_v32",
         _copy("deepseek-ai/DeepSeek-V3.2"),
         {"rope_theta": 10000, "rope_scaling": _DEEPSEEK},
-        refused=_SPARSE,
     ),
     Published(
         "moonshotai/Kimi-Linear-48B-A3B-Instruct",

@@ -15,13 +15,14 @@ from typing import Any
 import transformers
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engines.families.family import Family
 from engines.families.own_family import own_family
 from engines.families.router import RouterLoss
 from engines.families.stock_router import stock_router_loss
 from seqpack.adapters.delta_net import PackedForward
-from seqpack.adapters.stock_rows import bloom_attention, mpt_attention, own_attention, stock_rows
+from seqpack.adapters.stock_rows import bloom_attention, mpt_attention, own_attention, own_rows, stock_rows
 from seqpack.adapters.subclasses import stock_class
 
 _TABLE = "ALL_ATTENTION_FUNCTIONS"
@@ -107,7 +108,9 @@ class GenericFamily(Family):
             if _OTHER_TOKENS.search(name):
                 continue
             if chooses_attention(module):
-                yield module, None
+                yield module, own_attention if chooses_keys(module) or masks_itself(module) else None
+            elif name.endswith(".indexer"):  # inside of attention, which runs it
+                continue
             elif module is not layer and keeps_state(module) and not any(_mixes(part) for part in module.children()):
                 kind: Any = stock_class(module)
                 yield module, _packed_form(kind)
@@ -117,6 +120,17 @@ def chooses_attention(module: nn.Module) -> bool:
     """Return whether the stock code of a module looks its attention function up in transformers' table."""
     stock = inspect.unwrap(stock_class(module).forward)
     return isinstance(stock, FunctionType) and _TABLE in stock.__code__.co_names
+
+
+def masks_itself(module: nn.Module) -> bool:
+    """Return whether an attention module has a table of its own (Doge), whose functions take a mask for each head."""
+    names = inspect.unwrap(stock_class(module).forward).__globals__
+    return names.get(_TABLE) is not ALL_ATTENTION_FUNCTIONS
+
+
+def chooses_keys(module: nn.Module) -> bool:
+    """Return whether an attention module attends to chosen keys (`index_topk`): it chose them, or another layer."""
+    return getattr(module, "indexer", None) is not None or bool(getattr(module, "skip_topk", False))
 
 
 def keeps_state(module: nn.Module) -> bool:
@@ -130,8 +144,10 @@ def _packed_form(kind: Any) -> PackedForward:
     """Return the packed form of a class of modules that mix tokens by code of their own."""
     if (own := _OWN_FORMS.get(kind.__name__)) is not None:
         return own
-    masked = "attention_mask" in inspect.signature(kind.forward).parameters
-    return own_attention if masked and "softmax" in inspect.getsource(kind).lower() else stock_rows
+    parameters = inspect.signature(kind.forward).parameters
+    if "attention_mask" in parameters and "softmax" in inspect.getsource(kind).lower():
+        return own_attention
+    return own_rows if "position_embeddings" in parameters else stock_rows
 
 
 def _mixes(module: nn.Module) -> bool:

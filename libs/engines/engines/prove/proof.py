@@ -64,6 +64,11 @@ def prove(config: Any) -> Certificate:
         ValueError: the type has no causal language model, or none could be built in small.
     """
     start, part = time.perf_counter(), checked_part(config)
+    if not hasattr(part.get_text_config(), "vocab_size"):
+        raise ValueError(
+            f"model family {part.model_type!r} is not supported: its config has no vocab_size, so that it "
+            "writes no text"
+        )
     family = registered_family(part) or generic_family(part)
     try:
         small = small_config(part)

@@ -26,6 +26,7 @@ _GROUPS = {"n_group": 2, "topk_group": 1, "moe_topk_group": 1}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 SIZES: Mapping[str, int] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "hidden_dim", "embedding_size", "embed_dim"), HIDDEN),
+    "embedding_dim": HIDDEN,
     **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads"), HEADS),
     **dict.fromkeys(("head_dim", "attention_head_dim", "v_head_dim", "qk_nope_head_dim", "global_head_dim"), HEAD_DIM),
     **dict.fromkeys(
@@ -289,7 +290,8 @@ def _shrink_rope(text: Any) -> None:
     rope = getattr(text, "rope_parameters", None)
     if not isinstance(rope, dict):
         return
-    for part in [rope, *(one for one in rope.values() if isinstance(one, dict))]:
+    nested = [one for one in rope.values() if isinstance(one, dict)]
+    for part in [rope, *nested]:
         width = values.get("qk_rope_head_dim") or values.get("head_dim") or HEAD_DIM
         half = int(width * part.get("partial_rotary_factor", values.get("partial_rotary_factor") or 1.0)) // 2
         for name, bound in _ROTATIONS.items():
@@ -300,7 +302,7 @@ def _shrink_rope(text: Any) -> None:
         for name in ("short_factor", "long_factor"):
             if isinstance(part.get(name), list):
                 part[name] = [part[name][i * len(part[name]) // half] for i in range(half)]
-        if isinstance(sections := part.get("mrope_section") or (_own_sections(text) if part is rope else None), list):
+        if isinstance(sections := part.get("mrope_section") or _own_sections(text, part, nested), list):
             part["mrope_section"] = _sections(sections, half)
 
 
@@ -314,8 +316,13 @@ def _sections(sections: Sequence[int], half: int) -> list[int]:
     return scaled
 
 
-def _own_sections(text: Any) -> list[int] | None:
-    """Return the sections that modelling code takes where the config names none: they are those of the true width."""
+def _own_sections(text: Any, part: Any, nested: Sequence[Any]) -> list[int] | None:
+    """Return the sections that modelling code takes where the config names none: they are those of the true width.
+
+    Where each kind of layer has rotary embeddings of its own (`nested`), each has sections.
+    """
+    if nested and part not in nested:
+        return None
     module = importlib.import_module(type(text).__module__.replace(".configuration_", ".modeling_"))
     found = re.search(r"""get\("mrope_section", (\[[\d, ]+\])\)""", inspect.getsource(module))
     return None if found is None else json.loads(found[1])

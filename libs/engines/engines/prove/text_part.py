@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -59,7 +60,7 @@ def export_problem(model: Any, family: GenericFamily, rows: Sequence[Tensor], wa
             again = auto.from_pretrained(
                 target, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
             )
-        except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        except (KeyError, OSError, RuntimeError, StrictDataclassError, TypeError, ValueError) as error:
             return f"a directory of it cannot be opened and exported: {error}"
         if before.tensors.keys() != after.tensors.keys():
             return f"its export lacks or adds {sorted(before.tensors.keys() ^ after.tensors.keys())[0]}"

@@ -108,6 +108,8 @@ class DiskNames:
         for part in self.parts(name, shape):
             if not part.index:
                 yield DiskRead(part.name, rows)
+            elif part.index[0] == slice(None):  # other parts lie beside it in each row
+                yield DiskRead(part.name, rows, part.index)
             elif isinstance(part.index[0], slice):
                 own = part.index[0]
                 first, last = max(rows.start, own.start), min(rows.stop, own.stop)
@@ -179,6 +181,10 @@ def joined_parts(
         )
     if how == {(("Concatenate", 0),)} and all(len(group) == 1 for group in groups):
         return tuple(DiskPart(name, (part,)) for (name,), part in zip(groups, rows, strict=True))
+    if how == {(("Concatenate", 1),)} and all(len(group) == 1 for group in groups):
+        ends = [*accumulate(checkpoint[name].shape[1] for (name,) in groups)]
+        columns = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+        return tuple(DiskPart(name, (slice(None), part)) for (name,), part in zip(groups, columns, strict=True))
     words = ", ".join(sorted(f"{name}({dim})" for operations in how for name, dim in operations))
     raise ValueError(f"{', '.join(sorted(found)[:3])} are read as {key} by {words}, which is not implemented here")
 

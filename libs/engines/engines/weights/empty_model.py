@@ -87,13 +87,17 @@ def _fill_buffers(model: Any, module: nn.Module, prefix: str, saved: set[str]) -
     }
     if not buffers:
         return
-    made = []
-    for blank in (0, 1):  # an integer has no NaN: what stays as it was differs
-        for name, buffer in buffers.items():
-            value = torch.nan if buffer.is_floating_point() else blank
-            setattr(module, name, torch.full_like(buffer, value, device="cpu"))
-        init_weights(model, module)
-        made.append([getattr(module, name) for name in buffers])
-    for name, one, other in zip(buffers, *made, strict=True):
-        if not torch.equal(one, other):  # NaN equals nothing
-            raise ValueError(f"transformers says nothing of buffer {prefix}.{name}, which is in no checkpoint")
+    left = ""
+    for source in (module, model):  # Falcon-H1 fills buffers of its layers as a whole
+        made = []
+        for blank in (0, 1):  # an integer has no NaN: what stays as it was differs
+            for name, buffer in buffers.items():
+                value = torch.nan if buffer.is_floating_point() else blank
+                setattr(module, name, torch.full_like(buffer, value, device="cpu"))
+            init_weights(model, source)
+            made.append([getattr(module, name) for name in buffers])
+        pairs = zip(buffers, *made, strict=True)
+        left = next((name for name, one, other in pairs if not torch.equal(one, other)), "")  # NaN equals nothing
+        if not left:
+            return
+    raise ValueError(f"transformers says nothing of buffer {prefix}.{left}, which is in no checkpoint")

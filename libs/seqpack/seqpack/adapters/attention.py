@@ -25,8 +25,6 @@ _INERT = frozenset(["position_ids", "use_cache", "output_router_logits", "output
 _INERT |= {"num_items_in_batch"}
 """Arguments of a stock attention call that have nothing to do with its result here: nothing is cached or returned, and
 the count of a batch's labels, which trainers hand to the model, is the loss's."""
-_MISSING = {"indices": ": attention to chosen keys (index_topk) is not implemented"}
-"""What an argument asks for, where its name does not say it."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +77,7 @@ def packed_attention(
     """
     unhandled = sorted(name for name, value in unknown.items() if value is not None and name not in _INERT)
     if unhandled:
-        missing = _MISSING.get(unhandled[0], "")
-        raise ValueError(f"packed attention does not take {unhandled[0]} (from {type(module).__name__}){missing}")
+        raise ValueError(f"packed attention does not take {unhandled[0]} (from {type(module).__name__})")
     if dropout:
         raise ValueError("packed attention has no dropout: call model.eval(), or set attention_dropout to 0")
     context.mixed.append(type(module).__name__)

@@ -36,26 +36,59 @@ def stock_rows(layer: Any, x: Tensor, context: PackedContext) -> Tensor:
 def own_attention(layer: Any, hidden: Tensor, context: PackedContext, given: Mapping[str, Any]) -> tuple[Any, ...]:
     """Run attention of a layer's own code on hidden [1, T, H], each sequence in a row of its own with a causal mask.
 
-    What else the layer is given by token (positions, rotary factors) goes to the same rows.
+    What else the layer is given by token (positions, rotary factors, keys that another layer chose) goes to the same
+    rows, and keys that it chose come back by token.
     """
+    return _in_rows(layer, hidden, context, given, True)
+
+
+def own_rows(layer: Any, hidden: Tensor, context: PackedContext, given: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Run a causal layer of its own code (MiniMax's linear attention) as `own_attention`, without a mask."""
+    return _in_rows(layer, hidden, context, given, False)
+
+
+def _in_rows(
+    layer: Any, hidden: Tensor, context: PackedContext, given: Mapping[str, Any], masked: bool
+) -> tuple[Any, ...]:
     tokens, forward = hidden.shape[1], stock_class(layer).forward
     others: list[Any] = []
+    chosen: list[tuple[Tensor, Tensor]] = []
     powers = _BASE ** torch.arange(_DIGITS, device=hidden.device)
-    digits = torch.arange(tokens, device=hidden.device)[:, None] // powers % _BASE
+    digits = torch.arange(1, tokens + 1, device=hidden.device)[:, None] // powers % _BASE  # zero: padding
 
     def run(x: Tensor) -> Tensor:
-        rows, place = x[..., :-_DIGITS], (x[..., -_DIGITS:].to(torch.int64) * powers).sum(-1)
+        rows, number = x[..., :-_DIGITS], (x[..., -_DIGITS:].to(torch.int64) * powers).sum(-1)
+        place = (number - 1).clamp(min=0)
         options = {
             name: at_places(value, place, tokens, name) for name, value in given.items() if name != "attention_mask"
         }
         below = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
         mask = torch.zeros_like(below, dtype=x.dtype).masked_fill(~below, torch.finfo(x.dtype).min)
-        result, *rest = forward(layer, rows, **options, attention_mask=mask.expand(len(x), 1, *mask.shape))
+        causal = mask.expand(len(x), 1, *mask.shape) if masked else None
+        result, *rest = forward(layer, rows, **options, attention_mask=causal)
+        chosen.extend((number, keys) for keys in rest if _are_keys(keys, number))
         others[:] = rest
         return result  # type: ignore[no-any-return]
 
     out = context.ops.by_rows(run, torch.cat([hidden.squeeze(0), digits.to(hidden.dtype)], 1), context)
-    return (out.unsqueeze(0), *others)
+    return (out.unsqueeze(0), *(_by_token(chosen, tokens) if _are_keys(one) else one for one in others))
+
+
+def _are_keys(value: Any, places: Tensor | None = None) -> bool:
+    """Return whether a result of a layer is places of keys [n, L, k] that it chose."""
+    integers = isinstance(value, Tensor) and not value.is_floating_point()
+    return integers and value.ndim == 3 and (places is None or value.shape[:2] == places.shape)
+
+
+def _by_token(chosen: list[tuple[Tensor, Tensor]], tokens: int) -> Tensor:
+    """Return the keys of rows by token, [1, T, k]; where rows chose fewer, the first stands several times."""
+    most = max(keys.shape[-1] for _, keys in chosen)
+    first = chosen[0][1]
+    result = first.new_zeros(tokens + 1, most)
+    for numbers, keys in chosen:
+        wide = torch.cat([keys, keys[..., :1].expand(*keys.shape[:2], most - keys.shape[-1])], -1)
+        result[numbers.flatten()] = wide.flatten(0, 1)
+    return result[None, 1:]
 
 
 def bloom_attention(layer: Any, hidden: Tensor, context: PackedContext, given: Mapping[str, Any]) -> tuple[Any, ...]:
