@@ -97,7 +97,7 @@ def played_sum(harness: Any) -> tuple[ScriptedEngine, list[Episode]]:
 
 
 @pytest.mark.parametrize("harness", [InProcessHarness, ProgramHarness])
-def test_a_task_with_tools_is_played_and_scored_by_verifiers(harness: type[Any]) -> None:
+def test_a_task_with_tools_is_played_and_scored_by_verifiers(harness: Any) -> None:
     assert len({row.id for row in VerifiersAgent(Sums(vf.TasksetConfig(id="sums")), harness).rows()}) == 3
     engine, (episode,) = played_sum(harness)
     assert (episode.error, episode.end, episode.reward) == (None, "done", 1.0)
@@ -206,7 +206,7 @@ def test_what_breaks_in_verifiers_is_a_failure_and_no_zero() -> None:
 
 @pytest.mark.parametrize("harness", [InProcessHarness, ProgramHarness])
 @pytest.mark.parametrize("limit", ["max_turns", "max_tokens"])
-def test_a_limit_is_truncation_and_no_failure(harness: type[Any], limit: str) -> None:
+def test_a_limit_is_truncation_and_no_failure(harness: Any, limit: str) -> None:
     """The gateway refuses the turn after the call, which breaks the rollout; its tokens are trained.
 
     verifiers' own program sees that the context is full, and ends in order: verifiers scores what there is.
