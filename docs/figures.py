@@ -2,8 +2,8 @@
 
 docs/figures.toml names for each page the benchmarks of which it speaks, and under `fixed` the figures that are no
 measurements (defaults, limits, goals), as the page writes them. A figure is a number with a unit, in words or in a
-table whose head has the unit; code and tables that draw_benchmarks.py draws are left out. It has to be the newest
-value of one of those benchmarks, in a column of that unit or of none, rounded as the page rounds it.
+table whose head has the unit, or a count ("3 of 4"); code and drawn tables are left out. It has to be the newest value
+of one of those benchmarks, in a column of that unit or of none, rounded as the page rounds it.
 """
 
 import re
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from draw_benchmarks import Benchmark, drawn_names, latest, read, without_drawn
+from draw_benchmarks import Benchmark, drawn_names, latest, pages_of, read, without_drawn
 
 UNITS = {
     "a second": r"tokens/s|GB/s|(?:\w+ )?(?:a|per) second",
@@ -32,6 +32,7 @@ BETWEEN = r"(?:,? and |,? or |, | to | against | -> |-)"
 FIGURE = re.compile(
     rf"(?<![\w.,])(?:{NUMBER})(?:{BETWEEN}(?:{NUMBER}))*(?: ?%|[ -](?:{'|'.join(UNITS.values())})(?!\w))"
 )
+COUNT = re.compile(rf"(?<![\w.,])(?:{NUMBER}) of (?:the )?(?:{NUMBER})(?![\w%]| ?%)")
 LONE = re.compile(rf"(?<![\w.,])(?:{NUMBER})(?![\w,.]*\w)")
 DATE = re.compile(r"\b20\d\d-[01]\d-[0-3]\d\b")
 CODE = re.compile(r"^```.*?^```$|^ {4,}[.\w`].*?$|(?<!`)`[^`\n]+`|<!--.*?-->|(?<=\])\([^)\s]+\)", re.M | re.S)
@@ -81,7 +82,8 @@ def figures(text: str) -> Iterator[Figure]:
         head = head if cells else []
         before = cells
         words += ["", *cells, ""] if cells else [line]
-    for match in FIGURE.finditer(re.sub(r"(?<=\S)\n(?=\S)", " ", "\n".join(words))):
+    text = re.sub(r"(?<=\S) *\n *(?=\S)", " ", "\n".join(words))
+    for match in [*FIGURE.finditer(text), *COUNT.finditer(text)]:
         yield Figure(match[0], tuple(re.findall(NUMBER, match[0])), unit_of(match[0]) or "")
 
 
@@ -134,10 +136,11 @@ def complaints(page: str, text: str, entry: PageFigures, benchmarks: Mapping[str
 
 
 def check_figures(root: Path) -> list[str]:
-    """Return complaints about the pages of docs/figures.toml."""
+    """Return complaints about all pages and READMEs, and about entries of docs/figures.toml without a page."""
     benchmarks = {path.stem: read(path) for path in sorted(root.glob("docs/benchmarks/*.json"))}
-    return [
-        complaint
-        for page, entry in read_pages(root / "docs/figures.toml").items()
-        for complaint in complaints(page, (root / page).read_text(encoding="utf-8"), entry, benchmarks)
-    ]
+    entries = read_pages(root / "docs/figures.toml")
+    pages = {str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in pages_of(root)}
+    said = [f"docs/figures.toml: there is no {page}" for page in entries if page not in pages]
+    for page, text in pages.items():
+        said += complaints(page, text, entries.get(page, PageFigures()), benchmarks)
+    return said
