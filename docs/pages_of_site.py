@@ -9,12 +9,17 @@ from pathlib import Path
 LIBRARIES = ("seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "schedules", "runlog", "runplan")
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 PAGES: Mapping[str, Sequence[str]] = {
-    "Start": ["README.md", "docs/running.md", "apps/README.md", "apps/sft/README.md", "docs/from-verl.md"],
+    "Start": ["README.md", "docs/running.md", "apps/README.md", "apps/sft/README.md"],
+    "Tutorials": [
+        "docs/tutorial-first-run.md", "docs/tutorial-reward-and-environment.md", "docs/tutorial-sft.md",
+        "docs/tutorial-gpu.md",
+    ],
     "How to": [
-        "docs/extend.md", "docs/bring-an-environment.md", "docs/add-an-advantage.md", "docs/add-a-loss.md",
-        "docs/add-a-recipe.md", "docs/add-a-backend.md", "docs/add-a-model-family.md", "docs/add-a-tool-call-format.md",
-        "docs/use-objectives-in-a-loop.md", "docs/use-objectives-with-trl.md", "docs/use-dyncp-with-fsdp2.md",
-        "docs/use-dyncp-with-megatron.md",
+        "docs/troubleshooting.md", "docs/extend.md", "docs/bring-an-environment.md", "docs/add-an-advantage.md",
+        "docs/add-a-loss.md", "docs/add-a-metric.md", "docs/add-a-recipe.md", "docs/add-a-sampler.md",
+        "docs/add-a-schedule.md", "docs/add-a-backend.md", "docs/add-a-model-family.md",
+        "docs/add-a-tool-call-format.md", "docs/from-verl.md", "docs/use-objectives-in-a-loop.md",
+        "docs/use-objectives-with-trl.md", "docs/use-dyncp-with-fsdp2.md", "docs/use-dyncp-with-megatron.md",
     ],
     "Explanation": [
         "docs/architecture.md", "docs/engines.md", "docs/engines-megatron.md", "docs/engines-speed.md",
