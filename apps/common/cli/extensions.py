@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -118,11 +119,17 @@ class OwnCode:
 
 def points_of(config: Any) -> Iterator[Point]:
     """Yield the points that an app's configuration, or its class, has."""
-    kind = config if isinstance(config, type) else type(config)
-    for point in POINTS:
-        for path, options in ((point.path, point.options), *point.others):
-            if _has(kind, path) and _has(kind, options):
-                yield replace(point, path=path, options=options)
+    yield from _points_of(config if isinstance(config, type) else type(config))
+
+
+@lru_cache(maxsize=16)
+def _points_of(kind: type) -> tuple[Point, ...]:
+    return tuple(
+        replace(point, path=path, options=options)
+        for point in POINTS
+        for path, options in ((point.path, point.options), *point.others)
+        if _has(kind, path) and _has(kind, options)
+    )
 
 
 def named(config: Any, point: Point) -> tuple[str, ...]:

@@ -1,5 +1,7 @@
 """The launch line of a plan, copied, gives the configuration that was planned: one flag at a time, and any of them."""
 
+import itertools
+import re
 import shlex
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -139,19 +141,38 @@ def assert_copied(app: str, config: Any) -> None:
         assert entry in run[:after]
 
 
+def copied_together(app: str, entries: list[tuple[str, ...]], given: tuple[str, ...]) -> set[str]:
+    """The flags of a command line of all entries that it was copied with: those that a refusal names are left out."""
+    try:
+        config = command_line(app).parse([*(word for entry in entries for word in entry), *given])
+    except ValueError as error:
+        left = [entry for entry in entries if entry[0] not in str(error)]
+        half = len(entries) // 2
+        parts = [left] if len(left) < len(entries) else [entries[:half], entries[half:]] if half else []
+        return {name for part in parts if part for name in copied_together(app, part, given)}
+    if APPS[app][1](config).needs_model and not given:
+        return copied_together(app, entries, GIVEN)
+    assert_copied(app, config)
+    paths = {flag(path) for path in changed(config, command_line(app).recipes["quickstart"])}
+    return {entry[0] for entry in entries if re.sub(r"(--|\.)no-", r"\1", entry[0]) in paths}
+
+
 @pytest.mark.parametrize("app", APPS)
-def test_one_flag_at_a_time(app: str) -> None:
-    """Each with its first value that the parser takes; in sft those that grpo has not."""
-    default, reached = command_line(app).recipes["quickstart"], set[str]()
-    for words in FLAGS[app]:
-        if words[0] in reached or (app == "sft" and any(words[0] == other[0] for other in FLAGS["grpo"])):
-            continue
-        config = parsed(app, [*words])
-        if config is None or APPS[app][1](config).needs_model:
-            config = parsed(app, [*words, *GIVEN])
-        if config is not None and changed(config, default):
-            assert_copied(app, config)
-            reached.add(words[0])
+def test_sixteen_flags_at_a_time(app: str) -> None:
+    """Each flag that some of its first values take beside others; in sft those that grpo has not. Alone:
+    launch_line_alone_test."""
+    values: dict[str, list[tuple[str, ...]]] = {}
+    for entry in FLAGS[app]:
+        if app == "grpo" or all(entry[0] != other[0] for other in FLAGS["grpo"]):
+            values.setdefault(entry[0], []).append(entry)
+    reached = set[str]()
+    for beside, number in itertools.product(((), GIVEN), range(2)):
+        left = [some[number] for name, some in values.items() if name not in reached and number < len(some)]
+        for start in range(0, len(left), 16):
+            reached |= copied_together(app, left[start : start + 16], beside)
+    for name in EXPECTED[app] - reached:  # refused beside others
+        for entry, beside in itertools.product(values[name], ((), GIVEN)):
+            reached |= copied_together(app, [entry], beside)
     assert reached > EXPECTED[app]
 
 
