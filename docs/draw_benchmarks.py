@@ -17,7 +17,8 @@ HEAD = """# Benchmarks: history
 
 Drawn from the files of [benchmarks](benchmarks) by `./bazelw run //docs:draw_benchmarks`; a test holds this page to
 them. Each case has its runs in the order of their dates. Runs of different devices or versions say nothing about one
-another.
+another. A new measurement is a further run in its file (`docs/benchmarks/NAME.json`): date, device, versions and values
+by case. Tables of other pages have the newest run of each case and device.
 """
 PAGE = Path("docs/benchmark_history.md")
 DRAWN = re.compile(r"<!-- figures: (\w+) -->\n(.*?)<!-- end of figures -->", re.S)
