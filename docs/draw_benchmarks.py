@@ -131,7 +131,7 @@ def _told(run: Run) -> str:
 
 def pages_of(root: Path) -> list[Path]:
     """Return the pages and READMEs whose figures are held to docs/benchmarks, of which some have drawn tables."""
-    patterns = ("README.md", "docs/*.md", "libs/*/README.md", "libs/[dr]*/MEASURED.md", "apps/**/README.md")
+    patterns = ("README.md", "docs/*.md", "libs/*/README.md", "libs/[drs]*/MEASURED.md", "apps/**/README.md")
     return [path for pattern in patterns for path in sorted(root.glob(pattern)) if path.name != PAGE.name]
 
 
@@ -172,8 +172,9 @@ def main() -> None:
     print(PAGE)
     for path in pages_of(Path()):
         text = path.read_text(encoding="utf-8")
-        if drawn_names(text):
-            path.write_text(with_tables(path, text, benchmarks), encoding="utf-8")
+        drawn = with_tables(path, text, benchmarks)
+        if drawn != text:
+            path.write_text(drawn, encoding="utf-8")
             print(path)
 
 
