@@ -131,7 +131,7 @@ def _told(run: Run) -> str:
 
 def pages_of(root: Path) -> list[Path]:
     """Return the pages and READMEs whose figures are held to docs/benchmarks, of which some have drawn tables."""
-    patterns = ("README.md", "docs/*.md", "libs/*/README.md", "libs/[drs]*/MEASURED.md", "apps/**/README.md")
+    patterns = ("README.md", "docs/*.md", "libs/*/README.md", "libs/*/MEASURED.md", "apps/**/README.md")
     return [path for pattern in patterns for path in sorted(root.glob(pattern)) if path.name != PAGE.name]
 
 
