@@ -60,11 +60,12 @@ def test_every_group_has_the_time_of_the_settings(tmp_path: Path) -> None:
 
 
 def late(name: str, seconds: float) -> float:
-    """Rank 1 is late inside its first layer, where the others wait for it."""
+    """Rank 1 is late inside its first layer, once, where the others wait for it."""
     built = engine(name, None, max_tokens_per_rank=40)
     first = built.executor.stages[0].decoder if name == "megatron" else built.executor.model.model
     if dist.get_rank() == 1:
-        first.layers[0].register_forward_pre_hook(lambda *_: time.sleep(seconds))
+        delays = iter([seconds])
+        first.layers[0].register_forward_pre_hook(lambda *_: time.sleep(next(delays, 0)))
     loss: float = built.train_batch(tiny_batch(LENGTHS), SFT())["loss"]
     return loss
 

@@ -42,7 +42,7 @@ def verdicts(count: int, seed: int) -> list[Verdict]:
 
 
 def test_few_sequences_get_the_fastest_plan_there_is() -> None:
-    for found in verdicts(150, seed=7):
+    for found in verdicts(60, seed=7):
         assert found.seconds <= found.static * ROUNDING, found
         assert found.seconds == pytest.approx(found.dynamic, rel=1e-9), found
         assert found.bound == pytest.approx(found.dynamic, rel=1e-9), found
@@ -62,7 +62,7 @@ def test_the_searches_for_more_sequences_come_near_it(monkeypatch: pytest.Monkey
     """What plans more than a handful of sequences, held to the same optima: exact planning is taken away."""
     monkeypatch.setattr(planner, "exact_candidate", lambda *_: None)
     monkeypatch.setattr(planner, "exact_static", lambda *_: None)
-    found = verdicts(150, seed=seed)
+    found = verdicts(60, seed=seed)
     ratios = [v.seconds / v.dynamic for v in found]
     assert min(ratios) >= 1 / ROUNDING
     assert sum(ratios) / len(ratios) <= 1.01

@@ -19,6 +19,7 @@ from engines.parallel.layout import ParallelLayout
 from engines.proofs.forked_ranks import launch_forked
 
 CASES: list[Case] = [
+    ("vision", {"tensor_parallel": 2, "pipeline_parallel": 2}),
     ("vision", {"tensor_parallel": 2, "context_parallel": "dynamic", "max_tokens_per_rank": 24}),
     ("vision_moe", {"tensor_parallel": 2, "expert_parallel": 2}),
     ("vision_moe", {"tensor_parallel": 2, "expert_parallel": 2, "context_parallel": "static:2"}),
@@ -26,6 +27,7 @@ CASES: list[Case] = [
     ("trained tower, moe", {
         "tensor_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "expert_parallel": 2,
     }),
+    ("trained tower, moe", {"tensor_parallel": 2, "expert_parallel": 2, "distributed_optimizer": True}),
     ("lora", {"tensor_parallel": 2, "pipeline_parallel": 2}),
 ]  # fmt: skip
 EXACT = {"vision_moe": ParallelLayout(dp=2, tp=2, ep=2)}
