@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -164,6 +164,7 @@ def test_mini_batches_take_every_other_row() -> None:
     assert rows_trained(engine) == [[0, 2, 4], [1, 3, 5]]
 
 
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=9), st.integers(1, 5), st.data())
 def test_a_mini_batch_has_all_rows_of_an_episode(
     rows_of_episodes: list[int], mini_batches: int, data: st.DataObject

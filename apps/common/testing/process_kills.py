@@ -179,6 +179,14 @@ def discard_output(errors: Path | None = None) -> None:
         sys.stderr = errors.open("w")
 
 
+def redirect_output(folder: Path) -> None:
+    """Write what this process and those that it starts say to `stdout` and `stderr` in a folder from now on."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        with (folder / name).open("w") as file:
+            os.dup2(file.fileno(), number)
+        setattr(sys, name, open(number, "w", buffering=1, closefd=False))  # noqa: SIM115 (for the life of the process)
+
+
 def wait_for_content(path: Path, seconds: float = 200) -> None:
     """Wait until a file has content."""
     deadline = time.monotonic() + seconds

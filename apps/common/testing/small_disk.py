@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from apps.common.testing.process_kills import run_in_child
+from apps.common.testing.process_kills import redirect_output, run_in_child
 
 _UNSHARE = ["unshare", "--user", "--map-root-user", "--mount"]
 _NEW_USER, _NEW_MOUNTS = 0x10000000, 0x00020000  # <linux/sched.h>
@@ -53,10 +53,7 @@ def _on_disk(folder: Path, size: str, programs: tuple[Callable[[], Any], ...]) -
         Path("/proc/self", name).write_text(text)
     _mount(Path("/"), _PRIVATE_BELOW)
     _mount(folder / "disk", 0, f"size={size}")
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        with (folder / name).open("w") as file:
-            os.dup2(file.fileno(), number)
-        setattr(sys, name, open(number, "w", buffering=1, closefd=False))  # noqa: SIM115 (for the life of the process)
+    redirect_output(folder)
     # A server of processes that runs already is outside of the namespace: ranks come from one that is started in it.
     multiprocessing.forkserver._forkserver._forkserver_address = None  # type: ignore[attr-defined]
     statuses = [run_in_child(program) for program in programs]

@@ -4,7 +4,6 @@ gone on with, and ends with the bits of a run that nobody stopped.
 
 import json
 import os
-import re
 import signal
 import sys
 from dataclasses import replace
@@ -79,16 +78,12 @@ def test_the_renames_are_those_that_matter(whole: Whole) -> None:
     assert any(name.startswith("warm-start/") for name in renames)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_kill_at_any_rename(whole: Whole, tmp_path: Path, when: When) -> None:
-    """After a rename is just before the next one, but for what is being written: once for files of a kind."""
+def test_a_kill_before_any_rename(whole: Whole, tmp_path: Path) -> None:
+    """After one is just before the next, but for what is being written: kill_after_test."""
     whole_dir, renames = whole
-    last_of_kind = {re.sub(r"\d", "", name): number for number, name in enumerate(renames)}
     for number, name in enumerate(renames):
-        if when == "after" and number not in last_of_kind.values():
-            continue
-        run_dir = tmp_path / f"{number}-{when}"
-        assert run_in_child(go, run_dir, kill_at=number, when=when) == -signal.SIGKILL, name
+        run_dir = tmp_path / str(number)
+        assert run_in_child(go, run_dir, kill_at=number) == -signal.SIGKILL, name
         assert run_in_child(go, run_dir) == 0, name
         assert_same_end(run_dir, whole_dir)
 

@@ -1,16 +1,18 @@
 """A sampler in a wheel outside of this tree: it is planned, runs, is resumed and runs in small, by its name alone."""
 
-import os
 import re
-import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
 
+from apps.common.cli import command_line as cli
 from apps.common.run.run_dir import steps_done
+from apps.common.testing.process_kills import redirect_output, run_in_child
 from apps.grpo import main
+from apps.grpo import run as run_module
 
 NAME = "outside_sampler:Backend"
 MODULE = '''
@@ -79,27 +81,35 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def app(wheel: Path, *words: str) -> str:
+def begin(wheel: Path, words: Sequence[str], folder: Path) -> None:
+    """The child: the app in a process that finds the wheel."""
+    redirect_output(folder)
+    sys.path.insert(0, str(wheel))
+    cli.main(lambda: main.main([*words, "--rollout.engine", NAME]))
+
+
+def app(wheel: Path, folder: Path, *words: str) -> str:
     """Run the app with the sampler of the wheel; return what it prints."""
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(wheel), *filter(None, sys.path)])}
-    command = [sys.executable, "-m", main.__name__, *words, "--rollout.engine", NAME]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert run_module  # imported before the child is forked
+    status = run_in_child(begin, wheel, words, folder)
+    assert status == 0, (folder / "stdout").read_text() + (folder / "stderr").read_text()
+    return (folder / "stdout").read_text()
 
 
 def test_the_quickstart_runs_with_it_and_is_resumed(wheel: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    first = app(wheel, "--recipe", "quickstart", "--run-dir", str(run), "--max-steps", "2", *SMALL)
+    first = app(wheel, tmp_path, "--recipe", "quickstart", "--run-dir", str(run), "--max-steps", "2", *SMALL)
     assert "outside_sampler builds an engine of version 0" in first
     assert steps_done(run, 3)[0] == 2
-    again = app(wheel, "--recipe", "quickstart", "--run-dir", str(run), "--max-steps", "3", "--resume", *SMALL)
+    again = app(
+        wheel, tmp_path, "--recipe", "quickstart", "--run-dir", str(run), "--max-steps", "3", "--resume", *SMALL
+    )
     assert re.findall(r"outside_sampler builds an engine of version (\d+)", again) == ["1"]
     assert steps_done(run, 4)[0] == 3
 
 
-def test_its_memory_and_packages_are_in_the_plan(wheel: Path) -> None:
-    text = app(wheel, "--recipe", "qwen3-5-27b-fsdp2", "--plan")
+def test_its_memory_and_packages_are_in_the_plan(wheel: Path, tmp_path: Path) -> None:
+    text = app(wheel, tmp_path, "--recipe", "qwen3-5-27b-fsdp2", "--plan")
     assert "outside_sampler 1.0 for qwen3-5-27b-fsdp2" in text
     assert re.search(r"Pool +weights of each sampler: \d+\.\d GiB on the device\n", text)
     assert "caches of each sampler: 3.0 GiB on the device and 0.5 GiB on the host" in text
@@ -107,7 +117,7 @@ def test_its_memory_and_packages_are_in_the_plan(wheel: Path) -> None:
 
 
 def test_a_recipe_runs_in_small_with_it(wheel: Path, tmp_path: Path) -> None:
-    text = app(wheel, "--recipe", "math", "--shrink", "--run-dir", str(tmp_path / "run"))
+    text = app(wheel, tmp_path, "--recipe", "math", "--shrink", "--run-dir", str(tmp_path / "run"))
     assert "math, shrunk" in text
     assert f"flag   --rollout.engine  native -> {NAME}" in text
     assert "outside_sampler builds an engine" in text
