@@ -125,7 +125,8 @@ def complaints(page: str, text: str, entry: PageFigures, benchmarks: Mapping[str
     for figure in measured:
         unknown = [number for number in figure.numbers if not is_measured(number, figure.unit, together)]
         if unknown:
-            said.append(f"{page}: {figure.text!r}: {', '.join(unknown)} in none of its benchmarks (docs/figures.toml)")
+            which = ", ".join(unknown)
+            said.append(f"{page}: {figure.text!r}: {which} in none of its benchmarks, not fixed (docs/figures.toml)")
     for name, numbers in known.items():
         used = any(is_measured(number, figure.unit, numbers) for figure in measured for number in figure.numbers)
         if not used and name not in drawn_names(text):
