@@ -32,7 +32,7 @@ def spec_of(config: SftConfig, recipe: Recipe | None = None) -> RunSpec:
     Raises:
         ValueError: there is no recipe of that name.
     """
-    from apps.common.data.model_files import balances, fields_of, sizes_of  # slow to load
+    from apps.common.data.planned_model import balances, fields_of, sizes_of  # slow to load
     from apps.common.run.ranks import ranks_of_node  # slow to load
 
     recipe = recipe or registered(config.recipe, config.recipe_options)

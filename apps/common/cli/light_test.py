@@ -38,6 +38,8 @@ LINES: dict[str, tuple[int, Sequence[str]]] = {
     "all": (0, ["--help-all"]),
     "list": (0, ["--recipe", "list"]),
     "print": (0, ["--print-config"]),
+    "plan": (0, ["--plan"]),
+    "plan of data": (0, ["--plan", "--data", "x.jsonl", "--trainer.backend", "megatron", "--trainer.device", "cpu"]),
     "unknown": (2, ["--max-stepz", "3"]),
     "type": (2, ["--max-steps", "three"]),
     "range": (2, ["--max-steps", "0"]),
@@ -54,8 +56,9 @@ def test_answers_import_no_torch(app: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_settings_of_every_recipe_import_no_torch() -> None:
+def test_settings_of_every_recipe_and_a_plan_import_no_torch() -> None:
     names = " ".join(f'["--recipe", "{name}", "--print-config"],' for name in recipes())
+    names += '["--recipe", "qwen3-5-35b-a3b-fsdp2", "--plan", "--trainer.device", "cpu"]'
     code = f"""
 import sys
 from apps.grpo.main import main

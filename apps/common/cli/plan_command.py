@@ -51,14 +51,14 @@ def answer_without_running(
 
 def _print_plan(spec: "RunSpec", words: Sequence[str], typed: Sequence[str]) -> None:
     """Print a plan, and end the program."""
-    from apps.common.cli.untested import names_of_nothing  # these import torch
+    from apps.common.cli.untested import names_of_nothing  # a list of recipes needs none of these
     from runplan.checks.machine import device_memory_gib, seen_here  # the same
     from runplan.report.forwards_ahead import asks_for_counts, with_forwards_ahead  # the same
     from runplan.report.plan import make_plan  # the same
 
     if "--resume" in words or len(typed) > len(words):  # what it begins with is a run's, or too large to start
         spec = replace(spec, words=tuple(word for word in typed if word != "--plan"))
-    if asks_for_counts(spec):
+    if asks_for_counts(spec) and spec.cluster.pools.device_memory_gib is None:
         spec = with_forwards_ahead(spec, device_memory_gib(spec))
     plan = make_plan(spec)
     plan.problems += names_of_nothing(spec)

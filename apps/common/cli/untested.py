@@ -64,6 +64,8 @@ def unknown_names(names: Sequence[str], parts: Mapping[str, str], fields: Collec
 def names_of_nothing(spec: RunSpec) -> list[str]:
     """Return the text of a plan's problem for names that the run would refuse; empty where there are none, or where the
     model that is named can't be read yet."""
+    if not spec.engine.allow_untested:
+        return []
     fields: Collection[str] | None = spec.config_fields
     if fields is None and spec.unknown is None and spec.origin is not None:
         from transformers import AutoConfig  # of a recipe that gives the sizes of a model

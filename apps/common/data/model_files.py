@@ -16,8 +16,6 @@ from engines import EngineConfig
 from engines.loading import LoadedModel, open_model, read_config
 from engines.weights.hub import description_directory
 from engines.weights.model_directory import has_weights
-from runplan.model.model_shape import ModelShape
-from runplan.model.own_model import known_directory, own_model
 
 
 def open_model_directory(directory: Path, config: EngineConfig) -> LoadedModel:
@@ -94,16 +92,6 @@ def made_for_checks(make: Callable[[Path], object], lines: list[str]) -> Iterato
     lines[:] = [line.replace(str(directory), "the recipe's model") for line in lines]
 
 
-def sizes_of(model: Path | None, engine: EngineConfig) -> tuple[ModelShape | None, str | None]:
-    """Return the sizes of a model for a plan, or why they are not known; neither where none is named."""
-    if model is None:
-        return None, None
-    try:
-        return own_model(model, engine.vision != "off"), None
-    except ValueError as error:
-        return None, str(error)
-
-
 def config_fields(model: PretrainedConfig) -> frozenset[str]:
     """Return the fields of a model's config and of its text part, nested ones behind dots."""
     return frozenset((*_dotted(model.to_dict()), *_dotted(model.get_text_config().to_dict())))
@@ -114,24 +102,6 @@ def _dotted(values: Mapping[Any, Any]) -> Iterator[str]:
         yield str(name)
         if isinstance(value, Mapping):
             yield from (f"{name}.{inner}" for inner in _dotted(value))
-
-
-def fields_of(model: Path | None) -> frozenset[str] | None:
-    """Return the fields of a model's config for a plan; None where none is named, or it can't be read."""
-    if model is None:
-        return None
-    with suppress(ValueError):
-        return config_fields(read_config(known_directory(model)))
-    return None
-
-
-def balances(model: Path | None) -> bool:
-    """Return whether a model's config asks for its router's balancing loss; False where it can't be read."""
-    if model is not None:
-        with suppress(ValueError):
-            text = read_config(known_directory(model)).get_text_config()
-            return bool(getattr(text, "output_router_logits", False) and getattr(text, "router_aux_loss_coef", 0))
-    return False
 
 
 def longest_sequence(config: PretrainedConfig) -> int | None:

@@ -4,10 +4,8 @@ import gc
 import os
 import random
 
-import torch
-
 from apps.common.run.host_memory import keep_freed_memory, use_huge_pages
-from engines.launch import under_torchrun
+from engines.torchrun import under_torchrun
 
 
 def ranks_of_node(processes: int, nodes: int) -> int:
@@ -35,6 +33,8 @@ def ranks_of_node(processes: int, nodes: int) -> int:
 
 def init_rank(threads: int, seed: int) -> None:
     """Set this rank's threads and global seeds, before anything is built."""
+    import torch  # slow to load, and a command line asks for the ranks of a node alone
+
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     random.seed(seed)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from apps.common.cluster import RolloutLayout
 from apps.common.shrink.fields import ProcessLimit
+from engines.torchrun import under_torchrun
 
 NO_VLLM, ENGINE = "--no-vllm", "--rollout.engine"
 NATIVE = {ENGINE: RolloutLayout.engine, "--rollout.ray-workers": "0", "--pools.placement": "colocated"}
@@ -20,8 +21,6 @@ def parse_shrink_flag(argv: Sequence[str]) -> tuple[list[str], ProcessLimit | No
     limits = [word.partition("=")[2] for word in argv if word not in rest]
     if not limits:
         return rest, None
-    from engines.launch import under_torchrun  # slow to load
-
     if under_torchrun():
         raise ValueError("--shrink starts its own processes: leave torchrun out")
     if limits[-1] and not (limits[-1].isdigit() and int(limits[-1])):

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from engines.devices.detect import devices_of
+from engines.torchrun import under_torchrun as under_torchrun
 
 _STOP_SECONDS = 5.0
 _GRACE_SECONDS = 0.2
@@ -76,11 +77,6 @@ def launch(
 def runs_in_this_process(world_size: int) -> bool:
     """Return whether `launch` runs its function in this process, so that its arguments need not be pickled."""
     return under_torchrun() or world_size == 1
-
-
-def under_torchrun() -> bool:
-    """Return whether torchrun (or anything that sets its variables) started this process."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
 def ensure_group(device: str = "auto", timeout_seconds: float | None = None) -> bool:

@@ -50,13 +50,12 @@ from engines.storage.directories import fresh_temporary, replace_directory
 from engines.storage.writer import CheckpointWriter
 from engines.weights.model_weights import ModelWeights
 from engines.weights.saving import save_configuration, save_weights
+from engines.weights.sizes import PIECE_BYTES as PIECE_BYTES
 from engines.weights.weight_pieces import WeightPiece, pieces
 from seqpack.batches.batch import view_batch
 from seqpack.batches.objective import Objective
 from seqpack.batches.schema import ROUTED_EXPERTS
 from seqpack.batches.view import BatchView
-
-PIECE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from engines.fast.log_prob_kernels import gradient, statistics
-
-KEPT_BYTES = 2**30
+from engines.fast.settings import KEPT_BYTES as KEPT_BYTES
 
 
 def fused_log_probs(

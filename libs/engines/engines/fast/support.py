@@ -10,6 +10,7 @@ from engines.capability import Supported, Unsupported
 from engines.config import EngineConfig
 from engines.dtypes import compute_dtype
 from engines.families.registry import family_of
+from engines.fast.settings import replication_refusal, settings_refusal
 from engines.fast.triton_kernels import has_triton
 
 LAYERS = Supported("fast/cuda_test.py::test_compiled_layers_equal_plain_ones")
@@ -45,20 +46,8 @@ def compiled_layers(config: EngineConfig, model_config: Any, device: torch.devic
 
 def replicated_weights(config: EngineConfig, device: torch.device) -> Supported | Unsupported:
     """Return whether every rank can hold the weights whole, with exact values and moments sharded."""
-    if config.shard_ranks is not None:
-        return Unsupported("shard_ranks asks for sharded weights: leave it out")
-    if config.vision != "off":
-        return Unsupported("a vision tower is sharded: set weights='sharded'")
-    if config.lora.rank:
-        return Unsupported("adapters and the weights under them are sharded: set weights='sharded'")
-    if config.moments_dtype != "auto":
-        return Unsupported("replicated weights keep float32 moments: set moments_dtype='auto', or weights='sharded'")
-    if config.parameters_on_host:
-        return Unsupported("replicated weights are on the device: set weights='sharded'")
-    if config.optimizer_on_host:
-        return Unsupported("replicated weights keep their states on the device: set weights='sharded'")
-    if config.master_dtype != "float32":
-        return Unsupported("replicated weights keep float32 masters: set master_dtype='float32', or weights='sharded'")
+    if reason := replication_refusal(config):
+        return Unsupported(reason)
     if device.type == "cuda" and not has_triton():
         return Unsupported("the update is a Triton kernel, and Triton is not installed")
     return REPLICATED
@@ -88,19 +77,6 @@ def use_replicated_weights(config: EngineConfig, device: torch.device, ranks: in
     if ranks > 1:
         return Unsupported("several ranks hold more when they share the weights: set weights='replicated' if they fit")
     return answer
-
-
-def settings_refusal(config: EngineConfig) -> str | None:
-    """Return why layers cannot be compiled under these settings, on any machine; None where they can."""
-    if config.vision != "off":
-        return "layers behind a vision tower have not been run as functions"
-    if config.activation_offload:
-        return "the inputs of compiled layers are not moved to the host"
-    if config.batching != "packed":
-        return "layers are compiled for packed batches alone: set batching='packed'"
-    if config.context_parallel not in ("off", "static:1"):
-        return "layers whose ranks share sequences are not compiled"
-    return None
 
 
 def model_refusal(model_config: Any) -> str | None:

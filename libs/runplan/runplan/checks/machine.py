@@ -8,29 +8,52 @@ it before the run is started on this machine.
 import os
 import shutil
 import socket
+import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
-from engines.devices.detect import devices_of
 from engines.devices.hccl import HOST_PORTS, HcclSettings, port_range
-from engines.devices.npu_operators import VERSIONS
 from runplan.estimates.states import GIB
 from runplan.run_spec import RunSpec
 
 HOST_SHARE = 0.5
 """Share of a machine's memory for training on its processors."""
+GPU_FILES = ("nvidia*", "dxg", "kfd")
+"""Files in /dev of drivers of GPUs: NVIDIA's, Windows' subsystem for Linux, AMD's."""
 CANN = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")  # set by CANN's set_env.sh
 
 
 def device_memory_gib(spec: RunSpec) -> float | None:
     """Return the GiB of memory that a rank may use on this machine; None where its kind of device is not here."""
-    devices = devices_of(spec.engine.device)
-    if devices.kind == "cpu":
+    if kind_here(spec) == "cpu":
         return HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB / spec.processes
+    if spec.engine.device == "cuda" and not _may_have_gpus():
+        return None
+    from engines.devices.detect import devices_of  # imports torch
+
+    devices = devices_of(spec.engine.device)
     figures = None if devices.missing() else devices.memory()
     return None if figures is None else figures.total / GIB
+
+
+def kind_here(spec: RunSpec) -> str:
+    """Return the kind of device that the run takes on this machine; torch is asked only where there may be a GPU."""
+    kind = spec.engine.device
+    if kind != "auto":
+        return kind
+    if not _may_have_gpus():
+        return "cpu"
+    from engines.devices.detect import devices_of  # imports torch
+
+    return devices_of(kind).kind
+
+
+def _may_have_gpus() -> bool:
+    """Return whether torch has to be asked for CUDA devices: it was, or a driver of GPUs is here."""
+    return "torch" in sys.modules or any(path for pattern in GPU_FILES for path in Path("/dev").glob(pattern))
 
 
 def seen_here(spec: RunSpec, environ: Mapping[str, str]) -> list[str]:
@@ -43,12 +66,14 @@ def seen_here(spec: RunSpec, environ: Mapping[str, str]) -> list[str]:
     elif spec.engine.device == "cuda":
         lines = _devices(spec)
     elif spec.engine.device == "auto":
-        lines = [f"device auto: {devices_of('auto').kind}"]
+        lines = [f"device auto: {kind_here(spec)}"]
     return [*lines, *spec.cluster.sampler.seen_here(spec)]
 
 
 def _torch_npu(operators: bool) -> str:
     """Return the line on torch_npu; `operators`: whether layers are to compute by NPU operators."""
+    from engines.devices.npu_operators import VERSIONS  # imports torch
+
     torch = version("torch").partition("+")[0]
     try:
         installed = version("torch_npu")
@@ -73,6 +98,10 @@ def _cann(environ: Mapping[str, str]) -> str:
 
 def _devices(spec: RunSpec) -> list[str]:
     kind = spec.engine.device
+    if kind == "cuda" and not _may_have_gpus():
+        return ["missing: device cuda; no driver of a GPU is here"]
+    from engines.devices.detect import devices_of  # imports torch
+
     devices = devices_of(kind)
     if reason := devices.missing():
         return [f"missing: device {kind}; {reason}"]

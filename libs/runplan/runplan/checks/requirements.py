@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines.capability import Supported, Unsupported, features_of, supports
-from engines.families.registry import FAMILIES
+from engines.families.model_types import MODEL_TYPES
 from runplan.run_spec import RunSpec
 from runplan.samplers.base import OVERLAP
 from runplan.settings import FLAGS
@@ -97,6 +97,8 @@ def has_experts(spec: RunSpec) -> bool | None:
     """Return whether the run's model has experts; None where that is unknown before the model is read."""
     if spec.shape is not None:
         return spec.shape.experts > 0
+    from engines.families.registry import FAMILIES  # imports torch
+
     for family in FAMILIES:
         if spec.model_type in (*family.model_types, *family.wrappers):
             return bool(family.router)
@@ -105,6 +107,11 @@ def has_experts(spec: RunSpec) -> bool | None:
 
 def _family(spec: RunSpec, model_type: str) -> Supported | Unsupported:
     """Return whether a registered family describes the type, or a proof may admit it when the run starts."""
+    for name, kinds in MODEL_TYPES.items():
+        if model_type in kinds:
+            return Supported(f"engines/families/{name}.py")
+    from engines.families.registry import FAMILIES  # imports torch
+
     known = {kind: family.name for family in FAMILIES for kind in family.model_types}
     if model_type in known:
         return Supported(f"engines/families/{known[model_type]}.py")

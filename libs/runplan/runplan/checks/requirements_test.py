@@ -3,6 +3,8 @@
 import pytest
 
 from engines import EngineConfig
+from engines.families.model_types import MODEL_TYPES
+from engines.families.registry import FAMILIES
 from runplan import PlainCluster, PlainRollout, RunSpec, make_plan, requirements
 
 ENGINE = EngineConfig(device="cpu", vision="frozen")
@@ -28,3 +30,7 @@ def test_a_sampler_of_somebody_elses_answers_for_its_own_settings() -> None:
 def test_vllm_answers_by_what_its_tests_have_run() -> None:
     pytest.importorskip("rollout.vllm")
     assert answers("vllm")["--rollout.tensor-parallel 2"] is True
+
+
+def test_the_types_that_a_plan_knows_are_those_of_the_families() -> None:
+    assert {family.name: family.model_types for family in FAMILIES} == MODEL_TYPES

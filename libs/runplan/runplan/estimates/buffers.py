@@ -6,7 +6,7 @@ Each figure is of the code that it names, in bytes of tensors: nothing is fitted
 from dataclasses import dataclass
 
 from engines import EngineConfig
-from engines.step import PIECE_BYTES
+from engines.weights.sizes import PIECE_BYTES
 from runplan.estimates.states import States
 from runplan.model.model_shape import ModelShape, count_parameters, tower_parameters
 

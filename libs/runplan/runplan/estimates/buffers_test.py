@@ -9,9 +9,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from engines import EngineConfig, build_engine
-from engines.step import PIECE_BYTES
 from engines.storage.writer import on_host
 from engines.tiny import tiny_batch, tiny_model
+from engines.weights.sizes import PIECE_BYTES
 from objectives import SFT
 from rollout.sync.pieces import buckets
 from runplan.estimates.buffers import (

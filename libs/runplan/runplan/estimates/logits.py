@@ -8,8 +8,7 @@ them.
 from dataclasses import dataclass
 
 from engines import EngineConfig
-from engines.fast.fused_log_probs import KEPT_BYTES
-from engines.fast.support import settings_refusal
+from engines.fast.settings import KEPT_BYTES, settings_refusal
 from runplan.model.model_shape import ModelShape
 
 WIDE = 4

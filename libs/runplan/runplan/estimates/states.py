@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from engines import EngineConfig
-from engines.fast.support import replicated_weights
+from engines.fast.settings import replication_refusal
 from runplan.estimates.loading import DISK_BYTES
 from runplan.layout.grid import Grid
 from runplan.model.adapters import adapter_parameters
@@ -95,7 +93,7 @@ def width_of(engine: EngineConfig) -> int:
 def lies_replicated(engine: EngineConfig, shards: float) -> bool:
     """Return whether every rank holds FSDP2's weights whole, in the dtype of layers: as asked, or alone on a GPU."""
     alone = engine.weights == "auto" and shards == 1 and engine.device not in ("cpu", "npu")
-    return (alone or engine.weights == "replicated") and bool(replicated_weights(engine, torch.device("cpu")))
+    return (alone or engine.weights == "replicated") and replication_refusal(engine) is None
 
 
 def fsdp_states(shape: ModelShape, engine: EngineConfig, shards: float, disk: int = DISK_BYTES) -> States:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from runplan.layout.batches import bubble_share
 from runplan.model.model_shape import ModelShape
-from seqpack.planning.costs import SequenceCost
 from seqpack.planning.flops import LayerFlops, ModelFlops, delta_net, experts, full_attention, mlp
 
 
@@ -60,6 +59,8 @@ def flops_of(shape: ModelShape) -> ModelFlops:
 def training_flops(shape: ModelShape, work: StepWork) -> float:
     """Count a step's operations over all ranks: forward and twice that backward, recomputed layers again."""
     model = flops_of(shape)
+    from seqpack.planning.costs import SequenceCost  # imports numpy
+
     whole, layers = SequenceCost.of(model)(work.length), SequenceCost.of(model, lm_head=False)(work.length)
     each = 3 * whole + (layers if work.recompute else 0.0)
     return work.sequences * (work.epochs * each + work.forwards * whole + work.counting * layers)

@@ -7,7 +7,7 @@ table; a test compares the two (`apps/grpo/tests/memory_table_test.py`).
 from collections.abc import Iterable, Iterator
 
 from engines import EngineConfig
-from engines.step import PIECE_BYTES
+from engines.weights.sizes import PIECE_BYTES
 from runplan.estimates.buffers import Buffer, total_parameters
 from runplan.estimates.loading import DISK_BYTES
 from runplan.estimates.states import States, lies_replicated, width_of
@@ -15,7 +15,7 @@ from runplan.model.adapters import adapter_parameters
 from runplan.model.model_shape import ModelShape, count_parameters, tower_parameters
 from runplan.run_spec import RunSpec
 from runplan.samplers.pool_lines import gib, places
-from seqpack.memory import ledger
+from seqpack.memory import names as ledger
 
 TOKEN_BYTES = 8 + 8 + 1 + 4 + 4 + 4 + 4 + 4
 """Bytes of a token of a batch: id, position, mask, three log-probs, advantage, version."""

@@ -2,14 +2,11 @@
 
 from collections.abc import Iterable
 
-import torch
-
 from engines import EngineConfig
 from engines.capability import Supported, Unsupported
-from engines.fast.support import replicated_weights
+from engines.fast.settings import replication_refusal
 from rollout.capability import backend_supports
 from rollout.config import KEEP_TOKENS
-from rollout.native.lean.model_weights import JOIN_ELEMENTS
 from runplan.estimates.buffers import DISK, Buffer, cache_bytes, largest_tensor, state_bytes, total_parameters
 from runplan.estimates.peak_memory import Peak
 from runplan.estimates.states import States, width_of
@@ -27,7 +24,7 @@ from runplan.run_spec import RunSpec
 from runplan.samplers.base import SamplerPlan
 from runplan.samplers.pool_lines import LinesAndProblems
 from runplan.settings import ClusterSettings, RolloutSettings
-from seqpack.memory import ledger
+from seqpack.memory import names as ledger
 
 NO_OPTIONS = Unsupported("the native engine holds a whole model on each device and has no options of its own")
 ADMIT = Supported("apps/grpo/sampling/native_test.py")
@@ -112,6 +109,8 @@ def joined_elements(shape: ModelShape) -> int:
         *shape.layers * joined_inputs(mlp_linears(shape)),
         shape.hidden * shape.vocab,
     ]
+    from rollout.native.lean.model_weights import JOIN_ELEMENTS  # imports torch
+
     return sum(size for size in every if size <= JOIN_ELEMENTS)
 
 
@@ -148,7 +147,7 @@ def shares_weights(engine: EngineConfig, cluster: ClusterSettings, ranks: int, s
         return False
     on_cpu = engine.device == "cpu"
     alone = engine.weights == "auto" and ranks == 1 and not on_cpu
-    if (alone or engine.weights == "replicated") and replicated_weights(engine, torch.device("cpu")):
+    if (alone or engine.weights == "replicated") and replication_refusal(engine) is None:
         return True
     dtype = ("float32" if on_cpu else "bfloat16") if engine.dtype == "auto" else engine.dtype
     return shards == 1 and dtype == engine.master_dtype and (on_cpu or not engine.parameters_on_host)

@@ -19,25 +19,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from seqpack.memory.names import BATCH as BATCH
+from seqpack.memory.names import BUCKETS as BUCKETS
+from seqpack.memory.names import CHECKPOINT as CHECKPOINT
+from seqpack.memory.names import GRADIENTS as GRADIENTS
+from seqpack.memory.names import NAMES as NAMES
+from seqpack.memory.names import OFFLOAD as OFFLOAD
+from seqpack.memory.names import OPTIMIZER as OPTIMIZER
+from seqpack.memory.names import PLACES as PLACES
+from seqpack.memory.names import REFERENCE as REFERENCE
+from seqpack.memory.names import SAMPLER_CACHES as SAMPLER_CACHES
+from seqpack.memory.names import SAMPLER_STAGED as SAMPLER_STAGED
+from seqpack.memory.names import SAMPLER_WEIGHTS as SAMPLER_WEIGHTS
+from seqpack.memory.names import WEIGHTS as WEIGHTS
 from seqpack.private_api import is_traceable_wrapper_subclass
-
-WEIGHTS = "weights"
-GRADIENTS = "gradients"
-OPTIMIZER = "optimizer states"
-REFERENCE = "reference model"
-OFFLOAD = "offloaded states"
-CHECKPOINT = "checkpoint being written"
-BATCH = "batch"
-BUCKETS = "weight sync buckets"
-SAMPLER_WEIGHTS = "sampler weights"
-SAMPLER_STAGED = "sampler staged weights"
-SAMPLER_CACHES = "sampler caches"
-NAMES = (
-    *(WEIGHTS, GRADIENTS, OPTIMIZER, REFERENCE, OFFLOAD, CHECKPOINT, BATCH, BUCKETS),
-    *(SAMPLER_WEIGHTS, SAMPLER_STAGED, SAMPLER_CACHES),
-)
-"""Names of the rows, in the order in which they are printed."""
-PLACES = ("device", "host")
 
 
 class MemoryRow(NamedTuple):
