@@ -2,8 +2,9 @@
 
 Tracked files must not hold a registry's host, a path of somebody's machine, trailing blanks or names beyond ASCII; each
 Python file is in a Bazel target, each test file in a test target; the arrows between the libraries hold for every
-target of a folder, tests included; READMEs fit a screen, pages are linked, links lead somewhere and the front page's
-numbers are the tree's (readmes.py); layout, imports, words and docstrings follow the rules (house.py).
+target of a folder, tests included; READMEs fit a screen, paragraphs are short, pages have no dates and are linked,
+links lead somewhere and the front page's numbers are the tree's (readmes.py); layout, imports, words and docstrings
+follow the rules (house.py).
 """
 
 import json
@@ -15,15 +16,7 @@ from pathlib import Path
 
 from house import check_house
 from public_words import check_public_words, public_names, read_exceptions, read_field
-from readmes import (
-    check_front,
-    check_installs,
-    check_links,
-    check_numbers,
-    check_peers,
-    check_reached,
-    check_screens,
-)
+from readmes import CHECKS, check_numbers, check_peers
 
 # Spelled so that this file does not hold them itself.
 FORBIDDEN = {
@@ -100,11 +93,7 @@ def main() -> int:
     os.chdir(os.environ["BUILD_WORKSPACE_DIRECTORY"])
     names = tracked()
     complaints = check_text(names) + check_targets(names) + check_arrows()
-    complaints += [
-        fault
-        for check in (check_front, check_screens, check_reached, check_links, check_installs)
-        for fault in check(Path())
-    ]
+    complaints += [fault for check in CHECKS for fault in check(Path())]
     sources = {name: Path(name).read_text() for name in names if name.endswith(".py")}
     front = Path("README.md").read_text()
     complaints += check_house(sources) + check_numbers(front, sources)

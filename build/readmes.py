@@ -2,18 +2,23 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 LINES, WIDTH = 60, 160  # of a library's README; tables and code may be wider, and a row then takes more lines
 FRONT_WORDS = 900  # of the front page
+PARAGRAPH_WORDS = 120  # of a paragraph, or an item of a list
 CODE = re.compile(r"^```.*?^```$", re.M | re.S)
 LINK = re.compile(r"\]\(([^()\s]+)\)|src=\"([^\"]+)\"")
 PROPERTIES = re.compile(r"^\s*@given\(", re.M)
 FROM_INDEX = re.compile(r"pip install [^`;]*\btessera-\w+")
 HOW_TO = re.compile(r"(add|bring|from|use)-")
 OF_THE_APPS = "add-a-recipe.md"
+DATE = re.compile(r"\b20\d\d-[01]\d-[0-3]\d\b")
+DATED = ("CHANGELOG.md", "docs/benchmark_history.md", "docs/decisions/")
+INSIDE = ("*.md", "docs/**/*.md", "libs/*/*.md", "apps/**/*.md", "build/*.md", "third_party/*.md")
+BEGINS = re.compile(r"\s*(?:[-*] |\d+\. |#|\||$)")
 
 
 def without_code(text: str) -> str:
@@ -31,6 +36,11 @@ def targets(page: Path) -> dict[str, Path]:
 def readmes(root: Path) -> list[Path]:
     """Return the README of each library."""
     return sorted(root.glob("libs/*/README.md"))
+
+
+def all_pages(root: Path) -> list[Path]:
+    """Return all pages of the tree."""
+    return sorted({page for pattern in INSIDE for page in root.glob(pattern)})
 
 
 def screen_lines(text: str) -> int:
@@ -51,10 +61,47 @@ def check_screens(root: Path) -> list[str]:
     return complaints
 
 
+def words(text: str) -> int:
+    """Return the number of words, marks and links' targets left out."""
+    return sum(any(letter.isalnum() for letter in word) for word in re.sub(r"\]\([^)]*\)", "]", text).split())
+
+
+def paragraphs(text: str) -> Iterator[tuple[int, str]]:
+    """Yield paragraphs and items of lists, each with the number of its first line; code and tables are left out."""
+    start, lines = 0, list[str]()
+    for number, line in enumerate([*without_code(text).splitlines(), ""], 1):
+        if BEGINS.match(line):
+            yield start, " ".join(lines)
+            lines = []
+        if not line.startswith("|"):
+            start = start if lines else number
+            lines.append(line)
+
+
+def check_paragraphs(root: Path) -> list[str]:
+    """Return complaints about pages with paragraphs of more than PARAGRAPH_WORDS words."""
+    return [
+        f"{page.relative_to(root)}:{number}: a paragraph of {words(text)} words, more than {PARAGRAPH_WORDS}"
+        for page in all_pages(root)
+        for number, text in paragraphs(page.read_text())
+        if words(text) > PARAGRAPH_WORDS
+    ]
+
+
+def check_dates(root: Path) -> list[str]:
+    """Return complaints about dates in pages: docs/benchmarks, decisions and the list of changes have them."""
+    return [
+        f"{page.relative_to(root)}:{number}: {date[0]}: dates stand in docs/benchmarks alone"
+        for page in all_pages(root)
+        if not page.relative_to(root).as_posix().startswith(DATED)
+        for number, line in enumerate(page.read_text().splitlines(), 1)
+        for date in DATE.finditer(line)
+    ]
+
+
 def check_front(root: Path) -> list[str]:
     """Return a complaint about a front page of more than FRONT_WORDS words, marks and links' targets left out."""
-    words = re.sub(r"\]\([^)]*\)", "]", (root / "README.md").read_text()).split()
-    number = sum(any(letter.isalnum() for letter in word) for word in words)
+    number = words((root / "README.md").read_text())
     return [f"README.md: {number} words, more than {FRONT_WORDS}"] * (number > FRONT_WORDS)
 
 
@@ -85,11 +132,9 @@ def check_installs(root: Path) -> list[str]:
 
 def check_links(root: Path) -> list[str]:
     """Return complaints about links of READMEs and pages to files that do not exist."""
-    inside = ("*.md", "docs/**/*.md", "libs/*/*.md", "apps/**/*.md", "build/*.md")
-    pages = [page for pattern in inside for page in root.glob(pattern)]
     return [
         f"{page.relative_to(root)}: {link} leads nowhere"
-        for page in sorted(pages)
+        for page in all_pages(root)
         for link, path in targets(page).items()
         if not path.exists()
     ]
@@ -126,3 +171,7 @@ def check_peers(front: str, peers: Mapping[str, Any]) -> list[str]:
     ]
     versions = [f"{name} {peer['version']}" for name, peer in peers["peers"].items() if "version" in peer]
     return complaints + [f"README.md: {one} is not named" for one in versions if one not in front]
+
+
+CHECKS = (check_front, check_screens, check_reached, check_links, check_installs, check_paragraphs, check_dates)
+"""The checks of a tree's pages; those of the front page's numbers want more than its root."""

@@ -3,16 +3,7 @@
 from pathlib import Path
 
 import pytest
-from readmes import (
-    check_front,
-    check_installs,
-    check_links,
-    check_numbers,
-    check_peers,
-    check_reached,
-    check_screens,
-    readmes,
-)
+from readmes import CHECKS, check_links, check_numbers, check_peers, readmes
 
 ROOT = Path(__file__).absolute().parents[1]
 
@@ -21,7 +12,7 @@ def test_the_libraries_pages_are_so() -> None:
     """Links are for check_tree, which sees every file."""
     assert len(readmes(ROOT)) == 9
     assert len(list((ROOT / "docs").glob("*.md"))) > 15
-    assert check_front(ROOT) + check_screens(ROOT) + check_reached(ROOT) + check_installs(ROOT) == []
+    assert [complaint for check in CHECKS if check is not check_links for complaint in check(ROOT)] == []
 
 
 def tree(root: Path) -> Path:
@@ -30,9 +21,10 @@ def tree(root: Path) -> Path:
         "README.md": '# A\n\n[design](docs/architecture.md#rules)\n\n<img src="docs/a.png">\n',
         "docs/a.png": "",
         "docs/architecture.md": "[status](status.md), [elsewhere](https://a.invalid), [below](#rules)\n",
-        "docs/status.md": "x\n",
+        "docs/status.md": f"{'word ' * 120}\n- {'word ' * 120}\n| {'word ' * 121} |\n",
         "docs/use-it.md": "```python\nnames[0](missing)\n```\n",
         "docs/add-a-recipe.md": "x\n",
+        "docs/decisions/why.md": "2026-01-02\n",
         "libs/a/README.md": f"[use](../../docs/use-it.md)\n\n| {'x' * 200} |\n\n```\n{'y' * 200}\n```\n",
     }
     texts["docs/architecture.md"] += "[recipe](add-a-recipe.md)\n"
@@ -44,7 +36,7 @@ def tree(root: Path) -> Path:
 
 def complaints(root: Path) -> list[str]:
     """All of them."""
-    return check_front(root) + check_screens(root) + check_reached(root) + check_links(root) + check_installs(root)
+    return [complaint for check in CHECKS for complaint in check(root)]
 
 
 def test_a_tree_without_a_fault_has_no_complaint(tmp_path: Path) -> None:
@@ -59,7 +51,7 @@ PLANTED = [
         "libs/a/README.md: 61 lines on a screen of 160 columns, more than 60",
     ),
     ("libs/a/README.md", "z" * 161, "libs/a/README.md:8: 161 characters, more than 160"),
-    ("README.md", "word " * 900, "README.md: 904 words, more than 900"),
+    ("README.md", "word\n\n" * 900, "README.md: 904 words, more than 900"),
     ("docs/new.md", "x\n", "docs/new.md: linked from no README and not from docs/architecture.md"),
     ("docs/status.md", "[gone](gone.md#x)\n", "docs/status.md: gone.md#x leads nowhere"),
     (
@@ -69,6 +61,9 @@ PLANTED = [
     ),
     ("README.md", '<img src="docs/gone.png">\n', "README.md: docs/gone.png leads nowhere"),
     ("libs/a/README.md", "[m](MEASURED.md)\n", "libs/a/README.md: MEASURED.md leads nowhere"),
+    ("docs/status.md", "word\n" * 121, "docs/status.md:4: a paragraph of 121 words, more than 120"),
+    ("docs/use-it.md", f"- {'[a b](#x) ' * 61}\n", "docs/use-it.md:4: a paragraph of 122 words, more than 120"),
+    ("docs/status.md", "on 2026-01-02\n", "docs/status.md:4: 2026-01-02: dates stand in docs/benchmarks alone"),
 ]
 
 
