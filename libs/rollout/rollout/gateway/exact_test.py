@@ -147,7 +147,7 @@ def test_an_agent_with_tools_trains_token_exact(caller: nn.Module) -> None:
 def test_120_sessions_of_a_real_engine() -> None:
     """All wait at once for one native engine; each segment is what the model would have been scored with.
 
-    500 sessions at once: server_test.
+    500 sessions at once: server_500_test.
     """
     count = 120
     model = tiny_model(vocab=len(TOKENIZER), layers=2)

@@ -1,11 +1,10 @@
-"""The gateway over real HTTP with the real openai client: tokens, tools, streams, disconnects, 500 sessions."""
+"""The gateway over real HTTP with the real openai client: tokens, tools, streams, disconnects."""
 
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import httpx
 import openai
 import pytest
 
@@ -13,13 +12,12 @@ from rollout.chat.chat import Chat
 from rollout.chat.segment import Segment
 from rollout.engine import Completion, OnTokens, Sampling
 from rollout.gateway.result import SessionRecord
-from rollout.gateway.server import SESSION_HEADER, TokenGateway
+from rollout.gateway.server import TokenGateway
 from rollout.gateway.session import SessionLimits
 from rollout.testing.gateway import (
     ADD,
     CALL,
     QUESTION,
-    TOKEN,
     TOKENIZER,
     TURNS,
     Script,
@@ -318,41 +316,6 @@ def test_a_closed_session_cancels_its_work_and_is_forgotten() -> None:
             gateway.session("s")
 
     serve(engine, agent)
-
-
-def test_500_sessions_are_held_at_once() -> None:
-    """All of them wait in the engine together, then each goes on from its own tokens."""
-    count = 500
-    engine = Script("one<|im_end|>")
-
-    async def agent(gateway: TokenGateway, api: openai.AsyncOpenAI, number: int) -> None:
-        session = {SESSION_HEADER: f"session-{number}"}
-        question = user(f"question {number}")
-        await ask(api, question, extra_headers=session)
-        await ask(api, question, turn("one"), user("more"), extra_headers=session)
-
-    async def body(gateway: TokenGateway) -> None:
-        engine.gate.clear()
-        limits = httpx.Limits(max_connections=count, max_keepalive_connections=count)
-        http = httpx.AsyncClient(limits=limits, timeout=300)
-        async with openai.AsyncOpenAI(base_url=gateway.base_url, api_key=TOKEN, max_retries=0, http_client=http) as api:
-            agents = [asyncio.create_task(agent(gateway, api, number)) for number in range(count)]
-            while engine.running < count:
-                await asyncio.sleep(0.02)
-            assert (gateway.open_sessions, gateway.in_flight, engine.most) == (count, count, count)
-            engine.gate.set()
-            await asyncio.gather(*agents)
-        assert gateway.in_flight == 0
-        for number in range(count):
-            session = await gateway.close(f"session-{number}")
-            (segment,) = session.segments
-            check(segment)
-            text = decode(segment.ids)
-            assert f"question {number}<|im_end|>" in text
-            assert text.count("one<|im_end|>") == session.turns == 2
-        assert gateway.open_sessions == 0
-
-    serve(engine, body)
 
 
 class Late(Script):

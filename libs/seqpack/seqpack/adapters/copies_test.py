@@ -156,10 +156,10 @@ def test_another_implementation_is_followed_and_nothing_of_the_registry_changes(
     assert all(map(torch.equal, weights, plain(ids, output_attentions=True).attentions))
 
 
-def test_compiled_packed_rows() -> None:
+def assert_compiled(model_type: str) -> None:
     """Graphs break where boundaries are read; logits and gradients are those of the model as it is."""
     torch.compiler.reset()
-    model, plain = tiny(), tiny()
+    model, plain = tiny(model_type), tiny(model_type)
     for one in (model, plain):
         adapt_for_packing(one)
     compiled: Any = torch.compile(model, backend="eager")
@@ -170,6 +170,11 @@ def test_compiled_packed_rows() -> None:
     plain(**row(PARTS[:2])).loss.backward()
     for got, want in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(got.grad, want.grad, atol=2e-5, rtol=1e-4)
+
+
+def test_compiled_packed_rows() -> None:
+    """With delta nets: copies_compiled_test."""
+    assert_compiled("llama")
 
 
 def test_compiled_padded_rows_are_one_graph_as_those_of_the_stock_model() -> None:
