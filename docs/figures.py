@@ -1,4 +1,4 @@
-"""Measured figures of pages: each stands in a file of docs/benchmarks, and a page holds no date.
+"""Measured figures of pages: each stands in a file of docs/benchmarks.
 
 docs/figures.toml names for each page the benchmarks of which it speaks, and under `fixed` the figures that are no
 measurements (defaults, limits, goals), as the page writes them. A figure is a number with a unit, in words or in a
@@ -34,7 +34,6 @@ FIGURE = re.compile(
 )
 COUNT = re.compile(rf"(?<![\w.,])(?:{NUMBER}) of (?:the )?(?:{NUMBER})(?![\w%]| ?%)")
 LONE = re.compile(rf"(?<![\w.,])(?:{NUMBER})(?![\w,.]*\w)")
-DATE = re.compile(r"\b20\d\d-[01]\d-[0-3]\d\b")
 CODE = re.compile(r"^```.*?^```$|^ {4,}[.\w`].*?$|(?<!`)`[^`\n]+`|<!--.*?-->|(?<=\])\([^)\s]+\)", re.M | re.S)
 RULE = re.compile(r"\|[ :|-]+\|")
 
@@ -116,7 +115,7 @@ def is_measured(number: str, unit: str, known: Sequence[tuple[str | None, float]
 
 
 def complaints(page: str, text: str, entry: PageFigures, benchmarks: Mapping[str, Benchmark]) -> list[str]:
-    """Return what is wrong with a page: figures of no benchmark, entries that nothing uses, dates."""
+    """Return what is wrong with a page: figures of no benchmark, and entries that nothing uses."""
     said = [f"{page}: {name} is no file of docs/benchmarks" for name in entry.benchmarks if name not in benchmarks]
     known = {name: newest(benchmarks[name]) for name in entry.benchmarks if name in benchmarks}
     together = [number for numbers in known.values() for number in numbers]
@@ -132,8 +131,8 @@ def complaints(page: str, text: str, entry: PageFigures, benchmarks: Mapping[str
         if not used and name not in drawn_names(text):
             said.append(f"{page}: no figure of {name}")
     texts = {figure.text for figure in found}
-    said += [f"{page}: {text!r} does not stand there (docs/figures.toml)" for text in entry.fixed if text not in texts]
-    return said + [f"{page}: {date}: dates stand in docs/benchmarks alone" for date in DATE.findall(text)]
+    gone = [text for text in entry.fixed if text not in texts]
+    return said + [f"{page}: {text!r} does not stand there (docs/figures.toml)" for text in gone]
 
 
 def check_figures(root: Path) -> list[str]:
