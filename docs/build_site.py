@@ -97,7 +97,7 @@ def write_pages(root: Path, folder: Path) -> list[dict[str, Any]]:
     flags = f"# Flags\n\n## grpo\n\n```text\n{help_text(grpo)}```\n\n## sft\n\n```text\n{help_text(sft)}```\n"
     (folder / "reference/flags.md").write_text(flags)
     made = ["reference/flags.md", *(f"reference/{name}.md" for name in LIBRARIES)]
-    menu.insert(-4, {"Reference": made})
+    next(part for part in menu if "Reference" in part)["Reference"] += made
     return menu
 
 

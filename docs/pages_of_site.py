@@ -9,24 +9,27 @@ from pathlib import Path
 LIBRARIES = ("seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "schedules", "runlog", "runplan")
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 PAGES: Mapping[str, Sequence[str]] = {
-    "Start": ["README.md", "docs/running.md", "apps/README.md", "apps/sft/README.md"],
+    "Start": ["README.md"],
     "Tutorials": [
         "docs/tutorial-first-run.md", "docs/tutorial-reward-and-environment.md", "docs/tutorial-sft.md",
         "docs/tutorial-gpu.md",
     ],
     "How to": [
-        "docs/troubleshooting.md", "docs/extend.md", "docs/bring-an-environment.md", "docs/add-an-advantage.md",
-        "docs/add-a-loss.md", "docs/add-a-metric.md", "docs/add-a-recipe.md", "docs/add-a-sampler.md",
-        "docs/add-a-schedule.md", "docs/add-a-backend.md", "docs/add-a-model-family.md",
+        "docs/running.md", "docs/troubleshooting.md", "docs/extend.md", "docs/bring-an-environment.md",
+        "docs/add-an-advantage.md", "docs/add-a-loss.md", "docs/add-a-metric.md", "docs/add-a-recipe.md",
+        "docs/add-a-sampler.md", "docs/add-a-schedule.md", "docs/add-a-backend.md", "docs/add-a-model-family.md",
         "docs/add-a-tool-call-format.md", "docs/from-verl.md", "docs/use-objectives-in-a-loop.md",
         "docs/use-objectives-with-trl.md", "docs/use-dyncp-with-fsdp2.md", "docs/use-dyncp-with-megatron.md",
+    ],
+    "Reference": [
+        "apps/README.md", "apps/sft/README.md", "docs/metrics.md", "docs/status.md", "libs/engines/CAPABILITIES.md",
+        "libs/rollout/CAPABILITIES.md",
     ],
     "Explanation": [
         "docs/architecture.md", "docs/engines.md", "docs/engines-megatron.md", "docs/engines-speed.md",
         "docs/rollout.md", "docs/samplers.md", "docs/schedules.md", "docs/plans.md", "docs/certificates.md",
         "docs/ascend.md",
     ],
-    "What works": ["docs/status.md", "libs/engines/CAPABILITIES.md", "libs/rollout/CAPABILITIES.md"],
     "Benchmarks": [
         "docs/benchmark_history.md", "libs/seqpack/MEASURED.md", "libs/dyncp/MEASURED.md",
         "libs/chat_tools/MEASURED.md", "libs/rollout/MEASURED.md", "docs/mutation.md",
@@ -35,7 +38,7 @@ PAGES: Mapping[str, Sequence[str]] = {
         "CONTRIBUTING.md", "AGENTS.md", "build/README.md", "SECURITY.md", "CHANGELOG.md", "third_party/README.md",
     ],
 }  # fmt: skip
-"""Pages of the tree by chapter. Decisions and libraries' READMEs are added by their names."""
+"""Pages of the tree by chapter; decisions are explanations, libraries' READMEs references, added by their names."""
 
 
 def public_names(text: str, package: str) -> list[str]:
@@ -79,7 +82,7 @@ def linked(text: str, page: str, pages: Iterable[str]) -> str:
 
 def chapters(root: Path) -> dict[str, list[str]]:
     """Return all pages of the tree by chapter, in the order of the menu."""
-    decisions = sorted(f"docs/decisions/{path.name}" for path in (root / "docs/decisions").glob("*.md"))
-    readmes = [f"libs/{name}/README.md" for name in LIBRARIES]
     parts = {name: list(pages) for name, pages in PAGES.items()}
-    return {"Start": parts.pop("Start"), "Libraries": readmes, **parts, "Decisions": decisions}
+    parts["Explanation"] += sorted(f"docs/decisions/{path.name}" for path in (root / "docs/decisions").glob("*.md"))
+    parts["Reference"] += [f"libs/{name}/README.md" for name in LIBRARIES]
+    return parts

@@ -20,12 +20,14 @@ from apps.grpo.commands import try_environment
 from apps.grpo.main import configure
 from apps.grpo.main import main as grpo
 from apps.sft.main import main as sft
+from docs.draw_metrics import meanings, unknown
 
 DOCS = Path(__file__).parent
 ORDER = ("first-run", "reward-and-environment", "sft", "gpu")
 PART = re.compile(
     r"^```python\n# (\w+\.py)\n(.*?)^```|^```text\n(.*?)^```|^ {4}(python \w+\.py|tessera-[^\n]*)$", re.M | re.S
 )
+RUNS = ("first", "differences", "second", "talks")
 NUMBER = re.compile(r"\d[\d.,:]*")
 MAINS: dict[str, Callable[[list[str]], object]] = {
     "tessera-grpo": grpo,
@@ -114,13 +116,19 @@ def test_commands_print_what_the_page_shows(name: str, done: tuple[Path, dict[st
 
 def test_runs_are_what_the_pages_say(done: tuple[Path, dict[str, list[Told]]]) -> None:
     folder, _ = done
-    rows = {name: _rows(folder / name) for name in ("first", "differences", "second", "talks")}
+    rows = {name: _rows(folder / name) for name in RUNS}
     assert rows["first"][-1]["step"] == 30
     scores = [row["eval/score"] for row in rows["differences"] if "eval/score" in row]
     assert scores[-1] > scores[0]
     assert max(row.get("train/grad_norm", 0) for row in rows["second"]) > 0
     losses = [row["eval/loss"] for row in rows["talks"] if "eval/loss" in row]
     assert losses[-1] < 0.1 * losses[0]
+
+
+def test_all_that_they_log_is_on_the_page_of_metrics(done: tuple[Path, dict[str, list[Told]]]) -> None:
+    names = {name: "" for run in RUNS for row in _rows(done[0] / run) for name in row}
+    assert len(names) > 70
+    assert unknown(names, meanings(DOCS.parent)) == []
 
 
 def test_commands_that_are_not_run_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
