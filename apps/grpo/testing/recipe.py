@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from apps.grpo.config import GrpoConfig, WarmStart
 from apps.grpo.recipe import Recipe
 from apps.grpo.recipes import quickstart
-from apps.quickstart.model import ensure_tiny_model
+from apps.quickstart.model import ensure_tiny_model, tiny_config
 from engines import EngineConfig
 from rollout import (
     EnvironmentFactory,
@@ -184,3 +184,9 @@ RECIPE = Recipe(
     make_model=ensure_tiny_model,
     demonstrations=quickstart.RECIPE.demonstrations,
 )
+
+SHALLOW = replace(
+    RECIPE,
+    make_model=functools.partial(ensure_tiny_model, make_config=functools.partial(tiny_config, layers=2)),
+)
+"""The same with two layers, one of each kind, for tests of many runs."""

@@ -28,7 +28,7 @@ from apps.common.testing.process_kills import (
 from apps.common.testing.weight_delta import assert_trained
 from apps.grpo.config import GrpoConfig, WarmStart
 from apps.grpo.main import run
-from apps.grpo.testing.recipe import RECIPE
+from apps.grpo.testing.recipe import SHALLOW as RECIPE
 
 When = Literal["before", "after"]
 Whole = tuple[Path, list[str]]

@@ -16,7 +16,7 @@ from apps.grpo.recipes.environment import make_tasks as own_tasks_of
 from apps.grpo.recipes.math import make_tasks as prompt_tasks_of
 from apps.grpo.recipes.quickstart import make_tasks as sum_tasks_of
 from apps.grpo.sampling.chat import chat_of
-from apps.grpo.testing.recipe import RECIPE
+from apps.grpo.testing.recipe import SHALLOW as RECIPE
 from apps.grpo.train import Result
 from apps.quickstart.tokenizer import build_tokenizer
 from chat_tools import Format, find_format
