@@ -30,23 +30,27 @@ from seqpack import make_batch
 
 LENGTHS = [7, 3, 12, 5, 9, 2, 14, 6]
 STEPS = 2
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
+Cases = dict[str, tuple[str, dict[str, Any]]]
+CASES: Cases = {
     "dense": ("dense", {}),
     "experts": ("moe", {"router_aux_loss_coef": 0.5, "router_forwards_ahead": 1}),
-    "padded": ("dense", {"batching": "padded"}),
     "one micro-batch": ("dense", {"max_tokens_per_rank": 1000}),
-    "gathered weights stay": ("dense", {"reshard_after_forward": False}),
     "recomputed": ("dense", {"gradient_checkpointing": True, "activation_offload": True}),
     "shared sequences": ("dense", {"context_parallel": "static:2"}),
     "shared as needed": ("moe", {"context_parallel": "dynamic"}),
     "moments on the host": ("dense", {"optimizer_on_host": True}),
     "adapters": ("dense", {"lora": LoraConfig(rank=3)}),
     "images": ("vision", {"vision": "trained", "max_tokens_per_rank": 40}),
-    "tower frozen": ("vision", {"vision": "frozen", "max_tokens_per_rank": 40}),
-    "bfloat16 moments": ("dense", {"moments_dtype": "bfloat16"}),
     "bfloat16 masters": ("dense", {"master_dtype": "bfloat16", "dtype": "float32"}),
     "bfloat16": ("dense", {"dtype": "bfloat16"}),
 }
+LONG: Cases = {
+    "padded": ("dense", {"batching": "padded"}),
+    "gathered weights stay": ("dense", {"reshard_after_forward": False}),
+    "tower frozen": ("vision", {"vision": "frozen", "max_tokens_per_rank": 40}),
+    "bfloat16 moments": ("dense", {"moments_dtype": "bfloat16"}),
+}
+"""Cases of hybrid_long_test."""
 TOLERANCES = {"bfloat16 masters": (2e-3, 0.03), "bfloat16": (2e-3, 0.03)}
 """Relative of losses and norms, and of all else, where other sums are rounded to bfloat16 (2^-9 = 0.002 each)."""
 ON_TWO = ("dense", "experts", "adapters")
@@ -67,7 +71,7 @@ def config_of(shards: int | None, **given: Any) -> EngineConfig:
 
 
 def engine(name: str, shards: int | None = None, seed: int = 0) -> Any:
-    kind, options = CASES[name]
+    kind, options = (CASES | LONG)[name]
     torch.manual_seed(seed)  # of adapters
     make = vision_model if kind == "vision" else tiny_model
     sizes: dict[str, Any] = {} if kind == "vision" else {"scale": 2.0, "num_hidden_layers": 2}
@@ -236,11 +240,9 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], tolerance
         torch.testing.assert_close(other[name], value, atol=tolerance, rtol=tolerance, msg=f"{what}: {name}")
 
 
-@pytest.mark.parametrize(("ranks", "name"), [*((4, name) for name in CASES), *((2, name) for name in ON_TWO)])
-def test_copies_of_shards_give_the_steps_of_one_process(found: tuple[Any, ...], ranks: int, name: str) -> None:
-    (rows, grads, trained, scores, _), (others, other_grads, also, other_scores, _) = (
-        found[0][number]["runs"][name] for number in (1, ranks)
-    )
+def assert_same_run(name: str, alone: tuple[Any, ...], together: tuple[Any, ...]) -> None:
+    """`name`: of the case; the other two are what `run` gives on one rank and on several."""
+    (rows, grads, trained, scores, _), (others, other_grads, also, other_scores, _) = alone, together
     close, far = TOLERANCES.get(name, (2e-6, 1e-5))
     for left, right in zip(rows, others, strict=True):
         for key in ("loss", "grad_norm", "lr", *({"auxiliary_loss"} & left.keys())):
@@ -249,6 +251,21 @@ def test_copies_of_shards_give_the_steps_of_one_process(found: tuple[Any, ...], 
     same(grads, other_grads, far, "gradient")
     same(trained, also, far, "weight")
     torch.testing.assert_close(other_scores, scores, atol=far, rtol=0)
+
+
+def assert_shares(alone: tuple[Any, ...], together: tuple[Any, ...]) -> None:
+    """Of four ranks, two copies of two shards: equal bits, and each about half of all."""
+    (everything, _), *_ = alone[4]
+    shards = together[4]
+    assert shards[0] == shards[2]
+    assert shards[1] == shards[3]
+    assert shards[0] != shards[1]
+    assert everything / 2 <= max(size for size, _ in shards) < 0.6 * everything
+
+
+@pytest.mark.parametrize(("ranks", "name"), [*((4, name) for name in CASES), *((2, name) for name in ON_TWO)])
+def test_copies_of_shards_give_the_steps_of_one_process(found: tuple[Any, ...], ranks: int, name: str) -> None:
+    assert_same_run(name, *(found[0][number]["runs"][name] for number in (1, ranks)))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -261,14 +278,10 @@ def test_float64_steps_are_those_of_one_process(found: tuple[Any, ...], ranks: i
 
 @pytest.mark.parametrize("name", CASES)
 def test_copies_have_equal_bits_and_shards_their_share(found: tuple[Any, ...], name: str) -> None:
-    (everything, _), *_ = found[0][1]["runs"][name][4]
-    shards = found[0][4]["runs"][name][4]
-    assert shards[0] == shards[2]
-    assert shards[1] == shards[3]
-    assert shards[0] != shards[1]
+    alone = found[0][1]["runs"][name]
+    assert_shares(alone, found[0][4]["runs"][name])
     if name in ON_TWO:  # a shard of each copy is all of it
-        assert [size for size, _ in found[0][2]["runs"][name][4]] == [everything] * 2
-    assert everything / 2 <= max(size for size, _ in shards) < 0.6 * everything
+        assert [size for size, _ in found[0][2]["runs"][name][4]] == [alone[4][0][0]] * 2
 
 
 def test_gradients_cross_the_copies_once_a_step(found: tuple[Any, ...]) -> None:
