@@ -21,7 +21,7 @@ TYPES = [kind for family in FAMILIES for kind in family.model_types]
 REFUSED = {
     "inkling_text": "does not take position_bias",
     "zaya": "layers mixed tokens through the packed context",
-    "rwkv": "no layers that are known to mix tokens",
+    "openai-gpt": "no layers that are known to mix tokens",
 }
 
 

@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from engines.proofs.opened import step_difference, step_problem
 from engines.prove.generic_family import is_inside
 from engines.prove.proof import BUILD_ERRORS, prove
 from engines.weights.empty_model import model_of
@@ -82,6 +83,8 @@ class TypeResult:
     reason: str = ""
     given: str = ""
     """Fields that the default config lacks, and the values that it was given."""
+    step: float | None = None
+    """Largest difference of a gradient of an engine's step, relative to its parameter's largest entry; float32."""
 
 
 def _given(kind: str) -> str:
@@ -105,10 +108,24 @@ def result_of(kind: str) -> TypeResult:
     verdict = "equal in part" if certificate.not_exercised else "equal"
     if not certificate.holds:
         verdict = "padded" if certificate.admits("padded") else "refused"
+    problems, step = [*certificate.problems], None
+    if verdict != "refused":
+        step, wrong = _step(kind, "padded" if verdict == "padded" else "packed")
+        if wrong:
+            verdict, problems = "refused", [*problems, wrong]
     return TypeResult(
         kind, images, verdict, numbers[0], numbers[1], time.process_time() - start, certificate.not_exercised,
-        _line("; ".join(certificate.problems)), _given(kind),
+        _line("; ".join(problems)), _given(kind), step,
     )  # fmt: skip
+
+
+def _step(kind: str, batching: str) -> tuple[float | None, str]:
+    """Return how far a step of an engine is from stock transformers, and what is wrong with it."""
+    try:
+        found = step_difference(AutoConfig.for_model(kind, **MISSING_FIELDS.get(kind, {})), batching=batching)
+    except ValueError as error:
+        return None, str(error)
+    return found.gradients if found.gradients < float("inf") else None, step_problem(found)
 
 
 def _why(kind: str, error: str) -> str:
@@ -169,12 +186,13 @@ def main(docs: Path, date: str, kinds: Sequence[str] = ()) -> None:
     """Prove types (all of them unless some are named), print a line for each and the slowest; write the JSON and the
     table under `docs`, and the table of the README beside it."""
     path = docs / "benchmarks" / "certificates.json"
-    results = {one.type: one for one in read(path)} if kinds else {}
+    results = {one.type: one for one in read(path)} if path.is_file() else {}
+    results = {kind: one for kind, one in results.items() if kind in all_types()}
     for one in measure(kinds or all_types()):
         print(f"{one.type}: {one.verdict} ({one.seconds:.1f} s) {one.reason}", flush=True)
         results[one.type] = one
-    rows = [results[kind] for kind in sorted(results)]
-    write(path, rows, date)
+        rows = [results[kind] for kind in sorted(results)]
+        write(path, rows, date)  # a stop loses nothing
     for page, lines in tables(docs, rows).items():
         page.write_text(with_table(page.read_text(encoding="utf-8"), lines), encoding="utf-8")
     slowest = sorted(rows, key=lambda one: -one.seconds)[:5]
@@ -240,6 +258,6 @@ def _inner(text: str) -> str:
 
 
 def _line(text: str) -> str:
-    """Return a text in one line, cut where it is long."""
-    text = " ".join(text.split())
+    """Return a text in one line without names of temporary folders, cut where it is long."""
+    text = re.sub(r"\S*/tmp\w+/", "", " ".join(text.split()))
     return text if len(text) <= 240 else f"{text[:237]}..."

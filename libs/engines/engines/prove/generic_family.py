@@ -26,16 +26,19 @@ from seqpack.adapters.stock_rows import bloom_attention, mpt_attention, own_atte
 from seqpack.adapters.subclasses import stock_class
 
 _TABLE = "ALL_ATTENTION_FUNCTIONS"
-_CACHES = frozenset(["cache_params", "past_key_values", "past_key_value", "layer_past", "cache"])
-"""Names of a cache among a layer's arguments."""
+_CACHES = frozenset(["cache_params", "past_key_values", "past_key_value", "layer_past", "cache", "use_cache"])
+"""Names of a cache, or of the wish for one, among a layer's arguments."""
 _TEXT_MODELS = ("language_model", "text_model")
 """Names of the text model in a multi-modal one."""
 _OTHER_TOKENS = re.compile(r"(^|\.)(encoder_attn|crossattention|cross_attn|cross_attention)(\.|$)")
 """Modules that attend to an encoder's output or to images: on text alone no layer calls them."""
 _OWN_FORMS = {"BloomAttention": bloom_attention, "MptAttention": mpt_attention}
 """Packed forms of attention that does not ask the table, and computes what others do not (ALiBi)."""
-_SCALES = {"logits_scaling": True, "logit_scale": False, "lm_head_multiplier": False}
+_SCALE_BEFORE_CAP = "output_multiplier"
+_SCALES = {"logits_scaling": True, "logit_scale": False, "lm_head_multiplier": False, _SCALE_BEFORE_CAP: False}
 """Config fields with a factor of the logits, and whether it divides them."""
+_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+"""Config fields with a bound of the logits."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,9 @@ class GenericFamily(Family):
 
     def soft_cap(self, config: Any) -> float | None:
         """Return the bound of the logits; None where they have none."""
-        cap: float | None = getattr(config.get_text_config(), "final_logit_softcapping", None)
-        return cap or None
+        text = config.get_text_config()
+        cap = next((cap for name in _CAPS if (cap := getattr(text, name, None))), None)
+        return cap and cap / (getattr(text, _SCALE_BEFORE_CAP, None) or 1.0)
 
     def auxiliary_loss(
         self, config: Any, coefficient: float | None = None, z_coefficient: float = 0.0
@@ -109,7 +113,7 @@ class GenericFamily(Family):
                 continue
             if chooses_attention(module):
                 yield module, own_attention if chooses_keys(module) or masks_itself(module) else None
-            elif name.endswith(".indexer"):  # inside of attention, which runs it
+            elif re.search(r"\.(indexer|compressor)(\.|$)", name):  # inside of attention, which runs it
                 continue
             elif module is not layer and keeps_state(module) and not any(_mixes(part) for part in module.children()):
                 kind: Any = stock_class(module)
@@ -129,8 +133,10 @@ def masks_itself(module: nn.Module) -> bool:
 
 
 def chooses_keys(module: nn.Module) -> bool:
-    """Return whether an attention module attends to chosen keys (`index_topk`): it chose them, or another layer."""
-    return getattr(module, "indexer", None) is not None or bool(getattr(module, "skip_topk", False))
+    """Return whether an attention module attends to chosen keys (`index_topk`): it chose them, or another layer; or to
+    keys that stand for several tokens (DeepSeek-V4)."""
+    own = any(getattr(module, name, None) is not None for name in ("indexer", "compressor"))
+    return own or bool(getattr(module, "skip_topk", False))
 
 
 def keeps_state(module: nn.Module) -> bool:
@@ -147,7 +153,8 @@ def _packed_form(kind: Any) -> PackedForward:
     parameters = inspect.signature(kind.forward).parameters
     if "attention_mask" in parameters and "softmax" in inspect.getsource(kind).lower():
         return own_attention
-    return own_rows if "position_embeddings" in parameters else stock_rows
+    needed = [one for one in parameters.values() if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
+    return own_rows if len(needed) > 2 else stock_rows  # more than itself and hidden states
 
 
 def _mixes(module: nn.Module) -> bool:
@@ -166,7 +173,7 @@ class TextPartFamily(GenericFamily):
 
     def soft_cap(self, config: Any) -> float | None:
         """Return the bound of the logits; None where the whole does not cap those of its text model."""
-        return super().soft_cap(config) if self._names("final_logit_softcapping") else None
+        return super().soft_cap(config) if self._names(*_CAPS) else None
 
     def _names(self, *fields: str) -> bool:
         source = inspect.getsource(getattr(transformers, self.architecture))

@@ -23,7 +23,7 @@ from engines.weights.empty_model import empty_model, model_of
 from seqpack.adapters.context import Activation, LocalOps, PackedContext
 
 IGNORED = re.compile(
-    r"dropout|pdrop|layerdrop|initializer|init_std|use_cache|output_|return_dict|_token_id|token_id$|id2label|label2id|"
+    r"dropout|pdrop|layerdrop|initializer|init_std|w_init_|use_cache|output_|return_dict|_token_id|token_id$|id2label|label2id|"
     r"problem_type|transformers_version|_name_or_path|architectures|dtype|model_type|chunk_size_feed_forward|"
     r"is_encoder_decoder|pretraining_tp|max_position_embeddings|tie_word_embeddings|router_jitter|aux_loss|z_loss|"
     r"_in_fp32|num_logits_to_keep|use_mamba_kernels|rescale_prenorm_residual|mrope_section"

@@ -72,6 +72,7 @@ _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_la
 _THRESHOLDS: Mapping[str, int] = {
     "sliding_window": 8,
     "attention_window": 8,
+    "attention_window_size": 8,
     "local_attention": 8,
     "window_size": 8,
     "attention_chunk_size": 12,

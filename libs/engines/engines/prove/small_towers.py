@@ -66,7 +66,7 @@ def _shrink_tower(config: Any) -> None:
     before = config.to_dict()
     depths = {before[name] for name in _TOWER_DEPTHS if isinstance(before.get(name), int)}
     for name, value in before.items():
-        if isinstance(value, list) and name.endswith("layer_types") and len(value) in depths:
+        if isinstance(value, list) and len(value) in depths and len(value) > _SIZES["num_layers"]:
             setattr(config, name, value[: _SIZES["num_layers"]])
         if isinstance(value, list) and name.endswith("feature_layer"):
             setattr(config, name, [place % _SIZES["num_layers"] for place in range(len(value))])

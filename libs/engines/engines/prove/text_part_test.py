@@ -27,7 +27,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "flips", lambda *args: ())
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "idefics3", "gemma4", "glm4v"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "idefics3", "gemma4", "glm4v", "lfm3_vl", "muse_glimmer"])
 def test_a_text_part_is_equal_and_its_export_is_whole(kind: str) -> None:
     certificate = prove(AutoConfig.for_model(kind))
     assert certificate.holds, certificate

@@ -63,6 +63,8 @@ def _in_rows(
             name: at_places(value, place, tokens, name) for name, value in given.items() if name != "attention_mask"
         }
         below = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+        if window := getattr(layer, "sliding_window", None):
+            below = below.triu(1 - window)
         mask = torch.zeros_like(below, dtype=x.dtype).masked_fill(~below, torch.finfo(x.dtype).min)
         causal = mask.expand(len(x), 1, *mask.shape) if masked else None
         result, *rest = forward(layer, rows, **options, attention_mask=causal)
@@ -131,6 +133,8 @@ def given_arguments(layer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> di
 
 def at_places(value: Any, place: Tensor, tokens: int, name: str) -> Any:
     """Return what rows of tokens are given: of a tensor [1, T, ...] or [axes, 1, T] the entries at these places."""
+    if isinstance(value, dict):
+        return {key: at_places(one, place, tokens, name) for key, one in value.items()}
     if isinstance(value, tuple):
         return tuple(at_places(one, place, tokens, name) for one in value)
     if not isinstance(value, Tensor):
