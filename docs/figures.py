@@ -117,14 +117,17 @@ def is_measured(number: str, unit: str, known: Sequence[tuple[str | None, float]
 def complaints(page: str, text: str, entry: PageFigures, benchmarks: Mapping[str, Benchmark]) -> list[str]:
     """Return what is wrong with a page: figures of no benchmark, and entries that nothing uses."""
     said = [f"{page}: {name} is no file of docs/benchmarks" for name in entry.benchmarks if name not in benchmarks]
+    unknown = drawn_names(text) - set(benchmarks)
+    said += [f"{page}: a table of {name}, which is no file of docs/benchmarks" for name in sorted(unknown)]
+    if "<!-- figures: " in without_drawn(text):
+        said.append(f"{page}: a table without its end: <!-- end of figures -->")
     known = {name: newest(benchmarks[name]) for name in entry.benchmarks if name in benchmarks}
     together = [number for numbers in known.values() for number in numbers]
     found = list(figures(text))
     measured = [figure for figure in found if figure.text not in entry.fixed]
     for figure in measured:
-        unknown = [number for number in figure.numbers if not is_measured(number, figure.unit, together)]
-        if unknown:
-            which = ", ".join(unknown)
+        which = ", ".join(number for number in figure.numbers if not is_measured(number, figure.unit, together))
+        if which:
             said.append(f"{page}: {figure.text!r}: {which} in none of its benchmarks, not fixed (docs/figures.toml)")
     for name, numbers in known.items():
         used = any(is_measured(number, figure.unit, numbers) for figure in measured for number in figure.numbers)

@@ -72,6 +72,14 @@ def test_what_nothing_uses_is_told() -> None:
     ]
 
 
+def test_a_table_of_no_file_and_one_without_an_end_are_told() -> None:
+    page = "<!-- figures: gone -->\n<!-- end of figures -->\n<!-- figures: speed -->\n| a |\n"
+    assert complaints("p.md", page, PageFigures(), BENCHMARKS) == [
+        "p.md: a table of gone, which is no file of docs/benchmarks",
+        "p.md: a table without its end: <!-- end of figures -->",
+    ]
+
+
 def test_units_of_columns_and_words_are_the_same() -> None:
     text = "4 seconds; 3-minutes run; 5 GB/s; 30 % of 2 rows a second, not 4 rows, v2 s, 1.2.3 s, 3 seconded"
     assert [(one.numbers, one.unit) for one in figures(text)] == [
