@@ -13,6 +13,7 @@ from chat_tools.rendering import message_attribution
 from chat_tools.rendering.message_attribution import MessageAttribution, attribute_messages
 from chat_tools.rendering.replaced_messages import MessageSpan, find_by_difference
 from chat_tools.rendering.template import ChatTemplate, Message
+from chat_tools.rendering.text_marks import Marks, Place
 from chat_tools.testing.tokenizer import tiny_tokenizer
 
 PRIVATE = 0xF0000
@@ -36,8 +37,8 @@ def call(name: str = "f", **arguments: Any) -> dict[str, Any]:
 def test_marks_are_the_first_free_characters(text: str, calls: list[int]) -> None:
     """One for each message's words, two for each call, one that closes; none of them stands in the text."""
     needed = 1 + sum(1 + 2 * n for n in calls)
-    marks = message_attribution._Marks("", text, [{"content": "x", "tool_calls": [call()] * n} for n in calls])
-    opening = [marks.wrap(message_attribution._Place(number))("x")[0] for number in range(needed - 1)]
+    marks = Marks("", text, [{"content": "x", "tool_calls": [call()] * n} for n in calls])
+    opening = [marks.wrap(Place(number))("x")[0] for number in range(needed - 1)]
     chosen = [ord(mark) for mark in (*opening, marks.close)]
     taken = set(map(ord, text))
     first = next(b for b in count(PRIVATE, needed) if not taken & set(range(b, b + needed)))
@@ -53,8 +54,8 @@ bits = st.sampled_from(["a", "b b", "\n", " ", "  \n", "</think>", "<a>", "word"
 @given(st.lists(bits, max_size=8).map("".join))
 def test_segments_are_what_stands_between_cuts(text: str) -> None:
     """Lines, and what a template itself cuts at; without marks the text is as before."""
-    marks = message_attribution._Marks(CUTS, text, [{"content": text}])
-    place = message_attribution._Place(0)
+    marks = Marks(CUTS, text, [{"content": text}])
+    place = Place(0)
     marked = marks.wrap(place)(text)
     assert marks.pattern.sub("", marked) == text
     read = marks.read(marked)
@@ -69,8 +70,8 @@ def test_segments_are_what_stands_between_cuts(text: str) -> None:
 
 
 def test_marks_are_read_in_pairs() -> None:
-    marks = message_attribution._Marks("", "", [{"content": "x"}] * 3)
-    first, second = (marks.wrap(message_attribution._Place(number))("x")[0] for number in (5, 7))
+    marks = Marks("", "", [{"content": "x"}] * 3)
+    first, second = (marks.wrap(Place(number))("x")[0] for number in (5, 7))
     close, places = marks.close, marks.table
     assert marks.read(f"a{first}b{close}") == ("ab", [(1, 2, places[0])])
     two = f"{first}ab{close}-{second}c{close}d"
@@ -111,9 +112,9 @@ class Counting(ChatTemplate):
 
     count = 0
 
-    def text(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+    def trial(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         self.count += 1
-        return super().text(messages, add_generation_prompt)
+        return super().trial(messages, add_generation_prompt)
 
 
 def found(

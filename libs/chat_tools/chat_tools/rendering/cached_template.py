@@ -1,15 +1,14 @@
-"""A chat template for trial renderings: the same one in the same sandbox, whose answers to common questions are known.
+"""The same chat template in the same sandbox, whose answers to common questions are known.
 
 Strategy
 1. Most of what a rendering takes is the sandbox's way to an attribute (`message.content`, `ns.first`, `text.split`):
    Python's attribute first, its failure, then the item, and a dozen type checks for what is safe.
 2. transformers compiles each source once and keeps it. A source with an empty comment before it is another one, with an
    environment of its own, so the one that everybody else uses stays as it is.
-3. In that environment attributes of plain dicts, texts, namespaces and loops are answered at once where the sandbox's
-   own answer is certain: keys that name no method, methods that change nothing, values that are plain data. All
-   else goes to the sandbox.
-4. It is for renderings whose text is held to another one's (`message_attribution`), and for what was said before a turn
-   (`masks`); the text that is trained on is asked for without it.
+3. In that environment attributes of plain dicts, texts, namespaces and loops, and calls of the methods of texts and
+   dicts, are answered at once where the sandbox's own answer is certain: keys that name no method, methods that change
+   nothing, values that are plain data. All else goes to the sandbox.
+4. What a template sees is made of plain data by transformers' own functions, once for all renderings of a conversation.
 
 Invariants (tests): it renders what the template renders, and refuses what the sandbox refuses.
 """
@@ -17,8 +16,9 @@ Invariants (tests): it renders what the template renders, and refuses what the s
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from types import BuiltinMethodType
 from typing import Any
 
 _PREFIX = "{##}\n"  # a comment that writes nothing: transformers drops the line end behind it
@@ -26,9 +26,44 @@ _PLAIN = frozenset((str, int, bool, float, type(None), dict, list))
 _DICT_NAMES = frozenset(dir(dict))
 _DICT_READERS = frozenset(("get", "items", "keys", "values"))
 _STR_METHODS = frozenset(name for name in dir(str) if name[0] != "_") - {"format", "format_map"}
+_STR_CALLS = _STR_METHODS - {"join"}  # the items of which may come from the template
 _LOOP_NAMES = frozenset(("index", "index0", "first", "last", "length", "previtem", "nextitem", "revindex", "revindex0"))
 _MISSING = object()
 Getter = Callable[[Any, str], Any]
+Caller = Callable[..., Any]
+
+
+class PlainMessages(list[dict[str, Any]]):
+    """Messages as a template sees them: plain data, no key whose value is None."""
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> PlainMessages | None:
+    """Return messages as `apply_chat_template` gives them to a template; None for a release that has other functions.
+
+    The names of reasoning are left as they are: `rendered_plain` gives a message all of them.
+    """
+    plain = plain_data()
+    if plain is None:
+        return None
+    if isinstance(messages, PlainMessages):
+        return messages
+    return PlainMessages(plain({k: v for k, v in message.items() if v is not None}) for message in messages)
+
+
+def plain_data() -> Callable[[Any], Any] | None:
+    """Return transformers' function that makes plain data of what a template is given; None where it has none."""
+    transformers = sys.modules.get("transformers.utils.chat_template_utils")
+    named = getattr(transformers, "_alias_reasoning_fields", None) is not None
+    plain: Callable[[Any], Any] | None = getattr(transformers, "_plain_template_data", None)
+    return plain if named else None
+
+
+def rendered_plain(source: str, messages: PlainMessages, prompted: bool, given: Mapping[str, Any]) -> str:
+    """Render a `cached_source` with plain messages, tools and options, as `render_jinja_template` does."""
+    transformers = sys.modules["transformers.utils.chat_template_utils"]
+    template = transformers._compile_jinja_template(source)
+    named = transformers._alias_reasoning_fields(messages)
+    return str(template.render(messages=named, add_generation_prompt=prompted, **given))
 
 
 def cached_source(source: str) -> str | None:
@@ -46,6 +81,7 @@ def cached_source(source: str) -> str | None:
         space = environment.globals.get("namespace")
         loop = sys.modules["jinja2.runtime"].LoopContext
         environment.getattr = _getter(environment.getattr, space, loop)
+        environment.call = _caller(environment.call)
     return changed
 
 
@@ -76,3 +112,18 @@ def _getter(sandboxed: Getter, space: Any, loop: Any) -> Getter:
         return sandboxed(obj, name)
 
     return attribute_of
+
+
+def _caller(sandboxed: Caller) -> Caller:
+    """Return the function that calls for the sandbox: a method of a text or a dict needs nothing of the template."""
+
+    def call(context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(function) is BuiltinMethodType:
+            kind, name = type(function.__self__), function.__name__
+            if (kind is str and name in _STR_CALLS) or (kind is dict and name in _DICT_READERS):
+                kwargs.pop("_block_vars", None)
+                kwargs.pop("_loop_vars", None)
+                return function(*args, **kwargs)
+        return sandboxed(context, function, *args, **kwargs)
+
+    return call

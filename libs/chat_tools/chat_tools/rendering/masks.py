@@ -8,8 +8,8 @@ Strategy
    in the same turn), it begins where the rendering of the messages before it, prompt included, ends.
 3. It ends where `turn_end` proves that the turn ends: with the whole of what a sampler has to produce.
 4. What a shorter rendering told of one turn (2, 3) holds for those of the same shape within the same text of the
-   template, so that the number of renderings is that of shapes, not of turns. Turns without text are found by one
-   rendering with a text in each of them.
+   template (names and ids of calls apart), so that the number of renderings is that of shapes, not of turns. Turns
+   without text are found by one rendering with a text in each of them.
 5. A turn whose region cannot be told so is not trained, and a problem says so.
 
 Invariants (tests): a region holds no character of another message; regions are in order and do not overlap; a region of
@@ -19,11 +19,18 @@ a turn that ends with a stop token holds it; an injected marker in anybody's tex
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from chat_tools.rendering.message_attribution import MessageAttribution, attribute_messages, texts_of
-from chat_tools.rendering.replaced_messages import WRITTEN_KEYS, MessageSpan, common_prefix, find_together
+from chat_tools.rendering.replaced_messages import (
+    WRITTEN_KEYS,
+    MessageSpan,
+    common_prefix,
+    find_together,
+    without_names,
+)
 from chat_tools.rendering.template import ChatTemplate, Message, template_errors
 from chat_tools.rendering.turn_delimiters import (
     TurnDelimiters,
@@ -69,14 +76,15 @@ class _Seen(NamedTuple):
     """The state of a search: whether a generation prompt ends the rendering, and what shorter renderings told.
 
     `prompts` (lengths of the generation prompt) are by the template's text there, whether a user spoke before, and the
-    shapes of the turn and those before it; `ends` are the `checked_ends`, `kinds` those of the
-    messages.
+    shapes of the turn and those before it; `ends` are the `checked_ends`, `kinds` those of the messages, `untold` the
+    turns by shape whose end could not be told.
     """
 
     prompted: bool
     prompts: dict[_Shape, int | None]
     ends: dict[Any, Any] | None = None
     kinds: Sequence[tuple[Any, ...]] = ()
+    untold: Counter[Any] | None = None
 
 
 class _Bounds(NamedTuple):
@@ -102,8 +110,8 @@ def find_regions(
     regions: list[Region] = []
     problems: list[str] = []
     delimiters: TurnDelimiters | None = None
-    seen = _Seen(prompted, {})
-    given_up = {*owners.without_calls, *owners.unknown}
+    seen = _Seen(prompted, {}, untold=Counter())
+    given_up = {*owners.without_calls, *owners.unknown, *owners.lost}
     lost = [i for i, m in enumerate(messages) if m.get("role") == "assistant" and i not in bounds and i not in given_up]
     alone = find_together(template, messages, lost, text, prompted) if lost else {}
     for index, message in enumerate(messages):
@@ -155,7 +163,7 @@ def _turn(
         if start is None:
             return f"message {index}: its beginning cannot be told from the message before"
         piece, _, upper, _, last = bounds
-        turn = Turn(messages, index, text, seen.prompted, max(piece.end, start), upper, last, seen.kinds)
+        turn = Turn(messages, index, text, seen.prompted, max(piece.end, start), upper, last, seen.kinds, seen.untold)
         end = end_of_turn(template, delimiters, turn, seen.ends)
         if end is None:
             return f"message {index}: where its turn ends cannot be told"
@@ -219,10 +227,16 @@ def _start(
     if index == 0:  # nothing comes before it, and templates are not applied to nothing
         return refused
     here = text[lower : piece.start]
-    shape = _shape(messages, index, here)
-    if shape not in seen.prompts:
-        seen.prompts[shape] = _shared_with_prompt(template, messages[:index], here)
-    shared = seen.prompts[shape]
+    nameless = without_names(here, messages[max(0, index - 2) : index + 1])
+    shape = _shape(messages, index, nameless.text)
+    if shape in seen.prompts:
+        known = seen.prompts[shape]
+        shared = None if known is None else nameless.length(known)
+    else:
+        shared = _shared_with_prompt(template, messages[:index], here)
+        known = None if shared is None else nameless.place(shared)
+        if shared is None or known is not None:
+            seen.prompts[shape] = known
     if shared:
         return lower + shared
     return refused if shared is None else None

@@ -18,25 +18,19 @@ word that stands in one message alone is in a piece of that message, wherever th
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from heapq import heapify, heappop, heappush
-from itertools import accumulate
 from typing import Any, NamedTuple
 
+from chat_tools.rendering.cached_template import PlainMessages
 from chat_tools.rendering.replaced_messages import REASONING_KEYS, MessageSpan, find_by_difference
 from chat_tools.rendering.template import ChatTemplate, Message, rendering_errors
+from chat_tools.rendering.text_marks import PRIVATE_CHARACTER, Marks, Place, Wrap, calls_of, thinks
 
 _TEXT_KEYS = frozenset(("content", *REASONING_KEYS))
-_REASONING = frozenset(REASONING_KEYS)
 _BEGINNING = 10  # characters of a printed list, to see whether there is one at all
-_PRIVATE = 0xF0000  # planes 15 and 16: no script has characters there
-_PRIVATE_CHARACTER = re.compile("[\U000f0000-\U0010ffff]")
-# What a template compares a text with, or cuts it at: marks must not stand inside or before it.
-_CUTS = re.compile(r"""(?:split|startswith|endswith|replace)\(\s*(['"])(.+?)\1|(['"])([^'"\n]+)\3\s+(?:not\s+)?in\s""")
-Wrap = Callable[[str], str]
 
 
 class MessageAttribution(NamedTuple):
@@ -71,14 +65,19 @@ def render_marked(
     not looked for here.
     """
     source = template.source
-    if _PRIVATE_CHARACTER.search(source):
+    if _has_private(source):
         return None
     if not held:
         sources = json.dumps([messages, template.tools, template.options], ensure_ascii=False, default=_plain)
-        if _PRIVATE_CHARACTER.search(sources):
+        if PRIVATE_CHARACTER.search(sources):
             return None
-    marked = _marked(template, messages, prompted, _Marks(source, "", messages), range(len(messages)), True)
+    marked = _marked(template, messages, prompted, Marks(source, "", messages), range(len(messages)), True)
     return None if marked is not None and printed_parts(messages, marked.text) else marked
+
+
+@lru_cache(maxsize=64)
+def _has_private(source: str) -> bool:
+    return PRIVATE_CHARACTER.search(source) is not None
 
 
 def _plain(value: Any) -> Any:
@@ -89,13 +88,14 @@ def attribute_messages(
     template: ChatTemplate, messages: Sequence[Message], text: str, prompted: bool
 ) -> MessageAttribution:
     """Find the pieces of all messages in `text`, their rendering (with a generation prompt if `prompted`)."""
-    marks = _Marks(template.source, text, messages)
+    marks = Marks(template.source, text, messages)
     printed = printed_parts(messages, text)
     chosen = [index for index in range(len(messages)) if index not in printed]
     for names in (True, False):
         marked = _marked(template, messages, prompted, marks, chosen, names)
         if marked is not None and marked.text == text:
-            return marked.owners._replace(unknown=tuple(sorted(printed)), printed=tuple(sorted(printed)))
+            unknown = tuple(sorted({*marked.owners.unknown, *printed}))
+            return marked.owners._replace(unknown=unknown, printed=tuple(sorted(printed)))
     owners = _one_by_one(template, messages, text, prompted, marks, chosen)
     return owners._replace(unknown=sorted({*owners.unknown, *printed}), printed=tuple(sorted(printed)))
 
@@ -111,7 +111,7 @@ def printed_parts(messages: Sequence[Message], text: str) -> set[int]:
 
 
 def _one_by_one(
-    template: ChatTemplate, messages: Sequence[Message], text: str, prompted: bool, marks: _Marks, chosen: Iterable[int]
+    template: ChatTemplate, messages: Sequence[Message], text: str, prompted: bool, marks: Marks, chosen: Iterable[int]
 ) -> MessageAttribution:
     """Find the pieces of each chosen message by a separate rendering."""
     all_pieces: list[MessageSpan] = []
@@ -152,109 +152,23 @@ def texts_of(message: Message) -> list[str]:
     return seen
 
 
-class _Place(NamedTuple):
-    """The place of a text: in a message (or its reasoning), or (unless None) in a call, as its name or arguments."""
-
-    message: int
-    call: int | None = None
-    is_name: bool = False
-    is_reasoning: bool = False
-
-
-class _Marks:
-    """The marks of one rendering: their characters, and the places where a text may be cut."""
-
-    def __init__(self, source: str, text: str, messages: Sequence[Message]) -> None:
-        taken = set(_PRIVATE_CHARACTER.findall(text))
-        self.table: list[_Place] = []  # what each opening mark stands for
-        self.written: list[int] = []  # how many segments have it
-        # of each message: a mark for its words, one for its reasoning, and two for each of its calls
-        count = 1 + sum(1 + _thinks(message) + 2 * len(_calls(message)) for message in messages)
-        self.base = _PRIVATE
-        while any(self.base <= ord(character) < self.base + count for character in taken):
-            self.base += count
-        self.close = chr(self.base + count - 1)
-        self.pattern = re.compile(f"([{chr(self.base)}-{self.close}])")
-        self.cut, self.cuts = _cut_patterns(source)
-
-    def wrap(self, place: _Place) -> Wrap:
-        """Return the function that marks the segments of a text with a new mark for the place."""
-        opening = chr(self.base + len(self.table))
-        number = len(self.table)
-        self.table.append(place)
-        self.written.append(0)
-        is_cut, close, written = self.cut.search, self.close, self.written
-
-        def wrapped(text: str) -> str:
-            if is_cut(text) is not None:
-                marked = self._in_segments(opening, text)
-                written[number] += marked.count(close)
-                return marked
-            if not text or text.isspace():
-                return text
-            written[number] += 1
-            return opening + text + close if text == text.strip() else self._segment(opening, text)
-
-        return wrapped
-
-    def _in_segments(self, opening: str, text: str) -> str:
-        parts, last = [], 0
-        for cut in self.cuts.finditer(text):
-            parts += [self._segment(opening, text[last : cut.start()]), cut.group()]
-            last = cut.end()
-        return "".join([*parts, self._segment(opening, text[last:])])
-
-    def _segment(self, opening: str, text: str) -> str:
-        core = text.strip()
-        if core == text:
-            return f"{opening}{core}{self.close}" if core else ""
-        at = text.index(core)
-        return f"{text[:at]}{opening}{core}{self.close}{text[at + len(core) :]}" if core else text
-
-    def wrap_call(self, message: int, is_name: bool, call: int) -> Wrap:
-        """Return the function that marks the name or the arguments of a call."""
-        return self.wrap(_Place(message, call, is_name))
-
-    def read(self, rendered: str) -> tuple[str, list[tuple[int, int, _Place]]] | None:
-        """Return the text without marks and (start, end, place) of its marked segments; None if one was cut in two."""
-        parts = self.pattern.split(rendered)  # text, mark, text, mark, ..., text
-        marks = parts[1::2]
-        if len(marks) % 2 or any(mark != self.close for mark in marks[1::2]) or self.close in marks[::2]:
-            return None
-        ends = list(accumulate(map(len, parts[::2])))
-        spans = [(ends[at], ends[at + 1], self.table[ord(marks[at]) - self.base]) for at in range(0, len(marks), 2)]
-        return "".join(parts[::2]), spans
-
-
-@lru_cache(maxsize=64)
-def _cut_patterns(source: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return patterns of a text's cuts: line ends, and the literals with which a template compares or splits texts.
-
-    The second pattern takes the white space around too; the first is fast where there is nothing to cut.
-    """
-    literals = {match[2] or match[4] for match in _CUTS.finditer(source)}
-    cuts = sorted((x for x in literals if x.strip() and not x.isalnum()), key=len, reverse=True)
-    escaped = ["\n", *map(re.escape, cuts)]
-    return re.compile("|".join(escaped)), re.compile("|".join(rf"\s*{cut}\s*" for cut in escaped))
-
-
 def _marked(
     template: ChatTemplate,
     messages: Sequence[Message],
     prompted: bool,
-    marks: _Marks,
+    marks: Marks,
     chosen: Iterable[int],
     names: bool,
 ) -> Marked | None:
     """Render with some messages marked and read the marks; return None if the template refuses or splits them."""
-    changed = list(messages)
+    changed: list[Any] = PlainMessages(messages) if isinstance(messages, PlainMessages) else list(messages)
     marks.table.clear()
     marks.written.clear()
     for index in chosen:
-        original, words = messages[index], marks.wrap(_Place(index))
+        original, words = messages[index], marks.wrap(Place(index))
         thoughts = words
-        if _thinks(original):
-            thoughts = marks.wrap(_Place(index, is_reasoning=True))
+        if thinks(original):
+            thoughts = marks.wrap(Place(index, is_reasoning=True))
         if original.get("tool_calls"):
             name = partial(marks.wrap_call, index, True) if names else None
             changed[index] = _rewritten(original, words, partial(marks.wrap_call, index, False), name, thoughts)
@@ -269,10 +183,12 @@ def _marked(
         return None
     text, spans = read
     pieces: list[MessageSpan] = []
-    written: set[_Place] = set()
+    written: set[Place] = set()
     counts: Counter[int] = Counter()
     for start, end, place in spans:
         message, call, is_name, is_reasoning = place
+        if message in marks.escaped:
+            continue
         if call is not None:
             if is_name and place in written:  # a name may come again, as that of the result
                 continue
@@ -282,19 +198,17 @@ def _marked(
         pieces.append(MessageSpan(start, end, message))
     seen = {(place.message, place.call) for place in written}
     calls = {(place.message, place.call) for place in marks.table if place.call is not None} if names else set()
+    without_calls = {message for message, _ in calls - seen} - marks.escaped
     lost = [
-        place.message
-        for place, due in zip(marks.table, marks.written, strict=True)
-        if _lost(messages, place, due, counts)
+        message
+        for (message, call, _, is_reasoning), due in zip(marks.table, marks.written, strict=True)
+        if due > counts[message]
+        and call is None
+        and not is_reasoning
+        and message not in marks.escaped
+        and not (counts[message] and messages[message].get("role") == "assistant")
     ]
-    return Marked(text, MessageAttribution(pieces, (), sorted({message for message, _ in calls - seen}), (), lost))
-
-
-def _lost(messages: Sequence[Message], place: _Place, due: int, counts: Mapping[int, int]) -> bool:
-    """Return whether a message's words, in `due` segments, are not all written (of an assistant's, none)."""
-    if not due or place.call is not None or place.is_reasoning:
-        return False
-    return counts[place.message] < (1 if messages[place.message].get("role") == "assistant" else due)
+    return Marked(text, MessageAttribution(pieces, tuple(sorted(marks.escaped)), sorted(without_calls), (), lost))
 
 
 def _rewritten(
@@ -306,7 +220,7 @@ def _rewritten(
 ) -> Message:
     """Return the message with its texts, the arguments and (unless None) the names of its calls rewritten."""
     changed = _with_words(message, text, reasoning)
-    if calls := _calls(message):
+    if calls := calls_of(message):
         changed["tool_calls"] = [_call(call, argument(i), name and name(i)) for i, call in enumerate(calls)]
     return changed
 
@@ -327,17 +241,8 @@ def _with_words(message: Message, text: Wrap, reasoning: Wrap) -> dict[str, Any]
     return changed
 
 
-def _thinks(message: Message) -> bool:
-    return not _REASONING.isdisjoint(message) and any(message.get(key) for key in REASONING_KEYS)
-
-
-def _calls(message: Message) -> Sequence[Any]:
-    calls = message.get("tool_calls") or ()
-    return calls if isinstance(calls, list | tuple) else ()
-
-
 def _part(part: Any, text: Wrap) -> Any:
-    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+    if isinstance(part, dict | Mapping) and isinstance(part.get("text"), str):
         return {**part, "text": text(part["text"])}
     return text(part) if isinstance(part, str) else part
 

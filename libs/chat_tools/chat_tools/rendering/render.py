@@ -12,7 +12,7 @@ from chat_tools.rendering.masks import Region, find_regions
 from chat_tools.rendering.media import Expanded, Media, expand, token_types
 from chat_tools.rendering.message_attribution import MessageAttribution, render_marked
 from chat_tools.rendering.replaced_messages import MessageSpan
-from chat_tools.rendering.template import ChatTemplate, Cut, Message, tokens_as_text
+from chat_tools.rendering.template import ChatTemplate, Cut, Message, stock_backend, tokens_as_text
 from chat_tools.rendering.turn_delimiters import TurnDelimiters, added_tokens, find_turn_delimiters, last_token
 
 
@@ -128,6 +128,7 @@ def render(
     stops = None if stop_tokens is None else tokens_as_text(stop_tokens, tokenizer)
     template = ChatTemplate(tokenizer, tools, options, stops)
     problems: list[str] = []
+    given, messages = messages, template.plain(messages)
     base = _twice(template, messages, add_generation_prompt) or _apart(
         template, messages, add_generation_prompt, problems
     )
@@ -149,7 +150,7 @@ def render(
         mm_token_type_ids=token_types(tokenizer, ids, media) if media else [0] * len(ids),
         owners=owned_text(regions, turns.owners.pieces, messages, expanded),
         straddling=straddling,
-        messages=tuple(messages),
+        messages=tuple(given),
         template=template,
         prompted=add_generation_prompt,
         plain=plain,
@@ -220,6 +221,10 @@ def _apart(template: ChatTemplate, messages: Sequence[Message], prompted: bool, 
 
 def encode(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:
     """Return ids and the characters of each token; ValueError for a tokenizer without offsets."""
+    backend = stock_backend(tokenizer)
+    if backend is not None:
+        encoding = backend.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
     try:
         encoded = tokenizer(
             text,

@@ -251,14 +251,23 @@ def test_a_conversation_is_tokenised_once(
     tokenizer = tokenizers[name]
     expected = render(tokenizer, TALK)  # finds the delimiters, which are remembered
     kind, calls = type(tokenizer), []
-    tokenise = kind.__call__
+    tokenise, backend = kind.__call__, tokenizer.backend_tokenizer
 
     @wraps(tokenise)
     def counted(self: Any, text: str, *arguments: Any, **options: Any) -> Any:
         calls.append(text)
         return tokenise(self, text, *arguments, **options)
 
+    class Backend:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(backend, name)
+
+        def encode(self, text: str, **options: Any) -> Any:
+            calls.append(text)
+            return backend.encode(text, **options)
+
     monkeypatch.setattr(kind, "__call__", counted)
+    monkeypatch.setattr(kind, "backend_tokenizer", Backend())
     assert render(tokenizer, TALK) == expected
     assert calls == [tokenizer.apply_chat_template(TALK, tokenize=False)]
 

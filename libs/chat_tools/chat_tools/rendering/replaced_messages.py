@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -13,12 +13,66 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 WRITTEN_KEYS = ("content", *REASONING_KEYS, "tool_calls")
 
 
+FEW = 3  # messages of one kind that are tried alone: where none of them can be told, the others are not tried
+
+
 class MessageSpan(NamedTuple):
     """Characters `start:end` of a rendering, which message number `message` holds."""
 
     start: int
     end: int
     message: int
+
+
+class NamelessText(NamedTuple):
+    """A text of the template in which `names`, in order, are one character each: the same in turns of other names."""
+
+    text: str
+    names: Sequence[str] = ()
+
+    def length(self, place: int) -> int:
+        """Return how many characters of the text itself stand before a place of the nameless one."""
+        return place + sum(len(name) - 1 for name in self.names[: self.text.count(_NAME, 0, place)])
+
+    def place(self, length: int) -> int | None:
+        """Return the place behind the first `length` characters; None within a name."""
+        place, at = length, -1
+        for name in self.names:
+            at = self.text.index(_NAME, at + 1)
+            if at >= place:
+                break
+            place -= len(name) - 1
+            if at >= place:
+                return None
+        return place
+
+
+_NAME = "\0"
+
+
+def without_names(text: str, messages: Sequence[Message]) -> NamelessText:
+    """Return a text in which the ids and names of the messages' calls and results are as good as any other."""
+    names = {name for message in messages for name in _names(message) if name in text} if text else set()
+    if not names or _NAME in text:
+        return NamelessText(text)
+    parts = re.split("(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + ")", text)
+    return NamelessText(_NAME.join(parts[::2]), parts[1::2])
+
+
+def _names(message: Message) -> Iterator[str]:
+    """Yield what names a message's calls, or the call that it answers, and its parts as Python prints them.
+
+    Templates write it beside the words.
+    """
+    if isinstance(message.get("content"), list):
+        yield str(message["content"])
+    for value in (message.get("tool_call_id"), message.get("name")):
+        if isinstance(value, str) and value:
+            yield value
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list | tuple) else ():
+        if isinstance(call, Mapping) and isinstance(call.get("id"), str) and call["id"]:
+            yield call["id"]
 
 
 def find_by_difference(
@@ -47,7 +101,7 @@ def find_together(
     """Find messages without text by one rendering with a text in each of them; each is an empty piece at its place.
 
     It has to be the rendering with nothing but these texts inserted. Else they are found one by one
-    (`find_by_difference`); those that are not found so are left out.
+    (`find_by_difference`); those that are not found so are left out, and the rest where none of the first few is.
     """
     mark = unused([text])
     first, last = mark[0], mark[-1]
@@ -62,8 +116,14 @@ def find_together(
     if [*map(int, parts[1::2])] == list(indices) and "".join(parts[::2]) == text:
         places = accumulate(map(len, parts[::2]))
         return {index: MessageSpan(at, at, index) for index, at in zip(indices, places, strict=False)}
-    alone = {index: find_by_difference(template, messages, index, text, prompted) for index in indices}
-    return {index: pieces[0] for index, pieces in alone.items() if pieces}
+    found: dict[int, MessageSpan] = {}
+    for number, index in enumerate(indices):
+        pieces = find_by_difference(template, messages, index, text, prompted)
+        if pieces:
+            found[index] = pieces[0]
+        elif not found and number + 1 >= FEW:
+            break
+    return found
 
 
 def _replaced(message: Message, mark: str) -> Message:

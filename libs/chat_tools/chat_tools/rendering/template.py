@@ -5,11 +5,18 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from chat_tools.parsing.arguments import tool_dict
-from chat_tools.rendering.cached_template import cached_source
+from chat_tools.rendering.cached_template import (
+    cached_source,
+    plain_data,
+    plain_messages,
+    rendered_plain,
+)
 
 Message = Mapping[str, Any]
 
@@ -27,7 +34,21 @@ _TOKENISING = frozenset(
         "chat_template",
     )
 )
+# Its other arguments: where an option has such a name, it is called itself.
+_APPLYING = frozenset(
+    (
+        "conversation",
+        "tokenize",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "continue_final_message",
+    )
+)
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
+_MOST_SHAPES = 4096  # of conversations whose text is proven, of one template
+_Text = tuple[str, list[tuple[int, int]] | None]  # and the blocks that the template marks
+# By tokenizer and template: the shapes of which the faster rendering is proven; None where it differed once.
+_PROVEN: WeakKeyDictionary[Any, dict[Any, set[Any] | None]] = WeakKeyDictionary()
 
 
 def template_errors() -> tuple[type[Exception], ...]:
@@ -91,20 +112,34 @@ def _has_generation_marks(source: str) -> bool:
     return _GENERATION.search(source) is not None
 
 
+@lru_cache(maxsize=64)
+def _methods_are_stock(kind: type) -> bool:
+    """Return whether a tokenizer's class renders and tokenises by transformers' own methods."""
+    methods = (getattr(kind, name, None) for name in ("apply_chat_template", "__call__"))
+    return all(getattr(method, "__module__", "").startswith("transformers.tokenization_utils") for method in methods)
+
+
+def stock_backend(tokenizer: Any) -> Any:
+    """Return the backend that gives what a call of the tokenizer gives; None where the call does more than that."""
+    if not _calls_backend(tokenizer.__class__):
+        return None
+    backend = tokenizer.backend_tokenizer
+    plain = backend.truncation is None and backend.padding is None
+    return backend if plain and backend.encode_special_tokens == tokenizer.split_special_tokens else None
+
+
+@lru_cache(maxsize=64)
+def _calls_backend(kind: type) -> bool:
+    encodes = getattr(getattr(kind, "_encode_plus", None), "__module__", "")
+    return _methods_are_stock(kind) and encodes == "transformers.tokenization_utils_tokenizers"
+
+
 class Cut(NamedTuple):
     """A text with a stand-in user message in it, and its place."""
 
     text: str
     start: int
     end: int
-
-
-class _Trial(list[Message]):
-    """Copies of messages, to render with another source."""
-
-    def __init__(self, messages: Sequence[Message], source: str) -> None:
-        super().__init__(map(dict, messages))
-        self.source = source
 
 
 class ChatTemplate:
@@ -141,47 +176,109 @@ class ChatTemplate:
         """The template's marking: True where it marks the assistant's text itself."""
         return _has_generation_marks(self.source)
 
-    @property
+    @cached_property
     def tokenizes_text(self) -> bool:
         """The tokenisation: True where `apply_chat_template` gives exactly the tokens of its text without `tokenize`.
 
         This holds where the methods are transformers' own, and no option of the call changes them.
         """
-        kind = type(self.tokenizer)
-        methods = (getattr(kind, name, None) for name in ("apply_chat_template", "__call__"))
-        own = all(getattr(method, "__module__", "").startswith("transformers.tokenization_utils") for method in methods)
-        return own and not _TOKENISING.intersection(self.options)
+        return _methods_are_stock(self.tokenizer.__class__) and not _TOKENISING.intersection(self.options)
+
+    @property
+    def _faster_source(self) -> str | None:
+        """The same template for `rendering.cached_template`; None where `apply_chat_template` has to be asked."""
+        stock = self.tokenizes_text and not _APPLYING.intersection(self.options)
+        return cached_source(self.source) if stock else None
+
+    @cached_property
+    def key(self) -> tuple[str, str]:
+        """The tools and the options, to know them again."""
+        return repr(self.tools), repr(self.options)
+
+    @cached_property
+    def _given(self) -> dict[str, Any] | None:
+        """What the template is given beside the messages, as plain data; None where transformers has no such function.
+
+        The names of special tokens are looked up once for all renderings of a conversation.
+        """
+        plain = plain_data()
+        if plain is None:
+            return None
+        options = plain({**self.tokenizer.special_tokens_map, **self.options})
+        return {"documents": None, **options, "tools": plain(self.tools)}
+
+    def plain(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return the messages as the template sees them, for several renderings of them; as they are if it cannot."""
+        return messages if self._faster_source is None else plain_messages(messages) or messages
 
     def apply(self, messages: Sequence[Message], add_generation_prompt: bool = False, **options: Any) -> Any:
         """Call the tokenizer's own `apply_chat_template`."""
         return self.tokenizer.apply_chat_template(
-            list(messages) if isinstance(messages, _Trial) else [dict(m) for m in messages],
+            [dict(m) for m in messages],
             tools=self.tools,
             add_generation_prompt=add_generation_prompt,
-            **({"chat_template": messages.source} if isinstance(messages, _Trial) else {}),
             **self.options,
             **options,
         )
 
-    def text_and_blocks(
-        self, messages: Sequence[Message], add_generation_prompt: bool
-    ) -> tuple[str, list[tuple[int, int]] | None]:
+    def text_and_blocks(self, messages: Sequence[Message], add_generation_prompt: bool) -> _Text:
         """Render to text, with the characters `start:end` of each block that the template marks, None without any.
+
+        It is the text of `apply_chat_template`, by the faster rendering where that is proven for the shape: each pair
+        of neighbours (roles, kinds of content, keys) was rendered both ways before, in some conversation.
+        """
+        source = self._faster_source
+        if source is None:
+            return self._official(messages, add_generation_prompt)
+        known = _PROVEN.setdefault(self.tokenizer, {})
+        key = (self.source, self.tools is None, add_generation_prompt, *self.options)
+        proven = known.setdefault(key, set())
+        if proven is None:
+            return self._official(messages, add_generation_prompt)
+        if self.has_generation_marks:
+            text = self._rendered(source, messages, add_generation_prompt)
+        else:
+            text = self._quickly(source, messages, add_generation_prompt), None
+        kinds = [(m.get("role"), type(m.get("content")), *m) for m in messages]
+        shapes = {(None, kinds[0]), *pairwise(kinds)}
+        if not shapes <= proven:
+            official = self._official(messages, add_generation_prompt)
+            if official != text:
+                known[key] = None
+                return official
+            if len(proven) > _MOST_SHAPES:
+                proven.clear()
+            proven.update(shapes)
+        return text
+
+    def _official(self, messages: Sequence[Message], add_generation_prompt: bool) -> _Text:
+        """Render by the template that everybody uses.
 
         `apply_chat_template` returns the blocks as tokens alone, so this calls the function that it calls.
         """
         if not self.has_generation_marks:
             return str(self.apply(messages, add_generation_prompt, tokenize=False)), None
+        return self._rendered(self.source, messages, add_generation_prompt)
+
+    def _rendered(self, source: str, messages: Sequence[Message], add_generation_prompt: bool) -> _Text:
+        """Render a source with generation marks as `apply_chat_template` does."""
         transformers = sys.modules["transformers.utils.chat_template_utils"]  # the tokenizer has brought it
         texts, blocks = transformers.render_jinja_template(
             conversations=[[{k: v for k, v in message.items() if v is not None} for message in messages]],
             tools=self.tools,
-            chat_template=self.source,
+            chat_template=source,
             return_assistant_tokens_mask=True,
             add_generation_prompt=add_generation_prompt,
             **{**self.tokenizer.special_tokens_map, **self.options},
         )
         return texts[0], blocks[0]
+
+    def _quickly(self, source: str, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        """Render a `cached_source`."""
+        plain = plain_messages(messages)
+        if plain is None or self._given is None:
+            return str(self.apply(messages, add_generation_prompt, tokenize=False, chat_template=source))
+        return rendered_plain(source, plain, add_generation_prompt, self._given)
 
     def text(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """Render to text. A template that demands a user message gets a stand-in, which is cut out of the result."""
@@ -189,9 +286,16 @@ class ChatTemplate:
         return plain if cut is None else cut.text[: cut.start] + cut.text[cut.end :]
 
     def trial(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        """Render to text as `text` does, faster (`rendering.cached_template`); not for the text that is trained on."""
-        source = cached_source(self.source) if self.tokenizes_text else None
-        return self.text(messages if source is None else _Trial(messages, source), add_generation_prompt)
+        """Render to text as `text` does, faster (`rendering.cached_template`)."""
+        source = self._faster_source if messages else None
+        if source is None:
+            return self.text(messages, add_generation_prompt)
+        try:
+            return self._quickly(source, messages, add_generation_prompt)
+        except template_errors():
+            if any(m.get("role") == "user" for m in messages):
+                raise
+            return self.text(messages, add_generation_prompt)
 
     def text_or_cut(self, messages: Sequence[Message], add_generation_prompt: bool) -> tuple[str, Cut | None]:
         """Render to text, or to a text with a stand-in and its place."""

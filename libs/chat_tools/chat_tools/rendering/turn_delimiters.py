@@ -68,7 +68,7 @@ def _known(template: ChatTemplate, like: Message) -> tuple[TurnDelimiters, dict[
     tokenizer = template.tokenizer
     is_list = isinstance(like.get("content"), list)
     special = (getattr(tokenizer, "bos_token", None), getattr(tokenizer, "eos_token", None), template.stops)
-    key = (is_list, template.source, repr(template.tools), repr(template.options), special)
+    key = (is_list, template.source, template.key, special)
     known = _FRAMES.setdefault(tokenizer, {})
     if key not in known:  # a turn of calls alone has no content to tell the kind that the template takes
         other: Message = {"content": "" if is_list else []}

@@ -7,29 +7,39 @@ Strategy
    with which the next message begins ends the turn (GLM-4.5: that is what the model samples).
 3. What the template writes behind the end, up to the next message's words, is remembered by the shape of the turn: a
    turn of this shape before the same text ends where it begins.
-4. A turn whose end cannot be told so is not trained.
+4. A turn whose end cannot be told so is not trained. Where those of several turns of one shape could not be told, the
+   others of the conversation are not tried.
 
 The memory lasts as long as the tokenizer, so that a dataset's rows need few renderings besides their own.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from chat_tools.rendering.message_attribution import attribute_messages
-from chat_tools.rendering.replaced_messages import WRITTEN_KEYS, common_prefix, find_by_difference
+from chat_tools.rendering.replaced_messages import (
+    FEW,
+    WRITTEN_KEYS,
+    NamelessText,
+    common_prefix,
+    find_by_difference,
+    without_names,
+)
 from chat_tools.rendering.template import ChatTemplate, Message, content_like, rendering_errors
 from chat_tools.rendering.turn_delimiters import TurnDelimiters, added_tokens, checked_ends, last_token, token_start
 
-_MOST = 4096  # ends remembered of a template
+_MOST = 4096  # shapes whose ends are remembered of a template
+_MOST_OF_SHAPE = 64
 
 
 class Turn(NamedTuple):
     """A turn in a rendering: its last words end at `start`, and the words of others begin at `upper`.
 
     `last` is False for the calls of a turn whose results stand between them and its words. `kinds` are those of the
-    messages (`kinds_of`), if they are known.
+    messages (`kinds_of`), if they are known; `untold` counts, by shape, the turns whose end could not be told.
     """
 
     messages: Sequence[Message]
@@ -40,6 +50,7 @@ class Turn(NamedTuple):
     upper: int
     last: bool
     kinds: Sequence[tuple[Any, ...]] = ()
+    untold: Counter[Any] | None = None
 
 
 class _Ending(NamedTuple):
@@ -48,11 +59,12 @@ class _Ending(NamedTuple):
     mark: str
     rest: str
 
-    def length(self, behind: str) -> int | None:
+    def length(self, behind: NamelessText) -> int | None:
         """Return the length of the end in what stands behind a turn's words, None if it is another one's."""
-        if not behind.endswith(self.mark + self.rest) or (not self.mark and len(self.rest) != len(behind)):
+        text = behind.text
+        if not text.endswith(self.mark + self.rest) or (not self.mark and len(self.rest) != len(text)):
             return None
-        return len(behind) - len(self.rest)
+        return behind.length(len(text) - len(self.rest))
 
 
 def end_of_turn(
@@ -63,19 +75,32 @@ def end_of_turn(
     if turn.number == len(turn.messages) - 1 and turn.last and not turn.prompted:
         return turn.start + _of_last(delimiters, behind)
     known = checked_ends(template, turn.messages[turn.number]) if known is None else known
-    endings: list[_Ending] = known.setdefault(_shape(turn), [])
-    for ending in endings:
-        length = ending.length(behind)
-        if length is not None:
-            return turn.start + length
-    length = _proven(template, delimiters, turn, behind)
+    shape = _shape(turn)
+    endings: list[_Ending] = known.setdefault(shape, [])
+    nameless = NamelessText(behind)
+    length = _known_length(endings, nameless)
     if length is None:
+        nameless = without_names(behind, turn.messages[max(0, turn.number - 1) : turn.number + 2])
+        length = _known_length(endings, nameless) if nameless.names else None
+    if length is not None:
+        return turn.start + length
+    untold = Counter() if turn.untold is None else turn.untold
+    length = _proven(template, delimiters, turn, behind) if untold[shape] < FEW else None
+    if length is None:
+        untold[shape] += 1
         return None
     if len(known) > _MOST:
         known.clear()
-    mark = last_token(behind[:length], added_tokens(template.tokenizer))
-    endings.append(_Ending(mark, behind[length:]))
+    place = nameless.place(length)
+    if place is not None:
+        mark = last_token(behind[:length], added_tokens(template.tokenizer))
+        del endings[: max(0, len(endings) - _MOST_OF_SHAPE)]
+        endings.append(_Ending(mark, nameless.text[place:]))
     return turn.start + length
+
+
+def _known_length(endings: Sequence[_Ending], behind: NamelessText) -> int | None:
+    return next((length for ending in endings if (length := ending.length(behind)) is not None), None)
 
 
 def _of_last(delimiters: TurnDelimiters, behind: str) -> int:
