@@ -67,7 +67,7 @@ def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
     if config.resume:
         steps_done(run_dir, config.steps)
     with writing("the tiny model", run_dir):
-        model = _model(config, recipe, run_dir)
+        model = _model(config, recipe, run_dir).absolute()  # Ray's actors have another working directory
     if prepared is None or not whole or model != directory:
         prepared = prepare(config, recipe, model, refusals)
     refusals.tell()

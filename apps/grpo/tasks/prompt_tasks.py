@@ -1,5 +1,6 @@
 """The tasks of a run: environments for training, by step, and the held-out ones, never mixed."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -214,9 +215,14 @@ def _with_images(prompt: Prompt, named: str | None, sees: bool) -> Prompt:
         raise ValueError(f"it has {len(images)} images for {len(texts) - 1} {IMAGE_MARK}")
     parts: list[dict[str, Any]] = [{"type": "text", "text": texts[0]}]
     for image, text in zip(images, texts[1:], strict=True):
-        parts += [{"type": "image", "image": as_text(image)}, {"type": "text", "text": text}]
+        parts += [{"type": "image", "image": _for_other_processes(as_text(image))}, {"type": "text", "text": text}]
     turn = {"role": "user", "content": [part for part in parts if part.get("text") != ""]}
     return replace(prompt, messages=(*prompt.messages[:-1], turn))
+
+
+def _for_other_processes(image: str) -> str:
+    """Return an image as a process with another working directory finds it, such as an actor of Ray."""
+    return image if image.startswith("data:") else os.path.abspath(image)
 
 
 def _with_image_tokens(
