@@ -35,6 +35,19 @@ def test_a_wrong_flag_is_a_line_and_status_2(
         assert "--group-sise" in capsys.readouterr().err
 
 
+def test_each_script_has_help_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for script, own in (
+        (console.grpo, "--group-size"),
+        (console.sft, "--batch-size"),
+        (console.plan, "tessera-plan sft"),
+        (console.try_environment, "--episodes N"),
+        (console.prepare, "usage: prepare"),
+    ):
+        for word in ("-h", "--help"):
+            assert ended(script, monkeypatch, word).code == 0
+            assert own in capsys.readouterr().out, (script, word)
+
+
 def test_a_package_that_is_not_there_is_asked_for_by_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "find_spec", lambda name: None)
     assert "tessera-apps[hub]" in str(ended(console.prepare, monkeypatch, "--help").code)

@@ -15,10 +15,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 from apps.common.cli import command_line as cli
 from apps.common.cli.help import HELP
-from apps.common.program import command
+from apps.common.program import command, program
 from apps.grpo.main import configure
 
-USAGE = """usage: try [--episodes N] [--greedy] FLAGS
+USAGE = """usage: {program} [--episodes N] [--greedy] FLAGS
 
 Play a few episodes before training, with the settings that a run would have, and show all of each: tokens, coloured by
 what is trained, tool calls with their results, how it ended, and its reward. Nothing is trained.
@@ -64,7 +64,7 @@ def _own_flags(argv: Sequence[str]) -> tuple[list[str], int, bool]:
 def main(argv: Sequence[str]) -> None:
     """Run the episodes that the command line asks for."""
     if set(HELP) & set(argv):
-        sys.stdout.write(USAGE.format(grpo=command("grpo")))
+        sys.stdout.write(USAGE.format(program=program("try"), grpo=command("grpo")))
         raise SystemExit(0)
     rest, count, greedy = _own_flags(argv)
     config = configure(rest)
