@@ -49,11 +49,12 @@ def keys_and_values(
     reasoning: tuple[Pair, ...] = (("<think>", "</think>"),),
     guess: bool = False,
     aliases: tuple[str, ...] = (),
+    dense: bool = False,
 ) -> Format:
     """Return a format of GLM's kind: a call's name, then the tags of a key and of a value for each argument.
 
     `section` and `call` name the tags of the wrapper and of a call, with what all tags begin with (`ifm|tool_call`);
-    `suffix` stands in each tag before its end.
+    `suffix` stands in each tag before its end. A `dense` one is written without white space.
     """
     prefix = call.removesuffix("tool_call") if call.endswith("|tool_call") else ""
 
@@ -63,7 +64,7 @@ def keys_and_values(
     return Format(
         name,
         aliases=aliases,
-        writer=writing.tagged,
+        writer=writing.without_space if dense else writing.tagged,
         section=tags(section) if section else None,
         calls=(tags(call),),
         body=Tagged(name_end, key=tags(f"{prefix}arg_key"), value=tags(f"{prefix}arg_value"), guess=guess),
@@ -91,7 +92,7 @@ def hunyuan_4(suffix: str = "") -> Format:
     """Return the format of Hunyuan 4, which has no separator after the name; `suffix` as for Hunyuan 3."""
     tags = ((f"<think{suffix}>", f"</think{suffix}>"),)
     return keys_and_values(
-        f"hy_v4{suffix}", (f"<｜hy_eos{suffix}｜>",), section="tool_calls", suffix=suffix, reasoning=tags
+        f"hy_v4{suffix}", (f"<｜hy_eos{suffix}｜>",), section="tool_calls", suffix=suffix, reasoning=tags, dense=True
     )
 
 
@@ -105,10 +106,13 @@ TAGGED_ENTRIES = (
     markup_language("gigachat3.5", "tool_calls", ("gigachat35",), mark="｜GCML｜", ends=("</s>", "<|message_sep|>")),
     hunyuan_3(),
     hunyuan_4(),
+    keys_and_values(
+        "glm-4.7", ("<|user|>", "<|observation|>", "<|endoftext|>"), guess=True, aliases=("glm47",), dense=True
+    ),
     keys_and_values("poolside_v1", ("</assistant>",), guess=True),
     keys_and_values("ling3", ("<|role_end|>",), guess=True),
-    keys_and_values("spark2.5", ("<｜end▁of▁sentence｜>",), aliases=("spark25",)),
-    keys_and_values("iquest_q1", (), call="iquest_tool_call"),
+    keys_and_values("spark2.5", ("<｜end▁of▁sentence｜>",), aliases=("spark25",), dense=True),
+    keys_and_values("iquest_q1", (), call="iquest_tool_call", dense=True),
     keys_and_values(
         "k2_horizon",
         (),

@@ -85,7 +85,7 @@ _ALL = (
     ),
     Format(
         "mistral",
-        writer=writing.after_name,
+        writer=writing.after_marker,
         calls=(("[TOOL_CALLS]", ""),),
         body=Json(header=r"(?P<name>[^\s\[{]++)\s*+(?:\[CALL_ID\](?P<id>[^\[{]*+))?(?:\[ARGS\])?"),
         reasoning=(("[THINK]", "[/THINK]"), ("<think>", "</think>")),
@@ -110,8 +110,6 @@ _ALL = (
         aliases=(
             "glm",
             "glm45",
-            "glm-4.7",
-            "glm47",
         ),
         writer=writing.tagged,
         calls=(("<tool_call>", "</tool_call>"),),
@@ -190,8 +188,14 @@ _ALL = (
         recipients=Recipients(" to=", "<|message|>", "self", "user"),
     ),
     Format(
+        "granite4",  # before granite, which reads its calls too
+        writer=writing.objects,
+        calls=(("<tool_call>", "</tool_call>"),),
+        body=Json(),
+        ends=("<|end_of_text|>",),
+    ),
+    Format(
         "granite",
-        aliases=("granite4",),
         writer=writing.one_list,
         calls=(("<|tool_call|>", ""), ("<tool_call>", "</tool_call>")),
         body=Json(),
@@ -229,11 +233,16 @@ _ALL = (
         call_ends_reasoning=True,
     ),
     Format(
+        "functiongemma",  # before gemma, which reads its calls too
+        writer=writing.bare_keys,
+        calls=(("<start_function_call>", "<end_function_call>"),),
+        body=Json(objects=False, header=r"(?:call)?+:(?P<name>[^\s{]*)", quotes=("<escape>",)),
+        ends=("<end_of_turn>", "<start_function_response>"),
+        call_ends_reasoning=True,
+    ),
+    Format(
         "gemma",
-        aliases=(
-            "gemma4",
-            "functiongemma",
-        ),
+        aliases=("gemma4",),
         writer=writing.bare_keys,
         calls=(("<|tool_call>", "<tool_call|>"), ("<start_function_call>", "<end_function_call>")),
         body=Json(objects=False, header=r"(?:call)?+:(?P<name>[^\s{]*)", quotes=('<|"|>', "<escape>")),

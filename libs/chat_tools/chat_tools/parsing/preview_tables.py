@@ -101,7 +101,9 @@ class PreviewTables:
         self.heads.append(CallHeader(re.compile(rf"\s*+{pattern}"), spelling))
 
     def _tags(self, body: Tagged, fmt: Format, marked: str) -> None:
-        end = r"[ \t]*+\n" if body.name_end == "\n" else re.escape(body.name_end)
+        end = re.escape(body.name_end)
+        if body.name_end == "\n":  # the first argument may follow at once
+            end = rf"[ \t]*+(?:\n|(?={re.escape(body.key[0])}))"
         if fmt.calls[0][0].endswith('"') and '"' not in body.name_end:
             end = rf'"[^<>\n]*+{end}'
         self._head(rf"{marked}(?P<name>[^\s<>\"'=]++){end}", None)

@@ -46,6 +46,18 @@ def tagged_in_one_line(fmt: Format, calls: Sequence[Call]) -> str:
     return f"{fmt.section[0]}{written}{fmt.section[1]}" if fmt.section else written
 
 
+def without_space(fmt: Format, calls: Sequence[Call]) -> str:
+    """Return tagged calls of a key and a value for each argument, without white space."""
+    body, (opening, closing) = fmt.body, fmt.calls[0]
+    assert isinstance(body, Tagged)
+    (key, key_end), (value, value_end) = body.key, body.value
+    pairs = [
+        "".join(f"{key}{k}{key_end}{value}{text_of(v)}{value_end}" for k, v in given.items()) for _, given in calls
+    ]
+    written = "".join(f"{opening}{name}{pair}{closing}" for (name, _), pair in zip(calls, pairs, strict=True))
+    return f"{fmt.section[0]}{written}{fmt.section[1]}" if fmt.section else written
+
+
 def _tagged(fmt: Format, name: str, arguments: Mapping[str, Any]) -> str:
     body, (opening, closing) = fmt.body, fmt.calls[0]
     assert isinstance(body, Tagged)
@@ -180,6 +192,11 @@ def after_separator(fmt: Format, calls: Sequence[Call]) -> str:
     return after_name(fmt, calls, "<｜tool▁sep｜>")
 
 
+def after_marker(fmt: Format, calls: Sequence[Call]) -> str:
+    """Return calls of Mistral: the name, a marker, the object."""
+    return after_name(fmt, calls, "[ARGS]")
+
+
 def after_name_tag(fmt: Format, calls: Sequence[Call]) -> str:
     """Return calls of functionary: the name in the tag, the object after it."""
     return after_name(fmt, calls, ">")
@@ -239,17 +256,19 @@ def _python(name: str, arguments: Mapping[str, Any]) -> str:
 
 def bare_keys(fmt: Format, calls: Sequence[Call]) -> str:
     """Return calls of Gemma: objects with bare keys and strings in quotes of their own."""
-    opening, closing = fmt.calls[0]
-    return "".join(f"{opening}call:{name}{_bare(arguments)}{closing}" for name, arguments in calls)
+    (opening, closing), body = fmt.calls[0], fmt.body
+    assert isinstance(body, Json)
+    quote = body.quotes[0]
+    return "".join(f"{opening}call:{name}{_bare(arguments, quote)}{closing}" for name, arguments in calls)
 
 
-def _bare(value: Any) -> str:
+def _bare(value: Any, quote: str) -> str:
     if isinstance(value, str):
-        return f'<|"|>{value}<|"|>'
+        return f"{quote}{value}{quote}"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_bare(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{_bare(item, quote)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(map(_bare, value)) + "]"
+        return "[" + ",".join(_bare(item, quote) for item in value) + "]"
     return json.dumps(value)
 
 

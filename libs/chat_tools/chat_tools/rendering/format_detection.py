@@ -93,16 +93,20 @@ def _formats(text: str) -> Iterator[Format]:
 def _chosen(template: ChatTemplate, texts: Sequence[str], candidates: Sequence[Format]) -> Format | None:
     """Return the best of the candidates that read two calls as well, where the template writes two.
 
-    Better is one whose sign is in the template, then one that keeps a text's line ends, then one that writes the same.
+    Better is one whose sign is in the template, then one that keeps a text's line ends, then one that writes the same,
+    but for white space, then with it.
     """
     both = [text for text in _written_calls(template, _CALLS) if "c d" in text and "a b" in text]
     lines = [text for text in _written_calls(template, [_LINES]) if "a b" in text]
-    bare = ["".join(text.split()) for text in texts]
+    said = [text.rpartition("</think>")[2].strip() for text in texts]
 
-    def rank(fmt: Format) -> tuple[bool, bool, bool]:
+    def rank(fmt: Format) -> tuple[bool, bool, bool, bool]:
         signed = bool(fmt.sign) and fmt.sign in template.source
-        same = any(text.startswith("".join(fmt.write(_CALLS[:1]).split())) for text in bare)
-        return signed, any(_calls(fmt, text) == [_LINES] for text in lines), same
+        lines_kept = any(_calls(fmt, text) == [_LINES] for text in lines)
+        own = fmt.write(_CALLS[:1])
+        without_space = "".join(own.split())
+        same = any("".join(text.split()).startswith(without_space) for text in said)
+        return signed, lines_kept, same, any(text.startswith(own) for text in said)
 
     able = [fmt for fmt in candidates if not both or any(_calls(fmt, text) == list(_CALLS) for text in both)]
     return max(able, key=rank, default=None)

@@ -14,7 +14,7 @@ FAMILY = {
     "thinking": "qwen3_xml",
     "llama": "llama3_json",
     "mistral": "mistral",
-    "gemma": "gemma",
+    "gemma": "functiongemma",
     "glm": "glm-4.5",
     "deepseek": "deepseek_v3.1",
     "harmony": "harmony",
@@ -55,12 +55,12 @@ def test_each_format_is_known_by_the_call_it_writes(name: str, end: str, monkeyp
     """With nothing behind it, and with each token that ends its turns; no marker in the template's text helps here."""
     monkeypatch.setattr(detection, "_by_markers", lambda *_, **__: None)
     template = template_of(FORMATS[name], end, FORMATS[name].sign)
-    expected = name if end else LIKE_GLM.get(name, name)
+    expected = name if end else SAME_WITHOUT_END.get(name, name)
     assert detect_format(tiny_tokenizer("chatml", template=template)) == expected
 
 
-LIKE_GLM = {"ling3": "glm-4.5", "poolside_v1": "glm-4.5", "spark2.5": "glm-4.5"}
-"""Formats that write as GLM does: the token that ends a turn tells them apart."""
+SAME_WITHOUT_END = {"ling3": "glm-4.5", "poolside_v1": "glm-4.5", "spark2.5": "glm-4.7", "granite4": "hermes"}
+"""Formats that write as another does: the token that ends a turn tells them apart."""
 SAME_TEXT = {"ernie45": "hermes"}
 """Formats that write the same as another one, and are taken for it where their sign does not stand in the template."""
 
@@ -80,7 +80,9 @@ def refusing(note: str) -> Any:
     return tiny_tokenizer("chatml", template="{{ raise_exception('no') }}{# " + note + " #}")
 
 
-SAME_MARKERS = {**LIKE_GLM, "lfm2_json": "lfm2", "mimo": "qwen3_xml"}
+SAME_MARKERS = {
+    **SAME_WITHOUT_END, "glm-4.7": "glm-4.5", "spark2.5": "glm-4.5", "lfm2_json": "lfm2", "mimo": "qwen3_xml"
+}  # fmt: skip
 """Formats whose markers are those of another one, which is the answer where a template writes no call."""
 UNMARKED = {"llama3_json": "<|python_tag|>", "pythonic": "<|python_start|>", "xlam": ""}
 """Formats whose usual call holds no marker, and the marker by which else a template is known; xlam has none its own."""
