@@ -26,8 +26,8 @@ PAGES: Mapping[str, Sequence[str]] = {
         "libs/rollout/CAPABILITIES.md",
     ],
     "Explanation": [
-        "docs/architecture.md", "docs/engines.md", "docs/engines-megatron.md", "docs/engines-speed.md",
-        "docs/rollout.md", "docs/samplers.md", "docs/schedules.md", "docs/plans.md", "docs/certificates.md",
+        "docs/architecture.md", "docs/the-batch.md", "docs/schedules.md", "docs/certificates.md", "docs/plans.md",
+        "docs/engines.md", "docs/engines-megatron.md", "docs/engines-speed.md", "docs/rollout.md", "docs/samplers.md",
         "docs/ascend.md",
     ],
     "Benchmarks": [

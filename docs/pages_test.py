@@ -18,7 +18,7 @@ import pytest
 import apps.grpo.config  # noqa: F401  for the processes of the pages: pytest_main.py forks them from this one
 
 DOCS = Path(__file__).parent
-KINDS = ("add", "bring", "from", "use")
+KINDS = ("add", "bring", "from", "the", "use")
 PAGES = sorted(page.name for kind in KINDS for page in DOCS.glob(f"{kind}-*.md"))
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 FILE = re.compile(r"# apps/grpo/recipes/(\w+\.py)\n")
