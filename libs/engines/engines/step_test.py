@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from engines import EngineConfig, LocalBatch, NonFiniteError
+from engines.execution.loss import STEP_METRICS
 from engines.execution.lr_schedule import learning_rate
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.layout import ParallelLayout
@@ -136,6 +137,8 @@ def test_a_step_is_that_of_the_whole_batch(
     assert result["loss"] == pytest.approx(loss, rel=1e-6, abs=1e-7)
     torch.testing.assert_close(built.executor.model.table.detach(), before - LR * gradient, atol=1e-6, rtol=1e-6)
     assert result["grad_norm"] == pytest.approx(gradient.norm().item(), rel=1e-6, abs=1e-7)
+
+    assert set(result) - {"nll", "worst/max", "rows"} <= STEP_METRICS
 
     masks = [row.tolist() for row in batch["loss_mask"].unbind()]
     trained = {row for row, mask in enumerate(masks) if any(mask)}

@@ -27,6 +27,11 @@ from objectives.sums import wide
 from seqpack.batches.packed import PackedBatch
 from seqpack.extensions.options import bound
 
+OURS = frozenset(
+    ("approx_kl", "ratio/clamped", "policy_loss", "off_policy/weight", "kl", "kl/clamped", "entropy", "nll")
+)
+"""Metrics that `GRPO` and `SFT` report themselves, and those that begin with "mismatch/"."""
+
 
 class TokenLoss(NamedTuple):
     """A policy loss: `loss` f[T], and what to report, name -> bool or f[T], each averaged over the trained tokens."""
@@ -74,6 +79,11 @@ class PolicyLoss:
                     f"the policy loss {self.name!r} returned {name} of {got}: it gives one number a token, "
                     f"{tuple(tokens.mask.shape)} here; GRPO sums them and divides by the counts of the whole batch"
                 )
+        if taken := [name for name in found.metrics if name in OURS or name.startswith("mismatch/")]:
+            raise ValueError(
+                f"the policy loss {self.name!r} reports {', '.join(taken)}, which the objective reports itself: give "
+                f"another name, such as own/{taken[0]}"
+            )
         if not found.loss.is_floating_point() or found.loss.dtype.itemsize < torch.float32.itemsize:
             raise ValueError(f"the policy loss {self.name!r} returned {found.loss.dtype}: compute in float32 at least")
         if tokens.log_probs.requires_grad and not found.loss.requires_grad:

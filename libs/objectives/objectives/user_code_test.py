@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from objectives import GRPO, SFT
 from objectives.advantages import ESTIMATORS, dr_grpo, estimate, per_sequence
 from objectives.losses import POLICY_LOSSES
+from objectives.policy_loss import OURS
 from seqpack import Totals, make_batch, pack_sequences
 
 SOURCE = """
@@ -39,6 +40,9 @@ def narrow(tokens):
 
 def nothing(tokens):
     return TokenLoss(-tokens.log_probs, {"x": 1.0})
+
+def clashes(tokens, name: str = "kl"):
+    return TokenLoss(-tokens.advantages * tokens.log_probs, {name: tokens.mask.float(), "own/kl": tokens.mask})
 
 def scaled(rewards, groups, scale: float = 1.0):
     from objectives.advantages import dr_grpo
@@ -193,3 +197,23 @@ def test_a_function_of_a_file_is_an_advantage_with_options(file: str) -> None:
 def test_what_is_no_advantage_is_refused(file: str, name: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         estimate(batch_of(), f"{file}:{name}")
+
+
+@pytest.mark.parametrize("name", ["kl", "entropy", "policy_loss", "approx_kl", "mismatch/ess"])
+def test_a_metric_of_a_loss_takes_no_name_of_ours(file: str, name: str) -> None:
+    text = f"reports {name}, which the objective reports itself: give another name, such as own/{name}"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        loss_of(GRPO(policy_loss=f"{file}:clashes", policy_loss_options=(f"name={name}",)))
+    assert "own/kl" in loss_of(GRPO(policy_loss=f"{file}:clashes", policy_loss_options=("name=mine",)))[1]
+
+
+def test_the_names_that_are_ours_are_all_that_we_report(file: str) -> None:
+    """Those of `GRPO` with all that it can report, but for what the loss reports."""
+    batch = batch_of()
+    for key in ("old_log_probs", "rollout_log_probs", "ref_log_probs"):
+        batch[key] = batch["advantages"] * 0 - 1
+    packed = pack_sequences(batch)
+    log_probs = torch.full_like(packed.values["advantages"], -1.0).requires_grad_()
+    objective = GRPO(policy_loss=f"{file}:plain", kl_coef=0.1, entropy_coef=0.1, off_policy="truncate")
+    metrics = objective(log_probs, log_probs.detach(), packed, Totals.of(batch))[1]
+    assert {name for name in metrics if not name.startswith("mismatch/")} == OURS - {"nll"}

@@ -27,6 +27,15 @@ def check_objective(objective: Objective) -> None:
         raise ValueError(f"{type(objective).__name__} is no objective, it lacks {missing[0]}: see seqpack.Objective")
 
 
+STEP_METRICS = frozenset(
+    (
+        *("loss", "auxiliary_loss", "grad_norm", "lr", "step", "tokens", "sequences", "trained_tokens"),
+        *("computed_tokens", "computed_sequences", "micro_batches", "fill", "plan_hash", "skipped", "skipped_steps"),
+    )
+)
+"""Metrics that a step reports itself, whatever its objective is."""
+
+
 class StepLoss:
     """An `engines.execution.executor.LossFunction` that collects metrics as it is called."""
 
@@ -52,6 +61,10 @@ class StepLoss:
         """Return the micro-batch's share of the loss, connected to its scores; ValueError where it is not a scalar."""
         log_probs = scores.log_probs
         loss, metrics = self.objective(log_probs, scores.entropy, micro_batch.packed, self.totals)
+        if taken := STEP_METRICS & metrics.keys():
+            raise ValueError(
+                f"the objective reports {', '.join(sorted(taken))}, which the step reports itself: give another name"
+            )
         if loss.shape != ():
             raise ValueError(f"an objective must return a scalar loss, its shape is {tuple(loss.shape)}")
         if scores.auxiliary is not None:

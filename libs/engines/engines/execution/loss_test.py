@@ -102,3 +102,10 @@ def test_what_an_objective_lacks_is_named() -> None:
             check_objective(lacking)
     with pytest.raises(ValueError, match=r"^SimpleNamespace is no objective, it lacks __call__"):
         check_objective(SimpleNamespace(required_keys=(), needs_entropy=False, zero_gradient_rows=None))
+
+
+def test_an_objective_takes_no_name_of_the_steps_metrics() -> None:
+    step = StepLoss(objective(torch.sum, {"tokens": torch.tensor(1.0), "mine": torch.tensor(1.0)}), Totals(5, 3, 2))
+    scores = Scores(torch.zeros(3, requires_grad=True), None)
+    with pytest.raises(ValueError, match="the objective reports tokens, which the step reports itself"):
+        step(micro_batch(), scores)
