@@ -1,6 +1,10 @@
-"""The pages of the site: those of the tree by chapter, their links, and the reference's lists of public names."""
+"""The pages of the site: those of the tree by chapter, their links, and the reference's lists of public names.
+
+`./bazelw run //docs:draw_pages` writes docs/README.md, the same menu for those who read the files.
+"""
 
 import ast
+import os
 import posixpath
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +13,7 @@ from pathlib import Path
 LIBRARIES = ("seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "schedules", "runlog", "runplan")
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 PAGES: Mapping[str, Sequence[str]] = {
-    "Start": ["README.md"],
+    "Start": ["README.md", "docs/README.md"],
     "Tutorials": [
         "docs/tutorial-first-run.md", "docs/tutorial-reward-and-environment.md", "docs/tutorial-sft.md",
         "docs/tutorial-gpu.md",
@@ -86,3 +90,35 @@ def chapters(root: Path) -> dict[str, list[str]]:
     parts["Explanation"] += sorted(f"docs/decisions/{path.name}" for path in (root / "docs/decisions").glob("*.md"))
     parts["Reference"] += [f"libs/{name}/README.md" for name in LIBRARIES]
     return parts
+
+
+def menu(root: Path) -> str:
+    """Return the text of docs/README.md: the pages by kind, each by its own title."""
+    lines = [
+        "# Pages",
+        "",
+        "The [front page](../README.md) says what the project is. Drawn by `./bazelw run //docs:draw_pages`.",
+    ]
+    for chapter, pages in chapters(root).items():
+        if chapter != "Start":
+            lines += ["", f"## {chapter}", ""]
+            lines += [f"- [{_title(root, page)}]({posixpath.relpath(page, 'docs')})" for page in pages]
+    return "\n".join(lines) + "\n"
+
+
+def _title(root: Path, page: str) -> str:
+    """Return the heading of a page of docs, and the name of another, which a test of this folder does not see."""
+    if page.startswith("docs/"):
+        return (root / page).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+    folder, name = posixpath.split(page.removeprefix("libs/").removesuffix(".md"))
+    return folder if name == "README" else f"{folder} {name.lower()}".strip()
+
+
+def main() -> None:
+    """Write docs/README.md."""
+    root = Path(os.environ.get("BUILD_WORKSPACE_DIRECTORY", "."))
+    (root / "docs/README.md").write_text(menu(root), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from docs.pages_of_site import chapters, linked, public_names, reference
+from docs.pages_of_site import chapters, linked, menu, public_names, reference
 
 ROOT = Path(__file__).parents[1]
 
@@ -12,6 +12,11 @@ def test_every_page_is_in_the_menu_once() -> None:
     assert len(pages) == len(set(pages))
     written = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert written == {page for page in pages if page.startswith("docs/")}
+
+
+def test_the_menu_for_readers_of_files_is_the_same() -> None:
+    """`python docs/pages_of_site.py` writes it."""
+    assert (ROOT / "docs/README.md").read_text(encoding="utf-8") == menu(ROOT)
 
 
 def test_links_stay_where_a_page_is_and_lose_what_is_none() -> None:
