@@ -282,10 +282,7 @@ def test_pictures_are_drawn_in_the_recipes_columns(tmp_path: Path) -> None:
     assert all(row["reward_model"]["ground_truth"].isdigit() for row in rows)
 
 
-@pytest.mark.parametrize("name", ["qwen3-5-27b-fsdp2", "qwen3-5-35b-a3b-fsdp2"])
-def test_a_script_with_images_runs_from_end_to_end_with_the_native_sampler(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def assert_runs_with_images(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All of it but vLLM: the tower trained on two ranks, a frozen reference policy that sees, the host's memory."""
     config = RECIPES[name].config
     cluster = replace(config.cluster, rollout=RolloutLayout())
@@ -303,6 +300,13 @@ def test_a_script_with_images_runs_from_end_to_end_with_the_native_sampler(
     tower = [key for key in before if key.startswith("model.visual.")]
     assert sum(not before[key].equal(after[key]) for key in tower) > len(tower) / 2
     assert all(row["train/kl"] >= 0 for row in rows[1:])
+
+
+def test_a_script_with_images_runs_from_end_to_end_with_the_native_sampler(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The dense one: dense_images_test."""
+    assert_runs_with_images("qwen3-5-35b-a3b-fsdp2", tmp_path, capsys)
 
 
 def test_the_text_part_of_a_recipe_runs_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
