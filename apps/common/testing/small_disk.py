@@ -46,7 +46,7 @@ def resized(folder: Path, size: str) -> Callable[[], None]:
 
 
 def _on_disk(folder: Path, size: str, programs: tuple[Callable[[], Any], ...]) -> None:
-    """Be the child: mount, run each program in a child of its own, and end with the status of the last."""
+    """Run each program in a child of its own, where the disk is mounted; end with the status of the last."""
     user, group = os.getuid(), os.getgid()
     _checked(_LIBC.unshare(_NEW_USER | _NEW_MOUNTS))
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):

@@ -1,4 +1,4 @@
-"""megatron-core's own optimizer takes the steps of torch's, and their checkpoints are one another's."""
+"""megatron-core's own optimizer takes torch's steps; checkpoints of each fit the other. More: core_optimizer_ranks_test."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -324,7 +324,6 @@ RANKS: Ranks = {
         {"pipeline_parallel": 2, "first_stage_layers": 1, **SHARED, **BFLOAT16},
     ),
 }
-"""Others: core_optimizer_ranks_test."""
 BY_GROUPS = {name: RANKS[name] for name in ("DP2, shared", "EP2", "a stage without adapters, shared")}
 
 
@@ -367,7 +366,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Fou
 
 
 def assert_same_steps(found: Found, without: bool) -> None:
-    """`without`: whether a rank has nothing to train."""
     curves, ends, resumed, parts = found
     assert (parts == 0) is without
     assert curves["torch"] == curves["core"]
