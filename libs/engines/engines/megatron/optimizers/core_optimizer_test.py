@@ -1,4 +1,4 @@
-"""megatron-core's own optimizer takes torch's steps; checkpoints of each fit the other. More: core_optimizer_ranks_test."""
+"""megatron-core's own optimizer takes torch's steps; checkpoints fit the other. More: core_optimizer_ranks_test."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
