@@ -107,7 +107,7 @@ def _values(hint: Any) -> str:
         return "{" + ",".join(map(str, (one for one in inner if one is not None))) + "}"
     if origin is tuple:
         return f"[{_values(inner[0])} ...]" if inner[-1] is Ellipsis else " ".join(map(_values, inner))
-    return {str: "TEXT", int: "INT", float: "FLOAT", Path: "PATH"}.get(hint, str(hint))
+    return {str: "TEXT", int: "INT", float: "FLOAT", Path: "PATH", bool: "{True,False}"}.get(hint, str(hint))
 
 
 @cache

@@ -54,6 +54,7 @@ def test_answers_import_no_torch(app: str) -> None:
     code = CODE.format(app=app, lines=LINES)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert "<class" not in done.stdout, "a type without a name for users"
 
 
 def test_settings_of_every_recipe_and_a_plan_import_no_torch() -> None:
