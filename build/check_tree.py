@@ -4,7 +4,7 @@ Tracked files must not hold a registry's host, a path of somebody's machine, tra
 Python file is in a Bazel target, each test file in a test target; the arrows between the libraries hold for every
 target of a folder, tests included; READMEs fit a screen, paragraphs are short, pages have no dates and are linked,
 links lead somewhere and the front page's numbers are the tree's (readmes.py); layout, imports, words and docstrings
-follow the rules (house.py).
+follow the rules (house.py); measured figures of pages are those of docs/benchmarks (docs/figures.py).
 """
 
 import json
@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from figures import check_figures
 from house import check_house
 from public_words import check_public_words, public_names, read_exceptions, read_field
 from readmes import CHECKS, check_numbers, check_peers
@@ -97,6 +98,7 @@ def main() -> int:
     sources = {name: Path(name).read_text() for name in names if name.endswith(".py")}
     front = Path("README.md").read_text()
     complaints += check_house(sources) + check_numbers(front, sources)
+    complaints += check_figures(Path())
     complaints += check_peers(front, json.loads(Path("docs/peers.json").read_text()))
     complaints += check_public_words(public_names(sources), read_field(), read_exceptions())
     print("\n".join(complaints))

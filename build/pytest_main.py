@@ -171,7 +171,7 @@ class Seeds:
     """A pytest plug-in that seeds torch before each test and its fixtures: its own first seed is a random one."""
 
     def pytest_runtest_protocol(self, item: Any) -> None:
-        """Seed torch from the name of the test, so that no two tests draw the same numbers."""
+        """Set the seed of torch by the name of the test, so that no two tests draw the same numbers."""
         if torch := sys.modules.get("torch"):
             torch.manual_seed(zlib.crc32(item.nodeid.encode()))
 

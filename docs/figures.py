@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from draw_benchmarks import Benchmark, drawn_names, latest, pages_of, read, without_drawn
+from draw_benchmarks import Benchmark, drawn_names, latest, pages_of, read, with_tables, without_drawn
 
 UNITS = {
     "a second": r"tokens/s|GB/s|(?:\w+ )?(?:a|per) second",
@@ -146,4 +146,6 @@ def check_figures(root: Path) -> list[str]:
     said = [f"docs/figures.toml: there is no {page}" for page in entries if page not in pages]
     for page, text in pages.items():
         said += complaints(page, text, entries.get(page, PageFigures()), benchmarks)
+        if with_tables(Path(page), text, benchmarks) != text:
+            said.append(f"{page}: its tables are not drawn anew: python docs/draw_benchmarks.py")
     return said

@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import pytest
-from draw_benchmarks import Benchmark, Run, drawn_names, pages_of, read, with_tables
-from figures import PageFigures, check_figures, complaints, figures
+from draw_benchmarks import Benchmark, Run, drawn_names, with_tables
+from figures import PageFigures, complaints, figures
 
-ROOT = Path(__file__).absolute().parents[1]
 BENCHMARKS = {
     "speed": Benchmark(
         "speed",
@@ -33,10 +32,6 @@ a second, 1.7 to 1.8 times as many (40.1 % more); it waits 10 s. `9 ms`
 | --- | --- | --- |
 | 8 | 5.3 | 9 |
 """
-
-
-def test_the_pages_have_figures_of_their_benchmarks_alone() -> None:
-    assert check_figures(ROOT) == []
 
 
 def test_a_page_whose_figures_are_measured_has_no_complaint() -> None:
@@ -114,10 +109,3 @@ def test_a_table_has_the_newest_run_of_each_case_and_device() -> None:
         "<!-- end of figures -->",
         "after",
     ]
-
-
-def test_pages_have_the_tables_of_their_files() -> None:
-    benchmarks = {path.stem: read(path) for path in ROOT.glob("docs/benchmarks/*.json")}
-    for path in pages_of(ROOT):
-        text = path.read_text(encoding="utf-8")
-        assert with_tables(path.relative_to(ROOT), text, benchmarks) == text, path
