@@ -10,7 +10,6 @@ from typing import Any
 
 from chat_tools.parsing.formats import find_format
 from chat_tools.parsing.grammar import Format
-from chat_tools.parsing.parser import parse
 from rollout.chat.chat import Chat
 from rollout.chat.messages import Message
 from rollout.tools.tool import Tool
@@ -45,8 +44,8 @@ def _turn(chat: Chat, tools: Sequence[Tool], name: str, arguments: dict[str, Any
     if not whole.startswith(prompt):
         raise ValueError("the chat template writes a turn with a call in another way than it asks for one")
     text = whole[len(prompt) :]
-    schemas = [tool.schema for tool in tools]
-    calls = parse(text.partition(chat.end_of_turn)[0], chat.tool_format, schemas, prefill=chat.prefill).tool_calls
+    ids = chat.tokenizer(text.partition(chat.end_of_turn)[0], add_special_tokens=False)["input_ids"]
+    calls = chat.read(ids, finished=False, tools=tools).tool_calls  # as a sampled turn is read: its tokens
     if [call.name for call in calls] != [name]:
         raise ValueError(f"the chat template writes calls in another format than {chat.tool_format}")
     return text

@@ -94,6 +94,17 @@ def test_what_cannot_be_forced_is_refused_with_the_reason(template: str, tool_fo
         forced_call(chat, [ADDS], None)
 
 
+def test_markers_that_the_tokenizer_spells_force_no_call() -> None:
+    """The beginning is given as tokens, and a sampled turn is read by its tokens: spelled markers are text there."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "<function="]})
+    chat = Chat(tokenizer, end_of_turn="<|im_end|>", tool_format="qwen3_xml")
+    assert forced_call(chat, [ADDS], "add")
+    tokenizer.split_special_tokens = True
+    with pytest.raises(ValueError, match="another format than qwen3_xml"):
+        forced_call(chat, [ADDS], "add")
+
+
 def test_the_refusal_reaches_the_client() -> None:
     async def agent(gateway: TokenGateway) -> None:
         gateway.chat = Chat(tiny_tokenizer(), tool_format="hermes")
