@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from apps.grpo.main import main as grpo
@@ -104,6 +105,11 @@ def test_torch_says_so_of_a_port_in_use() -> None:
         with pytest.raises(dist.DistNetworkError) as error:
             dist.TCPStore("127.0.0.1", port, 1, True, dt.timedelta(seconds=3))
     assert re.sub(r"port: \d+", "port: 0", quote) in re.sub(r"port: \d+", "port: 0", str(error.value))
+
+
+def test_torch_has_the_error_of_a_full_device() -> None:
+    (quote,) = quotes()["Out of memory"]
+    assert quote.startswith(f"torch.{torch.OutOfMemoryError.__name__}: ")
 
 
 def test_a_flag_of_trl_is_answered_so(capsys: pytest.CaptureFixture[str]) -> None:
