@@ -152,6 +152,8 @@ class StreamParser:
         think, thinking, ends, top = tables.think, tables.thinking, tables.fmt.ends, tables.top
         channels = self._body if isinstance(self._body, ChannelReader) else None
         yield from self._opening()
+        if channels is not None:
+            yield from channels.begun()
         while True:
             while (match := self._text("content", top)) is None:
                 if reader.final:

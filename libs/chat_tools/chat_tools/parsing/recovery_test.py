@@ -313,3 +313,12 @@ def test_the_names_that_peers_give_a_format(name: str) -> None:
 def test_a_format_that_is_not_read_is_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=f"the tool-call format '{name}' is not read: "):
         only("", name)
+
+
+@pytest.mark.parametrize("prefill", [None, "", "<|start|>assistant"])
+@pytest.mark.parametrize("channel", ["<|channel|>commentary json", "<|channel|>analysis", ""])
+def test_a_recipient_in_a_header_that_the_prompt_began_is_a_call(channel: str, prefill: str | None) -> None:
+    message = parse(f' to=functions.add{channel}<|message|>{{"a": 1}}<|call|>', "harmony", TOOLS, prefill=prefill)
+    assert [(call.name, call.arguments_dict()) for call in message.tool_calls] == [("add", {"a": 1})]
+    assert (message.content, message.reasoning, message.malformed) == ("", "", ())
+    assert parse(" to=functions.add is how", "harmony", prefill="").content == " to=functions.add is how"
