@@ -25,8 +25,9 @@ compiled, 37 % with sharded weights, 25 % not compiled; with experts 20 % (1.0B,
 pieces and 24 % without, its experts not measured. Larger models may reach more, devices that talk over a network less.
 No NPU was measured: there a plan has the operations and the division.
 
-This page is what `python -m apps.grpo.commands.plan_page` prints, and a test holds it to that; `--recipe NAME --plan`
-also says what a run still lacks.
+This page is what `python -m apps.grpo.commands.plan_page` prints, and a test holds it to that. `--plan` behind a
+command line of your own (`--recipe NAME` or `--model DIR`, and any flags) prints such a plan, also with what the run
+still lacks; it ends with status 1 where the plan has problems.
 """
 
 
