@@ -16,8 +16,7 @@ from typing import Any
 HEAD = """# Benchmarks: history
 
 Drawn from the files of [benchmarks](benchmarks) by `./bazelw run //docs:draw_benchmarks`; a test holds this page to
-them. A figure of yours is a run in the file of its benchmark: date, device, versions, and values by case, beside the
-file's command. Each case has its runs in the order of their dates. Runs of different devices or versions say nothing about one
+them. Each case has its runs in the order of their dates. Runs of different devices or versions say nothing about one
 another. A new measurement is a further run in its file (`docs/benchmarks/NAME.json`): date, device, versions and values
 by case. Tables of other pages have the newest run of each case and device.
 """
