@@ -33,7 +33,7 @@ CONFIGS: dict[str, Any] = {
     "nemotron_h": {},
     "phi": {},
     "bloom": {},
-    "gptj": {},
+    "falcon": {},
     "mamba": {},
 }
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -288,9 +288,9 @@ ERRORS: dict[str, tuple[str, Plant]] = {
     "slopes of ALiBi forgotten": ("bloom", without("alibi")),
     "slopes of ALiBi in another order": ("bloom", with_option("alibi", lambda slopes: slopes.flip(0))),
     "slopes of ALiBi a tenth larger": ("bloom", with_option("alibi", lambda slopes: 1.1 * slopes)),
-    "boundary dropped for attention of a layer's own code": ("gptj", boundary("by_rows", last=True)),
+    "boundary dropped for attention of a layer's own code": ("falcon", boundary("by_rows", last=True)),
     "positions of the token before": (
-        "gptj",
+        "falcon",
         replaced(
             "seqpack.adapters.stock_rows.at_places",
             lambda value, place, *more: at_places(value, place.roll(1, 1), *more),
