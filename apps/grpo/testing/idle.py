@@ -8,7 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipe import Recipe
-from apps.grpo.testing.recipe import RECIPE, AsciiEnvironment, AsciiTasks
+from apps.grpo.testing.recipe import SHALLOW as RECIPE
+from apps.grpo.testing.recipe import AsciiEnvironment, AsciiTasks
 from rollout import EnvironmentFactory, Reply, Score, StepResult, TaskRow
 from rollout.environments.environment import End
 from rollout.tools.workers import instant

@@ -17,7 +17,8 @@ from apps.common.run import export
 from apps.grpo import train
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
-from apps.grpo.testing.recipe import RECIPE, AsciiTasks
+from apps.grpo.testing.recipe import SHALLOW as RECIPE
+from apps.grpo.testing.recipe import AsciiTasks
 from apps.grpo.testing.schedules import ASYNC, Prepare, assert_nothing_lost, note_start, nothing, small, watched
 from engines import TrainEngine
 from rollout import Episode

@@ -22,7 +22,8 @@ from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
 from apps.grpo.recipe import Recipe
 from apps.grpo.registry import recipes
-from apps.grpo.testing.recipe import RECIPE, AsciiTasks
+from apps.grpo.testing.recipe import SHALLOW as RECIPE
+from apps.grpo.testing.recipe import AsciiTasks
 from apps.quickstart.model import ensure_tiny_model, served_config
 from rollout.control.staleness import Train
 from schedules.config import ScheduleConfig

@@ -15,7 +15,7 @@ import pytest
 import apps.grpo.step as step
 from apps.common.testing.process_kills import kill_at_call, run_in_child
 from apps.grpo.main import run
-from apps.grpo.testing.recipe import RECIPE
+from apps.grpo.testing.recipe import SHALLOW as RECIPE
 from apps.grpo.testing.schedules import (
     ASYNC,
     ONE,

@@ -22,7 +22,7 @@ from apps.common.testing.process_kills import (
     wait_for_exit,
 )
 from apps.grpo.main import run
-from apps.grpo.testing.recipe import RECIPE
+from apps.grpo.testing.recipe import SHALLOW as RECIPE
 from apps.grpo.testing.schedules import ASYNC, assert_nothing_lost, go, note, rows, small, watched
 from engines.storage import checkpoint
 from rollout import RolloutLedger

@@ -13,7 +13,7 @@ import pytest
 import apps.grpo.step as step
 from apps.common.testing.process_kills import kill_at_call
 from apps.grpo.testing.ranks import go_on_ranks, on_ranks, sound, trained_by
-from apps.grpo.testing.recipe import RECIPE
+from apps.grpo.testing.recipe import SHALLOW as RECIPE
 from apps.grpo.testing.schedules import nothing, proofs, rows
 from engines.launch import RankError
 from rollout import RolloutLedger

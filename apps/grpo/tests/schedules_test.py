@@ -16,7 +16,8 @@ from apps.common.cluster import Cluster
 from apps.common.run.reporter import Reporter
 from apps.common.testing.weight_delta import assert_trained
 from apps.grpo.main import configure, run
-from apps.grpo.testing.recipe import RECIPE, HeldTasks, make_hang_tasks
+from apps.grpo.testing.recipe import SHALLOW as RECIPE
+from apps.grpo.testing.recipe import HeldTasks, make_hang_tasks
 from apps.grpo.testing.schedules import ASYNC, ONE, assert_timed, rows, small
 from engines.launch import RankError
 from rollout.control.staleness import Train

@@ -16,7 +16,7 @@ from apps.common.run.reporter import Reporter
 from apps.grpo.config import GrpoConfig, WarmStart
 from apps.grpo.main import run
 from apps.grpo.sampling.native import NativeBackend
-from apps.grpo.testing.recipe import RECIPE
+from apps.grpo.testing.recipe import SHALLOW as RECIPE
 from engines import LoraConfig, NonFiniteError, TrainEngine, build_engine
 from engines.weights.row_shards import own_part
 from objectives import GRPO
