@@ -37,6 +37,7 @@ PAGES: Mapping[str, Sequence[str]] = {
     "Benchmarks": [
         "docs/benchmark_history.md", "libs/seqpack/MEASURED.md", "libs/dyncp/MEASURED.md",
         "libs/chat_tools/MEASURED.md", "libs/rollout/MEASURED.md", "docs/mutation.md",
+        "docs/readers.md",
     ],
     "Project": [
         "CONTRIBUTING.md", "AGENTS.md", "build/README.md", "SECURITY.md", "CHANGELOG.md", "third_party/README.md",
