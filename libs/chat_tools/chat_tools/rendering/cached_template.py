@@ -28,6 +28,7 @@ _DICT_READERS = frozenset(("get", "items", "keys", "values"))
 _STR_METHODS = frozenset(name for name in dir(str) if name[0] != "_") - {"format", "format_map"}
 _STR_CALLS = _STR_METHODS - {"join"}  # the items of which may come from the template
 _LOOP_NAMES = frozenset(("index", "index0", "first", "last", "length", "previtem", "nextitem", "revindex", "revindex0"))
+_PARTS = 64
 _MISSING = object()
 Getter = Callable[[Any, str], Any]
 Caller = Callable[..., Any]
@@ -58,12 +59,27 @@ def plain_data() -> Callable[[Any], Any] | None:
     return plain if named else None
 
 
-def rendered_plain(source: str, messages: PlainMessages, prompted: bool, given: Mapping[str, Any]) -> str:
-    """Render a `cached_source` with plain messages, tools and options, as `render_jinja_template` does."""
+def rendered_plain(
+    source: str, messages: PlainMessages, prompted: bool, given: Mapping[str, Any], marked: bool = False
+) -> tuple[str, list[tuple[int, int]] | None]:
+    """Render a `cached_source` with plain messages, tools and options, as `render_jinja_template` does.
+
+    With `marked`, the blocks come too that `{% generation %}` marks. transformers joins all that is written so far to
+    know where each begins: this keeps it in few parts.
+    """
     transformers = sys.modules["transformers.utils.chat_template_utils"]
     template = transformers._compile_jinja_template(source)
-    named = transformers._alias_reasoning_fields(messages)
-    return str(template.render(messages=named, add_generation_prompt=prompted, **given))
+    seen = {"messages": transformers._alias_reasoning_fields(messages), "add_generation_prompt": prompted, **given}
+    if not marked:
+        return str(template.render(seen)), None
+    parts: list[str] = []
+    blocks: list[tuple[int, int]] = []
+    with template.environment.activate_tracker(parts, blocks):
+        for part in template.generate(seen):
+            parts.append(part)
+            if len(parts) > _PARTS:
+                parts[:] = ["".join(parts)]
+    return "".join(parts), blocks
 
 
 def cached_source(source: str) -> str | None:
@@ -79,9 +95,9 @@ def cached_source(source: str) -> str | None:
         if type(environment) is not sandbox.ImmutableSandboxedEnvironment or not environment.trim_blocks:
             return None
         space = environment.globals.get("namespace")
-        loop = sys.modules["jinja2.runtime"].LoopContext
-        environment.getattr = _getter(environment.getattr, space, loop)
-        environment.call = _caller(environment.call)
+        runtime = sys.modules["jinja2.runtime"]
+        environment.getattr = _getter(environment.getattr, space, runtime.LoopContext)
+        environment.call = _caller(environment.call, runtime.Macro)
     return changed
 
 
@@ -114,8 +130,11 @@ def _getter(sandboxed: Getter, space: Any, loop: Any) -> Getter:
     return attribute_of
 
 
-def _caller(sandboxed: Caller) -> Caller:
-    """Return the function that calls for the sandbox: a method of a text or a dict needs nothing of the template."""
+def _caller(sandboxed: Caller, macro: Any) -> Caller:
+    """Return the function that calls for the sandbox.
+
+    A method of a text or a dict needs nothing of the template, a macro what Jinja gives to every macro.
+    """
 
     def call(context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         if type(function) is BuiltinMethodType:
@@ -124,6 +143,10 @@ def _caller(sandboxed: Caller) -> Caller:
                 kwargs.pop("_block_vars", None)
                 kwargs.pop("_loop_vars", None)
                 return function(*args, **kwargs)
+        elif type(function) is macro:
+            kwargs.pop("_block_vars", None)
+            kwargs.pop("_loop_vars", None)
+            return function(context.eval_ctx, *args, **kwargs)
         return sandboxed(context, function, *args, **kwargs)
 
     return call

@@ -1,12 +1,16 @@
-"""What rendering costs: calls of the template and of the tokenizer, by the number of turns."""
+"""What rendering costs: renderings, characters and tokenised texts, by the number of turns."""
 
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, NamedTuple
 
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from chat_tools.rendering import render as rendering
+from chat_tools.rendering import template
 from chat_tools.rendering.render import render
+from chat_tools.rendering.replaced_messages import without_names
 from chat_tools.testing.templates import TEMPLATES
 from chat_tools.testing.tokenizer import tiny_tokenizer
 
@@ -53,22 +57,42 @@ def in_parts(talk: Talk) -> Talk:
     return changed
 
 
-def costs(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, messages: list[dict[str, Any]]) -> dict[str, int]:
-    """The renderings and the tokenised texts of one `render`, what is kept of the template known."""
+class Cost(NamedTuple):
+    """The renderings of one `render`, the characters that they wrote, and the texts that were tokenised."""
+
+    renderings: int
+    characters: int
+    tokenised: int
+
+
+def cost(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, messages: list[dict[str, Any]]) -> Cost:
+    """What one `render` costs, what is kept of the template known."""
     render(tokenizer, messages)
-    counts = {"apply_chat_template": 0, "__call__": 0}
+    written: list[str] = []
+    tokenised: list[str] = []
+    apply, quickly, encode = PreTrainedTokenizerBase.apply_chat_template, template.rendered_plain, rendering.encode
+
+    @wraps(apply)
+    def applied(*args: Any, **kwargs: Any) -> Any:
+        written.append(apply(*args, **{**kwargs, "tokenize": False}))
+        return apply(*args, **kwargs)
+
+    def rendered(*args: Any) -> Any:
+        written.append(quickly(*args)[0])
+        return quickly(*args)
+
+    def encoded(tokenizer: Any, text: str) -> Any:
+        tokenised.append(text)
+        return encode(tokenizer, text)
+
     with monkeypatch.context() as patch:
-        for name in counts:
-            original = getattr(PreTrainedTokenizerBase, name)
-
-            def counted(self: Any, *args: Any, name: str = name, original: Any = original, **kwargs: Any) -> Any:
-                counts[name] += 1
-                return original(self, *args, **kwargs)
-
-            counted.__module__ = original.__module__
-            patch.setattr(PreTrainedTokenizerBase, name, counted)
-        render(tokenizer, messages)
-    return counts
+        patch.setattr(PreTrainedTokenizerBase, "apply_chat_template", applied)
+        patch.setattr(template, "rendered_plain", rendered)
+        patch.setattr(rendering, "encode", encoded)
+        result = render(tokenizer, messages)
+    assert written
+    assert tokenised == [result.text]
+    return Cost(len(written), sum(map(len, written)), len(tokenised))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -81,7 +105,54 @@ def test_the_number_of_renderings_does_not_grow_with_turns(
         tokenizer.apply_chat_template(talk(8))
     except TypeError:
         pytest.skip("the template takes no parts")
-    short, long = (costs(monkeypatch, tokenizer, talk(turns)) for turns in (8, 24))
-    assert long == short
-    assert long["apply_chat_template"] <= 6
-    assert long["__call__"] <= 1
+    short, long = (cost(monkeypatch, tokenizer, talk(turns)) for turns in (8, 24))
+    assert long.renderings == short.renderings <= 6
+    assert long.characters <= 4 * short.characters  # the texts are 3 times as long, and marks have more room
+
+
+TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\nBODY{% endfor %}"
+CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} ARGUMENTS</call>{% endfor %}"
+# What made a rendering for each turn: texts left out, ids between the words, calls that marks cannot be read in, ends
+# of turns that cannot be told.
+HARD = {
+    "leaves texts out": TURN.replace("BODY", "<|im_end|>\n"),
+    "prints calls": TURN.replace("BODY", "{{ m.content }}" + CALLS.replace("ARGUMENTS", "{{ c.function.arguments }}"))
+    + "<|im_end|>\n",
+    "calls in ASCII": TURN.replace(
+        "BODY",
+        "{{ m.content }}"
+        + CALLS.replace("ARGUMENTS", "{{ c.function.arguments | tojson(ensure_ascii=True) }}")
+        + "<|im_end|>\n",
+    ),
+    "parts as Python prints them": TURN.replace("BODY", "{{ m.content }}<|im_end|>\n"),
+    "ids behind results": "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '' }}{{ m.content }}"
+    + CALLS.replace("ARGUMENTS", "{{ c.function.arguments.a }}")
+    + "{{ ' of ' + m.tool_call_id + ': ' if m.tool_call_id else '' }}"
+    + "{{ '<|im_end|>' if m.role == 'assistant' else '' }}{% endfor %}",
+    "ends that cannot be told": "{% for m in messages %}<|im_start|>{{ m.content }}"
+    + CALLS.replace("ARGUMENTS", "{{ c.function.arguments.a }}")
+    + "{{ '' if loop.last else ' not ' + m.role + ' last ' }}{{ ' end' if loop.last else '' }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+@pytest.mark.parametrize("talk", [rounds, trajectory, in_parts(rounds)])
+def test_nor_where_turns_cannot_be_told(monkeypatch: pytest.MonkeyPatch, name: str, talk: Talk) -> None:
+    tokenizer = tiny_tokenizer("chatml", template=HARD[name])
+    short, long = (cost(monkeypatch, tokenizer, talk(turns)) for turns in (12, 36))
+    assert long.renderings == short.renderings <= 16
+    assert long.characters <= 4 * short.characters
+
+
+def test_names_and_ids_do_not_make_turns_different() -> None:
+    names = [{"tool_call_id": "call1"}, {"tool_calls": [{"id": "call12"}, "no call"], "content": [1]}]
+    text = without_names("a call12 b call1 [1] c", names)
+    assert text.text.count("\0") == 3
+    assert list(text.names) == ["call12", "call1", "[1]"]
+    places = [text.place(length) for length in range(23)]
+    assert [text.length(place) for place in places if place is not None] == [
+        length for length, place in enumerate(places) if place is not None
+    ]
+    assert places[2] == 2
+    assert places[3:8] == [None] * 5
+    assert places[8] == 3

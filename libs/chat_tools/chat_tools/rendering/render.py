@@ -13,7 +13,7 @@ from chat_tools.rendering.media import Expanded, Media, expand, token_types
 from chat_tools.rendering.message_attribution import MessageAttribution, render_marked
 from chat_tools.rendering.replaced_messages import MessageSpan
 from chat_tools.rendering.template import ChatTemplate, Cut, Message, stock_backend, tokens_as_text
-from chat_tools.rendering.turn_delimiters import TurnDelimiters, added_tokens, find_turn_delimiters, last_token
+from chat_tools.rendering.turn_delimiters import TurnDelimiters, find_turn_delimiters, known_tokens, last_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +141,7 @@ def render(
     spans, straddling = _spans(regions, turns.regions, expanded, offsets)
     ends = [*(turns.regions or regions), Region(0, 0, 0, 0)]
     last = max(ends, key=lambda region: (region.message, region.end))
+    end = plain[last.body_end : last.end]
     return Rendered(
         ids=ids,
         text=expanded.text,
@@ -158,7 +159,7 @@ def render(
         unfinished=_unfinished(
             regions, plain, find_turn_delimiters(template, messages[last.message]) if regions else None
         ),
-        stop=last_token(plain[last.body_end : last.end], added_tokens(tokenizer)),
+        stop=last_token(end, known_tokens(template, messages[last.message])) if end else "",
     )
 
 

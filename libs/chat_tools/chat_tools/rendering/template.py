@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import marshal
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,6 +47,8 @@ _APPLYING = frozenset(
 )
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 _MOST_SHAPES = 4096  # of conversations whose text is proven, of one template
+_TOOLS: dict[bytes, tuple[Any, str]] = {}
+_MOST_TOOLS = 64
 _Text = tuple[str, list[tuple[int, int]] | None]  # and the blocks that the template marks
 # By tokenizer and template: the shapes of which the faster rendering is proven; None where it differed once.
 _PROVEN: WeakKeyDictionary[Any, dict[Any, set[Any] | None]] = WeakKeyDictionary()
@@ -115,7 +118,7 @@ def _has_generation_marks(source: str) -> bool:
 @lru_cache(maxsize=64)
 def _methods_are_stock(kind: type) -> bool:
     """Return whether a tokenizer's class renders and tokenises by transformers' own methods."""
-    methods = (getattr(kind, name, None) for name in ("apply_chat_template", "__call__"))
+    methods = (getattr(kind, name, None) for name in ("apply_chat_template", "get_chat_template", "__call__"))
     return all(getattr(method, "__module__", "").startswith("transformers.tokenization_utils") for method in methods)
 
 
@@ -163,6 +166,8 @@ class ChatTemplate:
     @property
     def source(self) -> str:
         """The Jinja text."""
+        if self.tokenizes_text and type(self.tokenizer.chat_template) is str:
+            return str(self.tokenizer.chat_template)
         get = getattr(self.tokenizer, "get_chat_template", None)
         if get is not None:
             return str(get(None, self.tools))
@@ -193,7 +198,23 @@ class ChatTemplate:
     @cached_property
     def key(self) -> tuple[str, str]:
         """The tools and the options, to know them again."""
-        return repr(self.tools), repr(self.options)
+        return self._plain_tools[1], repr(self.options)
+
+    @cached_property
+    def _plain_tools(self) -> tuple[Any, str]:
+        """The tools as the template sees them, and as a text: those of the last rows are kept."""
+        if not self.tools:
+            return self.tools, repr(self.tools)
+        plain = plain_data() or list
+        try:
+            known = marshal.dumps(self.tools, 2)  # version 2: equal data give equal bytes
+        except ValueError:  # data that is not plain
+            return plain(self.tools), repr(self.tools)
+        if known not in _TOOLS:
+            if len(_TOOLS) >= _MOST_TOOLS:
+                _TOOLS.clear()
+            _TOOLS[known] = plain(self.tools), repr(self.tools)
+        return _TOOLS[known]
 
     @cached_property
     def _given(self) -> dict[str, Any] | None:
@@ -205,7 +226,7 @@ class ChatTemplate:
         if plain is None:
             return None
         options = plain({**self.tokenizer.special_tokens_map, **self.options})
-        return {"documents": None, **options, "tools": plain(self.tools)}
+        return {"documents": None, **options, "tools": self._plain_tools[0]}
 
     def plain(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return the messages as the template sees them, for several renderings of them; as they are if it cannot."""
@@ -235,10 +256,7 @@ class ChatTemplate:
         proven = known.setdefault(key, set())
         if proven is None:
             return self._official(messages, add_generation_prompt)
-        if self.has_generation_marks:
-            text = self._rendered(source, messages, add_generation_prompt)
-        else:
-            text = self._quickly(source, messages, add_generation_prompt), None
+        text = self._quickly(source, messages, add_generation_prompt, self.has_generation_marks)
         kinds = [(m.get("role"), type(m.get("content")), *m) for m in messages]
         shapes = {(None, kinds[0]), *pairwise(kinds)}
         if not shapes <= proven:
@@ -273,12 +291,16 @@ class ChatTemplate:
         )
         return texts[0], blocks[0]
 
-    def _quickly(self, source: str, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        """Render a `cached_source`."""
+    def _quickly(
+        self, source: str, messages: Sequence[Message], add_generation_prompt: bool, marked: bool = False
+    ) -> _Text:
+        """Render a `cached_source`, with the blocks that it marks if asked for."""
         plain = plain_messages(messages)
-        if plain is None or self._given is None:
-            return str(self.apply(messages, add_generation_prompt, tokenize=False, chat_template=source))
-        return rendered_plain(source, plain, add_generation_prompt, self._given)
+        if plain is not None and self._given is not None:
+            return rendered_plain(source, plain, add_generation_prompt, self._given, marked)
+        if marked:
+            return self._rendered(source, messages, add_generation_prompt)
+        return str(self.apply(messages, add_generation_prompt, tokenize=False, chat_template=source)), None
 
     def text(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """Render to text. A template that demands a user message gets a stand-in, which is cut out of the result."""
@@ -291,7 +313,7 @@ class ChatTemplate:
         if source is None:
             return self.text(messages, add_generation_prompt)
         try:
-            return self._quickly(source, messages, add_generation_prompt)
+            return self._quickly(source, messages, add_generation_prompt)[0]
         except template_errors():
             if any(m.get("role") == "user" for m in messages):
                 raise

@@ -64,11 +64,17 @@ def checked_ends(template: ChatTemplate, like: Message) -> dict[Any, Any]:
     return _known(template, like)[1]
 
 
-def _known(template: ChatTemplate, like: Message) -> tuple[TurnDelimiters, dict[Any, Any]]:
+def known_tokens(template: ChatTemplate, like: Message) -> frozenset[str]:
+    """Return the `added_tokens`, cached as the delimiters are."""
+    return _known(template, like)[2]
+
+
+def _known(template: ChatTemplate, like: Message) -> _Known:
     tokenizer = template.tokenizer
     is_list = isinstance(like.get("content"), list)
     special = (getattr(tokenizer, "bos_token", None), getattr(tokenizer, "eos_token", None), template.stops)
-    key = (is_list, template.source, template.key, special)
+    size = len(tokenizer) if hasattr(type(tokenizer), "__len__") else 0
+    key = (is_list, template.source, template.key, special, size)
     known = _FRAMES.setdefault(tokenizer, {})
     if key not in known:  # a turn of calls alone has no content to tell the kind that the template takes
         other: Message = {"content": "" if is_list else []}
@@ -76,11 +82,12 @@ def _known(template: ChatTemplate, like: Message) -> tuple[TurnDelimiters, dict[
         if len(known) >= _MOST_FRAMES:
             known.clear()
         delimiters = _find_turn_delimiters(template, like, stops) or _find_turn_delimiters(template, other, stops)
-        known[key] = delimiters or TurnDelimiters("", "", stops=stops), {}
+        known[key] = delimiters or TurnDelimiters("", "", stops=stops), {}, added_tokens(tokenizer)
     return known[key]
 
 
-_FRAMES: WeakKeyDictionary[Any, dict[Any, tuple[TurnDelimiters, dict[Any, Any]]]] = WeakKeyDictionary()
+_Known = tuple[TurnDelimiters, dict[Any, Any], frozenset[str]]
+_FRAMES: WeakKeyDictionary[Any, dict[Any, _Known]] = WeakKeyDictionary()
 _MOST_FRAMES = 64  # of a tokenizer: rows with tools of their own would fill the memory
 
 
