@@ -2,19 +2,21 @@
 
     python libs/chat_tools/benchmarks/render_cost.py [NAME ...]      (transformers, tokenizers, jinja2, trl's wheel)
     python libs/chat_tools/benchmarks/render_cost.py --every         (all real templates, at 64 turns)
+    python libs/chat_tools/benchmarks/render_cost.py --fetch DIR     (TRL's, llama-cpp-python's and vLLM's, too)
 
 Each of TRL's real templates that is named (Qwen3's where none is), with a tokenizer trained on the spot: conversations
 with tool calls, results and answers to them are rendered to ids by both, in turn; processor seconds, the least of
 several rounds. `render` gives the mask, spans and owners besides. A template that refuses the conversation gets the
-first form of it that it takes: calls' arguments as JSON text, contents as lists of parts, no calls. 1 where the last
-ratio of a template is above 2.
+first form of it that it takes: calls' arguments as JSON text, contents as lists of parts, no calls. Those that are
+fetched get contents as parts besides. 1 where the last ratio of a template is above 2.
 """
 
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -86,33 +88,51 @@ FORMS: dict[str, Callable[[list[dict[str, Any]]], list[dict[str, Any]]]] = {
 }
 
 
-def taken(tokenizer: Any) -> str:
-    """Return the first form that a template takes."""
+def taken(tokenizer: Any, parts: bool = False) -> str:
+    """Return the first form that a template takes, of those with contents as parts if asked for; "none" for none."""
     for name, form in FORMS.items():
+        if parts and "in parts" not in name:
+            continue
         try:
             tokenizer.apply_chat_template(form(conversation(4)), tokenize=True)
         except rendering_errors():
             continue
         return name
-    raise ValueError("this template takes the conversation in no form: add one to FORMS")
+    return "none"
+
+
+def chosen(words: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield the templates that the words choose, each with the forms of the conversation that it gets."""
+    fetch = words[:1] == ["--fetch"]
+    if fetch:
+        from chat_tools.conformance.corpus import fetched_templates  # downloads
+
+        names = [str(path) for path in fetched_templates(Path(words[1]))]
+    elif words:
+        names = template_names() if "--every" in words else words
+    else:
+        names = [name for name in template_names() if name.startswith("qwen3")][:3]
+    for name in names:
+        tokenizer = real_tokenizer(name)
+        forms = dict.fromkeys(taken(tokenizer, parts) for parts in ((False, True) if fetch else (False,)))
+        yield from ((name, form) for form in forms if form != "none")
 
 
 def main(words: list[str]) -> int:
     """Print the table; return 1 where a ratio at the largest number of turns is above MOST."""
     every = "--every" in words
-    qwen3 = [name for name in template_names() if name.startswith("qwen3")][:3]
     ratios: dict[str, float] = {}
     print("template                        turns   apply_chat_template     render   ratio")
-    for name in template_names() if every else words or qwen3:
+    for name, form in chosen(words):
         tokenizer = real_tokenizer(name)
-        form = taken(tokenizer)
         for turns in TURNS[:1] if every else TURNS:
             messages = FORMS[form](conversation(turns))
             plain, ours = seconds(
                 partial(tokenizer.apply_chat_template, messages, tokenize=True), partial(render, tokenizer, messages)
             )
-            ratios[name] = ours / plain
-            line = f"{name:32}{turns:5d}   {1e3 * plain:16.1f} ms {1e3 * ours:7.1f} ms   {ours / plain:5.2f}  {form}"
+            ratios[f"{name} {form}".rstrip()] = ours / plain
+            times = f"{1e3 * plain:16.1f} ms {1e3 * ours:7.1f} ms   {ours / plain:5.2f}"
+            line = f"{Path(name).stem:32}{turns:5d}   {times}  {form}"
             print(line.rstrip(), flush=True)
     above = [f"{name} {ratio:.2f}" for name, ratio in ratios.items() if ratio > MOST]
     between = f"{min(ratios.values()):.2f} to {max(ratios.values()):.2f} times, median {median(ratios.values()):.2f}"
