@@ -29,7 +29,7 @@ from apps.grpo.config import GrpoConfig
 from apps.grpo.idle import idle_reason, reward_called
 from apps.grpo.sampling.native import NativeBackend
 from apps.grpo.sampling.ray_devices import ray_settings
-from apps.grpo.sampling.sampler_certificate import SamplerRecord
+from apps.grpo.sampling.sampler_certificate import SamplerRecord, unchecked
 from apps.grpo.step import correction_line
 from apps.grpo.tasks.prompt_tasks import Tasks
 from apps.grpo.warm_start import warm_start_metrics
@@ -149,6 +149,8 @@ class _Steps:
                 result = schedule.step(step - 1)
             if result.sampler is not None:
                 self.record.keep(result.sampler)
+            if step == done + 1 and (line := unchecked(config.cluster.schedule.mode, result)):
+                log.note(line)
             self.saves.look()
             last = step == config.steps
             row: dict[str, Any] = {**result.metrics, **memory_metrics(config.engine.device)}

@@ -13,7 +13,19 @@ from engines.loading import read_config
 from engines.prove.certificate import Certificate, place, versions
 from schedules.runtime.collectives import rank_and_world
 from schedules.sampling.first_batch import SamplerCheck, SamplerMismatchError
+from schedules.schedule import TrainStepResult
 from schedules.weights.sampler_bound import LOOSE, UNTESTED
+from seqpack.extensions.load_object import is_user_code
+
+
+def unchecked(mode: str, result: TrainStepResult) -> str | None:
+    """Return the line on a user's schedule whose first step, `result`, did not hold the sampler to the trainer."""
+    if not is_user_code(mode) or result.sampler is not None or not result.metrics.get("train/computed_sequences", 1):
+        return None
+    return (
+        f"schedule {mode} did not check the sampler by its first batch: call begin_first_batch and session.first.end "
+        "(docs/add-a-schedule.md)"
+    )
 
 
 @dataclass(frozen=True)
