@@ -69,11 +69,12 @@ class Errors:
     """Of each parameter, relative to the norm of its plain gradient."""
 
 
-def prove_device(config: EngineConfig, model: Any, longest: int = 0) -> Certificate:
+def prove_device(config: EngineConfig, model: Any, longest: int = 0, seed: int = 0) -> Certificate:
     """Prove a transformers config on the device of this process, as `config` asks for it, on one rank.
 
-    `longest`: the longest row of the run; sequences as long are compared where their logits fit memory. The
-    certificate's `not_exercised` are thresholds that no sequence exceeds for want of memory.
+    `longest`: the longest row of the run; sequences as long are compared where their logits fit memory. `seed`: of
+    random weights and tokens. The certificate's `not_exercised` are thresholds that no sequence exceeds for want of
+    memory.
 
     Raises:
         ValueError: stock transformers could not build it, or memory is too small.
@@ -85,8 +86,8 @@ def prove_device(config: EngineConfig, model: Any, longest: int = 0) -> Certific
     few = layer_subset(part, device, longest)
     lengths, family = few.lengths, registered_family(few.config) or generic_family(few.config)
     with admitted(few.config, family), exact_products():
-        module = true_width(few.config, device, dtype)
-        rows = [row.to(device) for row in sequences(lengths, few.config.get_text_config().vocab_size)]
+        module = true_width(few.config, device, dtype, seed)
+        rows = [row.to(device) for row in sequences(lengths, few.config.get_text_config().vocab_size, seed)]
         plain = _on_host(_plain(module, rows))
         own = _on_host(stock(cast_parameters(module, dtype), rows))
         allowed, farthest = errors(own, plain, lengths, device), largest(own.log_probs - plain.log_probs)

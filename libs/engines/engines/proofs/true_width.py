@@ -114,11 +114,11 @@ def fit_experts(config: Any, values: int) -> dict[str, int]:
     return changed
 
 
-def true_width(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
+def true_width(config: Any, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Any:
     """Return a float32 model on the device with random weights that `dtype` can hold."""
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(seed)
     with torch.random.fork_rng(devices=[]), torch.device(device):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model: Any = model_of(config, is_inside(config)).to(torch.float32).eval()
     randomize(model, generator)
     with torch.no_grad():
