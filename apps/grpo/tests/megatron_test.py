@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from apps.common.testing.weight_delta import assert_trained
 from apps.grpo.main import configure, run
-from apps.grpo.testing.recipe import RECIPE
+from apps.grpo.testing.recipe import SHALLOW as RECIPE
 
 FLAGS = "--nproc-per-node 4 --trainer.backend megatron --parallel.tensor 2 --parallel.pipeline 2"
 LAYOUT = ("backend", "tensor_parallel", "pipeline_parallel")

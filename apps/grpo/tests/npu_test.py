@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from apps.common.cluster import Cluster
 from apps.grpo.main import run
-from apps.grpo.testing.recipe import RECIPE
+from apps.grpo.testing.recipe import SHALLOW as RECIPE
 from apps.sft.main import run as supervised
 from apps.sft.recipes import quickstart
 from engines import EngineConfig

@@ -18,7 +18,7 @@ from apps.common.testing.weight_delta import assert_trained
 from apps.grpo.config import GrpoConfig, WarmStart
 from apps.grpo.main import configure, run
 from apps.grpo.registry import recipes
-from apps.grpo.testing.recipe import RECIPE
+from apps.grpo.testing.recipe import SHALLOW as RECIPE
 from apps.grpo.train import Result, train
 from apps.quickstart.sum_tasks import SumTasks
 from engines import NonFiniteError
