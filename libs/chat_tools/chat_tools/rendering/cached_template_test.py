@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
+from chat_tools.rendering import template as template_module
 from chat_tools.rendering.cached_template import cached_source
 from chat_tools.rendering.template import ChatTemplate
 from chat_tools.testing.tokenizer import tiny_tokenizer
@@ -71,3 +72,41 @@ def test_what_the_sandbox_forbids_stays_forbidden(body: str) -> None:
 def test_options_that_choose_another_template_are_not_overruled() -> None:
     template = ChatTemplate(tiny_tokenizer("chatml"), None, {"chat_template": "other"})
     assert template.trial(MESSAGES) == "other"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "say('a', b=m.content)",
+        "say(m.content)",
+        "say()",
+        "say('a', 'b', 'c')",
+        "say('a', d=1)",
+        "m.content.split('b')",
+        "m.get",
+    ],
+)
+def test_macros_and_methods_are_called_as_the_sandbox_calls_them(call: str) -> None:
+    macro = "{% macro say(a, b='x') %}{{ a }}{{ b }}{{ caller() if caller }}{{ varargs }}{% endmacro %}"
+    body = macro + "{% for m in messages %}{{ CALL }}{% call say(m.content) %}in{% endcall %}{% endfor %}"
+    template = ChatTemplate(tiny_tokenizer("chatml", template=body.replace("CALL", call)), None, {})
+    assert outcome(template.trial) == outcome(template.text)
+
+
+def test_a_text_is_proven_once_for_a_shape_and_asked_for_where_it_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = ChatTemplate(tiny_tokenizer("chatml", marks=False), None, {})
+    expected = chat.text(MESSAGES)
+    asked: list[Any] = []
+    apply = ChatTemplate.apply
+
+    def counted(self: ChatTemplate, messages: Any, *arguments: Any, **options: Any) -> Any:
+        asked.append(messages)
+        return apply(self, messages, *arguments, **options)
+
+    monkeypatch.setattr(ChatTemplate, "apply", counted)
+    assert [chat.text_and_blocks(MESSAGES, False) for _ in range(3)] == [(expected, None)] * 3
+    assert len(asked) == 1
+    monkeypatch.setattr(template_module, "rendered_plain", lambda *_: ("other", None))
+    named: list[dict[str, Any]] = [{**message, "name": "x"} for message in MESSAGES]  # a shape that is not proven yet
+    assert chat.text_and_blocks(named, False) == (chat.text(named), None)
+    assert chat.text_and_blocks(MESSAGES, False) == (expected, None)
