@@ -1,18 +1,9 @@
-"""The library as others meet it: its README's example, its facade, and what importing it costs."""
+"""The library as others meet it: its facade, and what importing it costs."""
 
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import chat_tools
-
-README = Path(__file__).parent.parent / "README.md"
-
-
-def test_the_example_of_the_readme() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    exec(compile(example, "README.md", "exec"), {})
 
 
 def test_every_public_name_is_there() -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 from chat_tools import parse
 from chat_tools.parsing.recovery_test import TOOLS as MALFORMED_TOOLS
-from chat_tools.testing.judge_cases import Calls, Case, format_of, llama_cases, server_cases
+from chat_tools.testing.reference_cases import Calls, Case, format_of, llama_cases, server_cases
 
 HERE = Path(__file__).parent
 MALFORMED = HERE.parent.parent / "chat_tools/parsing/malformed.jsonl"
@@ -100,7 +100,7 @@ def theirs_of(answer: dict[str, Any]) -> Calls | None:
 
 def key_of(case: Case) -> str:
     """Return a short name of a case."""
-    return f"{case.judge}/{case.name}/{hashlib.sha256(case.text.encode()).hexdigest()[:10]}"
+    return f"{case.source}/{case.name}/{hashlib.sha256(case.text.encode()).hexdigest()[:10]}"
 
 
 def compare(judge: str, cases: Iterable[Case], cache: Path) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
 }
 # fmt: on
-OTHERWISE = {("sglang", "hunyuan"): "hy_v3"}
+OTHER_FORMATS = {("sglang", "hunyuan"): "hy_v3"}
 """Names that mean another format there than the plain name does here."""
 
 _CHECKPOINT = (
@@ -55,4 +55,4 @@ def plain_name(name: str) -> str:
     if rest not in NAMES[server]:
         known = ", ".join(NAMES[server])
         raise ValueError(f"{server} {VERSIONS[server]} has no tool-call parser {rest!r}; it has: {known}")
-    return OTHERWISE.get((server, rest), rest)
+    return OTHER_FORMATS.get((server, rest), rest)

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from chat_tools import find_format, parse
-from chat_tools.known_formats.servers import NAMES, OTHERWISE, REFUSED
+from chat_tools.known_formats.servers import NAMES, OTHER_FORMATS, REFUSED
 
 ALL = [(server, name) for server, names in NAMES.items() for name in names]
 
@@ -16,7 +16,7 @@ def test_every_name_of_a_server_is_read_or_refused_with_the_reason(server: str, 
                 find_format(given)
         return
     fmt = find_format(f"{server}:{name}")
-    assert (fmt is find_format(name)) == ((server, name) not in OTHERWISE)
+    assert (fmt is find_format(name)) == ((server, name) not in OTHER_FORMATS)
     (call,) = parse(fmt.example, fmt).tool_calls
     assert call.name == "weather"
 

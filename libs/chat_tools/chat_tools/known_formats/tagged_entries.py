@@ -132,7 +132,7 @@ TAGGED_ENTRIES = (
         writer=writing.tagged_in_one_line,
         calls=(('<function name="', "</function>"),),
         body=Tagged(
-            '">', key=('<param name="', '">'), value=("", "</param>"), guess=True, verbatim=("<![CDATA[", "]]>")
+            '">', key=('<param name="', '">'), value=("", "</param>"), guess=True, raw=("<![CDATA[", "]]>")
         ),
         ends=CHATML,
     ),

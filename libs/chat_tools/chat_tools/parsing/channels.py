@@ -40,7 +40,7 @@ class ChannelReader:
         self.tables = tables
         self.tools = tools
 
-    def begun(self) -> Wait[None]:
+    def read_started(self) -> Wait[None]:
         """Read a message whose header the prompt began (` to=functions.f<|channel|>...`), if the answer is one."""
         reader, start, words = self.reader, self.reader.pos, ""
         for length in range(1, 5):
@@ -51,14 +51,14 @@ class ChannelReader:
         is_header = match is not None and match.group() in (self.tables.body.channel, self.tables.body.message)
         reader.move_back(start)
         if is_header and words.startswith("to="):
-            yield from self.read(begun=True)
+            yield from self.read(started=True)
 
-    def read(self, begun: bool = False) -> Wait[None]:
+    def read(self, started: bool = False) -> Wait[None]:
         """Read a header, whose first marker the prompt may hold, and the text that belongs to it."""
         reader, tables, body = self.reader, self.tables, self.tables.body
         start = reader.pos
         reader.charged += CALL_COST // 3
-        if not begun:
+        if not started:
             reader.pos += len(body.start if reader.window.startswith(body.start, start - reader.base) else body.channel)
         match = yield from reader.search(tables.header)
         if match is not None and match.group() == body.channel:  # <|start|>assistant<|channel|>...

@@ -19,7 +19,7 @@ class Tagged(NamedTuple):
     key's tag, behind the key's closing quote, and `kinds` its values: the first says that the value is text as it
     stands, the others that it is JSON. Where `calls` open with a quote and `name_end` has none, further attributes may
     follow the name. With `entities`, `&quot;` and `&amp;` in a name or key stand for the characters. `short` in
-    the place of `name_end` ends the call too. A value between the pair `verbatim` holds anything but its closing.
+    the place of `name_end` ends the call too. A value between the pair `raw` holds anything but its closing.
     """
 
     name_end: str
@@ -31,7 +31,7 @@ class Tagged(NamedTuple):
     kinds: tuple[str, ...] = ("true", "false")
     entities: bool = False
     short: str = ""
-    verbatim: Pair = ("", "")
+    raw: Pair = ("", "")
 
 
 class Elements(NamedTuple):

@@ -153,7 +153,7 @@ class StreamParser:
         channels = self._body if isinstance(self._body, ChannelReader) else None
         yield from self._opening()
         if channels is not None:
-            yield from channels.begun()
+            yield from channels.read_started()
         while True:
             while (match := self._text("content", top)) is None:
                 if reader.final:

@@ -113,7 +113,7 @@ class PreviewTables:
         self.value = re.compile(rf"\s*+{re.escape(body.value[0])}" if body.value[0] else "")
         marks = {body.key[0], body.value[1], *(m for pair in fmt.calls for m in pair if m), *(fmt.section or ())}
         self.marks = Marks.of(marks)
-        self.kept_end = Marks.of([body.verbatim[1] + body.value[1]])
+        self.kept_end = Marks.of([body.raw[1] + body.value[1]])
         self.follow = (body.key[0], *(close for _, close in fmt.calls))
 
     def _brackets(self, body: Json | Pythonic, marked: str, sure: bool) -> None:

@@ -34,7 +34,7 @@ class TagStates(ReaderStates):
         if match is None or value is None or (body.newlines and len(text) == value.end()):
             return self.wait(text)
         key = match["key"]
-        here, keeps = text[value.end() :], body.verbatim[0]
+        here, keeps = text[value.end() :], body.raw[0]
         if keeps and keeps.startswith(here):
             return 0  # whether the value stands between the pair that keeps it shows in the next characters
         if key in self.stream_call.items:

@@ -81,7 +81,7 @@ class TaggedTables:
         self.attributes = call[0].endswith('"') and '"' not in body.name_end
         short = [body.short] if body.short else []
         self.name_stop = Marks.of([body.name_end, *short, "\n", *(marks if body.name_end[0] == "<" else "<")])
-        self.verbatim_end = Marks.of([body.verbatim[1] + body.value[1]])
+        self.raw_end = Marks.of([body.raw[1] + body.value[1]])
         self.key_stop = Marks.of([body.key[1], "\n", *(marks if body.key[1][0] == "<" else "<")])
         self.after_value = [m for m in marks if m != body.value[1]]
         self.after_call = [*(m for kind, pair in pairs.items() if kind != "p" for m in pair), *fmt.ends]
@@ -202,8 +202,8 @@ class TaggedReader:
             if not (yield from self.reader.at([body.value[0]])):
                 return f"argument {key!r} has no value"
             self.reader.pos += len(body.value[0])
-        if body.verbatim[0] and (yield from self.reader.at([body.verbatim[0]])):
-            return (yield from self._verbatim(key, None if key in (properties or {}) else True))
+        if body.raw[0] and (yield from self.reader.at([body.raw[0]])):
+            return (yield from self._raw_value(key, None if key in (properties or {}) else True))
         begin = self.reader.pos
         end = None
         if not self.flat:
@@ -222,14 +222,14 @@ class TaggedReader:
         self.pairs.append((key, value, is_text))
         return None
 
-    def _verbatim(self, key: str, is_text: bool | None) -> Wait[str | None]:
+    def _raw_value(self, key: str, is_text: bool | None) -> Wait[str | None]:
         """Read a value between the markers that keep it as it is; it is text where no type is declared."""
         body = self.tables.body
-        begin = self.reader.pos + len(body.verbatim[0])
-        if (yield from self.reader.search(self.tables.verbatim_end)) is None:
+        begin = self.reader.pos + len(body.raw[0])
+        if (yield from self.reader.search(self.tables.raw_end)) is None:
             return f"argument {key!r} is not closed"
         self.pairs.append((key, self.reader.slice(begin, self.reader.pos), is_text))
-        self.reader.pos += len(body.verbatim[1] + body.value[1])
+        self.reader.pos += len(body.raw[1] + body.value[1])
         return None
 
     def _nested_value(self) -> Wait[int | None]:

@@ -75,7 +75,7 @@ def _tagged(fmt: Format, name: str, arguments: Mapping[str, Any]) -> str:
 def _value(body: Tagged, value: Any) -> str:
     """Return a value between its tags; text with signs of markup between the pair that keeps it."""
     text = text_of(value)
-    opening, closing = body.verbatim
+    opening, closing = body.raw
     return opening + text + closing if opening and isinstance(value, str) and set(text) & set("<&\n") else text
 
 

@@ -1,4 +1,4 @@
-"""Turns to judge: our own examples and malformed ones, the texts of vLLM's parser tests, llama.cpp's cases."""
+"""Turns that parsers are compared on: our examples and malformed ones, texts of vLLM's tests, llama.cpp's cases."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ TWO = (("weather", {"city": "Paris", "days": 3}), ("add", {"a": 1, "text": "x < 
 
 
 class Case(NamedTuple):
-    """A turn for a judge: the judge's name of its parser, the text, the tools, and the calls that are expected."""
+    """A turn for a source: the source's name of its parser, the text, the tools, and the calls that are expected."""
 
-    judge: str
+    source: str
     name: str
     text: str
     tools: list[dict[str, Any]]
     expected: Calls | None = None
 
 
-def format_of(judge: str, name: str) -> Format:
-    """Return the format of a judge's parser name."""
-    return find_format(name if judge == "llama.cpp" else f"{judge}:{name}")
+def format_of(source: str, name: str) -> Format:
+    """Return the format of a source's parser name."""
+    return find_format(name if source == "llama.cpp" else f"{source}:{name}")
 
 
-def server_cases(judge: str, sources: Path, malformed: Path, malformed_tools: list[dict[str, Any]]) -> Iterator[Case]:
+def server_cases(source: str, sources: Path, malformed: Path, malformed_tools: list[dict[str, Any]]) -> Iterator[Case]:
     """Yield the cases of a server: for each of its names, our examples, our malformed turns, and its own tests'.
 
     `malformed` is the file of malformed turns, `malformed_tools` are the tools of their calls.
     """
     rows = [json.loads(line) for line in malformed.read_text().splitlines()]
     wanted = {row["text"]: [(name, arguments) for name, arguments in row["calls"]] for row in rows}
-    for name in NAMES[judge]:
+    for name in NAMES[source]:
         if name in REFUSED:
             continue
-        fmt = format_of(judge, name)
+        fmt = format_of(source, name)
         texts = [fmt.example, fmt.write(TWO), *(row["text"] for row in rows if row["format"] == fmt.name)]
-        if judge == "vllm":
+        if source == "vllm":
             texts += _test_texts(sources / "tests", name, fmt)
         for text in dict.fromkeys(texts):
             tools = malformed_tools if text in wanted else tools_for(fmt, text)
-            yield Case(judge, name, text, tools, wanted.get(text))
+            yield Case(source, name, text, tools, wanted.get(text))
 
 
 def tools_for(fmt: Format, text: str) -> list[dict[str, Any]]:
-    """Return tools with the types of the arguments that we read, so that no judge drops a call as unknown."""
+    """Return tools with the types of the arguments that we read, so that no source drops a call as unknown."""
     found: dict[str, dict[str, Any]] = {"weather": {"city": {"type": "string"}, "days": {"type": "integer"}}}
     for call in parse(text, fmt).tool_calls:
         fields = found.setdefault(call.name, {})

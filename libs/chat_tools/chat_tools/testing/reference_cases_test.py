@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from chat_tools.testing.judge_cases import llama_cases, server_cases
+from chat_tools.testing.reference_cases import llama_cases, server_cases
 
 TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>
