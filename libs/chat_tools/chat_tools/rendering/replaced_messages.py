@@ -60,9 +60,10 @@ def without_names(text: str, messages: Sequence[Message]) -> NamelessText:
 
 
 def _names(message: Message) -> Iterator[str]:
-    """Yield what names a message's calls, or the call that it answers, and its parts as Python prints them.
+    """Yield what templates write beside the words of a message, and nobody marks.
 
-    Templates write it beside the words.
+    That is what names its calls, or the call that it answers, the numbers in its calls, and its parts as Python prints
+    them.
     """
     if isinstance(message.get("content"), list):
         yield str(message["content"])
@@ -71,8 +72,20 @@ def _names(message: Message) -> Iterator[str]:
             yield value
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list | tuple) else ():
-        if isinstance(call, Mapping) and isinstance(call.get("id"), str) and call["id"]:
+        if not isinstance(call, Mapping):
+            continue
+        if isinstance(call.get("id"), str) and call["id"]:
             yield call["id"]
+        function = call.get("function", call)
+        yield from _numbers(function.get("arguments") if isinstance(function, Mapping) else None)
+
+
+def _numbers(value: Any) -> Iterator[str]:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        yield str(value)
+    elif isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _numbers(item)
 
 
 def find_by_difference(
