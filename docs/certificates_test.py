@@ -16,6 +16,7 @@ from engines.proofs.every_type import (
     tables,
     with_table,
 )
+from engines.proofs.opened import GRADIENTS
 
 DOCS = Path(__file__).parent
 
@@ -31,6 +32,9 @@ def test_pages_have_the_table_of_their_file_and_every_type() -> None:
         assert bool(one.reason) == (one.verdict in ("padded", "refused", "not built")), one
         if one.verdict != "padded":
             assert bool(one.not_exercised) == (one.verdict == "equal in part"), one
+        if one.verdict not in ("refused", "not built"):
+            assert one.step is not None, one
+            assert one.step <= GRADIENTS, one
         if one.verdict.startswith("equal"):
             assert one.log_probs is not None
             assert one.gradients is not None

@@ -35,7 +35,14 @@ from engines.prove.options_admission import engine_code
 RATIO = 1.5
 """How many times the error of stock transformers, as a root mean square, the engine's may be."""
 WORST = 3.0
-"""The same of a single parameter's gradient or a short sequence, whose errors are few numbers."""
+"""The same of a short sequence, whose errors are few numbers."""
+GRADIENT = 6.0
+"""The same of a single parameter's gradient, whose rounding is of one draw."""
+SCALE = 0.4
+"""How far a part of a gradient may be from its size, or `RATIO` times as far as stock's: rounding turns it, and hardly
+scales it."""
+PARTS, PART = 8, 256
+"""Parts of a parameter at most, and values of one at least."""
 FLOOR = 1e-4
 """Errors that count as none: float32's own, of which stock transformers has none here (on a CPU gradients of delta nets
 differ by 2e-5)."""
@@ -67,6 +74,8 @@ class Errors:
     """The root mean square over all tokens."""
     gradients: Mapping[str, float]
     """Of each parameter, relative to the norm of its plain gradient."""
+    scales: Mapping[str, float]
+    """How far the worst part of a parameter's gradient is from the size of its plain one, along that."""
 
 
 def prove_device(config: EngineConfig, model: Any, longest: int = 0, seed: int = 0) -> Certificate:
@@ -131,13 +140,25 @@ def errors(got: Result, plain: Result, lengths: Sequence[int], device: torch.dev
     """Return the errors of a result against the plain one; the device computes them."""
     squares = (got.log_probs.double() - plain.log_probs.double()).square()
     parts = [part for part in squares.split([length - 1 for length in lengths]) if part.numel()]
-    gradients = {}
+    gradients, scales = {}, {}
     for name, grad in plain.gradients.items():
         want = grad.to(device)
         if name in got.gradients and (norm := float(want.norm())):
-            gradients[name] = float((got.gradients[name].to(device) - want).norm()) / norm
+            own = got.gradients[name].to(device)
+            gradients[name] = float((own - want).norm()) / norm
+            scales[name] = _scale(own, want)
     roots = torch.stack([part.mean().sqrt() for part in parts])
-    return Errors(roots, float(squares.mean().sqrt()), gradients)
+    return Errors(roots, float(squares.mean().sqrt()), gradients, scales)
+
+
+def _scale(got: Tensor, want: Tensor) -> float:
+    """Return how far the worst part of a gradient is from the size of the plain one; parts that are near zero do not
+    count."""
+    parts = max(1, min(PARTS, want.numel() // PART))
+    pairs = [*zip(got.double().flatten().chunk(parts), want.double().flatten().chunk(parts), strict=True)]
+    least = 0.1 * max(float(one.square().sum()) for _, one in pairs)
+    sizes = [(float((a * b).sum()), float(b.square().sum())) for a, b in pairs]
+    return max(abs(product / size - 1) for product, size in sizes if size >= least)
 
 
 def _problems(found: Errors, allowed: Errors) -> Iterator[str]:
@@ -152,8 +173,10 @@ def _problems(found: Errors, allowed: Errors) -> Iterator[str]:
     for name, value in allowed.gradients.items():
         if name not in found.gradients:
             yield f"{name} has no gradient"
-        elif not found.gradients[name] <= WORST * max(value, typical) + FLOOR:
+        elif not found.gradients[name] <= GRADIENT * max(value, typical) + FLOOR:
             yield f"the gradient of {name} differs by {found.gradients[name]:.1e}, stock transformers' by {value:.1e}"
+        elif not found.scales[name] <= max(SCALE, RATIO * allowed.scales[name]):
+            yield f"the gradient of {name} is larger or smaller by {found.scales[name]:.2f} of its size"
 
 
 def _on_host(result: Result) -> Result:
