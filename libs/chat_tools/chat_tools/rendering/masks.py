@@ -76,7 +76,7 @@ class _Seen(NamedTuple):
     """The state of a search: whether a generation prompt ends the rendering, and what shorter renderings told.
 
     `prompts` (lengths of the generation prompt) are by the template's text there, whether a user spoke before, and the
-    shapes of the turn and those before it; `ends` are the `checked_ends`, `kinds` those of the messages, `untold` the
+    shapes of the turn and those before it; `ends` are the `checked_ends`, `kinds` those of the messages, `failures` the
     turns by shape whose end could not be told.
     """
 
@@ -84,7 +84,7 @@ class _Seen(NamedTuple):
     prompts: dict[_Shape, int | None]
     ends: dict[Any, Any] | None = None
     kinds: Sequence[tuple[Any, ...]] = ()
-    untold: Counter[Any] | None = None
+    failures: Counter[Any] | None = None
 
 
 class _Bounds(NamedTuple):
@@ -110,7 +110,7 @@ def find_regions(
     regions: list[Region] = []
     problems: list[str] = []
     delimiters: TurnDelimiters | None = None
-    seen = _Seen(prompted, {}, untold=Counter())
+    seen = _Seen(prompted, {}, failures=Counter())
     given_up = {*owners.without_calls, *owners.unknown, *owners.lost}
     lost = [i for i, m in enumerate(messages) if m.get("role") == "assistant" and i not in bounds and i not in given_up]
     alone = find_together(template, messages, lost, text, prompted) if lost else {}
@@ -163,7 +163,7 @@ def _turn(
         if start is None:
             return f"message {index}: its beginning cannot be told from the message before"
         piece, _, upper, _, last = bounds
-        turn = Turn(messages, index, text, seen.prompted, max(piece.end, start), upper, last, seen.kinds, seen.untold)
+        turn = Turn(messages, index, text, seen.prompted, max(piece.end, start), upper, last, seen.kinds, seen.failures)
         end = end_of_turn(template, delimiters, turn, seen.ends)
         if end is None:
             return f"message {index}: where its turn ends cannot be told"

@@ -13,7 +13,7 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 WRITTEN_KEYS = ("content", *REASONING_KEYS, "tool_calls")
 
 
-FEW = 3  # messages of one kind that are tried alone: where none of them can be told, the others are not tried
+MAX_FAILURES = 3  # messages of one kind that are tried alone: where none of them can be told, the others are not tried
 
 
 class MessageSpan(NamedTuple):
@@ -134,7 +134,7 @@ def find_together(
         pieces = find_by_difference(template, messages, index, text, prompted)
         if pieces:
             found[index] = pieces[0]
-        elif not found and number + 1 >= FEW:
+        elif not found and number + 1 >= MAX_FAILURES:
             break
     return found
 

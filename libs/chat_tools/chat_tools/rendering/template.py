@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import marshal
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,7 +46,7 @@ _APPLYING = frozenset(
 )
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 _MOST_SHAPES = 4096  # of conversations whose text is proven, of one template
-_TOOLS: dict[bytes, tuple[Any, str]] = {}
+_TOOLS: dict[str, tuple[Any, str]] = {}
 _MOST_TOOLS = 64
 _Text = tuple[str, list[tuple[int, int]] | None]  # and the blocks that the template marks
 # By tokenizer and template: the shapes of which the faster rendering is proven; None where it differed once.
@@ -205,15 +204,11 @@ class ChatTemplate:
         """The tools as the template sees them, and as a text: those of the last rows are kept."""
         if not self.tools:
             return self.tools, repr(self.tools)
-        plain = plain_data() or list
-        try:
-            known = marshal.dumps(self.tools, 2)  # version 2: equal data give equal bytes
-        except ValueError:  # data that is not plain
-            return plain(self.tools), repr(self.tools)
+        known = repr(self.tools)
         if known not in _TOOLS:
             if len(_TOOLS) >= _MOST_TOOLS:
                 _TOOLS.clear()
-            _TOOLS[known] = plain(self.tools), repr(self.tools)
+            _TOOLS[known] = (plain_data() or list)(self.tools), known
         return _TOOLS[known]
 
     @cached_property

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from chat_tools.rendering.message_attribution import attribute_messages
 from chat_tools.rendering.replaced_messages import (
-    FEW,
+    MAX_FAILURES,
     WRITTEN_KEYS,
     NamelessText,
     common_prefix,
@@ -39,7 +39,7 @@ class Turn(NamedTuple):
     """A turn in a rendering: its last words end at `start`, and the words of others begin at `upper`.
 
     `last` is False for the calls of a turn whose results stand between them and its words. `kinds` are those of the
-    messages (`kinds_of`), if they are known; `untold` counts, by shape, the turns whose end could not be told.
+    messages (`kinds_of`), if they are known; `failures` counts, by shape, the turns whose end could not be told.
     """
 
     messages: Sequence[Message]
@@ -50,7 +50,7 @@ class Turn(NamedTuple):
     upper: int
     last: bool
     kinds: Sequence[tuple[Any, ...]] = ()
-    untold: Counter[Any] | None = None
+    failures: Counter[Any] | None = None
 
 
 class _Ending(NamedTuple):
@@ -84,10 +84,10 @@ def end_of_turn(
         length = _known_length(endings, nameless) if nameless.names else None
     if length is not None:
         return turn.start + length
-    untold = Counter() if turn.untold is None else turn.untold
-    length = _proven(template, delimiters, turn, behind) if untold[shape] < FEW else None
+    failures = Counter() if turn.failures is None else turn.failures
+    length = _proven(template, delimiters, turn, behind) if failures[shape] < MAX_FAILURES else None
     if length is None:
-        untold[shape] += 1
+        failures[shape] += 1
         return None
     if len(known) > _MOST:
         known.clear()
