@@ -105,7 +105,7 @@ def library(name, deps = [], visibility = ["//visibility:public"], **attrs):
     )
 
     # Benchmarks are run by hand, some of them on machines without Bazel; here they are known and seen by the linters.
-    benchmarks = native.glob(["benchmarks/*.py"])
+    benchmarks = native.glob(["benchmarks/**/*.py"])
     if benchmarks:
         py_library(
             name = name + "_benchmarks",
@@ -134,8 +134,15 @@ def library(name, deps = [], visibility = ["//visibility:public"], **attrs):
 # Tags that say what a test needs; .bazelrc decides which of them run.
 _NEEDS = ["gpu", "gpu2", "gpu4", "npu", "vllm", "slow", "browser"]
 
+def _subject(name, deps):
+    """What the tests of a folder or module are of: the target of the same name without `_test`, if there is one."""
+    subject = name[:-len("_test")] if name.endswith("_test") else ""
+    rule = native.existing_rule(subject) if subject and subject != _library_name() else None
+    return [":" + subject] if rule and rule["kind"] == "py_library" and ":" + subject not in deps else []
+
 def _pytest(srcs, deps, data, tags, args, hub, **attrs):
     needs = [tag for tag in tags if tag in _NEEDS]
+    deps = deps + _subject(attrs["name"], deps)
     _python(
         py_test,
         srcs + ["//build:forked_processes.py", "//build:pytest_main.py"],
@@ -147,12 +154,13 @@ def _pytest(srcs, deps, data, tags, args, hub, **attrs):
         **attrs
     )
 
-def package_test(name, exclude = [], deps = [], data = [], size = "medium", tags = [], args = [], **attrs):
-    """The pytest files of one folder, in one process. pytest, and nothing else, is added to what it declares.
+def package_test(name, deps = [], data = [], size = "medium", tags = [], args = [], **attrs):
+    """The pytest files of one folder, in one process, but for those that have a target of their own above it.
+
+    pytest and the folder's target are added to what it declares.
 
     Args:
       name: of the target: the folder's name and _test; for the top folder that of the library or app and _test.
-      exclude: files that have targets of their own (`module_test`).
       deps: what the files import.
       data: files they read.
       size: small (4 minutes), medium (15) or large (30).
@@ -161,7 +169,8 @@ def package_test(name, exclude = [], deps = [], data = [], size = "medium", tags
       **attrs: as in py_test.
     """
     folder = _folder(name[:-len("_test")])
-    srcs = native.glob([folder + "*_test.py"], exclude = [folder + file for file in exclude])
+    files = native.glob([folder + "*_test.py"])
+    srcs = [file for file in files if not native.existing_rule(file[len(_root()):-len(".py")])]
     _pytest(srcs, deps, data, tags, args, "pypi", name = name, size = size, **attrs)
 
 def module_test(name, srcs = None, deps = [], data = [], size = "small", tags = [], args = [], hub = "pypi", **attrs):

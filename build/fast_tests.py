@@ -61,14 +61,18 @@ class Test:
 def rules(folder: Path) -> list[Test]:
     """Return the tests of a library's or an app's BUILD file."""
     package = str(folder.relative_to(ROOT))
-    tests = []
+    calls = []
     for node in ast.parse((folder / "BUILD.bazel").read_text()).body:
         call = node.value if isinstance(node, ast.Expr) else None
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in TEST_RULES:
-            words = {word.arg: word.value for word in call.keywords if word.arg}
-            for name, path in _files(package, call.func.id, words):
-                tests.append(_test(f"//{package}:{name}", path, call.func.id, words))
-    return tests
+            calls.append((call.func.id, {word.arg: word.value for word in call.keywords if word.arg}))
+    alone = {file for kind, words in calls if kind != "package_test" for file in _files(package, kind, words)}
+    return [
+        _test(f"//{package}:{name}", path, kind, words)
+        for kind, words in calls
+        for name, path in _files(package, kind, words)
+        if kind != "package_test" or (name, path) not in alone
+    ]
 
 
 def _files(package: str, kind: str, words: dict[str, ast.expr]) -> list[tuple[str, Path]]:
@@ -80,8 +84,7 @@ def _files(package: str, kind: str, words: dict[str, ast.expr]) -> list[tuple[st
         paths = [Path(package) / source for source in ast.literal_eval(words["srcs"])]
     else:
         place = root if name == f"{root.name}_test" else root / name.removesuffix("_test")
-        left_out = ast.literal_eval(words["exclude"]) if "exclude" in words else []
-        paths = [place / file.name for file in sorted((ROOT / place).glob("*_test.py")) if file.name not in left_out]
+        paths = [place / file.name for file in sorted((ROOT / place).glob("*_test.py"))]
     return [(target_of(path, root), path) for path in paths]
 
 
@@ -119,8 +122,8 @@ def _requirements(deps: ast.expr | None) -> dict[str, str]:
     needs = {}
     for node in ast.walk(deps) if deps is not None else ():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "requirement":
-            hub = next((ast.literal_eval(word.value) for word in node.keywords if word.arg == "hub"), "pypi")
-            needs[normal(ast.literal_eval(node.args[0]))] = hub
+            name, *hub = (ast.literal_eval(word) for word in [*node.args, *(one.value for one in node.keywords)])
+            needs[normal(name)] = hub[0] if hub else "pypi"
     return needs
 
 

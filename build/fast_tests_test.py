@@ -89,12 +89,14 @@ def test_a_failure_is_one(tree, name):
 
 def test_the_files_of_a_folder_run_one_by_one(tree):
     """Each in its own process: what one of them imports keeps the others from nothing."""
-    rule = 'package_test(name = "rooms_test", exclude = ["own_test.py"], deps = [requirement("absent-package")])\n'
-    status, lines = run(tree, rule)
+    rule = 'package_test(name = "rooms_test", deps = [requirement("absent-package")])\n'
+    own = 'module_test(name = "rooms/own_test", tags = ["gpu"])\n'
+    status, lines = run(tree, own + rule)
     assert (status, lines[-1]) == (0, "1 passed, 0 failed, 0 skipped"), lines
     assert "left out: 1 files without absent-package" in lines
     assert [line.split("  ")[-1] for line in lines if " s  //" in line] == ["//libs/alpha:rooms/near_test: 1 passed"]
-    top = f'package_test(name = "alpha_test", exclude = {sorted(set(FILES) - {"plain_test.py"})})\n'
+    others = sorted(f"alpha/{name}" for name in FILES if name != "plain_test.py")
+    top = f'module_tests(name = "others", srcs = {others}, tags = ["gpu"])\npackage_test(name = "alpha_test")\n'
     status, lines = run(tree, top)
     assert (status, lines[-1]) == (0, "2 passed, 0 failed, 0 skipped"), lines
 

@@ -2,10 +2,10 @@
 
 Each folder of a library or an app is one target with its modules and one with its tests, both by glob: a new file needs
 no edit, a new import or folder another run. What the files import is their `deps`, but for what another of them brings
-along. A module directly in the top folder has a target of its own, and so has a file for which
-a `module` or `module_test` of its name stands in the BUILD file, or that `module_tests` names: its folder's targets are
-without it (a test with tags, a size or an environment of its own, a module whose packages are not for all who want its
-folder's other modules).
+along, and of tests the target of their own name without `_test`. A module directly in the top folder has a target of
+its own, and so has a file for which a `module` or `module_test` of its name stands in the BUILD file, or that
+`module_tests` names: its folder's targets are without it (a test with tags, a size or an environment of its own, a
+module whose packages are not for all who want its folder's other modules).
 
 Folders that import each other cannot be two targets: gazelle names them, with an import of each direction, and writes
 nothing. Kept as they stand: attributes but `deps` and `exclude` (size, tags, data, env, ...), a dependency marked
@@ -152,7 +152,7 @@ class Tree:
         self.needs = needs_by_label(self.arrows)
         for package in self.packages:
             for rule in self.rules[package]:
-                rule.deps = self.needed_alone(package, rule.deps)
+                rule.deps = self.needed_alone(package, rule)
 
     def resolve(self, module: str, name: str) -> str | None:
         """Return the dotted name of the file that an import needs; None for one of other people's packages."""
@@ -190,11 +190,20 @@ class Tree:
                 self.arrows.setdefault((own, label), f"{Path(package) / 'BUILD.bazel'} keeps {label}")
         return sorted(found, key=order)
 
-    def needed_alone(self, package: str, deps: list[str]) -> list[str]:
-        """Return deps without those that another of them brings along."""
-        labels = {dep: label_of(package, dep) for dep in deps}
-        brought = {need for label in labels.values() for need in self.brought_by(label)}
-        return [dep for dep in deps if labels[dep] not in brought]
+    def needed_alone(self, package: str, rule: Rule) -> list[str]:
+        """Return the deps of a rule without what the macro adds, and those that another of them brings along."""
+        labels = {dep: label_of(package, dep) for dep in rule.deps}
+        subject = self.subject(package, rule)
+        brought = {need for label in [*labels.values(), *subject] for need in self.brought_by(label)} | subject
+        return [dep for dep in rule.deps if labels[dep] not in brought]
+
+    def subject(self, package: str, rule: Rule) -> set[str]:
+        """Return the target that a test is of, which defs.bzl gives it: its own name without `_test`."""
+        name = rule.name.removesuffix("_test")
+        if rule.kind not in ("module_test", "package_test") or name == Path(package).name:
+            return set()
+        targets = [one.name for one in self.rules[package] if one.kind in ("module", "python_package")]
+        return {whole(package, name)} if name != rule.name and name in targets else set()
 
     def brought_by(self, label: str) -> frozenset[str]:
         """Return what a target needs, directly or by other targets."""
@@ -283,13 +292,14 @@ def assign(package: str, rules: list[Rule]) -> list[Rule]:
         for kind, target, files in [("python_package", name, modules), ("package_test", f"{name}_test", tests)]:
             if any(not is_bare(path) for path in files):
                 rule = known.get((kind, target)) or Rule(kind, target)
-                left_out = [path.name for path in inside if path in own and is_test(path) == (kind == "package_test")]
+                left_out = [path.name for path in inside if path in own and not is_test(path)]
                 rule.attributes.pop("exclude", None)
-                if left_out:
+                if left_out and kind == "python_package":  # of tests defs.bzl sees it: their own rules come first
                     rule.attributes["exclude"] = spelled(left_out)
                 rule.files = files
                 made.append(rule)
     made.sort(key=lambda rule: (re.sub(r"(_gpu\d?|_tf\d+)?_test$", "~", rule.name), rule.name))
+    made.sort(key=lambda rule: (rule.kind != "module_tests") + (rule.name == f"{root.name}_test"))
     return [*top, *made, *programs]
 
 

@@ -89,11 +89,6 @@ library(
     deps = [":rooms"],
 )
 
-package_test(
-    name = "peak_test",
-    deps = [":top"],
-)
-
 python_package(
     name = "rooms",
     exclude = ["spoken.py"],
@@ -130,10 +125,8 @@ module(
 
 package_test(
     name = "rooms_test",
-    exclude = ["slow_test.py"],
     shard_count = 2,
     deps = [
-        ":rooms",
         requirement("numpy"),  # keep
     ],
 )
@@ -141,6 +134,11 @@ package_test(
 module(
     name = "top",
     deps = [":rooms"],
+)
+
+package_test(
+    name = "peak_test",
+    deps = [":top"],
 )
 
 # By hand.

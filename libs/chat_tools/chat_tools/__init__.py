@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from chat_tools.known_formats.grammar import Channels as Channels
+    from chat_tools.known_formats.grammar import Elements as Elements
+    from chat_tools.known_formats.grammar import Format as Format
+    from chat_tools.known_formats.grammar import Json as Json
+    from chat_tools.known_formats.grammar import Pythonic as Pythonic
+    from chat_tools.known_formats.grammar import Tagged as Tagged
     from chat_tools.parsing.formats import find_format as find_format
     from chat_tools.parsing.formats import formats as formats
-    from chat_tools.parsing.grammar import Channels as Channels
-    from chat_tools.parsing.grammar import Elements as Elements
-    from chat_tools.parsing.grammar import Format as Format
-    from chat_tools.parsing.grammar import Json as Json
-    from chat_tools.parsing.grammar import Pythonic as Pythonic
-    from chat_tools.parsing.grammar import Tagged as Tagged
     from chat_tools.parsing.openai import delta_of as delta_of
     from chat_tools.parsing.openai import from_openai as from_openai
     from chat_tools.parsing.openai import to_openai as to_openai
@@ -56,21 +56,21 @@ _EXPORTS = {
     "CallDropped": "chat_tools.parsing.result",
     "CallFinished": "chat_tools.parsing.result",
     "CallStarted": "chat_tools.parsing.result",
-    "Channels": "chat_tools.parsing.grammar",
-    "Elements": "chat_tools.parsing.grammar",
-    "Format": "chat_tools.parsing.grammar",
-    "Json": "chat_tools.parsing.grammar",
+    "Channels": "chat_tools.known_formats.grammar",
+    "Elements": "chat_tools.known_formats.grammar",
+    "Format": "chat_tools.known_formats.grammar",
+    "Json": "chat_tools.known_formats.grammar",
     "Malformed": "chat_tools.parsing.result",
     "MalformedFound": "chat_tools.parsing.result",
     "Media": "chat_tools.rendering.media",
     "OwnedText": "chat_tools.rendering.render",
     "ParsedMessage": "chat_tools.parsing.result",
-    "Pythonic": "chat_tools.parsing.grammar",
+    "Pythonic": "chat_tools.known_formats.grammar",
     "Rendered": "chat_tools.rendering.render",
     "Retracted": "chat_tools.parsing.result",
     "Segment": "chat_tools.parsing.result",
     "StreamParser": "chat_tools.parsing.parser",
-    "Tagged": "chat_tools.parsing.grammar",
+    "Tagged": "chat_tools.known_formats.grammar",
     "TemplateReport": "chat_tools.rendering.audit",
     "TextDelta": "chat_tools.parsing.result",
     "ToolCall": "chat_tools.parsing.result",

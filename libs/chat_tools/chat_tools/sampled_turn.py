@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from chat_tools.parsing.grammar import Format
+from chat_tools.known_formats.grammar import Format
 from chat_tools.parsing.parser import StreamParser
 from chat_tools.parsing.result import ParsedMessage
 

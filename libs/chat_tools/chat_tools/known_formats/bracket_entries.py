@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from chat_tools.parsing import writing
-from chat_tools.parsing.grammar import Format, Json
+from chat_tools.known_formats import writing
+from chat_tools.known_formats.grammar import Format, Json
 
 _PLAMO = "<|plamo:{}:plamo|>"
 _PLAMO_ARGUMENTS = _PLAMO.format("begin_tool_arguments") + "<|plamo:constrain|>json<|plamo:msg|>"

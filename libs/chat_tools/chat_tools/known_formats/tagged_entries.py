@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from chat_tools.parsing import writing
-from chat_tools.parsing.grammar import Format, Pair, Tagged
+from chat_tools.known_formats import writing
+from chat_tools.known_formats.grammar import Format, Pair, Tagged
 
 CHATML = ("<|im_end|>", "<|endoftext|>")
 _PARAMETERS = Tagged(name_end='">', key=('<parameter name="', '">'), value=("", "</parameter>"))
@@ -131,9 +131,7 @@ TAGGED_ENTRIES = (
         "minicpm5",
         writer=writing.tagged_in_one_line,
         calls=(('<function name="', "</function>"),),
-        body=Tagged(
-            '">', key=('<param name="', '">'), value=("", "</param>"), guess=True, raw=("<![CDATA[", "]]>")
-        ),
+        body=Tagged('">', key=('<param name="', '">'), value=("", "</param>"), guess=True, raw=("<![CDATA[", "]]>")),
         ends=CHATML,
     ),
     Format(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
+from chat_tools.known_formats.grammar import Channels, Elements, Format, Json, Tagged
 from chat_tools.parsing.arguments import ToolSet
 from chat_tools.parsing.bracketed import BracketReader, BracketTables
 from chat_tools.parsing.channels import ChannelReader, ChannelTables
 from chat_tools.parsing.cursor import Marks, Reader
 from chat_tools.parsing.elements import ElementReader, ElementTables
-from chat_tools.parsing.grammar import Channels, Elements, Format, Json, Tagged
 from chat_tools.parsing.preview_tables import PreviewTables
 from chat_tools.parsing.segments import Recorder
 from chat_tools.parsing.tagged import TaggedReader, TaggedTables

@@ -17,9 +17,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from chat_tools.known_formats.grammar import Format, Json, Pythonic
 from chat_tools.parsing.arguments import ToolSet
 from chat_tools.parsing.cursor import CALL_COST, TOO_DENSE, Marks, Reader, Wait
-from chat_tools.parsing.grammar import Format, Json, Pythonic
 from chat_tools.parsing.literals import (
     FALLBACK,
     LiteralError,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 
+from chat_tools.known_formats.grammar import Channels
 from chat_tools.parsing.arguments import ToolSet
 from chat_tools.parsing.cursor import CALL_COST, Marks, Reader, Wait
-from chat_tools.parsing.grammar import Channels
 from chat_tools.parsing.literals import LiteralError, dumps, loads
 from chat_tools.parsing.result import Kind
 from chat_tools.parsing.segments import Recorder

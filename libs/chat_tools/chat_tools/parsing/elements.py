@@ -16,9 +16,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from chat_tools.known_formats.grammar import Elements, Format
 from chat_tools.parsing.arguments import Schema, ToolSet, allowed_types, from_text, resolve
 from chat_tools.parsing.cursor import TOO_DENSE, Marks, Reader, Wait
-from chat_tools.parsing.grammar import Elements, Format
 from chat_tools.parsing.literals import dumps
 from chat_tools.parsing.segments import Recorder
 from chat_tools.parsing.tagged import NO_ARGUMENT, STRAY, has_all

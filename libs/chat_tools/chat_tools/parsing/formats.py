@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from chat_tools.known_formats import writing
 from chat_tools.known_formats.bracket_entries import BRACKET_ENTRIES
+from chat_tools.known_formats.grammar import Call, Channels, Elements, Format, Json, Pythonic, Recipients, Tagged
 from chat_tools.known_formats.servers import REFUSED, plain_name
 from chat_tools.known_formats.tagged_entries import CHATML, TAGGED_ENTRIES, WITH_SUFFIX
-from chat_tools.parsing import writing
-from chat_tools.parsing.grammar import Call, Channels, Elements, Format, Json, Pythonic, Recipients, Tagged
 
 Writer = Callable[[Format, Sequence[Call]], str]
 

@@ -7,8 +7,8 @@ import pytest
 
 from chat_tools import Format, Json, find_format, formats, parse
 from chat_tools.__main__ import main
+from chat_tools.known_formats.writing import objects
 from chat_tools.parsing.formats import ALIASES, FORMATS
-from chat_tools.parsing.writing import objects
 
 TOOLS = [
     {

@@ -19,6 +19,7 @@ import re
 from collections.abc import Generator, Sequence
 from typing import Any
 
+from chat_tools.known_formats.grammar import Channels, Format, Recipients
 from chat_tools.parsing.argument_bodies import NAME_END, body_reader, tables_of, unfinished_part
 from chat_tools.parsing.arguments import ToolSet
 from chat_tools.parsing.bracketed import NOT_A_CALL, BracketReader
@@ -26,7 +27,6 @@ from chat_tools.parsing.channels import ChannelReader
 from chat_tools.parsing.cursor import CALL_COST, MARKER_COST, TOO_DENSE, Marks, Reader, Wait
 from chat_tools.parsing.elements import ElementReader
 from chat_tools.parsing.formats import find_format
-from chat_tools.parsing.grammar import Channels, Format, Recipients
 from chat_tools.parsing.preview import Preview
 from chat_tools.parsing.result import Event, Kind, ParsedMessage, Segment
 from chat_tools.parsing.segments import Recorder

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from chat_tools.known_formats.grammar import Channels, Elements, Format, Json, Pythonic, Tagged
 from chat_tools.parsing.cursor import Marks
-from chat_tools.parsing.grammar import Channels, Elements, Format, Json, Pythonic, Tagged
 
 
 class Spelling(NamedTuple):

@@ -17,9 +17,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Set
 
+from chat_tools.known_formats.grammar import Format, Tagged
 from chat_tools.parsing.arguments import Schema, ToolSet, Written
 from chat_tools.parsing.cursor import TOO_DENSE, Marks, Reader, Wait
-from chat_tools.parsing.grammar import Format, Tagged
 from chat_tools.parsing.literals import dumps
 from chat_tools.parsing.segments import Recorder
 

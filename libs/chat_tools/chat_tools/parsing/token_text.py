@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from chat_tools.parsing.grammar import Format
+from chat_tools.known_formats.grammar import Format
 from chat_tools.parsing.result import (
     ArgumentsDelta,
     CallDropped,

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from chat_tools.known_formats.grammar import Call, Channels, Elements, Format, Json, Tagged
 from chat_tools.known_formats.tagged_entries import WITH_SUFFIX
 from chat_tools.parsing.formats import FORMATS
-from chat_tools.parsing.grammar import Call, Channels, Elements, Format, Json, Tagged
 from chat_tools.parsing.parser import parse
 from chat_tools.rendering.masks import find_regions
 from chat_tools.rendering.template import ChatTemplate, Message, rendering_errors

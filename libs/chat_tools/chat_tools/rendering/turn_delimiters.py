@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from chat_tools.parsing.grammar import Channels
+from chat_tools.known_formats.grammar import Channels
 from chat_tools.rendering.replaced_messages import common_prefix
 from chat_tools.rendering.template import ChatTemplate, Message, content_like, rendering_errors, unused
 

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from chat_tools.parsing.grammar import Format
+from chat_tools.known_formats.grammar import Format
 from chat_tools.parsing.parser import StreamParser
 from chat_tools.parsing.result import Segment
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any
 
-from chat_tools.parsing.grammar import Format
+from chat_tools.known_formats.grammar import Format
 from chat_tools.parsing.openai import delta_of
 from chat_tools.parsing.parser import StreamParser
 from chat_tools.parsing.result import (

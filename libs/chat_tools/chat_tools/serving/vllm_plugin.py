@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 from vllm.tool_parsers.abstract_tool_parser import ToolParser, ToolParserManager
 
+from chat_tools.known_formats.grammar import Format
 from chat_tools.parsing.formats import FORMATS
-from chat_tools.parsing.grammar import Format
 from chat_tools.parsing.parser import StreamParser
 from chat_tools.parsing.result import ArgumentsDelta, CallStarted, Event
 from chat_tools.serving.answer_content import AnswerContent

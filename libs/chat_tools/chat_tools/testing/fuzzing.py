@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
+from chat_tools.known_formats.grammar import Channels, Elements, Format, Json, Pythonic, Tagged
 from chat_tools.parsing.formats import FORMATS
-from chat_tools.parsing.grammar import Channels, Elements, Format, Json, Pythonic, Tagged
 from chat_tools.parsing.parser import StreamParser, parse
 
 TOOLS: list[dict[str, Any]] = [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chat_tools.parsing import writing
+from chat_tools.known_formats import writing
+from chat_tools.known_formats.grammar import Call
 from chat_tools.parsing.formats import find_format
-from chat_tools.parsing.grammar import Call
 
 
 def write_turn(name: str, calls: Sequence[Call], content: str = "", reasoning: str = "") -> str:

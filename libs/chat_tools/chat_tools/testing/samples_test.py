@@ -6,8 +6,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chat_tools.known_formats.grammar import Channels, Elements, Tagged
 from chat_tools.parsing.formats import FORMATS, formats
-from chat_tools.parsing.grammar import Channels, Elements, Tagged
 from chat_tools.parsing.parser import parse
 from chat_tools.testing.samples import write_turn
 

@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
+from chat_tools.known_formats.grammar import Format
 from chat_tools.parsing.formats import find_format
-from chat_tools.parsing.grammar import Format
 from chat_tools.parsing.parser import parse
 from chat_tools.rendering.continuation import extend
 from chat_tools.rendering.masks import find_regions

@@ -8,8 +8,8 @@ exactly those of a model that read it. The model writes the rest itself: argumen
 from collections.abc import Sequence
 from typing import Any
 
+from chat_tools.known_formats.grammar import Format
 from chat_tools.parsing.formats import find_format
-from chat_tools.parsing.grammar import Format
 from rollout.chat.chat import Chat
 from rollout.chat.messages import Message
 from rollout.tools.tool import Tool

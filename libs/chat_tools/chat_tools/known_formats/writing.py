@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from chat_tools.parsing.grammar import Call, Channels, Elements, Format, Json, Tagged
+from chat_tools.known_formats.grammar import Call, Channels, Elements, Format, Json, Tagged
 
 
 def text_of(value: Any) -> str:

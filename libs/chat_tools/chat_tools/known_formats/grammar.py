@@ -107,8 +107,8 @@ class Format(NamedTuple):
     `bare` at the beginning of a line too; `opening` is what begins a call without a marker if it begins the answer.
 
     `aliases` are other names of it: the peers' parsers, the models, the templates. `writer` writes calls as a model
-    trained on the format does (`chat_tools.parsing.writing`); by it the format has an example, a round-trip test, a
-    page and seeds for the fuzzer. `sign` is a text that stands in its chat templates alone, where the first marker does
+    trained on the format does (`known_formats.writing`); by it the format has an example, a round-trip test, a page and
+    seeds for the fuzzer. `sign` is a text that stands in its chat templates alone, where the first marker does
     not. `recipients` are the headers of messages, where a turn is made of some and calls are written with tags.
     `call_ends_reasoning` says whether a call's opening token ends thinking that is not closed, as in the model's own
     engine.
@@ -131,7 +131,7 @@ class Format(NamedTuple):
     def write(self, calls: Sequence[Call]) -> str:
         """Return calls as a model writes them, with their wrapper. ValueError for a format without a writer."""
         if self.writer is None:
-            raise ValueError(f"the format {self.name!r} has no writer: give it one of chat_tools.parsing.writing")
+            raise ValueError(f"the format {self.name!r} has no writer: give it one of chat_tools.known_formats.writing")
         return self.writer(self, calls)
 
     @property
