@@ -30,7 +30,7 @@ delta = LocalOps.gated_delta_rule
 
 
 def halved(self: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, context: Any) -> Any:
-    """Halve the gradient of values."""
+    """Return the delta rule with half of the gradient of values."""
     return delta(self, q, k, 0.5 * v + 0.5 * v.detach(), g, beta, context)
 
 

@@ -88,7 +88,7 @@ def _of_module(config: EngineConfig, opened: LoadedModel, ranks: int) -> Iterato
 def _check_forwards_ahead(config: EngineConfig, module: torch.nn.Module) -> None:
     settings: Any = module.config
     coefficients = config.router_aux_loss_coef, config.router_z_loss_coef
-    check_forwards_ahead(config.router_forwards_ahead, family_of(settings).auxiliary_loss(settings, *coefficients))
+    check_forwards_ahead(config.router_forwards_ahead or 0, family_of(settings).auxiliary_loss(settings, *coefficients))
 
 
 def _check_adapters(config: EngineConfig, module: torch.nn.Module) -> None:
