@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from chat_tools.rendering import render as rendering
 from chat_tools.rendering import template
+from chat_tools.rendering.cached_template import rendered_plain
 from chat_tools.rendering.render import render
 from chat_tools.rendering.replaced_messages import without_names
 from chat_tools.testing.templates import TEMPLATES
@@ -70,7 +71,7 @@ def cost(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, messages: list[dict[st
     render(tokenizer, messages)
     written: list[str] = []
     tokenised: list[str] = []
-    apply, quickly, encode = PreTrainedTokenizerBase.apply_chat_template, template.rendered_plain, rendering.encode
+    apply, quickly, encode = PreTrainedTokenizerBase.apply_chat_template, rendered_plain, rendering.encode
 
     @wraps(apply)
     def applied(*args: Any, **kwargs: Any) -> Any:
@@ -145,7 +146,10 @@ def test_nor_where_turns_cannot_be_told(monkeypatch: pytest.MonkeyPatch, name: s
 
 
 def test_names_and_ids_do_not_make_turns_different() -> None:
-    names = [{"tool_call_id": "call1"}, {"tool_calls": [{"id": "call12"}, "no call"], "content": [1]}]
+    names: list[dict[str, Any]] = [
+        {"tool_call_id": "call1"},
+        {"tool_calls": [{"id": "call12"}, "no call"], "content": [1]},
+    ]
     text = without_names("a call12 b call1 [1] c", names)
     assert text.text.count("\0") == 3
     assert list(text.names) == ["call12", "call1", "[1]"]

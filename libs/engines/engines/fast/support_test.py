@@ -7,13 +7,13 @@ import torch
 
 from engines import EngineConfig, LoraConfig
 from engines.capability import Supported, Unsupported
+from engines.fast.settings import settings_refusal
 from engines.fast.support import (
     Machine,
     compiled_layers,
     machine_refusal,
     model_refusal,
     replicated_weights,
-    settings_refusal,
     use_compiled_layers,
     use_replicated_weights,
 )
