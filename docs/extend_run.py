@@ -41,7 +41,7 @@ def run_page(page: str, wanted: list[str]) -> None:
             if words[0] == "python":
                 runpy.run_path(words[1], run_name="__main__")
                 continue
-            run_dir = Path("first" if title == "Environment" else title.replace(" ", "-"))
+            run_dir = Path("letters" if title == "Environment" else title.replace(" ", "-"))
             place = [] if "--run-dir" in words else ["--run-dir", str(run_dir)]
             grpo([*words[1:], *flags.split(), *place])
             check(run_dir, line)

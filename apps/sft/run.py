@@ -34,7 +34,7 @@ from apps.sft.recipe import Recipe
 from apps.sft.registry import recipes, registered, runnable, spec_of
 from apps.sft.row_order import check_row_order, row_order
 from apps.sft.shrink import shrink, shrunk_recipe, supplied
-from apps.sft.step_plan import plan_steps
+from apps.sft.step_plan import plan_steps, warnings_of
 from apps.sft.train import Result, train
 from engines.launch import ensure_group, launch, runs_in_this_process, under_torchrun
 from engines.loading import resolve_device
@@ -96,6 +96,7 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
             write_proofs(run_dir, prepared.checked.certificates, prepared.checked.accepted)
             tell_proofs(prepared.checked.certificates, config.engine.allow_untested, prepared.checked.accepted)
             tell_ahead(engine, config.engine)
+            sys.stdout.writelines(f"warning: {line}\n" for line in warnings_of(config, plan, conversations))
     with report_on_stop(run_dir):
         given = opened if runs_in_this_process(config.nproc_per_node) else None
         job = (replace(config, engine=engine), conversations, model, run_dir, given)

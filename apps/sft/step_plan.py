@@ -48,6 +48,23 @@ def plan_steps(config: SftConfig, conversations: Conversations) -> StepPlan:
     return StepPlan(mixture, config.batch_size, math.ceil(places / config.batch_size), places, every)
 
 
+def warnings_of(config: SftConfig, plan: StepPlan, conversations: Conversations) -> list[str]:
+    """Return what keeps a short run from learning: few rows for a step's size, a rate that never gets to its value."""
+    rows, held_out = sum(conversations.sizes), len(conversations.held_out)
+    told = []
+    if config.batch_size > rows:
+        told.append(
+            f"{rows} rows to train on ({held_out} held out), and a step takes {config.batch_size}: a smaller "
+            "--batch-size gives more steps"
+        )
+    if config.engine.warmup_steps >= plan.steps > 0:
+        told.append(
+            f"the learning rate rises over {config.engine.warmup_steps} steps, and there are {plan.steps}: a smaller "
+            "--trainer.warmup-steps, or more steps"
+        )
+    return told
+
+
 def eval_interval(evaluated: int, tokens_a_step: float) -> int:
     """Return the steps between evaluations: 25, or so many that `evaluated` tokens are a tenth of those trained on."""
     return max(25, math.ceil(10 * evaluated / tokens_a_step))

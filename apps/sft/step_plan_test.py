@@ -10,7 +10,8 @@ from apps.sft.config import DataConfig, SftConfig
 from apps.sft.data import load_conversations
 from apps.sft.reading.sources import parse_sources
 from apps.sft.reading.split import split_off
-from apps.sft.step_plan import eval_interval, plan_steps
+from apps.sft.step_plan import eval_interval, plan_steps, warnings_of
+from engines import EngineConfig
 
 
 @given(st.integers(1, 10**7), st.floats(1, 10**6), st.integers(1, 10**5))
@@ -44,3 +45,17 @@ def test_the_default_interval_is_of_the_rows_that_are_read(tmp_path: Path) -> No
         (SftConfig(data=data, batch_size=4, eval_every=3), 3),
     ):
         assert plan_steps(config, rows).eval_every == every
+
+
+def test_a_run_that_can_hardly_learn_is_told_so(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"text": "{i:05} 1+1=2"}}\n' for i in range(10)))
+    data = DataConfig(data=(str(path),))
+    rows = load_conversations(data, parse_sources(data.data), build_tokenizer(), None, tmp_path / "tokens")
+    engine = EngineConfig(device="cpu", warmup_steps=10)
+    config = SftConfig(data=data, engine=engine, steps=10)
+    few, slow = warnings_of(config, plan_steps(config, rows), rows)
+    assert few.startswith("9 rows to train on (1 held out), and a step takes 64: a smaller --batch-size")
+    assert slow.startswith("the learning rate rises over 10 steps, and there are 10: a smaller --trainer.warmup-steps")
+    config = SftConfig(data=data, engine=engine, steps=11, batch_size=9)
+    assert warnings_of(config, plan_steps(config, rows), rows) == []

@@ -48,7 +48,8 @@ def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> Prompt
 
     if config.plugins.reward is not None:
         return prompt_tasks(config, tokenizer, load_reward(config.plugins.reward, config.plugins.reward_options))
-    _checker()  # raises where math-verify is not installed
+    if config.data.data is not None:
+        _checker()  # raises where math-verify is not installed; without a file, that is said first
     return prompt_tasks(config, tokenizer, reward)
 
 

@@ -110,7 +110,9 @@ def prompt_tasks(settings: GrpoConfig, tokenizer: PreTrainedTokenizerBase, rewar
     """
     config = settings.data
     if config.data is None:
-        raise ValueError(f"recipe {settings.recipe!r} asks the prompts of a file: add --data FILE")
+        raise ValueError(
+            f"recipe {settings.recipe!r} asks the prompts of a file: add --data FILE, or name --recipe quickstart"
+        )
     if config.digits != DataConfig.digits:
         raise ValueError("--digits is of the quickstarts' synthetic tasks: leave it out with --data")
     if settings.plugins.environment:

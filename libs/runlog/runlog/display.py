@@ -67,7 +67,8 @@ class Progress:
             self._task = self._live.add_task(self._label, total=self._total, completed=self._start, values={}, left="")
             self._live.start()
         else:
-            self.console.print(f"{self._label}: {self._total - self._start} steps", soft_wrap=True)
+            since = f" after the {self._start} of the checkpoint" if self._start else ""
+            self.console.print(f"{self._label}: {self._total - self._start} steps{since}", soft_wrap=True)
         return self
 
     def __exit__(

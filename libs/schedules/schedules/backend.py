@@ -39,7 +39,7 @@ class SamplerBackend(ABC):
     def weights_apart(self, config: Any) -> str | None:
         """Return why it cannot compute with the weights of a train engine of its process; None where it may."""
         del config
-        return "it is in a process of its own"
+        return "it is a sampler of your own that keeps it so (SamplerBackend.weights_apart)"
 
     def check_machine(self, config: Any) -> None:
         """Raise ValueError, with the setting to change, where this machine lacks what the backend needs."""
