@@ -125,13 +125,14 @@ def warm_start(
                 raise idle.error(done, reason, folder)
             if accuracy >= warm.until_accuracy:
                 break
-        told = (
-            f"a held-out score of {accuracy:.4g}"
-            if metric == "score"
-            else f"{accuracy:.1%} of the held-out problems right"
-        )
-        log.note(f"warm start: {done} steps, {told}")
+        log.note(f"warm start: {done} steps, {_told(accuracy, metric)}")
     export = save_export(engine, tokenizer, folder / "export")
     if rank_and_world()[0] == 0:
         (folder / FINISHED).write_text(json.dumps(asdict(WarmStartResult(done, accuracy))) + "\n", encoding="utf-8")
     return export
+
+
+def _told(accuracy: float, metric: HeldOutMetric | None) -> str:
+    """Return what a held-out evaluation came to, in words."""
+    score = f"a held-out score of {accuracy:.4g}"
+    return score if metric == "score" else f"{accuracy:.1%} of the held-out problems right"

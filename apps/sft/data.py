@@ -104,21 +104,17 @@ def load_conversations(
             skipped.cut[f"{path.name} at the {config.truncation}, to --max-tokens {config.max_tokens}"] = selected.cut
         return selected
 
-    parts, refusals = [data_files(source.path) for source in sources], Refusals()
+    parts = [data_files(source.path) for source in sources]
     others = [] if config.eval_data is None else [*data_files(config.eval_data)]
-    refusals.of(partial(_check_once, [path for part in parts for path in part]))
-    read = [refusals.of(partial(usable, path)) for path in [*(path for part in parts for path in part), *others]]
-    refusals.tell()
-    files = [file for file in read if file is not None]
+    files = _all_read(usable, [path for part in parts for path in part], others)
     files, apart = files[: len(files) - len(others)], files[len(files) - len(others) :]
     owners = [(number, path) for number, part in enumerate(parts) for path in part]
     keys = [key for file in files for key in file.keys]
-    if config.eval_data is None:
-        split = split_off(keys, *config.held_out)
-        held_out = Samples.of(files, split.held_out, image_processor)
-    else:
-        split = split_against(keys, [key for other in apart for key in other.keys])
-        held_out = Samples.of(apart, split.held_out, image_processor)
+    own = config.eval_data is None
+    split = (
+        split_off(keys, *config.held_out) if own else split_against(keys, [k for other in apart for k in other.keys])
+    )
+    held_out = Samples.of(files if own else apart, split.held_out, image_processor)
     places = [(*owner, row) for owner, file in zip(owners, files, strict=True) for row in file.rows]
     for i in split.removed:
         _, path, row = places[i]
@@ -126,7 +122,7 @@ def load_conversations(
     of_files = [[keys[i] for i in split.train if places[i][0] == number] for number in range(len(sources))]
     sizes = tuple(map(len, of_files))
     weights = tuple(source.weight for source in sources if source.weight is not None)
-    names = tuple((source.path.name, _digest(own)) for source, own in zip(sources, of_files, strict=True))
+    names = tuple((source.path.name, _digest(rows)) for source, rows in zip(sources, of_files, strict=True))
     conversations = Conversations(
         Samples.of(files, split.train, image_processor), held_out, skipped, sizes, weights or None, names
     )
@@ -134,6 +130,15 @@ def load_conversations(
         short = sources[sizes.index(0) if 0 in sizes else 0].path
         raise ValueError(_too_few(short, conversations, len(set(keys))))
     return conversations
+
+
+def _all_read(usable: Callable[[Path], Usable], paths: Sequence[Path], others: Sequence[Path]) -> list[Usable]:
+    """Return what can be used of the training files, then of the held-out ones; ValueError: all that is wrong."""
+    refusals = Refusals()
+    refusals.of(partial(_check_once, paths))
+    read = [refusals.of(partial(usable, path)) for path in [*paths, *others]]
+    refusals.tell()
+    return [file for file in read if file is not None]
 
 
 def data_problems(config: DataConfig, rows: bool) -> list[str]:

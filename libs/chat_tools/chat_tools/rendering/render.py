@@ -139,8 +139,8 @@ def render(
     if media:
         ids, offsets = encode(tokenizer, expanded.text)
     spans, straddling = _spans(regions, turns.regions, expanded, offsets)
-    ends = [*(turns.regions or regions), Region(0, 0, 0, 0)]
-    last = max(ends, key=lambda region: (region.message, region.end))
+    last = max([*(turns.regions or regions), Region(0, 0, 0, 0)], key=lambda region: (region.message, region.end))
+    delimiters = find_turn_delimiters(template, messages[last.message]) if regions else None
     end = plain[last.body_end : last.end]
     return Rendered(
         ids=ids,
@@ -156,9 +156,7 @@ def render(
         prompted=add_generation_prompt,
         plain=plain,
         turn_end=last.end,
-        unfinished=_unfinished(
-            regions, plain, find_turn_delimiters(template, messages[last.message]) if regions else None
-        ),
+        unfinished=_unfinished(regions, plain, delimiters),
         stop=last_token(end, known_tokens(template, messages[last.message])) if end else "",
     )
 
