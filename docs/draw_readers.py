@@ -2,7 +2,7 @@
 
 `questions.json` has each page's questions with their answers and where the code says so. `scores.json` has the readings
 in order: what became of each question ("right", "wrong", or "absent": the reader did not find it), and by question the
-words of the page that answer it since then.
+words of the page that answer it since then. `tasks.json` has what a newcomer needed for five tasks.
 """
 
 import json
@@ -19,7 +19,8 @@ HEAD = """# What readers found
 Each page has questions of somebody who knows TRL or verl, written from the code and not from the page
 ([questions](readers/questions.json), with answers and where the code says so). A reader who saw the page alone answered
 them; an answer that lacks a part of what was asked counts as not found. What was wrong or not found was then mended on
-the page, and a test holds the words of the answer to it ([scores](readers/scores.json)); nobody has read it again yet.
+the page, and a test holds the words of the answer to it ([scores](readers/scores.json)). Then another reader answered
+them again.
 
 Drawn by `python docs/draw_readers.py`.
 
@@ -62,6 +63,16 @@ def table(questions: Sequence[Mapping[str, Any]], scores: Mapping[str, Any]) -> 
     return "\n".join([*lines, _line("all", total)]) + "\n"
 
 
+def tasks_table(tasks: Mapping[str, Any]) -> str:
+    """Return the tasks of a newcomer, a row each: steps and minutes taken, wrong turns, and what was mended then."""
+    lines = ["| task | done | steps | time (min) | wrong turns | mended |", "| --- | --- | --: | --: | --- | --- |"]
+    for task in tasks["tasks"]:
+        done = "yes" if task["done"] else "no"
+        cells = [task["task"], done, task["steps"], task["minutes"], "; ".join(task["wrong turns"]), task["mended"]]
+        lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+    return f"\n## Five tasks\n\nThe reader {tasks['reader']}.\n\n" + "\n".join(lines) + "\n"
+
+
 def _line(name: str, row: Mapping[str, int]) -> str:
     return f"| {name} | " + " | ".join(str(value) for value in row.values()) + " |"
 
@@ -69,8 +80,10 @@ def _line(name: str, row: Mapping[str, int]) -> str:
 def drawn(root: Path) -> str:
     """Return the page."""
     folder = root / "docs/readers"
-    questions, scores = (json.loads((folder / f"{name}.json").read_text()) for name in ("questions", "scores"))
-    return HEAD + table(questions, scores)
+    questions, scores, tasks = (
+        json.loads((folder / f"{name}.json").read_text()) for name in ("questions", "scores", "tasks")
+    )
+    return HEAD + table(questions, scores) + tasks_table(tasks)
 
 
 if __name__ == "__main__":

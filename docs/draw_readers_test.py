@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draw_readers import drawn, page_text, plain, table
+from draw_readers import drawn, page_text, plain, table, tasks_table
 
 ROOT = Path(__file__).absolute().parents[1]
 QUESTIONS: list[dict[str, Any]] = json.loads((ROOT / "docs/readers/questions.json").read_text())
@@ -38,3 +38,9 @@ def test_a_row_counts_its_page() -> None:
     with pytest.raises(ValueError, match="a-1 has no score"):
         table(questions, {"readings": [{"name": "first", "scores": {}}], "mended": {}})
     assert plain("the `word`\nof [a page](b.md#c)") == "the word of a page"
+
+
+def test_a_task_has_its_wrong_turns() -> None:
+    task = {"task": "a loss", "done": True, "steps": 3, "minutes": 2, "wrong turns": ["x", "y"], "mended": "z"}
+    drawn_table = tasks_table({"reader": "knows TRL", "tasks": [task]})
+    assert drawn_table.splitlines()[-1] == "| a loss | yes | 3 | 2 | x; y | z |"
