@@ -135,4 +135,4 @@ def test_stop_tokens_are_checked() -> None:
     with pytest.raises(ValueError, match="not one token"):
         Chat(tiny_tokenizer(), stop_tokens=["the end"])
     with pytest.raises(ValueError, match="unknown tool-call format"):
-        Chat(tiny_tokenizer(), tool_format="qwen")
+        Chat(tiny_tokenizer(), tool_format="qwen-of-old")
