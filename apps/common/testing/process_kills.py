@@ -23,6 +23,8 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, Literal
 
+import torch.distributed as dist
+
 When = Literal["before", "after"]
 _FORK = multiprocessing.get_context("fork")
 
@@ -32,8 +34,13 @@ def start_child(target: Callable[..., Any], *args: Any, **kwargs: Any) -> ForkPr
 
     Garbage is collected first: in the child, a process group of an earlier run would wait for threads that a fork does
     not copy.
+
+    Raises:
+        RuntimeError: such a group is still in use; the child would hang in it.
     """
     gc.collect()
+    if dist.is_initialized():
+        raise RuntimeError("a run of this process left its process group, which a fork breaks: test in another file")
     child = _FORK.Process(target=target, args=args, kwargs=kwargs)
     child.start()
     return child
