@@ -106,14 +106,11 @@ def load_conversations(
 
     parts = [data_files(source.path) for source in sources]
     others = [] if config.eval_data is None else [*data_files(config.eval_data)]
-    files = _all_read(usable, [path for part in parts for path in part], others)
-    files, apart = files[: len(files) - len(others)], files[len(files) - len(others) :]
+    files, apart = _all_read(usable, [path for part in parts for path in part], others)
     owners = [(number, path) for number, part in enumerate(parts) for path in part]
     keys = [key for file in files for key in file.keys]
-    own = config.eval_data is None
-    split = (
-        split_off(keys, *config.held_out) if own else split_against(keys, [k for other in apart for k in other.keys])
-    )
+    own, keys_apart = config.eval_data is None, [key for other in apart for key in other.keys]
+    split = split_off(keys, *config.held_out) if own else split_against(keys, keys_apart)
     held_out = Samples.of(files if own else apart, split.held_out, image_processor)
     places = [(*owner, row) for owner, file in zip(owners, files, strict=True) for row in file.rows]
     for i in split.removed:
@@ -132,13 +129,16 @@ def load_conversations(
     return conversations
 
 
-def _all_read(usable: Callable[[Path], Usable], paths: Sequence[Path], others: Sequence[Path]) -> list[Usable]:
-    """Return what can be used of the training files, then of the held-out ones; ValueError: all that is wrong."""
+def _all_read(
+    usable: Callable[[Path], Usable], paths: Sequence[Path], others: Sequence[Path]
+) -> tuple[list[Usable], list[Usable]]:
+    """Return what can be used of the training files and of the held-out ones; ValueError: all that is wrong."""
     refusals = Refusals()
     refusals.of(partial(_check_once, paths))
     read = [refusals.of(partial(usable, path)) for path in [*paths, *others]]
     refusals.tell()
-    return [file for file in read if file is not None]
+    files = [file for file in read if file is not None]
+    return files[: len(paths)], files[len(paths) :]
 
 
 def data_problems(config: DataConfig, rows: bool) -> list[str]:

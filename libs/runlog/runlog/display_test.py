@@ -71,11 +71,12 @@ def test_the_last_line_is_not_repeated() -> None:
 
 
 def test_time_left_of_a_resumed_run_looks_at_its_own_steps() -> None:
-    progress, clock, _ = plain_progress(100, start=80)
+    progress, clock, out = plain_progress(100, start=80)
     with progress:
         clock.now += 30
         progress.update(90)
         assert progress.timing() == "0:30 spent, 0:30 left"
+    assert out.getvalue().splitlines()[0] == "training: 20 steps after the 80 of the checkpoint"
 
 
 def test_a_terminal_shows_one_live_line() -> None:
