@@ -66,8 +66,7 @@ class Family:
     layer_types: tuple[str, ...] = ("full_attention",)
     """Token mixers that a layer may have."""
     rope_types: tuple[str, ...] = ("default",)
-    """Rotary embeddings whose angles depend on a token's position alone; "dynamic" and "longrope" depend on the longest
-    sequence of a call, so that a packed row would change its neighbours."""
+    """Rotary embeddings that its cases run; the angles of "dynamic" depend on earlier calls."""
     delta_nets: Mapping[str, PackedForward] = field(default_factory=dict)
     """Packed forward passes of its gated delta net layers, by class."""
     wrappers: tuple[str, ...] = ()

@@ -30,6 +30,7 @@ from engines.inputs.model_inputs import ModelInputs, PackedInputs
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.planning import PlannedRows, StepPlan
 from seqpack.adapters.context import PackedContext, positions_of
+from seqpack.adapters.rotary import BY_LENGTH
 from seqpack.batches.schema import ROUTED_EXPERTS
 
 
@@ -98,7 +99,7 @@ class ContextParallel:
     def of(config: EngineConfig, model_config: Any, plan_size: int) -> "ContextParallel":
         """Choose layout and method for the model. ValueError for a layer that cannot be sharded over a sequence."""
         text = model_config.get_text_config()
-        _refuse_sliding_windows(text)
+        _refuse_layers(text)
         cost = CostModel.from_config(text)
         return ContextParallel(
             parse_context_parallel(config.context_parallel),
@@ -242,10 +243,16 @@ class _SumOverGroup(torch.autograd.Function):
         return grads[0], None
 
 
-def _refuse_sliding_windows(text: Any) -> None:
+def _refuse_layers(text: Any) -> None:
     types = list(getattr(text, "layer_types", None) or [])
     if "sliding_attention" in types:
         raise ValueError(
             "context parallelism has no sliding-window attention yet and this model has such layers: "
             "use context_parallel='off'"
+        )
+    rope = getattr(text, "rope_parameters", None) or {}
+    if any(part.get("rope_type") == BY_LENGTH for part in (rope, *rope.values()) if isinstance(part, dict)):
+        raise ValueError(
+            f"a rank that shares a sequence does not know its length, by which {BY_LENGTH} chooses rotary angles: use "
+            "context_parallel='off'"
         )

@@ -155,3 +155,7 @@ def test_what_cannot_be_sharded_is_refused() -> None:
     config = tiny_config("attention", layer_types=["sliding_attention"] * 4, sliding_window=4)
     with pytest.raises(ValueError, match="sliding-window"):
         ContextParallel.of(EngineConfig(device="cpu", context_parallel="dynamic"), config, 2)
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16, "factor": 2.0}
+    config = tiny_config("attention", rope_parameters={**rope, "short_factor": [1.0] * 2, "long_factor": [2.0] * 2})
+    with pytest.raises(ValueError, match="longrope chooses rotary angles"):
+        ContextParallel.of(EngineConfig(device="cpu", context_parallel="dynamic"), config, 2)

@@ -15,7 +15,6 @@ from transformers import AutoConfig
 
 _COPIES = "aiconfigurator-core 0.12.0, model_configs/{}_config.json"
 _DEFAULTS = "defaults of transformers' config class, which names this checkpoint"
-_LENGTH = r"packed rows differ from stock transformers: log-probs [1-9]"
 
 
 @dataclass(frozen=True)
@@ -268,7 +267,6 @@ PUBLISHED = (
             "tie_word_embeddings": True,
             "vocab_size": 200064,
         },
-        refused=_LENGTH,
     ),
     Published(
         "allenai/Olmo-3-7B-Instruct",

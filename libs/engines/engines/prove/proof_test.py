@@ -99,16 +99,24 @@ def test_a_certificate_is_void_where_the_code_changed(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_rotary_embedding_that_switches_at_a_length_is_refused() -> None:
-    """Right at lengths 30, 5 and 17, and wrong at 4,200 beside 100: the threshold lies between the proof's lengths."""
+def test_a_rotary_embedding_that_switches_at_a_length_is_computed_for_each_sequence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With one table for all of a row it is right at lengths 30, 5 and 17, and wrong at 4,200 beside 100."""
     config = Phi3Config(rope_parameters=LONG_ROPE, original_max_position_embeddings=4096)
     crossed = {"original_max_position_embeddings": 16, "max_position_embeddings": 24}
     assert thresholds(small_config(config)) == crossed
     certificate = prove(config)
     assert {15, 16, 17, 33} <= set(certificate.lengths)
-    assert certificate.log_probs > 0.1
-    assert not certificate.holds
-    assert prove(Phi3Config()).holds
+    assert certificate.holds, certificate
+    monkeypatch.setattr("seqpack.adapters.mixers.by_length", lambda model: [])
+    assert prove(config).log_probs > 0.1
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_rotary_embedding_that_depends_on_earlier_calls_is_refused() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert not prove(AutoConfig.for_model("llama", rope_parameters=rope)).admits("packed")
 
 
 def test_lengths_are_on_both_sides_of_every_threshold() -> None:

@@ -126,8 +126,8 @@ def flips(config: Any, model: Any, rows: Sequence[Tensor], want: Result) -> Iter
     """
     source, make = modeling_code(model), _maker(config, model, rows, want)
     for path, value in _fields(config.get_text_config().to_dict()):
-        if path in SIZES or not _named(config, path, source):  # of no interest: spare the passes
-            continue
+        if path in SIZES or not _named(config, path, source) or _copied(config, path, source):
+            continue  # of no interest: spare the passes
         if any(IGNORED.search(name) for name in other_names(config, path)):
             continue
         found = None
@@ -176,6 +176,12 @@ def _named(config: Any, path: str, source: str) -> bool:
     outer, _, name = path.rpartition(".")
     asked = (name, outer.partition(".")[0] or name)
     return all(re.search(rf"\b({'|'.join((one, *other_names(config, one)))})\b", source) for one in asked)
+
+
+def _copied(config: Any, path: str, source: str) -> bool:
+    """Return whether a field is an older spelling of one of `rope_parameters`, which alone modelling code reads."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return path in rope and not re.search(rf"""config(\.|, ["']){path}\b""", source)
 
 
 def not_exercised(found: Iterator[Flip], tolerance: float) -> tuple[str, ...]:

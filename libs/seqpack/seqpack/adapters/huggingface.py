@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from seqpack.adapters.arguments import flash_arguments
 from seqpack.adapters.delta_net import PackedForward, joint_projections, split_projections
 from seqpack.adapters.mixers import Adaptation, adapt_mixers
+from seqpack.adapters.rotary import BY_LENGTH
 from seqpack.batches.packed import PackedBatch
 
-_ROPE_TYPES = frozenset(["default", "linear", "llama3", "yarn"])
-"""Types whose angles depend on a token's position alone; "dynamic" and "longrope" depend on the longest of a call."""
+_ROPE_TYPES = frozenset(["default", "linear", "llama3", "yarn", BY_LENGTH])
+"""Types whose angles depend on a token's position, and its sequence's length; "dynamic" depends on earlier calls."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ def adapt_for_packing(model: Any) -> Adaptation:
     """Change this model instance so that it takes packed rows with flash arguments; once adapted, a no-op.
 
     `model`: a transformers causal LM, before it is wrapped for parallel training. ValueError for a model type that no
-    test has run (the table `MIXERS`), for a layer whose mixer is not known, and for angles that depend on the longest
-    sequence of a call.
+    test has run (the table `MIXERS`), for a layer whose mixer is not known, and for angles that depend on earlier calls
+    ("dynamic").
     """
     config = getattr(model, "config", None)
     if config is None:
@@ -102,4 +103,4 @@ def _check_rope(config: Any) -> None:
     for rope in [parameters, *(part for part in parameters.values() if isinstance(part, dict))]:
         kind = rope.get("rope_type", "default")
         if kind not in _ROPE_TYPES:
-            raise ValueError(f"rope type {kind!r}: its angles depend on the longest sequence of a call, not handled")
+            raise ValueError(f"rope type {kind!r}: its angles depend on the calls before, not handled")

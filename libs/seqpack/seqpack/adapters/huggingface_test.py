@@ -1,6 +1,7 @@
 """Packed rows in stock transformers models and trainers equal the sequences one by one, losses and weights."""
 
 import copy
+import pickle
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +26,8 @@ from transformers import (
 from seqpack.adapters import IGNORED, PackedCollator, adapt_for_packing, packed_dataloader, packed_forward
 from seqpack.adapters.huggingface import MIXERS
 from seqpack.adapters.loader import PackedDataLoader
+from seqpack.batches.batch import make_batch
+from seqpack.batches.packed import pack_sequences
 from seqpack.testing import assert_packing_isolated
 
 pytestmark = pytest.mark.skipif(
@@ -82,6 +85,29 @@ def test_each_known_model_keeps_sequences_apart(model_type: str) -> None:
     model = tiny(model_type)
     adapt_for_packing(model)
     assert_packing_isolated(model, packed_forward=packed_forward, lengths=(9, 1, 70, 6))
+
+
+def test_each_sequence_has_the_rotary_table_of_its_own_length() -> None:
+    """Where a stock call takes one table for all: both sides of 4,096 in one row, all of a small one, a pickled one."""
+    long = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.2, 1.3], "factor": 4.0}
+    long |= {"long_factor": [2.0, 4.0, 6.0, 8.0], "original_max_position_embeddings": 4096}
+    model = tiny("llama", rope_parameters=long, num_hidden_layers=1)
+    plain = copy.deepcopy(model)
+    adaptation = adapt_for_packing(model)
+    assert "model.rotary_emb: class" in adaptation.changes
+    rows = [torch.randint(2, 48, (length,)) for length in (100, 4200, 1, 4096)]
+    with torch.no_grad():
+        packed = packed_forward(model, pack_sequences(make_batch([{"input_ids": ids} for ids in rows])))
+        alone = torch.cat([plain(ids[None]).logits[0] for ids in rows])
+        padded = {"input_ids": torch.stack([rows[1]] * 2), "logits_to_keep": 1}
+        assert torch.equal(model(**padded).logits, plain(**padded).logits)
+    torch.testing.assert_close(packed, alone, atol=1e-4, rtol=0)
+    adaptation.undo()
+    assert type(model.model.rotary_emb) is type(plain.model.rotary_emb)
+    small = tiny("llama", rope_parameters={**long, "original_max_position_embeddings": 16})
+    adapt_for_packing(small)
+    lengths = (9, 17, 1, 16, 70)
+    assert_packing_isolated(pickle.loads(pickle.dumps(small)), packed_forward=packed_forward, lengths=lengths)
 
 
 def test_without_it_the_model_leaks_or_refuses() -> None:

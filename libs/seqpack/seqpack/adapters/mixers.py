@@ -20,6 +20,7 @@ from seqpack.adapters.attention import adapt_attention, restore_attention
 from seqpack.adapters.boundaries import context_of, no_mask, refuse_restarts, wrapping_mask
 from seqpack.adapters.context import CONTEXT_KEY, ContextMask, PackedContext, carried
 from seqpack.adapters.delta_net import PackedForward
+from seqpack.adapters.rotary import PackedRotary, by_length
 from seqpack.adapters.stock_rows import given_arguments, takes_arguments
 from seqpack.adapters.subclasses import remove_mixin, set_mixin
 
@@ -39,6 +40,7 @@ class Adaptation:
     def changes(self) -> tuple[str, ...]:
         """The changes, one line each."""
         kinds = {name: "class" if isinstance(m, PackedDeltaNet) else "config" for name, m in self.mixers.items()}
+        kinds |= {name: "class" for name, m in self.model.named_modules() if isinstance(m, PackedRotary)}
         return tuple(f"{name}: {kind}" for name, kind in kinds.items())
 
     def undo(self) -> None:
@@ -48,6 +50,8 @@ class Adaptation:
         for module in self.mixers.values():
             remove_mixin(module, PackedDeltaNet)
             restore_attention(module)
+        for module in by_length(self.decoder):
+            remove_mixin(module, PackedRotary)
         remove_mixin(self.decoder, PackedDecoder)
         del vars(self.decoder)[_NUMBER], vars(self.decoder)[_BY_MASK]
 
@@ -88,6 +92,8 @@ def adapt_mixers(
     for module, packed in found:
         if packed is not None:
             set_mixin(module, PackedDeltaNet, packed=packed)
+    for module in by_length(decoder):
+        set_mixin(module, PackedRotary)
     set_mixin(decoder, PackedDecoder)
     vars(decoder)[_NUMBER] = len(found)
     vars(decoder)[_BY_MASK] = by_mask
