@@ -12,6 +12,7 @@ retryable=True)` and OSError (ConnectionError, TimeoutError) have it played agai
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rollout.chat.messages import Message, Reply
@@ -23,7 +24,7 @@ if TYPE_CHECKING:  # it needs jinja2, which an environment does without
 End = Literal["done", "limit", "length", "max_turns", "max_tokens", "deadline", "abort", "failed"]
 """How an episode ended: by the environment, or a limit of its own; a turn cut off at max_new_tokens; turns, tokens or
 time used up; the engine or the run stopped it; a user's code failed."""
-_LARGEST = 2.0**127  # what a batch holds as float32
+LARGEST = 2.0**127  # what a batch holds as float32
 
 
 class Converse(Protocol):
@@ -123,8 +124,8 @@ class Score:
     def __post_init__(self) -> None:
         components = self.reward_components.items()
         for name, value in (("reward", self.reward), *((f"reward component {n!r}", v) for n, v in components)):
-            if isinstance(value, str) or not abs(value) <= _LARGEST:
-                raise ValueError(f"{name} is {value!r}: a score is made of finite numbers, as float32 holds them")
+            if not isinstance(value, Real) or not abs(value) <= LARGEST:
+                raise ValueError(f"{name} is {value!r:.80}: a score is made of finite numbers, as float32 holds them")
 
     @property
     def parts(self) -> Mapping[str, float]:

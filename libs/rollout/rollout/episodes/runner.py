@@ -20,7 +20,16 @@ from rollout.chat.conversation import Conversation, TokensSpentError
 from rollout.chat.messages import Message, Reply
 from rollout.chat.token_budget import TokenBudget
 from rollout.engine import RolloutEngine, Sampling
-from rollout.environments.environment import End, Environment, EnvironmentFactory, EpisodeContext, Score, StepResult
+from rollout.environments.checked import checked
+from rollout.environments.environment import (
+    End,
+    Environment,
+    EnvironmentFactory,
+    EpisodeContext,
+    Observation,
+    Score,
+    StepResult,
+)
 from rollout.environments.sources import TaskRow
 from rollout.environments.thread_environment import host
 from rollout.episodes.episode import Episode
@@ -268,9 +277,7 @@ async def _in_environment(
     try:
         with request_scope(engine):
             end = await _turns(play, environment, begin, max_turns, deadline)
-        score = await play.ask(environment.finish(end), "finish()")
-        if not isinstance(score, Score):
-            raise EpisodeFailed(f"finish() gave {type(score).__name__}: it gives a Score", retryable=False)
+        score = checked(await play.ask(environment.finish(end), "finish()"), Score, environment, "finish")
         whole = True
     finally:
         problem = await _close(play, environment, None if getattr(factory, "instant", False) else CLOSE_TIMEOUT)
@@ -299,7 +306,8 @@ async def _close(play: _Play, environment: Environment, limit: float | None) -> 
 async def _turns(play: _Play, environment: Environment, begin: Begin, max_turns: int, deadline: float | None) -> End:
     """Play turn by turn and return how the episode ended."""
     try:
-        opening = await play.ask(environment.open(play.context), "open()", deadline)
+        opened = await play.ask(environment.open(play.context), "open()", deadline)
+        opening = checked(opened, Observation, environment, "open")
         try:
             conversation = begin(opening.messages, opening.tools, "")
         except ValueError as error:
@@ -307,7 +315,8 @@ async def _turns(play: _Play, environment: Environment, begin: Begin, max_turns:
         for turn in range(max_turns):
             limit = conversation.limit
             reply = await conversation.reply()
-            outcome = await play.ask(environment.step(reply), "step()", deadline)
+            stepped = await play.ask(environment.step(reply), "step()", deadline)
+            outcome = checked(stepped, StepResult, environment, "step")
             play.metrics.update(outcome.metrics)
             conversation.tally.count_results(outcome.messages)  # here, as a last turn's messages never reach the model
             reason = conversation.stop_reason

@@ -95,7 +95,8 @@ def play(model: PreTrainedModel, decoder: Decoder[Any], bound: float = 1e-5) -> 
     logits, cache = decoder.prefill(prompts)
     for prompt, row in zip(prompts, logits, strict=True):
         close(row, reference(model, prompt), bound)
-    decoder.place(cache, [0, 1, 2, 3, 4, 1], [0, 1, 2, 3, 4, 5])
+    decoder.place(cache, [0, 1, 3, 4, 1], [0, 1, 3, 4, 5])  # an admission of two prefills: their slots alternate
+    decoder.place(decoder.prefill(prompts[2:3])[1], [0], [2])
     rows: list[list[int] | None] = [list(prompts[i]) for i in (0, 1, 2, 3, 4, 1)]
     generator = torch.Generator().manual_seed(0)
 

@@ -92,11 +92,9 @@ class ModuleDecoder:
     def place(self, cache: Rows, picks: Sequence[int], slots: Sequence[int]) -> None:
         """See `Decoder`."""
         picked = cache.pick(torch.tensor(picks, device=self.device))
-        if self._rows is None:
-            assert list(slots) == list(range(len(slots)))
-            self._rows = picked
-        else:
-            self._rows.put(picked, slots)
+        if self._rows is None:  # the slots between these may be of the admission's next prefill
+            self._rows = cache.pick(torch.tensor([], dtype=torch.int64, device=self.device))
+        self._rows.put(picked, slots)
 
     def keep(self, slots: Sequence[int]) -> Rows:
         """See `Decoder`."""
