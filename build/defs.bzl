@@ -31,11 +31,14 @@ def _folder(name):
     """The path of a folder by its name; the top one has the name of the library or app."""
     return _root() + ("" if name == _library_name() else name + "/")
 
-def _package_files(source):
-    """The `__init__.py` of each package that a source lies in: libs/seqpack's planning/pack.py is in two."""
-    folders = source.split("/")[:-1]
-    depths = range(0 if _is_app() else 1, len(folders) + 1)
-    return native.glob(["/".join(folders[:depth] + ["__init__.py"]) for depth in depths])
+def _package_files(srcs):
+    """The `__init__.py` of each package that the sources lie in: libs/seqpack's planning/pack.py is in two."""
+    files = {}
+    for source in [source for source in srcs if not source.startswith("//")]:
+        folders = source.split("/")[:-1]
+        for depth in range(0 if _is_app() else 1, len(folders) + 1):
+            files["/".join(folders[:depth] + ["__init__.py"])] = True
+    return native.glob(files.keys())
 
 def _python(rule, srcs, deps, **attrs):
     """A target of files that are imported by their full names, an app's from the top of the repository.
@@ -43,7 +46,7 @@ def _python(rule, srcs, deps, **attrs):
     The `__init__.py` of their packages (lazy, or nothing but words) are always there.
     """
     rule(
-        srcs = srcs + [path for path in _package_files(srcs[0]) if path not in srcs],
+        srcs = srcs + [path for path in _package_files(srcs) if path not in srcs],
         imports = [] if _is_app() else ["."],
         deps = deps + (["//apps:init"] if _is_app() else []),
         **attrs
@@ -154,13 +157,19 @@ def _pytest(srcs, deps, data, tags, args, hub, **attrs):
         **attrs
     )
 
-def package_test(name, deps = [], data = [], size = "medium", tags = [], args = [], **attrs):
+def _suites(names, test):
+    """Names under which a test is run too: those that its folders and files would have as targets of their own."""
+    for name in names:
+        native.test_suite(name = name, tests = [":" + test], tags = ["manual"])
+
+def package_test(name, folders = [], deps = [], data = [], size = "medium", tags = [], args = [], **attrs):
     """The pytest files of one folder, in one process, but for those that have a target of their own above it.
 
     pytest and the folder's target are added to what it declares.
 
     Args:
       name: of the target: the folder's name and _test; for the top folder that of the library or app and _test.
+      folders: further ones whose tests run in the same process: to start it and import torch costs six seconds.
       deps: what the files import.
       data: files they read.
       size: small (4 minutes), medium (15) or large (30).
@@ -168,9 +177,9 @@ def package_test(name, deps = [], data = [], size = "medium", tags = [], args = 
       args: further words for pytest.
       **attrs: as in py_test.
     """
-    folder = _folder(name[:-len("_test")])
-    files = native.glob([folder + "*_test.py"])
+    files = native.glob([_folder(folder) + "*_test.py" for folder in [name[:-len("_test")]] + folders])
     srcs = [file for file in files if not native.existing_rule(file[len(_root()):-len(".py")])]
+    _suites([folder + "_test" for folder in folders], name)
     _pytest(srcs, deps, data, tags, args, "pypi", name = name, size = size, **attrs)
 
 def module_test(name, srcs = None, deps = [], data = [], size = "small", tags = [], args = [], hub = "pypi", **attrs):
@@ -192,16 +201,21 @@ def module_test(name, srcs = None, deps = [], data = [], size = "small", tags = 
         fail("module_test %s: one test file a target, got %s" % (name, srcs))
     _pytest(srcs, deps, data, tags, args, hub, name = name, size = size, **attrs)
 
-def module_tests(name, srcs, deps = [], **attrs):
+def module_tests(name, srcs, together = False, deps = [], **attrs):
     """Pytest files that need the same, each with a target of its own, which has the name of the file.
 
     Args:
       name: of the suite of all of them, for `bazel test` by name.
       srcs: the files.
+      together: whether they are one target, and run in one process.
       deps: what any of them imports, another of them included.
       **attrs: as in `module_test`.
     """
-    names = [file[len(_root()):-len(".py")] for file in srcs]
+    names = [file[len(_root()) if file.startswith(_root()) else 0:-len(".py")] for file in srcs]
+    if together:
+        _suites(names, name)
+        _pytest(srcs, deps, attrs.pop("data", []), attrs.pop("tags", []), [], "pypi", name = name, **attrs)
+        return
     for test, file in zip(names, srcs):
         module_test(name = test, srcs = [file], deps = [dep for dep in deps if dep != ":" + test], **attrs)
     native.test_suite(name = name, tests = names, tags = ["manual"])

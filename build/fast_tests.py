@@ -83,8 +83,9 @@ def _files(package: str, kind: str, words: dict[str, ast.expr]) -> list[tuple[st
     if kind == "module_tests":
         paths = [Path(package) / source for source in ast.literal_eval(words["srcs"])]
     else:
-        place = root if name == f"{root.name}_test" else root / name.removesuffix("_test")
-        paths = [place / file.name for file in sorted((ROOT / place).glob("*_test.py"))]
+        folders = [name.removesuffix("_test"), *ast.literal_eval(words.get("folders", ast.List([])))]
+        places = [root if folder == root.name else root / folder for folder in folders]
+        paths = [place / file.name for place in places for file in sorted((ROOT / place).glob("*_test.py"))]
     return [(target_of(path, root), path) for path in paths]
 
 

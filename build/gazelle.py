@@ -1,7 +1,7 @@
 """Write the BUILD files from the imports of the Python files: `./bazelw run //build:gazelle` (or `-- --check`).
 
 Each folder of a library or an app is one target with its modules and one with its tests, both by glob: a new file needs
-no edit, a new import or folder another run. What the files import is their `deps`, but for what another of them brings
+no edit, a new import or folder another run. The `folders` of a `package_test` are those whose tests it runs as well. What the files import is their `deps`, but for what another of them brings
 along, and of tests the target of their own name without `_test`. A module directly in the top folder has a target of
 its own, and so has a file for which a `module` or `module_test` of its name stands in the BUILD file, or that
 `module_tests` names: its folder's targets are without it (a test with tags, a size or an environment of its own, a
@@ -142,7 +142,7 @@ class Tree:
             self.rules[package] = assign(package, self.builds[package].rules)
             for rule in self.rules[package]:
                 for path in rule.files:
-                    name = target_of(path, source_root(package)) if rule.kind == "module_tests" else rule.name
+                    name = target_of(path, source_root(package)) if rule.is_apart else rule.name
                     self.labels.setdefault(path, (package, name))
                 if rule.kind in ("module", "python_package"):
                     self.modules |= dict.fromkeys(rule.files, rule.name)
@@ -222,8 +222,10 @@ class Tree:
         few."""
         said = []
         for package, rules in self.rules.items():
+            root = source_root(package)
             names = [rule.name for rule in rules if rule.kind != "module_tests"]
-            names += [self.labels[path][1] for rule in rules if rule.kind == "module_tests" for path in rule.files]
+            names += [target_of(path, root) for rule in rules if rule.kind == "module_tests" for path in rule.files]
+            names += [f"{folder}_test" for rule in rules for folder in rule.folders]
             twice = sorted({name for name in names if names.count(name) > 1})
             said += [f"//{package} has two targets named {name}: rename a file or a folder" for name in twice]
             for rule in (rule for rule in rules if rule.kind == "python_package"):
@@ -284,6 +286,7 @@ def assign(package: str, rules: list[Rule]) -> list[Rule]:
             singles.append(Rule("module", target_of(path, root), files=[path]))
             own.add(path)
     made = [*singles]
+    hosts = {folder: rule for rule in rules if rule.kind == "package_test" for folder in rule.folders}
     for place in sorted({path.parent for path in root.rglob("*.py")}):
         name = str(place.relative_to(root)) if place != root else root.name
         inside = sorted(place.glob("*.py"))
@@ -292,12 +295,14 @@ def assign(package: str, rules: list[Rule]) -> list[Rule]:
         for kind, target, files in [("python_package", name, modules), ("package_test", f"{name}_test", tests)]:
             if any(not is_bare(path) for path in files):
                 rule = known.get((kind, target)) or Rule(kind, target)
+                rule = hosts.get(name, rule) if kind == "package_test" else rule
                 left_out = [path.name for path in inside if path in own and not is_test(path)]
                 rule.attributes.pop("exclude", None)
                 if left_out and kind == "python_package":  # of tests defs.bzl sees it: their own rules come first
                     rule.attributes["exclude"] = spelled(left_out)
-                rule.files = files
-                made.append(rule)
+                if not rule.files:
+                    made.append(rule)
+                rule.files += files
     made.sort(key=lambda rule: (re.sub(r"(_gpu\d?|_tf\d+)?_test$", "~", rule.name), rule.name))
     made.sort(key=lambda rule: (rule.kind != "module_tests") + (rule.name == f"{root.name}_test"))
     return [*top, *made, *programs]

@@ -38,6 +38,16 @@ class Rule:
             return [ast.literal_eval(self.attributes["main"])]
         return list(ast.literal_eval(self.attributes.get("srcs", "[]")))
 
+    @property
+    def folders(self) -> list[str]:
+        """The further folders whose tests a package_test runs."""
+        return list(ast.literal_eval(self.attributes.get("folders", "[]")))
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether this is `module_tests` with a target for each file."""
+        return self.kind == "module_tests" and "together" not in self.attributes
+
 
 @dataclass
 class Build:
