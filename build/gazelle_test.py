@@ -274,6 +274,30 @@ def test_files_that_need_the_same_are_one_rule_with_a_target_each(house: Path) -
     assert not {"peak_test", "rooms_test"} & {rule.name for rule in tree().rules["libs/peak"]}, "none is left for these"
 
 
+def test_files_together_are_one_target(house: Path) -> None:
+    """Who imports one of them needs that target."""
+    build = house / "libs/peak/BUILD.bazel"
+    (house / "libs/peak/peak/rooms/deep/well_test.py").write_text("import peak.top_test\n")
+    srcs = '        "peak/rooms/rope_test.py",\n        "peak/top_test.py",\n'
+    build.write_text(PEAK + f'\nmodule_tests(\n    name = "own_tests",\n    srcs = [\n{srcs}    ],\n    together = True,\n)\n')
+    assert 'name = "rooms/deep_test",\n    deps = [":own_tests"],\n' in tree().text("libs/peak")
+    assert tree().complaints() == []
+
+
+def test_a_test_target_has_further_folders(house: Path) -> None:
+    """It needs what their tests import, and they have no target of tests of their own."""
+    build = house / "libs/peak/BUILD.bazel"
+    build.write_text(PEAK + '\npackage_test(\n    name = "peak_test",\n    folders = ["rooms"],\n)\n')
+    (house / "libs/peak/peak/rooms/rope_test.py").write_text("import numpy\n")
+    text = tree().text("libs/peak")
+    assert 'name = "rooms_test"' not in text
+    (rule,) = [rule for rule in tree().rules["libs/peak"] if rule.name == "peak_test"]
+    assert [path.name for path in rule.files] == ["top_test.py", "rope_test.py"]
+    assert rule.deps == ['":top"', 'requirement("numpy")']
+    build.write_text(build.read_text().replace('["rooms"]', '["rooms", "rooms"]'))
+    assert tree().complaints() == ["//libs/peak has two targets named rooms_test: rename a file or a folder"]
+
+
 def test_two_targets_of_one_name_are_refused(house: Path) -> None:
     """A file's own target may have the name of another folder's tests."""
     (house / "libs/peak/peak/rooms_test.py").write_text("import peak.top\n")
