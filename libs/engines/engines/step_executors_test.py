@@ -34,7 +34,8 @@ def plain_loop(
     for batch in batches[:steps]:
         total = torch.zeros(())
         count = Totals.of(batch).tokens
-        for ids, mask in zip(batch["input_ids"].unbind(), batch["loss_mask"].unbind(), strict=True):
+        weights = batch.get("loss_weights", batch["loss_mask"])
+        for ids, mask in zip(batch["input_ids"].unbind(), weights.unbind(), strict=True):
             logits = model(input_ids=ids[None], use_cache=False).logits[0].float() / temperature
             chosen = torch.log_softmax(logits[:-1], -1).gather(1, ids[1:, None])[:, 0]
             total = total - (chosen * mask[1:]).sum() / count
@@ -46,16 +47,21 @@ def plain_loop(
     return losses, norms
 
 
-@pytest.mark.parametrize(("executor", "batching"), [("fsdp2", "packed"), ("fsdp2", "padded"), ("plain", "packed")])
-def test_steps_equal_a_plain_loop(executor: str, batching: str) -> None:
+@pytest.mark.parametrize(
+    ("executor", "batching", "weighted"),
+    [("fsdp2", "packed", True), ("fsdp2", "padded", False), ("plain", "packed", False), ("plain", "packed", True)],
+)
+def test_steps_equal_a_plain_loop(executor: str, batching: str, weighted: bool) -> None:
     batches = [tiny_batch(LENGTHS, seed=seed) for seed in range(3)]
+    for batch in batches if weighted else ():
+        batch["loss_weights"] = -batch["old_log_probs"]  # some number a trained token, 0 elsewhere
     built = engine(executor=executor, batching=batching, max_tokens_per_rank=20, temperature=0.8)
     oracle = copy.deepcopy(tiny_model("dense", scale=2.0))
     losses, norms = plain_loop(oracle, batches, temperature=0.8)
     results = [built.train_batch(batch, SFT()) for batch in batches]
     assert [r["loss"] for r in results] == pytest.approx(losses, rel=1e-5)
     assert [r["grad_norm"] for r in results] == pytest.approx(norms, rel=1e-4)
-    assert results[0]["loss"] == pytest.approx(results[0]["nll"], rel=1e-6)
+    assert (results[0]["loss"] == pytest.approx(results[0]["nll"], rel=1e-6)) is not weighted
     assert results[-1]["step"] == 3.0
     for name, parameter in oracle.named_parameters():
         torch.testing.assert_close(

@@ -24,7 +24,8 @@ if TYPE_CHECKING:  # it imports this module when its loss is asked for
 def zero_gradient_rows(objective: GRPO, batch: TensorDict | BatchView) -> Tensor:
     """Return what `GRPO.zero_gradient_rows` does."""
     scales = POLICY_LOSSES.named(objective.policy_loss).scales_with_advantage
-    return rows_without_gradient(batch, advantages=scales and not (objective.kl_coef or objective.entropy_coef))
+    scales = scales and not (objective.kl_coef or objective.entropy_coef)
+    return rows_without_gradient(batch, "advantages" if scales else None)
 
 
 def grpo_loss(

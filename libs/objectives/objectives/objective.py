@@ -18,10 +18,10 @@ def trained_mask(batch: PackedBatch) -> Tensor:
     return mask & ~first[:-1]
 
 
-def rows_without_gradient(batch: TensorDict | BatchView, advantages: bool) -> Tensor:
-    """Return bool[B]: rows without a trained token or, with `advantages`, without one other than 0 (NaN is other)."""
+def rows_without_gradient(batch: TensorDict | BatchView, factor: str | None = None) -> Tensor:
+    """Return bool[B]: rows without a trained token or, with a key `factor`, without one other than 0 (NaN is other)."""
     view = view_batch(batch)
     counted = view.trained
-    if advantages:
-        counted = counted & (view.flat("advantages") != 0)
+    if factor is not None:
+        counted = counted & (view.flat(factor) != 0)
     return view.row_sums(counted) == 0

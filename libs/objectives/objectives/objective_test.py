@@ -55,9 +55,9 @@ def test_rows_without_gradient(rows: list[list[bool]], data: st.DataObject) -> N
     )
     trained = [[t for t in range(1, len(row)) if row[t]] for row in rows]
     for given_batch in (batch, view_batch(batch)):
-        got = rows_without_gradient(given_batch, advantages=False)
+        got = rows_without_gradient(given_batch)
         assert got.tolist() == [not row for row in trained]
-        got = rows_without_gradient(given_batch, advantages=True)
+        got = rows_without_gradient(given_batch, "advantages")
         assert got.tolist() == [all(a[t] == 0 for t in row) for row, a in zip(trained, advantages, strict=True)]
         assert got.dtype == torch.bool
 

@@ -17,10 +17,17 @@ if TYPE_CHECKING:  # a command line makes these settings, and needs no torch for
     from seqpack.batches.packed import PackedBatch
     from seqpack.batches.view import BatchView, Totals
 
+WEIGHTS = "loss_weights"
+"""The key of the weights of tokens, which a batch may have."""
+
 
 @dataclass(frozen=True)
 class SFT:
-    """-log pi of the trained tokens; by `aggregation` every token weighs the same ("token") or every sequence does."""
+    """-log pi of the trained tokens; by `aggregation` every token weighs the same ("token") or every sequence does.
+
+    Where the batch has `loss_weights`, the loss of a token is multiplied by its own; what sums are divided by stays the
+    number of trained tokens (as transformers' Trainer counts labels), so that weights of 1 change nothing.
+    """
 
     aggregation: Aggregation = "token"
     loss: str = "nll"
@@ -60,16 +67,16 @@ class SFT:
         """Return bool[B], rows without a trained token."""
         from objectives.objective import rows_without_gradient  # slow to load
 
-        return rows_without_gradient(batch, advantages=False)
+        return rows_without_gradient(batch, WEIGHTS if WEIGHTS in batch.keys() else None)  # noqa: SIM118 (a TensorDict)
 
     def __call__(
         self, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch, totals: Totals
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss as `seqpack.Objective` defines it; the metrics are `nll`, the mean over tokens, and those of
-        a loss of one's own."""
+        """Compute the loss as `seqpack.Objective` defines it; the metrics are `nll`, the mean over tokens without
+        their weights, and those of a loss of one's own."""
         from objectives.losses import aggregate, own_token_loss  # slow to load
         from objectives.objective import trained_mask  # slow to load
-        from objectives.sums import pair  # slow to load
+        from objectives.sums import pair, wide  # slow to load
 
         del entropy
         mask = trained_mask(batch)
@@ -77,6 +84,8 @@ class SFT:
         per_token = -log_probs
         if self.loss != "nll":
             per_token, own = own_token_loss(self.loss, self.loss_options, log_probs, mask, batch)
+        if (weights := batch.values.get(WEIGHTS)) is not None:
+            per_token = wide(per_token) * weights
         loss = aggregate(
             per_token,
             mask,

@@ -11,6 +11,7 @@ from torch import Tensor
 from objectives import SFT, Totals
 from objectives.losses import Aggregation
 from seqpack import make_batch, pack_sequences
+from seqpack.batches.batch import jagged
 
 LENGTHS = [5, 3, 1, 8, 4]
 
@@ -24,10 +25,14 @@ def batch_and_scores() -> tuple[TensorDict, list[Tensor]]:
     return make_batch(rows), [-torch.rand(n, generator=rng, dtype=torch.float64) for n in LENGTHS]
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])
 @pytest.mark.parametrize("parts", [[[0, 1, 2, 3, 4]], [[4, 0], [2], [1, 3]]])
-def test_loss_gradient_and_metric(aggregation: Aggregation, parts: list[list[int]]) -> None:
+def test_loss_gradient_and_metric(aggregation: Aggregation, parts: list[list[int]], weighted: bool) -> None:
     batch, scores = batch_and_scores()
+    weights = [torch.linspace(0, 3 if n % 2 else 0, n) if weighted else torch.ones(n) for n in LENGTHS]
+    if weighted:
+        batch["loss_weights"] = jagged(weights)
     leaves = [row.clone().requires_grad_() for row in scores]
     loss, nll = torch.zeros((), dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
     for part in parts:
@@ -45,9 +50,12 @@ def test_loss_gradient_and_metric(aggregation: Aggregation, parts: list[list[int
     }
     part_of = parts_of[aggregation]
     want = 0.0
-    for mask, row, grad in zip(masks, scores, grads, strict=True):
-        want -= sum(part_of(mask) * float(x) for x, trained in zip(row, mask, strict=True) if trained)
-        assert grad.tolist() == pytest.approx([-part_of(mask) if trained else 0.0 for trained in mask])
+    for mask, row, grad, factors in zip(masks, scores, grads, weights, strict=True):
+        parts_of_loss = [part_of(mask) * float(w) if on else 0.0 for w, on in zip(factors, mask, strict=True)]
+        want -= sum(part * float(x) for part, x in zip(parts_of_loss, row, strict=True))
+        assert grad.tolist() == pytest.approx([-part for part in parts_of_loss])
+    without = [not any(mask) or bool((w == 0).all()) for mask, w in zip(masks, weights, strict=True)]
+    assert SFT(aggregation).zero_gradient_rows(batch).tolist() == without
     assert float(loss.detach()) == pytest.approx(want, rel=1e-12)
     trained = torch.cat(scores)[torch.cat(list(batch["loss_mask"].unbind()))]
     assert nll.tolist() == pytest.approx([-float(trained.sum()), tokens])

@@ -79,7 +79,11 @@ def engine(name: str, shards: int | None = None, seed: int = 0) -> Any:
 
 
 def batch_of(built: Any, seed: int = 0) -> TensorDict:
-    return tiny_batch(LENGTHS, seed=seed) if built.config.vision == "off" else make_batch(samples(10 * seed))
+    if built.config.vision != "off":
+        return make_batch(samples(10 * seed))
+    batch = tiny_batch(LENGTHS, seed=seed)
+    batch["loss_weights"] = -batch["old_log_probs"]  # some weights, which every rank has to apply to its own tokens
+    return batch
 
 
 def curve(built: Any, steps: Iterable[int] = range(STEPS)) -> list[dict[str, float]]:

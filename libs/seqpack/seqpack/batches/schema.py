@@ -9,6 +9,7 @@ TOKEN_KEYS: dict[str, torch.dtype] = {
     "input_ids": torch.int64,
     "position_ids": torch.int64,  # (B, j), or one row per axis: (B, 3, j) and (B, 4, j)
     "loss_mask": torch.bool,
+    "loss_weights": torch.float32,  # what the loss of a trained token is multiplied by, in supervised training
     "rollout_log_probs": torch.float32,
     "old_log_probs": torch.float32,
     "ref_log_probs": torch.float32,
