@@ -38,11 +38,15 @@ class DataConfig:
     eval_data: Path | None = None
     """Held-out rows; without it a share of --data is held out."""
     form: Form = "auto"
-    """What a row is: messages, ShareGPT, Alpaca, a prompt with its completion (texts or messages), or plain text;
-    "auto" is decided by the columns of a file's first row, and told."""
+    """What a row is: messages, ShareGPT, Alpaca, a prompt with its completion (texts or messages), plain text, or tokens
+    (input_ids); "auto" is decided by the columns of a file's first row, and told."""
     train_on: tuple[TrainOn, ...] = ("assistant",)
     """What is trained of a conversation: the turns of these roles; or the assistant's "last" turn, the "completion" as
     TRL masks it, or "all" tokens. Marks of messages (weight, train, loss) are obeyed in any case."""
+    reasoning_weight: float = 1.0
+    """What the loss of the assistant's reasoning is multiplied by; 0 leaves it out."""
+    end_of_turn: str | None = None
+    """The token that ends a conversation's last turn, written and trained where the chat template writes none."""
     bad_rows: BadRows = "error"
     """What is done where rows of a file can't be used: all of them are told and nothing is trained, or they are left
     out and counted."""
@@ -84,6 +88,8 @@ class DataConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 yield f"{flag(name)} must be at least {least}, got {value}"
+        if not 0 <= self.reasoning_weight < math.inf:
+            yield f"--reasoning-weight must be a number of at least 0, got {self.reasoning_weight}"
         alone = [value for value in self.train_on if value in ALONE]
         if not self.train_on or (alone and len(self.train_on) > 1):
             got = " ".join(self.train_on) or "nothing"
@@ -125,6 +131,8 @@ class DataConfig:
             self.completion_column,
             self.text_column,
             train_on=tuple(dict.fromkeys(self.train_on)),
+            reasoning_weight=self.reasoning_weight,
+            end_of_turn=self.end_of_turn,
         )
 
     def _set(self, names: Iterable[str], why: str) -> Iterator[str]:
@@ -135,14 +143,16 @@ class DataConfig:
                 yield f"{flag(name)} {why}"
 
 
+_TURNS = ("tools_column", "reasoning_weight", "end_of_turn")
 _COLUMNS = {
-    "messages": ("messages_column", "tools_column"),
-    "sharegpt": ("messages_column", "tools_column"),
-    "alpaca": ("tools_column",),
-    "prompt_completion": ("prompt_column", "completion_column", "tools_column"),
+    "messages": ("messages_column", *_TURNS),
+    "sharegpt": ("messages_column", *_TURNS),
+    "alpaca": _TURNS,
+    "prompt_completion": ("prompt_column", "completion_column", *_TURNS),
     "text": ("text_column",),
+    "tokens": (),
 }
-"""The columns that each form reads."""
+"""The settings that each form reads."""
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,9 @@ def train(
 
 
 def held_out_loss(engine: TrainEngine, samples: Sequence[Sample], rows: int = 256) -> float:
-    """Return the mean negative log-likelihood of the samples' trained tokens, in nats; `rows` samples at a time.
+    """Return the mean negative log-likelihood of the samples' trained tokens, in nats, each times its weight.
+
+    `rows` samples are scored at a time.
 
     Raises:
         ValueError: there is no such token.
@@ -110,6 +112,8 @@ def held_out_loss(engine: TrainEngine, samples: Sequence[Sample], rows: int = 25
     for first in range(0, len(samples), rows):
         batch = batch_of([samples[i] for i in range(first, min(first + rows, len(samples)))])
         log_probs, mask = engine.forward(batch)["log_probs"].values(), batch["loss_mask"].values()
+        if "loss_weights" in batch.keys():  # noqa: SIM118  a TensorDict iterates over its rows
+            log_probs = log_probs * batch["loss_weights"].values()
         total -= log_probs[mask].sum(dtype=torch.float64).item()
         tokens += int(mask.sum())
     if not tokens:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Form = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+Form = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens"]
 BadRows = Literal["error", "skip"]
 """What is done with rows that can't be used: all of a file are told and nothing is trained, or they are left out."""
 Truncation = Literal["skip", "left", "right"]
@@ -27,6 +27,8 @@ class Columns:
     images: str | None = None
     """Where images of conversations may be besides their messages; None where the model is trained on text alone."""
     train_on: tuple[TrainOn, ...] = ("assistant",)
+    reasoning_weight: float = 1.0
+    end_of_turn: str | None = None
 
     @property
     def conversations(self) -> str:

@@ -37,14 +37,14 @@ class Conversation:
     """The messages of a row and its tools. `row`: its place in the file, from 1.
 
     `completes`: the first message of the completion, where the row is a prompt and its completion. `marks`: of each
-    message whether the row marks it to be trained (None where it does not say); empty where none is marked.
+    message the weight that the row marks it with (None where it does not say); empty where none is marked.
     """
 
     row: int
     messages: tuple[Message, ...]
     tools: tuple[Any, ...] | None = None
     completes: int | None = None
-    marks: tuple[bool | None, ...] = ()
+    marks: tuple[float | None, ...] = ()
 
     @property
     def key(self) -> str:

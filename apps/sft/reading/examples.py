@@ -1,5 +1,6 @@
-"""The formats of a row: a conversation (messages, ShareGPT, Alpaca), a prompt with its completion, or plain text."""
+"""The formats of a row: a conversation (messages, ShareGPT, Alpaca), a prompt with its completion, text, or tokens."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,9 @@ from apps.sft.reading.conversations import (
 
 ALPACA = ("instruction", "input", "output", "system", "history")
 """The columns of Alpaca's rows; `input`, `system` and `history` may be missing or empty."""
+IDS = "input_ids"
+TOKEN_WEIGHTS = ("labels", "loss_mask", "assistant_masks", "completion_mask", "loss_weights")
+"""The columns of rows of tokens that say what is trained of them, those of transformers and TRL too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,21 @@ class BadRow:
     problem: str
 
 
-Example = Conversation | Completion
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Tokens and their weights, 0 where one is not trained."""
+
+    row: int
+    ids: tuple[int, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def key(self) -> str:
+        """A digest of the content."""
+        return digest([self.ids, self.weights])
+
+
+Example = Conversation | Completion | Tokens
 
 
 def read_examples(path: Path, columns: Columns) -> Iterator[Example | BadRow]:
@@ -100,6 +118,7 @@ def description_of(form: Form, columns: Columns, row: Row) -> str:
         "alpaca": (*ALPACA, columns.tools),
         "prompt_completion": (columns.prompt, columns.completion, columns.tools),
         "text": (columns.text,),
+        "tokens": (IDS, *TOKEN_WEIGHTS),
     }[form]
     reads = (*reads, columns.images) if columns.images and form != "text" else reads
     other = [name for name in row if name not in reads]
@@ -115,10 +134,13 @@ NAMES = {
     "alpaca": "Alpaca",
     "prompt_completion": "prompt and completion",
     "text": "plain text",
+    "tokens": "token",
 }
 
 
 def _form_of(row: Row, columns: Columns) -> Form:
+    if IDS in row:
+        return "tokens"
     if columns.messages in row:
         return "messages"
     if columns.conversations in row:
@@ -131,7 +153,7 @@ def _form_of(row: Row, columns: Columns) -> Form:
         return "text"
     raise ValueError(
         f"no column {columns.messages!r} or 'conversations', nor {columns.prompt!r} and {columns.completion!r}, nor "
-        f"'instruction' and 'output', nor {columns.text!r}; it has {', '.join(row) or 'none'}. Name yours with "
+        f"'instruction' and 'output', nor {columns.text!r} or {IDS!r}; it has {', '.join(row) or 'none'}. Name yours with "
         "--messages-column, --prompt-column and --completion-column, or --text-column"
     )
 
@@ -148,7 +170,32 @@ def _example(number: int, row: Row, columns: Columns) -> Example:
     if form == "text":
         check_no_media(row, columns.text)
         return Completion(number, "", _text(row, columns.text, "--text-column"))
+    if form == "tokens":
+        return _tokens(number, row)
     return _prompt_and_completion(number, row, columns)
+
+
+def _tokens(number: int, row: Row) -> Tokens:
+    """Return the tokens of a row; the columns that say what of them is trained must all hold, and weights multiply."""
+    ids = list_of(row.get(IDS), f"column {IDS!r}: expected a list of token ids")
+    if not ids or not all(type(token) is int and token >= 0 for token in ids):
+        raise ValueError(f"column {IDS!r}: expected token ids, got {ids!r:.60}")
+    weights = [1.0] * len(ids)
+    for name in TOKEN_WEIGHTS:
+        if row.get(name) is None:
+            continue
+        values = list_of(row[name], f"column {name!r}: expected a list of numbers")
+        if len(values) != len(ids):
+            raise ValueError(f"column {name!r} has {len(values)} values for {len(ids)} token ids")
+        if name == "labels":
+            if bad := [i for i, value in enumerate(values) if value not in (-100, ids[i])]:
+                raise ValueError(f"column 'labels', token {bad[0]}: {values[bad[0]]!r} is neither its id nor -100")
+            values = [value != -100 for value in values]
+        for value in values:
+            if not isinstance(value, bool | int | float) or not 0 <= value < math.inf:
+                raise ValueError(f"column {name!r}: expected numbers of at least 0, got {value!r:.60}")
+        weights = [weight * value for weight, value in zip(weights, values, strict=True)]
+    return Tokens(number, tuple(ids), tuple(weights))
 
 
 def _alpaca_messages(row: Row) -> tuple[Message, ...]:

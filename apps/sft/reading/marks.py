@@ -1,4 +1,4 @@
-"""Marks of a message that say whether it is trained, under the names that trainers and fine-tuning services give them.
+"""Marks of a message that say how much it is trained, under the names that trainers and fine-tuning services give them.
 
 | key | who has it | trained |
 | --- | --- | --- |
@@ -8,9 +8,11 @@
 | `loss_mask`, `step_loss_mask` | verl, slime | 1, not 0 |
 | `masked` | torchtune | false, not true |
 
-A null is no mark. A fraction is refused, as the loss weighs all trained tokens alike.
+A null is no mark. Other numbers than 0 and 1 (but for `masked`) are weights: the losses of the message's tokens are
+multiplied by them.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,16 +25,16 @@ MARKS = {
 }
 """The keys, and what a true value means."""
 REFUSED = {
-    "train_detail": "it marks parts of a message, and a message is trained whole or not at all: split the message, or "
-    "remove the key",
+    "train_detail": "it marks parts of a message, and a message has one weight: split the message, give the row as "
+    "input_ids with loss_weights, or remove the key",
 }
 """Keys of marks that can't be obeyed, and why."""
 READ = frozenset(("role", "content", "tool_calls", "tool_call_id", "name"))
 """The keys of a message that need not be in a chat template to be of use."""
 
 
-def split_marks(message: Mapping[str, Any]) -> tuple[dict[str, Any], bool | None]:
-    """Return a message without its marks, and whether it is to be trained; None where it does not say.
+def split_marks(message: Mapping[str, Any]) -> tuple[dict[str, Any], float | None]:
+    """Return a message without its marks, and its weight, 0 where it is not to be trained; None where it does not say.
 
     Raises:
         ValueError: a mark can't be obeyed, or two contradict each other.
@@ -41,18 +43,19 @@ def split_marks(message: Mapping[str, Any]) -> tuple[dict[str, Any], bool | None
         if message[key] is not None:
             raise ValueError(f"a message has {key!r}: {REFUSED[key]}")
     found = {key: _value(key, message[key]) for key in MARKS if message.get(key) is not None}
-    if len(set(found.values())) > 1:
+    weights = set(found.values())
+    if len(weights) > 1 and (0 in weights or len(weights - {1}) > 1):  # "train: true" and a weight go together
         said = ", ".join(f"{key} {message[key]!r}" for key in found)
-        raise ValueError(f"a message is marked to be trained and not to be trained ({said}): keep one mark")
+        raise ValueError(f"a message has marks that contradict each other ({said}): keep one mark")
     plain = {key: value for key, value in message.items() if key not in MARKS and key not in REFUSED}
-    return plain, next(iter(found.values()), None)
+    return plain, next(iter(sorted(weights, key=lambda weight: weight == 1)), None)
 
 
-def _value(key: str, mark: Any) -> bool:
-    if not isinstance(mark, bool | int | float) or mark not in (0, 1):
-        what = "a fraction" if isinstance(mark, float) else "neither"
-        raise ValueError(
-            f"a message has {key} {mark!r:.40}, {what}: it is trained (1 or true) or not (0 or false), as the loss "
-            "weighs all trained tokens alike"
-        )
-    return bool(mark) is MARKS[key]
+def _value(key: str, mark: Any) -> float:
+    if MARKS[key] is MASKED:
+        if mark not in (0, 1):
+            raise ValueError(f"a message has {key} {mark!r:.40}: it is masked (1 or true) or not (0 or false)")
+        return float(not mark)
+    if not isinstance(mark, bool | int | float) or not 0 <= mark < math.inf:
+        raise ValueError(f"a message has {key} {mark!r:.40}: it is true, false or a weight, a number of at least 0")
+    return float(mark)

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from apps.quickstart.tokenizer import build_tokenizer
 from apps.sft.reading.examples import Columns
 from apps.sft.reading.marks import MARKS, split_marks
+from apps.sft.reading.selection import Samples, usable_of
 from apps.sft.reading.store import Store
 from apps.sft.reading.tokenized import tokenize_file
 from apps.sft.reading.trained import TrainOn
@@ -50,6 +52,66 @@ def test_every_mark_is_obeyed(tmp_path: Path, key: str, value: Any) -> None:
     assert trained(tmp_path, marked({2: {key: value}})) == ("bad" + END) * kept + "good" + END
 
 
+def weights(store: Store) -> dict[float, str]:
+    """Return the texts of a row's trained tokens by their weights, as its sample holds them."""
+    sample = Samples.of([usable_of(store, 4096, "skip")], [0])[0]
+    ids, mask = sample["input_ids"], sample["loss_mask"]
+    column = sample.get("loss_weights", torch.ones(len(ids)))
+    return {w: TOKENIZER.decode(ids[(column == w) & mask]) for w in set(column[mask].tolist())}
+
+
+@pytest.mark.parametrize(
+    ("marks", "train_on", "expected"),
+    [
+        ({2: {"weight": 0.5}}, ("assistant",), {0.5: "bad" + END, 1.0: "good" + END}),
+        ({2: {"weight": 2, "train": True}, 4: {"loss_scale": 0}}, ("assistant",), {2.0: "bad" + END}),
+        ({2: {"weight": 0.5}, 4: {"weight": 3}}, ("last",), {3.0: "good" + END}),
+        ({1: {"weight": 0.5}, 4: {"weight": 0}}, ("assistant", "user"), {0.5: "first?", 1.0: f"bad{END}second?\nplease"}),
+        ({2: {"weight": 1}}, ("assistant",), {1.0: f"bad{END}good{END}"}),
+    ],
+)
+def test_weights_of_messages_reach_the_sample(tmp_path: Path, marks: Any, train_on: Any, expected: Any) -> None:
+    assert weights(stored(tmp_path, marked(marks), *train_on)) == expected
+
+
+def test_weights_in_a_whole_row_are_those_of_the_turns_tokens(tmp_path: Path) -> None:
+    found = weights(stored(tmp_path, marked({2: {"weight": 0.5}}), "all"))
+    assert found[0.5] == "bad" + END
+    assert "good" + END in found[1.0]
+
+
+@pytest.mark.parametrize(("weight", "expected"), [(0, {1.0: END}), (0.5, {0.5: "<think>hm</think>", 1.0: "yo" + END})])
+def test_reasoning_is_weighed(tmp_path: Path, weight: float, expected: Any) -> None:
+    talk = [TALK[1], {"role": "assistant", "content": "<think>hm</think>yo"}]
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": talk}) + "\n")
+    found = weights(tokenize_file(path, Columns(reasoning_weight=weight), TOKENIZER, None, tmp_path / "tokens"))
+    assert {w: text.replace("yo", "") if w == 1 and not weight else text for w, text in found.items()} == expected
+
+
+def test_rows_of_tokens_keep_their_weights(tmp_path: Path) -> None:
+    ids = TOKENIZER("first? good")["input_ids"]
+    labels = [-100, *ids[1:]]
+    column = [1, *([0.5] * (len(ids) - 2)), 0]
+    assert weights(stored(tmp_path, {"input_ids": ids, "labels": labels, "loss_weights": column})) == {
+        0.5: TOKENIZER.decode(ids[1:-1])
+    }
+    assert weights(stored(tmp_path, {"input_ids": ids, "loss_weights": column}, "all")) == {
+        1.0: TOKENIZER.decode(ids[1:])
+    }
+    for wrong, words in (
+        ({"loss_weights": [1]}, "1 values for"),
+        ({"labels": [7] * len(ids)}, "neither its id nor -100"),
+        ({"loss_mask": [-1] * len(ids)}, "numbers of at least 0"),
+        ({"input_ids": [10**6]}, "none of the tokenizer's"),
+        ({"input_ids": ["a"]}, "expected token ids"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            stored(tmp_path, {"input_ids": ids, **wrong})
+    with pytest.raises(ValueError, match="rows are tokens and not messages"):
+        stored(tmp_path, {"input_ids": ids}, "last")
+
+
 def test_a_mark_is_not_the_templates_and_null_is_none(tmp_path: Path) -> None:
     plain = stored(tmp_path, marked({}))
     ids, mask = (values.tolist() for values in plain.tokens(0))
@@ -63,11 +125,12 @@ def test_a_mark_is_not_the_templates_and_null_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("marks", "words"),
     [
-        ({2: {"weight": 0.5}}, "weight 0.5, a fraction"),
-        ({2: {"weight": 2}}, "weight 2, neither"),
-        ({2: {"train": "no"}}, "train 'no', neither"),
-        ({2: {"loss": float("nan")}}, "loss nan, a fraction"),
-        ({2: {"weight": 1, "train": False}}, "marked to be trained and not"),
+        ({2: {"masked": 0.5}}, "masked 0.5: it is masked"),
+        ({2: {"weight": -1}}, "weight -1: it is true, false or a weight"),
+        ({2: {"train": "no"}}, "train 'no': it is true, false or a weight"),
+        ({2: {"loss": float("nan")}}, "loss nan: it is true"),
+        ({2: {"weight": 1, "train": False}}, "marks that contradict each other"),
+        ({2: {"weight": 0.5, "loss_scale": 2}}, "marks that contradict each other"),
         ({2: {"train_detail": [{"begin_offset": 0}]}}, "'train_detail': it marks parts"),
         ({1: {"weight": 1}}, "message 2, of role 'user', is marked to be trained.*add user to --train-on"),
     ],
@@ -151,5 +214,5 @@ def test_a_message_loses_its_marks_alone(message: dict[str, Any]) -> None:
     except ValueError:
         return
     assert plain == {key: value for key, value in message.items() if key not in MARKS}
-    given_marks = {bool(v) is MARKS[k] for k, v in message.items() if k in MARKS and v is not None}
-    assert ({mark} if mark is not None else set()) == given_marks
+    given_marks = {float(v if MARKS[k] else not v) for k, v in message.items() if k in MARKS and v is not None}
+    assert ({mark} if mark is not None else set()) == (given_marks if len(given_marks) < 2 else given_marks - {1.0})

@@ -10,8 +10,8 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from apps.sft.reading.trained import Trained, mask_of
-from chat_tools import Rendered, images, read_stop_tokens, render
+from apps.sft.reading.trained import Trained, weighed
+from chat_tools import Rendered, images, read_stop_tokens, render, with_end
 from rollout.chat.images import ImageProcessor, images_of, without_images
 from seqpack.batches.batch import make_batch
 from seqpack.batches.mrope import grid_tokens
@@ -32,13 +32,14 @@ class Encoded:
     """Token ids and a mask of the trained ones, one entry a token each; the first token is never trained.
 
     `types`: which tokens stand for images (1), one entry a token; `images`: their paths or `data:` URIs in order. Both
-    are empty for a conversation without.
+    are empty for a conversation without. `weights`: of the tokens, 0 where untrained; empty where all others are 1.
     """
 
     ids: Sequence[int]
     mask: Sequence[bool]
     types: Sequence[int] = ()
     images: Sequence[str] = ()
+    weights: Sequence[float] = ()
 
 
 def encode_messages(
@@ -48,6 +49,9 @@ def encode_messages(
     stop_tokens: Sequence[str] | None = None,
     trained: Trained | None = None,
     image_processor: ImageProcessor | None = None,
+    *,
+    reasoning: tuple[float, str | None] = (1.0, None),
+    end_of_turn: str | None = None,
 ) -> Encoded:
     """Render one conversation by the tokenizer's own chat template.
 
@@ -69,8 +73,10 @@ def encode_messages(
         rendered = render(tokenizer, list(messages), tools=list(tools) if tools else None, stop_tokens=stop_tokens)
     if rendered.problems:
         raise UnverifiedMaskError(rendered.problems[0])
-    mask = mask_of(tokenizer, rendered, trained)
-    return Encoded(rendered.ids, mask, rendered.mm_token_type_ids if images else (), images)
+    if end_of_turn is not None:
+        rendered = with_end(rendered, end_of_turn)
+    mask, weights = weighed(tokenizer, rendered, trained, *reasoning)
+    return Encoded(rendered.ids, mask, rendered.mm_token_type_ids if images else (), images, weights)
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, prompt: str, text: str, everything: bool = False) -> Encoded:

@@ -3,6 +3,7 @@ for."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import overload
 
 import numpy as np
@@ -44,7 +45,7 @@ def usable_of(store: Store, max_tokens: int, truncation: Truncation) -> Usable:
         elif store.shown[number]:
             reasons[number] = f"longer than --max-tokens {max_tokens}, with images, which are not cut"
         else:
-            trained[number] = cut(*store.tokens(number), max_tokens, truncation)[1].sum()
+            trained[number] = cut(store.tokens(number), max_tokens, truncation)[1].sum()
     for number in map(int, np.flatnonzero(trained == 0)):
         reasons.setdefault(number, "nothing of the assistant's to train on")
     entries = np.array([i for i in range(len(store)) if i not in reasons], dtype=np.int64)
@@ -63,12 +64,12 @@ def usable_of(store: Store, max_tokens: int, truncation: Truncation) -> Usable:
     )
 
 
-def cut(ids: np.ndarray, mask: np.ndarray, max_tokens: int, truncation: Truncation) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most max_tokens of a row's tokens and mask; the first is not trained, as nothing comes before it."""
+def cut(columns: tuple[np.ndarray, ...], max_tokens: int, truncation: Truncation) -> tuple[np.ndarray, ...]:
+    """Return at most max_tokens of a row's tokens, mask, ...; the first is not trained, as nothing comes before it."""
     part = slice(-max_tokens, None) if truncation == "left" else slice(None, max_tokens)
-    ids, mask = ids[part], mask[part].copy()
+    ids, mask, *others = (column[part].copy() for column in columns)
     mask[:1] = False
-    return ids, mask
+    return ids, mask, *others
 
 
 @dataclass(frozen=True)
@@ -100,13 +101,21 @@ class Samples(Sequence[Sample]):
             return Samples(self.files, self.places[index], self.image_processor)
         file, entry = (int(part) for part in self.places[index])
         store, max_tokens, truncation = self.files[file]
-        ids, mask = cut(*store.tokens(entry), max_tokens, truncation)
+        columns = store.tokens(entry)
+        if self._weighted:
+            columns = (*columns, store.weights(entry))
+        names = ("input_ids", "loss_mask", "loss_weights")
         sample = {
-            "input_ids": torch.from_numpy(ids),
-            "position_ids": torch.arange(len(ids)),
-            "loss_mask": torch.from_numpy(mask),
+            name: torch.from_numpy(column)
+            for name, column in zip(names, cut(columns, max_tokens, truncation), strict=False)
         }
-        return sample if self.image_processor is None else {**sample, **self._media(store, entry, len(ids))}
+        sample["position_ids"] = torch.arange(len(sample["input_ids"]))
+        return sample if self.image_processor is None else {**sample, **self._media(store, entry, len(columns[0]))}
+
+    @cached_property
+    def _weighted(self) -> bool:
+        """Whether a row has weights of its own: then all samples have a column of them."""
+        return any(store.weighted for store, _, _ in self.files)
 
     def _media(self, store: Store, entry: int, length: int) -> dict[str, Tensor]:
         assert self.image_processor is not None

@@ -33,6 +33,7 @@ SCHEMA = pa.schema(
         ("trained", pa.int64()),
         ("input_ids", pa.list_(pa.int32())),
         ("loss_mask", pa.list_(pa.bool_())),
+        ("loss_weights", pa.list_(pa.float32())),
         ("types", pa.list_(pa.int8())),
         ("images", pa.list_(pa.large_string())),
         ("stamps", pa.list_(pa.string())),
@@ -170,11 +171,23 @@ class Store:
         ids, mask = (self._cell(name, number).values for name in ("input_ids", "loss_mask"))
         return ids.to_numpy().astype(np.int64), mask.to_numpy(zero_copy_only=False)
 
+    def weights(self, number: int) -> np.ndarray:
+        """Return the weights of an entry's tokens, f32[T], as a copy; 1 for all where it has none of its own."""
+        own = self._cell("loss_weights", number).values.to_numpy()
+        return own.copy() if len(own) else np.ones(self.lengths[number], np.float32)
+
+    @cached_property
+    def weighted(self) -> bool:
+        """Whether some entry has weights of its own."""
+        return bool(self._counts("loss_weights").any())
+
     @cached_property
     def shown(self) -> np.ndarray:
         """The number of images of each entry, i64[n]."""
-        counts = [pc.list_value_length(batch.column("images")).to_numpy() for batch in self._batches]
-        return np.concatenate(counts)
+        return self._counts("images")
+
+    def _counts(self, name: str) -> np.ndarray:
+        return np.concatenate([pc.list_value_length(batch.column(name)).to_numpy() for batch in self._batches])
 
     def images(self, number: int) -> tuple[list[int], list[str]]:
         """Return a mask of the tokens that stand for images (1), and the images as paths or `data:` URIs."""
@@ -226,6 +239,7 @@ def record_batch(entries: list[Entry]) -> Any:
         [sum(e.mask[1:]) for e in encoded],
         [list(e.ids) for e in encoded],
         [list(e.mask) for e in encoded],
+        [list(e.weights) for e in encoded],
         [list(e.types) for e in encoded],
         [list(e.images) for e in encoded],
         [list(entry.stamps) for entry in entries],

@@ -72,8 +72,8 @@ def test_every_row_is_used_or_has_its_reason(tmp_path: Path, rows: Rows, longest
 
 def test_a_cut_row_keeps_the_mask_of_what_is_left() -> None:
     ids, mask = np.arange(6), np.array([False, True, False, True, True, False])
-    assert [x.tolist() for x in cut(ids, mask, 3, "left")] == [[3, 4, 5], [False, True, False]]
-    assert [x.tolist() for x in cut(ids, mask, 3, "right")] == [[0, 1, 2], [False, True, False]]
+    assert [x.tolist() for x in cut((ids, mask), 3, "left")] == [[3, 4, 5], [False, True, False]]
+    assert [x.tolist() for x in cut((ids, mask), 3, "right")] == [[0, 1, 2], [False, True, False]]
     assert mask[3]
 
 

@@ -35,7 +35,7 @@ from apps.common.data.tokenizer import check_chat_template
 from apps.sft.reading import conversations, examples, marks, row_images, samples, trained
 from apps.sft.reading.columns import BadRows
 from apps.sft.reading.conversations import Conversation
-from apps.sft.reading.examples import BadRow, Columns, Example, description_of, form_of_file, read_examples
+from apps.sft.reading.examples import BadRow, Columns, Example, Tokens, description_of, form_of_file, read_examples
 from apps.sft.reading.marks import READ
 from apps.sft.reading.samples import Encoded, ImageError, UnverifiedMaskError, encode_messages, encode_text
 from apps.sft.reading.store import (
@@ -50,7 +50,9 @@ from apps.sft.reading.store import (
     write_batches,
 )
 from apps.sft.reading.trained import TrainOn, trained_of
+from chat_tools import reasoning_format
 from chat_tools.rendering import render as rendering
+from chat_tools.rendering.template import tokens_as_text
 from rollout.chat.images import ImageProcessor, images_of
 
 PART, PART_BYTES = 256, 2**20
@@ -82,6 +84,8 @@ class Encoder:
             if isinstance(example, Conversation):
                 return self._of_conversation(example)
             everything = "all" in self.columns.train_on
+            if isinstance(example, Tokens):
+                return self._of_tokens(example, everything)
             encoded = encode_text(self.tokenizer, example.prompt, example.text, everything)
             return Entry(example.row, example.key, encoded)
         except UnverifiedMaskError as error:
@@ -94,6 +98,14 @@ class Encoder:
             what = "conversation" if isinstance(example, Conversation) else "text"
             return Entry(example.row, NO_KEY, None, problem=f"{who} refuses the {what}: {error}")
 
+    def _of_tokens(self, example: Tokens, everything: bool) -> Entry:
+        if max(example.ids) >= len(self.tokenizer):
+            problem = f"token {max(example.ids)} is none of the tokenizer's, which has {len(self.tokenizer)}"
+            return Entry(example.row, NO_KEY, None, problem=problem)
+        mask = [bool(number) and (everything or weight > 0) for number, weight in enumerate(example.weights)]
+        weights = () if everything or {*example.weights} <= {0.0, 1.0} else example.weights
+        return Entry(example.row, example.key, Encoded(example.ids, mask, weights=weights))
+
     def _of_conversation(self, example: Conversation) -> Entry:
         roles = [message["role"] for message in example.messages]
         try:
@@ -104,13 +116,23 @@ class Encoder:
         unread = tuple(sorted({key for message in example.messages for key in message} - self._known))
         messages, tools = example.messages, example.tools
         try:
-            encoded = encode_messages(self.tokenizer, messages, tools, self.stop_tokens, choice, self.image_processor)
+            encoded = encode_messages(
+                *(self.tokenizer, messages, tools, self.stop_tokens, choice, self.image_processor),
+                reasoning=self._reasoning,
+                end_of_turn=self.columns.end_of_turn,
+            )
             stamps = tuple(map(stamp_of, encoded.images))
         except ImageError as error:
             images = images_of(messages)
             seen = Encoded((), (), images=images)
             return Entry(example.row, NO_KEY, seen, stamps=tuple(map(_stamp_or_none, images)), problem=str(error))
         return Entry(example.row, example.key, encoded, stamps=stamps, unread=unread)
+
+    @cached_property
+    def _reasoning(self) -> tuple[float, str | None]:
+        """The weight of reasoning, and the format that tells it where it is not 1."""
+        weight = self.columns.reasoning_weight
+        return weight, None if weight == 1 else reasoning_format(self.tokenizer)
 
     @cached_property
     def _known(self) -> frozenset[str]:
@@ -142,8 +164,12 @@ def tokenize_file(
     columns = replace(columns, form=form)
     log_line(f"{path.name}: {description_of(form, columns, first)}")
     _check_choice(path, columns, first)
-    if form not in ("text", "prompt_completion") or isinstance(first.get(columns.prompt), list):
+    if form == "tokens":
+        pass  # they need no template and no end of sequence
+    elif form not in ("text", "prompt_completion") or isinstance(first.get(columns.prompt), list):
         check_chat_template(tokenizer)
+        if columns.end_of_turn is not None:
+            tokens_as_text([columns.end_of_turn], tokenizer)  # a ValueError where it is not one token
     elif tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer names no end-of-sequence token; set eos_token in tokenizer_config.json")
     store = Store(
@@ -170,18 +196,19 @@ def tokenize_file(
 
 
 def _check_choice(path: Path, columns: Columns, first: Row) -> None:
-    """Raise ValueError where `train_on` has no meaning for the rows of a file of texts."""
-    texts = columns.form == "text" or (
-        columns.form == "prompt_completion" and not isinstance(first.get(columns.prompt), list)
-    )
-    allowed: tuple[TrainOn, ...] = (
-        ("assistant", "all") if columns.form == "text" else ("assistant", "completion", "all")
-    )
-    if texts and not set(columns.train_on) <= set(allowed):
+    """Raise ValueError where what is trained is chosen in a way that has no meaning for a file of texts or tokens."""
+    flat = columns.form in ("text", "tokens")
+    if not flat and not (columns.form == "prompt_completion" and not isinstance(first.get(columns.prompt), list)):
+        return
+    allowed: tuple[TrainOn, ...] = ("assistant", "all") if flat else ("assistant", "completion", "all")
+    what = f"{path.name}, whose rows are {'tokens' if columns.form == 'tokens' else 'texts'} and not messages"
+    if not set(columns.train_on) <= set(allowed):
         raise ValueError(
-            f"--train-on {' '.join(columns.train_on)} has no meaning for {path.name}, whose rows are texts and not "
-            f"messages: leave it out, or use {' or '.join(allowed[1:])}"
+            f"--train-on {' '.join(columns.train_on)} has no meaning for {what}: leave it out, or use "
+            f"{' or '.join(allowed[1:])}"
         )
+    if columns.reasoning_weight != 1 or columns.end_of_turn is not None:
+        raise ValueError(f"--reasoning-weight and --end-of-turn have no meaning for {what}: leave them out")
 
 
 def _with_progress(batches: Iterable[Any], path: Path, log_line: Callable[[str], None]) -> Iterator[Any]:
@@ -284,6 +311,8 @@ def _size_of(example: Example | BadRow) -> int:
         return len(example.problem)
     if isinstance(example, Conversation):
         return _characters(example.messages)
+    if isinstance(example, Tokens):
+        return 8 * len(example.ids)
     return len(example.prompt) + len(example.text)
 
 

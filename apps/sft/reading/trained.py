@@ -1,30 +1,35 @@
 """Which tokens of a conversation are trained: by roles, the last turn, the completion or all, and by messages' marks.
+How much: by marks and for reasoning.
 
 A token of several owners is trained for none: what an assistant wrote is proven by rendering (`chat_tools.render`), the
 text of other roles is theirs by the same proof, and what a mark takes out takes every token with it that touches it.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from apps.sft.reading.columns import TrainOn as TrainOn
-from chat_tools import Rendered
+from chat_tools import Rendered, reasoning_mask
 from chat_tools.rendering.render import encode
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """The choice for one conversation: `whole` rows from message `first` on but for `left_out`, else `messages`."""
+    """The choice for one conversation: `whole` rows from message `first` on but for `left_out`, else `messages`.
+
+    `weights`: of messages, where it is not 1.
+    """
 
     messages: frozenset[int] = frozenset()
     left_out: frozenset[int] = frozenset()
     whole: bool = False
     first: int = 0
+    weights: Mapping[int, float] = field(default_factory=dict)
 
 
 def trained_of(
-    roles: Sequence[str], train_on: Sequence[TrainOn], marks: Sequence[bool | None] = (), completes: int | None = None
+    roles: Sequence[str], train_on: Sequence[TrainOn], marks: Sequence[float | None] = (), completes: int | None = None
 ) -> Trained:
     """Return what is trained of a conversation with messages of these roles; see `Conversation` for the others.
 
@@ -33,12 +38,13 @@ def trained_of(
     """
     given = {number: mark for number, mark in enumerate(marks) if mark is not None}
     left_out = frozenset(number for number, mark in given.items() if not mark)
+    weights = {number: mark for number, mark in given.items() if mark not in (0, 1)}
     if "all" in train_on:
-        return Trained(left_out=left_out, whole=True)
+        return Trained(left_out=left_out, whole=True, weights=weights)
     if "completion" in train_on:
         if completes is None:
             raise ValueError("--train-on completion goes with rows of a prompt and its completion")
-        return Trained(left_out=left_out, whole=True, first=completes)
+        return Trained(left_out=left_out, whole=True, first=completes, weights=weights)
     assistants = [number for number, role in enumerate(roles) if role == "assistant"]
     if "last" in train_on:
         chosen = frozenset(assistants[-1:])
@@ -50,7 +56,7 @@ def trained_of(
                     f"message {number + 1}, of role {roles[number]!r}, is marked to be trained, which --train-on "
                     f"{' '.join(train_on)} leaves out: add {roles[number]} to --train-on, or remove the mark"
                 )
-    return Trained(chosen - left_out)
+    return Trained(chosen - left_out, weights={number: weights[number] for number in chosen & weights.keys()})
 
 
 def mask_of(tokenizer: Any, rendered: Rendered, trained: Trained | None) -> list[bool]:
@@ -78,6 +84,28 @@ def mask_of(tokenizer: Any, rendered: Rendered, trained: Trained | None) -> list
             if start <= first and last <= end and first < last:
                 mask[place] = True
     return mask
+
+
+def weighed(
+    tokenizer: Any, rendered: Rendered, trained: Trained | None, reasoning: float = 1.0, form: str | None = None
+) -> tuple[list[bool], list[float]]:
+    """Return the mask of the trained tokens (`mask_of`) and their weights, none where all of them are 1.
+
+    `reasoning`: what the weights of reasoning are multiplied by; `form`: the format that tells it. A token of weight 0
+    is not trained, and counts in no mean.
+    """
+    mask = mask_of(tokenizer, rendered, trained)
+    marked = {} if trained is None else trained.weights
+    if not marked and reasoning == 1:
+        return mask, []
+    weights = [float(on) for on in mask]
+    for number, weight in marked.items():
+        own = mask_of(tokenizer, rendered, Trained(frozenset({number})))
+        weights = [weight if w and o else w for w, o in zip(weights, own, strict=True)]
+    if reasoning != 1:
+        thought = reasoning_mask(rendered, form)
+        weights = [w * reasoning if t else w for w, t in zip(weights, thought, strict=True)]
+    return [w > 0 for w in weights], [] if set(weights) <= {0.0, 1.0} else weights
 
 
 def _whole(rendered: Rendered, offsets: Sequence[tuple[int, int]], trained: Trained) -> list[bool]:

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from chat_tools.rendering.stop_tokens import read_stop_tokens as read_stop_tokens
     from chat_tools.rendering.stop_tokens import turn_ends as turn_ends
     from chat_tools.rendering.training import loss_weights as loss_weights
+    from chat_tools.rendering.training import reasoning_format as reasoning_format
+    from chat_tools.rendering.training import reasoning_mask as reasoning_mask
     from chat_tools.rendering.training import with_end as with_end
     from chat_tools.rendering.view import html_view as html_view
     from chat_tools.rendering.view import terminal_view as terminal_view
@@ -89,6 +91,8 @@ _EXPORTS = {
     "parse": "chat_tools.parsing.parser",
     "parse_ids": "chat_tools.sampled_turn",
     "read_stop_tokens": "chat_tools.rendering.stop_tokens",
+    "reasoning_format": "chat_tools.rendering.training",
+    "reasoning_mask": "chat_tools.rendering.training",
     "render": "chat_tools.rendering.render",
     "terminal_view": "chat_tools.rendering.view",
     "text_after_turn": "chat_tools.rendering.continuation",

@@ -3,8 +3,8 @@
 import pytest
 
 from chat_tools.rendering.continuation import extend
-from chat_tools.rendering.render import render
-from chat_tools.rendering.training import loss_weights, with_end
+from chat_tools.rendering.render import Rendered, render
+from chat_tools.rendering.training import loss_weights, reasoning_mask, with_end
 from chat_tools.testing.tokenizer import tiny_tokenizer
 
 TALK = [
@@ -32,6 +32,33 @@ def test_messages_are_chosen_and_weighted() -> None:
     assert trained(weights={1: 0.5}) == {0.5: "hello<|im_end|>", 1.0: "see you<|im_end|>"}
     assert trained(weights={1: 0}) == {1.0: "see you<|im_end|>"}
     assert trained(train=[]) == {}
+    tokens = len(trained_of(rendered, 3))
+    assert [w for w in loss_weights(rendered, "last", {3: range(tokens)}) if w] == list(range(1, tokens))
+
+
+def trained_of(rendered: Rendered, message: int) -> list[int]:
+    return [i for span in rendered.spans if span.message == message for i in rendered.ids[span.token_start : span.token_end]]
+
+
+THINKING = tiny_tokenizer("thinking", marks=False)
+THOUGHT = [{"role": "user", "content": "hi"}, {"role": "assistant", "reasoning_content": "hm", "content": "yo</think>"}]
+
+
+def test_reasoning_is_weighed_apart() -> None:
+    rendered = render(THINKING, THOUGHT, stop_tokens=["<|im_end|>"])
+    halves = loss_weights(rendered, weights={1: 2.0}, reasoning=0.25)
+    words = {w: THINKING.decode([i for i, x in zip(rendered.ids, halves, strict=True) if x == w]) for w in set(halves)}
+    assert (words[0.5], words[2.0]) == ("hm\n</think>", "\n\nyo</think><|im_end|>")
+    assert not any(w for w, r in zip(loss_weights(rendered, reasoning=0), reasoning_mask(rendered), strict=True) if r)
+    assert not any(reasoning_mask(render(CHATML, TALK)))
+    inline = [THOUGHT[0], {"role": "assistant", "content": "<think>hm</think>yo"}]
+    told = render(CHATML, inline)
+    assert CHATML.decode([i for i, r in zip(told.ids, reasoning_mask(told), strict=True) if r]) == "<think>hm</think>"
+    with pytest.raises(ValueError, match="written otherwise than gemma"):
+        reasoning_mask(rendered, "gemma")
+    prompt = render(CHATML, TALK[:1], add_generation_prompt=True)
+    with pytest.raises(ValueError, match="weigh its messages by token"):
+        loss_weights(prompt.generated(CHATML.convert_tokens_to_ids(list("hello"))), reasoning=0)
 
 
 def test_a_choice_without_an_effect_is_refused() -> None:
@@ -40,8 +67,12 @@ def test_a_choice_without_an_effect_is_refused() -> None:
         loss_weights(rendered, [0])
     with pytest.raises(ValueError, match="message 7 cannot be trained"):
         loss_weights(rendered, weights={7: 1.0})
-    with pytest.raises(ValueError, match="weights are 0 or more"):
+    with pytest.raises(ValueError, match="weight of message 1 is -1.0: weights are numbers of at least 0"):
         loss_weights(rendered, weights={1: -1.0})
+    with pytest.raises(ValueError, match="message 1 has 1 weights for"):
+        loss_weights(rendered, weights={1: [1.0]})
+    with pytest.raises(ValueError, match="message 1 has a weight and is not among"):
+        loss_weights(rendered, "last", {1: 0.5})
     with pytest.raises(ValueError, match='"last" or messages'):
         loss_weights(rendered, "first")  # type: ignore[arg-type]
     left_out = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
