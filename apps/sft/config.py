@@ -38,8 +38,8 @@ class DataConfig:
     eval_data: Path | None = None
     """Held-out rows; without it a share of --data is held out."""
     form: Form = "auto"
-    """What a row is: messages, ShareGPT, Alpaca, a prompt with its completion (texts or messages), plain text, or tokens
-    (input_ids); "auto" is decided by the columns of a file's first row, and told."""
+    """What a row is: messages, ShareGPT, Alpaca, a prompt with its completion (texts or messages), plain text, or
+    tokens (input_ids); "auto" is decided by the columns of a file's first row, and told."""
     train_on: tuple[TrainOn, ...] = ("assistant",)
     """What is trained of a conversation: the turns of these roles; or the assistant's "last" turn, the "completion" as
     TRL masks it, or "all" tokens. Marks of messages (weight, train, loss) are obeyed in any case."""

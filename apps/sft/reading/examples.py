@@ -153,8 +153,8 @@ def _form_of(row: Row, columns: Columns) -> Form:
         return "text"
     raise ValueError(
         f"no column {columns.messages!r} or 'conversations', nor {columns.prompt!r} and {columns.completion!r}, nor "
-        f"'instruction' and 'output', nor {columns.text!r} or {IDS!r}; it has {', '.join(row) or 'none'}. Name yours with "
-        "--messages-column, --prompt-column and --completion-column, or --text-column"
+        f"'instruction' and 'output', nor {columns.text!r} or {IDS!r}; it has {', '.join(row) or 'none'}. Name yours "
+        "with --messages-column, --prompt-column and --completion-column, or --text-column"
     )
 
 

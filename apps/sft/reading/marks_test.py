@@ -66,7 +66,11 @@ def weights(store: Store) -> dict[float, str]:
         ({2: {"weight": 0.5}}, ("assistant",), {0.5: "bad" + END, 1.0: "good" + END}),
         ({2: {"weight": 2, "train": True}, 4: {"loss_scale": 0}}, ("assistant",), {2.0: "bad" + END}),
         ({2: {"weight": 0.5}, 4: {"weight": 3}}, ("last",), {3.0: "good" + END}),
-        ({1: {"weight": 0.5}, 4: {"weight": 0}}, ("assistant", "user"), {0.5: "first?", 1.0: f"bad{END}second?\nplease"}),
+        (
+            {1: {"weight": 0.5}, 4: {"weight": 0}},
+            ("assistant", "user"),
+            {0.5: "first?", 1.0: f"bad{END}second?\nplease"},
+        ),
         ({2: {"weight": 1}}, ("assistant",), {1.0: f"bad{END}good{END}"}),
     ],
 )

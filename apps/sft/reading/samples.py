@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from apps.sft.reading.trained import Trained, weighed
+from apps.sft.reading.trained import Trained, mask_and_weights
 from chat_tools import Rendered, images, read_stop_tokens, render, with_end
 from rollout.chat.images import ImageProcessor, images_of, without_images
 from seqpack.batches.batch import make_batch
@@ -75,7 +75,7 @@ def encode_messages(
         raise UnverifiedMaskError(rendered.problems[0])
     if end_of_turn is not None:
         rendered = with_end(rendered, end_of_turn)
-    mask, weights = weighed(tokenizer, rendered, trained, *reasoning)
+    mask, weights = mask_and_weights(tokenizer, rendered, trained, *reasoning)
     return Encoded(rendered.ids, mask, rendered.mm_token_type_ids if images else (), images, weights)
 
 

@@ -101,7 +101,7 @@ class Samples(Sequence[Sample]):
             return Samples(self.files, self.places[index], self.image_processor)
         file, entry = (int(part) for part in self.places[index])
         store, max_tokens, truncation = self.files[file]
-        columns = store.tokens(entry)
+        columns: tuple[np.ndarray, ...] = store.tokens(entry)
         if self._weighted:
             columns = (*columns, store.weights(entry))
         names = ("input_ids", "loss_mask", "loss_weights")

@@ -86,7 +86,7 @@ def mask_of(tokenizer: Any, rendered: Rendered, trained: Trained | None) -> list
     return mask
 
 
-def weighed(
+def mask_and_weights(
     tokenizer: Any, rendered: Rendered, trained: Trained | None, reasoning: float = 1.0, form: str | None = None
 ) -> tuple[list[bool], list[float]]:
     """Return the mask of the trained tokens (`mask_of`) and their weights, none where all of them are 1.

@@ -3,7 +3,7 @@
 import pytest
 
 from chat_tools.rendering.continuation import extend
-from chat_tools.rendering.render import Rendered, render
+from chat_tools.rendering.render import render
 from chat_tools.rendering.training import loss_weights, reasoning_mask, with_end
 from chat_tools.testing.tokenizer import tiny_tokenizer
 
@@ -32,12 +32,8 @@ def test_messages_are_chosen_and_weighted() -> None:
     assert trained(weights={1: 0.5}) == {0.5: "hello<|im_end|>", 1.0: "see you<|im_end|>"}
     assert trained(weights={1: 0}) == {1.0: "see you<|im_end|>"}
     assert trained(train=[]) == {}
-    tokens = len(trained_of(rendered, 3))
+    tokens = sum(weight > 0 for weight in loss_weights(rendered, "last"))
     assert [w for w in loss_weights(rendered, "last", {3: range(tokens)}) if w] == list(range(1, tokens))
-
-
-def trained_of(rendered: Rendered, message: int) -> list[int]:
-    return [i for span in rendered.spans if span.message == message for i in rendered.ids[span.token_start : span.token_end]]
 
 
 THINKING = tiny_tokenizer("thinking", marks=False)
@@ -67,7 +63,7 @@ def test_a_choice_without_an_effect_is_refused() -> None:
         loss_weights(rendered, [0])
     with pytest.raises(ValueError, match="message 7 cannot be trained"):
         loss_weights(rendered, weights={7: 1.0})
-    with pytest.raises(ValueError, match="weight of message 1 is -1.0: weights are numbers of at least 0"):
+    with pytest.raises(ValueError, match=r"weight of message 1 is -1\.0: weights are numbers of at least 0"):
         loss_weights(rendered, weights={1: -1.0})
     with pytest.raises(ValueError, match="message 1 has 1 weights for"):
         loss_weights(rendered, weights={1: [1.0]})
