@@ -251,6 +251,11 @@ class GrpoConfig:
     """Prompt and all turns together: of each token stream, and of all that is sampled in the episode's streams."""
     max_episode_seconds: float | None = None
     """An episode that takes longer ends where it is, whatever hangs in it; without it none is hurried."""
+    environment_processes: int | None = None
+    """Processes that play environments on each sampler's machine, apart from it; None: as many as their CPU time asks
+    for. 0 plays them in threads of the process that samples, as are those marked instant."""
+    stall_seconds: float = 120.0
+    """A process that plays environments and says nothing for so long is told, with its stack, and replaced."""
     eval_every: int = 50
     """GRPO steps between held-out evaluations (also before the first and after the last)."""
     save_every: int = 100
@@ -311,6 +316,10 @@ class GrpoConfig:
         yield from allowed_problem(self.allow_idle_steps)
         if self.control_run not in get_args(Control):
             yield f"--control-run must be one of {', '.join(get_args(Control))}, got {self.control_run!r}"
+        if self.environment_processes is not None and self.environment_processes < 0:
+            yield f"--environment-processes must be at least 0, got {self.environment_processes}"
+        if not 0 < self.stall_seconds < float("inf"):
+            yield f"--stall-seconds must be above 0 and finite, got {self.stall_seconds}"
         if self.max_episode_seconds is not None and not self.max_episode_seconds > 0:
             yield f"--max-episode-seconds must be more than 0, got {self.max_episode_seconds}"
 

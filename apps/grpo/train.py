@@ -2,8 +2,9 @@
 
 import functools
 import gc
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +42,7 @@ from schedules.protocols import environment_of
 from schedules.ray.cluster import in_cluster
 from schedules.reporting.episode_samples import Decode, EpisodeSamples, failure_note, token_decoder
 from schedules.runtime.collectives import broadcast_result, rank_and_world
-from schedules.runtime.interrupts import Runner
+from schedules.runtime.interrupts import Runner, note_termination
 from schedules.sampling.session import Evaluation, HeldOutMetric
 from schedules.schedule import Schedule, TrainStepResult
 from seqpack.memory import ledger
@@ -87,7 +88,7 @@ def train(
     quiet_libraries()
     done, checkpoint = broadcast_result(steps_done(run_dir, config.steps) if config.resume else (0, None))
     tokenizer = load_tokenizer(model)
-    with Runner() as runner, ExitStack() as stack:
+    with note_termination() as terminated, Runner() as runner, ExitStack() as stack:
         start = RunBuilder(config, tasks, tokenizer, model, run_dir, done, checkpoint, rollout_engine, runner, opened)
         start = start.warmed(demonstrations)
         gc.collect()  # an engine has reference cycles: that of the warm start is freed here
@@ -105,7 +106,8 @@ def train(
                 if line is not None:
                     log.note(line)
             record = SamplerRecord(log, engine, config.cluster.rollout.engine, start.model)
-            found = _Steps(config, tasks, schedule, engine, log, saves, token_decoder(tokenizer), record).run(done)
+            steps = _Steps(config, tasks, schedule, engine, log, saves, token_decoder(tokenizer), record, terminated)
+            found = steps.run(done)
         save_export(engine, tokenizer, run_dir / "export")
     result = Result(found.before, found.after, time.perf_counter() - begun, run_dir, config.steps, found.metric)
     log.close(_summary(result), f"GRPO, {config.recipe}")
@@ -134,12 +136,15 @@ class _Steps:
     saves: CheckpointSaver
     decode: Decode
     record: SamplerRecord
+    terminated: Callable[[], bool]
+    """Whether SIGTERM came."""
 
     def run(self, done: int) -> _HeldOut:
         """Do steps done..steps; return the held-out results of the run's first start and its end.
 
         Raises:
             IdleRunError: so many steps in a row trained nothing as the configuration allows.
+            SystemExit: SIGTERM came; the run has a checkpoint.
         """
         config, log, schedule = self.config, self.log, self.schedule
         idle = IdleSteps.resumed(config.allow_idle_steps, log.run_dir, done)
@@ -158,6 +163,7 @@ class _Steps:
             row |= self._own_metrics(step, result, row)
             reason = idle_reason(result.episodes, row, config)
             row |= idle.row(reason)
+            ends = self._terminated(step) and not last
             stops = idle.too_many and not last
             evaluation = None
             if last or step % config.eval_every == 0:
@@ -169,11 +175,20 @@ class _Steps:
             if step == done + 1:
                 log.note(memory_note(row))
             self._log_episodes(step, result, evaluation)
-            if last or stops or step % config.save_every == 0:
+            if last or stops or ends or step % config.save_every == 0:
                 self.saves.begin(step, [checkpoint_path(log.run_dir, step)])
             if stops:
                 raise idle.error(step, reason, log.run_dir)
+            if ends:
+                log.note(f"SIGTERM: stopped after step {step}; --resume --run-dir {log.run_dir} goes on")
+                raise SystemExit(128 + signal.SIGTERM)
         return found
+
+    def _terminated(self, step: int) -> bool:
+        """Return whether SIGTERM has come to rank 0, at a step that can have a checkpoint; collective."""
+        schedule = self.config.cluster.schedule
+        window = schedule.parameter_sync_step if schedule.mode == "fully_async" else 1
+        return broadcast_result(self.terminated()) and step % window == 0
 
     def _begin(self, done: int) -> _HeldOut:
         """Tell what the run is; return what its first evaluation found, and log it as a new run's first row."""

@@ -63,6 +63,23 @@ def test_a_step_whose_episodes_all_failed_is_told_and_the_run_goes_on(
     assert not unchanged_weights(run_dir)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.mode)
+def test_sigterm_ends_a_run_after_its_step_with_a_checkpoint_and_a_report(
+    schedule: ScheduleConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, run_dir, recipe = tmp_path / "sent.py", tmp_path / "run", idle_recipe("graded", None)
+    file.write_text("import os\ndef sent(step):\n    os.kill(os.getpid(), 15 if step == 2 else 0)\n    return 0.0\n")
+    config = small(run_dir, schedule, metric=(f"{file}:sent",), **MANY)
+    with pytest.raises(SystemExit) as stop:
+        run(config, recipe)
+    assert stop.value.code == 143
+    assert f"SIGTERM: stopped after step 2; --resume --run-dir {run_dir} goes on" in capsys.readouterr().out
+    assert (last_checkpoint(run_dir) or (0, None))[0] == 2
+    assert (run_dir / "report.html").exists()
+    run(small(run_dir, schedule, resume=True, metric=(f"{file}:sent",), **MANY), recipe)
+    assert [row["step"] for row in rows(run_dir)] == list(range(9))
+
+
 def test_a_first_step_whose_episodes_all_failed_is_told(tmp_path: Path) -> None:
     run(small(tmp_path / "run", ASYNC, steps=2), idle_recipe("failed", range(1, 3)))
     assert [("idle" in row) for row in rows(tmp_path / "run")] == [False, True, True]

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from rollout.environments.environment import LARGEST, Observation, Score, StepResult
 from rollout.errors import EpisodeFailed
@@ -30,13 +30,14 @@ def checked(value: object, kind: type[T], environment: object, method: str) -> T
     )
     if problem is not None:
         raise EpisodeFailed(f"{where(environment, method)}: {method}() returned {problem}", retryable=False)
+    result: Any = value
     if isinstance(value, Score):
-        return Score(float(value.reward), {name: float(part) for name, part in value.reward_components.items()})
-    if isinstance(value, StepResult):
+        components = {name: float(part) for name, part in value.reward_components.items()}
+        result = Score(float(value.reward), components)
+    elif isinstance(value, StepResult):
         metrics = {name: float(number) for name, number in value.metrics.items()}
-        return replace(value, messages=tuple(value.messages), done=bool(value.done), metrics=metrics)
-    assert isinstance(value, kind)
-    return value
+        result = replace(value, messages=tuple(value.messages), done=bool(value.done), metrics=metrics)
+    return cast(T, result)
 
 
 def where(environment: Any, method: str) -> str:
@@ -70,7 +71,7 @@ def _problems(value: Observation | StepResult | Score) -> Iterator[str]:
 
 def _numbers(values: Mapping[Any, Any]) -> Iterator[str]:
     for name, number in values.items():
-        if not isinstance(name, str) or not isinstance(number, Real) or not abs(number) <= LARGEST:
+        if not isinstance(name, str) or not isinstance(number, Real) or not abs(cast(float, number)) <= LARGEST:
             yield f"{name!r:.80} = {number!r:.80}: a number that float32 holds is needed, under a name"
 
 

@@ -6,8 +6,9 @@ One object is one episode; a factory (a class, a `Task`) makes it. All methods a
 run in a thread of the episode's own, on an event loop of its own, so they may block (`ThreadEnvironment`);
 one that takes more seconds than the factory's `timeout` (600 where it has none) fails the episode, to be tried again. A
 factory marked `rollout.tools.workers.instant` says that nothing of it blocks: it runs on the event loop that samples,
-which saves the thread. What methods raise fails the episode, which is never a reward of zero: `EpisodeFailed(reason,
-retryable=True)` and OSError (ConnectionError, TimeoutError) have it played again, anything else is final.
+which saves the thread. What methods raise fails the episode, which is never a reward of zero. It is played again, but
+for `EpisodeFailed(reason, retryable=False)`, which is final. A run plays environments in processes
+(`rollout.environments.processes`).
 """
 
 from collections.abc import Callable, Mapping, Sequence

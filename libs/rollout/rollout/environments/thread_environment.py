@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from rollout.chat.messages import Message, Reply
 from rollout.environments.blocking import ENVIRONMENTS
@@ -33,7 +33,6 @@ from rollout.tools.tool import Tool
 from rollout.tools.workers import Ended, RefusedError
 from seqpack.renamed import renamed
 
-T = TypeVar("T")
 TIMEOUT = 600.0  # seconds that a method may take where the factory has no `timeout`
 GRACE = 1.0  # seconds in which an abandoned thread may still close its environment
 
@@ -64,6 +63,7 @@ class ThreadEnvironment:
         self._ready: asyncio.Future[None] = self._outside.create_future()
         self._environment: Any = None
         self._given_up = False  # a call did not return: its thread may hang
+        self.hung = False  # the thread did not end after close()
         self._inside: asyncio.AbstractEventLoop
         self._end: asyncio.Event
 
@@ -168,6 +168,7 @@ class ThreadEnvironment:
             if self._ready.done():
                 self._inside.call_soon_threadsafe(self._end.set)
                 await asyncio.wait([self._life], timeout=GRACE)
+                self.hung = not self._life.done()
         finally:
             self._life.cancel()
             await asyncio.gather(self._life, return_exceptions=True)
@@ -233,10 +234,11 @@ async def _attempt(function: Callable[..., Any], arguments: Sequence[Any]) -> En
         return Ended(error=error)
 
 
-def _run_on(loop: asyncio.AbstractEventLoop, function: Callable[..., T], *arguments: Any) -> T:
-    """Call a plain function on another loop and wait for its result in this thread alone."""
+def _run_on(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function on another loop and wait for its result in this thread alone."""
 
-    async def call() -> T:
-        return function(*arguments)
+    async def call() -> Any:
+        value = function(*arguments)
+        return await value if asyncio.iscoroutine(value) else value  # a coroutine: the policy is in another process
 
     return asyncio.run_coroutine_threadsafe(call(), loop).result()

@@ -11,6 +11,8 @@ A second press is raised at once, wherever it comes.
 """
 
 import asyncio
+import multiprocessing
+import os
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -53,6 +55,30 @@ def check() -> None:
     `defer_interrupts`."""
     if _presses and not _holds:
         raise KeyboardInterrupt
+
+
+@contextmanager
+def note_termination() -> Iterator[Callable[[], bool]]:
+    """Note SIGTERM, which clusters send some seconds before they kill; yield what says whether it came.
+
+    A second one ends the process at once. Ranks that another process started leave it to that one.
+    """
+    if threading.current_thread() is not threading.main_thread() or multiprocessing.parent_process() is not None:
+        yield lambda: False
+        return
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        del frame
+        came.append(number)
+        signal.signal(number, before)
+        os.write(2, b"SIGTERM: the run ends after this step, with a checkpoint; another one ends it at once\n")
+
+    before = signal.signal(signal.SIGTERM, note)
+    try:
+        yield lambda: bool(came)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any, Literal, TypeVar, cast, get_args
 
 from rollout import Chat, Episode, NativeEngine, RolloutEngine, Sampling, SharingEngine, TaskRow, failures, run_group
+from rollout.environments.processes.pool import EnvironmentProcesses
 from rollout.episodes.runner import together
 from schedules.protocols import NumericEngine, ProcessEngine, SamplerSource, Tasks, Trainer, environment_of
 from schedules.reporting.episode_metrics import environment_metrics, episode_metrics
@@ -117,6 +118,11 @@ class RolloutSession:
     live: Live = field(default_factory=Live)
     check: PendingCheck = field(default_factory=PendingCheck)
     first: FirstBatch = field(default_factory=FirstBatch)
+    processes: EnvironmentProcesses = field(init=False)
+
+    def __post_init__(self) -> None:
+        processes = EnvironmentProcesses(self.settings.environment_processes, self.settings.stall_seconds)
+        object.__setattr__(self, "processes", processes)
 
     def sync(self, trainer: Trainer) -> TransferResult:
         """Give the sampler the trainer's present weights under the next version number.
@@ -212,7 +218,7 @@ class RolloutSession:
             engine: Any = MeteredEngine(self.sampler, self.live)
             jobs = [
                 run_group(
-                    CountedFactory(self.tasks.environment(row), self.live),
+                    CountedFactory(self.processes.hosted(self.tasks.environment(row)), self.live),
                     engine,
                     self.chat,
                     sampling,

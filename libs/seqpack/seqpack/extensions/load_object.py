@@ -10,6 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+IMPORTED: dict[str, str] = {}
+"""Files imported here, by the name of their module: another process imports them before it unpickles."""
+
 
 def is_user_code(name: object) -> bool:
     """Return whether a name is a spec, `FILE.py:NAME` or `package.module:name`, and no registered name."""
@@ -91,6 +94,7 @@ def _file(place: str, kind: str) -> ModuleType:
         if isinstance(error, Exception):
             raise ValueError(f"--{kind}: {describe_error(error, path)}") from error
         raise
+    IMPORTED[name] = str(path)
     return module
 
 

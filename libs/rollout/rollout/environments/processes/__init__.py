@@ -1,0 +1,1 @@
+"""Environments in processes of their own: a pool, the messages, and what runs in each process."""
