@@ -45,6 +45,7 @@ from rollout.workers.channel import Channel
 WINDOW = 64  # episodes of a class
 BUSY = 0.7  # of a core
 CLOSE_TIMEOUT = 60.0
+START = 60.0  # seconds in which a process has to begin
 STATE = ("agent", "turns", "calls", "stop_reason", "limit", "max_new_tokens")
 
 
@@ -194,7 +195,7 @@ class EnvironmentProcess:
                 if not self._connection.poll(1.0):
                     if (code := self.process.poll()) is not None:
                         return self.kill(f"an environment ended its process (exit code {code})")
-                    if time.monotonic() - heard > self._stall_seconds:
+                    if time.monotonic() - heard > (self._stall_seconds if when else max(START, self._stall_seconds)):
                         return self._stalled()
                     continue
                 head, payload = self._channel.receive()

@@ -102,6 +102,7 @@ def test_what_cannot_be_sent_is_said(shared: EnvironmentProcesses) -> None:
     with pytest.warns(RuntimeWarning, match="played in threads of the run's process"):
         assert EnvironmentProcesses().hosted(Local) is Local
     assert EnvironmentProcesses(0).hosted(Rough) is Rough
+    assert "give plain data" in (play(shared, size=1, do=object())[0].error or "")
 
 
 def test_a_class_is_refused_by_its_share_and_comes_back(
@@ -109,7 +110,7 @@ def test_a_class_is_refused_by_its_share_and_comes_back(
 ) -> None:
     monkeypatch.setattr("rollout.environments.processes.pool.WINDOW", 8)
     shared.ends.clear()
-    play(shared, size=6, do="block", who=range(6))
+    play(shared, size=6, do="block", who=[*range(6)])
     refused = play(shared, size=2)
     assert "of its last 8 episodes hung or died" in (refused[0].error or ""), refused[0]
     play(shared, size=8)
