@@ -19,6 +19,7 @@ from engines import EngineConfig
 from objectives import GRPO
 from objectives.choices import check_advantage_options, check_group_size
 from rollout import Sampling
+from schedules.config import FilterGroups, Mode
 
 Control = Literal["none", "shuffled-advantages"]
 COUNTS = (
@@ -234,6 +235,7 @@ class GrpoConfig:
     """Prompts a step."""
     group_size: int = 8
     """Answers sampled for each prompt."""
+    filter_groups: FilterGroups = field(default_factory=FilterGroups)
     epochs: int = 1
     """Number of times that each step's batch is trained on."""
     mini_batches: int = 1
@@ -314,6 +316,10 @@ class GrpoConfig:
             if getattr(self, name) < 0:
                 yield f"{flag(name)} must be at least 0, got {getattr(self, name)}"
         yield from allowed_problem(self.allow_idle_steps)
+        if self.filter_groups.enable and self.cluster.schedule.mode not in get_args(Mode):
+            yield "--filter-groups.enable has no effect with a schedule of your own: leave it out"
+        if self.filter_groups.enable and (self.advantage, self.filter_groups.metric) == ("gdpo", "reward"):
+            yield "--filter-groups.metric reward leaves out groups that --advantage gdpo learns from: set it to any"
         if self.control_run not in get_args(Control):
             yield f"--control-run must be one of {', '.join(get_args(Control))}, got {self.control_run!r}"
         if self.environment_processes is not None and self.environment_processes < 0:

@@ -94,6 +94,9 @@ BESIDE: dict[str, list[str]] = {
     "--rollout.vllm": ["--rollout.engine", "vllm"],
     "--rollout.expert-parallel": ["--rollout.tensor-parallel", "2"],
     "--schedule.parameter-sync-step": ["--schedule.mode", "fully_async"],
+    "--schedule.staleness-threshold": ["--schedule.mode", "fully_async"],
+    "--filter-groups.metric": ["--filter-groups.enable"],
+    "--filter-groups.max-num-gen-batches": ["--filter-groups.enable"],
     "--form": ["--data", "x.jsonl", "--model", "m"],
     "--template-options": ["--data", "x.jsonl", "--model", "m"],
     "--text-column": ["--data", "x.jsonl", "--model", "m"],
@@ -145,6 +148,7 @@ SWITCHES = (
     "--trainer.activation-offload",
     "--trainer.reshard-after-forward",
     "--trainer.routing-replay",
+    "--filter-groups.enable",
 )
 
 

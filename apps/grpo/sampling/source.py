@@ -65,4 +65,5 @@ def rollout_settings(config: GrpoConfig, ranks: int = 1) -> RolloutSettings:
         sleep=config.cluster.rollout.sleep,
         trainer_dtype=str(compute_dtype(config.engine, resolve_device(config.engine))).removeprefix("torch."),
         allow_untested=config.engine.allow_untested,
+        filter_groups=config.filter_groups,
     )

@@ -27,6 +27,31 @@ def builder_of(spec: str, options: tuple[str, ...]) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True)
+class FilterGroups:
+    """Refill of groups without signal: all their rewards are equal (dynamic sampling of DAPO, arXiv 2503.14476)."""
+
+    enable: bool = False
+    """Leave groups whose rewards are all equal out of training, and sample other prompts in their place."""
+    metric: str = "reward"
+    """What must differ in a group: reward, the name of a reward component, or any (the reward or a component)."""
+    max_num_gen_batches: int = 10
+    """Rounds of prompts that a step may sample; then it takes groups as they are. (fully_async: so many times the
+    prompts of a step.)"""
+
+    def __post_init__(self) -> None:
+        if problems := "; ".join(self.problems()):
+            raise ValueError(problems)
+
+    def problems(self) -> Iterator[str]:
+        """Yield texts of all that is wrong, each beginning with a field's name."""
+        if self.max_num_gen_batches < 1:
+            yield f"max_num_gen_batches must be at least 1, got {self.max_num_gen_batches}"
+        for name in ("metric", "max_num_gen_batches"):
+            if not self.enable and getattr(self, name) != getattr(FilterGroups, name):
+                yield f"{name} has no effect without --filter-groups.enable: add it, or leave this out"
+
+
+@dataclass(frozen=True)
 class ScheduleConfig:
     """Who waits for whom between sampling and training."""
 

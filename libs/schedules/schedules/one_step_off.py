@@ -5,6 +5,9 @@
    the first step none), whatever threads do: equal runs give equal bits.
 3. A checkpoint of step k goes with the episodes of step k + 1, which are there by then, in the ledger: a run that goes
    on from it trains on the very same ones.
+4. Groups without signal that are left out (`filter_groups`) are replaced after the training, by the same weights, in
+   rounds that all ranks make together (`Rounds`). The ledger has a rank's part of each round under its number: with
+   the groups that are trained, or as without signal.
 """
 
 import time
@@ -22,10 +25,11 @@ from schedules.rollout_thread import RolloutThread
 from schedules.runtime.collectives import all_agree, rank_and_world
 from schedules.sampling.ledger_files import PER_RANK, check_ledgers
 from schedules.sampling.memory_turns import begin_first_batch, check_weights, run_pending_checks
+from schedules.sampling.refill import Filled, Rounds, with_signal
 from schedules.sampling.session import Evaluation, RolloutSession
 from schedules.sampling.settings import RunState
 from schedules.sampling.task_state import save_cursor
-from schedules.schedule import TrainStepResult, restore_tasks
+from schedules.schedule import TrainStepResult
 
 
 class OneStepOffSchedule:
@@ -35,12 +39,12 @@ class OneStepOffSchedule:
         self._session, self._trainer, self._run = session, trainer, run
         rank, world = rank_and_world()
         check_ledgers(run.run_dir, "one_step_off", world, run.done)
-        restore_tasks(session.tasks, run)
+        self._rounds = Rounds(session.tasks, session.settings, run)
+        self._place = self._rounds.place()
         self._ledger = RolloutLedger(run.run_dir / PER_RANK.format(rank), run.done)
         self._timeline = Timeline(run.run_dir, run.done) if rank == 0 else None
         self._sampling: RolloutThread[list[Episode]] | None = None
-        self._rows: Sequence[TaskRow] = ()
-        self._mine: list[Episode] | None = None
+        self._next: Filled | None = None
 
     def __enter__(self) -> "OneStepOffSchedule":
         return self
@@ -56,28 +60,28 @@ class OneStepOffSchedule:
         """Train on the episodes that are there, and sample the next ones meanwhile."""
         session, trainer = self._session, self._trainer
         begun = time.perf_counter()
-        if self._mine is None:
-            self._begin(step)
-            self._mine = self._ended(step)
-        rows, episodes = self._rows, session.gather(self._mine)
-        self._mine = None
+        if self._next is None:
+            self._begin()
+            self._next = self._ended()
+        filled, self._next = self._next, None
+        episodes = filled.episodes
         run_pending_checks(session, trainer, episodes)
         begin_first_batch(session, trainer, episodes)
         first, version = time.perf_counter(), session.sampler.version
         if step + 1 < self._run.steps:
-            self._begin(step + 1)
-        self._ledger.train(step + 1, [step])
+            self._begin()
+        self._ledger.train(step + 1, [n for n in filled.rounds if n in self._ledger.state.sampled])
         result = trainer.train(step, episodes)
         check = session.first.end(step, result)
         trained = time.perf_counter()
         if step + 1 < self._run.steps:
-            self._mine = self._ended(step + 1, trained=True)
+            self._next = self._ended(trained=True)
         sampled = time.perf_counter()
         transfer = session.sync(trainer)
         ended = time.perf_counter()
         metrics = result.metrics | transfer.metrics | check_weights(session, trainer, episodes)
         metrics |= {} if check is None else check.metrics
-        metrics |= rollout_metrics(episodes, session.environment_of)
+        metrics |= rollout_metrics(episodes, session.environment_of) | dict(filled.metrics)
         metrics |= {
             "weights/version": float(session.sampler.version),
             "schedule/staleness": version - metrics.get("rollout/policy_version", version),
@@ -90,7 +94,7 @@ class OneStepOffSchedule:
         if self._timeline is not None:
             self._timeline.add("trainer", "train", first, trained)
             self._timeline.add("weights", "sync", sampled, ended)
-        return TrainStepResult(episodes, result.advantages, metrics, rows, check)
+        return TrainStepResult(episodes, result.advantages, metrics, filled.rows, check)
 
     def evaluate(self) -> Evaluation:
         """Return responses to the held-out tasks: nothing is sampled between two steps."""
@@ -101,37 +105,50 @@ class OneStepOffSchedule:
     def saving(self, step: int) -> None:
         """Write where the tasks are; the next step's episodes are in the ledger already."""
         if rank_and_world()[0] == 0:
-            save_cursor(self._run.run_dir, step, self._session.tasks.cursor(), self._run.keep_checkpoints)
+            place = self._rounds.place() if self._next is None else self._place
+            save_cursor(self._run.run_dir, step, place, self._run.keep_checkpoints)
 
     def saved(self, step: int) -> None:
         """Let the ledger drop what the checkpoint holds."""
         self._ledger.saved(step)
 
-    def _begin(self, step: int) -> None:
-        """Sample the episodes of a step, where no earlier run has them in the ledger."""
-        self._rows = self._session.tasks.tasks(step, self._session.settings.prompts_per_step)
-        if step not in self._ledger.state.sampled:
-            self._ledger.started(step, self._session.sampler.version)
-            self._sampling = RolloutThread(self._session.rollout_local(self._rows))
+    def _begin(self) -> None:
+        """Sample the first round of the next step, where no earlier run has it in the ledger."""
+        self._place, number, state = self._rounds.place(), self._rounds.round, self._ledger.state
+        if number not in state.sampled and number not in state.done:
+            rows = self._rounds.ahead(self._session.settings.prompts_per_step)
+            self._ledger.started(number, self._session.sampler.version)
+            self._sampling = RolloutThread(self._session.rollout_local(rows))
 
-    def _ended(self, step: int, trained: bool = False) -> list[Episode]:
-        """Return the episodes, once they are there. `trained`: a step was trained meanwhile."""
-        episodes: list[Episode] | None = None
-        if self._sampling is None:
-            episodes = decode_episodes(self._ledger.payload(step))
-        else:
+    def _ended(self, trained: bool = False) -> Filled:
+        """Return the groups of the step that `_begin` began, once they are there. `trained`: a step was trained
+        meanwhile."""
+        return self._rounds.step(lambda number, rows, final: self._play(number, rows, final, trained))
+
+    def _play(self, number: int, rows: Sequence[TaskRow], final: bool, trained: bool) -> list[Episode]:
+        """Return the episodes of a round, of all ranks; `final`: its groups are taken as they are."""
+        ledger, mine = self._ledger, list[Episode]()
+        there = number in ledger.state.done
+        if number in ledger.state.sampled:
+            mine, there = decode_episodes(ledger.payload(number)), True
+        elif self._sampling is not None:
             with suppress(WorkerDied):
-                episodes = self._sampling.result()
-        if not all_agree(episodes is not None):  # one's sampler died; its weights are gone: the present ones sample
-            if episodes is None:
-                self._ledger.again(step)
-                self._ledger.started(step, self._session.sampler.version)
-            again = self._session.run(lambda: self._session.rollout_local(self._rows), trained)
-            episodes = again if episodes is None else episodes
-        assert episodes is not None
+                mine, there = self._sampling.result(), True
+        if not all_agree(there):  # a later round; or one's sampler died; its weights are gone: the present ones sample
+            if not there:
+                if number in ledger.state.running:
+                    ledger.again(number)
+                ledger.started(number, self._session.sampler.version)
+            again = self._session.run(lambda: self._session.rollout_local(rows), trained)
+            mine = mine if there else again
         if self._sampling is not None:
             if self._timeline is not None:
                 self._timeline.add("sampler", "sample", *self._sampling.seconds)
             self._sampling = None
-            self._ledger.finished(step, encode_episodes(episodes))
-        return episodes
+        if number in ledger.state.running:
+            kept = mine if final else with_signal(mine, self._session.settings.filter_groups)
+            if kept or final:
+                ledger.finished(number, encode_episodes(kept))
+            else:
+                ledger.no_signal(number)
+        return self._session.gather(mine)

@@ -9,10 +9,11 @@ from schedules.reporting.timeline import Timeline
 from schedules.runtime.collectives import rank_and_world
 from schedules.sampling.ledger_files import check_ledgers
 from schedules.sampling.memory_turns import begin_first_batch, check_weights, run_pending_checks, sampling_memory
+from schedules.sampling.refill import Rounds
 from schedules.sampling.session import Evaluation, RolloutSession
 from schedules.sampling.settings import RunState
 from schedules.sampling.task_state import save_cursor
-from schedules.schedule import TrainStepResult, restore_tasks
+from schedules.schedule import TrainStepResult
 
 
 class SyncSchedule:
@@ -21,7 +22,7 @@ class SyncSchedule:
     def __init__(self, session: RolloutSession, trainer: Trainer, run: RunState) -> None:
         self._session, self._trainer, self._run = session, trainer, run
         check_ledgers(run.run_dir, "sync", 1, run.done)
-        restore_tasks(session.tasks, run)
+        self._rounds = Rounds(session.tasks, session.settings, run)
         self._timeline = Timeline(run.run_dir, run.done) if rank_and_world()[0] == 0 else None
 
     def __enter__(self) -> "SyncSchedule":
@@ -34,7 +35,7 @@ class SyncSchedule:
 
     def step(self, step: int) -> TrainStepResult:
         """Do step number `step`, from 0; see `sync_step`."""
-        return sync_step(self._session, self._trainer, step, self._timeline)
+        return sync_step(self._session, self._trainer, step, self._timeline, self._rounds)
 
     def evaluate(self) -> Evaluation:
         """Return responses to the held-out tasks; see `RolloutSession.evaluate`."""
@@ -49,19 +50,28 @@ class SyncSchedule:
     def saving(self, step: int) -> None:
         """Write where the tasks are."""
         if rank_and_world()[0] == 0:
-            save_cursor(self._run.run_dir, step, self._session.tasks.cursor(), self._run.keep_checkpoints)
+            save_cursor(self._run.run_dir, step, self._rounds.place(), self._run.keep_checkpoints)
 
     def saved(self, step: int) -> None:
         """Do nothing: nothing is kept."""
 
 
 def sync_step(
-    session: RolloutSession, trainer: Trainer, step: int, timeline: Timeline | None = None
+    session: RolloutSession,
+    trainer: Trainer,
+    step: int,
+    timeline: Timeline | None = None,
+    rounds: Rounds | None = None,
 ) -> TrainStepResult:
-    """Do step number `step`, from 0; then the sampler has the new weights. `timeline` is told who was busy when."""
+    """Do step number `step`, from 0; then the sampler has the new weights. `timeline` is told who was busy when.
+
+    Without `rounds` the step's groups are taken as they are.
+    """
     begun = time.perf_counter()
     with sampling_memory(session, trainer):
-        episodes = session.sample(step)  # each with the reward that its task gave
+        filled = None if rounds is None else rounds.step(lambda _, rows, __: session.play_groups(rows))
+        # each with the reward that its task gave
+        episodes = session.sample(step) if filled is None else filled.episodes
     run_pending_checks(session, trainer, episodes)
     sampled = time.perf_counter()
     begin_first_batch(session, trainer, episodes)
@@ -77,6 +87,7 @@ def sync_step(
     metrics = result.metrics | transfer.metrics | check_weights(session, trainer, episodes)
     metrics |= {} if check is None else check.metrics
     metrics |= rollout_metrics(episodes, session.environment_of)
+    metrics |= {} if filled is None else filled.metrics
     metrics |= {
         "weights/version": float(session.sampler.version),
         "time/rollout_s": sampled - begun,
@@ -85,4 +96,4 @@ def sync_step(
         "time/step_s": ended - begun,
     }
     metrics["tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/step_s"]
-    return TrainStepResult(episodes, result.advantages, metrics, sampler=check)
+    return TrainStepResult(episodes, result.advantages, metrics, None if filled is None else filled.rows, check)

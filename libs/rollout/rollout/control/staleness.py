@@ -3,16 +3,17 @@
 Groups are numbered 0, 1, ... in the order of the run's tasks. The rules, with B groups a step, W a window, v the
 version of the samplers' weights and `ahead` groups of slack (`StalenessSettings`):
 
-1. A group begins while fewer than (1 + v) W + ahead groups are trained or in progress: others wait, and none is ever
-   dropped. A group that failed begins again, under its number, with the weights of that time.
+1. A group begins while fewer than (1 + v) W + ahead groups are trained or in progress: others wait. One that ended
+   without signal is neither, so that the next group takes its place; no other is ever dropped. A group that failed
+   begins again, under its number, with the weights of that time.
 2. A step takes the B finished groups that began first. It waits as long as a group that is still sampled, or one
    that would be left over, could then not be trained within the bound (earliest deadline first).
 3. After `parameter_sync_step` steps, and after the last, weights are synced: with `partial_rollout` at once,
    interrupting what runs, else once nothing runs. Nothing begins and nothing is trained until the samplers have them.
    A weight sync that failed is asked for again.
 
-Invariants, held by an exhaustive search and a stateful test: a group is trained exactly once, with a staleness of
-at most `bound`; every group that may begin has begun; the run never deadlocks.
+Invariants, held by an exhaustive search and a stateful test: a group with signal is trained exactly once, with a
+staleness of at most `bound`; every group that may begin has begun; the run never deadlocks.
 
 Why rule 2 never waits in vain: up to the end of window v at most (1 + v) W + ahead groups have begun, and until the end
 of window v + bound as many are trained, since bound W >= ahead. So serving them in order of their beginning keeps every
@@ -30,6 +31,13 @@ Phase = Literal["open", "draining", "syncing"]
 @dataclass(frozen=True)
 class Finished:
     """All completions of a group are there."""
+
+    group: int
+
+
+@dataclass(frozen=True)
+class NoSignal:
+    """All completions of a group are there, and nothing of it is trained: another group takes its place."""
 
     group: int
 
@@ -56,7 +64,7 @@ class SyncFailed:
     """All samplers still have the old weights."""
 
 
-Event = Finished | Failed | Trained | Synced | SyncFailed
+Event = Finished | NoSignal | Failed | Trained | Synced | SyncFailed
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,8 @@ class StartedGroup:
 
 @dataclass(frozen=True)
 class ControlState:
-    """State of a run. A group below `next` is trained, or in one of `again`, `running`, `ready`, `training`."""
+    """State of a run. A group below `next` is trained, without signal, or in one of `again`, `running`, `ready`,
+    `training`."""
 
     step: int = 0
     """Number of finished steps."""
@@ -113,7 +122,7 @@ class ControlState:
 
     @property
     def under_way(self) -> int:
-        """Number of groups that have begun and are not trained."""
+        """Number of groups that have begun and may be trained."""
         return len(self.running) + len(self.ready) + len(self.training)
 
 
@@ -161,6 +170,8 @@ def after(state: ControlState, event: Event) -> ControlState:
         case Finished(group):
             ended, rest = _without(state.running, group)
             return replace(state, running=rest, ready=(*state.ready, ended))
+        case NoSignal(group):
+            return replace(state, running=_without(state.running, group)[1])
         case Failed(group):
             ended, rest = _without(state.running, group)
             return replace(state, running=rest, again=(*state.again, group))
@@ -209,7 +220,7 @@ def _begin(settings: StalenessSettings, state: ControlState) -> tuple[ControlSta
         room = min(room, settings.max_running - len(state.running))
     room = max(0, room)
     first = sorted(state.again)[:room]
-    new = range(state.next, min(settings.total, state.next + room - len(first)))
+    new = range(state.next, state.next + room - len(first))
     numbers = [*first, *new]
     running = (*state.running, *(StartedGroup(number, version) for number in numbers))
     again = tuple(number for number in state.again if number not in set(first))

@@ -15,6 +15,7 @@ from rollout.control.staleness import (
     Event,
     Failed,
     Finished,
+    NoSignal,
     StalenessController,
     StartedGroup,
     Sync,
@@ -46,7 +47,7 @@ def copy_of(referee: StalenessChecker) -> StalenessChecker:
     return other
 
 
-def explore(settings: StalenessSettings, failures: bool = True, most: int = 400_000) -> tuple[int, int]:
+def explore(settings: StalenessSettings, failures: bool = True, most: int = 400_000, drops: int = 0) -> tuple[int, int]:
     """Every order of events; how many states there are, and the largest staleness that was trained."""
     first, referee = StalenessController(settings), StalenessChecker(settings)
     referee.see(first.begin())
@@ -54,7 +55,7 @@ def explore(settings: StalenessSettings, failures: bool = True, most: int = 400_
     oldest, ends = 0, 0
     while waiting:
         state, referee = waiting.pop()
-        events = referee.events(failures)
+        events = referee.events(failures, drops)
         assert events or referee.done
         ends += referee.done
         for event in events:
@@ -79,6 +80,11 @@ def test_every_order_of_events_keeps_the_promises(settings: StalenessSettings) -
     assert states > settings.total
     windows = settings.version_of(settings.total_steps)
     assert oldest == min(settings.bound, windows - 1)  # reached, so that a looser bound would be seen
+
+
+@pytest.mark.parametrize("settings", [StalenessSettings(1, 3), SMALL[3], SMALL[6]], ids=str)
+def test_groups_without_signal_are_replaced_in_every_order_of_events(settings: StalenessSettings) -> None:
+    explore(settings, failures=False, drops=2)
 
 
 class Run(RuleBasedStateMachine):
@@ -114,6 +120,11 @@ class Run(RuleBasedStateMachine):
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
         self.happen(Failed(data.draw(st.sampled_from(sorted(set(self.referee.running) - self.referee.broken)))))
+
+    @precondition(lambda self: self.referee.running)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        self.happen(NoSignal(data.draw(st.sampled_from(sorted(self.referee.running)))))
 
     @precondition(lambda self: self.referee.training)
     @rule()
@@ -208,7 +219,7 @@ def test_a_resumed_run_goes_on_from_its_state() -> None:
 def test_what_nobody_was_told_to_do_cannot_have_happened() -> None:
     controller = StalenessController(StalenessSettings(1, 2))
     controller.begin()
-    for event in (Finished(1), Failed(1), Trained(), Synced(), SyncFailed()):
+    for event in (Finished(1), NoSignal(1), Failed(1), Trained(), Synced(), SyncFailed()):
         with pytest.raises(ValueError, match=r"cannot have|nothing can"):
             controller.handle(event)
     controller.handle(Finished(0))

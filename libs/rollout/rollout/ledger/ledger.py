@@ -4,7 +4,8 @@
    trained. So at any kill the file holds at least what was done.
 2. A checkpoint holds the weights of a step. A run that resumes from it trains the recorded steps after it again, on the
    same groups with the same payloads, and then goes on: no group is skipped, and in the history of the remaining
-   weights none is trained twice. Groups that were being sampled begin again.
+   weights none is trained twice. Groups that were being sampled begin again. One that ended without signal
+   (`no_signal`) stays done.
 3. Every record is handed to the operating system at once: a killed process loses nothing. `fsync="steps"` also waits
    for the disk at steps, checkpoints and compactions: a machine that loses its power loses at most what was sampled
    since, and samples it again. "always" waits at every record, "never" at none.
@@ -99,6 +100,11 @@ class RolloutLedger:
         offset = self._end + HEAD_BYTES + NUMBER_BYTES
         self.state.finish(group, offset, len(payload))
         self._append(Kind.FINISHED, number_body(group, payload))
+
+    def no_signal(self, group: int) -> None:
+        """Record that a group is sampled, and that no step will train it: it is done, and never begins again."""
+        self.state.drop(group)
+        self._append(Kind.NO_SIGNAL, number_body(group))
 
     def again(self, group: int) -> None:
         """Record that a group failed with its sampler, and may begin again."""
@@ -207,6 +213,8 @@ class RolloutLedger:
                 state.save(read_number(data, begin))
             elif kind == Kind.AGAIN:
                 state.again(read_number(data, begin))
+            elif kind == Kind.NO_SIGNAL:
+                state.drop(read_number(data, begin))
             else:
                 state.saved, pairs = read_numbers(data, begin, end)
                 state.done.begins, state.done.ends = list(pairs[::2]), list(pairs[1::2])

@@ -94,6 +94,8 @@ def test_a_file_cut_at_any_byte_is_the_ledger_of_a_moment_before(tmp_path: Path,
         ledger.train(ledger.state.saved + len(ledger.state.batches) + 1, [42])
         ledger.started(43, 7)
         ledger.again(43)
+        ledger.started(44, 7)
+        ledger.no_signal(44)
     data = (tmp_path / "ledger").read_bytes()
     for size in range(min(moments), len(data) + 1):
         (tmp_path / "cut").write_bytes(data[:size])
@@ -159,18 +161,21 @@ def test_any_run_with_failures_restarts_and_compactions(
     ledger, fresh = RolloutLedger(path, fsync="never"), 0
     for turn in range(80):
         free = [group for group in model.sampled if not any(group in batch for batch in model.batches.values())]
-        act = draw.choice(["begin", "begin", "finish", "finish", "again", "train", "save", "restart"])
+        act = draw.choice(["begin", "begin", "finish", "finish", "again", "drop", "train", "save", "restart"])
         if act == "begin":
             holes = [n for n in range(fresh) if n not in model.done and n not in {**model.running, **model.sampled}]
             group = draw.choice(holes) if holes and draw.random() < 0.5 else fresh
             fresh = max(fresh, group + 1)
             model.running[group] = turn
             ledger.started(group, turn)
-        elif act in ("finish", "again") and model.running:
+        elif act in ("finish", "again", "drop") and model.running:
             group = draw.choice(sorted(model.running))
             version = model.running.pop(group)
             if act == "again":
                 ledger.again(group)
+            elif act == "drop":
+                model.done.add(group)
+                ledger.no_signal(group)
             else:
                 model.sampled[group] = (version, draw.randbytes(draw.randrange(30)))
                 ledger.finished(group, model.sampled[group][1])
@@ -200,6 +205,7 @@ def test_any_run_with_failures_restarts_and_compactions(
         assert len(state.done) == len(model.done)
         lost = {n for n in range(state.next) if n not in {*model.done, *model.sampled}}
         assert set(state.missing()) == lost
+        assert state.next > max({-1, *model.running, *model.sampled, *model.done})
     ledger.close()
 
 
@@ -212,6 +218,7 @@ def test_nothing_is_begun_finished_or_trained_twice(tmp_path: Path) -> None:
             (lambda: ledger.started(6, 9), "group 6 was begun already"),
             (lambda: ledger.finished(6), "group 6 is not being sampled"),
             (lambda: ledger.again(1), "group 1 is not being sampled"),
+            (lambda: ledger.no_signal(6), "group 6 is not being sampled"),
             (lambda: ledger.train(4, [6, 7]), "group 7 is not sampled: step 4 cannot train it"),
             (lambda: ledger.train(4, [5, 6]), "group 5 is trained by step 3 already"),
             (lambda: ledger.train(4, [6, 6]), "step 4 names a group twice"),

@@ -35,6 +35,8 @@ class Kind(IntEnum):
     """A step is about to be trained on these groups."""
     SAVED = 6
     """A checkpoint of this step is whole."""
+    NO_SIGNAL = 7
+    """A group is sampled, and nothing of it is trained: it is done."""
 
 
 def frame(kind: Kind, body: bytes) -> bytes:
@@ -43,7 +45,7 @@ def frame(kind: Kind, body: bytes) -> bytes:
 
 
 def number_body(number: int, payload: bytes = b"") -> bytes:
-    """Return the body of FINISHED (with its payload), AGAIN and SAVED."""
+    """Return the body of FINISHED (with its payload), AGAIN, SAVED and NO_SIGNAL."""
     return _NUMBER.pack(number) + payload
 
 

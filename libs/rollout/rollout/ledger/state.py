@@ -49,8 +49,9 @@ class LedgerState:
     """The state of every group, which is in one of `running`, `sampled`, `done`; those of `batches` are in `sampled`
     too.
 
-    Groups move to `done` when a checkpoint holds the step that trained them. Until then they stay, with their payload:
-    a run that resumes from the checkpoint before trains the same steps on them again.
+    Groups move to `done` when they end without signal, or when a checkpoint holds the step that trained them. Until
+    then they stay, with their payload: a run that resumes from the checkpoint before trains the same steps on them
+    again.
     """
 
     saved: int = 0
@@ -79,6 +80,11 @@ class LedgerState:
         """Remove a running group. Raise ValueError where it is not being sampled."""
         self._check_running(group)
         del self.running[group]
+
+    def drop(self, group: int) -> None:
+        """Move a group from `running` to `done`. Raise ValueError where it is not being sampled."""
+        self.again(group)
+        self.done.add_all([group])
 
     def train(self, step: int, groups: Sequence[int]) -> None:
         """Add a step and its groups. Raise ValueError for a step that is not the next one, a group that is not sampled
@@ -114,8 +120,7 @@ class LedgerState:
     @property
     def next(self) -> int:
         """The lowest group number that never began."""
-        highest = max((*self.running, *self.sampled, *self.done.ends[-1:], -1))
-        return highest if self.done.ends and highest == self.done.ends[-1] else highest + 1
+        return max(max((*self.running, *self.sampled), default=-1) + 1, *self.done.ends[-1:], 0)
 
     def missing(self) -> list[int]:
         """Return the groups below `next` that are not sampled and not done: they failed, or ran when the run ended."""

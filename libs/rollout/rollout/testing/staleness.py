@@ -5,7 +5,19 @@ from fractions import Fraction
 from math import ceil, floor
 
 from rollout.control.settings import StalenessSettings
-from rollout.control.staleness import Begin, Decision, Event, Failed, Finished, Sync, Synced, SyncFailed, Train, Trained
+from rollout.control.staleness import (
+    Begin,
+    Decision,
+    Event,
+    Failed,
+    Finished,
+    NoSignal,
+    Sync,
+    Synced,
+    SyncFailed,
+    Train,
+    Trained,
+)
 
 
 class StalenessChecker:
@@ -26,6 +38,7 @@ class StalenessChecker:
         self.broken: frozenset[int] = frozenset()
         self.training: tuple[int, ...] = ()
         self.trained: frozenset[int] = frozenset()
+        self.dropped: frozenset[int] = frozenset()
         self.steps = self.version = 0
         self.coming: int | None = None
 
@@ -33,7 +46,7 @@ class StalenessChecker:
     def key(self) -> tuple[object, ...]:
         """Its whole state."""
         groups = (tuple(sorted(part.items())) for part in (self.running, self.ready))
-        return (*groups, self.broken, self.training, self.trained, self.steps, self.version, self.coming)
+        return (*groups, self.broken, self.dropped, self.training, self.trained, self.steps, self.version, self.coming)
 
     @property
     def done(self) -> bool:
@@ -58,10 +71,11 @@ class StalenessChecker:
                     self.coming = version
         self._nothing_undone()
 
-    def events(self, failures: bool = True) -> list[Event]:
-        """Return all events that can happen next."""
+    def events(self, failures: bool = True, drops: int = 0) -> list[Event]:
+        """Return all events that can happen next; so many groups of a run may end without signal."""
         events: list[Event] = [Finished(group) for group in self.running]
         events += [Failed(group) for group in self.running if failures and group not in self.broken]
+        events += [NoSignal(group) for group in self.running if len(self.dropped) < drops]
         events += [Trained()] if self.training else []
         if self.coming is not None:
             events += [Synced(), SyncFailed()] if failures else [Synced()]
@@ -72,6 +86,9 @@ class StalenessChecker:
         match event:
             case Finished(group):
                 self.ready[group] = self.running.pop(group)
+            case NoSignal(group):
+                del self.running[group]
+                self.dropped |= {group}
             case Failed(group):
                 del self.running[group]
                 self.broken |= {group}
@@ -87,8 +104,10 @@ class StalenessChecker:
     def _begin(self, group: int, version: int) -> None:
         assert version == self.version, "begun with other weights than the samplers have"
         assert self.coming is None, "begun while weights move"
-        assert 0 <= group < self.total
-        assert group not in {*self.running, *self.ready, *self.training, *self.trained}, f"group {group} twice"
+        assert 0 <= group < self.total + len(self.dropped)
+        assert group not in {*self.running, *self.ready, *self.training, *self.trained, *self.dropped}, (
+            f"group {group} twice"
+        )
         self.running[group] = version
         assert self._under_way <= self._most, "more groups are under way than the bound allows"
         assert self.settings.max_running is None or len(self.running) <= self.settings.max_running

@@ -1,8 +1,8 @@
 """Fully asynchronous: a process samples, this one trains, and `StalenessController` says who may do what.
 
 1. Groups are numbered in the order of the run's tasks. Every decision and every event goes through `_tell`, under one
-   lock, and into the ledger before it is obeyed: a group before it is sampled, its episodes before they are counted, a
-   step's groups before it is trained.
+   lock, and into the ledger before it is obeyed: a group before it is sampled, its episodes before they are counted (or
+   that it ended without signal: `filter_groups`), a step's groups before it is trained.
 2. The thread that hears the sampling process begins new groups, also while this one trains. Training and weight syncs
    wait in a queue for this thread, in `step`.
 3. A sampling process that dies loses what it was sampling, nothing else: another one is started with the present
@@ -30,6 +30,7 @@ from rollout.control.staleness import (
     Event,
     Failed,
     Finished,
+    NoSignal,
     Sync,
     Synced,
     SyncFailed,
@@ -52,6 +53,7 @@ from schedules.reporting.timeline import SamplerLane, Timeline
 from schedules.runtime.interrupts import Runner, defer_interrupts
 from schedules.sampling.ledger_files import SHARED, check_ledgers
 from schedules.sampling.numbered_tasks import NumberedRows
+from schedules.sampling.refill import GroupFilter
 from schedules.sampling.restarts import RESTARTS, SamplingProcess
 from schedules.sampling.sampler_process import StartSampling
 from schedules.sampling.session import Evaluation, evaluation_of
@@ -91,6 +93,7 @@ class FullyAsyncSchedule:
         self._leader = Leader()
         self._process = SamplingProcess(self._start, self._give, resume_version(self._settings, done))
         self._begun: dict[int, Workers] = {}  # by group: who samples it
+        self._filter = GroupFilter(start.settings.filter_groups, self._settings.batch)
         self._timeline = Timeline(run_dir, done)
         self._sampling = SamplerLane(self._timeline)
         self._load = RemoteLoad()
@@ -241,8 +244,11 @@ class FullyAsyncSchedule:
                     return
                 self._process.works()
                 self._count_out(group)
-                self._ledger.finished(group, future.result()[1])
-                self._obey(self._controller.handle(Finished(group)))
+                if dropped := self._filter.drops(payload := future.result()[1]):
+                    self._ledger.no_signal(group)
+                else:
+                    self._ledger.finished(group, payload)
+                self._obey(self._controller.handle(NoSignal(group) if dropped else Finished(group)))
         except BaseException as broken:  # a future keeps what its callbacks raise to itself
             self._queue.put(broken)
             raise
@@ -313,9 +319,9 @@ class FullyAsyncSchedule:
     def _schedule_metrics(self, episodes: Sequence[Episode], version: int, staleness: int) -> dict[str, float]:
         """Return how old the step's tokens are, and what waits behind it."""
         with self._lock:
-            state = self._controller.state
+            state, dropped = self._controller.state, self._filter.metrics()
         waiting = {"schedule/queue": float(len(state.ready)), "schedule/running": float(len(state.running))}
-        return {"schedule/staleness": float(staleness), **age_metrics(episodes, version), **waiting}
+        return {"schedule/staleness": float(staleness), **age_metrics(episodes, version), **waiting, **dropped}
 
     def _synced(self, episodes: Sequence[Episode]) -> dict[str, float]:
         """Send the weights as soon as the controller says so; a transfer that fails is tried again. Their check, by the

@@ -143,7 +143,10 @@ class RolloutSession:
 
     def sample(self, step: int) -> list[Episode]:
         """Return a group of episodes for each of the step's prompts, on every rank, in order of the prompts."""
-        rows = self.tasks.tasks(step, self.settings.prompts_per_step)
+        return self.play_groups(self.tasks.tasks(step, self.settings.prompts_per_step))
+
+    def play_groups(self, rows: Sequence[TaskRow]) -> list[Episode]:
+        """Return a group of episodes for each of these prompts, on every rank, in their order."""
         return self.gather(self.run(lambda: self.rollout_local(rows)))
 
     def run(self, make: Callable[[], Coroutine[Any, Any, T]], trained: bool = False) -> T:

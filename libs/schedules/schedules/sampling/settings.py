@@ -1,9 +1,10 @@
 """Settings of a step's rollouts, and where a run stands."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollout import Sampling
+from schedules.config import FilterGroups
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class RolloutSettings:
     """What the trainer computes in: "bfloat16", "float16" or "float32"."""
     allow_untested: tuple[str, ...] = ()
     """Names that were accepted untested; "sampler" widens the bound of its log-probs ten times."""
+    filter_groups: FilterGroups = field(default_factory=FilterGroups)
 
     @property
     def greedy(self) -> Sampling:
