@@ -26,6 +26,7 @@ COUNTS = (
     "steps",
     "prompts_per_step",
     "group_size",
+    "num_generations_eval",
     "epochs",
     "mini_batches",
     "max_turns",
@@ -260,6 +261,11 @@ class GrpoConfig:
     """A process that plays environments and says nothing for so long is told, with its stack, and replaced."""
     eval_every: int = 50
     """GRPO steps between held-out evaluations (also before the first and after the last)."""
+    num_generations_eval: int = 1
+    """Answers to each held-out prompt: 1 takes the likeliest tokens, more are sampled as in training (mean@k, pass@k,
+    maj@k)."""
+    export: Literal["last", "best"] = "last"
+    """Export the weights after the last step, or those of the best evaluation, which are kept in checkpoints/best."""
     save_every: int = 100
     """GRPO steps between checkpoints (also after the last)."""
     keep_checkpoints: int = 2

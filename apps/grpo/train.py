@@ -27,6 +27,7 @@ from apps.common.run.reporter import Reporter
 from apps.common.run.run_dir import steps_done
 from apps.grpo.build import Demonstrations, RunBuilder, samples_remotely
 from apps.grpo.config import GrpoConfig
+from apps.grpo.evaluation import evaluation_metrics
 from apps.grpo.idle import idle_reason, reward_called
 from apps.grpo.sampling.native import NativeBackend
 from apps.grpo.sampling.ray_devices import ray_settings
@@ -34,6 +35,7 @@ from apps.grpo.sampling.sampler_certificate import SamplerRecord, unchecked
 from apps.grpo.step import correction_line
 from apps.grpo.tasks.prompt_tasks import Tasks
 from apps.grpo.warm_start import warm_start_metrics
+from apps.sft.best_checkpoint import HELD_OUT, RUN_STEP, BestCheckpoint, best_checkpoint_path, find_best_checkpoint
 from engines import TrainEngine
 from engines.loading import LoadedModel
 from rollout import RolloutEngine, TaskRow
@@ -108,6 +110,8 @@ def train(
             record = SamplerRecord(log, engine, config.cluster.rollout.engine, start.model)
             steps = _Steps(config, tasks, schedule, engine, log, saves, token_decoder(tokenizer), record, terminated)
             found = steps.run(done)
+        if found.best is not None:
+            engine.load(str(best_checkpoint_path(run_dir)))
         save_export(engine, tokenizer, run_dir / "export")
     result = Result(found.before, found.after, time.perf_counter() - begun, run_dir, config.steps, found.metric)
     log.close(_summary(result), f"GRPO, {config.recipe}")
@@ -122,6 +126,8 @@ class _HeldOut:
     metric: HeldOutMetric
     before: float
     after: float
+    best: BestCheckpoint | None = None
+    """The step of the best evaluation, whose weights are kept; its loss is the negative mean reward."""
 
 
 @dataclass
@@ -149,6 +155,8 @@ class _Steps:
         config, log, schedule = self.config, self.log, self.schedule
         idle = IdleSteps.resumed(config.allow_idle_steps, log.run_dir, done)
         found = self._begin(done)
+        if config.export == "best":
+            found = replace(found, best=find_best_checkpoint(log.run_dir, done, {}))
         for step in range(done + 1, config.steps + 1):
             with name_sampler_errors(step), self.record.of_mismatch():
                 result = schedule.step(step - 1)
@@ -169,14 +177,16 @@ class _Steps:
             if last or step % config.eval_every == 0:
                 with name_sampler_errors(step):
                     evaluation = schedule.evaluate()
-                found = replace(found, after=evaluation.accuracy)
-                row |= evaluation.metrics_as(found.metric)
+                found = self._better(replace(found, after=evaluation.accuracy), step)
+                row |= self._evaluated(evaluation, found.metric)
             log.step(step, row, _shown(row))
             if step == done + 1:
                 log.note(memory_note(row))
             self._log_episodes(step, result, evaluation)
-            if last or stops or ends or step % config.save_every == 0:
-                self.saves.begin(step, [checkpoint_path(log.run_dir, step)])
+            better = found.best is not None and found.best.step == step
+            if better or last or stops or ends or step % config.save_every == 0:
+                kept = [best_checkpoint_path(log.run_dir)] * better + [checkpoint_path(log.run_dir, step)]
+                self.saves.begin(step, kept, {RUN_STEP: step, HELD_OUT: -found.after} if better else None)
             if stops:
                 raise idle.error(step, reason, log.run_dir)
             if ends:
@@ -208,10 +218,22 @@ class _Steps:
         found = replace(found, after=evaluation.accuracy)
         if not done:
             sizes = {f"run/{name}": facts[name] for name in ("parameters", "world_size", "threads")}
-            row = {**evaluation.metrics_as(found.metric), **sizes, **warm_start_metrics(config, log.run_dir)}
+            row = {**self._evaluated(evaluation, found.metric), **sizes, **warm_start_metrics(config, log.run_dir)}
             log.step(0, row, _shown(row))
             self._log_episodes(0, None, evaluation)
         return found
+
+    def _better(self, found: _HeldOut, step: int) -> _HeldOut:
+        """Return what was found, with this step as the best where it is better than all before and a run keeps it."""
+        if self.config.export != "best" or (found.best is not None and -found.after >= found.best.loss):
+            return found
+        self.log.note(f"step {step} is the best so far: held-out {found.metric} {found.after:.4g}")
+        return replace(found, best=BestCheckpoint(step, -found.after))
+
+    def _evaluated(self, evaluation: Evaluation, metric: HeldOutMetric) -> dict[str, float]:
+        """Return the metrics of an evaluation, with those of several answers to a prompt."""
+        count = self.config.num_generations_eval
+        return evaluation.metrics_as(metric) | (evaluation_metrics(evaluation.episodes, count) if count > 1 else {})
 
     def _rows(self, step: int, result: TrainStepResult) -> Sequence[TaskRow]:
         """Return the tasks of a step, by group."""

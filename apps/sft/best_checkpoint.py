@@ -11,7 +11,7 @@ from engines.storage.directories import existing
 from engines.storage.manifest import read_manifest
 from schedules.runtime.collectives import broadcast_result, rank_and_world
 
-HELD_OUT, BEFORE = "held_out_loss", "held_out_loss_before"
+HELD_OUT, BEFORE, RUN_STEP = "held_out_loss", "held_out_loss_before", "run_step"
 """What a checkpoint says of its step and of the run's beginning, so that both outlive the metrics."""
 
 
@@ -68,7 +68,8 @@ def _read_best(run_dir: Path) -> tuple[int, dict[str, Any]] | None:
         facts, _ = read_manifest(directory)
     except ValueError as error:
         raise ValueError(f"{error}; or delete {directory}: the best of the steps from here on is kept then") from error
-    return int(facts["step"]), dict(facts.get("extra", {}))
+    extra = dict(facts.get("extra", {}))
+    return int(extra.get(RUN_STEP, facts["step"])), extra
 
 
 def _delete(path: Path) -> None:

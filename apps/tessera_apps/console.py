@@ -1,4 +1,4 @@
-"""The console scripts: `tessera-grpo`, `tessera-sft`, `tessera-plan`, `tessera-try`, `tessera-prepare`.
+"""The console scripts: `tessera-grpo`, and those of sft, plan, try, evaluate and prepare.
 
 Ranks that a run starts import this module again, so it imports the apps when they are called.
 """
@@ -44,6 +44,11 @@ def plan() -> None:
 def try_environment() -> None:
     """Play some episodes of an environment."""
     _run("apps.grpo.commands.try_environment", sys.argv[1:])
+
+
+def evaluate() -> None:
+    """Evaluate a model on held-out tasks."""
+    _run("apps.grpo.commands.evaluate", sys.argv[1:])
 
 
 def prepare() -> None:

@@ -4,6 +4,7 @@
 | --- | --- | --- | --- |
 | gsm8k | openai/gsm8k | `question` | `answer`: a solution, its number after #### |
 | math | MATH and its subsets | `problem` | `solution`, its answer in a box |
+| aime | AIME 2024, 2025 | `problem` | `answer`, an integer |
 | geo3k | hiyouga/geometry3k | `problem` | `answer`; `images` stand where the question says <image> |
 """
 
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-PresetName = Literal["gsm8k", "math", "geo3k"]
+PresetName = Literal["gsm8k", "math", "aime", "geo3k"]
 BOXED = "Think step by step, and put your final answer within \\boxed{}."
 
 
@@ -31,5 +32,6 @@ class Preset:
 PRESETS: Mapping[PresetName, Preset] = {
     "gsm8k": Preset("question", "answer", repository="openai/gsm8k", subset="main"),
     "math": Preset("problem", "solution", repository="EleutherAI/hendrycks_math", subset="all"),
+    "aime": Preset("problem", "answer", repository="HuggingFaceH4/aime_2024"),
     "geo3k": Preset("problem", "answer", repository="hiyouga/geometry3k"),
 }

@@ -57,7 +57,7 @@ def try_episodes(
     console = console or Console(highlight=False)
     with tempfile.TemporaryDirectory(prefix="try_") as folder:
         tokenizer, tasks = None, None
-        if model := refusals.of(partial(_model, config, recipe, Path(folder) / "model")):
+        if model := refusals.of(partial(model_of, config, recipe, Path(folder) / "model")):
             opened = refusals.of(partial(open_model_directory, model, config.engine))
             described = config_of_model(model, opened)
             tokenizer, tasks = prepare_tasks(config, recipe, model, described, refusals)
@@ -125,7 +125,7 @@ def _picture(code: int) -> str:
     return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
 
 
-def _model(config: GrpoConfig, recipe: Recipe, directory: Path) -> Path | None:
+def model_of(config: GrpoConfig, recipe: Recipe, directory: Path) -> Path | None:
     """Return the model's directory; a recipe without a model, which `runnable` refuses, has none."""
     if config.model is not None:
         return model_directory(config.model)

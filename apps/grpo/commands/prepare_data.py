@@ -40,7 +40,7 @@ class Prepare:
     """Fetch a data set and write each of its splits as a Parquet file."""
 
     source: str
-    """gsm8k, math or geo3k; OWNER/NAME of a data set on the hub; or a directory."""
+    """gsm8k, math, aime or geo3k; OWNER/NAME of a data set on the hub; or a directory."""
     out: Path
     """Where a folder with SPLIT.parquet is written, of its own for each source, subset and revision."""
     subset: str | None = None

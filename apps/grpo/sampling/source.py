@@ -66,4 +66,5 @@ def rollout_settings(config: GrpoConfig, ranks: int = 1) -> RolloutSettings:
         trainer_dtype=str(compute_dtype(config.engine, resolve_device(config.engine))).removeprefix("torch."),
         allow_untested=config.engine.allow_untested,
         filter_groups=config.filter_groups,
+        num_generations_eval=config.num_generations_eval,
     )

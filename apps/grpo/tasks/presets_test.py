@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import math_verify
 import pytest
 
 from apps.common.data.presets import BOXED, PresetName
@@ -17,6 +18,7 @@ from rollout import Reply
 ROWS = {
     "gsm8k": lambda i: {"question": f"{i} twice?", "answer": f"Double it.\n#### {2 * i}"},
     "math": lambda i: {"problem": f"{i} twice?", "level": "1", "solution": f"It is $\\boxed{{{2 * i}}}$."},
+    "aime": lambda i: {"id": i, "problem": f"{i} twice?", "solution": "...", "answer": f"{2 * i:03}", "year": "2024"},
     "geo3k": lambda i: {"problem": f"{i} twice?", "answer": str(2 * i)},
 }
 
@@ -57,16 +59,48 @@ def test_rows_with_images_are_refused(tmp_path: Path) -> None:
         tasks(tmp_path, "geo3k", rows)
 
 
-@pytest.mark.parametrize(
-    ("said", "reference", "earned"),
-    [
-        ("\\boxed{\\frac{1}{2}}", "0.5", 1.0),
-        ("\\boxed{18\\text{ dollars}}", "so\n#### 18", 1.0),
-        ("\\boxed{1,200}", "1200", 1.0),
-        ("\\boxed{x^2+1}", "\\boxed{1+x^2}", 1.0),
-        ("\\boxed{\\frac{1}{3}}", "0.5", 0.0),
-        ("18", "18", 0.0),
-    ],
-)
-def test_answers_as_people_write_them(said: str, reference: str, earned: float) -> None:
-    assert reward(Reply(said, said), reference, {}, ()) == earned
+GSM8K = "He makes 9 * 2 = $<<9*2=18>>18 every day.\n#### 18"
+VERDICTS = [
+    # GSM8K: a number behind ####, with units, commas and decimals in answers
+    (r"So she makes \boxed{18}.", GSM8K, True),
+    (r"\boxed{18\text{ dollars}}", GSM8K, True),
+    (r"\boxed{\$18}", GSM8K, True),
+    (r"\boxed{18.00}", GSM8K, True),
+    (r"\boxed{81}", GSM8K, False),
+    (r"\boxed{1,200}", "#### 1200", True),
+    (r"\boxed{1200}", "#### 1,200", True),
+    (r"\boxed{-3}", "#### -3", True),
+    (r"\boxed{3}", "#### -3", False),
+    # MATH: LaTeX in a box
+    (r"\boxed{\frac{1}{2}}", "0.5", True),
+    (r"\boxed{\dfrac{3}{4}}", r"Thus $\boxed{\frac34}$.", True),
+    (r"\boxed{1+x^2}", r"\boxed{x^2+1}", True),
+    (r"\boxed{(x-1)(x+1)}", r"\boxed{x^2-1}", True),
+    (r"\boxed{\left(3, \frac{\pi}{2}\right)}", r"\boxed{\left( 3, \frac{\pi}{2} \right)}", True),
+    (r"\boxed{(\frac{\pi}{2}, 3)}", r"\boxed{\left( 3, \frac{\pi}{2} \right)}", False),
+    (r"\boxed{2\sqrt{3}}", r"\boxed{\sqrt{12}}", True),
+    (r"\boxed{[-2, 7]}", r"\boxed{[-2,7]}", True),
+    (r"\boxed{(-2, 7)}", r"\boxed{[-2,7]}", False),
+    (r"\boxed{10\%}", r"\boxed{10}", True),
+    (r"\boxed{90^\circ}", r"\boxed{90}", True),
+    (r"\boxed{\frac{1}{3}}", "0.5", False),
+    (r"\boxed{x^2-1}", r"\boxed{x^2+1}", False),
+    # AIME: integers of three digits, with zeros in front or without
+    (r"\boxed{33}", "033", True),
+    (r"\boxed{033}", "33", True),
+    (r"\boxed{330}", "033", False),
+    (r"\boxed{204}", "204", True),
+]
+"""An answer, its reference in the layout of a data set, and whether a person calls it right."""
+
+
+@pytest.mark.parametrize(("said", "reference", "right"), VERDICTS)
+def test_answers_as_people_write_them(said: str, reference: str, right: bool) -> None:
+    """Scored as a person does, and as math-verify does alone on the two texts."""
+    assert reward(Reply(said, said), reference, {}, ()) == right
+    gold = reference if "boxed" in reference else f"\\boxed{{{reference.rpartition('####')[2].strip()}}}"
+    assert math_verify.verify(math_verify.parse(gold), math_verify.parse(said)) == right
+
+
+def test_an_answer_without_a_mark_earns_nothing() -> None:
+    assert reward(Reply("18", "18"), "18", {}, ()) == 0.0

@@ -1,5 +1,6 @@
 """The tasks of a run: environments for training, by step, and the held-out ones, never mixed."""
 
+import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -76,6 +77,13 @@ class PromptTasks(RowSource):
         self.skipped = dict(skipped or {})
         self._tools, self._tool_options = tuple(tools), tuple(tool_options)
         self._takes_end = bool(getattr(reward, "takes_end", False))
+
+    def all_held_out(self, count: int) -> "PromptTasks":
+        """Return tasks whose held-out prompts are the first `count` of all, in the order of their file."""
+        others = copy.copy(self)
+        rows = sorted([*self._rows, *self._held_out], key=lambda row: row.data["prompt"].row)
+        others._held_out = tuple(rows[:count])
+        return others
 
     @property
     def held_out_metric(self) -> str | None:

@@ -204,10 +204,18 @@ def test_a_diverged_run_ends_with_an_error_and_no_export(tmp_path: Path) -> None
     assert (tmp_path / "report.html").is_file()
 
 
-def test_old_checkpoints_are_deleted(tmp_path: Path) -> None:
-    run(small(tmp_path, save_every=1, keep_checkpoints=1), RECIPE)
-    assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == ["step-000003", "step-000004"]
-    assert_learned(tmp_path)
+def test_old_checkpoints_are_deleted_and_the_best_is_exported(tmp_path: Path) -> None:
+    """It is that of the step with the best answers, two to a prompt: a run that ends there exports the same."""
+    changes: dict[str, Any] = {"keep_checkpoints": 1, "eval_every": 1, "export": "best", "num_generations_eval": 2}
+    run(small(tmp_path / "run", save_every=1, **changes), RECIPE)
+    found = [p.name for p in sorted((tmp_path / "run" / "checkpoints").iterdir())]
+    assert found == ["best", "step-000003", "step-000004"]
+    scores = {row["step"]: row["eval/score"] for row in rows(tmp_path / "run")[1:]}
+    assert scores == {row["step"]: row["eval/mean@2"] for row in rows(tmp_path / "run")[1:]}
+    best = max(scores, key=lambda step: (scores[step], -step))
+    run(small(tmp_path / "best", steps=best, **changes | {"export": "last"}), RECIPE)
+    expected, actual = weights(tmp_path / "best" / "export"), weights(tmp_path / "run" / "export")
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
 def graded(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> "GradedSums":

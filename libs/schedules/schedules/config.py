@@ -38,15 +38,31 @@ class FilterGroups:
     """Rounds of prompts that a step may sample; then it takes groups as they are. (fully_async: so many times the
     prompts of a step.)"""
 
+    easy_threshold: float = 1.0
+    """Prompts whose group earned at least this mean reward when they were last asked are the easy pool."""
+    easy_fraction: float = 1.0
+    """Share of the easy pool that later passes over the data ask again, drawn anew for each."""
+    hard_threshold: float = 0.0
+    """Prompts whose group earned at most this mean reward are the hard pool."""
+    hard_fraction: float = 1.0
+    """Share of the hard pool that later passes ask again."""
+
     def __post_init__(self) -> None:
         if problems := "; ".join(self.problems()):
             raise ValueError(problems)
 
     def problems(self) -> Iterator[str]:
         """Yield texts of all that is wrong, each beginning with a field's name."""
+        for name in ("easy", "hard"):
+            if not 0 < getattr(self, f"{name}_fraction") <= 1:
+                yield f"{name}_fraction must be above 0 and at most 1, got {getattr(self, f'{name}_fraction')}"
+            elif getattr(self, f"{name}_fraction") == 1 and getattr(self, f"{name}_threshold") != (name == "easy"):
+                yield f"{name}_threshold has no effect where --filter-groups.{name}-fraction is 1: lower that"
+        if not self.hard_threshold < self.easy_threshold:
+            yield f"hard_threshold {self.hard_threshold} must be below easy_threshold {self.easy_threshold}"
         if self.max_num_gen_batches < 1:
             yield f"max_num_gen_batches must be at least 1, got {self.max_num_gen_batches}"
-        for name in ("metric", "max_num_gen_batches"):
+        for name in ("metric", "max_num_gen_batches", "easy_fraction", "hard_fraction"):
             if not self.enable and getattr(self, name) != getattr(FilterGroups, name):
                 yield f"{name} has no effect without --filter-groups.enable: add it, or leave this out"
 

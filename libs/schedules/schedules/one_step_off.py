@@ -116,7 +116,7 @@ class OneStepOffSchedule:
         """Sample the first round of the next step, where no earlier run has it in the ledger."""
         self._place, number, state = self._rounds.place(), self._rounds.round, self._ledger.state
         if number not in state.sampled and number not in state.done:
-            rows = self._rounds.ahead(self._session.settings.prompts_per_step)
+            rows, _ = self._rounds.ahead(self._session.settings.prompts_per_step)
             self._ledger.started(number, self._session.sampler.version)
             self._sampling = RolloutThread(self._session.rollout_local(rows))
 

@@ -93,7 +93,7 @@ class FullyAsyncSchedule:
         self._leader = Leader()
         self._process = SamplingProcess(self._start, self._give, resume_version(self._settings, done))
         self._begun: dict[int, Workers] = {}  # by group: who samples it
-        self._filter = GroupFilter(start.settings.filter_groups, self._settings.batch)
+        self._filter = GroupFilter(start.settings, self._settings.batch, run_dir)
         self._timeline = Timeline(run_dir, done)
         self._sampling = SamplerLane(self._timeline)
         self._load = RemoteLoad()
@@ -211,10 +211,15 @@ class FullyAsyncSchedule:
 
     def _obey(self, decisions: Sequence[Begin | Train | Sync]) -> None:
         """Record, then do; the caller holds the lock."""
-        for decision in decisions:
+        todo = list(decisions)
+        for decision in todo:
             if isinstance(decision, Begin):
                 self._ledger.started(decision.group, decision.version)
-                self._play(decision.group)
+                if self._filter.skips(self._rows[decision.group]):
+                    self._ledger.no_signal(decision.group)
+                    todo += self._controller.handle(NoSignal(decision.group))
+                else:
+                    self._play(decision.group)
             else:
                 if isinstance(decision, Train):
                     self._ledger.train(decision.step, decision.groups)
@@ -244,7 +249,7 @@ class FullyAsyncSchedule:
                     return
                 self._process.works()
                 self._count_out(group)
-                if dropped := self._filter.drops(payload := future.result()[1]):
+                if dropped := self._filter.drops(self._rows[group], payload := future.result()[1]):
                     self._ledger.no_signal(group)
                 else:
                     self._ledger.finished(group, payload)
@@ -287,8 +292,8 @@ class FullyAsyncSchedule:
     def _train(self, decision: Train, begun: float) -> TrainStepResult:
         """Return one step on the recorded episodes of its groups, in the order of the tasks."""
         sampled = time.perf_counter()
-        order = TrainBatch(decision.step, [self._payload(group) for group in decision.groups])
         with self._lock:
+            order = TrainBatch(decision.step, [self._ledger.payload(group) for group in decision.groups])
             rows = [self._rows[group] for group in decision.groups]
             version = self._controller.version
         episodes = order.episodes()
@@ -311,10 +316,6 @@ class FullyAsyncSchedule:
         }
         metrics["tokens_per_second"] = metrics["rollout/tokens"] / (trained - begun)
         return TrainStepResult(episodes, result.advantages, metrics, rows, check)
-
-    def _payload(self, group: int) -> bytes:
-        with self._lock:
-            return self._ledger.payload(group)
 
     def _schedule_metrics(self, episodes: Sequence[Episode], version: int, staleness: int) -> dict[str, float]:
         """Return how old the step's tokens are, and what waits behind it."""

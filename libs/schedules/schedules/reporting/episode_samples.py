@@ -44,7 +44,7 @@ class EpisodeSamples:
         ]
 
     def failures(self, episodes: Sequence[Episode], rows: Sequence[TaskRow], count: int) -> list[dict[str, Any]]:
-        """Return at most `count` held-out tasks that were not solved: no reward, none above 0, or less than the best.
+        """Return at most `count` held-out responses that solve nothing: no reward, none above 0, less than the best.
 
         The best of this evaluation: the highest possible reward is not known.
         """
@@ -55,7 +55,10 @@ class EpisodeSamples:
             if episode.score is None or episode.reward <= 0 or episode.reward < best
         ]
         chosen = sorted(self._random("failures").sample(wrong, min(count, len(wrong))))
-        return [self._told(episodes[i], rows[i]) | {"split": "held-out", "group": i} for i in chosen]
+        return [
+            self._told(episode, rows[episode.group]) | {"split": "held-out", "group": episode.group}
+            for episode in (episodes[i] for i in chosen)
+        ]
 
     def _told(self, episode: Episode, row: TaskRow) -> dict[str, Any]:
         place = {"step": self.step, "environment": self.environment(episode.task_id)}

@@ -8,6 +8,7 @@ repeated from its `place` asks the same again.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from rollout import Episode, TaskRow
@@ -16,12 +17,14 @@ from schedules.config import FilterGroups
 from schedules.protocols import Tasks
 from schedules.runtime.collectives import broadcast_result, rank_and_world
 from schedules.sampling.numbered_tasks import NumberedRows
+from schedules.sampling.pass_rates import PassRates
 from schedules.sampling.settings import RolloutSettings, RunState
 from schedules.sampling.task_state import load_cursor
 
 GEN_BATCHES = "filter_groups/num_gen_batches"
 DROPPED = "filter_groups/groups_dropped"
 DROPPED_TOKENS = "filter_groups/tokens_dropped"
+SKIPPED = "filter_groups/prompts_skipped"
 
 
 def has_signal(group: Sequence[Episode], metric: str = "reward") -> bool:
@@ -51,26 +54,39 @@ def with_signal(episodes: Sequence[Episode], settings: FilterGroups) -> list[Epi
 class GroupFilter:
     """Filter of groups that end one by one, and what it has left out for the next step; of one thread at a time."""
 
-    def __init__(self, settings: FilterGroups, per_step: int) -> None:
-        self._settings, self._per_step = settings, per_step
+    def __init__(self, settings: RolloutSettings, per_step: int, run_dir: Path) -> None:
+        self._settings, self._per_step = settings.filter_groups, per_step
+        self._rates = PassRates(settings.filter_groups, run_dir, settings.sampling.seed)
         self._tokens: list[int] = []  # of each group that was left out
+        self._skipped = 0
 
-    def drops(self, payload: bytes) -> bool:
-        """Return whether another group takes the place of this one."""
-        most = (self._settings.max_num_gen_batches - 1) * self._per_step
-        if not self._settings.enable or len(self._tokens) >= most:
+    def skips(self, row: TaskRow) -> bool:
+        """Return whether a task is not sampled at all this time (`PassRates`)."""
+        skips = self._rates.skips(row)
+        self._skipped += skips
+        return skips
+
+    def drops(self, row: TaskRow, payload: bytes) -> bool:
+        """Return whether another group takes the place of this one of a task."""
+        if not self._settings.enable:
             return False
         group = decode_episodes(payload)
-        if has_signal(group, self._settings.metric):
+        self._rates.note(row, group)
+        most = (self._settings.max_num_gen_batches - 1) * self._per_step
+        if len(self._tokens) >= most or has_signal(group, self._settings.metric):
             return False
         self._tokens.append(sum(episode.sampled for episode in group))
         return True
 
     def metrics(self) -> dict[str, float]:
         """Return what was left out since the last call; none where groups are taken as they are."""
-        tokens, self._tokens = self._tokens, []
-        found = (1 + len(tokens) / self._per_step, float(len(tokens)), float(sum(tokens)))
-        return dict(zip((GEN_BATCHES, DROPPED, DROPPED_TOKENS), found, strict=True)) if self._settings.enable else {}
+        tokens, skipped, self._tokens, self._skipped = self._tokens, self._skipped, [], 0
+        rounds = 1 + len(tokens) / self._per_step
+        return _metrics(rounds, len(tokens), sum(tokens), skipped) if self._settings.enable else {}
+
+
+def _metrics(rounds: float, dropped: int, tokens: int, skipped: int) -> dict[str, float]:
+    return {GEN_BATCHES: float(rounds), DROPPED: float(dropped), DROPPED_TOKENS: float(tokens), SKIPPED: float(skipped)}
 
 
 @dataclass(frozen=True)
@@ -103,34 +119,41 @@ class Rounds:
         self.round: int = place["round"]
         self._number: int = place["number"]
         self._rows = NumberedRows(tasks, self._count, place["rows"])
+        self._rates = PassRates(settings.filter_groups, run.run_dir, settings.sampling.seed)
 
     def place(self) -> dict[str, Any]:
         """Return from where another run goes on, as JSON can write it."""
         return {"round": self.round, "number": self._number, "rows": self._rows.place(self._number)}
 
-    def ahead(self, rows: int) -> list[TaskRow]:
-        """Return the next rows."""
-        return [self._rows[number] for number in range(self._number, self._number + rows)]
+    def ahead(self, count: int) -> tuple[list[TaskRow], int]:
+        """Return the next rows, but those that difficulty pools leave out, and the number behind them."""
+        rows, number = list[TaskRow](), self._number
+        while len(rows) < count:
+            rows += [] if self._rates.skips(self._rows[number], self.round) else [self._rows[number]]
+            number += 1
+        return rows, number
 
     def step(self, play: Play) -> Filled:
         """Sample the groups of a step."""
         rows: list[TaskRow] = []
         episodes: list[Episode] = []
-        first, asked, tokens = self.round, 0, 0
+        first, dropped, tokens, skipped = self.round, 0, 0, 0
         for attempt in count(1):
             final = not self._filter.enable or attempt == self._filter.max_num_gen_batches
-            asks = self.ahead(self._count - len(rows))
+            asks, end = self.ahead(self._count - len(rows))
             played = play(self.round, asks, final)
+            for at, row in enumerate(asks):
+                self._rates.note(row, [episode for episode in played if episode.group == at], self.round)
             kept = played if final else with_signal(played, self._filter)
             groups = range(len(asks)) if final else sorted({episode.group for episode in kept})
             places = {group: len(rows) + at for at, group in enumerate(groups)}
             rows += [asks[group] for group in places]
             episodes += [replace(episode, group=places[episode.group]) for episode in kept]
             tokens += sum(e.sampled for e in played) - sum(e.sampled for e in kept)
-            self.round, self._number, asked = self.round + 1, self._number + len(asks), asked + len(asks)
+            dropped, skipped = dropped + len(asks) - len(groups), skipped + end - self._number - len(asks)
+            self.round, self._number = self.round + 1, end
             if len(rows) == self._count:
                 break
         self._rows.forget(self._number)
-        dropped = {DROPPED: float(asked - len(rows)), DROPPED_TOKENS: float(tokens)}
-        metrics = {GEN_BATCHES: float(attempt)} | dropped if self._filter.enable else {}
+        metrics = _metrics(attempt, dropped, tokens, skipped) if self._filter.enable else {}
         return Filled(rows, episodes, range(first, self.round), metrics)

@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 from zlib import crc32
 
@@ -21,7 +22,8 @@ from schedules.config import FilterGroups
 from schedules.one_step_off import OneStepOffSchedule
 from schedules.protocols import TrainResult, WeightExport
 from schedules.runtime.interrupts import Runner
-from schedules.sampling.refill import DROPPED, DROPPED_TOKENS, GEN_BATCHES, GroupFilter, Rounds, has_signal
+from schedules.sampling.pass_rates import PassRates
+from schedules.sampling.refill import DROPPED, DROPPED_TOKENS, GEN_BATCHES, SKIPPED, GroupFilter, Rounds, has_signal
 from schedules.sampling.session import RolloutSession
 from schedules.sampling.settings import RolloutSettings, RunState
 from schedules.sync import SyncSchedule
@@ -105,18 +107,39 @@ def test_rounds_against_a_plain_loop(signals: list[bool], steps: int, most: int)
                 break
         assert [row.id for row in filled.rows] == expected
         assert [(e.group, e.task_id) for e in filled.episodes] == [(n, t) for n, t in enumerate(expected) for _ in "ab"]
-        assert filled.metrics == {GEN_BATCHES: number, DROPPED: asked - 3, DROPPED_TOKENS: 0}
+        assert filled.metrics == {GEN_BATCHES: number, DROPPED: asked - 3, DROPPED_TOKENS: 0, SKIPPED: 0}
 
 
-def test_groups_that_end_one_by_one() -> None:
+def test_groups_that_end_one_by_one(tmp_path: Path) -> None:
     """At most (max_num_gen_batches - 1) times the step's groups are left out before the next step."""
-    found = GroupFilter(FilterGroups(True, max_num_gen_batches=2), 2)
+    found, row = GroupFilter(settings(max_num_gen_batches=2), 2, tmp_path), TaskRow("a")
     same, mixed = encode_episodes(group(0, 1.0, 1.0)), encode_episodes(group(0, 1.0, 0.0))
-    assert [found.drops(payload) for payload in (same, mixed, same, same)] == [True, False, True, False]
-    assert found.metrics() == {GEN_BATCHES: 2.0, DROPPED: 2.0, DROPPED_TOKENS: 0.0}
-    assert found.drops(same)
-    assert not GroupFilter(FilterGroups(), 2).drops(same)
-    assert GroupFilter(FilterGroups(), 2).metrics() == {}
+    assert [found.drops(row, payload) for payload in (same, mixed, same, same)] == [True, False, True, False]
+    assert found.metrics() == {GEN_BATCHES: 2.0, DROPPED: 2.0, DROPPED_TOKENS: 0.0, SKIPPED: 0.0}
+    assert found.drops(row, same)
+    off = GroupFilter(RolloutSettings(3, 2, Sampling()), 2, tmp_path)
+    assert (off.drops(row, same), off.skips(row), off.metrics()) == (False, False, {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_pools_ask_a_share_of_what_was_too_easy_or_too_hard_again(tmp_path: Path) -> None:
+    """By the newest earlier visit, the same after a restart, also where the last line lacks its end."""
+    pools = FilterGroups(True, easy_threshold=0.9, easy_fraction=0.25, hard_fraction=0.5)
+    rates = PassRates(pools, tmp_path, 3)
+    for n in range(900):
+        rewards = ((1.0, 1.0), (0.0, 0.0), (0.0, 1.0))[n % 3]
+        rates.note(TaskRow(str(n), visit=1), group(0, *rewards))
+    rates.note(TaskRow("failed", visit=1), group(0, None))
+    skipped = {(n, visit) for n in range(900) for visit in (0, 1, 2) if rates.skips(TaskRow(str(n), visit=visit))}
+    assert {visit for _, visit in skipped} == {2}
+    shares = [fmean((n, 2) in skipped for n in range(kind, 900, 3)) for kind in range(3)]
+    assert shares == pytest.approx([0.75, 0.5, 0.0], abs=0.09)
+    with (tmp_path / "pass_rates.jsonl").open("a") as file:
+        file.write('\n{"task": "0", "visit": 1, "rou')
+    again = PassRates(pools, tmp_path, 3)
+    assert {n for n in range(900) if again.skips(TaskRow(str(n), visit=2))} == {n for n, _ in skipped}
+    again.note(TaskRow("0", visit=2), group(0, 0.0, 1.0))
+    assert not PassRates(pools, tmp_path, 3).skips(TaskRow("0", visit=3))
 
 
 class Still:
@@ -140,24 +163,26 @@ class Measured(Still):
 
 
 @pytest.mark.parametrize("kind", [SyncSchedule, OneStepOffSchedule])
-def test_a_schedule_trains_each_task_with_signal_once_and_goes_on_so(tmp_path: Path, kind: Any) -> None:
-    """Ended after each step, with and without a checkpoint, and gone on with."""
-    order = [row.id for row in Numbered(40).tasks(0, 40) if int(row.id) % 3]
+@pytest.mark.parametrize("hard", [1.0, 0.01])
+def test_a_schedule_trains_each_task_with_signal_once_and_goes_on_so(tmp_path: Path, kind: Any, hard: float) -> None:
+    """Ended after each step, with and without a checkpoint, and gone on with; in three passes over nine tasks, of which
+    a hard pool leaves those without signal out."""
+    order = [row.id for row in Numbered(9).tasks(0, 27) if int(row.id) % 3]
     engine = NativeEngine(deepcopy(MODEL), pad_token_id=0, decoder="module", admit="rounds")
     trained: dict[int, list[str]] = {}
-    dropped = 0.0
+    dropped = skipped = 0.0
 
     def go(done: int, stop: int, save: bool) -> None:
-        nonlocal dropped
+        nonlocal dropped, skipped
         with Runner() as runner:
-            tasks: Any = Numbered(40)
-            session = RolloutSession(settings(), tasks, Chat(TOKENIZER), engine, runner)
+            tasks: Any = Numbered(9)
+            session = RolloutSession(settings(hard_fraction=hard), tasks, Chat(TOKENIZER), engine, runner)
             with kind(session, Measured(), RunState(tmp_path, 5, done)) as schedule:
                 for step in range(done, stop):
                     result = schedule.step(step)
                     trained[step] = [row.id for row in result.rows]
                     assert [e.task_id for e in result.episodes] == [t for t in trained[step] for _ in "ab"]
-                    dropped += result.metrics[DROPPED]
+                    dropped, skipped = dropped + result.metrics[DROPPED], skipped + result.metrics[SKIPPED]
                 if save:
                     schedule.saving(stop)
                     schedule.saved(stop)
@@ -168,7 +193,7 @@ def test_a_schedule_trains_each_task_with_signal_once_and_goes_on_so(tmp_path: P
     go(3, 4, False)
     go(3, 5, True)
     assert [task for step in range(5) for task in trained[step]] == order[:15]
-    assert dropped > 5
+    assert (dropped > 3, skipped > 3) == (True, hard < 1)
     if kind is OneStepOffSchedule:
         with RolloutLedger(tmp_path / "ledger-0.bin") as ledger:
             rounds = json.loads((tmp_path / "tasks.json").read_text())["5"]["round"]

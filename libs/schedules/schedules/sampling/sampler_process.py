@@ -141,8 +141,9 @@ def _players(session: RolloutSession, rows: NumberedRows) -> dict[str, Handler]:
     async def evaluate(call: dict[str, Any]) -> bytes:
         del call
         held_out = session.tasks.held_out()
-        groups = await session.rollout_groups(held_out, range(len(held_out)), settings.greedy, 1)
-        return encode_episodes([group[0] for group in groups])
+        places, size = range(len(held_out)), settings.num_generations_eval
+        groups = await session.rollout_groups(held_out, places, settings.evaluation, size)
+        return encode_episodes([episode for group in groups for episode in group])
 
     async def load(call: dict[str, Any]) -> dict[str, int]:
         del call

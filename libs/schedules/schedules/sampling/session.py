@@ -29,7 +29,7 @@ HeldOutMetric = Literal["accuracy", "score"]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Responses to held-out tasks: an episode a row."""
+    """Responses to held-out tasks; an episode's `group` is its row."""
 
     rows: Sequence[TaskRow]
     episodes: Sequence[Episode]
@@ -188,23 +188,27 @@ class RolloutSession:
         return [bound_of(self.sampler, self.settings, self.source)]
 
     def evaluate(self, count: int | None = None) -> Evaluation:
-        """Return greedy responses to the held-out tasks, or to the first `count` of them, on every rank.
+        """Return responses to the held-out tasks, or to the first `count` of them, on every rank, numbered by task;
+        to each as many as the settings say.
 
         Raises:
             ValueError: none of them could be scored.
         """
         rows = self.tasks.held_out()[:count]
-        return evaluation_of(self.tasks, self.play(rows, greedy=True), rows)
+        settings = self.settings
+        return evaluation_of(self.tasks, self._play(rows, settings.evaluation, settings.num_generations_eval), rows)
 
     def play(self, rows: Sequence[TaskRow], greedy: bool) -> list[Episode]:
         """Return one episode a task, on every rank, in order of the tasks."""
-        sampling = self.settings.greedy if greedy else self.settings.sampling
+        return self._play(rows, self.settings.greedy if greedy else self.settings.sampling, 1)
+
+    def _play(self, rows: Sequence[TaskRow], sampling: Sampling, size: int) -> list[Episode]:
         mine = self._mine(len(rows))
-        groups = self.run(lambda: self.rollout_groups([rows[i] for i in mine], mine, sampling, 1))
-        return sorted(gather_lists([group[0] for group in groups]), key=lambda episode: episode.group)
+        groups = self.run(lambda: self.rollout_groups([rows[i] for i in mine], mine, sampling, size))
+        return self.gather([episode for group in groups for episode in group])
 
     def accuracy(self, count: int | None = None) -> float:
-        """Return the mean reward of greedy responses to the held-out prompts, or to the first `count` of them."""
+        """Return the mean reward of responses to the held-out prompts, or to the first `count` of them."""
         return self.evaluate(count).accuracy
 
     def environment_of(self, task_id: str) -> str | None:

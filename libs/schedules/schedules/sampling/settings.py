@@ -35,9 +35,17 @@ class RolloutSettings:
     """Names that were accepted untested; "sampler" widens the bound of its log-probs ten times."""
     filter_groups: FilterGroups = field(default_factory=FilterGroups)
 
+    num_generations_eval: int = 1
+    """Answers to each held-out task: one takes the likeliest tokens, several are sampled as training's are."""
+
+    @property
+    def evaluation(self) -> Sampling:
+        """How an evaluation samples."""
+        return self.greedy if self.num_generations_eval == 1 else self.sampling
+
     @property
     def greedy(self) -> Sampling:
-        """How an evaluation samples: the likeliest token, with the limits of the run."""
+        """How the likeliest tokens are sampled, with the limits of the run."""
         limits = self.sampling
         return Sampling(greedy=True, max_new_tokens=limits.max_new_tokens, stop_token_ids=limits.stop_token_ids)
 
