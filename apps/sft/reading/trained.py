@@ -5,13 +5,15 @@ A token of several owners is trained for none: what an assistant wrote is proven
 text of other roles is theirs by the same proof, and what a mark takes out takes every token with it that touches it.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import lt
 from typing import Any
 
 from apps.sft.reading.columns import TrainOn as TrainOn
 from chat_tools import Rendered, reasoning_mask
-from chat_tools.rendering.render import encode
+from chat_tools.rendering.token_places import Offsets, encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +82,9 @@ def mask_of(tokenizer: Any, rendered: Rendered, trained: Trained | None) -> list
     if trained.whole:
         return _whole(rendered, offsets, trained)
     for start, end in _texts(rendered, others):
-        for place, (first, last) in enumerate(offsets):
-            if start <= first and last <= end and first < last:
-                mask[place] = True
+        first, last = bisect_left(offsets.starts, start), bisect_right(offsets.ends, end)
+        if first < last:
+            mask[first:last] = map(lt, offsets.starts[first:last], offsets.ends[first:last])
     return mask
 
 
@@ -108,18 +110,17 @@ def mask_and_weights(
     return [w > 0 for w in weights], [] if set(weights) <= {0.0, 1.0} else weights
 
 
-def _whole(rendered: Rendered, offsets: Sequence[tuple[int, int]], trained: Trained) -> list[bool]:
+def _whole(rendered: Rendered, offsets: Offsets, trained: Trained) -> list[bool]:
     """Return a mask of all tokens from a message on, but for those that touch a message that is left out."""
     begin = 0
     if trained.first:
         begin = min((owner.start for owner in rendered.owners if (owner.message or 0) >= trained.first), default=-1)
         if begin < 0:
             raise ValueError("the completion is nowhere in the rendered conversation")
-    mask = [first >= begin for first, _ in offsets]
+    mask = [first >= begin for first in offsets.starts]
     for start, end in _texts(rendered, trained.left_out):
-        for place, (first, last) in enumerate(offsets):
-            if first < end and last > start:
-                mask[place] = False
+        first, last = bisect_right(offsets.ends, start), bisect_left(offsets.starts, end)
+        mask[first:last] = [False] * max(0, last - first)
     return mask
 
 

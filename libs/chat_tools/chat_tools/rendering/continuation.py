@@ -9,9 +9,10 @@ from typing import Any
 from chat_tools.rendering.masks import Regions, find_regions
 from chat_tools.rendering.media import Media, expand, token_types
 from chat_tools.rendering.message_attribution import has_text
-from chat_tools.rendering.render import Rendered, encode, owned_text, render
+from chat_tools.rendering.render import Rendered, owned_text, render
 from chat_tools.rendering.replaced_messages import MessageSpan, common_prefix
 from chat_tools.rendering.template import ChatTemplate, Message, content_like, tokens_as_text
+from chat_tools.rendering.token_places import encode
 from chat_tools.rendering.turn_delimiters import added_tokens, find_turn_delimiters, token_start
 
 

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import starmap
-from operator import eq, itemgetter
+from operator import eq
 
 from chat_tools.rendering.masks import Region, Regions
 from chat_tools.rendering.replaced_messages import MessageSpan
 from chat_tools.rendering.template import Message
+from chat_tools.rendering.token_places import Offsets
 
-_start, _end = itemgetter(0), itemgetter(1)
 
-
-def block_mask(blocks: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> list[int]:
+def block_mask(blocks: Sequence[tuple[int, int]], offsets: Offsets) -> list[int]:
     """Return `apply_chat_template`'s mask: 1 for each token of the blocks `start:end` that a template marks.
 
     A block's tokens are those from its first character's first one to its last character's first one. (Before 5.24
     transformers marks all that follows, where the block is the very first token.)
     """
-    mask = [0] * len(offsets)
-    starts = list(map(_start, offsets))
+    mask = [0] * len(offsets.starts)
     for start, end in blocks:
-        first, last = _token_of(start, offsets, starts), _token_of(end - 1, offsets, starts)
+        first, last = _token_of(start, offsets), _token_of(end - 1, offsets)
         if first is None:
             break
         stop = len(mask) if last is None else last + 1
@@ -31,23 +28,24 @@ def block_mask(blocks: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, i
     return mask
 
 
-def _token_of(position: int, offsets: Sequence[tuple[int, int]], starts: Sequence[int]) -> int | None:
+def _token_of(position: int, offsets: Offsets) -> int | None:
     """Return the first token that holds a character, None if none does."""
+    starts, ends = offsets
     at = bisect_right(starts, position) - 1
-    while at > 0 and offsets[at - 1][1] > position:
+    while at > 0 and ends[at - 1] > position:
         at -= 1
-    return at if at >= 0 and offsets[at][0] <= position < offsets[at][1] else None
+    return at if at >= 0 and starts[at] <= position < ends[at] else None
 
 
 def trained_regions(
     turns: Regions,
     marked: list[int] | None,
-    offsets: Sequence[tuple[int, int]],
+    offsets: Offsets,
     messages: Sequence[Message],
     problems: list[str],
 ) -> list[Region]:
     """Return the proven regions, cut to the template's own marks where it has some."""
-    if marked is not None and len(marked) == len(offsets):
+    if marked is not None and len(marked) == len(offsets.starts):
         return _regions_of_marks(marked, offsets, turns, messages, problems)
     problems += turns.problems
     return turns.regions
@@ -55,7 +53,7 @@ def trained_regions(
 
 def _regions_of_marks(
     mask: list[int],
-    offsets: Sequence[tuple[int, int]],
+    offsets: Offsets,
     turns: Regions,
     messages: Sequence[Message],
     problems: list[str],
@@ -71,8 +69,8 @@ def _regions_of_marks(
     foreign_ends = [piece.end for piece in foreign]
     ends_of_proven = [region.end for region in turns.regions]
     regions: list[Region] = []
-    for tokens in filter(None, _runs(mask, offsets)):
-        taken = [p.message for p in _overlapping(foreign, foreign_ends, tokens[0][0], tokens[-1][1])]
+    for tokens in _runs(mask, offsets):
+        taken = [p.message for p in _overlapping(foreign, foreign_ends, tokens.starts[0], tokens.ends[-1])]
         problems += [f"message {m}: the template marks what the {messages[m].get('role')} wrote" for m in taken]
         regions += _inside(tokens, turns.regions, ends_of_proven)
     if turns.stops_known:
@@ -83,15 +81,15 @@ def _regions_of_marks(
     return regions
 
 
-def _inside(tokens: Sequence[tuple[int, int]], regions: Sequence[Region], ends: Sequence[int]) -> list[Region]:
+def _inside(tokens: Offsets, regions: Sequence[Region], ends: Sequence[int]) -> list[Region]:
     """Return the parts of regions (whose ends are `ends`) that a run of tokens touches."""
     parts: list[Region] = []
-    at = bisect_right(ends, tokens[0][0])
-    while at < len(regions) and regions[at].start < tokens[-1][1]:
+    at = bisect_right(ends, tokens.starts[0])
+    while at < len(regions) and regions[at].start < tokens.ends[-1]:
         region = regions[at]
-        first = bisect_right(tokens, region.start, key=_end)
-        last = bisect_left(tokens, region.end, key=_start) - 1
-        start, end = max(tokens[first][0], region.start), min(tokens[last][1], region.end)
+        first = bisect_right(tokens.ends, region.start)
+        last = bisect_left(tokens.starts, region.end) - 1
+        start, end = max(tokens.starts[first], region.start), min(tokens.ends[last], region.end)
         parts.append(Region(region.message, start, end, end))
         at += 1
     return parts
@@ -107,21 +105,25 @@ def _overlapping(pieces: Sequence[MessageSpan], ends: Sequence[int], start: int,
     return overlapping
 
 
-def _runs(mask: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+def _runs(mask: Sequence[int], offsets: Offsets) -> list[Offsets]:
     """Return the characters of each run of marked tokens, without tokens of no character.
 
     All tokens of a character whose first token is marked belong to its run: transformers' mask ends with the first.
     """
-    runs: list[list[tuple[int, int]]] = []
+    runs: list[Offsets] = []
+    starts, ends = offsets
     begin = _next(mask, True, 0)
     while begin < len(mask):
         end = _next(mask, False, begin)
         while end < len(mask) and (
-            mask[end] or (offsets[end] == offsets[end - 1] and offsets[end][0] < offsets[end][1])
+            mask[end] or (starts[end] == starts[end - 1] and ends[end] == ends[end - 1] > starts[end])
         ):
             end += 1
-        run = offsets[begin:end]
-        runs.append([token for token in run if token[0] < token[1]] if any(starmap(eq, run)) else list(run))
+        run = Offsets(starts[begin:end], ends[begin:end])
+        if any(map(eq, *run)):
+            run = Offsets.of([pair for pair in zip(*run, strict=True) if pair[0] < pair[1]])
+        if run.starts:
+            runs.append(run)
         begin = _next(mask, True, end)
     return runs
 

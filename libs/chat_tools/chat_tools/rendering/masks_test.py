@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from chat_tools.rendering.masks import PRINTED, Region
 from chat_tools.rendering.media import Expanded
 from chat_tools.rendering.render import Rendered, _span, render
+from chat_tools.rendering.token_places import Offsets
 from chat_tools.testing.templates import TEMPLATES
 from chat_tools.testing.tokenizer import tiny_tokenizer
 
@@ -262,7 +263,7 @@ def test_the_tokens_of_a_region_lie_wholly_in_it(
     start: int, end: int, tokens: tuple[int, int], straddling: list[int]
 ) -> None:
     found: list[int] = []
-    span = _span(Region(4, start, end, end), Expanded("abcdefgh", ()), [(0, 2), (2, 5), (5, 8)], found)
+    span = _span(Region(4, start, end, end), Expanded("abcdefgh", ()), Offsets([0, 2, 5], [2, 5, 8]), found)
     assert (span.token_start, span.token_end, span.message) == (*tokens, 4)
     assert found == straddling
 

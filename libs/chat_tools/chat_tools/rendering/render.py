@@ -12,7 +12,8 @@ from chat_tools.rendering.masks import Region, find_regions
 from chat_tools.rendering.media import Expanded, Media, expand, token_types
 from chat_tools.rendering.message_attribution import MessageAttribution, render_marked
 from chat_tools.rendering.replaced_messages import MessageSpan
-from chat_tools.rendering.template import ChatTemplate, Cut, Message, stock_backend, tokens_as_text
+from chat_tools.rendering.template import ChatTemplate, Cut, Message, tokens_as_text
+from chat_tools.rendering.token_places import NO_OFFSETS, Offsets, encode
 from chat_tools.rendering.turn_delimiters import TurnDelimiters, find_turn_delimiters, known_tokens, last_token
 
 
@@ -166,7 +167,7 @@ class _Base(NamedTuple):
 
     text: str
     ids: list[int]
-    offsets: list[tuple[int, int]]
+    offsets: Offsets
     marked: list[int] | None
     owners: MessageAttribution | None
 
@@ -189,7 +190,7 @@ def _twice(template: ChatTemplate, messages: Sequence[Message], prompted: bool) 
     if marks is None:
         return None
     ids, offsets, marked = _official(template, messages, prompted)
-    if not (offsets and offsets[-1][1] == len(marks.text) and _decoded(template.tokenizer, ids) == marks.text):
+    if not (offsets.ends and offsets.ends[-1] == len(marks.text) and _decoded(template.tokenizer, ids) == marks.text):
         official = ids
         ids, offsets = encode(template.tokenizer, marks.text)
         if official != ids:
@@ -218,38 +219,9 @@ def _apart(template: ChatTemplate, messages: Sequence[Message], prompted: bool, 
     return _Base(plain, ids, offsets, marked, None)
 
 
-def encode(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return ids and the characters of each token; ValueError for a tokenizer without offsets."""
-    backend = stock_backend(tokenizer)
-    if backend is not None:
-        encoding = backend.encode(text, add_special_tokens=False)
-        return encoding.ids, encoding.offsets
-    try:
-        encoded = tokenizer(
-            text,
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-        )
-    except NotImplementedError as error:
-        raise ValueError(_NO_OFFSETS) from error
-    return list(encoded["input_ids"]), _pairs(encoded["offset_mapping"])
-
-
-def _pairs(offsets: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Return the offsets as pairs; a list of them, which fast tokenizers give, is not copied."""
-    if isinstance(offsets, list) and offsets and isinstance(offsets[0], tuple):
-        return offsets
-    return [(start, end) for start, end in offsets]
-
-
-_NO_OFFSETS = "the tokenizer gives no offsets: load the fast one (use_fast=True)"
-
-
 def _official(
     template: ChatTemplate, messages: Sequence[Message], prompted: bool
-) -> tuple[list[int], list[tuple[int, int]], list[int] | None]:
+) -> tuple[list[int], Offsets, list[int] | None]:
     """Return the ids of `apply_chat_template` itself, their characters, and the mask of generation marks.
 
     Without characters where it passes no arguments on to the tokenizer; without a mask where the template has no marks.
@@ -261,9 +233,9 @@ def _official(
     try:
         out = template.apply(messages, prompted, tokenize=True, return_dict=True, **extra)
     except NotImplementedError as error:
-        raise ValueError(_NO_OFFSETS) from error
+        raise ValueError(NO_OFFSETS) from error
     mask = list(out["assistant_masks"]) if marked else None
-    return list(out["input_ids"]), _pairs(out.get("offset_mapping", ())), mask
+    return list(out["input_ids"]), Offsets.of(out.get("offset_mapping", ())), mask
 
 
 def _without_stand_in(
@@ -271,8 +243,9 @@ def _without_stand_in(
 ) -> tuple[list[int], list[int] | None]:
     """Return ids and mask without the tokens of a stand-in user message."""
     _, offsets = encode(tokenizer, cut.text)
-    outside = [i for i, (a, b) in enumerate(offsets) if b <= cut.start or a >= cut.end]
-    dropped = [offset for offset in offsets if offset[0] < cut.end and offset[1] > cut.start]
+    pairs = list(zip(*offsets, strict=True))
+    outside = [i for i, (a, b) in enumerate(pairs) if b <= cut.start or a >= cut.end]
+    dropped = [(a, b) for a, b in pairs if a < cut.end and b > cut.start]
     if dropped and (dropped[0][0] < cut.start or dropped[-1][1] > cut.end):
         problems.append("a token reaches over the border of the stand-in user message")
     return [ids[i] for i in outside], None if mask is None else [mask[i] for i in outside]
@@ -284,7 +257,7 @@ def _difference(official: list[int], ids: list[int]) -> str:
 
 
 def _spans(
-    regions: Sequence[Region], proven: Sequence[Region], expanded: Expanded, offsets: Sequence[tuple[int, int]]
+    regions: Sequence[Region], proven: Sequence[Region], expanded: Expanded, offsets: Offsets
 ) -> tuple[tuple[AssistantSpan, ...], tuple[int, ...]]:
     """Return the tokens of the regions, and those that straddle a border of one of them or of a proven one."""
     straddling: list[int] = []
@@ -297,19 +270,18 @@ def _spans(
     return spans, tuple(sorted(set(straddling)))
 
 
-def _span(
-    region: Region, expanded: Expanded, offsets: Sequence[tuple[int, int]], straddling: list[int]
-) -> AssistantSpan:
+def _span(region: Region, expanded: Expanded, offsets: Offsets, straddling: list[int]) -> AssistantSpan:
     """Return the tokens that lie wholly in a region; those that straddle its border are listed in `straddling`."""
     start, end = expanded.move(region.start), expanded.move(region.end)
-    first = last = bisect_left(offsets, (start,))  # both ends of the tokens' characters are in order
-    while first and offsets[first - 1][1] > start:
+    starts, ends = offsets
+    first = last = bisect_left(starts, start)
+    while first and ends[first - 1] > start:
         first -= 1
-    last = bisect_left(offsets, (end,), last if start <= end else 0)
-    while first < last and offsets[first][0] < start:
+    last = bisect_left(starts, end, last if start <= end else 0)
+    while first < last and starts[first] < start:
         straddling.append(first)
         first += 1
-    while first < last and offsets[last - 1][1] > end:
+    while first < last and ends[last - 1] > end:
         straddling.append(last - 1)
         last -= 1
     first, last = (first, last) if first < last else (0, 0)

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from chat_tools.rendering.generation_regions import block_mask
-from chat_tools.rendering.render import Rendered, encode, render
+from chat_tools.rendering.render import Rendered, render
 from chat_tools.rendering.template import ChatTemplate
+from chat_tools.rendering.token_places import encode
 from chat_tools.testing.templates import TEMPLATES
 from chat_tools.testing.tokenizer import tiny_tokenizer
 
@@ -266,8 +267,14 @@ def test_a_conversation_is_tokenised_once(
             calls.append(text)
             return backend.encode(text, **options)
 
+        def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+            calls.extend(texts)
+            return backend.encode_batch_fast(texts, **options)
+
     monkeypatch.setattr(kind, "__call__", counted)
     monkeypatch.setattr(kind, "backend_tokenizer", Backend())
+    render(tokenizer, TALK)  # looks at how the backend's tokens stand for text
+    calls.clear()
     assert render(tokenizer, TALK) == expected
     assert calls == [tokenizer.apply_chat_template(TALK, tokenize=False)]
 

@@ -10,9 +10,10 @@ from typing import Literal
 from chat_tools.known_formats.grammar import Format
 from chat_tools.parsing.parser import parse
 from chat_tools.rendering.format_detection import detect_format
-from chat_tools.rendering.render import AssistantSpan, OwnedText, Rendered, encode
+from chat_tools.rendering.render import AssistantSpan, OwnedText, Rendered
 from chat_tools.rendering.replaced_messages import REASONING_KEYS
 from chat_tools.rendering.template import tokens_as_text
+from chat_tools.rendering.token_places import encode
 
 Train = Literal["all", "last"] | Collection[int]
 Weights = Mapping[int, float | Sequence[float]]
@@ -95,7 +96,7 @@ def reasoning_mask(rendered: Rendered, format: str | Format | None = None) -> li
         if any(words and words in text and words not in turn.reasoning for words in wanted):
             raise ValueError(f"message {span.message}: its reasoning is written otherwise than {format} writes it")
         for at in range(span.token_start, span.token_end):
-            mask[at] = any(offsets[at][0] < end and offsets[at][1] > start for start, end in parts)
+            mask[at] = any(offsets.starts[at] < end and offsets.ends[at] > start for start, end in parts)
     return mask
 
 
