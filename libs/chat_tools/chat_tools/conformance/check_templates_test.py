@@ -54,6 +54,7 @@ def test_a_rendering_with_marks_gives_what_one_without_gives(name: str, monkeypa
     stops = known_stops(tokenizer, family_of(name))
     found = [first_rendering(tokenizer, pattern, family_of(name)) for pattern in CONVERSATIONS.values()]
     asked = []
+    monkeypatch.setattr(render_module, "shape_of", lambda *_: None)  # nor from what earlier rows have told
     monkeypatch.setattr(render_module, "render_marked", lambda *arguments: asked.append(arguments))
     for messages, rendered in filter(None, found):
         assert render(tokenizer, messages, stop_tokens=stops) == rendered

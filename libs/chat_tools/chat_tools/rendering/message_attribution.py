@@ -148,7 +148,7 @@ def texts_of(message: Message) -> list[str]:
         seen.append(text)
         return text
 
-    _rewritten(message, collect, lambda _: collect, None, collect)
+    rewritten(message, collect, lambda _: collect, None, collect)
     return seen
 
 
@@ -171,7 +171,7 @@ def _marked(
             thoughts = marks.wrap(Place(index, is_reasoning=True))
         if original.get("tool_calls"):
             name = partial(marks.wrap_call, index, True) if names else None
-            changed[index] = _rewritten(original, words, partial(marks.wrap_call, index, False), name, thoughts)
+            changed[index] = rewritten(original, words, partial(marks.wrap_call, index, False), name, thoughts)
         else:
             changed[index] = _with_words(original, words, thoughts)
     try:
@@ -211,7 +211,7 @@ def _marked(
     return Marked(text, MessageAttribution(pieces, tuple(sorted(marks.escaped)), sorted(without_calls), (), lost))
 
 
-def _rewritten(
+def rewritten(
     message: Message,
     text: Wrap,
     argument: Callable[[int], Wrap],

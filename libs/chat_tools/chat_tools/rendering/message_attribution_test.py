@@ -101,14 +101,14 @@ def test_rewriting_changes_texts_alone() -> None:
         "content": [{"type": "text", "text": "a"}, {"type": "image"}],
         "tool_calls": [CALL, FLAT],
     }
-    changed = message_attribution._rewritten(
+    changed = message_attribution.rewritten(
         message, str.upper, lambda i: lambda text: f"{i}{text}", lambda i: lambda text: f"{text}!{i}", str
     )
     first, second = changed["tool_calls"]
     assert changed["content"] == [{"type": "text", "text": "A"}, {"type": "image"}]
     assert first == {**CALL, "function": {"name": "f!0", "arguments": {"x": "0one", "y": ["0two", {"z": "0three"}, 4]}}}
     assert second == {"name": "g!1", "arguments": '1{"x": "four"}'}
-    unnamed = message_attribution._rewritten(message, str, lambda _: str, None, str)
+    unnamed = message_attribution.rewritten(message, str, lambda _: str, None, str)
     assert unnamed == message
     assert message["tool_calls"][0] is CALL
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from chat_tools.rendering.generation_regions import block_mask, trained_regions
-from chat_tools.rendering.masks import Region, find_regions
+from chat_tools.rendering.masks import Region, Regions, find_regions
 from chat_tools.rendering.media import Expanded, Media, expand, token_types
 from chat_tools.rendering.message_attribution import MessageAttribution, render_marked
+from chat_tools.rendering.plans import Shape, learn, plan_of, regions_of, shape_of
 from chat_tools.rendering.replaced_messages import MessageSpan
 from chat_tools.rendering.template import ChatTemplate, Cut, Message, tokens_as_text
 from chat_tools.rendering.token_places import NO_OFFSETS, Offsets, encode
@@ -134,7 +135,9 @@ def render(
         template, messages, add_generation_prompt, problems
     )
     plain, ids, offsets = base.text, base.ids, base.offsets
-    turns = find_regions(template, messages, plain, add_generation_prompt, base.owners)
+    turns = base.turns or find_regions(template, messages, plain, add_generation_prompt, base.owners)
+    if base.shape is not None and base.turns is None:
+        learn(template, messages, base.shape, add_generation_prompt, plain, turns)
     regions = trained_regions(turns, base.marked, offsets, messages, problems)
     expanded = expand(plain, media)
     if media:
@@ -163,13 +166,18 @@ def render(
 
 
 class _Base(NamedTuple):
-    """A rendered text, its tokens and the characters of each, the template's own mask, and the owners if known."""
+    """A rendered text, its tokens and the characters of each, the template's own mask; its owners, shape, if known.
+
+    `turns` are the regions where they were foreseen.
+    """
 
     text: str
     ids: list[int]
     offsets: Offsets
     marked: list[int] | None
     owners: MessageAttribution | None
+    shape: Shape | None = None
+    turns: Regions | None = None
 
 
 def _twice(template: ChatTemplate, messages: Sequence[Message], prompted: bool) -> _Base | None:
@@ -181,12 +189,17 @@ def _twice(template: ChatTemplate, messages: Sequence[Message], prompted: bool) 
     """
     if not any(message.get("role") == "user" for message in messages):
         return None  # it may need a stand-in
-    marks = render_marked(template, messages, prompted, template.tokenizes_text)
     if template.tokenizes_text:
         text, blocks = template.text_and_blocks(messages, prompted)
+        shape = shape_of(template, messages)
+        plan = None if shape is None else plan_of(template, shape, prompted)
+        turns = plan and shape and regions_of(plan, shape, text, template.stops is not None)
+        marks = None if turns else render_marked(template, messages, prompted, True)
         owners = marks.owners if marks is not None and marks.text == text else None
         ids, offsets = encode(template.tokenizer, text)
-        return _Base(text, ids, offsets, None if blocks is None else block_mask(blocks, offsets), owners)
+        marked = None if blocks is None else block_mask(blocks, offsets)
+        return _Base(text, ids, offsets, marked, owners, shape, turns or None)
+    marks = render_marked(template, messages, prompted)
     if marks is None:
         return None
     ids, offsets, marked = _official(template, messages, prompted)

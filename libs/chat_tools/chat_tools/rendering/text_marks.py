@@ -48,7 +48,7 @@ class Marks:
             self.base += count
         self.close = chr(self.base + count - 1)
         self.pattern = re.compile(f"([{chr(self.base)}-{self.close}])")
-        self.cut, self.cuts = _cut_patterns(source)
+        self.cut, self.cuts, _ = cut_patterns(source)
 
     def wrap(self, place: Place) -> Wrap:
         """Return the function that marks the segments of a text with a new mark for the place."""
@@ -121,15 +121,18 @@ class Marks:
 
 
 @lru_cache(maxsize=64)
-def _cut_patterns(source: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+def cut_patterns(source: str) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
     """Return patterns of a text's cuts: line ends, and the literals with which a template compares or splits texts.
 
-    The second pattern takes the white space around too; the first is fast where there is nothing to cut.
+    The second pattern takes the white space around too; the first is fast where there is nothing to cut; the third is
+    of the literals alone.
     """
     literals = {match[2] or match[4] for match in _CUTS.finditer(source)}
     cuts = sorted((x for x in literals if x.strip() and not x.isalnum()), key=len, reverse=True)
     escaped = ["\n", *map(re.escape, cuts)]
-    return re.compile("|".join(escaped)), re.compile("|".join(rf"\s*{cut}\s*" for cut in escaped))
+    patterns = ("|".join(escaped), "|".join(rf"\s*{cut}\s*" for cut in escaped), "|".join(escaped[1:]) or "(?!)")
+    first, second, third = map(re.compile, patterns)
+    return first, second, third
 
 
 def thinks(message: Message) -> bool:
