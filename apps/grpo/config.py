@@ -258,7 +258,8 @@ class GrpoConfig:
     """Processes that play environments on each sampler's machine, apart from it; None: as many as their CPU time asks
     for. 0 plays them in threads of the process that samples, as are those marked instant."""
     stall_seconds: float = 120.0
-    """A process that plays environments and says nothing for so long is told, with its stack, and replaced."""
+    """A process that samples (fully_async) or plays environments and says nothing for so long, as one that was stopped,
+    is told, with its stack, and replaced."""
     eval_every: int = 50
     """GRPO steps between held-out evaluations (also before the first and after the last)."""
     num_generations_eval: int = 1

@@ -109,6 +109,13 @@ def command_line() -> CommandLine[GrpoConfig]:
 
 
 def _unused(config: GrpoConfig, default: GrpoConfig) -> Iterator[str]:
+    if config.resume and config.cluster.schedule.mode in ("one_step_off", "fully_async"):
+        for path in ("prompts_per_step", "group_size"):
+            if path in changed(config, default):
+                yield (
+                    f"{flag(path)} can't change when a run that samples ahead is resumed, as its ledger has groups of "
+                    "the earlier number: leave it out, or start a new run"
+                )
     if not config.warm_start.steps:
         for path in changed(config, default):
             if path.startswith("warm_start.") and path != "warm_start.steps":

@@ -357,4 +357,7 @@ def test_runs_that_cannot_be_gone_on_with(refused: Refuse, tmp_path: Path) -> No
     config.write_text('{"recipe": "quickstart", "steps": 3}')
     for line in ("--model x", "--recipe math", "--warm-start.steps 3", "--lora.rank 4"):
         assert_names(refused("--resume", *line.split(), run_dir=tmp_path / "broken"), ["can't change", line.split()[0]])
+    config.write_text('{"recipe": "quickstart", "steps": 3, "cluster": {"schedule": {"mode": "fully_async"}}}')
+    for line in ("--prompts-per-step 3", "--group-size 3"):
+        assert_names(refused("--resume", *line.split(), run_dir=tmp_path / "broken"), ["can't change", line.split()[0]])
     assert_names(refused(run_dir=tmp_path / "broken"), ["holds a run already"])

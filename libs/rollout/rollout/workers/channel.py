@@ -32,6 +32,10 @@ class Channel:
         size = 4 + int.from_bytes(data[:4], "little")
         return dict(json.loads(data[4:size])), data[size:]
 
+    def poll(self, seconds: float) -> bool:
+        """Return whether a message has begun to come within so many seconds."""
+        return self._connection.poll(seconds)
+
     def close(self) -> None:
         """Close this end."""
         self._connection.close()

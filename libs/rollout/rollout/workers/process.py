@@ -3,6 +3,7 @@
 import asyncio
 import multiprocessing
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from rollout.sync.pieces import Bucket
 from rollout.workers.bucket_messages import SharedBuckets, manifest_message
 from rollout.workers.channel import Channel, Message
 from rollout.workers.serve import settle_answer, settle_error
+from rollout.workers.silence import BEAT, ask_stack
 
 
 class WorkerDied(RuntimeError):  # noqa: N818  what happened, in the words of a log
@@ -21,12 +23,13 @@ class WorkerDied(RuntimeError):  # noqa: N818  what happened, in the words of a 
 class WorkerProcess:
     """A process that runs `target(connection, *args)`, which ends in `rollout.workers.serve.serve`.
 
-    It is spawned, with a pipe that no other process can open. It ends when this end closes, also by the death of this
-    process. Any thread may `call`; results come in any order. As a `Receiver` it takes weights
-    (`rollout.sync.transfer_weights`).
+    One that is ready and then says nothing for `stall_seconds` (stopped, or stuck in code that holds the interpreter's
+    lock) is told, with its stack, and killed. It is spawned, with a pipe that no other process can open. It ends when
+    this end closes, also by the death of this process. Any thread may `call`; results come in any order. As a
+    `Receiver` it takes weights (`rollout.sync.transfer_weights`).
     """
 
-    def __init__(self, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    def __init__(self, target: Callable[..., None], args: tuple[Any, ...], stall_seconds: float = 120.0) -> None:
         context = multiprocessing.get_context("spawn")
         mine, theirs = context.Pipe()
         self.process = context.Process(target=target, args=(theirs, *args), daemon=True)
@@ -38,6 +41,7 @@ class WorkerProcess:
         self._waiting: dict[int, Future[Message]] = {}
         self._next = 0
         self._dead = False
+        self._stall_seconds = stall_seconds
         self.through_host = True
         self.why: BaseException | None = None
         self.ready: Future[Message] = Future()
@@ -113,8 +117,20 @@ class WorkerProcess:
 
     def _read(self) -> None:
         try:
+            heard = time.monotonic()
             while True:
+                if not self._channel.poll(BEAT):
+                    silent = self.ready.done() and time.monotonic() - heard > self._stall_seconds
+                    if silent and not self._dead and self.process.is_alive():
+                        self.why = WorkerDied(f"the sampling process said nothing for {self._stall_seconds:g} s")
+                        assert self.process.pid is not None
+                        ask_stack(self.process.pid, f"{self.why} and is replaced")
+                        self.process.kill()
+                    continue
                 head, payload = self._channel.receive()
+                heard = time.monotonic()
+                if "beat" in head:
+                    continue
                 with self._lock:
                     future = self._waiting.pop(head["id"])
                 settle_answer(future, head, payload)

@@ -182,3 +182,19 @@ def test_a_process_whose_run_is_killed_ends_too() -> None:
     while runs(orphan) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not runs(orphan)
+
+
+def test_a_stopped_process_is_told_and_killed(capfd: pytest.CaptureFixture[str]) -> None:
+    worker = WorkerProcess(sampling, (), stall_seconds=2.0)
+    try:
+        worker.ready.result(60)
+        assert worker.process.pid is not None
+        time.sleep(3.0)  # longer than it may say nothing: it beats
+        assert worker.alive
+        os.kill(worker.process.pid, signal.SIGSTOP)
+        with pytest.raises(WorkerDied):
+            worker.call("echo", text="x", seconds=0).result(60)
+        assert "said nothing for 2 s" in str(worker.why)
+        assert "said nothing for 2 s and is replaced" in capfd.readouterr().err
+    finally:
+        worker.close()

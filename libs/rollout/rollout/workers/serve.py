@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from multiprocessing.connection import Connection
@@ -15,6 +16,7 @@ from rollout.workers.broadcast_receiver import GroupBuckets
 from rollout.workers.bucket_messages import TakenBuckets, manifest_from
 from rollout.workers.channel import Channel, Message
 from rollout.workers.collective import BrokenGroup
+from rollout.workers.silence import BEAT, say_stack_when_asked
 
 Handler = Callable[[dict[str, Any]], Awaitable[bytes | dict[str, Any] | None]]
 """Function of a call's arguments that returns a payload, JSON values, or nothing."""
@@ -118,6 +120,14 @@ async def _serve(channel: Channel, handlers: Mapping[str, Handler]) -> None:
         except (EOFError, OSError):
             os._exit(0)  # the run is gone: its samples are not needed
 
+    def beat() -> None:
+        with contextlib.suppress(OSError):
+            while True:  # in a thread of its own: a loop that is busy is alive
+                time.sleep(BEAT)
+                channel.send({"beat": time.process_time()})
+
+    say_stack_when_asked()
     threading.Thread(target=read, daemon=True).start()
     channel.send({"id": -1})
+    threading.Thread(target=beat, daemon=True).start()
     await closed.wait()

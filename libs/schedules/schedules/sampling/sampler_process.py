@@ -67,7 +67,8 @@ class StartProcess:
 
     def __call__(self, version: int, place: Mapping[str, Any] | None, wait: Wait = wait) -> Workers:
         """Return the process; see `StartSampling`."""
-        worker = WorkerProcess(generate, (self.source, self.tasks, self.settings, version, place))
+        limit = self.settings.stall_seconds
+        worker = WorkerProcess(generate, (self.source, self.tasks, self.settings, version, place), limit)
         return wait_until_ready(worker, wait)
 
 

@@ -22,7 +22,7 @@ class RolloutSettings:
     environment_processes: int | None = None
     """Processes that play environments; None: by their cost, 0: threads of the process that samples."""
     stall_seconds: float = 120.0
-    """How long a process that plays environments may say nothing."""
+    """How long a process that samples or plays environments may say nothing."""
     ranks_per_sampler: int = 1
     """Training ranks that share one sampler: the first of each such set is dealt its tasks."""
     offload: bool = False

@@ -21,7 +21,6 @@ from rollout.environments.environment import Observation, Score, StepResult
 from rollout.tools.tool import Tool, ToolCall
 from seqpack.extensions.load_object import IMPORTED, load_object
 
-BEAT = 1.0  # seconds
 BYTES, PICTURE = "$bytes", "$picture"
 
 

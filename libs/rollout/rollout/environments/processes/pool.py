@@ -41,6 +41,7 @@ from rollout.environments.processes.messages import (
 )
 from rollout.errors import EpisodeFailed
 from rollout.workers.channel import Channel
+from rollout.workers.silence import ask_stack
 
 WINDOW = 64  # episodes of a class
 BUSY = 0.7  # of a core
@@ -222,10 +223,7 @@ class EnvironmentProcess:
         """Ask a silent process where it is, then kill it."""
         classes = Counter(environment.name for environment in list(self.episodes.values()))
         why = f"an environment process said nothing for {self._stall_seconds:g} s"
-        sys.stderr.write(f"{why} and is killed; it plays {dict(classes)}; its stack, unless it is stopped:\n")
-        sys.stderr.flush()
-        self.process.send_signal(signal.SIGUSR1)
-        time.sleep(1.0)
+        ask_stack(self.process.pid, f"{why} and is killed; it plays {dict(classes)}")
         self.kill(why)
 
 

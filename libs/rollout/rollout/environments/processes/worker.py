@@ -4,7 +4,6 @@
 """
 
 import asyncio
-import faulthandler
 import json
 import os
 import signal
@@ -20,7 +19,6 @@ from rollout.chat.messages import Message, Reply
 from rollout.environments.checked import checked, where
 from rollout.environments.environment import Environment, EpisodeContext, Observation, Score, StepResult
 from rollout.environments.processes.messages import (
-    BEAT,
     pack_messages,
     pack_result,
     rebuild,
@@ -32,6 +30,7 @@ from rollout.environments.thread_environment import host
 from rollout.errors import EpisodeFailed
 from rollout.tools.tool import Tool, as_tools
 from rollout.workers.channel import Channel
+from rollout.workers.silence import BEAT, say_stack_when_asked
 
 KINDS = {"open": Observation, "step": StepResult, "finish": Score}
 
@@ -170,7 +169,7 @@ class RemoteConversation:
 
 def main(descriptor: int) -> None:
     """Serve the run at the other end of a connection."""
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # a run that hears nothing asks where this process is
+    say_stack_when_asked()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's
     if Path("/proc/self/oom_score_adj").exists():
         Path("/proc/self/oom_score_adj").write_text("1000")  # memory that runs out ends this process, not the sampler
