@@ -16,6 +16,7 @@ from apps.common.run.full_disk import writing
 from apps.common.run.moved_weights import check_moved
 from apps.common.run.reporter import report_on_stop
 from apps.common.run.run_dir import check_run_dir, resolve_run_dir, steps_done
+from apps.common.run.separate_disks import join_disks
 from apps.common.shrink.command import check_nothing_dropped, print_differences
 from apps.common.shrink.fields import Difference, ProcessLimit, by_flag
 from apps.common.shrink.npu import fake_npu_for, with_fake_npu
@@ -29,6 +30,7 @@ from apps.grpo.shrink.varied import LINE
 from apps.grpo.tasks.prompt_tasks import data_problems
 from apps.grpo.train import Result, train
 from engines.launch import ensure_group, launch, runs_in_this_process, under_torchrun
+from engines.storage.disks import Disks, share_files
 from engines.weights.hub import model_directory
 from runlog import check_tracker
 from runplan.run_spec import RunSpec
@@ -64,10 +66,12 @@ def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
         # rank 0 makes the model and the folder, the others wait for it
         ensure_group(config.engine.device, config.engine.collective_timeout_seconds)
     run_dir = resolve_run_dir(config.run_dir, RUNS, config.recipe, config.resume)
+    with writing("what other machines have of the run", run_dir):
+        disks = join_disks(run_dir, config.resume)
     if config.resume:
         steps_done(run_dir, config.steps)
     with writing("the tiny model", run_dir):
-        model = _model(config, recipe, run_dir).absolute()  # Ray's actors have another working directory
+        model = _model(config, recipe, run_dir, disks).absolute()  # Ray's actors have another working directory
     if prepared is None or not whole or model != directory:
         prepared = prepare(config, recipe, model, refusals)
     refusals.tell()
@@ -75,8 +79,9 @@ def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
     of_model = replace(config, model=model)
     engine = broadcast_result(planned_ahead(config.engine, prepared.checked.opened, lambda: spec_of(of_model, recipe)))
     with writing("the configuration", run_dir):
-        if rank_and_world()[0] == 0:
+        if disks.leads:
             write_config(config, run_dir)
+        if rank_and_world()[0] == 0:
             tell_own_code(config, run_dir)
             write_proofs(run_dir, prepared.checked.certificates, prepared.checked.accepted)
             tell_proofs(prepared.checked.certificates, config.engine.allow_untested, prepared.checked.accepted)
@@ -91,13 +96,15 @@ def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
         return result
 
 
-def _model(config: GrpoConfig, recipe: Recipe, run_dir: Path) -> Path:
+def _model(config: GrpoConfig, recipe: Recipe, run_dir: Path, disks: Disks) -> Path:
     if config.model is not None:
         return model_directory(config.model)
     assert recipe.make_model is not None
     if rank_and_world()[0] == 0:
         recipe.make_model(run_dir / "model", config.seed)
-    return broadcast_result(run_dir / "model")
+    model = broadcast_result(run_dir / "model")
+    share_files(model, disks)
+    return model
 
 
 def shrunk(config: GrpoConfig, most: ProcessLimit) -> tuple[GrpoConfig, Recipe, tuple[Difference, ...]]:

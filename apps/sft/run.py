@@ -20,6 +20,7 @@ from apps.common.run.full_disk import writing
 from apps.common.run.moved_weights import check_moved
 from apps.common.run.reporter import report_on_stop
 from apps.common.run.run_dir import check_run_dir, resolve_run_dir, steps_done
+from apps.common.run.separate_disks import join_disks
 from apps.common.shrink.command import check_nothing_dropped, print_differences
 from apps.common.shrink.fields import Difference, ProcessLimit, by_flag
 from apps.common.shrink.npu import fake_npu_for, with_fake_npu
@@ -38,6 +39,7 @@ from apps.sft.step_plan import plan_steps, warnings_of
 from apps.sft.train import Result, train
 from engines.launch import ensure_group, launch, runs_in_this_process, under_torchrun
 from engines.loading import resolve_device
+from engines.storage.disks import Disks, share_files
 from engines.weights.hub import model_directory
 from runlog import check_tracker
 from runplan.run_spec import RunSpec
@@ -72,10 +74,12 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
         # rank 0 makes the model and the folder, the others wait for it
         ensure_group(config.engine.device, config.engine.collective_timeout_seconds)
     run_dir = resolve_run_dir(config.run_dir, RUNS, config.recipe, config.resume)
+    with writing("what other machines have of the run", run_dir):
+        disks = join_disks(run_dir, config.resume)
     if config.resume and config.epochs is None:
         steps_done(run_dir, config.steps)
     with writing("the tiny model or the demonstrations", run_dir):
-        model, sources = _model(config, run_dir), _sources(config, run_dir)
+        model, sources = _model(config, run_dir, disks), _sources(config, run_dir, disks)
     if prepared is None or not whole or model != directory:
         prepared = prepare(config, recipe, model, refusals)
     refusals.tell()
@@ -90,8 +94,9 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
     of_model = replace(config, model=model)
     engine = broadcast_result(planned_ahead(config.engine, opened, lambda: spec_of(of_model, recipe)))
     with writing("the configuration", run_dir):
-        if rank_and_world()[0] == 0:
+        if disks.leads:
             write_config(config, run_dir)
+        if rank_and_world()[0] == 0:
             tell_own_code(config, run_dir)
             write_proofs(run_dir, prepared.checked.certificates, prepared.checked.accepted)
             tell_proofs(prepared.checked.certificates, config.engine.allow_untested, prepared.checked.accepted)
@@ -142,21 +147,25 @@ def run_shrunk(config: SftConfig, most: ProcessLimit) -> Result:
     return result
 
 
-def _model(config: SftConfig, run_dir: Path) -> Path:
+def _model(config: SftConfig, run_dir: Path, disks: Disks) -> Path:
     if config.model is not None:
         return model_directory(config.model)
     if rank_and_world()[0] == 0:
         ensure_tiny_model(run_dir / "model", config.seed)
-    return broadcast_result(run_dir / "model")
+    model = broadcast_result(run_dir / "model")
+    share_files(model, disks)
+    return model
 
 
-def _sources(config: SftConfig, run_dir: Path) -> tuple[Source, ...]:
+def _sources(config: SftConfig, run_dir: Path, disks: Disks) -> tuple[Source, ...]:
     if config.data.data:
         return config.data.sources
     path = run_dir / "demonstrations.jsonl"
     if rank_and_world()[0] == 0 and not path.is_file():
         write_demonstrations(config.data, config.seed, path)
-    return (Source(broadcast_result(path)),)
+    path = broadcast_result(path)
+    share_files(path.parent, disks, path.name)
+    return (Source(path),)
 
 
 def _conversations(

@@ -16,7 +16,7 @@ from typing import Any
 from apps.common.run.checkpoints import delete_old_checkpoints
 from apps.common.run.full_disk import writing
 from engines import TrainEngine
-from schedules.runtime.collectives import rank_and_world
+from engines.storage.disks import find_disks
 from schedules.runtime.interrupts import defer_interrupts
 
 
@@ -42,6 +42,7 @@ class CheckpointSaver:
         self._engine, self._run_dir, self._keep = engine, run_dir, keep
         self._saving, self._saved = saving, saved
         self._begun: int | None = None
+        self._deletes = find_disks(run_dir).leads
 
     def __enter__(self) -> "CheckpointSaver":
         return self
@@ -96,5 +97,5 @@ class CheckpointSaver:
                 if step is None:
                     return
                 self._saved(step)
-            if rank_and_world()[0] == 0:
+            if self._deletes:
                 delete_old_checkpoints(self._run_dir, self._keep)

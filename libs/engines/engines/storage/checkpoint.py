@@ -2,9 +2,9 @@
 
 To write one:
 
-1. Rank 0 makes the temporary directory.
+1. Rank 0 makes the temporary directory, as does the first rank of each further disk.
 2. Every rank writes its shards (torch's distributed checkpoint) and its random state, and hashes the files it wrote.
-3. Rank 0 writes the manifest with the hashes of all ranks, last, and puts the directory in place.
+3. The first rank of each disk writes the manifest with the hashes of all ranks, last, and puts the directory in place.
 
 After each part the ranks tell each other whether it failed, so that an error of one is an error of all. To read one,
 the manifest and all files are checked first; nothing is changed by a checkpoint that is refused.
@@ -23,9 +23,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from engines.devices.detect import accelerators_here
 from engines.storage.directories import existing, fresh_temporary, repeat_directory, replace_directory, temporary_of
+from engines.storage.disks import Disks, find_disks, share_files
 from engines.storage.manifest import check_files, hash_files, read_manifest, write_manifest
+from engines.storage.together import Group, gathered, this_rank, this_world_size, together
 
-Group = dist.ProcessGroup | None
+_INDEX = ".metadata"  # of torch's format: which file has which part of which tensor
 Check = Callable[[Path, Mapping[str, Any]], None]
 """A check of a whole checkpoint and its facts, before anything is read; it raises ValueError to refuse it."""
 
@@ -45,23 +47,24 @@ def save_checkpoint(
     `also`: directories that hold the same afterwards; each appears when those before it are whole.
     RuntimeError where a rank cannot write.
     """
-    rank, size = _rank(), _world_size()
-    temporary = temporary_of(directory)
-    _together(group, lambda: fresh_temporary(directory) if rank == 0 else None)
+    temporary, disks = temporary_of(directory), find_disks(directory.parent, group)
+    together(group, lambda: fresh_temporary(directory) if disks.leads else None)
     with _own_errors():
         dcp.save(state, checkpoint_id=str(temporary), process_group=group)
-    hashes = _together(group, lambda: _write_own(temporary, random or random_state()))
+    hashes = together(group, lambda: _write_own(temporary, random or random_state()))
     files = {name: entry for own in hashes for name, entry in own.items()}
-    own = {"world_size": size, "optimizer": "optimizer" in state}
+    own = {"world_size": this_world_size(), "optimizer": "optimizer" in state}
+    _share_index(temporary, disks, group)
+    here = [name for rank in disks.own for name in hashes[rank]]
 
     def finish() -> None:
-        if rank == 0:
-            write_manifest(temporary, {**metadata, **own}, files)
+        if disks.leads:
+            write_manifest(temporary, {**metadata, **own}, files, {*here, _INDEX})
             replace_directory(temporary, directory)
             for further in also:
                 repeat_directory(directory, further)
 
-    _together(group, finish)
+    together(group, finish)
 
 
 def load_checkpoint(
@@ -74,12 +77,14 @@ def load_checkpoint(
     to refuse. ValueError for a directory that is no checkpoint, is damaged, or whose tensors are not those of the
     model; `state` is then as it was.
     """
-    source = existing(directory)
+    disks = find_disks(directory.parent)
+    source = directory if disks.several else existing(directory)
+    share_files(source, disks, hashed=False)
     metadata, files = read_manifest(source)
     if "optimizer" in state and not metadata["optimizer"]:
         raise ValueError(f"{directory} holds no optimizer: load it into an engine built with trainable=False")
-    names = sorted(files)[_rank() :: _world_size()]  # each rank reads some of them
-    for problem in _gathered(None, check_files(source, files, names)):
+    names = sorted(files)[disks.own.index(this_rank()) :: len(disks.own)]  # each rank of a disk reads some of them
+    for problem in gathered(None, check_files(source, files, names)):
         if problem is not None:
             raise ValueError(problem)
     _check_tensors(source, state, _shapes(state["model"], parts))
@@ -91,9 +96,9 @@ def load_checkpoint(
         wanted["optimizer"] = {key: value for key, value in state["optimizer"].items() if key != "param_groups"}
     with _own_errors():
         dcp.load(wanted, checkpoint_id=str(source))
-    if metadata["world_size"] == _world_size():
+    if metadata["world_size"] == this_world_size():
         _set_random_state(torch.load(source / _random_file()))
-    _gathered(None, None)
+    gathered(None, None)
     return metadata
 
 
@@ -112,13 +117,23 @@ def random_state() -> dict[str, Any]:
 def _write_own(temporary: Path, random: Mapping[str, Any]) -> dict[str, dict[str, int | str]]:
     """Write this rank's random state, and return the hashes of all files that it wrote."""
     torch.save(dict(random), temporary / _random_file())
-    written = [path.name for path in temporary.glob(f"__{_rank()}_*")]
-    shared = [".metadata"] if _rank() == 0 else []
+    written = [path.name for path in temporary.glob(f"__{this_rank()}_*")]
+    shared = [_INDEX] if this_rank() == 0 else []
     return hash_files(temporary, [*written, _random_file(), *shared])
 
 
+def _share_index(temporary: Path, disks: Disks, group: Group) -> None:
+    """Write the index, which the coordinator alone has, to the disks of the others too."""
+    if not disks.several:
+        return
+    index = [(temporary / _INDEX).read_bytes() if this_rank() == 0 else b""]
+    dist.broadcast_object_list(index, src=0, group=group)
+    write = disks.leads and this_rank() > 0
+    together(group, lambda: (temporary / _INDEX).write_bytes(index[0]) if write else None)
+
+
 def _random_file() -> str:
-    return f"random_{_rank()}.pt"
+    return f"random_{this_rank()}.pt"
 
 
 def _shapes(model: Mapping[str, torch.Tensor], parts: Group) -> dict[str, tuple[int, ...]]:
@@ -178,36 +193,3 @@ def _own_errors() -> Iterator[None]:
             if isinstance(cause[0], (KeyboardInterrupt, SystemExit)):
                 raise  # somebody ended the program
         raise RuntimeError(f"torch's distributed checkpoint failed: {error}") from error
-
-
-def _together(group: Group, work: Callable[[], Any]) -> list[Any]:
-    """Run this rank's part, and return the results of all ranks, or raise the error of one on every rank."""
-    result, error = None, None
-    try:
-        result = work()
-    except (OSError, RuntimeError) as caught:
-        error = caught
-    answers = _gathered(group, (result if error is None else None, error and f"{type(error).__name__}: {error}"))
-    if error is not None:
-        raise error
-    for rank, (_, text) in enumerate(answers):
-        if text is not None:
-            raise RuntimeError(f"rank {rank} cannot write the checkpoint: {text}")
-    return [result for result, _ in answers]
-
-
-def _gathered(group: Group, value: Any) -> list[Any]:
-    """Return the values of all ranks; all of them wait here."""
-    if _world_size() == 1:
-        return [value]
-    every: list[Any] = [None] * _world_size()
-    dist.all_gather_object(every, value, group=group)
-    return every
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1

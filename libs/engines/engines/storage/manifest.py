@@ -6,7 +6,7 @@ manifest, before it does anything else with them: what is torn, missing or has a
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,11 @@ def hash_files(directory: Path, names: Iterable[str]) -> dict[str, dict[str, int
     return hashes
 
 
-def write_manifest(directory: Path, metadata: Mapping[str, Any], files: Hashes) -> None:
-    """Write facts (plain JSON) and hashes. RuntimeError unless `files` are those of the directory."""
-    there = {path.name for path in directory.iterdir()}
-    if there != files.keys():
-        raise RuntimeError(f"{directory}: nobody wrote or nobody hashed {sorted(there ^ files.keys())}")
+def write_manifest(directory: Path, metadata: Mapping[str, Any], files: Hashes, here: Set[str] | None = None) -> None:
+    """Write facts (plain JSON) and hashes. RuntimeError unless `here`, by default all `files`, are in the directory."""
+    there, wanted = {path.name for path in directory.iterdir()}, files.keys() if here is None else here
+    if there != wanted:
+        raise RuntimeError(f"{directory}: nobody wrote or nobody hashed {sorted(there ^ wanted)}")
     content = {**metadata, "format": FORMAT, "files": dict(sorted(files.items()))}
     (directory / MANIFEST).write_text(json.dumps({**content, "sha256": _own_hash(content)}, indent=1) + "\n")
 
