@@ -22,6 +22,7 @@ from apps.sft.loop import fit, idle_reason
 from apps.sft.reading.samples import Sample, batch_of, sample_of, stop_tokens_of
 from engines import EngineConfig, TrainEngine, build_engine
 from engines.loading import LoadedModel
+from engines.storage.disks import find_disks, share_files
 from objectives import SFT
 from schedules.protocols import Trainer
 from schedules.runtime.collectives import broadcast_result, rank_and_world
@@ -127,6 +128,7 @@ def warm_start(
                 break
         log.note(f"warm start: {done} steps, {_told(accuracy, metric)}")
     export = save_export(engine, tokenizer, folder / "export")
+    share_files(export, find_disks(folder))  # every rank reads it
     if rank_and_world()[0] == 0:
         (folder / FINISHED).write_text(json.dumps(asdict(WarmStartResult(done, accuracy))) + "\n", encoding="utf-8")
     return export

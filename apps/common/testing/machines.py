@@ -37,7 +37,11 @@ class Machine:
         places = {"GLOO_SOCKET_IFNAME": "eth0", "TMPDIR": str(self.disk / "tmp"), "HOME": str(self.disk)}
         with log.open("ab") as file:
             return subprocess.Popen(
-                [*inside, *command], stdout=file, stderr=file, env={**os.environ, **places, **env}, start_new_session=True
+                [*inside, *command],
+                stdout=file,
+                stderr=file,
+                env={**os.environ, **places, **env},
+                start_new_session=True,
             )
 
     def kill(self) -> None:
@@ -99,7 +103,9 @@ def _mount(machine: Machine, shared: Path | None) -> None:
     _run(machine.pid, "-u", f"hostname {name}")
     hosts = machine.disk / ".hosts"
     _run(machine.pid, "-m", f"mkdir {machine.disk}/tmp")
-    _run(machine.pid, "-m", ["sh", "-c", f"echo 127.0.0.1 localhost > {hosts}; echo {machine.address} {name} >> {hosts}"])
+    _run(
+        machine.pid, "-m", ["sh", "-c", f"echo 127.0.0.1 localhost > {hosts}; echo {machine.address} {name} >> {hosts}"]
+    )
     _run(machine.pid, "-m", f"mount --bind {hosts} /etc/hosts")
 
 
