@@ -10,6 +10,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -174,9 +175,13 @@ def _travel(path: Path, size: int, source: int, lacks: bool, group: dist.Process
     if wanted.numpy().tobytes() != digest.digest():
         problem = problem or f"{path} arrived with another SHA-256"
     if lacks and problem is None:
-        os.replace(arriving, path)
-    elif lacks:
-        arriving.unlink(missing_ok=True)
+        try:
+            os.replace(arriving, path)
+        except OSError as error:
+            problem = f"{path} can't be written: {error}"
+    if problem is not None:
+        with suppress(OSError):
+            arriving.unlink()
     return problem
 
 
