@@ -135,7 +135,7 @@ def library(name, deps = [], visibility = ["//visibility:public"], **attrs):
         )
 
 # Tags that say what a test needs; .bazelrc decides which of them run.
-_NEEDS = ["gpu", "gpu2", "gpu4", "npu", "vllm", "slow", "browser"]
+_NEEDS = ["gpu", "gpu2", "gpu4", "npu", "vllm", "slow", "browser", "nodes"]
 
 def _subject(name, deps):
     """What the tests of a folder or module are of: the target of the same name without `_test`, if there is one."""

@@ -38,7 +38,7 @@ from gazelle_rules import TEST_RULES
 from install_hub import lock_entries, normal
 
 ROOT = Path(__file__).absolute().parent.parent
-NEEDS = ("gpu", "gpu2", "gpu4", "npu", "vllm", "slow", "browser", "manual")
+NEEDS = ("gpu", "gpu2", "gpu4", "npu", "vllm", "slow", "browser", "nodes", "manual")
 SECONDS = {"small": 240, "medium": 900, "large": 1800, "enormous": 3600}
 """Limits by size, those of .bazelrc."""
 MISSING = re.compile(r"No module named '([\w.]+)'")

@@ -1,11 +1,12 @@
 """Write the BUILD files from the imports of the Python files: `./bazelw run //build:gazelle` (or `-- --check`).
 
-Each folder of a library or an app is one target with its modules and one with its tests, both by glob: a new file needs
-no edit, a new import or folder another run. The `folders` of a `package_test` are those whose tests it runs as well. What the files import is their `deps`, but for what another of them brings
-along, and of tests the target of their own name without `_test`. A module directly in the top folder has a target of
-its own, and so has a file for which a `module` or `module_test` of its name stands in the BUILD file, or that
-`module_tests` names: its folder's targets are without it (a test with tags, a size or an environment of its own, a
-module whose packages are not for all who want its folder's other modules).
+Each folder of a library or an app is one target with its modules and one with its tests, both by glob: a new file
+needs no edit, a new import or folder another run. The `folders` of a `package_test` are those whose tests it runs as
+well. What the files import is their `deps`, but for what another of them brings along, and of tests the target of
+their own name without `_test`. A module directly in the top folder has a target of its own, and so has a file for
+which a `module` or `module_test` of its name stands in the BUILD file, or that `module_tests` names: its folder's
+targets are without it (a test with tags, a size or an environment of its own, a module whose packages are not for all
+who want its folder's other modules).
 
 Folders that import each other cannot be two targets: gazelle names them, with an import of each direction, and writes
 nothing. Kept as they stand: attributes but `deps` and `exclude` (size, tags, data, env, ...), a dependency marked

@@ -279,7 +279,8 @@ def test_files_together_are_one_target(house: Path) -> None:
     build = house / "libs/peak/BUILD.bazel"
     (house / "libs/peak/peak/rooms/deep/well_test.py").write_text("import peak.top_test\n")
     srcs = '        "peak/rooms/rope_test.py",\n        "peak/top_test.py",\n'
-    build.write_text(PEAK + f'\nmodule_tests(\n    name = "own_tests",\n    srcs = [\n{srcs}    ],\n    together = True,\n)\n')
+    rule = 'module_tests(\n    name = "own_tests",\n    srcs = [\n{}    ],\n    together = True,\n)\n'
+    build.write_text(f"{PEAK}\n{rule.format(srcs)}")
     assert 'name = "rooms/deep_test",\n    deps = [":own_tests"],\n' in tree().text("libs/peak")
     assert tree().complaints() == []
 

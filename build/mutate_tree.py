@@ -17,7 +17,7 @@ TEXT_CALLS = frozenset({"No", "warn"})
 # Folders whose code only tests and benchmarks run.
 NOT_SHIPPED = frozenset({"testing", "benchmarks"})
 # What a test says it wants that is not here.
-TAGS = frozenset({"gpu", "gpu2", "gpu4", "npu", "vllm", "slow", "browser", "manual"})
+TAGS = frozenset({"gpu", "gpu2", "gpu4", "npu", "vllm", "slow", "browser", "nodes", "manual"})
 
 # The examples of each run are the same, and slowness is no failure: what fails, fails because of the mutant. Quick
 # tests come first, file by file, so that what a file sets up is set up once: most mutants fail one of them.

@@ -16,6 +16,8 @@ from pathlib import Path
 
 NEEDS = ("unshare", "nsenter", "ip", "tc")
 _NETWORK = "10.231.0"
+_PATH = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
+_ENV = {**os.environ, "PATH": _PATH}
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Machine:
         """The address that the other machines reach it by."""
         return f"{_NETWORK}.{self.number + 1}"
 
-    def start(self, command: Sequence[str], log: Path, env: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
+    def start(self, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
         """Start a program there, in the folder of its disk; what it prints goes to `log`, which all can see."""
         inside = ["nsenter", "-t", str(self.pid), "-n", "-m", "-p", "-i", "-u", "env", f"--chdir={self.disk}"]
         places = {"GLOO_SOCKET_IFNAME": "eth0", "TMPDIR": str(self.disk / "tmp"), "HOME": str(self.disk)}
@@ -40,7 +42,7 @@ class Machine:
                 [*inside, *command],
                 stdout=file,
                 stderr=file,
-                env={**os.environ, **places, **env},
+                env={**_ENV, **places, **(env or {})},
                 start_new_session=True,
             )
 
@@ -53,9 +55,9 @@ def missing() -> str | None:
     """Return why there can be no machines here, or None."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "needs root on Linux"
-    if lacks := [name for name in NEEDS if shutil.which(name) is None]:
+    if lacks := [name for name in NEEDS if shutil.which(name, path=_PATH) is None]:
         return f"needs {', '.join(lacks)}"
-    tried = subprocess.run(["unshare", "-n", "-m", "-p", "-f", "true"], capture_output=True, check=False)
+    tried = subprocess.run(["unshare", "-n", "-m", "-p", "-f", "true"], capture_output=True, check=False, env=_ENV)
     return None if tried.returncode == 0 else "needs namespaces, which this kernel or sandbox refuses"
 
 
@@ -112,7 +114,7 @@ def _mount(machine: Machine, shared: Path | None) -> None:
 def _holder(stack: ExitStack, namespaces: Sequence[str]) -> int:
     """Start a process that holds namespaces until the stack ends; return its number. It is the init of its machine."""
     forks = ["-f", "--kill-child"] if "-p" in namespaces else []
-    process = subprocess.Popen(["unshare", *namespaces, *forks, "sleep", "infinity"])
+    process = subprocess.Popen(["unshare", *namespaces, *forks, "sleep", "infinity"], env=_ENV)
     stack.callback(process.wait)
     stack.callback(process.kill)
     end = time.monotonic() + 10
@@ -128,4 +130,4 @@ def _holder(stack: ExitStack, namespaces: Sequence[str]) -> int:
 
 def _run(pid: int, namespace: str, command: str | Sequence[str]) -> None:
     words = command.split() if isinstance(command, str) else command
-    subprocess.run(["nsenter", "-t", str(pid), namespace, *words], check=True)
+    subprocess.run(["nsenter", "-t", str(pid), namespace, *words], check=True, env=_ENV)
