@@ -32,6 +32,7 @@ from apps.common.run.config_file import CONFIG_NAME, load_config
 from apps.common.run.divergence import DivergenceError
 from apps.common.run.full_disk import FullDiskError
 from apps.common.run.idle_steps import IdleRunError
+from apps.common.run.lost_machine import LostMachineError
 from apps.common.run.run_dir import newest_run
 from engines import FailedStepError
 from schedules.runtime.interrupts import handle_interrupts
@@ -220,7 +221,7 @@ def main(run: Callable[[], Any]) -> None:
         _refuse(*error.lines)
     except ValueError as error:
         _refuse(str(error))
-    except (FullDiskError, FailedStepError, DivergenceError, IdleRunError) as error:
+    except (FullDiskError, LostMachineError, FailedStepError, DivergenceError, IdleRunError) as error:
         _refuse(str(error), status=1)
     except KeyboardInterrupt as stop:
         sys.stderr.write(f"{stop or 'stopped'}\n")

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from apps.common.run.full_disk import FullDiskError, named_by_rank, writing
+from apps.common.run.lost_machine import lost_machine
 from apps.common.run.run_dir import resume_hint
 from engines.launch import RankError
 from runlog import Progress, RunLog, read_metrics, start_tracker, write_report
@@ -120,6 +121,7 @@ def report_on_stop(run_dir: Path, *folders: Path) -> Iterator[None]:
     Raises:
         KeyboardInterrupt: with a text for the user.
         FullDiskError: a rank had no space left.
+        LostMachineError: another machine no longer answers.
     """
     try:
         yield
@@ -133,4 +135,6 @@ def report_on_stop(run_dir: Path, *folders: Path) -> Iterator[None]:
             raise KeyboardInterrupt(resume_hint(run_dir)) from None
         if isinstance(error, RankError) and (full := named_by_rank(error)) is not None:
             raise full from error
+        if (lost := lost_machine(error, run_dir)) is not None:
+            raise lost from error
         raise

@@ -13,7 +13,7 @@ AT_START = Supported("engines/prove/proof.py, when the run starts")
 RAYS_NODES = Unsupported("sampling on nodes of its own is Ray's: say --rollout.ray-workers")
 # Fields, or groups of them, that have no effect yet, or that no test has run.
 UNSUPPORTED_SETTINGS = {
-    "pools.nodes": Unsupported("no test has run more than one machine", untested="nodes"),
+    "pools.nodes": Unsupported("tests run two machines as namespaces of one host, no real ones", untested="nodes"),
     "pools.placement": RAYS_NODES,
     "pools.rollout_nodes": RAYS_NODES,
 }
