@@ -28,6 +28,6 @@ def lost_machine(error: BaseException, run_dir: Path) -> LostMachineError | None
     address = _ADDRESS.search(text)
     other = f"the machine at {address[1] or address[2]}" if address else "another machine"
     return LostMachineError(
-        f"{socket.gethostname()}, rank {os.environ['RANK']}: {other} no longer answers ({text.splitlines()[0]}). Its own "
-        f"log says why; {resume_hint(run_dir)}"
+        f"{socket.gethostname()}, rank {os.environ['RANK']}: {other} no longer answers ({text.splitlines()[0]}). "
+        f"Its own log says why; {resume_hint(run_dir)}"
     )

@@ -7,8 +7,8 @@ import pytest
 from apps.common.run.lost_machine import lost_machine
 
 GLOO = (
-    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.231.0.2]:15532: Connection reset by peer. "
-    "This is typically caused by a remote worker hanging or bugs in the application."
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.231.0.2]:15532: Connection reset by "
+    "peer. This is typically caused by a remote worker hanging or bugs in the application."
 )
 NCCL = (
     "NCCL error in: NCCLUtils.hpp:268, remote process exited or there was a network error, NCCL version 2.28.9\n"
