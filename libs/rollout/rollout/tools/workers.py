@@ -6,8 +6,9 @@
 3. Past its time limit (or when the caller is cancelled) an awaiting call is cancelled; one that goes on is abandoned:
    nothing waits for its thread, which can't be killed.
 4. While a call waits for a resource that other calls hold (`waiting`), its time limit stands still.
-5. Abandoned threads are counted by key until they end. A key that has `max_abandoned` of them is refused: a tool that
-   always hangs costs a bounded number of threads.
+5. Abandoned threads are counted by key until they end. A key that has `max_abandoned` of them, and more than one of
+   ten of its calls, is refused: a tool that always hangs costs a bounded number of threads, and one that rarely does
+   goes on.
 
 Invariants: an outcome is delivered once or never; a thread takes its next call only after the one before has ended;
 whatever the code raises (SystemExit, KeyboardInterrupt, CancelledError too) is data and kills no thread.
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 MAX_IDLE = 32  # threads kept for the next calls
+SHARE = 0.1  # of a key's calls, which may be abandoned
 
 
 class OverrunError(TimeoutError):
@@ -88,6 +90,7 @@ class Workers:
         self._lock = threading.Lock()
         self._idle: list[_Worker] = []
         self._abandoned: Counter[str] = Counter()
+        self._begun: Counter[str] = Counter()
 
     def abandoned(self, key: str) -> int:
         """Count the abandoned calls of this key that still run."""
@@ -103,7 +106,8 @@ class Workers:
         if getattr(function, "instant", False):
             return _attempt(partial(function, *args, **kwargs), (Exception, SystemExit))  # Ctrl-C is the caller's
         with self._lock:
-            if self._abandoned[key] >= self.max_abandoned:
+            self._begun[key] += 1
+            if self._abandoned[key] >= max(self.max_abandoned, SHARE * self._begun[key]):
                 raise RefusedError(f"{self._abandoned[key]} earlier calls of {key} still run past their time limit")
         call = _Call(self, key, partial(function, *args, **kwargs))
         try:

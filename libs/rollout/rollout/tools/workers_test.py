@@ -342,3 +342,19 @@ def test_the_clock_goes_on_after_a_wait() -> None:
 def test_a_wait_outside_a_call_changes_nothing() -> None:
     with waiting():
         pass
+
+
+def test_a_call_that_hangs_among_many_is_not_the_end_of_its_key() -> None:
+    pool, over = Workers("test", max_abandoned=1), threading.Event()
+
+    async def calls() -> int:
+        for _ in range(30):
+            await pool.run("a", 10.0, int)
+        with pytest.raises(OverrunError):
+            await pool.run("a", 0.05, over.wait)
+        return int((await pool.run("a", 10.0, int)).value)
+
+    try:
+        assert asyncio.run(calls()) == 0
+    finally:
+        over.set()
