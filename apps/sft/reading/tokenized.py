@@ -286,7 +286,8 @@ def _digest_of_code() -> str:
     files = [
         Path(str(module.__file__)) for module in (samples, conversations, examples, row_images, marks, trained, rows)
     ]
-    files += sorted(Path(str(rendering.__file__)).parent.glob("*.py"))
+    for folder in ("rendering", "parsing", "known_formats"):  # reasoning is told by parsing
+        files += sorted((Path(str(rendering.__file__)).parents[1] / folder).glob("*.py"))
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=16).hexdigest()
 
 
