@@ -41,6 +41,7 @@ def test_each_script_has_help_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys
         (console.sft, "--batch-size"),
         (console.plan, "tessera-plan sft"),
         (console.try_environment, "--episodes N"),
+        (console.evaluate, "--num-generations-eval INT"),
         (console.prepare, "usage: prepare"),
     ):
         for word in ("-h", "--help"):

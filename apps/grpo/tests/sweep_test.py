@@ -103,6 +103,7 @@ CHANGES = {
     "objective.entropy_coef": Change(0.1),
     "objective.off_policy": Change("truncate"),
     "objective.off_policy_cap": Change(1.5),
+    "filter_groups.metric": Change("no_component", {"filter_groups.enable": True}),
 }
 
 
