@@ -203,7 +203,8 @@ def test_a_sampling_process_with_other_weights_stops_the_run(tmp_path: Path, mon
 
 def test_hung_environment_and_tool_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither wedges the run: a limit ends the episode, and the group is trained with what it has."""
-    config = small(tmp_path / "run", ASYNC, steps=3, max_turns=1, max_episode_seconds=8.0)
+    limits = {"max_episode_seconds": 8.0, "environment_processes": 0}  # no start of a process counts against the limit
+    config = small(tmp_path / "run", ASYNC, steps=3, max_turns=1, **limits)
     config = replace(config, data=replace(config.data, eval_prompts=2), save_every=3, eval_every=3)
     trained, plain = [], FullyAsyncSchedule._train
 
