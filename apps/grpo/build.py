@@ -10,12 +10,13 @@ from transformers import PreTrainedTokenizerBase
 
 from apps.common.run.reporter import Reporter
 from apps.common.samplers import sampler_backend
-from apps.grpo.config import GrpoConfig
+from apps.grpo.config import GrpoConfig, TeacherWarmStart, WarmStart
 from apps.grpo.sampling.native import engine_config
 from apps.grpo.sampling.ray_devices import ray_settings
 from apps.grpo.sampling.source import RunSampler, rollout_settings
 from apps.grpo.step import GrpoTrainer
 from apps.grpo.tasks.prompt_tasks import Conversation, Tasks
+from apps.grpo.teachers import Teachers
 from apps.grpo.warm_start import warm_model, warm_start
 from engines import TrainEngine, build_engine, build_reference
 from engines.loading import LoadedModel
@@ -62,18 +63,27 @@ class RunBuilder:
     """The model, where this process has opened its directory already."""
 
     def warmed(self, demonstrations: Demonstrations | None) -> "RunBuilder":
-        """Return a start from the warm start's model; it is made where it is not whole, unless there are steps after
-        it."""
-        if not self.config.warm_start.steps:
-            return self
-        folder = self.run_dir / "warm-start"
-        warm = warm_model(folder)
-        if warm is None and not self.done:
-            if demonstrations is None:
-                raise ValueError("a warm start needs demonstrations: hand them to train()")
-            given = (self.model, self.tokenizer, folder, self._warm_session, self.opened)
-            warm = warm_start(self.config, demonstrations, *given)
-        return self if warm is None else replace(self, model=warm, opened=None)
+        """Return a start from the warm start's model, unless there are steps after one that is not whole; with the
+        teacher that is made like it. Both are made where they are not there."""
+        start, teachers, done = self, self.config.teachers, self.done
+        if teachers.teacher_warm_start.steps:
+            made = replace(self, opened=None)._made(teachers.teacher_warm_start, "teacher", demonstrations)
+            teachers = replace(teachers, teacher=(str(made),), teacher_warm_start=TeacherWarmStart())
+            start = replace(start, config=replace(self.config, teachers=teachers))
+        folder = "warm-start"
+        if not self.config.warm_start.steps or (done and warm_model(self.run_dir / folder) is None):
+            return start
+        return replace(start, model=start._made(self.config.warm_start, folder, demonstrations), opened=None)
+
+    def _made(self, settings: WarmStart, name: str, demonstrations: Demonstrations | None) -> Path:
+        """Return the model that a warm start makes in a folder of the run; it is made where it is not whole."""
+        folder = self.run_dir / name
+        if (model := warm_model(folder)) is not None:
+            return model
+        if demonstrations is None:
+            raise ValueError("a warm start needs demonstrations: hand them to train()")
+        config = replace(self.config, warm_start=settings)
+        return warm_start(config, demonstrations, self.model, self.tokenizer, folder, self._warm_session, self.opened)
 
     @property
     def source(self) -> RunSampler:
@@ -89,7 +99,7 @@ class RunBuilder:
         trained = self._engine() if shared else None
         sampler = self._sampler(stack, trained)
         session = None if sampler is None else self._session(sampler)
-        trainer = GrpoTrainer(self.config, self._engine() if trained is None else trained)
+        trainer = GrpoTrainer(self.config, self._engine() if trained is None else trained, Teachers.of(self.config))
         if session is not None and (self.checkpoint is not None or self.given is not None):
             session.sync(trainer)
         return RunComponents(self, trainer, sampler, session)

@@ -2,21 +2,26 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
 from apps.common.cli.extensions import load_own_code
-from apps.common.cli.flags import flag, owned_problems
+from apps.common.cli.flags import flag, leaves, owned_problems
 from apps.common.cluster import Cluster
 from apps.common.data.presets import PresetName
 from apps.common.data.template_options import template_options
 from apps.common.own_metrics import check_metrics
 from apps.common.run.idle_steps import ALLOWED, allowed_problem
 from apps.common.tool_formats import format_of
+from apps.grpo.teacher_config import TeacherConfig as TeacherConfig
+from apps.grpo.teacher_config import TeacherWarmStart as TeacherWarmStart
+from apps.grpo.teacher_config import WarmStart as WarmStart
+from apps.grpo.teacher_config import refuse
 from engines import EngineConfig
-from objectives import GRPO
+from objectives import GRPO, Distillation
 from objectives.choices import check_advantage_options, check_group_size
 from rollout import Sampling
 from schedules.config import FilterGroups, Mode
@@ -71,7 +76,7 @@ class DataConfig:
     """How many held-out prompts an evaluation asks."""
 
     def __post_init__(self) -> None:
-        _refuse(self.problems())
+        refuse(self.problems())
 
     def problems(self) -> Iterator[str]:
         """Yield texts of all that is wrong, each with a flag."""
@@ -129,7 +134,7 @@ class PluginConfig:
     """Columns and system prompt of a well-known data set's files (`apps.common.data.presets`)."""
 
     def __post_init__(self) -> None:
-        _refuse(self.problems())
+        refuse(self.problems())
 
     def problems(self) -> Iterator[str]:
         """Yield texts of all that is wrong, each with a flag."""
@@ -161,45 +166,6 @@ class PluginConfig:
             except ValueError as error:
                 text = str(error)
                 yield text if text.startswith("--tool-format") else f"--tool-format: {text}"
-
-
-@dataclass(frozen=True)
-class WarmStart:
-    """Supervised steps on a recipe's demonstrations before GRPO, through the code of the sft app."""
-
-    steps: int = 0
-    """At most so many; 0 starts from the model as it is."""
-    until_accuracy: float = 1.0
-    """Stop as soon as held-out greedy accuracy reaches this."""
-    eval_every: int = 20
-    """Steps between looks at that accuracy."""
-    eval_prompts: int = 128
-    """How many of the held-out prompts a look asks."""
-    batch_size: int = 64
-    """Demonstrations a step."""
-    lr: float = 3e-3
-    """Learning rate, constant after the warmup."""
-    warmup_steps: int = 20
-    """Steps over which it rises from 0."""
-
-    def __post_init__(self) -> None:
-        _refuse(self.problems())
-
-    def problems(self) -> Iterator[str]:
-        """Yield texts of all that is wrong, each with a flag."""
-        for least, names in ((0, ("steps", "warmup_steps")), (1, ("eval_every", "eval_prompts", "batch_size"))):
-            for name in names:
-                if getattr(self, name) < least:
-                    yield f"{flag('warm_start.' + name)} must be at least {least}, got {getattr(self, name)}"
-        if not 0 <= self.until_accuracy <= 1:
-            yield f"--warm-start.until-accuracy must lie between 0 and 1, got {self.until_accuracy}"
-        if not 0 < self.lr < float("inf"):
-            yield f"--warm-start.lr must be above 0 and finite, got {self.lr}"
-
-
-def _refuse(problems: Iterator[str]) -> None:
-    if found := "; ".join(problems):
-        raise ValueError(found)
 
 
 @dataclass(frozen=True)
@@ -290,16 +256,19 @@ class GrpoConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: Sampling = field(default_factory=Sampling)
     objective: GRPO = field(default_factory=GRPO)
+    teachers: Annotated[TeacherConfig, tyro.conf.arg(name="")] = field(default_factory=TeacherConfig)
+    distillation: Distillation = field(default_factory=Distillation)
     cluster: Annotated[Cluster, tyro.conf.arg(name="")] = field(default_factory=Cluster)
     """Layout, pools, rollout, schedule, media and offload of runs over many devices; --help-cluster lists the flags."""
 
     def __post_init__(self) -> None:
-        _refuse(self.problems())
+        refuse(self.problems())
 
     def problems(self) -> Iterator[str]:
         """Yield texts of all that is wrong beside the parts, each with a flag."""
         # what is wrong together may follow from a value that is wrong alone: that is told first
-        yield from [*self.out_of_range()] or [*self._groups(), *self._updates(), *self._lengths(), *self._windows()]
+        parts = (self._distilled(), self._groups(), self._updates(), self._lengths(), self._windows())
+        yield from [*self.out_of_range()] or chain.from_iterable(parts)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Import the user's code in the process that is sent this: what follows may be of its classes."""
@@ -336,10 +305,20 @@ class GrpoConfig:
         if self.max_episode_seconds is not None and not self.max_episode_seconds > 0:
             yield f"--max-episode-seconds must be more than 0, got {self.max_episode_seconds}"
 
+    def _distilled(self) -> Iterator[str]:
+        """Yield what has no effect with a teacher, or without one."""
+        taught = self.teachers.any
+        idle = (
+            ("advantage", "objective.", "control_run", "filter_groups.") if taught else ("distillation.", "teachers.")
+        )
+        for path, value, default in leaves(self):
+            if path.startswith(idle) and value != default:
+                yield f"{flag(path)} has no effect {'with' if taught else 'without'} --teacher: leave it out"
+
     def _groups(self) -> Iterator[str]:
         """Yield what the advantage can't be of."""
         try:
-            check_group_size(self.advantage, self.group_size)
+            check_group_size(self.advantage, 2 if self.teachers.any else self.group_size)
             check_advantage_options(self.advantage, self.advantage_options)
         except ValueError as error:
             named = "--" in str(error) or str(error).startswith("advantage_options")

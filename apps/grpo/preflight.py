@@ -23,6 +23,7 @@ from apps.grpo.registry import spec_of
 from apps.grpo.sampling.chat import chat_of, tool_format_of
 from apps.grpo.sampling.ray_devices import check_ray_devices
 from apps.grpo.tasks.prompt_tasks import Tasks, data_problems
+from apps.grpo.teachers import check_teachers
 from chat_tools import formats
 from engines.capability import unsupported
 from engines.loading import resolve_device
@@ -133,6 +134,7 @@ def prepare_tasks(
         refusals.lines += data_problems(config)
         return None, None
     refusals.of(partial(check_model, config, directory, model, tokenizer, whole))
+    refusals.of(partial(check_teachers, config, tokenizer))
     make = recipe.make_tasks
     tasks = None if make is None else refusals.of(lambda: make(config, tokenizer))
     if tasks is None:

@@ -50,7 +50,7 @@ def spec_of(config: GrpoConfig, recipe: Recipe | None = None) -> RunSpec:
         mini_batches=config.mini_batches,
         epochs=config.epochs,
         longest=config.max_episode_tokens,
-        reference_policy=config.objective.kl_coef > 0,
+        reference_policy=config.objective.kl_coef > 0 or config.teachers.any,
         held_out=config.data.eval_prompts,
         eval_share=0.0 if config.data.eval_data else config.data.eval_share,
         own=own,
@@ -88,10 +88,11 @@ def runnable(config: GrpoConfig, recipe: Recipe | None = None) -> Recipe:
         refusals.lines.append(f"recipe {config.recipe!r} cannot be run yet: --plan says what it lacks")
     if config.model is None and recipe.make_model is None:
         refusals.lines.append(f"recipe {config.recipe!r} has no model of its own: add --model DIR")
-    if config.warm_start.steps and recipe.demonstrations is None:
-        refusals.lines.append(
-            f"recipe {config.recipe!r} has no demonstrations to start from: leave --warm-start.steps at 0"
-        )
+    for name, steps in (("", config.warm_start.steps), ("teacher-", config.teachers.teacher_warm_start.steps)):
+        if steps and recipe.demonstrations is None:
+            refusals.lines.append(
+                f"recipe {config.recipe!r} has no demonstrations to start from: leave --{name}warm-start.steps at 0"
+            )
     refusals.tell()
     return recipe
 

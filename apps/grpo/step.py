@@ -11,6 +11,7 @@ from torch import Tensor
 
 from apps.grpo.config import GrpoConfig
 from apps.grpo.idle import SIGNAL
+from apps.grpo.teachers import Teachers
 from engines import SharedParameters, TrainEngine, Unsupported, base_policy, shared_parameters
 from engines.adapters.adapter_export import adapter_layout, adapter_pieces
 from objectives.advantages import estimate, first_rows, per_sequence, per_token
@@ -31,6 +32,7 @@ class GrpoTrainer:
 
     config: GrpoConfig
     engine: TrainEngine
+    teachers: Teachers | None = None
     measures_sampler: ClassVar[bool] = True
     """Of `schedules.protocols.ScoringTrainer`."""
 
@@ -40,7 +42,11 @@ class GrpoTrainer:
         if all(episode.score is None for episode in episodes):
             return TrainResult(dict(NOTHING), [0.0] * len(episodes))
         batch = to_batch(episodes)
-        batch["advantages"] = advantages_of(batch, self.config, step)
+        if self.teachers is None:
+            batch["advantages"] = advantages_of(batch, self.config, step)
+        else:  # every answer is learnt from, whatever its reward
+            batch["advantages"] = per_token(torch.ones(len(batch)), batch["loss_mask"])
+            self.teachers.score(batch, episodes, self.engine)
         metrics = train_on(batch, self.config, self.engine)
         difference = metrics.get("log_prob_difference") if metrics.get("train/computed_sequences", 1) else None
         return TrainResult(metrics, episode_advantages(batch, len(episodes)), difference)
@@ -103,7 +109,7 @@ def episode_advantages(batch: TensorDict, count: int) -> list[float]:
 def correction_line(config: GrpoConfig) -> str | None:
     """Return what a run says once of off-policy weights that nobody asked for by name; None where there are none."""
     chosen = config.corrected_objective.off_policy
-    if config.objective.off_policy is not None or chosen == "none":
+    if config.teachers.any or config.objective.off_policy is not None or chosen == "none":
         return None
     return f"off-policy weights: {chosen}, as answers are sampled ahead of training (else name --objective.off-policy)"
 
@@ -127,7 +133,7 @@ def train_on(batch: TensorDict, config: GrpoConfig, engine: TrainEngine) -> dict
     _, _, episode_of = first_rows(batch["episode"])
     parts = [(episode_of % config.mini_batches == part).nonzero()[:, 0].tolist() for part in range(config.mini_batches)]
     parts = [part for part in parts if rows_trained[part].any()]
-    objective = config.corrected_objective
+    objective = config.distillation if config.teachers.any else config.corrected_objective
     results = [
         engine.train_batch(index_select(batch, part) if len(parts) > 1 else batch, objective)
         for _ in range(config.epochs)

@@ -5,7 +5,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from runplan.settings import FLAGS
 
-PREFIXES = (("data.", ""), ("plugins.", ""), ("cluster.", ""), ("engine.lora.", "lora."), ("engine.", "trainer."))
+PREFIXES = (
+    *((part, "") for part in ("data.", "plugins.", "teachers.", "cluster.")),
+    *(("engine.lora.", "lora."), ("engine.", "trainer.")),
+)
 """Prefixes of dotted paths, and those of their flags; the first that fits counts."""
 NAMES = {
     "steps": "max-steps",

@@ -49,6 +49,7 @@ METRIC = "apps.common.testing.setting_effects:step_times"
 CHANGES = {
     "engine.weights": Change("replicated"),
     "advantage": Change("rloo"),
+    "teachers.teacher": Change(("nowhere/at/all",)),
     "advantage_options": Change(("scale=2",)),
     "metric": Change((METRIC,)),
     "metric_options": Change(("factor=3",), {"metric": (METRIC,)}),

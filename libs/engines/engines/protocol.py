@@ -45,8 +45,18 @@ class TrainEngine(Protocol):
         """Plan a step from the lengths of all rows of a batch: which rank needs which rows."""
         ...
 
-    def forward(self, batch: Batch, entropy: bool = False, temperature: float | None = None) -> TensorDict:
-        """Score the batch's tokens: jagged `log_probs` (and `entropy`), aligned to input_ids, 0 at first tokens."""
+    def forward(
+        self,
+        batch: Batch,
+        entropy: bool = False,
+        temperature: float | None = None,
+        tokens: str | None = None,
+        top_k: int = 0,
+    ) -> TensorDict:
+        """Score the batch's tokens: jagged `log_probs` (and `entropy`), aligned to input_ids, 0 at first tokens.
+
+        `tokens`, a key of the batch, or `top_k` asks for several tokens at each too (`seqpack.batches.schema.SEVERAL`).
+        """
         ...
 
     def export_weights(self, max_bytes: int = ..., live: bool = False) -> Iterator[WeightPiece]:

@@ -29,12 +29,12 @@ from engines.adapters.resume import adapter_metadata, check_adapter
 from engines.capability import Supported, Unsupported, supports
 from engines.config import EngineConfig, parse_context_parallel
 from engines.dtypes import compute_dtype
-from engines.execution.executor import Executor, Scores, Scoring
+from engines.execution.executor import Executor, Scoring
 from engines.execution.local_batch import LocalBatch, RowStats, check_held, gather_row_stats, input_ids_of, row_stats
-from engines.execution.loss import StepLoss, check_objective
+from engines.execution.loss import StepLoss, check_objective, scoring_of
 from engines.execution.lr_schedule import learning_rate
 from engines.execution.metrics import agreed_number, check_agreement
-from engines.execution.micro_batches import MicroBatch, MicroBatches
+from engines.execution.micro_batches import MicroBatches
 from engines.execution.prefetch import PrefetchedMicroBatches, PrefetchedStep
 from engines.experts.routed_experts_check import check_routed_experts
 from engines.experts.routers import routed_sizes
@@ -44,7 +44,8 @@ from engines.nonfinite import FailedStepError, FiniteGuard, finite_tensors
 from engines.parallel.planning import Planner, StepPlan
 from engines.protocol import Batch, TrainEngine
 from engines.scoring.rechecks import Rechecks
-from engines.scoring.scored_batch import scored_batch, tokens_of
+from engines.scoring.scored_batch import ScoredBatch
+from engines.scoring.several_check import check_several
 from engines.storage.checkpoint import load_checkpoint
 from engines.storage.directories import fresh_temporary, replace_directory
 from engines.storage.writer import CheckpointWriter
@@ -110,7 +111,7 @@ class Engine:
         if not totals.tokens:
             raise ValueError("no token of the batch is trained: loss_mask is False everywhere")
         loss = StepLoss(objective, totals)
-        scoring = Scoring(self.config.temperature, objective.needs_entropy)
+        scoring = scoring_of(objective, self.config.temperature)
         recheck = self.rechecks.begin(self.executor, work.batch, plan.ranks[self.groups.plan_index])
         self.executor.train(micro_batches, loss if recheck is None else recheck.tracked(loss), scoring)
         try:
@@ -191,6 +192,7 @@ class Engine:
     def _work(self, view: BatchView, objective: Objective) -> _Work:
         """Check a whole batch, leave out rows without a gradient and plan."""
         local = self._checked(_whole(view), ("loss_mask", *objective.required_keys))
+        check_several(view, scoring_of(objective, 1.0), self.executor.model)
         stats = row_stats(view, self._zero_gradient_rows(view, objective))
         computed = tuple(row for row in range(len(view)) if row not in stats.zero_gradient)
         planned = computed or (0,)  # nothing to compute: a plan for one row, without it
@@ -201,6 +203,7 @@ class Engine:
     def _agree_on_parts(self, batch: LocalBatch, objective: Objective) -> _Work:
         """Check and plan where ranks hold parts: the plan is of all lengths, then loses rows without a gradient."""
         batch = self._checked(batch, ("loss_mask", *objective.required_keys))
+        check_several(batch.view, scoring_of(objective, 1.0), self.executor.model)
         plan = self.planner.plan(batch.lengths)
         self._check_agreement("parts", plan.hash, batch.lengths)
         zero = self._zero_gradient_rows(batch.view, objective)
@@ -242,34 +245,35 @@ class Engine:
     # ------------------------------------------------------------------ scoring
 
     @torch.no_grad()
-    def forward(self, batch: Batch, entropy: bool = False, temperature: float | None = None) -> TensorDict:
+    def forward(
+        self,
+        batch: Batch,
+        entropy: bool = False,
+        temperature: float | None = None,
+        tokens: str | None = None,
+        top_k: int = 0,
+    ) -> TensorDict:
         """Score every token but the first of each row: jagged float32 `log_probs` (and `entropy`), 0 at first tokens.
 
         All rows of a whole batch on every rank; of a `LocalBatch` the rows that the rank holds. On the batch's device.
-        `temperature` overrides the configuration's. Dropout adds no noise.
+        `temperature` overrides the configuration's. Dropout adds no noise. `tokens`, a key of the batch, or `top_k`
+        asks for several tokens at each: the result then has the keys of `seqpack.batches.schema.SEVERAL`.
         """
         self._check_onloaded()
         local = batch if isinstance(batch, LocalBatch) else _whole(view_batch(batch))
+        scoring = Scoring(self.config.temperature if temperature is None else temperature, entropy, tokens, top_k)
         local = self._checked(local, ())
+        check_several(local.view, scoring, self.executor.model)
         plan = self.planner.plan(local.lengths)
         self._check_agreement("scores", plan.hash, isinstance(batch, LocalBatch))
         if isinstance(batch, LocalBatch):
             check_held(batch, self._needed(plan), self.groups, self.device)
         self.planner.prepare(plan)
         keys = select_media(local.view, ("input_ids", "position_ids")) + [ROUTED_EXPERTS] * self.config.routing_replay
-        starts = torch.tensor([0, *local.lengths]).cumsum(0).to(self.device)
-        flat = torch.zeros((2 if entropy else 1, sum(local.lengths)), dtype=torch.float32, device=self.device)
-
-        def take(micro_batch: MicroBatch, scores: Scores) -> None:
-            # Ranks that share a micro-batch all have its scores, and they are added over ranks: the first gives them.
-            if micro_batch.dummy or micro_batch.ranks[0] != self.groups.plan_index:
-                return
-            columns = [scores.log_probs] if scores.entropy is None else [scores.log_probs, scores.entropy]
-            flat[:, tokens_of(micro_batch, starts)] = torch.stack([row.float() for row in columns])
-
-        scoring = Scoring(self.config.temperature if temperature is None else temperature, entropy)
-        self.executor.score(self._micro_batches(local, plan, keys), take, scoring)
-        return scored_batch(self.groups.sum(flat), local, starts, input_ids_of(batch))
+        found = ScoredBatch(local, scoring, self.groups, self.device)
+        keys += [] if tokens is None else [tokens]
+        self.executor.score(self._micro_batches(local, plan, keys), found.take, scoring)
+        return found.rows(input_ids_of(batch))
 
     # ------------------------------------------------------------------ weights and files
 

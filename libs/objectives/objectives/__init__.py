@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from objectives import kl as kl
     from objectives import losses as losses
     from objectives import off_policy as off_policy
+    from objectives.distillation import Distillation as Distillation
     from objectives.grpo import GRPO as GRPO
     from objectives.sft import SFT as SFT
     from seqpack.batches.objective import Objective as Objective
@@ -17,12 +18,13 @@ if TYPE_CHECKING:
 
 _MODULES = ("advantages", "kl", "losses", "off_policy")
 _EXPORTS = {
+    "Distillation": "objectives.distillation",
     "GRPO": "objectives.grpo",
     "SFT": "objectives.sft",
     "Objective": "seqpack.batches.objective",
     "Totals": "seqpack.batches.view",
 }
-__all__ = ["GRPO", "SFT", "Objective", "Totals", "advantages", "kl", "losses", "off_policy"]
+__all__ = ["GRPO", "SFT", "Distillation", "Objective", "Totals", "advantages", "kl", "losses", "off_policy"]
 
 
 def __getattr__(name: str) -> Any:

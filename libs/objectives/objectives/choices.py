@@ -14,6 +14,8 @@ Aggregation = Literal["token", "sequence", "constant"]
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 Estimator = Literal["k1", "k2", "k3", "k1+", "k3+"]
 KL_ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
+Divergence = Literal["forward", "reverse", "jsd"]
+DIVERGENCES: tuple[Divergence, ...] = get_args(Divergence)
 Correction = Literal[
     "none", "truncate", "mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"
 ]

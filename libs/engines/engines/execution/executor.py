@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, SupportsFloat
+from typing import Any, NamedTuple, Protocol, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -10,15 +10,31 @@ from torch import Tensor, nn
 from engines.capability import Supported, Unsupported
 from engines.execution.micro_batches import MicroBatch, MicroBatches
 from engines.parallel.groups import ParallelGroups
+from seqpack.batches.packed import PackedBatch
 
 
 @dataclass(frozen=True)
 class Scoring:
     """The scores of a micro-batch that are asked for: those of softmax(logits / temperature), with or without
-    entropies."""
+    entropies, and of several tokens at each: those of the key `tokens`, i64 (B, K, j), or the `top_k` likeliest."""
 
     temperature: float = 1.0
     entropy: bool = False
+    tokens: str | None = None
+    top_k: int = 0
+
+    def several(self, packed: PackedBatch, slots: Tensor) -> Tensor | int:
+        """Return which tokens are asked for at these tokens of a micro-batch, i64[N, K], or how many likeliest."""
+        return self.top_k if self.tokens is None else packed.values[self.tokens][:, slots].t()
+
+
+class Several(NamedTuple):
+    """K distinct tokens at each of N places, i64[N, K] (-1: none), their log-probs f32[N, K] (0 where there is none),
+    and f32[N], the log-prob of all other tokens together (-inf where there are none)."""
+
+    tokens: Tensor
+    log_probs: Tensor
+    rest: Tensor
 
 
 @dataclass(frozen=True)
@@ -27,13 +43,25 @@ class Scores:
 
     `log_probs`, `entropy` f32[T]: right where `MicroBatch.wanted`, 0 elsewhere. `auxiliary`: a scalar that the model
     adds to the loss by itself (a router's balancing loss), this micro-batch's share of the step. `load` f32[layers, E]:
-    how many of the tokens that this rank computed went to each expert.
+    how many of the tokens that this rank computed went to each expert. `several`: of K tokens at each, where asked for.
     """
 
     log_probs: Tensor
     entropy: Tensor | None = None
     auxiliary: Tensor | None = None
     load: Tensor | None = None
+    several: Several | None = None
+
+
+def collected(
+    collect: Callable[[Tensor], Tensor], log_probs: Tensor, entropy: Tensor | None, several: Several | None
+) -> Scores:
+    """Return the scores of a micro-batch's tokens from those that a rank computed; see `InputBuilder.collect`."""
+    return Scores(
+        collect(log_probs),
+        None if entropy is None else collect(entropy),
+        several=None if several is None else Several(*map(collect, several)),
+    )
 
 
 LossFunction = Callable[[MicroBatch, Scores], Tensor]

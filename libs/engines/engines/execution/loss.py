@@ -7,12 +7,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.execution.early_host_read import EarlyRead
-from engines.execution.executor import Scores
+from engines.execution.executor import Scores, Scoring
 from engines.execution.metrics import MetricSum
 from engines.execution.micro_batches import MicroBatch
 from engines.execution.reductions import reduce_float64
 from engines.experts.load_metrics import load_metrics
 from seqpack.batches.objective import Objective
+from seqpack.batches.schema import SEVERAL
 from seqpack.batches.view import Totals
 
 
@@ -25,6 +26,14 @@ def check_objective(objective: Objective) -> None:
     ]
     if missing:
         raise ValueError(f"{type(objective).__name__} is no objective, it lacks {missing[0]}: see seqpack.Objective")
+
+
+def scoring_of(objective: Objective, temperature: float) -> Scoring:
+    """Return the scores that an objective reads; ValueError where it asks for several tokens in two ways."""
+    tokens, top_k = getattr(objective, "needs_tokens", None), getattr(objective, "needs_top_k", 0)
+    if tokens is not None and top_k:
+        raise ValueError(f"{type(objective).__name__} has both needs_tokens and needs_top_k: one of them is read")
+    return Scoring(temperature, objective.needs_entropy, tokens, top_k)
 
 
 STEP_METRICS = frozenset(
@@ -59,8 +68,11 @@ class StepLoss:
 
     def __call__(self, micro_batch: MicroBatch, scores: Scores) -> Tensor:
         """Return the micro-batch's share of the loss, connected to its scores; ValueError where it is not a scalar."""
-        log_probs = scores.log_probs
-        loss, metrics = self.objective(log_probs, scores.entropy, micro_batch.packed, self.totals)
+        log_probs, packed = scores.log_probs, micro_batch.packed
+        if scores.several is not None:
+            several = (x.t() for x in scores.several)
+            packed = packed.with_values(**dict(zip(SEVERAL, several, strict=True)))
+        loss, metrics = self.objective(log_probs, scores.entropy, packed, self.totals)
         if taken := STEP_METRICS & metrics.keys():
             raise ValueError(
                 f"the objective reports {', '.join(sorted(taken))}, which the step reports itself: give another name"

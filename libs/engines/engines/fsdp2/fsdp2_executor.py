@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple, SupportsFloat
 
@@ -29,7 +30,7 @@ from engines.devices.host_copies import HostCopies
 from engines.devices.host_layers import use_host_norms
 from engines.devices.npu_layers import npu_operators_enabled, use_npu_operators
 from engines.execution.early_host_read import EarlyRead
-from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
+from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores, collected
 from engines.execution.learning_rates import rate_scales
 from engines.execution.memory import StateTensors, register_states
 from engines.execution.micro_batches import MicroBatch, MicroBatches
@@ -284,18 +285,16 @@ class FSDP2Executor:
 
     def _forward(self, micro_batch: MicroBatch, scoring: Scoring, routing: bool) -> _Forward:
         inputs = micro_batch.inputs or self._inputs(micro_batch)
-        return _Forward(micro_batch, inputs, self.scorer(inputs, scoring.temperature, scoring.entropy, routing=routing))
+        several = scoring.several(micro_batch.packed, inputs.slots)
+        options = {"routing": routing, "several": several}
+        return _Forward(micro_batch, inputs, self.scorer(inputs, scoring.temperature, scoring.entropy, **options))
 
     def _collected(self, forward: _Forward, counts: RouterCounts | None) -> Scores:
         inputs, scores, auxiliary = forward.inputs, forward.scores, None
         if counts is not None and self.router is not None and scores.routing is not None:
             auxiliary = self.router.loss(self.builder.total(scores.routing.terms, inputs), counts)
-        return Scores(
-            self.builder.collect(scores.log_probs, inputs),
-            None if scores.entropy is None else self.builder.collect(scores.entropy, inputs),
-            auxiliary,
-            scores.load,
-        )
+        every = collected(lambda x: self.builder.collect(x, inputs), scores.log_probs, scores.entropy, scores.several)
+        return replace(every, auxiliary=auxiliary, load=scores.load)
 
     def optimizer_step(self, lr: float, loss: Tensor) -> SupportsFloat:
         """Clip the gradient, and update by AdamW where the norm is finite."""

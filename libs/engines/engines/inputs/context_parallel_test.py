@@ -14,8 +14,9 @@ from engines.inputs.context_parallel import ContextParallel, shard_stream
 from engines.launch import ensure_group
 from engines.proofs.forked_ranks import launch_forked
 from engines.tiny import tiny_batch, tiny_config, tiny_model
-from objectives import GRPO, SFT
+from objectives import GRPO, SFT, Distillation
 from seqpack import Objective
+from seqpack.batches.schema import SEVERAL
 
 LENGTHS = [29, 3, 12, 5, 17, 2, 1, 6, 4]
 STEPS = 2
@@ -36,9 +37,13 @@ def curve(built: TrainEngine, objective: Objective) -> list[dict[str, float]]:
 
 
 def results_of(built: TrainEngine) -> dict[str, Any]:
+    batch = tiny_batch(LENGTHS)
+    scored = built.forward(batch, entropy=True, top_k=3)  # of the first weights, which the later ones are to learn
     out: dict[str, Any] = {"grpo": curve(built, GRPO(kl_coef=0.1, entropy_coef=0.01, off_policy="mask"))}
-    scored = built.forward(tiny_batch(LENGTHS), entropy=True)
-    out["scores"] = [scored[key].values().clone() for key in ("log_probs", "entropy")]
+    batch.update(dict(zip(Distillation().required_keys, (scored[key] for key in SEVERAL), strict=True)))
+    out["grpo"].append(built.train_batch(batch, Distillation("jsd")))
+    scored = built.forward(batch, entropy=True, tokens="teacher_tokens")
+    out["scores"] = [scored[key].values().clone() for key in ("log_probs", "entropy", *SEVERAL[1:])]
     out["weights"] = {part.name: part.flat.clone() for part in built.export_weights(max_bytes=2**40)}
     return out
 

@@ -49,7 +49,7 @@ class InputBuilder(Protocol):
         ...
 
     def collect(self, scores: Tensor, inputs: ModelInputs) -> Tensor:
-        """Return f32[T] of the micro-batch from the scores f32[N] at `inputs.slots`; differentiable, 0 elsewhere."""
+        """Return f32[T, ...] of the micro-batch from f32[N, ...] at `inputs.slots`; differentiable, 0 elsewhere."""
         ...
 
     def total(self, value: Tensor, inputs: ModelInputs) -> Tensor:
@@ -90,7 +90,7 @@ class PackedInputs:
 
     def collect(self, scores: Tensor, inputs: ModelInputs) -> Tensor:
         """See `InputBuilder`."""
-        return scores.new_zeros(inputs.tokens).index_put((inputs.slots,), scores)
+        return scores.new_zeros(inputs.tokens, *scores.shape[1:]).index_put((inputs.slots,), scores)
 
     def total(self, value: Tensor, inputs: ModelInputs) -> Tensor:
         """See `InputBuilder`."""

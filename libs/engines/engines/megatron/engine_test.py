@@ -24,7 +24,6 @@ from engines.families.torch_operations import choose_torch_operations
 from engines.fast.compiling import compilations
 from engines.inputs.model_inputs import PackedInputs
 from engines.megatron.model.even_inputs import EvenInputs
-from engines.megatron.model.vocabulary_log_probs import shared_log_probs
 from engines.megatron.runtime import process_groups as groups
 from engines.megatron.runtime.cuda_calls import adapted
 from engines.parallel.layout import ParallelLayout
@@ -38,7 +37,7 @@ from engines.proofs.megatron_layouts import (
     largest_difference,
     model_of,
 )
-from engines.scoring.log_probs import token_log_probs_reference
+from engines.scoring.log_probs import token_log_probs, token_log_probs_reference
 from engines.testing.executors import assert_same, inside, state_of, weights
 from engines.testing.one_megatron_rank import one_megatron_rank  # noqa: F401  each test here has a group
 from engines.tiny import tiny_batch, tiny_model
@@ -369,7 +368,7 @@ def test_the_shared_head_of_one_rank_equals_the_reference(entropy: bool) -> None
     world = dist.group.WORLD
     assert world is not None
     functions: tuple[Callable[[], tuple[Tensor, Tensor | None]], ...] = (
-        lambda: shared_log_probs(hidden, weight, targets, 0.7, 4, entropy, world),
+        lambda: token_log_probs(hidden, weight, targets, 0.7, 4, entropy, group=world),
         lambda: token_log_probs_reference(hidden, weight, targets, 0.7),
     )
     for function in functions:

@@ -28,7 +28,7 @@ from engines.adapters.lora import is_adapter, set_trainable
 from engines.capability import Supported, Unsupported
 from engines.config import EngineConfig, parse_options
 from engines.devices.detect import devices_of
-from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
+from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores, collected
 from engines.execution.learning_rates import rate_scales
 from engines.execution.memory import StateTensors, register_states
 from engines.execution.micro_batches import MicroBatch, MicroBatches
@@ -46,7 +46,6 @@ from engines.megatron.model.packed_gpt import PackedGPT, angles, build_stages, r
 from engines.megatron.model.plain_scoring import PlainScoring
 from engines.megatron.model.router import Balance, Router
 from engines.megatron.model.vision import Tower, frozen_in, taken_over, tower_shapes, trained_in
-from engines.megatron.model.vocabulary_log_probs import shared_log_probs
 from engines.megatron.npu.layers import use_npu_operators
 from engines.megatron.optimizers.optimizer_selection import updates_for
 from engines.megatron.runtime.buffer_offload import Moved
@@ -65,9 +64,11 @@ from engines.megatron.weights.parameters import Part, boxed, fill, match, whole_
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.planning import PlannedRows
 from engines.parallel.stages import Split
+from engines.scoring.log_probs import scored, token_log_probs
 from engines.weights.disk_names import OWN_NAMES, DiskNames
 from engines.weights.disk_weights import DiskTensors, DiskWeights
 from engines.weights.model_weights import live_tensors
+from seqpack.batches.packed import PackedBatch
 
 
 class MegatronExecutor(PlainScoring):
@@ -248,7 +249,8 @@ class MegatronExecutor(PlainScoring):
             output = chunk(inputs.input_ids.unsqueeze(0), packed, features)
 
             def calculate_loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                value = finish(micro_batch, None if scoring is None else self._scores(hidden, inputs, scoring))
+                scores = None if scoring is None else self._scores(hidden, micro_batch.packed, inputs, scoring)
+                value = finish(micro_batch, scores)
                 return value, torch.zeros((), dtype=torch.int, device=value.device), {}
 
             return output, calculate_loss
@@ -298,22 +300,18 @@ class MegatronExecutor(PlainScoring):
             experts=self._own_tokens(inputs.experts),
         )
 
-    def _scores(self, hidden: Tensor, inputs: ModelInputs, scoring: Scoring) -> Scores:
+    def _scores(self, hidden: Tensor, packed: PackedBatch, inputs: ModelInputs, scoring: Scoring) -> Scores:
         """Compute scores from the last stage's hidden states [T, 1, H] (a part of T under sequence parallelism)."""
         group = parallel_state.get_tensor_model_parallel_group()
         if self.settings.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         chosen = hidden.squeeze(1).index_select(0, inputs.rows)
         head = self.stages[-1].head[: self.vocabulary.stop - self.vocabulary.start]
-        args = scoring.temperature, self.config.logit_chunk, scoring.entropy
-        if isinstance(self.compiled, Supported) and group.size() == 1:
-            log_probs, entropies = fused_log_probs(chosen, head, inputs.targets, *args)
-        else:
-            log_probs, entropies = shared_log_probs(chosen, head, inputs.targets, *args, group, self.vocabulary.start)
-        return Scores(
-            self.builder.collect(log_probs, inputs),
-            None if entropies is None else self.builder.collect(entropies, inputs),
-        )
+        args = scoring.several(packed, inputs.slots), scoring.temperature, self.config.logit_chunk, scoring.entropy
+        options = {"group": group, "first": self.vocabulary.start} if group.size() > 1 else {}
+        plain = fused_log_probs if isinstance(self.compiled, Supported) and not options else token_log_probs
+        found = scored(plain, (chosen, head, inputs.targets), *args, **options)
+        return collected(lambda x: self.builder.collect(x, inputs), *found)
 
     def optimizer_step(self, lr: float, loss: Tensor) -> Tensor:
         """Clip the gradient, and update by AdamW where the norm is finite."""

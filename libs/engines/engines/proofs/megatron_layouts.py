@@ -23,7 +23,9 @@ from engines.protocol import TrainEngine
 from engines.tiny import tiny_batch, tiny_model
 from seqpack.batches.batch import jagged
 from seqpack.batches.objective import Objective
-from seqpack.batches.schema import ROUTED_EXPERTS
+from seqpack.batches.packed import PackedBatch
+from seqpack.batches.schema import ROUTED_EXPERTS, SEVERAL
+from seqpack.batches.view import BatchView, Totals
 
 LENGTHS = (7, 3, 12, 5, 9, 2, 14, 6, 4)
 STEPS = 2
@@ -214,6 +216,29 @@ class Measured:
     """Whether the engine that loaded its own checkpoint ended that step with the bits of the one that continued."""
 
 
+@dataclass(frozen=True)
+class WeightedNLL:
+    """Over trained tokens -advantage * (log p + 0.1 log p of others and the rest) - 0.01 * entropy: every output of a
+    scorer has a gradient."""
+
+    required_keys: tuple[str, ...] = ("advantages",)
+    needs_entropy: bool = True
+    needs_tokens: str = "tokens"
+
+    def zero_gradient_rows(self, batch: BatchView) -> Tensor:
+        """Return None: no rows are left out."""
+        return torch.zeros(len(batch), dtype=torch.bool)
+
+    def __call__(
+        self, log_probs: Tensor, entropy: Tensor | None, packed: PackedBatch, totals: Totals, /
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `seqpack.Objective`."""
+        assert entropy is not None
+        several = packed.values["several_log_probs"].sum(0) + packed.values["several_rest"]
+        values = -packed.values["advantages"] * (log_probs + 0.1 * several) - 0.01 * entropy
+        return torch.where(packed.values["loss_mask"], values, 0.0).sum() / totals.tokens, {}
+
+
 def engine_of(case: LayoutCase, backend: str = "megatron", seed: int = 0, **options: Any) -> TrainEngine:
     """Build the case's engine; for FSDP2 without its sizes. `seed`: of weights, under adapters of these alone."""
     sizes = case.sizes if backend == "megatron" else {}
@@ -245,8 +270,9 @@ def measure(
     engine = engine_of(case, backend)
     exported = exported_by(engine)
     curve = [engine.train_batch(batch_of(engine, step), objective) for step in range(STEPS)]
-    scored = engine.forward(batch_of(engine, 0), entropy=True)
-    scores = [scored[key].values().clone() for key in ("log_probs", "entropy")]
+    curve.append(engine.train_batch(batch_of(engine, 0), WeightedNLL()))
+    scored = engine.forward(batch_of(engine, 0), entropy=True, top_k=3)
+    scores = [scored[key].values().clone() for key in ("log_probs", "entropy", *SEVERAL[1:])]
     trained = exported_by(engine)
     engine.save(saved)
     last = batch_of(engine, STEPS)
@@ -264,6 +290,8 @@ def measure(
 def batch_of(engine: Any, seed: int) -> TensorDict:
     """Make the batch of a step; where experts are replayed, with random ones for about two thirds of the tokens."""
     batch = tiny_batch(list(LENGTHS), seed=seed)
+    vocabulary, draw = engine.executor.model.config.get_text_config().vocab_size, torch.Generator().manual_seed(seed)
+    batch["tokens"] = jagged([torch.rand(n, vocabulary, generator=draw).topk(3).indices.T for n in LENGTHS])
     if not engine.config.routing_replay:
         return batch
     layers, top_k, experts = routed_sizes(engine.executor.model)

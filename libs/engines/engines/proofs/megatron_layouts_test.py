@@ -25,6 +25,7 @@ from engines.proofs.megatron_layouts import (
     STEPS,
     LayoutCase,
     Measured,
+    WeightedNLL,
     batch_of,
     engine_of,
     exported_by,
@@ -103,6 +104,7 @@ def _trained_with(engine: TrainEngine, bug: str) -> Weights:
             parameter.sequence_parallel = False
     for step in range(STEPS):
         engine.train_batch(batch_of(engine, step), OBJECTIVE)
+    engine.train_batch(batch_of(engine, 0), WeightedNLL())  # as `measure` does
     weights = exported_by(engine)
     release()
     return weights

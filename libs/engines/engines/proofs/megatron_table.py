@@ -1,12 +1,9 @@
 """`python -m engines megatron`: each layout of four gloo ranks beside FSDP2 on one process, as a table."""
 
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from engines.launch import ensure_group, launch
 from engines.proofs.megatron_layouts import (
@@ -15,34 +12,13 @@ from engines.proofs.megatron_layouts import (
     RANKS,
     LayoutCase,
     Measured,
+    WeightedNLL,
     measure,
     measure_all,
     rows_of_table,
 )
-from seqpack.batches.packed import PackedBatch
-from seqpack.batches.view import BatchView, Totals
 
 HEAD = ["model", "layout", "loss", "gradient norm", "scores", "weights", "after a checkpoint", "export"]
-
-
-@dataclass(frozen=True)
-class WeightedNLL:
-    """- advantage * log p - 0.01 * entropy, over trained tokens: every output of a scorer has a gradient."""
-
-    required_keys: tuple[str, ...] = ("advantages",)
-    needs_entropy: bool = True
-
-    def zero_gradient_rows(self, batch: BatchView) -> Tensor:
-        """Return None: no rows are left out."""
-        return torch.zeros(len(batch), dtype=torch.bool)
-
-    def __call__(
-        self, log_probs: Tensor, entropy: Tensor | None, packed: PackedBatch, totals: Totals, /
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `seqpack.Objective`."""
-        assert entropy is not None
-        values = -packed.values["advantages"] * log_probs - 0.01 * entropy
-        return torch.where(packed.values["loss_mask"], values, 0.0).sum() / totals.tokens, {}
 
 
 def main() -> int:

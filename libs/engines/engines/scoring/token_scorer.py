@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from engines.execution.executor import Several
 from engines.experts.routers import Routers
 from engines.families.registry import family_of
 from engines.families.router import Routing
 from engines.inputs.model_inputs import ModelInputs
 from engines.media.vision_embeddings import embeddings
-from engines.scoring.log_probs import token_log_probs
+from engines.scoring.log_probs import scored, token_log_probs
 from engines.scoring.plain_scores import plain_log_probs
 from engines.scoring.read_rows import READ
 from seqpack.adapters.mixers import packed_output
@@ -21,13 +22,14 @@ class ModelScores(NamedTuple):
     """The scores of `ModelInputs.targets`: log_probs f32[N], and entropy f32[N] where asked for.
 
     `routing`: what the router's loss needs, where there is one. `load` f32[layers, E]: how many tokens went to each
-    expert; None of a model without experts.
+    expert; None of a model without experts. `several`: see `Scores`.
     """
 
     log_probs: Tensor
     entropy: Tensor | None = None
     routing: Routing | None = None
     load: Tensor | None = None
+    several: Several | None = None
 
 
 class TokenScorer(nn.Module):
@@ -52,7 +54,7 @@ class TokenScorer(nn.Module):
         self.routers = Routers.of(model)
         self.scale = self.family.head_scale(model.config)
         cap = self.family.soft_cap(model.config)
-        self.head_options = {} if cap is None else {"soft_cap": cap}
+        self.head_options: dict[str, Any] = {} if cap is None else {"soft_cap": cap}
         self.model = model
         self.logit_chunk = logit_chunk
 
@@ -64,9 +66,11 @@ class TokenScorer(nn.Module):
         routing: bool = False,
         head: bool = True,
         plain: bool = False,
+        several: Tensor | int = 0,
     ) -> ModelScores:
-        """Score inputs.targets; `routing` sums up the router's choices, where the config asks for its loss. Without
-        `head` there are no scores, only these sums. `plain`: by the stock model (`engines.scoring.plain_scores`).
+        """Score inputs.targets, and `several` tokens at each; `routing` sums up the router's choices, where the config
+        asks for its loss. Without `head` there are no scores, only these sums. `plain`: by the stock model
+        (`engines.scoring.plain_scores`).
 
         Connected to every layer even when N is 0, so that a rank with nothing to do takes part in all collectives.
         """
@@ -76,20 +80,22 @@ class TokenScorer(nn.Module):
         if self.routers is not None:
             self.routers.begin(inputs.experts)
         output = self._base_output(inputs, options)
-        taken = None if self.routers is None else self.routers.end(inputs.counted)
-        load = None if taken is None or self.routers is None else taken.load(self.routers.experts)
-        given = None if taken is None or inputs.experts is None else taken.experts
+        routed = None if self.routers is None else self.routers.end(inputs.counted)
+        load = None if routed is None or self.routers is None else routed.load(self.routers.experts)
+        given = None if routed is None or inputs.experts is None else routed.experts
         if not head and self.router is not None:
             sums = self.router.routing(output.router_logits, inputs.counted, given)
             return ModelScores(output.last_hidden_state.new_zeros(0), routing=sums)
         chosen = output.last_hidden_state.flatten(0, 1).index_select(0, inputs.rows)
         chosen, weight = _with_bias(chosen, self.family.head(self.model))
-        arguments = (chosen, weight, inputs.targets, temperature / self.scale, self.logit_chunk, entropy)
-        log_probs, entropies = self.log_probs(*arguments, **self.head_options)
+        arguments = (several, temperature / self.scale, self.logit_chunk, entropy)
+        log_probs, entropies, taken = scored(
+            self.log_probs, (chosen, weight, inputs.targets), *arguments, **self.head_options
+        )
         if not options or self.router is None:
-            return ModelScores(log_probs, entropies, load=load)
+            return ModelScores(log_probs, entropies, load=load, several=taken)
         sums = self.router.routing(output.router_logits, inputs.counted, given)
-        return ModelScores(log_probs, entropies, sums, load)
+        return ModelScores(log_probs, entropies, sums, load, taken)
 
     def _base_output(self, inputs: ModelInputs, options: dict[str, bool]) -> Any:
         decoder, tower, embedded = self.family.decoder(self.model), self.family.tower(self.model), None

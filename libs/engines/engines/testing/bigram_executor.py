@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from engines.capability import Supported, Unsupported
-from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
+from engines.execution.executor import LossFunction, Scores, Scoring, Several, TakeScores
 from engines.execution.micro_batches import MicroBatch, MicroBatches
 from engines.execution.optimizer import finite_on_all_ranks
 from engines.parallel.groups import ParallelGroups
@@ -23,6 +24,11 @@ class Bigram(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.table = nn.Parameter(torch.randn(vocab, vocab, generator=generator, dtype=torch.float64))
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """A config that says the vocabulary."""
+        return PretrainedConfig(vocab_size=len(self.table))
 
 
 class BigramExecutor:
@@ -65,7 +71,14 @@ class BigramExecutor:
         log_probs = torch.where(micro_batch.wanted, table.gather(1, ids[:, None]).squeeze(1), 0.0)
         entropy = torch.where(micro_batch.wanted, -(table.exp() * table).sum(-1), 0.0)
         auxiliary = None if self.auxiliary is None else self.auxiliary * self.model.table.sum()
-        return Scores(log_probs, entropy if scoring.entropy else None, auxiliary)
+        several = None
+        if scoring.tokens is not None or scoring.top_k:
+            tokens = scoring.several(micro_batch.packed, torch.arange(len(ids)))
+            tokens = table.topk(tokens).indices if isinstance(tokens, int) else tokens
+            taken = (tokens[:, :, None] == torch.arange(table.shape[1])).any(1)
+            chosen = table.gather(1, tokens.clamp(min=0)).masked_fill(tokens < 0, 0)
+            several = Several(tokens, chosen, table.masked_fill(taken, -torch.inf).logsumexp(1))
+        return Scores(log_probs, entropy if scoring.entropy else None, auxiliary, several=several)
 
     def optimizer_step(self, lr: float, loss: Tensor) -> Tensor:
         """Make one step of gradient descent."""

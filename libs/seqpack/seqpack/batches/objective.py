@@ -19,6 +19,12 @@ class Objective(Protocol):
     Metrics reduce the same way, without anybody knowing what they mean: a scalar tensor is summed; a tensor of shape
     (2,) is a pair (sum, count), both summed, of which sum / count is reported; a key that ends in "/max" is a scalar
     of which the maximum is taken.
+
+    An objective that reads more of the softmax than the token's log-prob says so. `needs_entropy` is asked of all, two
+    others only of those that have them: `needs_tokens`, a key of the batch with i64 (B, K, j), distinct tokens (-1:
+    none), or `needs_top_k`, a number K of the policy's likeliest ones. The packed batch then has `several_tokens`
+    i64[K, T], their `several_log_probs` f32[K, T], and `several_rest` f32[T], the log-prob of all others together
+    (-inf where there are none); both have gradients, and are right where `log_probs` is.
     """
 
     @property

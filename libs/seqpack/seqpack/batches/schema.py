@@ -25,6 +25,10 @@ ROUTED_EXPERTS = "routed_experts"
 """int16 (B, j, layers, k), jagged along a sample's first dimension: the experts that a token went to in the sampler,
 by routed layer in the order of the model; -1 in all of a token's entries where that is not known."""
 
+SEVERAL = ("several_tokens", "several_log_probs", "several_rest")
+"""int64 (B, K, j) distinct tokens at the place of each (-1: none), float32 (B, K, j) their log-probs (0 where none),
+and float32 (B, j) the log-prob of all others together: what an engine scores where it is asked for several."""
+
 SAMPLE_KEYS: dict[str, torch.dtype] = {
     "reward": torch.float32,
     "group": torch.int64,

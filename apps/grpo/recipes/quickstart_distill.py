@@ -1,0 +1,28 @@
+"""Two-digit sums from a teacher: a model that was shown many teaches one that was shown few; rewards are not used."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from apps.grpo.config import TeacherConfig, TeacherWarmStart
+from apps.grpo.recipes import quickstart
+from engines import EngineConfig
+
+_SHOWN = quickstart.RECIPE.config.warm_start
+
+RECIPE = replace(
+    quickstart.RECIPE,
+    config=replace(
+        quickstart.RECIPE.config,
+        recipe="quickstart-distill",
+        steps=100,
+        mini_batches=4,
+        prompts_per_step=256,
+        group_size=1,
+        eval_every=20,
+        save_every=50,
+        warm_start=replace(_SHOWN, until_accuracy=0.2, eval_every=5),
+        teachers=TeacherConfig(teacher_warm_start=TeacherWarmStart(**vars(replace(_SHOWN, until_accuracy=0.8)))),
+        engine=EngineConfig(device="cpu", lr=3e-3),
+    ),
+)

@@ -1,0 +1,86 @@
+"""Settings of what a run learns from besides rewards: demonstrations, and a teacher."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from apps.common.cli.flags import flag
+
+
+def refuse(problems: Iterator[str]) -> None:
+    """Raise ValueError with all problems, where there are any."""
+    if found := "; ".join(problems):
+        raise ValueError(found)
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """Supervised steps on a recipe's demonstrations before GRPO, through the code of the sft app."""
+
+    steps: int = 0
+    """At most so many; 0 starts from the model as it is."""
+    until_accuracy: float = 1.0
+    """Stop as soon as held-out greedy accuracy reaches this."""
+    eval_every: int = 20
+    """Steps between looks at that accuracy."""
+    eval_prompts: int = 128
+    """How many of the held-out prompts a look asks."""
+    batch_size: int = 64
+    """Demonstrations a step."""
+    lr: float = 3e-3
+    """Learning rate, constant after the warmup."""
+    warmup_steps: int = 20
+    """Steps over which it rises from 0."""
+    path = "warm_start."
+
+    def __post_init__(self) -> None:
+        refuse(self.problems())
+
+    def problems(self) -> Iterator[str]:
+        """Yield texts of all that is wrong, each with a flag."""
+        for least, names in ((0, ("steps", "warmup_steps")), (1, ("eval_every", "eval_prompts", "batch_size"))):
+            for name in names:
+                if getattr(self, name) < least:
+                    yield f"{flag(self.path + name)} must be at least {least}, got {getattr(self, name)}"
+        if not 0 <= self.until_accuracy <= 1:
+            yield f"{flag(self.path + 'until_accuracy')} must lie between 0 and 1, got {self.until_accuracy}"
+        if not 0 < self.lr < float("inf"):
+            yield f"{flag(self.path + 'lr')} must be above 0 and finite, got {self.lr}"
+
+
+@dataclass(frozen=True)
+class TeacherWarmStart(WarmStart):
+    """Supervised steps on a recipe's demonstrations that make a teacher."""
+
+    path = "teachers.teacher_warm_start."
+
+
+@dataclass(frozen=True)
+class TeacherConfig:
+    """On-policy distillation: the policy learns a teacher's distribution at its answers' tokens, not from rewards."""
+
+    teacher: tuple[str, ...] = ()
+    """A teacher's model directory, with the model's tokenizer; of several environments NAME=DIR for each."""
+    teacher_top_k: int = 32
+    """Number of tokens at each place that teacher and policy are compared on; all others count as one event."""
+    teacher_tokens: Literal["teacher", "policy"] = "teacher"
+    """Whose likeliest tokens these are."""
+    teacher_warm_start: TeacherWarmStart = field(default_factory=TeacherWarmStart)
+    """In place of --teacher: supervised steps on a recipe's demonstrations that make one."""
+
+    def __post_init__(self) -> None:
+        refuse(self.problems())
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a teacher."""
+        return bool(self.teacher or self.teacher_warm_start.steps)
+
+    def problems(self) -> Iterator[str]:
+        """Yield texts of all that is wrong, each with a flag."""
+        if self.teacher and self.teacher_warm_start.steps:
+            yield "--teacher and --teacher-warm-start.steps: one of them makes the teacher, leave the other at 0"
+        if self.teacher_top_k < 1:
+            yield f"--teacher-top-k must be at least 1, got {self.teacher_top_k}"
+        if self.teacher_tokens not in ("teacher", "policy"):
+            yield f"--teacher-tokens must be one of teacher, policy, got {self.teacher_tokens!r}"
