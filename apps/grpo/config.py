@@ -178,7 +178,8 @@ class GrpoConfig:
 
     recipe: str = "quickstart"
     """Named defaults that the other flags override, with their tasks: one file of apps/grpo/recipes each, or a
-    `apps.grpo.recipe.Recipe` of your own, as FILE.py:NAME or package.module:NAME."""
+    `apps.grpo.recipe.Recipe` of your own, as FILE.py:NAME or package.module:NAME. Without it --model, --data and
+    --preset take math, --environment and --task-source environment."""
     recipe_options: tuple[str, ...] = ()
     """NAME=VALUE options of a function that makes the recipe."""
     model: Path | None = None

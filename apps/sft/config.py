@@ -165,7 +165,8 @@ class SftConfig:
 
     recipe: str = "quickstart"
     """Named defaults that the other flags override, one file of apps/sft/recipes each (--recipe list shows them), or a
-    `apps.sft.recipe.Recipe` of your own, as FILE.py:NAME or package.module:NAME."""
+    `apps.sft.recipe.Recipe` of your own, as FILE.py:NAME or package.module:NAME. Without it --model and --data take
+    finetune."""
     recipe_options: tuple[str, ...] = ()
     """NAME=VALUE options of a function that makes the recipe."""
     model: Path | None = None

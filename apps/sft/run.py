@@ -14,7 +14,7 @@ from apps.common.cli.refusals import Refusals
 from apps.common.data.images import image_processor_of
 from apps.common.data.model_files import available_files
 from apps.common.data.tokenizer import quiet_libraries
-from apps.common.run.config_file import write_config
+from apps.common.run.config_file import write_configs
 from apps.common.run.forwards_ahead import planned_ahead, tell_ahead
 from apps.common.run.full_disk import writing
 from apps.common.run.moved_weights import check_moved
@@ -95,7 +95,7 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
     engine = broadcast_result(planned_ahead(config.engine, opened, lambda: spec_of(of_model, recipe)))
     with writing("the configuration", run_dir):
         if disks.leads:
-            write_config(config, run_dir)
+            write_configs(config, (recipe or registered(config.recipe, config.recipe_options)).config, run_dir)
         if rank_and_world()[0] == 0:
             tell_own_code(config, run_dir)
             write_proofs(run_dir, prepared.checked.certificates, prepared.checked.accepted)

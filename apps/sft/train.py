@@ -1,13 +1,15 @@
 """A supervised run from start to end: steps, held-out loss, checkpoints, export, report."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
 from apps.common.own_metrics import own_metrics
@@ -40,8 +42,11 @@ from engines import TrainEngine, build_engine
 from engines.config import parse_context_parallel
 from engines.loading import LoadedModel
 from runlog import read_metrics
+from schedules.reporting.episode_samples import Decode, token_decoder
 from schedules.runtime.collectives import broadcast_result, rank_and_world
 from seqpack.memory import ledger
+
+SHOWN_ROWS = 4  # in the report: of the first batch, and held out at each evaluation
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,8 @@ def train(
         CheckpointSaver(engine, run_dir, config.keep_checkpoints) as saves,
         save_batch_on_nonfinite(run_dir),
     ):
-        measured = _Steps(config, conversations, plan, engine, log, saves, len(tokenizer)).run(earlier)
+        decode = token_decoder(tokenizer)
+        measured = _Steps(config, conversations, plan, engine, log, saves, len(tokenizer), decode).run(earlier)
     if config.export == "best":
         engine.load(str(best_checkpoint_path(run_dir)))
         check_best_checkpoint(run_dir, measured.best, engine.state_summary()["step"])
@@ -100,10 +106,15 @@ def train(
     return result
 
 
-def held_out_loss(engine: TrainEngine, samples: Sequence[Sample], rows: int = 256) -> float:
+def held_out_loss(
+    engine: TrainEngine,
+    samples: Sequence[Sample],
+    rows: int = 256,
+    show: Callable[[TensorDict, Tensor], None] | None = None,
+) -> float:
     """Return the mean negative log-likelihood of the samples' trained tokens, in nats, each times its weight.
 
-    `rows` samples are scored at a time.
+    `rows` samples are scored at a time; `show` gets the first ones with the log-probs of their tokens.
 
     Raises:
         ValueError: there is no such token.
@@ -111,7 +122,10 @@ def held_out_loss(engine: TrainEngine, samples: Sequence[Sample], rows: int = 25
     total, tokens = 0.0, 0
     for first in range(0, len(samples), rows):
         batch = batch_of([samples[i] for i in range(first, min(first + rows, len(samples)))])
-        log_probs, mask = engine.forward(batch)["log_probs"].values(), batch["loss_mask"].values()
+        found = engine.forward(batch)["log_probs"]
+        if show is not None and not first:
+            show(batch, found)
+        log_probs, mask = found.values(), batch["loss_mask"].values()
         if "loss_weights" in batch.keys():  # noqa: SIM118  a TensorDict iterates over its rows
             log_probs = log_probs * batch["loss_weights"].values()
         total -= log_probs[mask].sum(dtype=torch.float64).item()
@@ -164,6 +178,7 @@ class _Steps:
     log: Reporter
     saves: CheckpointSaver
     vocab_size: int
+    decode: Decode
 
     def run(self, earlier: _Earlier) -> _HeldOutLosses:
         """Run the steps that are left; measure the held-out loss before the run's first step and at each evaluation."""
@@ -172,6 +187,8 @@ class _Steps:
             log.note(line)
         log.note("layers compiled: {compiled}\noptimizer: {optimizer}".format_map(engine.state_summary()))
         measured = self._begin(earlier)
+        if not earlier.done:
+            self._show(1, "training", self._batch(1))
         idle = IdleSteps.resumed(config.allow_idle_steps, log.run_dir, earlier.done)
         ahead = parse_context_parallel(config.engine.context_parallel) == 1
         clock = time.perf_counter()
@@ -191,7 +208,7 @@ class _Steps:
             row |= idle.row(reason)
             stops = idle.too_many and not last
             if last or step % self.plan.eval_every == 0:
-                row["eval/loss"] = shown["held-out loss"] = measured.losses[step] = self._held_out_loss()
+                row["eval/loss"] = shown["held-out loss"] = measured.losses[step] = self._held_out_loss(step)
             log.step(step, row, shown)
             if step == earlier.done + 1:
                 log.note(memory_note(row))
@@ -208,12 +225,12 @@ class _Steps:
     def _begin(self, earlier: _Earlier) -> _HeldOutLosses:
         """Return the losses of earlier parts; measure the held-out loss of a new run, and log it as its first row."""
         done, here = earlier.done, earlier.here
-        measured = _HeldOutLosses(self._held_out_loss() if earlier.before is None else earlier.before, {})
+        measured = _HeldOutLosses(self._held_out_loss(done) if earlier.before is None else earlier.before, {})
         if not done:
             self.log.step(0, {"eval/loss": measured.before}, {"held-out loss": measured.before})
             return measured
         if here is None and done == self.plan.steps:  # nothing is left to do, and what it came to is lost
-            here = self._held_out_loss()
+            here = self._held_out_loss(done)
         if here is not None:
             measured.losses[done] = here
         if self.config.export == "best":
@@ -236,8 +253,19 @@ class _Steps:
     def _batch(self, step: int) -> TensorDict:
         return batch_of([self.conversations.train[i] for i in self.plan.rows(step)])
 
-    def _held_out_loss(self) -> float:
-        return held_out_loss(self.engine, self.conversations.held_out[: self.config.eval_rows])
+    def _held_out_loss(self, step: int) -> float:
+        samples = self.conversations.held_out[: self.config.eval_rows]
+        return held_out_loss(self.engine, samples, show=partial(self._show, step, "held-out"))
+
+    def _show(self, step: int, split: str, batch: TensorDict, log_probs: Tensor | None = None) -> None:
+        """Keep the first rows of a batch for the report, with the log-probs of their trained tokens where known."""
+        for row in range(min(SHOWN_ROWS, len(batch))):
+            mask = batch["loss_mask"][row]
+            tokens = [self.decode(token) for token in batch["input_ids"][row].tolist()]
+            told = {"step": step, "split": split, "group": row, "tokens": tokens, "mask": mask.tolist()}
+            if log_probs is not None:
+                told["log_probs"] = log_probs[row].masked_fill(~mask.to(log_probs.device), 0.0).tolist()
+            self.log.episode(told)
 
     def _directories(self, step: int, measured: _HeldOutLosses, ends: bool) -> list[Path]:
         """Return where the state after a step is saved: as the best first, then as the last, if it is both; `ends`: no

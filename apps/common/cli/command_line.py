@@ -96,9 +96,13 @@ class CommandLine(Generic[C]):
         argv, renamed = with_current_names(argv, self._paths)
         sys.stderr.write("".join(f"{line}\n" for line in renamed))
         argv, printing, values = self._with_config_file(argv)
-        default = self.default([*argv, *self._as_words(values)])
+        words = [*argv, *self._as_words(values)]
+        default = self.default(words)
         self._answer_help(argv, default)
         self._refuse_other_names(argv)
+        if (asking := self._asking(words)) and "--resume" not in words and _peek(words, "--recipe") is None:
+            line = f"{asking} without --recipe: recipe {self.by_flag[asking]}, not {self.default_recipe}"
+            sys.stderr.write(f"{line}; --recipe NAME takes another\n")
         view = with_values(as_type(default, self._all), values)
         parsed = self._parsed(argv, view)
         reset, lines = self.reset(view, parsed)
@@ -167,8 +171,7 @@ class CommandLine(Generic[C]):
         if "--resume" in argv:
             return self._earlier_run(_peek(argv, "--run-dir"))
         flags = {word.split("=")[0] for word in argv}
-        default_recipe = next((recipe for flag, recipe in self.by_flag.items() if flag in flags), self.default_recipe)
-        recipe = _peek(argv, "--recipe") or default_recipe
+        recipe = _peek(argv, "--recipe") or self.by_flag.get(self._asking(argv) or "", self.default_recipe)
         if self.own_recipe is not None and is_user_code(recipe):
             own = self.own_recipe(recipe, _words_of(argv, "--recipe-options"))
             return self.own_model(own) if "--model" in flags else own
@@ -179,6 +182,10 @@ class CommandLine(Generic[C]):
         if options := _words_of(argv, "--recipe-options"):
             raise SettingsError([f"--recipe-options {options[0]} has no effect: recipe {recipe!r} is no code of yours"])
         return self.own_model(self.recipes[recipe]) if "--model" in flags else self.recipes[recipe]
+
+    def _asking(self, argv: Sequence[str]) -> str | None:
+        """Return the flag that decides on the recipe where none is named."""
+        return next((flag for flag in self.by_flag if any(word.split("=")[0] == flag for word in argv)), None)
 
     def _earlier_run(self, named: str | None) -> C:
         directory = Path(named) if named else newest_run(self.runs)

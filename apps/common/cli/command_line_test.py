@@ -40,6 +40,19 @@ def test_a_recipe_and_overrides() -> None:
     assert run("--recipe=large").steps == 100
 
 
+def test_a_flag_that_decides_on_the_recipe_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = CommandLine("app", Config, RECIPES, tmp_path, default_recipe="small", by_flag={"--max-steps": "large"})
+    file = tmp_path / "settings.yaml"
+    file.write_text("max_steps: 7\n")
+    for argv in (["--max-steps", "7"], ["--max-steps=7"], ["--config", str(file)]):
+        assert line.parse(argv) == replace(RECIPES["large"], steps=7)
+        told = capsys.readouterr().err
+        assert told == "--max-steps without --recipe: recipe large, not small; --recipe NAME takes another\n"
+    for argv in ([], ["--recipe", "large", "--max-steps", "7"]):
+        line.parse(argv)
+        assert not capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

@@ -2,11 +2,14 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import cattrs
 from cattrs.preconf.json import make_converter
+
+from runlog.store import DEFAULTS
 
 C = TypeVar("C")
 CONFIG_NAME = "config.json"
@@ -30,12 +33,18 @@ def dump_config(config: Any) -> str:
     return json.dumps(as_plain(config), indent=2, ensure_ascii=False) + "\n"
 
 
-def write_config(config: Any, run_dir: Path) -> None:
-    """Write CONFIG_NAME into the run folder atomically."""
+def write_config(config: Any, run_dir: Path, name: str = CONFIG_NAME) -> None:
+    """Write a configuration into the run folder atomically."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    temporary = run_dir / (CONFIG_NAME + ".writing")
+    temporary = run_dir / (name + ".writing")
     temporary.write_text(dump_config(config), encoding="utf-8")
-    os.replace(temporary, run_dir / CONFIG_NAME)
+    os.replace(temporary, run_dir / name)
+
+
+def write_configs(config: Any, recipe: Any, run_dir: Path) -> None:
+    """Write a run's configuration, and its recipe's, against which the report marks what is changed."""
+    write_config(config, run_dir)
+    write_config(replace(recipe, run_dir=config.run_dir, resume=config.resume), run_dir, DEFAULTS)
 
 
 def load_config(kind: type[C], path: Path) -> C:

@@ -23,7 +23,7 @@ from rollout import RolloutConfig
 from rollout.control.settings import StalenessSettings
 from rollout.control.simulation import Forecast, Workload, choose_pools, forecast_table, in_turn, simulate
 from runlog import read_episodes, read_metrics
-from runlog.timeline import Span, busy_seconds, read_timeline, timeline_svg
+from runlog.timeline import Span, busy_seconds, read_timeline, timeline_figure
 from schedules.config import ScheduleConfig
 from schedules.fully_async import async_state
 
@@ -171,8 +171,8 @@ def _steps(metrics: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def timeline_image(forecast: Forecast) -> str:
-    """Return the forecast's timeline as an SVG, drawn as in a run's report."""
-    return timeline_svg([Span(*span) for span in forecast.spans])
+    """Return the forecast's timeline as an HTML figure, drawn as in a run's report."""
+    return timeline_figure([Span(*span) for span in forecast.spans])
 
 
 def staleness_settings(config: GrpoConfig, staleness: float | None = None) -> StalenessSettings:

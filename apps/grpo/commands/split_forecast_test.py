@@ -28,7 +28,7 @@ from rollout.control.settings import StalenessSettings
 from rollout.control.simulation import Workload, choose_pools, simulate
 from runlog import read_episodes, read_metrics
 from runlog.store import EPISODES, METRICS
-from runlog.timeline import LABEL, LANE, MOST_SPANS, TIMELINE, WIDTH, Span, read_timeline
+from runlog.timeline import LANE, MOST_SPANS, TIMELINE, WIDTH, Span, read_timeline
 from schedules.config import ScheduleConfig
 
 STEPS, LENGTH, SAMPLE, TRAIN, SYNC = 8, 100, 2.0, 1.5, 0.25
@@ -133,22 +133,22 @@ def test_the_fastest_split_is_drawn_as_a_report_draws_a_run(
     printed = capsys.readouterr().out
     assert f"the fastest, drawn: {run_dir / 'forecast.html'}" in printed
     page = (run_dir / "forecast.html").read_text()
-    drawing = ET.fromstring(page[page.index("<svg") :])
+    drawing = ET.fromstring(page[page.index("<figure") :])
     workload, _ = fit_first_half(config, read_metrics(run_dir), read_episodes(run_dir), read_timeline(run_dir))
     settings = StalenessSettings(config.prompts_per_step, config.steps, staleness_threshold=1.0, partial_rollout=True)
     assert settings == staleness_settings(config)
     spans = [Span(*span) for span in choose_pools(settings, workload, 4)[0].spans]
-    bars = drawing.findall("rect")
+    bars = list(drawing.iter("rect"))
     assert {span.lane for span in spans} == {"sampler", "trainer", "weights"}
     assert len(bars) == len(spans) <= MOST_SPANS
     whole = max(span.end for span in spans) - min(span.begin for span in spans)
     lanes = list(dict.fromkeys(span.lane for span in spans))
     expected = sorted(
-        (lanes.index(s.lane), s.begin / whole, max(0.5 / (WIDTH - LABEL), (s.end - s.begin) / whole)) for s in spans
+        (lanes.index(s.lane), s.begin / whole, max(0.5 / (WIDTH), (s.end - s.begin) / whole)) for s in spans
     )
     places = [{name: float(bar.attrib[name]) for name in ("x", "y", "width")} for bar in bars]
-    scale = WIDTH - LABEL
-    actual = sorted((p["y"] // LANE, (p["x"] - LABEL) / scale, p["width"] / scale) for p in places)
+    scale = WIDTH
+    actual = sorted((p["y"] // LANE, p["x"] / scale, p["width"] / scale) for p in places)
     for bar, span in zip(actual, expected, strict=True):
         assert bar == pytest.approx(span, abs=1e-3)
 

@@ -1,4 +1,4 @@
-"""The report in a real browser: Chromium, driven over chromedriver's own HTTP protocol (W3C WebDriver)."""
+"""Pages of runs in a real browser: Chromium, driven over chromedriver's own HTTP protocol (W3C WebDriver)."""
 
 import itertools
 import json
@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -15,8 +16,10 @@ from typing import Any, cast
 
 import pytest
 
+from runlog.compare import write_comparison
 from runlog.report import write_report
 from runlog.run import RunLog
+from runlog.serve import server
 
 pytestmark = [
     pytest.mark.browser,
@@ -101,6 +104,9 @@ def session(folder: Path) -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("run")
+    with RunLog(path.parent / "other", config={"optimizer": {"lr": 1e-3}}, tensorboard=False) as log:
+        for step in range(1, 11):
+            log.metrics(step, {"reward": step / 10, "loss": 2 / step, "eval/accuracy": 0.3})
     with RunLog(path, config={"optimizer": {"lr": 3e-4}, "note": HOSTILE}, tensorboard=False) as log:
         for step in range(1, 21):
             values = {"reward": step / 20, "loss": 1 / step, "eval/accuracy": 0.4 + step / 50, "custom": step % 4}
@@ -161,10 +167,7 @@ def test_the_page_loads_without_a_complaint(page: Browser) -> None:
 
 
 def test_charts_are_drawn(page: Browser) -> None:
-    deadline = time.monotonic() + 30
-    while page.run("return document.querySelectorAll('#charts .plot svg path.curve').length") < 5:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_for(page, "document.querySelectorAll('#charts .plot svg path.curve').length >= 5")
     assert page.texts("#charts .name") == ["Reward", "Held-out accuracy", "Loss", "custom"]
     assert [t for t in page.texts("#charts .note") if t] == ["before 42.0 %", "after 80.0 %"]
 
@@ -182,6 +185,83 @@ def test_a_chart_draws_every_point_inside_its_frame_and_higher_values_higher(pag
     assert {"0.2", "0.4", "0.6", "0.8", "1.0"} <= set(ticks)
     assert {"5", "10", "15", "20"} <= set(ticks)
     assert "60%" in page.texts("#charts .chart:nth-child(2) .tick")
+
+
+def test_axes_end_where_values_can_be(driver: Browser, tmp_path: Path) -> None:
+    with RunLog(tmp_path, tensorboard=False) as log:
+        for step in range(1, 21):
+            log.metrics(step, {"eval/accuracy": (step - 1) / 19, "reward": step / 20, "custom": -step})
+    driver.call("POST", "/url", {"url": write_report(tmp_path).resolve().as_uri()})
+    wait_for_charts(driver, 3)
+    accuracy, reward, custom = (
+        driver.run(
+            f"const s = document.querySelectorAll('#charts svg')[{k}], y = (e) => +e.getAttribute('y');"
+            "return [...s.querySelectorAll('.tick[text-anchor=end]')].map(e => [e.textContent, y(e) - 4])"
+        )
+        for k in (1, 0, 2)
+    )
+    frame = (12, 190 - 22)  # of a chart, from its top
+    ends = dict(accuracy)
+    assert (ends["100%"], ends["0%"]) == frame  # no room above and below what a share can be
+    assert dict(reward)["0"] == frame[1]
+    assert custom[-1] == ["0", frame[0]]
+    words = driver.run(
+        "const s = document.querySelectorAll('#charts svg')[1];"
+        "return [...s.querySelectorAll('.note.outlined')].map(e => +e.getAttribute('y'))"
+    )
+    assert all(frame[0] < place < frame[1] for place in words)
+
+
+@pytest.mark.parametrize("width", [390, 820, 1400])
+def test_nothing_is_wider_than_the_screen(driver: Browser, run_dir: Path, tmp_path: Path, width: int) -> None:
+    lines = [{"lane": lane, "kind": "train", "begin": 0, "end": 1} for lane in ("trainer", "sampler")]
+    (run_dir / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    pages = [write_report(run_dir), write_comparison([run_dir, run_dir.parent / "other"], tmp_path / "page.html")]
+    screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    driver.call("POST", "/goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride", "params": screen})
+    for page in pages:
+        driver.call("POST", "/url", {"url": page.resolve().as_uri()})
+        page_width, room, screen_width = driver.run(
+            "const d = document.documentElement; return [d.scrollWidth, d.clientWidth, innerWidth]"
+        )
+        assert (page_width <= room, screen_width) == (True, width)
+    driver.call("POST", "/url", {"url": pages[0].resolve().as_uri()})
+    size = driver.run(
+        "const t = document.querySelector('.timeline'), s = getComputedStyle(t);"
+        "return [parseFloat(s.fontSize), t.querySelector('svg').getBoundingClientRect().width]"
+    )
+    assert size[0] >= 12
+    assert size[1] > 0.55 * min(width, 1320)
+    driver.call("POST", "/goog/cdp/execute", {"cmd": "Emulation.clearDeviceMetricsOverride", "params": {}})
+
+
+def test_a_live_page_takes_new_rows_and_keeps_what_is_selected(driver: Browser, tmp_path: Path) -> None:
+    with server(tmp_path) as serving, RunLog(tmp_path, tensorboard=False) as log:
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        for step in (1, 2):
+            log.metrics(step, {"reward": step / 4})
+            log.episode({"step": step, "group": 0, "reward": 1.0, "tokens": ["2+2=", "4"], "mask": [False, True]})
+        driver.call("POST", "/url", {"url": f"http://127.0.0.1:{serving.server_address[1]}/"})
+        wait_for(driver, "document.querySelector('#live').textContent === 'live'")
+        driver.click("#list .row:nth-child(2)")
+        log.metrics(3, {"reward": 0.75})
+        log.episode({"step": 3, "group": 0, "reward": 0.0, "tokens": ["3+3=", "5"], "mask": [False, True]})
+        wait_for(driver, "document.querySelectorAll('#list .row').length === 3")
+        assert "0.75" in driver.texts(".tile .value")
+        assert driver.texts("#detail strong") == ["Step 1, group 0"]
+        serving.shutdown()
+    wait_for(driver, "document.querySelector('#live').textContent === 'no longer served'")
+
+
+def wait_for(page: Browser, condition: str) -> None:
+    deadline = time.monotonic() + 30
+    while not page.run(f"return {condition}"):
+        assert time.monotonic() < deadline, condition
+        time.sleep(0.1)
+
+
+def wait_for_charts(page: Browser, count: int) -> None:
+    wait_for(page, f"document.querySelectorAll('#charts .plot svg').length >= {count}")
 
 
 def test_a_chart_tells_the_value_under_the_pointer(page: Browser) -> None:

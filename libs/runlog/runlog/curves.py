@@ -1,7 +1,7 @@
 """Metrics as curves: which there are, what they are called, how long ones are thinned."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,13 +123,13 @@ def noisy(values: Sequence[float]) -> bool:
     return travelled > 3 * (max(values) - min(values))
 
 
-def charts(metrics: Sequence[Mapping[str, Any]], max_points: int) -> list[dict[str, Any]]:
+def charts(metrics: Sequence[Mapping[str, Any]], max_points: int, keep: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return the report's charts: known kinds first, in their order, then the others by name. A metric that never
-    changes is left out (`unchanged` returns it), except of the kinds that are always shown."""
+    changes is left out (`unchanged` returns it), except of the kinds that are always shown, and of names in `keep`."""
     made = []
     for name, (steps, values) in series(metrics).items():
         kind = kind_of(name)
-        if _is_flat(kind, values):
+        if name not in keep and _is_flat(kind, values):
             continue
         xs, ys = downsample(steps, values, max_points)
         marks = kind.marks if kind else name.startswith("eval/")
@@ -184,8 +184,9 @@ def _place(chart: Mapping[str, Any]) -> tuple[bool, int, str]:
     return chart["rounding"], KINDS.index(kind) if kind else len(KINDS), chart["name"]
 
 
-def key_figures(metrics: Sequence[Mapping[str, Any]], episodes: int) -> list[dict[str, str]]:
-    """Return the few numbers at the top of the page: label, value and a note."""
+def key_figures(metrics: Sequence[Mapping[str, Any]], episodes: int | None) -> list[dict[str, str]]:
+    """Return the few numbers at the top of the page: label, value and a note; `episodes`: how many are kept, if the
+    number of steps is among them."""
     by_name = series(metrics)
     by_title = {kind.title: by_name[name] for name in reversed(by_name) if (kind := kind_of(name))}
     tiles = []
@@ -202,9 +203,9 @@ def key_figures(metrics: Sequence[Mapping[str, Any]], episodes: int) -> list[dic
         tenth = max(1, len(reward[1]) // 10)
         start, end = (sum(part) / len(part) for part in (reward[1][:tenth], reward[1][-tenth:]))
         tiles.append(_tile("Reward", shown(end), f"{shown(start)} at first, {tenth}-step means"))
-    tiles.append(
-        _tile("Steps", f"{metrics[-1]['step']:,}", f"{episodes:,} episodes kept" if episodes else "no episodes kept")
-    )
+    if episodes is not None:
+        kept = f"{episodes:,} episodes kept" if episodes else "no episodes kept"
+        tiles.append(_tile("Steps", f"{metrics[-1]['step']:,}", kept))
     if rate := by_title.get("Throughput"):
         ordered = sorted(rate[1])
         tiles.append(_tile("Tokens per second", shown(float(round(ordered[len(ordered) // 2]))), "median step"))

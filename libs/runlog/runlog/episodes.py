@@ -15,6 +15,7 @@ from typing import Any
 
 from runlog.sampling import TRAINING
 
+ROW_TEXT = 20_000  # characters of a text in a tracker's table
 PER_TOKEN = ("mask", "advantage", "log_probs", "versions")
 
 
@@ -56,6 +57,29 @@ def view(episode: Mapping[str, Any], number: int, max_tokens: int, max_character
     shown["trained"] = sum(shown["mask"]) if shown["mask"] else None
     shown["calls"] = sum(len(m.get("calls", ())) for m in shown["messages"])
     return _cut(shown, max_tokens)
+
+
+def table_row(episode: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one episode as a row of a tracker's table: plain texts and numbers. The prompt is what stands before the
+    first sampled token, the completion all that follows."""
+    tokens, mask = [str(t) for t in episode.get("tokens") or []], list(episode.get("mask") or [])
+    start = mask.index(True) if True in mask else len(tokens)
+    advantage = episode.get("advantage")
+    if isinstance(advantage, Sequence):
+        advantage = advantage[start] if start < len(advantage) else None
+    return {
+        "step": int(episode["step"]),
+        "split": str(episode.get("split") or TRAINING),
+        "environment": _text(episode.get("environment"), ROW_TEXT),
+        "group": _text(episode.get("group"), ROW_TEXT),
+        "prompt": "".join(tokens[:start])[:ROW_TEXT],
+        "completion": "".join(tokens[start:])[:ROW_TEXT],
+        "expected": _text(episode.get("expected"), ROW_TEXT),
+        "reward": _number(episode.get("reward")),
+        **{f"reward/{part}": _number(value) for part, value in (episode.get("parts") or {}).items()},
+        "advantage": _number(advantage),
+        "error": _text(episode.get("error"), ROW_TEXT),
+    }
 
 
 def _cut(shown: dict[str, Any], max_tokens: int) -> dict[str, Any]:

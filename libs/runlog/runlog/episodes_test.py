@@ -2,7 +2,7 @@
 
 import pytest
 
-from runlog.episodes import view
+from runlog.episodes import table_row, view
 
 EPISODE = {
     "step": 3, "reward": 1, "group": 2, "tokens": ["a", "b", "c"], "mask": [False, True, True], "advantage": 0.5,
@@ -58,3 +58,20 @@ def test_what_else_an_episode_can_tell() -> None:
     shown = view({"step": 1, **told}, 0, 10)
     assert {key: shown[key] for key in told} == told | {"expected": "18"}
     assert view({"step": 1}, 0, 10)["split"] == "training"
+
+
+def test_a_row_of_a_table_has_prompt_and_completion() -> None:
+    mask = [False, False, True, False]
+    episode = {"step": 3, "group": 1, "tokens": ["2+2", "=", "4", "!"], "mask": mask, "reward": 1}
+    row = table_row({**episode, "advantage": 0.5, "parts": {"right": 1}})
+    assert (row["prompt"], row["completion"], row["group"]) == ("2+2=", "4!", "1")
+    assert (row["reward"], row["reward/right"], row["advantage"]) == (1.0, 1.0, 0.5)
+    one_a_token = table_row({**episode, "mask": [False, False, True, True], "advantage": [0.0, 0.0, -0.5, -0.5]})
+    assert one_a_token["advantage"] == -0.5
+    assert table_row({"step": 1}) == {
+        **dict.fromkeys(("environment", "group", "expected", "reward", "advantage", "error")),
+        "step": 1,
+        "split": "training",
+        "prompt": "",
+        "completion": "",
+    }

@@ -36,3 +36,14 @@ def test_it_is_a_command(tmp_path: Path) -> None:
         log.metrics(1, {"reward": 0.5})
     done = subprocess.run([sys.executable, "-m", "runlog", str(tmp_path)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path / "report.html")), done.stderr
+
+
+def test_compare_writes_a_page_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in "ab":
+        with RunLog(tmp_path / name, tensorboard=False) as log:
+            log.metrics(1, {"reward": 0.5})
+    page = tmp_path / "page.html"
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(page)]) == 0
+    assert capsys.readouterr().out == f"{page}\n"
+    assert main(["compare", str(tmp_path / "a")]) == main(["serve", str(tmp_path / "none")]) == 2
+    assert "error: compare takes two to 8" in capsys.readouterr().err

@@ -1,30 +1,22 @@
 """One self-contained page about a run: curves, a browser of sampled episodes, the configuration.
 
-What a model wrote is treated as hostile: it travels as JSON in which `<`, `>` and `&` are escaped, and it reaches the
-page as text nodes alone. Sizes are bounded whatever the run's length, and the page says what was left out.
+Sizes are bounded whatever the run's length, and the page says what was left out.
 """
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
-from importlib.resources import files
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from runlog.extras import missing_extra_message
-
-try:
-    import jinja2
-except ImportError as error:
-    raise ImportError(missing_extra_message("the report needs jinja2", "report")) from error
 
 from runlog import store
 from runlog.curves import charts, key_figures, series, unchanged
 from runlog.episodes import view
 from runlog.notices import run_notices
+from runlog.page import render, size, write
 from runlog.proofs import read_proofs, read_untested, untested_lines
 from runlog.sampling import HELD_OUT, TRAINING, draw_groups
-from runlog.timeline import read_timeline, timeline_svg
+from runlog.timeline import read_timeline, timeline_figure
 
 REPORT = "report.html"
 PAGE_BYTES = 1_000_000
@@ -53,41 +45,53 @@ def write_report(
     Raises:
         ValueError: the run has no metrics yet, or a file holds what no run wrote; the text names file and line.
     """
-    run_dir = Path(run_dir)
+    return write(Path(run_dir) / REPORT, report_page(Path(run_dir), title, max_points, max_groups, max_bytes, seed))
+
+
+def report_page(
+    run_dir: Path,
+    title: str | None = None,
+    max_points: int = 600,
+    max_groups: int = 120,
+    max_bytes: int = PAGE_BYTES,
+    seed: int = 0,
+    live: bool = False,
+) -> str:
+    """Return the page that `write_report` writes; `live`: one that takes new rows from `runlog.serve`.
+
+    Raises:
+        ValueError: see `write_report`.
+    """
     metrics = store.read_metrics(run_dir)
     if not metrics:
         raise ValueError(f"{run_dir / store.METRICS} is missing or empty; log metrics before writing a report")
     path = run_dir / store.EPISODES
     drawn = {split: draw_groups(path, max_groups, split, seed) for split in (HELD_OUT, TRAINING)}
     logged = sum(sample.logged for sample in drawn.values())
-    curves = _charts_within(metrics, max_points, int(CHART_SHARE * max_bytes))
+    curves = charts_within(metrics, max_points, int(CHART_SHARE * max_bytes))
     data: dict[str, Any] = {"charts": curves, "episodes": [], "episodes_logged": logged}
-    page = _page(run_dir, title, metrics, logged, data)
+    page = _page(run_dir, title, metrics, logged, data, live)
     room = max_bytes - len(page.encode())
     for split, sample in drawn.items():
         share = HELD_OUT_SHARE if split == HELD_OUT and drawn[TRAINING].logged else 1.0
-        shown, size = _groups_within(sample.groups, int(room * share))
+        shown, used = _groups_within(sample.groups, int(room * share))
         data["episodes"] += shown
-        room -= size
+        room -= used
     data["episodes"].sort(key=lambda episode: episode["id"])
-    page = _page(run_dir, title, metrics, logged, data)
-    target = run_dir / REPORT
-    partial = target.with_suffix(".writing")
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(target)
-    return target
+    return _page(run_dir, title, metrics, logged, data, live)
 
 
-def _charts_within(metrics: Sequence[Mapping[str, Any]], points: int, room: int) -> list[dict[str, Any]]:
-    """Return the curves within `room` bytes: fewer points where they are many, then without the last ones."""
-    made = charts(metrics, points)
+def charts_within(
+    metrics: Sequence[Mapping[str, Any]], points: int, room: int, keep: Collection[str] = ()
+) -> list[dict[str, Any]]:
+    """Return the curves within `room` bytes: fewer points where they are many, then without the last ones; `keep`: see
+    `runlog.curves.charts`."""
+    made = charts(metrics, points, keep)
     longest = max((len(chart["x"]) for chart in made), default=0)
-    size = _size(made)
-    while size > room and longest > MIN_POINTS:
-        longest = max(MIN_POINTS, min(longest // 2, int(longest * room / size)))
-        made = charts(metrics, longest)
-        size = _size(made)
-    sizes = itertools.accumulate(_size(chart) + 1 for chart in made)
+    while (used := size(made)) > room and longest > MIN_POINTS:
+        longest = max(MIN_POINTS, min(longest // 2, int(longest * room / used)))
+        made = charts(metrics, longest, keep)
+    sizes = itertools.accumulate(size(chart) + 1 for chart in made)
     return [chart for chart, end in zip(made, sizes, strict=True) if end < room]
 
 
@@ -104,33 +108,33 @@ def _groups_within(
     for rows in groups:
         for cut in CUTS:
             views = [view(row, number, *cut) for number, row in rows]
-            size = _size(views)
-            if used + size <= room:
+            taken = size(views)
+            if used + taken <= room:
                 break
         else:
             break
         shown += views
-        used += size
+        used += taken
         if cut != CUTS[0]:
             break
     return shown, used
 
 
-def _size(value: Any) -> int:
-    return len(_script_json(value).encode())
-
-
 def _page(
-    run_dir: Path, title: str | None, metrics: Sequence[Mapping[str, Any]], logged: int, data: Mapping[str, Any]
+    run_dir: Path,
+    title: str | None,
+    metrics: Sequence[Mapping[str, Any]],
+    logged: int,
+    data: Mapping[str, Any],
+    live: bool,
 ) -> str:
-    assets = files("runlog") / "assets"
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = environment.from_string((assets / "report.html.j2").read_text(encoding="utf-8"))
     flat = unchanged(metrics)
     proofs, more_proofs = read_proofs(run_dir)
-    return template.render(
+    changed, config = split_config(run_dir)
+    return render(
+        "report.html.j2",
+        data,
+        live,
         title=title or run_dir.resolve().name,
         tiles=key_figures(metrics, logged),
         notices=[*untested_lines(read_untested(run_dir)), *run_notices(metrics)],
@@ -140,18 +144,26 @@ def _page(
         unchanged=flat[:MOST_UNCHANGED],
         more_unchanged=max(0, len(flat) - MOST_UNCHANGED),
         no_room=len(series(metrics)) - len(flat) - len(data["charts"]),
-        config=flat_config(_config(run_dir)),
-        data=_script_json(data),
-        timeline=timeline_svg(read_timeline(run_dir)),
-        css=(assets / "report.css").read_text(encoding="utf-8"),
-        charts=(assets / "charts.js").read_text(encoding="utf-8"),
-        js=(assets / "report.js").read_text(encoding="utf-8"),
+        changed=changed,
+        config=config,
+        timeline=timeline_figure(read_timeline(run_dir)),
     )
 
 
-def _config(run_dir: Path) -> Mapping[str, Any]:
-    path = run_dir / store.CONFIG
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+def split_config(run_dir: Path) -> tuple[list[tuple[str, str, str]], list[tuple[str, str]]]:
+    """Return the settings that differ from the defaults that the run logged, each with its default, and the others."""
+    config, defaults = read_config(run_dir), dict(read_config(run_dir, store.DEFAULTS))
+    changed = [(name, value, defaults[name]) for name, value in config if defaults.get(name, value) != value]
+    if defaults:
+        changed += [(name, value, "") for name, value in config if name not in defaults]
+    names = {row[0] for row in changed}
+    return changed, [(name, value) for name, value in config if name not in names]
+
+
+def read_config(run_dir: Path, name: str = store.CONFIG) -> list[tuple[str, str]]:
+    """Return a run's configuration as (dotted name, value) rows; none where it logged none."""
+    path = run_dir / name
+    return flat_config(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else []
 
 
 def flat_config(config: Any, prefix: str = "") -> list[tuple[str, str]]:
@@ -164,11 +176,3 @@ def flat_config(config: Any, prefix: str = "") -> list[tuple[str, str]]:
     if not prefix:
         return []
     return [(prefix, config if isinstance(config, str) else json.dumps(config, ensure_ascii=False))]
-
-
-def _script_json(data: Mapping[str, Any] | Sequence[Any]) -> str:
-    """Return JSON that is safe inside a <script> element, whatever its strings hold."""
-    text = json.dumps(store.plain(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text

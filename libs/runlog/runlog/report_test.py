@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from runlog.report import _groups_within, flat_config, write_report
+from runlog.report import _groups_within, flat_config, split_config, write_report
 from runlog.run import RunLog
 
 HOSTILE = "</script><script>document.title='owned'</script><!-- <img src=x onerror=alert(1)> &lt; \u2028 ]]>"
@@ -57,7 +57,7 @@ class Page(HTMLParser):
 def test_hostile_text_stays_data(tmp_path: Path) -> None:
     run = make_run(tmp_path, text=HOSTILE, config={"note": HOSTILE, HOSTILE: 1})
     page = Page(write_report(run, title=HOSTILE).read_text(encoding="utf-8"))
-    assert page.tags.count("script") == 3  # data, charts, the page's own
+    assert page.tags.count("script") == 4  # data, charts, the page's own, light or dark
     data = json.loads(page.scripts[0])
     assert data["episodes"][0]["tokens"] == ["<|im_start|>", HOSTILE]
     assert "img" not in page.tags
@@ -175,3 +175,12 @@ def test_configuration_is_flat_and_in_its_own_order() -> None:
     rows = flat_config({"b": 1, "a": {"x": [1, 2], "empty": {}, "text": "t", "none": None}})
     assert rows == [("b", "1"), ("a.x", "[1, 2]"), ("a.empty", "{}"), ("a.text", "t"), ("a.none", "null")]
     assert flat_config({}) == []
+
+
+def test_changed_settings_stand_first_beside_their_defaults(tmp_path: Path) -> None:
+    config = {"lr": 0.1, "lora": {"rank": 4}, "steps": 5}
+    with RunLog(tmp_path, config, tensorboard=False, defaults={"lr": 0.1, "lora": None, "steps": 9}) as log:
+        log.metrics(1, {"reward": 0.5})
+    assert split_config(tmp_path) == ([("steps", "5", "9"), ("lora.rank", "4", "")], [("lr", "0.1")])
+    text = write_report(tmp_path).read_text()
+    assert text.index("Changed from the recipe") < text.index('<td class="usual">9</td>') < text.index(">lr<")

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from runlog import store
 from runlog.display import Progress, summary_table
+from runlog.episodes import table_row
 from runlog.sampling import ordered
 from runlog.trackers import Tracker
 
@@ -22,7 +23,8 @@ class RunLog:
     Use it as a context manager. With `resume_step=n` the rows after step n are dropped first and the rest is kept, so a
     resumed run has every step once; without it an existing metrics file is refused (ValueError). `tensorboard=True`
     needs the extra `tessera-runlog[tensorboard]`. Every line is flushed as it is written. `trackers` get the numbers of
-    each row, and how the run ended (`runlog.trackers`).
+    each row, the episodes of a step as a table, and how the run ended (`runlog.trackers`). `defaults`: a configuration
+    against which the report marks the settings that differ.
     """
 
     def __init__(
@@ -33,16 +35,19 @@ class RunLog:
         tensorboard: bool = True,
         console: Console | None = None,
         trackers: Sequence[Tracker] = (),
+        defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self.run_dir = Path(run_dir)
         self.console = console or Console(highlight=False)
         self._resume_step = resume_step
-        self._config = config
+        self._configs = {store.CONFIG: config, store.DEFAULTS: defaults}
         self._tensorboard = tensorboard
         self._trackers = trackers
         self._writer: Any = None
         self._files: dict[str, IO[str]] = {}
         self._last_step = -1
+        self._untold: list[Mapping[str, Any]] = []
+        """Episodes of one step that the trackers have yet to get."""
 
     def __enter__(self) -> "RunLog":
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -55,9 +60,10 @@ class RunLog:
             for path in paths:
                 store.cut_after(path, self._resume_step)
             self._last_step = max((int(r["step"]) for r in store.read_lines(paths[0])), default=-1)
-        if self._config is not None:
-            text = json.dumps(store.plain(self._config), indent=2, ensure_ascii=False)
-            (self.run_dir / store.CONFIG).write_text(text + "\n", encoding="utf-8")
+        for name, config in self._configs.items():
+            if config is not None:
+                text = json.dumps(store.plain(config), indent=2, ensure_ascii=False)
+                (self.run_dir / name).write_text(text + "\n", encoding="utf-8")
         for path in paths:
             self._files[path.name] = path.open("a", encoding="utf-8", newline="\n")
         if self._tensorboard:
@@ -73,6 +79,7 @@ class RunLog:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+        self._tell_episodes()
         for tracker in self._trackers:
             tracker.finish(ok=kind is None)
 
@@ -83,6 +90,7 @@ class RunLog:
             raise ValueError(
                 f"metrics of step {step} after those of step {self._last_step}; log each step once, upwards"
             )
+        self._tell_episodes()
         self._write(store.METRICS, {"step": step, "time": round(time.time(), 3), **values})
         self._last_step = step
         plain = {name: store.plain(value) for name, value in values.items()}
@@ -103,6 +111,17 @@ class RunLog:
         if "step" not in episode:
             raise ValueError("an episode needs its step")
         self._write(store.EPISODES, ordered(episode))
+        if self._untold and self._untold[0]["step"] != episode["step"]:
+            self._tell_episodes()
+        self._untold += [episode] if self._trackers else []
+
+    def _tell_episodes(self) -> None:
+        """Give the trackers the episodes since the last row of metrics, as rows of one step's table."""
+        if self._untold:
+            rows = [table_row(episode) for episode in self._untold]
+            for tracker in self._trackers:
+                tracker.episodes(int(self._untold[0]["step"]), rows)
+        self._untold = []
 
     def progress(self, total: int, label: str = "training", start: int = 0, every: float = 5.0) -> Progress:
         """Return a live display on this log's console; use it as a context manager."""

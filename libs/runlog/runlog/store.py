@@ -9,6 +9,7 @@ from typing import Any
 METRICS = "metrics.jsonl"
 EPISODES = "episodes.jsonl"
 CONFIG = "config.json"
+DEFAULTS = "defaults.json"
 
 
 def plain(value: Any) -> Any:

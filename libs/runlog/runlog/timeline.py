@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 TIMELINE = "timeline.jsonl"
 MOST_SPANS = 600  # in a picture; older ones are left out, and it says so
-WIDTH, LANE, LABEL = 960, 30, 90
+WIDTH, LANE = 960, 30
 COLORS = {"train": "#3b76c4", "sample": "#3f9a62", "sync": "#c9662b", "evaluate": "#8a63b8"}
 OTHER = "#888888"
 
@@ -85,32 +85,37 @@ def bubble_shares(spans: Sequence[Span]) -> dict[str, float]:
     return {lane: 1 - busy_seconds(s for s in spans if s.lane == lane) / whole if whole else 0.0 for lane in lanes}
 
 
-def timeline_svg(spans: Sequence[Span]) -> str:
-    """Return an SVG element of the last spans, a lane a row; safe inside a page, whatever lanes are called."""
+def timeline_figure(spans: Sequence[Span]) -> str:
+    """Return an HTML figure of the last spans, a lane a row, with a legend; safe inside a page, whatever lanes are
+    called. Only the bars stretch with the page: text has its own size at any width."""
     shown = sorted(spans, key=lambda span: span.begin)[-MOST_SPANS:]
     if not shown:
         return ""
     start, stop = min(s.begin for s in shown), max(s.end for s in shown)
-    scale = (WIDTH - LABEL) / max(stop - start, 1e-9)
+    scale = WIDTH / max(stop - start, 1e-9)
     lanes = list(dict.fromkeys(span.lane for span in spans))
     bubbles = bubble_shares(shown)
-    height = LANE * len(lanes) + 24
-    parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="Timeline" style="width:100%">']
-    for row, lane in enumerate(lanes):
-        y = row * LANE
-        parts.append(f'<text x="0" y="{y + 19}" font-size="12" fill="currentColor">{escape(lane)}</text>')
-        for span in (s for s in shown if s.lane == lane):
-            x, width = LABEL + (span.begin - start) * scale, max(0.5, (span.end - span.begin) * scale)
-            text = escape(f"{span.kind}: {span.begin - start:.2f} s to {span.end - start:.2f} s")
-            colour = COLORS.get(span.kind, OTHER)
-            parts.append(
-                f'<rect x="{x:.2f}" y="{y + 5}" width="{width:.2f}" height="{LANE - 10}" fill="{colour}">'
-                f"<title>{text}</title></rect>"
-            )
+    parts = ['<figure class="timeline" style="margin:0"><div style="display:flex;flex-wrap:wrap;gap:4px 16px">']
+    for kind in sorted({span.kind for span in shown}):
+        swatch = f"display:inline-block;width:12px;height:12px;margin-right:5px;background:{COLORS.get(kind, OTHER)}"
+        parts.append(f'<span><i style="{swatch}"></i>{escape(kind)}</span>')
+    height = LANE * len(lanes)
+    parts.append('</div><div style="display:grid;grid-template-columns:auto minmax(0,1fr);gap:0 10px"><div>')
+    parts += [f'<div style="height:{LANE}px;line-height:{LANE}px">{escape(lane)}</div>' for lane in lanes]
+    parts.append(
+        f'</div><svg viewBox="0 0 {WIDTH} {height}" preserveAspectRatio="none" role="img" aria-label="Timeline"'
+    )
+    parts.append(f' style="width:100%;height:{height}px;display:block">')
+    for span in shown:
+        x, width = (span.begin - start) * scale, max(0.5, (span.end - span.begin) * scale)
+        text = escape(f"{span.kind}: {span.begin - start:.2f} s to {span.end - start:.2f} s")
+        parts.append(
+            f'<rect x="{x:.2f}" y="{lanes.index(span.lane) * LANE + 5}" width="{width:.2f}" height="{LANE - 10}" '
+            f'fill="{COLORS.get(span.kind, OTHER)}"><title>{text}</title></rect>'
+        )
     idle = ", ".join(f"{lane} idle {bubbles.get(lane, 1.0):.0%}" for lane in lanes)
     left = f"; {len(spans) - len(shown)} earlier spans left out" if len(shown) < len(spans) else ""
-    parts.append(
-        f'<text x="0" y="{height - 6}" font-size="12" fill="currentColor">{stop - start:.1f} s; '
-        f"{escape(idle)}{left}</text></svg>"
-    )
+    parts.append('</svg><div></div><div style="display:flex;justify-content:space-between">')
+    parts.append(f"<span>0 s</span><span>{stop - start:.1f} s</span></div></div>")
+    parts.append(f"<figcaption>{escape(idle)}{left}</figcaption></figure>")
     return "".join(parts)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runlog import RunLog, write_report
-from runlog.timeline import MOST_SPANS, TIMELINE, Span, bubble_shares, busy_seconds, read_timeline, timeline_svg
+from runlog.timeline import MOST_SPANS, TIMELINE, Span, bubble_shares, busy_seconds, read_timeline, timeline_figure
 
 SPANS = [
     Span("sampler", "sample", 10.0, 14.0),
@@ -25,24 +25,31 @@ def test_overlaps_count_once() -> None:
 
 
 def test_the_picture_has_every_span_where_it_was() -> None:
-    root = ET.fromstring(timeline_svg(SPANS))
-    bars = root.findall("rect")
+    root = ET.fromstring(timeline_figure(SPANS))
+    bars = list(root.iter("rect"))
     assert len(bars) == len(SPANS)
     left, width = (float(bars[0].attrib[name]) for name in ("x", "width"))
     assert float(bars[2].attrib["x"]) == pytest.approx(left + width, abs=0.02)  # training begins where sampling ends
     assert float(bars[3].attrib["width"]) == pytest.approx(width / 2, abs=0.02)
     said = "".join(root.itertext())
-    assert "10.0 s; sampler idle 40%, trainer idle 70%" in said
+    assert "0 s10.0 s" in said
+    assert "sampler idle 40%, trainer idle 70%" in said
+    legend = root.find("div")
+    assert legend is not None
+    swatches = {span[0].attrib["style"][-7:] for span in legend}
+    assert "".join(legend.itertext()) == "sampletrain"
+    assert swatches == {bar.attrib["fill"] for bar in bars}
+    assert not list(root.iter("text"))  # which would shrink with the page
 
 
 def test_names_are_text_and_long_runs_show_their_end() -> None:
-    root = ET.fromstring(timeline_svg([Span("<script>", "&<b>", 0.0, 1.0)]))
+    root = ET.fromstring(timeline_figure([Span("<script>", "&<b>", 0.0, 1.0)]))
     assert "<script>" in "".join(root.itertext())
     many = [Span("a", "train", float(n), n + 0.5) for n in range(MOST_SPANS + 7)]
-    root = ET.fromstring(timeline_svg(many))
-    assert len(root.findall("rect")) == MOST_SPANS
+    root = ET.fromstring(timeline_figure(many))
+    assert len(list(root.iter("rect"))) == MOST_SPANS
     assert "7 earlier spans left out" in "".join(root.itertext())
-    assert timeline_svg([]) == ""
+    assert timeline_figure([]) == ""
 
 
 def test_a_run_folder_with_a_timeline_has_it_in_its_report(tmp_path: Path) -> None:

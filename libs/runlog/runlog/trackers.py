@@ -1,6 +1,6 @@
 """Other people's trackers beside a run's own files: Weights & Biases, MLflow, Trackio; each optional.
 
-An adapter is three calls over a tracker's own client. Where it sends to, who the user is and whether it is offline are
+An adapter is four calls over a tracker's own client. Where it sends to, who the user is and whether it is offline are
 the tracker's own variables (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_DIR, ...). A resumed run goes on under its id,
 which stands in `tracker.json` of the run folder.
 """
@@ -10,11 +10,12 @@ import importlib.util
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 TRACKER = "tracker.json"
+TABLE = "completions"
 _DISTRIBUTIONS = {"wandb": "wandb", "mlflow": "mlflow-skinny", "trackio": "trackio"}
 _MLFLOW_PARAMETER = 6000  # characters of a parameter's value
 
@@ -26,9 +27,19 @@ class Tracker(Protocol):
         """Log one row of numbers."""
         ...
 
+    def episodes(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Log sampled episodes of a step as a table (`runlog.episodes.table_row`)."""
+        ...
+
     def finish(self, ok: bool) -> None:
         """End the run: well, or by an error."""
         ...
+
+
+def as_table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Return the columns of all rows, and their values."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    return columns, [[row.get(column) for column in columns] for row in rows]
 
 
 def check_tracker(name: str) -> None:
@@ -66,6 +77,10 @@ class _Wandb:
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
+    def episodes(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        columns, data = as_table(rows)
+        self._run.log({TABLE: importlib.import_module("wandb").Table(columns=columns, data=data)}, step=step)
+
     def finish(self, ok: bool) -> None:
         self._run.finish(exit_code=0 if ok else 1)
 
@@ -86,6 +101,12 @@ class _Mlflow:
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._client.log_metric(self._id, _mlflow_name(name), value, step=step)
+
+    def episodes(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        columns, data = as_table(rows)
+        path = f"{TABLE}/{step:08d}.json"  # as mlflow.log_table writes it, which needs pandas
+        self._client.log_text(self._id, json.dumps({"columns": columns, "data": data}, ensure_ascii=False), path)
+        self._client.set_tag(self._id, "mlflow.loggedArtifacts", json.dumps([{"path": path, "type": "table"}]))
 
     def finish(self, ok: bool) -> None:
         self._client.set_terminated(self._id, status="FINISHED" if ok else "FAILED")
@@ -119,6 +140,10 @@ class _Trackio:
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
+
+    def episodes(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        table = importlib.import_module("trackio").Table(data=[dict(row) for row in rows])
+        self._run.log({TABLE: table}, step=step)
 
     def finish(self, ok: bool) -> None:
         del ok

@@ -1,12 +1,13 @@
 """Each tracker with its real package, offline, read back by its own reader; skipped where the package is missing."""
 
 import importlib.util
+import json
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Never
+from typing import Any, Never
 
 import pytest
 
@@ -48,10 +49,15 @@ def test_a_missing_package_is_refused_with_the_line_that_installs_it(monkeypatch
 class Recorder:
     def __init__(self) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []
+        self.tables: list[tuple[int, list[float]]] = []
         self.ended: bool | None = None
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self.rows.append((step, dict(values)))
+
+    def episodes(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        assert self.rows[-1][0] == step  # after its metrics, before those of the next: W&B's steps only grow
+        self.tables.append((step, [row["reward"] for row in rows]))
 
     def finish(self, ok: bool) -> None:
         self.ended = ok
@@ -72,6 +78,16 @@ def test_a_log_tells_its_trackers_the_numbers_and_how_it_ended(tmp_path: Path) -
     with pytest.raises(RuntimeError, match="boom"):
         fail()
     assert broken.ended is False
+
+
+def test_episodes_are_tables_of_their_step(tmp_path: Path) -> None:
+    told = Recorder()
+    with RunLog(tmp_path / "run", tensorboard=False, trackers=[told]) as log:
+        for step in (1, 2, 3):
+            log.metrics(step, {"reward": 0.5})
+            for k in range(step - 1):
+                log.episode({"step": step, "reward": k})
+    assert told.tables == [(2, [0.0]), (3, [0.0, 1.0])]
 
 
 def test_a_resumed_run_goes_on_with_each_of_its_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,6 +117,7 @@ def two_runs(name: str, run_dir: Path) -> None:
         tracker = start_tracker(name, "project", run_dir, CONFIG, resume)
         for step in steps:
             tracker.metrics(step, {"reward": step / 10})
+            tracker.episodes(step, [{"step": step, "prompt": "2+2=", "completion": "\u00e4", "reward": None}])
         tracker.finish(True)
         time.sleep(1.1)  # wandb names a run's folder by the second: a resume within the same one would find it taken
 
@@ -116,6 +133,12 @@ def test_mlflow(tmp_path: Path) -> None:
     assert run.data.params == CONFIG
     history = client.get_metric_history(run.info.run_id, "reward")
     assert [(m.step, m.value) for m in history] == [(1, 0.1), (2, 0.2), (3, 0.3)]
+    assert [one.path for one in client.list_artifacts(run.info.run_id, "completions")] == [
+        f"completions/{step:08d}.json" for step in (1, 2, 3)
+    ]
+    pytest.importorskip("pandas")  # MLflow's own reader wants it
+    table = client.load_table(run.info.experiment_id, "completions/00000003.json")
+    assert table[["step", "prompt", "completion"]].to_numpy().tolist() == [[3, "2+2=", "\u00e4"]]
 
 
 def log_records(data: bytes) -> Iterator[bytes]:
@@ -169,6 +192,12 @@ def test_wandb(tmp_path: Path) -> None:
     assert len(ids) == 1
     assert ids.pop()[1:] == ("a-run", "project")
     assert [row for row in rows if row[1]] == [(1, "0.1"), (2, "0.2"), (3, "0.3")]
+    tables = [
+        json.loads(file.read_text())
+        for file in (tmp_path / "a-run").glob("wandb/offline-run-*/files/media/table/*.json")
+    ]
+    assert sorted(table["data"] for table in tables) == [[[step, "2+2=", "\u00e4", None]] for step in (1, 2, 3)]
+    assert {tuple(table["columns"]) for table in tables} == {("step", "prompt", "completion", "reward")}
 
 
 @installed("trackio")
@@ -178,6 +207,9 @@ def test_trackio(tmp_path: Path) -> None:
     two_runs("trackio", tmp_path / "a-run")
     with sqlite3.connect(tmp_path / "trackio" / "project.db") as database:
         rows = database.execute("select run_name, step, metrics from metrics order by step").fetchall()
-    mine = [row for row in rows if "reward" in str(row[2])]
+    mine = [row for row in rows if "reward" in json.loads(row[2])]
     assert len({row[0] for row in mine}) == 1
     assert [row[1] for row in mine] == [1, 2, 3]
+    tables = [(row[1], found["_value"]) for row in rows if (found := json.loads(row[2]).get("completions"))]
+    wanted = {"prompt": "2+2=", "completion": "\u00e4", "reward": None}
+    assert tables == [(step, [{"step": step, **wanted}]) for step in (1, 2, 3)]

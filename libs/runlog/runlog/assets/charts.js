@@ -1,5 +1,6 @@
 "use strict";
-// Line charts as SVG: x are steps, y values, `smooth` a second line, `marks` points with the first and last named.
+// Line charts as SVG: x are steps, y values, `smooth` a second line, `marks` points with the first and last named;
+// `lines` are several of these, of `run`s, in one chart.
 // Colours are the page's variables, so that a change of theme needs no drawing; a chart is drawn to its width in pixels.
 const Charts = (() => {
   const HEIGHT = 190, LEFT = 50, RIGHT = 10, TOP = 12, BOTTOM = 22;
@@ -26,10 +27,12 @@ const Charts = (() => {
     return value.toFixed(Math.min(6, Math.max(0, Math.ceil(-Math.log10(step) - 1e-9))));
   }
   const exact = (value, percent) => (percent ? (100 * value).toFixed(1) + " %" : String(Number(value.toPrecision(5))));
-  function range(values, margin) {
+  // An axis ends where values can be: at 0 where none is negative, a share at 100 %.
+  function range(values, margin, percent) {
     const low = Math.min(...values), high = Math.max(...values);
     const room = (high - low || Math.abs(high) || 1) * margin;
-    return [low - room, high + room];
+    const top = percent && high <= 1 ? 1 : high <= 0 && low < 0 ? 0 : Infinity;
+    return [low >= 0 ? Math.max(0, low - room) : low - room, Math.min(top, high + room)];
   }
   const line = (xs, ys, at) => "M" + xs.map((x, i) => at.x(x).toFixed(1) + " " + at.y(ys[i]).toFixed(1)).join("L");
 
@@ -48,50 +51,92 @@ const Charts = (() => {
     const last = chart.x.length - 1, rising = chart.y[last] >= chart.y[0] ? 1 : -1;
     const from = at.y(chart.y[0]), to = at.y(chart.y[last]);
     picture.append(svg("line", { class: "before", x1: at.x(chart.x[0]), x2: at.x(chart.x[last]), y1: from, y2: from }));
-    picture.append(svg("text", { class: "note", x: at.x(chart.x[0]), y: from + 4 + 16 * rising }, "before " + chart.first));
-    picture.append(svg("text", { class: "note", x: at.x(chart.x[last]), y: to + 4 - 16 * rising, "text-anchor": "end" }, "after " + chart.last));
+    const inside = (y) => (y < TOP + 8 ? y + 32 : y > HEIGHT - BOTTOM - 2 ? y - 32 : y);
+    const word = (x, y, anchor, text) => picture.append(svg("text", { class: "note outlined", x: at.x(x), y: inside(y), "text-anchor": anchor }, text));
+    word(chart.x[0], from + 4 + 16 * rising, "start", "before " + chart.first);
+    word(chart.x[last], to + 4 - 16 * rising, "end", "after " + chart.last);
   }
-  function hover(picture, chart, at, width) {
+  function hover(picture, chart, lines, at, width) {
     const cursor = svg("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM });
-    const dot = svg("circle", { class: "dot", r: 4 }), text = svg("text", { class: "note value", y: TOP + 2 });
-    const shown = [cursor, dot, text];
+    const dots = lines.map((one) => svg("circle", { class: "dot" + run(one), r: 4 }));
+    const texts = lines.map((one, i) => svg("text", { class: "note value" + run(one), y: TOP + 2 + 13 * i }));
+    const shown = [cursor, ...dots, ...texts];
     const show = (on) => shown.forEach((node) => { node.style.visibility = on ? "visible" : "hidden"; });
     show(false);
     picture.append(...shown);
     picture.addEventListener("pointermove", (event) => {
       const place = event.clientX - picture.getBoundingClientRect().left;
-      let best = 0;
-      chart.x.forEach((x, i) => { if (Math.abs(at.x(x) - place) < Math.abs(at.x(chart.x[best]) - place)) best = i; });
-      const x = at.x(chart.x[best]), left = x > width / 2;
+      const away = (x) => Math.abs(at.x(x) - place);
+      const nearest = lines.map((one) => one.x.reduce((best, x, i) => (away(x) < away(one.x[best]) ? i : best), 0));
+      const x = at.x(lines.map((one, i) => one.x[nearest[i]]).reduce((a, b) => (away(b) < away(a) ? b : a)));
+      const left = x > width / 2;
       cursor.setAttribute("x1", x);
       cursor.setAttribute("x2", x);
-      dot.setAttribute("cx", x);
-      dot.setAttribute("cy", at.y(chart.y[best]));
-      text.setAttribute("x", left ? x - 8 : x + 8);
-      text.setAttribute("text-anchor", left ? "end" : "start");
-      text.textContent = "step " + chart.x[best] + ": " + exact(chart.y[best], chart.percent);
+      lines.forEach((one, i) => {
+        const step = one.x[nearest[i]], value = one.y[nearest[i]];
+        dots[i].setAttribute("cx", at.x(step));
+        dots[i].setAttribute("cy", at.y(value));
+        texts[i].setAttribute("x", left ? x - 8 : x + 8);
+        texts[i].setAttribute("text-anchor", left ? "end" : "start");
+        texts[i].textContent = "step " + step + ": " + exact(value, chart.percent);
+      });
       show(true);
     });
     picture.addEventListener("pointerleave", () => show(false));
   }
+  const run = (one) => (one.run === undefined ? "" : " run-" + one.run);
   function draw(holder, chart) {
-    const width = Math.max(160, holder.clientWidth);
-    const few = chart.marks || chart.x.length < 12;
-    const [left, right] = chart.x.length > 1 ? [chart.x[0], chart.x[chart.x.length - 1]] : [chart.x[0] - 1, chart.x[0] + 1];
-    const [low, high] = range(chart.y, chart.marks ? 0.28 : 0.07);
+    const width = Math.max(160, holder.clientWidth), lines = chart.lines || [chart];
+    const few = chart.marks || lines.every((one) => one.x.length < 12);
+    const steps = lines.flatMap((one) => one.x), first = Math.min(...steps), last = Math.max(...steps);
+    const [left, right] = first < last ? [first, last] : [first - 1, first + 1];
+    const [low, high] = range(lines.flatMap((one) => one.y), chart.marks ? 0.28 : 0.07, chart.percent);
     const at = {
       x: (x) => LEFT + ((x - left) / (right - left)) * (width - LEFT - RIGHT - 6) + 3,
       y: (y) => HEIGHT - BOTTOM - ((y - low) / (high - low)) * (HEIGHT - BOTTOM - TOP),
     };
-    const picture = svg("svg", { width, height: HEIGHT, role: "img", "aria-label": chart.title + ", " + chart.first + " to " + chart.last });
+    const about = lines.map((one) => one.first + " to " + one.last).join("; ");
+    const picture = svg("svg", { width, height: HEIGHT, role: "img", "aria-label": chart.title + ", " + about });
     axes(picture, chart, at, width, [left, right], [low, high]);
-    const faint = chart.smooth.length ? " faint" : "";
-    picture.append(svg("path", { class: "curve" + faint, d: line(chart.x, chart.y, at) }));
-    if (chart.smooth.length) picture.append(svg("path", { class: "curve", d: line(chart.x, chart.smooth, at) }));
-    if (few) chart.x.forEach((x, i) => picture.append(svg("circle", { class: "dot", cx: at.x(x), cy: at.y(chart.y[i]), r: 3 })));
-    if (chart.marks && chart.x.length > 1) named(picture, chart, at);
-    hover(picture, chart, at, width);
+    for (const one of lines) {
+      const smooth = one.smooth || [];
+      picture.append(svg("path", { class: "curve" + (smooth.length ? " faint" : "") + run(one), d: line(one.x, one.y, at) }));
+      if (smooth.length) picture.append(svg("path", { class: "curve" + run(one), d: line(one.x, smooth, at) }));
+      if (few) one.x.forEach((x, i) => picture.append(svg("circle", { class: "dot" + run(one), cx: at.x(x), cy: at.y(one.y[i]), r: 3 })));
+    }
+    if (chart.marks && !chart.lines && chart.x.length > 1) named(picture, chart, at);
+    hover(picture, chart, lines, at, width);
     holder.replaceChildren(picture);
   }
-  return { draw };
+  // A card with a chart in `parent`, which is drawn when it comes near the screen: fifty open as fast as five.
+  const plots = [];
+  const seen = new IntersectionObserver((entries) => {
+    for (const entry of entries) {
+      const plot = plots.find((p) => p.node === entry.target);
+      if (plot && entry.isIntersecting && !plot.drawn) { plot.drawn = true; draw(plot.node, plot.chart); seen.unobserve(plot.node); }
+    }
+  }, { rootMargin: "400px" });
+  addEventListener("resize", () => plots.forEach((p) => { if (p.drawn) draw(p.node, p.chart); }));
+  function part(tag, className, text) {
+    const node = document.createElement(tag);
+    node.className = className;
+    if (text !== undefined) node.textContent = text;
+    return node;
+  }
+  function add(parent, chart) {
+    const card = part("div", "chart"), head = part("div", "head"), node = part("div", "plot");
+    const name = part("span", "name", chart.title);
+    name.title = chart.name;
+    head.append(name, part("span", "unit", chart.unit), part("span", "last", chart.lines ? "" : chart.last));
+    card.append(head, node);
+    parent.append(card);
+    plots.push({ node, chart, drawn: false });
+    seen.observe(node);
+  }
+  function clear(...parents) {
+    plots.forEach((p) => seen.unobserve(p.node));
+    plots.length = 0;
+    parents.forEach((parent) => parent.replaceChildren());
+  }
+  return { add, clear };
 })();

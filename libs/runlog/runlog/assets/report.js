@@ -1,6 +1,6 @@
 "use strict";
-(() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
+const Report = (() => {
+  let data = { charts: [], episodes: [], episodes_logged: 0 };
   const $ = (id) => document.getElementById(id);
   const root = document.documentElement;
 
@@ -14,68 +14,44 @@
   const css = (name) => getComputedStyle(root).getPropertyValue(name).trim();
   const short = (v) => (v === null || v === undefined ? "none" : String(Math.round(v * 1000) / 1000));
 
-  // ---- theme: the system's until the reader chooses -------------------------------------------------------------
-  const wanted = new URLSearchParams(location.search).get("theme");
-  const system = matchMedia("(prefers-color-scheme: dark)");
-  let chosen = wanted === "dark" || wanted === "light" ? wanted : null;
-  function applyTheme() {
-    root.dataset.theme = chosen || (system.matches ? "dark" : "light");
-  }
-  applyTheme();
-  system.addEventListener("change", () => { applyTheme(); showDetail(); });
-  $("theme").addEventListener("click", () => {
-    chosen = root.dataset.theme === "dark" ? "light" : "dark";
-    applyTheme();
-    showDetail();
-  });
+  document.addEventListener("theme", () => showDetail());
 
   // ---- curves ---------------------------------------------------------------------------------------------------
-  const plots = [];
-  function draw(plot) { Charts.draw(plot.node, plot.chart); }
-  // A chart is drawn when it comes near the screen: a page of fifty opens as fast as a page of five.
-  const seen = new IntersectionObserver((entries) => {
-    for (const entry of entries) {
-      const plot = plots.find((p) => p.node === entry.target);
-      if (entry.isIntersecting && !plot.drawn) { plot.drawn = true; draw(plot); seen.unobserve(entry.target); }
-    }
-  }, { rootMargin: "400px" });
-  addEventListener("resize", () => plots.forEach((p) => { if (p.drawn) draw(p); }));
-  function addChart(parent, chart) {
-    const card = el("div", "chart");
-    const head = el("div", "head");
-    const name = el("span", "name", chart.title);
-    name.title = chart.name;
-    head.append(name, el("span", "unit", chart.unit), el("span", "last", chart.last));
-    const node = el("div", "plot");
-    card.append(head, node);
-    parent.append(card);
-    plots.push({ node, chart, drawn: false });
-    seen.observe(node);
-  }
-  const front = (c) => c.known && !c.rounding;
-  const others = data.charts.filter((c) => !front(c));
-  data.charts.filter(front).forEach((c) => addChart($("charts"), c));
-  const box = others.length > 6 || $("charts").children.length === 0 ? $("more-charts") : $("charts");
-  others.forEach((c) => addChart(c.rounding ? $("more-charts") : box, c));
-  if ($("more-charts").children.length) {
-    $("more").hidden = false;
-    $("more").open = $("charts").children.length === 0;
+  function showCharts() {
+    const front = (c) => c.known && !c.rounding;
+    const others = data.charts.filter((c) => !front(c));
+    Charts.clear($("charts"), $("more-charts"));
+    data.charts.filter(front).forEach((c) => Charts.add($("charts"), c));
+    const box = others.length > 6 || $("charts").children.length === 0 ? $("more-charts") : $("charts");
+    others.forEach((c) => Charts.add(c.rounding ? $("more-charts") : box, c));
+    const hidden = $("more").hidden;
+    $("more").hidden = $("more-charts").children.length === 0;
+    if (hidden) $("more").open = $("charts").children.length === 0;
     $("more").querySelector("summary").textContent = "Other metrics (" + $("more-charts").children.length + ")";
   }
 
   // ---- episodes -------------------------------------------------------------------------------------------------
   const PAGE = 200;  // rows in the list; the filters find the rest
   const state = { shown: [], selected: null, colour: "mask" };
-  const rewards = data.episodes.map((e) => e.reward).filter((r) => r !== null);
-  const middle = rewards.length ? (Math.min(...rewards) + Math.max(...rewards)) / 2 : 0;
-  const flat = rewards.length ? Math.min(...rewards) === Math.max(...rewards) : true;
+  let lowest = Infinity, highest = -Infinity, strongest = 1e-9;  // rewards, and the largest advantage
   function pill(reward) {
-    const tone = reward === null || flat ? "" : reward > middle ? " good" : " bad";
+    if (lowest > highest) return "";  // a run without rewards
+    const tone = reward === null || lowest === highest ? "" : reward > (lowest + highest) / 2 ? " good" : " bad";
     return el("span", "pill" + tone, reward === null ? "no reward" : short(reward));
   }
-  for (const e of data.episodes) {
-    e.plain = (e.tokens.length ? e.tokens.join("") : e.messages.map((m) => m.content).join("\n")) + "\n" + (e.expected || "");
-    e.answer = lastTurn(e);
+  // The episodes of one group stand side by side: what one did, the others can be held against.
+  const groupKey = (e) => JSON.stringify([e.step, e.split, e.environment, e.group]);
+  const groups = new Map();
+  function indexEpisodes() {
+    groups.clear();
+    for (const e of data.episodes) {
+      e.plain = (e.tokens.length ? e.tokens.join("") : e.messages.map((m) => m.content).join("\n")) + "\n" + (e.expected || "");
+      e.answer = lastTurn(e);
+      if (e.reward !== null) { lowest = Math.min(lowest, e.reward); highest = Math.max(highest, e.reward); }
+      for (const a of e.advantage || []) strongest = Math.max(strongest, Math.abs(a || 0));
+      if (e.group === null || e.group === undefined) continue;
+      groups.set(groupKey(e), [...(groups.get(groupKey(e)) || []), e]);
+    }
   }
   function lastTurn(e) {
     const said = e.messages.filter((m) => m.role === "assistant");
@@ -117,13 +93,6 @@
     if (e.environment) parts.push(e.environment);
     if (e.group !== null && e.group !== undefined) parts.push((e.split === "training" ? "group " : "task ") + e.group);
     return parts.join(joint);
-  }
-  // The episodes of one group stand side by side: what one did, the others can be held against.
-  const groupKey = (e) => JSON.stringify([e.step, e.split, e.environment, e.group]);
-  const groups = new Map();
-  for (const e of data.episodes) {
-    if (e.group === null || e.group === undefined) continue;
-    groups.set(groupKey(e), [...(groups.get(groupKey(e)) || []), e]);
   }
   function siblings(e) {
     const all = groups.get(groupKey(e)) || [];
@@ -167,7 +136,6 @@
 
   // ---- one episode ----------------------------------------------------------------------------------------------
   const COLOURS = { mask: "Mask", advantage: "Advantage", log_probs: "Log-prob", versions: "Weights" };
-  const strongest = data.episodes.reduce((most, e) => (e.advantage || []).reduce((m, a) => Math.max(m, Math.abs(a || 0)), most), 1e-9);
   const usable = (e, key) => Array.isArray(e[key]);
   function shade(e, key, i) {
     if (key === "mask") return e.mask[i] ? css("--sampled") : css("--given");
@@ -188,15 +156,15 @@
       item.append(swatch, text);
       node.append(item);
     };
-    if (key === "mask") { entry(css("--sampled"), "sampled, trained"); entry("transparent", "given"); }
+    if (key === "mask") { entry(css("--sampled"), "trained"); entry("transparent", "given"); }
     if (key === "advantage") { entry("rgba(" + css("--pos") + ",.5)", "positive"); entry("rgba(" + css("--neg") + ",.5)", "negative"); entry("transparent", "none"); }
-    if (key === "log_probs") entry("rgba(" + css("--neg") + ",.6)", "unlikely when it was sampled");
+    if (key === "log_probs") entry("rgba(" + css("--neg") + ",.6)", "unlikely");
     if (key === "versions") node.append("one colour for each version of the weights");
     return node;
   }
   function hint(e, i) {
     const parts = ["token " + (i >= (e.head ?? Infinity) ? i + e.cut : i)];
-    if (usable(e, "mask")) parts.push(e.mask[i] ? "sampled, trained" : "given");
+    if (usable(e, "mask")) parts.push(e.mask[i] ? "trained" : "given");
     if (usable(e, "advantage") && e.advantage[i] !== null) parts.push("advantage " + short(e.advantage[i]));
     if (usable(e, "log_probs") && (!e.mask || e.mask[i])) parts.push("log-prob " + short(e.log_probs[i]));
     if (usable(e, "versions") && e.versions[i] >= 0) parts.push("weights " + e.versions[i]);
@@ -278,5 +246,16 @@
   $("filters").addEventListener("input", refresh);
   $("filters").addEventListener("submit", (event) => event.preventDefault());
   $("filters").addEventListener("reset", () => setTimeout(refresh));
-  refresh();
+  // Show what a page's data holds; what was selected stays so.
+  function take(found) {
+    data = found;
+    showCharts();
+    indexEpisodes();
+    $("episodes").hidden = !data.episodes_logged;
+    state.selected = data.episodes.find((e) => state.selected && e.id === state.selected.id) || null;
+    refresh();
+    showDetail();
+  }
+  take(JSON.parse($("data").textContent));
+  return { take };
 })();

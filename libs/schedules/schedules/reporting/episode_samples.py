@@ -1,5 +1,4 @@
-"""The episodes that the report shows: whole groups of a step, and wrong responses to held-out tasks. // Both are drawn
-at random by a seed, whatever their rewards or advantages.
+"""The episodes that the report shows: whole groups of a step, and wrong responses to held-out tasks.
 
 Both are drawn at random, by a seed and without a look at rewards or advantages: what is shown is what there was.
 """
