@@ -72,7 +72,8 @@ class RolloutLayout:
     ep: int = 1
     """Whole experts are dealt to the tp workers of each copy, to all tp x dp workers, or to none (1)."""
     memory_share: float = 0.0
-    """Share of device memory that the engine takes for weights and cache; 0 leaves it to the engine."""
+    """Share of device memory that the engine takes for weights and cache; 0: on GPUs that training shares what the plan
+    leaves, else the engine's own."""
     max_model_tokens: int | None = None
     """Longest sequence that the engine accepts; without it prompt and response together."""
     max_batched_tokens: int | None = None
@@ -81,8 +82,8 @@ class RolloutLayout:
     """Read a long prompt in pieces, beside responses that are sampled (vLLM)."""
     prefix_cache: bool = False
     """Keep what was computed for prompts that begin alike (vLLM)."""
-    cuda_graph_sizes: tuple[int, ...] = ()
-    """Batch sizes whose decoding is captured as graphs."""
+    cuda_graph_sizes: tuple[int, ...] | None = None
+    """Batch sizes whose decoding is captured as graphs. Without it on GPUs up to max_requests; no number: none."""
     ray_workers: int = 0
     """Samplers in actors of a Ray cluster, in place of the run's own process; 0 leaves Ray alone."""
     ray_cpus: float = 1.0
@@ -153,7 +154,7 @@ class RolloutLayout:
             yield "ray_address is empty: leave it out"
         if not 0 <= self.memory_share < 1:
             yield f"memory_share must lie in [0, 1), got {self.memory_share}"
-        if any(size < 1 for size in self.cuda_graph_sizes):
+        if any(size < 1 for size in self.cuda_graph_sizes or ()):
             yield f"cuda_graph_sizes must be at least 1 each, got {self.cuda_graph_sizes}"
 
     def _beside_each_other(self) -> Iterator[str]:

@@ -139,7 +139,9 @@ def main(argv: Sequence[str], own_process: bool = False) -> None:
     typed, (argv, most) = argv, parse_shrink_flag(without_vllm(argv))
 
     def planned(rest: Sequence[str]) -> RunSpec:
-        config = configure(rest)
+        from apps.grpo.vllm_defaults import settled  # slow to load
+
+        config = settled(configure(rest))
         return spec_of(config) if most is None else _run_module().shrunk_spec(config, most)
 
     answer_without_running(argv, recipes, lambda: _run_module().specs_of_recipes(most), planned, typed)

@@ -17,7 +17,7 @@ def parsed(*flags: str) -> GrpoConfig:
 
 def test_another_sampler_resets_what_it_does_not_obey(capsys: pytest.CaptureFixture[str]) -> None:
     layout = parsed("--rollout.engine", "native").cluster.rollout
-    assert (layout.tp, layout.dp, layout.ep, layout.memory_share, layout.cuda_graph_sizes) == (1, 1, 1, 0.0, ())
+    assert (layout.tp, layout.dp, layout.ep, layout.memory_share, layout.cuda_graph_sizes) == (1, 1, 1, 0.0, None)
     assert layout.ray_workers == 2, "Ray's settings are obeyed"
     said = capsys.readouterr().err
     assert said.startswith("--rollout.engine native leaves these of the recipe without an effect, they are reset: ")

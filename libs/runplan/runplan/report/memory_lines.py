@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from engines.parallel.stages import split_layers, split_problems
 from runplan.estimates.buffers import train_buffers
 from runplan.estimates.loading import DISK_BYTES
 from runplan.estimates.logits import Head, fsdp_head, megatron_head
@@ -20,12 +21,9 @@ SectionsAndProblems = tuple[dict[str, list[str]], list[str]]
 def memory_lines(spec: RunSpec, shape: ModelShape, grid: Grid, layers: Sequence[int]) -> SectionsAndProblems:
     """Return sections by title, and problems with their fixes."""
     states = states_of(spec, shape, grid, layers)
-    peak = peak_memory(shape, spec.engine, grid, layers, spec.shards)
+    peak = peak_of(spec, shape, grid, layers, states)
     width, samples = width_of(spec.engine), spec.app == "grpo"
     copied = samples and not spec.cluster.sampler.shares_weights(spec)
-    if scored := reference_bytes(spec, shape, states):
-        moment = scoring_peak(shape, spec.engine, states, scored, grid.tp)
-        peak = replace(peak, moments=peak.moments | {"the reference model scores": moment})
     buffers = train_buffers(shape, spec.engine, states, max(layers), width, copied)
     table = memory_table(spec, shape, states)
     hosts = [row for row in table if not row.name.startswith("sampler")] + buffers
@@ -48,6 +46,24 @@ def memory_lines(spec: RunSpec, shape: ModelShape, grid: Grid, layers: Sequence[
         sections["Pool"] = pool
         problems += more
     return sections, problems
+
+
+def split_of(spec: RunSpec, shape: ModelShape) -> list[int] | None:
+    """Return the layers of each pipeline stage; None where they do not divide."""
+    engine = spec.engine
+    chunks, ends = engine.virtual_pipeline_parallel, (engine.first_stage_layers, engine.last_stage_layers)
+    if split_problems(shape.layers, engine.pipeline_parallel, chunks, *ends):
+        return None
+    return [sum(stage) for stage in split_layers(shape.layers, engine.pipeline_parallel, chunks, *ends)]
+
+
+def peak_of(spec: RunSpec, shape: ModelShape, grid: Grid, layers: Sequence[int], states: States) -> Peak:
+    """Return the fullest moments of a step, scoring by the reference model among them."""
+    peak = peak_memory(shape, spec.engine, grid, layers, spec.shards)
+    if scored := reference_bytes(spec, shape, states):
+        moment = scoring_peak(shape, spec.engine, states, scored, grid.tp)
+        peak = replace(peak, moments=peak.moments | {"the reference model scores": moment})
+    return peak
 
 
 def states_of(spec: RunSpec, shape: ModelShape, grid: Grid, layers: Sequence[int], disk: int = DISK_BYTES) -> States:

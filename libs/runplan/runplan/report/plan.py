@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from engines.capability import Unsupported, conflicts
-from engines.parallel.stages import split_layers, split_problems
+from engines.parallel.stages import split_problems
 from runplan.checks.requirements import Requirement, has_experts, requirements
 from runplan.layout.batches import BatchPlan, batch_problems, bubble_share, span
 from runplan.layout.divisibility import divisibility_problems, head_counts
@@ -11,7 +11,7 @@ from runplan.layout.grid import DENSE, EXPERT, Grid
 from runplan.model.model_shape import ModelShape, count_parameters, tower_parameters
 from runplan.report.forwards_ahead import ahead_line, with_forwards_ahead
 from runplan.report.launch_lines import launch_lines
-from runplan.report.memory_lines import memory_lines
+from runplan.report.memory_lines import memory_lines, split_of
 from runplan.report.time_lines import time_lines
 from runplan.run_spec import RunSpec
 
@@ -184,11 +184,8 @@ def _listed(ranks: tuple[int, ...]) -> str:
 def _layers(plan: Plan, spec: RunSpec, shape: ModelShape) -> list[int] | None:
     engine = spec.engine
     chunks, ends = engine.virtual_pipeline_parallel, (engine.first_stage_layers, engine.last_stage_layers)
-    problems = split_problems(shape.layers, engine.pipeline_parallel, chunks, *ends)
-    plan.problems += problems
-    if problems:
-        return None
-    return [sum(stage) for stage in split_layers(shape.layers, engine.pipeline_parallel, chunks, *ends)]
+    plan.problems += split_problems(shape.layers, engine.pipeline_parallel, chunks, *ends)
+    return split_of(spec, shape)
 
 
 def _heads(plan: Plan, spec: RunSpec, shape: ModelShape) -> None:

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
+import torch
+
 from rollout import Episode
 from schedules.protocols import OffloadingTrainer, SleepingEngine, Trainer
 from schedules.runtime.collectives import all_agree, gather_lists
@@ -26,6 +28,7 @@ def sampling_memory(session: RolloutSession, trainer: Trainer) -> Iterator[None]
             yield
             return
         sleeping = session.sampler if isinstance(session.sampler, SleepingEngine) else None
+        torch.cuda.empty_cache()  # what torch keeps of a step, most of a device, is no other process's to take
         all_agree(True)
         if sleeping is not None:
             session.runner.run(sleeping.wake())

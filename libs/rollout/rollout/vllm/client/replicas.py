@@ -27,6 +27,8 @@ from rollout.vllm.settings.config import VllmConfig
 Message = dict[str, Any]
 CALL = "call"
 """Key of the call's number in a message that copies answer."""
+FIRST_SECONDS = 60.0
+"""Most seconds until the first prompt is answered."""
 
 
 @dataclass
@@ -120,6 +122,18 @@ class Replicas:
             loaded = self._first(process)
             if "error" in loaded:
                 raise ValueError(f"vLLM does not take the weights of {model}: {loaded['error']}")
+
+    def ask_first(self, seconds: float = FIRST_SECONDS) -> None:
+        """Sample a token with each copy: kernels that are missing or compiled for ever show at the first prompt.
+
+        Raises:
+            RuntimeError: one died, or none came in time.
+        """
+        self._send_all({"ask": [[-1, [0, 0], {"max_tokens": 1, "temperature": 0.0}]]})
+        for process in self._processes:
+            answer = process.wire.receive(seconds)
+            if answer is None:
+                raise RuntimeError(f"vLLM did not answer its first prompt in {seconds:g} s. {process.last_words()}")
 
     def listen(self, on_message: Callable[[Message], None], lost: Callable[[int, str], None]) -> None:
         """Start threads that pass on what copies say of requests, and the last output of a copy that ends."""

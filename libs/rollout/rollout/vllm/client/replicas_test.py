@@ -212,6 +212,21 @@ def test_each_copy_sees_devices_of_its_own() -> None:
         own_devices(config, {"CUDA_VISIBLE_DEVICES": "0,1,2"}, 0)
 
 
+def test_a_copy_that_leaves_its_first_prompt_unanswered_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout.vllm.client.replicas, "VllmProcess", PlayedProcess)
+    PlayedProcess.made = []
+    copies = Replicas(VllmConfig(data_parallel=2), ())
+    one, other = PlayedProcess.made
+    one.far.send({"step": [[-1, [5], [0.0], "length", None]], "version": 0})
+    with pytest.raises(RuntimeError, match=r"did not answer its first prompt in 0\.1 s\. words of 1"):
+        copies.ask_first(seconds=0.1)
+    assert one.hears()["ask"][0][0] == -1
+    other.far.close()  # it died
+    with pytest.raises(RuntimeError, match="words of 0"):
+        copies.ask_first(seconds=0.1)
+    copies.close()
+
+
 def test_copies_on_a_device_start_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of other devices do so beside them."""
     monkeypatch.setattr(rollout.vllm.client.replicas, "VllmProcess", PlayedProcess)

@@ -7,6 +7,7 @@ exists for vLLM alone, so its core runs in it.
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from importlib.util import find_spec
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -54,7 +55,9 @@ class Generator:
         if why := _refusal(start["config"], arguments, together):
             raise ValueError(f"vLLM can't sample from {arguments['model']}: {why}")
         platform = "cpu" if current_platform.is_cpu() else current_platform.device_type
-        arguments, variables = settle(platform, arguments, os.environ, together, installed())
+        arguments, variables = settle(
+            platform, arguments, os.environ, together, installed(), find_spec("flashinfer") is not None
+        )
         os.environ |= variables  # its workers' too
         register_text_models()
         self._vision_spec = start["vision_spec"]

@@ -5,6 +5,11 @@ from typing import Any
 
 from rollout.vllm.server import cpu_replicas as cpu_copies
 from rollout.vllm.server.ascend import ascend_arguments
+from rollout.vllm.settings.config import decode_graphs
+
+GRAPHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+"""Batch sizes of graphs up to the most requests: a step is filled up to the next one, by half at most."""
+SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
 
 
 def settle(
@@ -13,20 +18,38 @@ def settle(
     environ: Mapping[str, str],
     together: Mapping[str, int] | None,
     ascend: str | None,
+    flashinfer: bool = True,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return vLLM's engine arguments for `platform` ("cpu", "cuda", "npu", ...), and the variables to set with them.
 
     `together`: which of several copies this is that share experts, on a CPU alone; `ascend`: the version of vllm-ascend
-    that is installed.
+    that is installed; `flashinfer`: whether FlashInfer is, which vLLM on CUDA takes for delta nets and for sampling.
 
     Raises ValueError for settings of an accelerator on a CPU, and on NPUs as `ascend_arguments` does.
     """
+    if platform == "cuda":
+        return cuda_arguments(arguments, environ, flashinfer)
+    arguments = {"enforce_eager": True, **arguments}
     if platform == "cpu":
         _refuse_accelerator_arguments(arguments)
         return dict(arguments), {} if together is None else cpu_copies.variables(together)
     if platform == "npu":
         return ascend_arguments(arguments, environ, ascend)
     return dict(arguments), {}
+
+
+def cuda_arguments(
+    arguments: Mapping[str, Any], environ: Mapping[str, str], flashinfer: bool
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the engine arguments for CUDA with what they leave open, and the variables to set with them."""
+    found = dict(arguments)
+    if "enforce_eager" not in found:
+        most = found["max_num_seqs"]
+        found |= decode_graphs([*(size for size in GRAPHS if size < most), most])
+    if flashinfer:
+        return found, {}
+    found["additional_config"] = {"gdn_prefill_backend": "triton"} | (found.get("additional_config") or {})
+    return found, {} if SAMPLER in environ else {SAMPLER: "0"}
 
 
 def _refuse_accelerator_arguments(arguments: Mapping[str, Any]) -> None:

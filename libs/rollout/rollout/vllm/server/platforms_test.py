@@ -1,11 +1,12 @@
 """What each kind of device is given, without vLLM."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from rollout.vllm.server.ascend import LAYOUT, LAYOUT_VARIABLE
-from rollout.vllm.server.platforms import settle
+from rollout.vllm.server.platforms import SAMPLER, settle
 
 PLAIN = {"model": "m", "enforce_eager": True}
 GRAPHS = {"model": "m", "enforce_eager": False, "gpu_memory_utilization": 0.5}
@@ -39,6 +40,25 @@ def test_a_cpu_refuses_settings_of_accelerators(changes: dict[str, Any], says: s
 @pytest.mark.parametrize("ascend", [None, "0.18.0", RIGHT])
 def test_cuda_takes_them_as_they_are_whatever_else_is_installed(ascend: str | None) -> None:
     assert settle("cuda", GRAPHS, {LAYOUT_VARIABLE: "1"}, None, ascend) == (GRAPHS, {})
+
+
+def test_cuda_captures_graphs_up_to_all_requests_unless_told_otherwise() -> None:
+    open_ended = {"model": "m", "max_num_seqs": 100}
+    arguments, _ = settle("cuda", open_ended, {}, None, None)
+    sizes = arguments["compilation_config"]["cudagraph_capture_sizes"]
+    assert (sizes[0], sizes[-2:], arguments["enforce_eager"]) == (1, [96, 100], False)
+    assert all(2 * b <= 3 * a or b <= 16 for a, b in pairwise(sizes)), "half of a step's rows at most are idle"
+    assert settle("cuda", open_ended | {"enforce_eager": True}, {}, None, None)[0]["enforce_eager"]
+    assert settle("cpu", open_ended, {}, None, None)[0]["enforce_eager"]
+    assert settle("npu", open_ended, {}, None, RIGHT)[0]["enforce_eager"]
+
+
+def test_cuda_without_flashinfer_takes_tritons_kernels() -> None:
+    own = {"additional_config": {"gdn_prefill_backend": "cutedsl"}}
+    found, variables = settle("cuda", PLAIN, {}, None, None, flashinfer=False)
+    assert found == PLAIN | {"additional_config": {"gdn_prefill_backend": "triton"}}
+    assert variables == {SAMPLER: "0"}
+    assert settle("cuda", PLAIN | own, {SAMPLER: "1"}, None, None, flashinfer=False) == (PLAIN | own, {})
 
 
 def test_npus_have_plain_matrices_under_the_version_that_was_read() -> None:

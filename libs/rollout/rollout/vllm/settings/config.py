@@ -1,7 +1,7 @@
 """The settings of a vLLM engine, checked when they are made."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,8 +54,9 @@ class VllmConfig:
     seeds; on an accelerator vLLM launches a kernel for each token of a request that has one (its `random_sample`)."""
     memory_share: float | None = None
     """Share of an accelerator's memory for weights and caches; None: vLLM's own. A CPU has `kv_cache_gib`."""
-    graph_sizes: tuple[int, ...] = ()
-    """Numbers of decoding requests whose step is captured as a CUDA graph and replayed; others run layer by layer."""
+    graph_sizes: tuple[int, ...] | None = None
+    """Numbers of decoding requests whose step is captured as a CUDA graph and replayed; others run layer by layer.
+    None: on CUDA up to as many as decode together, elsewhere and where experts are told none."""
     weights_on_device: bool = False
     """Whether new weights pass through two sets of them in the memory of the accelerator that trainer and vLLM share
     (CUDA IPC), instead of two in host memory: faster there, for models small beside the device."""
@@ -97,7 +98,7 @@ class VllmConfig:
             raise ValueError(f"start_seconds must be above 0 and finite, got {self.start_seconds}")
         if self.memory_share is not None and not 0 < self.memory_share < 1:
             raise ValueError(f"memory_share must lie between 0 and 1, got {self.memory_share!r}")
-        if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in self.graph_sizes):
+        if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in self.graph_sizes or ()):
             raise ValueError(f"graph_sizes are whole numbers of at least 1, got {self.graph_sizes!r}")
         for name in self.arguments:
             if name in OWNED:
@@ -167,16 +168,26 @@ def numeric_settings(config: VllmConfig) -> dict[str, str]:
     return named | numeric_arguments(config.arguments)
 
 
-def accelerator_arguments(config: VllmConfig) -> dict[str, Any]:
-    """Return the engine arguments for accelerators: memory, and graphs of steps that only decode, uncompiled."""
-    arguments: dict[str, Any] = {"enforce_eager": not config.graph_sizes}
+def accelerator_arguments(config: VllmConfig, eager: bool = False) -> dict[str, Any]:
+    """Return the engine arguments for accelerators: memory, and graphs of steps that only decode, uncompiled.
+
+    Without `enforce_eager` among them the kind of device decides on graphs (`rollout.vllm.server.platforms`); `eager`:
+    there are none.
+    """
+    arguments: dict[str, Any] = {}
     if config.graph_sizes:
-        sizes = sorted(set(config.graph_sizes))
-        graphs = {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
-        arguments["compilation_config"] = graphs
+        arguments = decode_graphs(config.graph_sizes)
+    elif eager or config.graph_sizes is not None:
+        arguments["enforce_eager"] = True
     if config.memory_share is not None:
         arguments["gpu_memory_utilization"] = config.memory_share
     return arguments
+
+
+def decode_graphs(sizes: Iterable[int]) -> dict[str, Any]:
+    """Return the engine arguments for graphs of steps in which so many requests decode."""
+    graphs = {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sorted(set(sizes))}
+    return {"enforce_eager": False, "compilation_config": graphs}
 
 
 def text_config(model: Path) -> dict[str, Any]:

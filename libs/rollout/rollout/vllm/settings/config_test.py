@@ -96,7 +96,9 @@ def test_copies_that_cannot_share_a_device_are_refused(settings: dict[str, Any],
 
 
 def test_settings_of_an_accelerator_become_vllms_arguments() -> None:
-    assert accelerator_arguments(VllmConfig()) == {"enforce_eager": True}
+    assert accelerator_arguments(VllmConfig()) == {}, "the device decides"
+    for config, eager in ((VllmConfig(graph_sizes=()), False), (VllmConfig(), True)):
+        assert accelerator_arguments(config, eager) == {"enforce_eager": True}
     found = accelerator_arguments(VllmConfig(memory_share=0.5, graph_sizes=(4, 1, 4)))
     assert (found["gpu_memory_utilization"], found["enforce_eager"]) == (0.5, False)
     assert found["compilation_config"]["cudagraph_capture_sizes"] == [1, 4]
