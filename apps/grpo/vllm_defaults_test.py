@@ -11,13 +11,14 @@ from apps.grpo.vllm_defaults import settled
 from runplan.report.plan import make_plan
 
 SIZES = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151_936}
+HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}
 AHEAD = ("--schedule.mode", "one_step_off", "--objective.off-policy", "truncate", "--rollout.no-sleep")
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A model of Qwen3-0.6B's shape."""
-    Qwen3Config(**SIZES).save_pretrained(tmp_path)
+    Qwen3Config(**SIZES, **HEADS).save_pretrained(tmp_path)
     return tmp_path
 
 

@@ -217,7 +217,7 @@ def _cluster_changes(cluster: Cluster) -> list[Change]:
         Change("cluster.rollout.copies_per_device", "device", 1),
         Change("cluster.rollout.weights_on_device", "device", False),
         Change("cluster.rollout.sleep", "device", False),
-        Change("cluster.rollout.cuda_graph_sizes", "device", ()),
+        Change("cluster.rollout.cuda_graph_sizes", "device", None),
     ]
 
 
