@@ -1,7 +1,7 @@
 r"""Files in the layouts of GSM8K, MATH and geometry3k, by one flag; and answers as people write them (A7)."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from apps.grpo.tasks.prompt_tasks import PromptTasks
 from apps.quickstart.tokenizer import build_tokenizer
 from rollout import Reply
 
-ROWS = {
+ROWS: dict[PresetName, Callable[[int], dict[str, Any]]] = {
     "gsm8k": lambda i: {"question": f"{i} twice?", "answer": f"Double it.\n#### {2 * i}"},
     "math": lambda i: {"problem": f"{i} twice?", "level": "1", "solution": f"It is $\\boxed{{{2 * i}}}$."},
     "aime": lambda i: {"id": i, "problem": f"{i} twice?", "solution": "...", "answer": f"{2 * i:03}", "year": "2024"},

@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -117,8 +116,8 @@ def tell_the_sampler() -> None:
     """The sampling process's number, in the file that a variable names."""
     real = WorkerProcess.__init__
 
-    def init(self: WorkerProcess, target: Callable[..., None], args: tuple[Any, ...]) -> None:
-        real(self, target, args)
+    def init(self: WorkerProcess, *args: Any, **options: Any) -> None:
+        real(self, *args, **options)
         Path(os.environ["SAMPLER_TOLD"]).write_text(str(self.process.pid))
 
     WorkerProcess.__init__ = init  # type: ignore[method-assign]

@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from chat_tools.rendering import render as rendering
-from chat_tools.rendering import template
+from chat_tools.rendering import template, token_places
 from chat_tools.rendering.cached_template import rendered_plain
 from chat_tools.rendering.render import render
 from chat_tools.rendering.replaced_messages import without_names
@@ -71,7 +71,7 @@ def cost(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, messages: list[dict[st
     render(tokenizer, messages)
     written: list[str] = []
     tokenised: list[str] = []
-    apply, quickly, encode = PreTrainedTokenizerBase.apply_chat_template, rendered_plain, rendering.encode
+    apply, quickly, encode = PreTrainedTokenizerBase.apply_chat_template, rendered_plain, token_places.encode
 
     @wraps(apply)
     def applied(*args: Any, **kwargs: Any) -> Any:

@@ -89,10 +89,10 @@ def plan_of(template: ChatTemplate, shape: Shape, prompted: bool) -> Plan | None
     return plan if isinstance(plan, Plan) else None
 
 
-def learn(
+def save_plan(
     template: ChatTemplate, messages: Sequence[Any], shape: Shape, prompted: bool, text: str, turns: Regions
 ) -> None:
-    """Remember the plan of a shape from the regions in a conversation's `text`, if it was seen before."""
+    """Keep the plan of a shape from the regions in a conversation's `text`, if it was seen before."""
     plans = _plans(template, prompted)
     if shape.key in plans:
         if plans[shape.key] == "seen":

@@ -11,7 +11,7 @@ from chat_tools.rendering.generation_regions import block_mask, trained_regions
 from chat_tools.rendering.masks import Region, Regions, find_regions
 from chat_tools.rendering.media import Expanded, Media, expand, token_types
 from chat_tools.rendering.message_attribution import MessageAttribution, render_marked
-from chat_tools.rendering.plans import Shape, learn, plan_of, regions_of, shape_of
+from chat_tools.rendering.plans import Shape, plan_of, regions_of, save_plan, shape_of
 from chat_tools.rendering.replaced_messages import MessageSpan
 from chat_tools.rendering.template import ChatTemplate, Cut, Message, tokens_as_text
 from chat_tools.rendering.token_places import NO_OFFSETS, Offsets, encode
@@ -137,7 +137,7 @@ def render(
     plain, ids, offsets = base.text, base.ids, base.offsets
     turns = base.turns or find_regions(template, messages, plain, add_generation_prompt, base.owners)
     if base.shape is not None and base.turns is None:
-        learn(template, messages, base.shape, add_generation_prompt, plain, turns)
+        save_plan(template, messages, base.shape, add_generation_prompt, plain, turns)
     regions = trained_regions(turns, base.marked, offsets, messages, problems)
     expanded = expand(plain, media)
     if media:

@@ -12,8 +12,8 @@ from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket
 from rollout.workers.bucket_messages import SharedBuckets, manifest_message
 from rollout.workers.channel import Channel, Message
+from rollout.workers.heartbeat import HEARTBEAT, ask_stack
 from rollout.workers.serve import settle_answer, settle_error
-from rollout.workers.silence import BEAT, ask_stack
 
 
 class WorkerDied(RuntimeError):  # noqa: N818  what happened, in the words of a log
@@ -119,7 +119,7 @@ class WorkerProcess:
         try:
             heard = time.monotonic()
             while True:
-                if not self._channel.poll(BEAT):
+                if not self._channel.poll(HEARTBEAT):
                     silent = self.ready.done() and time.monotonic() - heard > self._stall_seconds
                     if silent and not self._dead and self.process.is_alive():
                         self.why = WorkerDied(f"the sampling process said nothing for {self._stall_seconds:g} s")

@@ -16,7 +16,7 @@ from rollout.workers.broadcast_receiver import GroupBuckets
 from rollout.workers.bucket_messages import TakenBuckets, manifest_from
 from rollout.workers.channel import Channel, Message
 from rollout.workers.collective import BrokenGroup
-from rollout.workers.silence import BEAT, say_stack_when_asked
+from rollout.workers.heartbeat import HEARTBEAT, dump_stack_on_signal
 
 Handler = Callable[[dict[str, Any]], Awaitable[bytes | dict[str, Any] | None]]
 """Function of a call's arguments that returns a payload, JSON values, or nothing."""
@@ -123,10 +123,10 @@ async def _serve(channel: Channel, handlers: Mapping[str, Handler]) -> None:
     def beat() -> None:
         with contextlib.suppress(OSError):
             while True:  # in a thread of its own: a loop that is busy is alive
-                time.sleep(BEAT)
+                time.sleep(HEARTBEAT)
                 channel.send({"beat": time.process_time()})
 
-    say_stack_when_asked()
+    dump_stack_on_signal()
     threading.Thread(target=read, daemon=True).start()
     channel.send({"id": -1})
     threading.Thread(target=beat, daemon=True).start()

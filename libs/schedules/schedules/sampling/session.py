@@ -225,7 +225,7 @@ class RolloutSession:
             engine: Any = MeteredEngine(self.sampler, self.live)
             jobs = [
                 run_group(
-                    CountedFactory(self.processes.hosted(self.tasks.environment(row)), self.live),
+                    CountedFactory(self.processes.wrap(self.tasks.environment(row)), self.live),
                     engine,
                     self.chat,
                     sampling,

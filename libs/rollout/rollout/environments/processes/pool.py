@@ -41,7 +41,7 @@ from rollout.environments.processes.messages import (
 )
 from rollout.errors import EpisodeFailed
 from rollout.workers.channel import Channel
-from rollout.workers.silence import ask_stack
+from rollout.workers.heartbeat import ask_stack
 
 WINDOW = 64  # episodes of a class
 BUSY = 0.7  # of a core
@@ -67,14 +67,14 @@ class EnvironmentProcesses:
         self._threads: set[str] = set()
         weakref.finalize(self, _kill_all, self.workers)
 
-    def hosted(self, factory: EnvironmentFactory) -> EnvironmentFactory:
+    def wrap(self, factory: EnvironmentFactory) -> EnvironmentFactory:
         """Return a factory whose environments live in the processes; the factory itself where it is marked instant or
         drives itself. ValueError where it can't be sent and `count` asks for processes."""
         if self.count == 0 or getattr(factory, "instant", False) or hasattr(factory, "run_group"):
             return factory
         name = getattr(factory, "__qualname__", type(factory).__qualname__)
         try:
-            described = json.dumps(describe(factory)).encode()
+            description = json.dumps(describe(factory)).encode()
         except TypeError as error:
             problem = f"the environment {name} can't be sent to a process: {error}; define it at the top of a file"
             if self.count is not None:
@@ -83,7 +83,7 @@ class EnvironmentProcesses:
                 self._threads.add(name)
                 warnings.warn(f"{problem}: it is played in threads of the run's process", RuntimeWarning, stacklevel=2)
             return factory
-        return _HostedFactory(self, factory, name, described)
+        return _HostedFactory(self, factory, name, description)
 
     def close(self) -> None:
         """Kill all processes."""
@@ -205,7 +205,7 @@ class EnvironmentProcess:
                     self.busy, cpu, when = (head["beat"] - cpu) / max(heard - when, 1e-9), head["beat"], heard
                 elif "ask" in head:
                     if environment := self.episodes.get(head["episode"]):
-                        environment.asked(head)
+                        environment.on_request(head)
                 else:
                     with self._lock:
                         future = self._calls.pop(head["id"], None)
@@ -232,14 +232,14 @@ class _HostedFactory:
 
     instant = True
 
-    def __init__(self, pool: EnvironmentProcesses, factory: EnvironmentFactory, name: str, described: bytes) -> None:
-        self._pool, self.__qualname__, self._described = pool, name, described
+    def __init__(self, pool: EnvironmentProcesses, factory: EnvironmentFactory, name: str, description: bytes) -> None:
+        self._pool, self.__qualname__, self._description = pool, name, description
         if hasattr(factory, "score_group"):
             self.score_group = factory.score_group
 
     def __call__(self) -> "ProcessEnvironment":
         """Return an environment of one episode."""
-        return ProcessEnvironment(self._pool, self.__qualname__, self._described)
+        return ProcessEnvironment(self._pool, self.__qualname__, self._description)
 
 
 _EPISODES = itertools.count()
@@ -248,8 +248,8 @@ _EPISODES = itertools.count()
 class ProcessEnvironment:
     """One episode whose environment lives in a process; what it returns has been checked there."""
 
-    def __init__(self, pool: EnvironmentProcesses, name: str, described: bytes) -> None:
-        self._pool, self.name, self._described = pool, name, described
+    def __init__(self, pool: EnvironmentProcesses, name: str, description: bytes) -> None:
+        self._pool, self.name, self._description = pool, name, description
         self._number = next(_EPISODES)
         self._worker: EnvironmentProcess | None = None
         self._context: EpisodeContext
@@ -268,7 +268,7 @@ class ProcessEnvironment:
         except TypeError as error:
             reason = f"the data of task {context.key}: {error}; give plain data, or --environment-processes 0"
             raise EpisodeFailed(reason, retryable=False) from None
-        return unpack_observation(await self._call("open", self._described, context=plain))
+        return unpack_observation(await self._call("open", self._description, context=plain))
 
     async def step(self, reply: Reply) -> StepResult:
         """Run the environment's own step."""
@@ -316,7 +316,7 @@ class ProcessEnvironment:
             raise EpisodeFailed(result["failed"], result["retryable"]) from self._spent
         return result
 
-    def asked(self, head: dict[str, Any]) -> None:
+    def on_request(self, head: dict[str, Any]) -> None:
         """Play what the environment asks of a sub-agent, on the loop that samples."""
         asyncio.run_coroutine_threadsafe(self._play(head), self._loop)
 

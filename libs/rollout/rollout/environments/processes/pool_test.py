@@ -17,7 +17,7 @@ from rollout.environments.processes.messages import describe, pack_messages, reb
 from rollout.environments.processes.pool import EnvironmentProcesses
 from rollout.testing import ScriptedEngine
 from rollout.testing.chat import tiny_tokenizer
-from rollout.testing.rough_environment import Rough
+from rollout.testing.faulty_environment import Faulty
 from seqpack.extensions.load_object import load_object
 
 TOKENIZER = tiny_tokenizer()
@@ -32,10 +32,10 @@ def shared() -> Iterator[EnvironmentProcesses]:
     pool.close()
 
 
-def play(pool: EnvironmentProcesses, factory: Any = Rough, size: int = 4, **data: Any) -> list[Episode]:
+def play(pool: EnvironmentProcesses, factory: Any = Faulty, size: int = 4, **data: Any) -> list[Episode]:
     engine = ScriptedEngine(lambda prompt, turn: SAYS)
     row = TaskRow("a", data)
-    return asyncio.run(run_group(pool.hosted(factory), engine, CHAT, Sampling(max_new_tokens=8), size=size, row=row))
+    return asyncio.run(run_group(pool.wrap(factory), engine, CHAT, Sampling(max_new_tokens=8), size=size, row=row))
 
 
 def test_siblings_share_a_process_that_is_not_the_runs(shared: EnvironmentProcesses) -> None:
@@ -48,7 +48,7 @@ def test_siblings_share_a_process_that_is_not_the_runs(shared: EnvironmentProces
 @pytest.mark.parametrize(
     ("do", "reason"),
     [
-        ("block", "step() of Rough gave no answer within 0.5 s"),
+        ("block", "step() of Faulty gave no answer within 0.5 s"),
         ("exit", "ended its process (exit code 3)"),
         ("hold", "said nothing for 2.5 s"),
         ("stop", "said nothing for 2.5 s"),
@@ -89,19 +89,19 @@ def test_a_sub_agent_speaks_through_the_border(shared: EnvironmentProcesses) -> 
 
 def test_a_class_of_a_users_file_is_found(shared: EnvironmentProcesses, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    file.write_text("from rollout.testing.rough_environment import Rough\nclass Mine(Rough): pass\n")
+    file.write_text("from rollout.testing.faulty_environment import Faulty\nclass Mine(Faulty): pass\n")
     assert all(e.score for e in play(shared, load_object(f"{file}:Mine", "environment")))
 
 
 def test_what_cannot_be_sent_is_said(shared: EnvironmentProcesses) -> None:
-    class Local(Rough):
+    class Local(Faulty):
         pass
 
     with pytest.raises(ValueError, match=r"Local can't be sent .* define it at the top .* --environment-processes 0"):
-        shared.hosted(Local)
+        shared.wrap(Local)
     with pytest.warns(RuntimeWarning, match="played in threads of the run's process"):
-        assert EnvironmentProcesses().hosted(Local) is Local
-    assert EnvironmentProcesses(0).hosted(Rough) is Rough
+        assert EnvironmentProcesses().wrap(Local) is Local
+    assert EnvironmentProcesses(0).wrap(Faulty) is Faulty
     assert "give plain data" in (play(shared, size=1, do=object())[0].error or "")
 
 
@@ -118,7 +118,8 @@ def test_a_class_is_refused_by_its_share_and_comes_back(
 
 
 def test_a_factory_crosses_the_border_by_its_names() -> None:
-    word = functools.partial(TaskRow, "a", data={1: ("x", [None, b"y"])})
+    data: dict[Any, Any] = {1: ("x", [None, b"y"])}
+    word = functools.partial(TaskRow, "a", data=data)
     assert rebuild(json.loads(json.dumps(describe(word))))() == word()
     assert rebuild(describe(TaskRow("b", {"n": 2}))) == TaskRow("b", {"n": 2})
     for wrong in (lambda: None, object(), np.zeros(2)):

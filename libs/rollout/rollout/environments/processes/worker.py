@@ -30,7 +30,7 @@ from rollout.environments.thread_environment import host
 from rollout.errors import EpisodeFailed
 from rollout.tools.tool import Tool, as_tools
 from rollout.workers.channel import Channel
-from rollout.workers.silence import BEAT, say_stack_when_asked
+from rollout.workers.heartbeat import HEARTBEAT, dump_stack_on_signal
 
 KINDS = {"open": Observation, "step": StepResult, "finish": Score}
 
@@ -49,7 +49,7 @@ class Worker:
         threading.Thread(target=self._read, args=(asyncio.get_running_loop(),), daemon=True).start()
         while True:
             self._channel.send({"beat": time.process_time()})
-            await asyncio.sleep(BEAT)
+            await asyncio.sleep(HEARTBEAT)
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
@@ -134,21 +134,21 @@ class RemoteConverse:
 class RemoteConversation:
     """A `Conversation` that the run plays; its attributes are those after the last call."""
 
-    def __init__(self, worker: Worker, said: dict[str, Any]) -> None:
+    def __init__(self, worker: Worker, reply: dict[str, Any]) -> None:
         self._worker = worker
-        self._note(said)
+        self._note(reply)
 
-    def _note(self, said: dict[str, Any]) -> None:
-        self._place = {"episode": said["episode"], "conversation": said["conversation"]}
-        self.messages = list(unpack_messages(said["messages"]))
-        self.tools = unpack_tools(said["tools"])
-        self.__dict__.update(said["state"])
+    def _note(self, reply: dict[str, Any]) -> None:
+        self._place = {"episode": reply["episode"], "conversation": reply["conversation"]}
+        self.messages = list(unpack_messages(reply["messages"]))
+        self.tools = unpack_tools(reply["tools"])
+        self.__dict__.update(reply["state"])
 
     async def _ask(self, what: str, **head: Any) -> dict[str, Any]:
-        said = await self._worker.ask(what=what, **self._place, **head)
+        reply = await self._worker.ask(what=what, **self._place, **head)
         if what != "fork":
-            self._note(said)
-        return said
+            self._note(reply)
+        return reply
 
     async def reply(self) -> Reply:
         """Sample one turn."""
@@ -169,7 +169,7 @@ class RemoteConversation:
 
 def main(descriptor: int) -> None:
     """Serve the run at the other end of a connection."""
-    say_stack_when_asked()
+    dump_stack_on_signal()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's
     if Path("/proc/self/oom_score_adj").exists():
         Path("/proc/self/oom_score_adj").write_text("1000")  # memory that runs out ends this process, not the sampler

@@ -6,10 +6,10 @@ import signal
 import sys
 import time
 
-BEAT = 1.0  # seconds
+HEARTBEAT = 1.0  # seconds
 
 
-def say_stack_when_asked() -> None:
+def dump_stack_on_signal() -> None:
     """Let this process write the stacks of its threads at SIGUSR1, whatever it is at."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 
@@ -19,4 +19,4 @@ def ask_stack(pid: int, why: str) -> None:
     sys.stderr.write(f"{why}; its stack, unless it is stopped:\n")
     sys.stderr.flush()
     os.kill(pid, signal.SIGUSR1)
-    time.sleep(BEAT)
+    time.sleep(HEARTBEAT)

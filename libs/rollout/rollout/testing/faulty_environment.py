@@ -13,10 +13,10 @@ from rollout.chat.messages import Reply
 from rollout.environments.environment import End, EpisodeContext, Observation, Score, StepResult
 from rollout.tools.tool import Tool
 
-BACKTRACK = re.compile(r"(a+)+$")  # its search holds the interpreter's lock for ever
+SLOW_PATTERN = re.compile(r"(a+)+$")  # its search holds the interpreter's lock for ever
 
 
-class Rough:
+class Faulty:
     """One turn; `data["do"]` says what step() does in the episodes of the indices `data["who"]`."""
 
     timeout = 0.5
@@ -51,7 +51,7 @@ class Rough:
         os._exit(3)
 
     async def _hold(self) -> None:
-        BACKTRACK.search("a" * 60 + "b")
+        SLOW_PATTERN.search("a" * 60 + "b")
 
     async def _stop(self) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
