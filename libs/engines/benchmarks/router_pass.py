@@ -1,14 +1,18 @@
 """What a router's balancing loss costs a step: without it, with a pass that counts, and with forward passes ahead.
 
-    python libs/engines/benchmarks/router_pass.py
+    python libs/engines/benchmarks/router_pass.py [--megatron]
+
+Of Megatron also with a pass that counts all micro-batches, as under pipeline stages.
 
 CPU seconds of this process, medians of turns in which the three take a step each; the result is printed as JSON.
 """
 
 import json
 import statistics
+import sys
 import time
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 import transformers
@@ -32,6 +36,9 @@ CASES: dict[str, dict[str, Any]] = {
     "a pass that counts": {"router_aux_loss_coef": 0.1, "router_forwards_ahead": 0},
     "all forward passes ahead": {"router_aux_loss_coef": 0.1, "router_forwards_ahead": 100},
 }
+MEGATRON = "--megatron" in sys.argv
+if MEGATRON:
+    CASES["a pass that counts all"] = CASES["a pass that counts"]
 
 
 def build(micro_batches: int, recompute: bool, case: str) -> TrainEngine:
@@ -40,7 +47,12 @@ def build(micro_batches: int, recompute: bool, case: str) -> TrainEngine:
     config = EngineConfig(
         device="cpu", max_tokens_per_rank=tokens, recheck_rows=0, gradient_checkpointing=recompute, **CASES[case]
     )
-    return build_engine(config, tiny_model("moe", **SHAPE))
+    if not MEGATRON:
+        return build_engine(config, tiny_model("moe", **SHAPE))
+    engine: Any = build_engine(replace(config, backend="megatron"), tiny_model("moe", **SHAPE))
+    if case == "a pass that counts all":
+        engine.executor._run_ahead = -1
+    return cast("TrainEngine", engine)
 
 
 def measured(micro_batches: int, recompute: bool) -> dict[str, float]:
@@ -76,8 +88,8 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"),
         "device": "cpu",
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "command": "python libs/engines/benchmarks/router_pass.py",
-        "what": "CPU seconds of a step of a mixture of 4 layers and 8 experts, width 128, 1,200 tokens: medians of "
+        "command": " ".join(["python libs/engines/benchmarks/router_pass.py", *sys.argv[1:]]),
+        "what": f"CPU seconds of a step{' under Megatron' * MEGATRON} of a mixture of 4 layers and 8 experts, width 128, 1,200 tokens: medians of "
         "9 turns in one run, beside other work.",
         "values": values,
     }

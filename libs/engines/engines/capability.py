@@ -97,7 +97,7 @@ MEGATRON: dict[str, Supported | Unsupported] = {
     "replicated_weights": Unsupported("Megatron's weights are laid out by tensor, pipeline and expert parallelism"),
     "hybrid_sharding": Unsupported("Megatron's weights are no shards: leave shard_ranks out, or set backend='fsdp2'"),
     "gradient_checkpointing": Supported("megatron/recomputed_test.py::test_recomputed_layers_change_nothing"),
-    "router_forwards_ahead": Unsupported("megatron-core's schedule orders the passes: all micro-batches are counted"),
+    "router_forwards_ahead": Supported("megatron/engine_test.py::test_forward_passes_ahead_spare_those_that_count"),
     "activation_offload": Unsupported("megatron-core's layers keep what they recompute from on the device"),
     "tied_weights": Supported(LAYOUTS),
     "shared_weights": Unsupported("Megatron lays weights out in its own way: they are put together for an export"),
@@ -215,6 +215,8 @@ def conflicts(config: EngineConfig, trainable: bool = True) -> Iterator[str]:
         yield f"megatron_optimizer='core' cannot be used: {answer.reason}; set it to 'auto' or 'torch'{untested}"
     if config.virtual_pipeline_parallel > 1 and config.pipeline_parallel == 1:
         yield "virtual_pipeline_parallel has no effect without pipeline_parallel: set that above 1"
+    if config.backend == "megatron" and config.router_forwards_ahead and config.pipeline_parallel > 1:
+        yield "router_forwards_ahead: stages begin with backward passes early, a pass counts all before: leave it out"
     if config.context_parallel not in ("off", "static:1") and config.batching != "packed":
         yield "context parallelism shards packed sequences: set batching='packed'"
 

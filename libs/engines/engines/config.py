@@ -57,8 +57,8 @@ class EngineConfig:
     """Leave out rows that add exactly nothing to loss and gradient (an objective says which), such as those of
     groups with equal rewards. Metrics then speak of the computed rows alone."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Run decoder layers and head as compiled functions over fused kernels: "auto" where that can be, "on" or an error
-    with the reason."""
+    """Run decoder layers and head as compiled functions over fused kernels: "auto" where that can be (but behind
+    a vision tower), "on" or an error with the reason."""
     weights: Literal["auto", "sharded", "replicated"] = "auto"
     """"sharded" over all ranks (FSDP2), or whole on each with float32 values and moments sharded: faster, two bytes
     a parameter more. "auto" replicates on a single GPU, and leaves the weights of a single CPU process as they are."""
@@ -91,7 +91,7 @@ class EngineConfig:
     """Coefficient of a router's load-balancing loss; None keeps the model's own, 0 trains without that loss."""
     router_forwards_ahead: int | None = None
     """Micro-batches beside the first whose forward pass runs before the first backward pass, and spares a pass that
-    counts for the balancing loss (backend fsdp2). Their activations stay meanwhile. None: the apps run as many ahead as
+    counts for the balancing loss (not with pipeline stages). Their activations stay meanwhile. None: the apps run as many ahead as
     fit the device by their plan, an engine alone none."""
     router_z_loss_coef: float = 0.0
     """Coefficient of a router's z-loss, the squared log-partition of its logits: a mean over tokens, summed over

@@ -112,6 +112,21 @@ def test_same_curve_as_on_the_cpu(case: str, dtype: str) -> None:
         assert right["grad_norm"] == pytest.approx(left["grad_norm"], rel=norm)
 
 
+@pytest.mark.parametrize("vision", ["trained", "frozen"])
+def test_compiled_layers_behind_a_tower_train_as_plain_ones(vision: str) -> None:
+    batches, curves = [rows("vision", seed) for seed in range(2)], []
+    for mode in ("off", "on"):
+        built = engine("vision", dtype="bfloat16", vision=vision, compile=mode)
+        scores = built.forward(batches[0])["log_probs"].values().float().cpu()
+        curves.append((scores, [built.train_batch(batch, GRPO()) for batch in batches]))
+    (want_scores, want), (got_scores, got) = curves
+    assert (want_scores - got_scores).abs().mean() < SCORES["bfloat16"]
+    loss, norm = BOUNDS["bfloat16"]
+    for left, right in zip(want, got, strict=True):
+        assert right["loss"] == pytest.approx(left["loss"], rel=loss, abs=loss)
+        assert right["grad_norm"] == pytest.approx(left["grad_norm"], rel=norm)
+
+
 def live(built: Any) -> dict[str, torch.Tensor]:
     """What this process holds, a copy: shards on a GPU, on a CPU the weights themselves."""
     named = {name: p.detach() for name, p in built.executor.model.named_parameters()}

@@ -79,7 +79,7 @@ def use_layer_functions(model: Any, backend: str | None = "inductor") -> LayerFu
         mixer = next(iter(family.mixers(layer)))[0]
         set_mixin(layer, FunctionLayer)
         vars(layer)["functions"] = _Functions(names[id(mixer)], text, backend)
-    norm = model.base_model.norm
+    norm = family.decoder(model).norm
     use_final_norm(norm, float(text.rms_norm_eps), backend)
     return LayerFunctions(layers, norm)
 

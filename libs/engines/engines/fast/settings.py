@@ -8,8 +8,8 @@ KEPT_BYTES = 2**30
 
 def settings_refusal(config: EngineConfig) -> str | None:
     """Return why layers cannot be compiled under these settings, on any machine; None where they can."""
-    if config.vision != "off":
-        return "layers behind a vision tower have not been run as functions"
+    if config.vision != "off" and config.compile != "on":
+        return "layers behind a vision tower are compiled where compile='on' asks for it"
     if config.activation_offload:
         return "the inputs of compiled layers are not moved to the host"
     if config.batching != "packed":

@@ -79,7 +79,7 @@ def test_another_model_is_named(kind: str, changes: dict[str, Any], reason: str)
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"vision": "frozen"}, "behind a vision tower"),
+        ({"vision": "frozen"}, "where compile='on' asks for it"),
         ({"gradient_checkpointing": True, "activation_offload": True}, "are not moved to the host"),
         ({"batching": "padded"}, "set batching='packed'"),
         ({"context_parallel": "dynamic"}, "whose ranks share sequences"),
@@ -88,6 +88,7 @@ def test_another_model_is_named(kind: str, changes: dict[str, Any], reason: str)
 )
 def test_settings_are_named(options: dict[str, Any], reason: str) -> None:
     assert settings_refusal(EngineConfig(context_parallel="static:1")) is None
+    assert settings_refusal(EngineConfig(vision="frozen", compile="on")) is None
     with pytest.raises(ValueError, match=reason):
         raise ValueError(settings_refusal(EngineConfig(**options)))
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from engines import EngineConfig, LocalBatch, LoraConfig, TrainEngine, build_engine
+from engines.fast.layers import use_layer_functions
 from engines.launch import ensure_group
 from engines.proofs.forked_ranks import launch_forked
 from engines.step import Engine
@@ -47,6 +48,21 @@ def engine(module: Any = None, vision: Any = "trained", **options: Any) -> Train
     usual: dict[str, Any] = {"device": "cpu", "lr": 1e-2, "eps": 1e-3, "max_tokens_per_rank": 64, "weight_decay": 0.1}
     source = None if "model" in options else module or model()
     return build_engine(EngineConfig(**usual | options, vision=vision), source)
+
+
+@pytest.mark.parametrize("vision", ["trained", "frozen"])
+def test_layers_that_run_as_functions_behind_the_tower_change_nothing(vision: str) -> None:
+    """As `compile` has them on a GPU, here uncompiled: scores and two steps, with rows that are recomputed."""
+    plain, fast = (engine(vision=vision, gradient_checkpointing=vision == "trained") for _ in range(2))
+    changed = use_layer_functions(fast.executor.model, None)  # type: ignore[attr-defined]
+    assert all("functions" in vars(layer) for layer in changed.layers)
+    batch = make_batch(samples())
+    scores = [one.forward(batch)["log_probs"].values() for one in (plain, fast)]
+    torch.testing.assert_close(scores[1], scores[0], atol=1e-5, rtol=0)
+    for _ in range(2):
+        want, got = (one.train_batch(batch, SFT()) for one in (plain, fast))
+        for key in ("loss", "grad_norm"):
+            assert got[key] == pytest.approx(want[key], rel=1e-4), key
 
 
 @pytest.mark.parametrize("kind", ["vision", "vision_moe"])

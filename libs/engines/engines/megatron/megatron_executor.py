@@ -11,9 +11,11 @@ Invariant, tested over layouts: losses, norms, scores, weights and exports are t
 """
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -65,6 +67,7 @@ from engines.parallel.groups import ParallelGroups
 from engines.parallel.planning import PlannedRows
 from engines.parallel.stages import Split
 from engines.scoring.log_probs import scored, token_log_probs
+from engines.scoring.router_counts import check_forwards_ahead
 from engines.weights.disk_names import OWN_NAMES, DiskNames
 from engines.weights.disk_weights import DiskTensors, DiskWeights
 from engines.weights.model_weights import live_tensors
@@ -101,6 +104,8 @@ class MegatronExecutor(PlainScoring):
         dtype = _dtype(config, model, self.device)
         self.balance = None if router is None else Balance(router, self.device, dtype)
         self.adds_loss = self.balance is not None
+        self._run_ahead = config.router_forwards_ahead or 0
+        check_forwards_ahead(self._run_ahead, router)
         self.compiled: Supported | Unsupported = fused_pieces(config, model.config, self.device, dtype)
         self.rotary = copy.deepcopy(rotary_of(model)).to(self.device)
         sizes = (weights := weight_map(model)).sizes
@@ -190,7 +195,9 @@ class MegatronExecutor(PlainScoring):
     def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
         """Run megatron-core's schedule, which ends by summing gradients over ranks.
 
-        A router's loss needs the counts of the whole step first: a pass of its own takes them.
+        A router's loss needs the counts of the whole step before the first backward pass. The first forward passes run
+        ahead and give theirs; a pass without gradients counts the others (and all of them where there are stages, whose
+        schedule begins with backward passes early).
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -198,20 +205,22 @@ class MegatronExecutor(PlainScoring):
             self._run(micro_batches, loss, scoring, forward_only=False)
             return
         micro_batches = self._even(micro_batches)
-        self._count(self.balance, micro_batches)
-        share = self.balance.total / (len(micro_batches) * self.groups.layout.plan_size)
+        balance, shares = self.balance, len(micro_batches) * self.groups.layout.plan_size
+        balance.begin()
+        ahead = 0 if self.groups.layout.pp > 1 else min(1 + self._run_ahead, len(micro_batches))
+        if not ahead:
+            self._count(balance, micro_batches)
 
         def with_auxiliary(micro_batch: MicroBatch, scores: Scores) -> Tensor:
             # The value alone: its gradient is added where the routers are. Ranks that share a micro-batch are weighed.
-            value = scores.log_probs.new_tensor(share * len(micro_batch.ranks))
+            value = scores.log_probs.new_tensor(balance.total / shares * len(micro_batch.ranks))
             return loss(micro_batch, replace(scores, auxiliary=value))
 
-        self._run(micro_batches, with_auxiliary, scoring, forward_only=False, counting=True)
+        self._run(micro_batches, with_auxiliary, scoring, forward_only=False, counting=True, ahead=ahead)
 
     @torch.no_grad()
     def _count(self, balance: Balance, micro_batches: MicroBatches) -> None:
         """Run forward on all micro-batches, and count what the routers of all stages choose in them."""
-        balance.begin()
         nothing = torch.zeros((), device=self.device)
         self._run(micro_batches, lambda *_: nothing, None, forward_only=True, counting=True)
         balance.counted_all(self.groups.world)
@@ -233,20 +242,31 @@ class MegatronExecutor(PlainScoring):
         scoring: Scoring | None,
         forward_only: bool,
         counting: bool = False,
+        ahead: int = 0,
     ) -> None:
         """Run the schedule over the micro-batches; `finish` gets the scores of each on the last stage, where asked for.
 
-        `counting`: whether routers are to count, or to add their loss.
+        `counting`: whether routers are to count, or to add their loss. `ahead`: how many forward passes run before the
+        first backward pass; the others are counted then.
         """
+        kept: deque[tuple[MicroBatch, ModelInputs, Tensor]] = deque()
 
-        def forward_step(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
-            micro_batch = next(iterator)
+        def forward(micro_batch: MicroBatch, chunk: Any) -> tuple[MicroBatch, ModelInputs, Tensor]:
             inputs = self.builder.inputs(micro_batch)
             packed = self._packed(inputs, counting)
             features = None
             if self.tower is not None and inputs.vision is not None and chunk is self.chunks[0]:
                 features = self.tower.features(inputs.vision, inputs.input_ids.numel())
-            output = chunk(inputs.input_ids.unsqueeze(0), packed, features)
+            return micro_batch, inputs, chunk(inputs.input_ids.unsqueeze(0), packed, features)
+
+        def forward_step(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
+            if ahead and self.balance is not None and self.balance.counts is None:
+                kept.extend(forward(next(iterator), chunk) for _ in range(ahead))
+                with torch.no_grad():
+                    for one in islice(micro_batches, ahead, None):
+                        forward(one, chunk)
+                self.balance.counted_all(self.groups.world)
+            micro_batch, inputs, output = kept.popleft() if kept else forward(next(iterator), chunk)
 
             def calculate_loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 scores = None if scoring is None else self._scores(hidden, micro_batch.packed, inputs, scoring)

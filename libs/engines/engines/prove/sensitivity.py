@@ -181,7 +181,8 @@ def _named(config: Any, path: str, source: str) -> bool:
 def _copied(config: Any, path: str, source: str) -> bool:
     """Return whether a field is an older spelling of one of `rope_parameters`, which alone modelling code reads."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    return path in rope and not re.search(rf"""config(\.|, ["']){path}\b""", source)
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    return any(path in part for part in parts) and not re.search(rf"""config(\.|, ["']){path}\b""", source)
 
 
 def not_exercised(found: Iterator[Flip], tolerance: float) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 SIZES: Mapping[str, int] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "hidden_dim", "embedding_size", "embed_dim"), HIDDEN),
     "embedding_dim": HIDDEN,
+    "lru_width": HIDDEN,
     **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads"), HEADS),
     **dict.fromkeys(("head_dim", "attention_head_dim", "v_head_dim", "qk_nope_head_dim", "global_head_dim"), HEAD_DIM),
     **dict.fromkeys(
@@ -119,6 +120,7 @@ def shrink_config(config: Any) -> SmallConfig:
     if own := _own_fields(before, kept):
         text.per_layer_config = {
             place: {name: _own_size(name, value, fields) for name, value in fields.items()}
+            | {name: text.head_dim - HEAD_DIM for name in _heads_left(before, fields)}
             for place, fields in own.items()
         }
     _shrink_rope(text)
@@ -126,6 +128,12 @@ def shrink_config(config: Any) -> SmallConfig:
     return SmallConfig(
         text, tuple((name, before.get(name), after[name]) for name in after if after[name] != before.get(name))
     )
+
+
+def _heads_left(before: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the size of a single layer that is what rotary embeddings leave of a head (Dots3), if it is."""
+    turned, left = fields.get("qk_rope_head_dim", before.get("qk_rope_head_dim")), fields.get("qk_nope_head_dim")
+    return ("qk_nope_head_dim",) if turned and left and left + turned == before.get("head_dim") else ()
 
 
 def _own_size(name: str, value: Any, fields: Mapping[str, Any]) -> Any:

@@ -65,6 +65,8 @@ def _shrink(config: Any, before: Any, text: Any) -> None:
 def _shrink_tower(config: Any) -> None:
     before = config.to_dict()
     depths = {before[name] for name in _TOWER_DEPTHS if isinstance(before.get(name), int)}
+    if own := before.get("per_layer_config"):
+        config.per_layer_config = {int(n): one for n, one in own.items() if int(n) < _SIZES["num_layers"]}
     for name, value in before.items():
         if isinstance(value, list) and len(value) in depths and len(value) > _SIZES["num_layers"]:
             setattr(config, name, value[: _SIZES["num_layers"]])

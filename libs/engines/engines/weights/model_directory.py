@@ -22,12 +22,14 @@ SINGLE = "model.safetensors"
 _ORDER = (SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Weight files of a directory in their order of precedence."""
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES |= {"I64": torch.int64}
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
 
 @dataclass(frozen=True)
 class DiskTensor:
-    """One tensor of a directory. `dtype` is None for a type that is not a floating point number that can be trained."""
+    """One tensor of a directory. `dtype` is None for a type that is neither a floating point number that can be
+    trained nor that of whole numbers in a model's buffers (tables of ids)."""
 
     file: Path
     shape: tuple[int, ...]
@@ -65,7 +67,7 @@ class ModelDirectory:
         return ModelDirectory(path, tensors)
 
     def rows(self, name: str, rows: slice | None = None) -> Tensor:
-        """Read these rows (dimension 0; None, or a scalar: the whole) of a floating-point tensor into memory of their
+        """Read these rows (dimension 0; None, or a scalar: the whole) of a tensor into memory of their
         own.
 
         Nothing else of the file is read or mapped. ValueError where the file has become shorter.

@@ -124,7 +124,7 @@ def _check_present(names: DiskNames, live: Mapping[str, Tensor], source: ModelDi
                     "whole, or its config is another's"
                 )
             _check_shape(part.name, entry, wanted)
-            if entry.dtype is None:
+            if entry.dtype is None or entry.dtype.is_floating_point != tensor.is_floating_point():
                 raise ValueError(f"{entry.file}: {part.name} is quantised, and quantised weights cannot be trained")
             dtypes[part.name] = entry.dtype
     return dtypes

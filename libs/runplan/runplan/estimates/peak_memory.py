@@ -94,7 +94,7 @@ def activation_bytes(shape: ModelShape, layers: int, tokens: int, recompute: boo
 
 
 def kept_bytes(shape: ModelShape, engine: EngineConfig, tokens: int, width: int) -> float:
-    """Return the bytes of a micro-batch whose forward pass has run ahead (FSDP2's `router_forwards_ahead`)."""
+    """Return the bytes of a micro-batch whose forward pass has run ahead (`router_forwards_ahead`)."""
     if not engine.gradient_checkpointing:
         return activation_bytes(shape, shape.layers, tokens, False, width)
     return 0.0 if engine.activation_offload else float(width * tokens * shape.layers * shape.hidden)

@@ -21,7 +21,9 @@ MARGIN = 0.9
 def asks_for_counts(spec: RunSpec) -> bool:
     """Return whether a step needs counts of a router that nothing but forward passes says, and may choose how."""
     engine, shape = spec.engine, spec.shape
-    if shape is None or not shape.experts or engine.backend != "fsdp2" or engine.routing_replay:
+    if shape is None or not shape.experts or engine.pipeline_parallel > 1:
+        return False
+    if engine.routing_replay and engine.backend == "fsdp2":
         return False
     coefficient = engine.router_aux_loss_coef
     return spec.balancing_loss if coefficient is None else coefficient > 0

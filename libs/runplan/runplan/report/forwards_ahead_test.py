@@ -67,7 +67,7 @@ def test_what_a_sampler_keeps_is_left_free() -> None:
 def test_settings_are_kept_and_nothing_runs_ahead_for_nothing() -> None:
     for changes in (
         {"router_forwards_ahead": 3},
-        {"backend": "megatron"},
+        {"backend": "megatron", "pipeline_parallel": 2},
         {"router_aux_loss_coef": 0.0, "router_z_loss_coef": 0.1},
         {"router_aux_loss_coef": None},
         {"routing_replay": True},

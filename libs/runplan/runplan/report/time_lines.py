@@ -71,12 +71,15 @@ def step_of(spec: RunSpec, grid: Grid, batches: BatchPlan) -> StepWork:
 def _counted_share(engine: EngineConfig, micro_batches: int) -> float:
     """Return the share of a step's micro-batches that a pass counts for the router's balancing loss.
 
-    FSDP2 spares one and those that run ahead (`engines.scoring.router_counts`), and all where their experts are given;
-    Megatron counts all.
+    One is spared, and those that run ahead; under FSDP2 all where their experts are given or only the z-loss is asked
+    for (`engines.scoring.router_counts`). Megatron's stages count all.
     """
-    if engine.backend == "megatron":
-        return 1.0 if engine.router_aux_loss_coef or engine.router_z_loss_coef else 0.0
-    if not engine.router_aux_loss_coef or engine.routing_replay:
+    megatron = engine.backend == "megatron"
+    if not (engine.router_aux_loss_coef or (megatron and engine.router_z_loss_coef)):
+        return 0.0
+    if engine.pipeline_parallel > 1:
+        return 1.0
+    if engine.routing_replay and not megatron:
         return 0.0
     return max(0.0, 1 - (1 + (engine.router_forwards_ahead or 0)) / micro_batches)
 

@@ -69,7 +69,7 @@ def test_a_cpu_has_no_lines_and_a_tower_is_not_counted() -> None:
 
 
 def test_the_pass_of_a_routers_loss_is_counted() -> None:
-    """FSDP2 spares one of its micro-batches, all with the experts given; Megatron's pass takes all."""
+    """One micro-batch is spared, FSDP2's all with the experts given; under Megatron's stages none."""
     losses = EngineConfig(device="cuda", router_aux_loss_coef=0.01, max_tokens_per_rank=8192)
     lines, step = lines_of(replace(SPEC, engine=losses))
     share = 1 - 1 / step.micro_batches
@@ -85,7 +85,10 @@ def test_the_pass_of_a_routers_loss_is_counted() -> None:
         (replace(losses, router_forwards_ahead=1), 1 - 2 / step.micro_batches),
         (replace(losses, router_forwards_ahead=10_000), 0.0),
         (replace(losses, router_aux_loss_coef=0.0, router_z_loss_coef=0.1), 0.0),
-        (replace(losses, backend="megatron"), 1.0),
+        (replace(losses, backend="megatron"), share),
+        (replace(losses, backend="megatron", router_forwards_ahead=1, routing_replay=True), 1 - 2 / step.micro_batches),
+        (replace(losses, backend="megatron", pipeline_parallel=2), 1.0),
+        (replace(losses, backend="megatron", router_aux_loss_coef=0.0, router_z_loss_coef=0.1), share),
     ):
         assert lines_of(replace(SPEC, engine=engine))[1].counting == expected
 

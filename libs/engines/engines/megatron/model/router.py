@@ -2,9 +2,9 @@
 
 megatron-core balances each layer and micro-batch by itself, counts padding, and divides the gradient by the
 tensor-parallel ranks where losses are summed; its z-loss (`moe_z_loss_coeff`) does the same. Ours are those of
-`engines.families.router`, over the tokens of the whole global batch. What they divide by is counted first, in a pass
-without gradients over all stages and ranks; then every router adds the gradient of its own share, which no other rank
-has, so that they add up to the whole.
+`engines.families.router`, over the tokens of the whole global batch. What they divide by is counted first, over all
+stages and ranks: in forward passes whose backward pass comes later, and in a pass without gradients. In the backward
+pass every router adds the gradient of its own share, which no other rank has, so that they add up to the whole.
 
 Routers can be given the experts that tokens go to (`engines.experts.routers` says why). megatron-core asks an object of
 its own for them, one list for all engines of a process; ours replaces it, and reads what came with the tokens.
@@ -41,14 +41,15 @@ class Balance:
         self._sums = self._sums.new_zeros(2 * self.loss.experts + 2)
 
     def counted_all(self, world: dist.ProcessGroup) -> None:
-        """Sum the counts over all ranks; from now on routers add their share of the loss. Collective."""
+        """Sum the counts over all ranks, which backward passes need. Collective."""
         dist.all_reduce(self._sums, group=world)
         chosen, terms, rows = self._sums.split([self.loss.experts, self.loss.experts + 1, 1])
         self.counts = RouterCounts(chosen, rows.squeeze(0))
         self.total = float(self.loss.loss(terms, self.counts))
 
     def see(self, logits: Tensor, counted: Tensor, given: Tensor | None) -> Tensor:
-        """Count a layer's logits [..., experts], or connect its share of the loss to them; return the logits.
+        """Count a layer's logits [..., experts] until all are counted, and connect its share of the loss to them; return
+        the logits.
 
         `counted` bool[t]: the tokens that count; `given` i64[t, k]: their experts, -1 where the router chooses.
         """
@@ -59,10 +60,13 @@ class Balance:
         if self.counts is None:
             sums = self.loss.routing([flat.detach()], counted, taken)
             self._sums += torch.cat([sums.chosen, sums.terms, sums.rows[None]])
-            return logits
-        share = self.loss.loss(self.loss.routing([flat], counted, taken).terms, self.counts)
-        with_loss: Tensor = _WithLoss.apply(logits, share)
+        with_loss: Tensor = _WithLoss.apply(logits, self, counted)
         return with_loss
+
+    def share(self, logits: Tensor, counted: Tensor) -> Tensor:
+        """Return the share of the loss that a layer's logits have."""
+        assert self.counts is not None, "all are counted before the first backward pass"
+        return self.loss.loss(self.loss.routing([logits.flatten(0, -2)], counted).terms, self.counts)
 
 
 class Router(TopKRouter):
@@ -134,13 +138,18 @@ def _merged(given: Tensor, own: Tensor) -> Tensor:
 
 
 class _WithLoss(torch.autograd.Function):
-    """The identity of x; its backward pass adds the gradient of a loss."""
+    """The identity of logits; its backward pass adds the gradient of their share of the loss."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        ctx.save_for_backward(loss)
-        return x.clone()
+    def forward(ctx: Any, logits: Tensor, balance: Balance, counted: Tensor) -> Tensor:
+        ctx.balance = balance
+        ctx.save_for_backward(logits, counted)
+        return logits.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        return grads[0], torch.ones_like(ctx.saved_tensors[0])
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        logits, counted = ctx.saved_tensors
+        with torch.enable_grad():
+            own = logits.detach().requires_grad_()
+            (more,) = torch.autograd.grad(ctx.balance.share(own, counted), own)
+        return grads[0] + more, None, None
