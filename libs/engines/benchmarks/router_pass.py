@@ -89,8 +89,8 @@ def main() -> None:
         "device": "cpu",
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "command": " ".join(["python libs/engines/benchmarks/router_pass.py", *sys.argv[1:]]),
-        "what": f"CPU seconds of a step{' under Megatron' * MEGATRON} of a mixture of 4 layers and 8 experts, width 128, 1,200 tokens: medians of "
-        "9 turns in one run, beside other work.",
+        "what": f"CPU seconds of a step{' under Megatron' * MEGATRON} of a mixture of 4 layers and 8 experts, width "
+        f"128, 1,200 tokens: medians of {TURNS} turns in one run, beside other work.",
         "values": values,
     }
     print(json.dumps(result, indent=1))

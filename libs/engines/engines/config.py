@@ -91,8 +91,8 @@ class EngineConfig:
     """Coefficient of a router's load-balancing loss; None keeps the model's own, 0 trains without that loss."""
     router_forwards_ahead: int | None = None
     """Micro-batches beside the first whose forward pass runs before the first backward pass, and spares a pass that
-    counts for the balancing loss (not with pipeline stages). Their activations stay meanwhile. None: the apps run as many ahead as
-    fit the device by their plan, an engine alone none."""
+    counts for the balancing loss (not with pipeline stages). Their activations stay meanwhile. None: the apps run as
+    many ahead as fit the device by their plan, an engine alone none."""
     router_z_loss_coef: float = 0.0
     """Coefficient of a router's z-loss, the squared log-partition of its logits: a mean over tokens, summed over
     layers, as megatron-core's `moe_z_loss_coeff`."""

@@ -178,9 +178,10 @@ def test_the_engines_router_coefficient_is_said_in_place_of_the_configs() -> Non
 def test_forward_passes_ahead_spare_those_that_count(recomputed: bool) -> None:
     """A pass each, none beside where all run ahead; loss, gradient and weights are those of a pass that counts all."""
     case, batch = LayoutCase("Qwen3.5 MoE, router's losses"), tiny_batch(list(LENGTHS))
-    results, calls = {}, {}
+    results: dict[int, Any] = {}
+    calls: dict[int, list[bool]] = {}
     for ahead in (-1, 0, 1, 100):  # -1: as pipeline stages do
-        options = {"router_forwards_ahead": max(ahead, 0), "recheck_rows": 0}
+        options: dict[str, Any] = {"router_forwards_ahead": max(ahead, 0), "recheck_rows": 0}
         built: Any = engine_of(case, gradient_checkpointing=recomputed, **options)
         built.executor._run_ahead = ahead
         seen = calls[ahead] = []

@@ -48,8 +48,7 @@ class Balance:
         self.total = float(self.loss.loss(terms, self.counts))
 
     def see(self, logits: Tensor, counted: Tensor, given: Tensor | None) -> Tensor:
-        """Count a layer's logits [..., experts] until all are counted, and connect its share of the loss to them; return
-        the logits.
+        """Count a layer's logits [..., experts] until all are counted; return them with its share of the loss.
 
         `counted` bool[t]: the tokens that count; `given` i64[t, k]: their experts, -1 where the router chooses.
         """
