@@ -97,7 +97,7 @@ MEGATRON: dict[str, Supported | Unsupported] = {
     "replicated_weights": Unsupported("Megatron's weights are laid out by tensor, pipeline and expert parallelism"),
     "hybrid_sharding": Unsupported("Megatron's weights are no shards: leave shard_ranks out, or set backend='fsdp2'"),
     "gradient_checkpointing": Supported("megatron/recomputed_test.py::test_recomputed_layers_change_nothing"),
-    "router_forwards_ahead": Supported("megatron/engine_test.py::test_forward_passes_ahead_spare_those_that_count"),
+    "router_forwards_ahead": Supported("megatron/recomputed_test.py::test_forward_passes_ahead_spare_those_that_count"),
     "activation_offload": Unsupported("megatron-core's layers keep what they recompute from on the device"),
     "tied_weights": Supported(LAYOUTS),
     "shared_weights": Unsupported("Megatron lays weights out in its own way: they are put together for an export"),

@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engines import EngineConfig, LoraConfig, TrainEngine, base_policy, build_engine, save_adapter
-from engines.capability import refuse_unsupported
 from engines.devices import adaptations
 from engines.execution.micro_batches import MicroBatch
 from engines.families.torch_operations import choose_torch_operations
@@ -172,30 +171,6 @@ def test_the_engines_router_coefficient_is_said_in_place_of_the_configs() -> Non
     assert engine_of(LayoutCase("Qwen3.5 MoE"), router_aux_loss_coef=0.5).train_batch(batch, SFT()) == own
     none = engine_of(LayoutCase("Qwen3.5 MoE, router's loss"), router_aux_loss_coef=0.0).train_batch(batch, SFT())
     assert "auxiliary_loss" not in none
-
-
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_forward_passes_ahead_spare_those_that_count(recomputed: bool) -> None:
-    """A pass each, none beside where all run ahead; loss, gradient and weights are those of a pass that counts all."""
-    case, batch = LayoutCase("Qwen3.5 MoE, router's losses"), tiny_batch(list(LENGTHS))
-    results: dict[int, Any] = {}
-    calls: dict[int, list[bool]] = {}
-    for ahead in (-1, 0, 1, 100):  # -1: as pipeline stages do
-        options: dict[str, Any] = {"router_forwards_ahead": max(ahead, 0), "recheck_rows": 0}
-        built: Any = engine_of(case, gradient_checkpointing=recomputed, **options)
-        built.executor._run_ahead = ahead
-        seen = calls[ahead] = []
-        built.executor.stages[0].register_forward_hook(lambda *_, seen=seen: seen.append(torch.is_grad_enabled()))
-        results[ahead] = built.train_batch(batch, SFT()), weights(built)
-    count = int(results[0][0]["micro_batches"])
-    assert count > 2
-    assert [len(one) for one in calls.values()] == [2 * count, 2 * count - 1, 2 * count - 2, count]
-    for metrics, trained in results.values():
-        for key in ("loss", "grad_norm", "auxiliary_loss"):
-            assert metrics[key] == pytest.approx(results[-1][0][key], rel=1e-6), key
-        assert largest_difference(trained, results[-1][1]) < 1e-6
-    with pytest.raises(ValueError, match="stages begin with backward passes early"):
-        refuse_unsupported(EngineConfig(backend="megatron", pipeline_parallel=2, router_forwards_ahead=1))
 
 
 def chosen_by(stock: Any, batch: TensorDict) -> list[Tensor]:

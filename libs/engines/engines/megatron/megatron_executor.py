@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
@@ -43,7 +42,7 @@ from engines.megatron.config.transformer_config import transformer_config
 from engines.megatron.external_mappings.weight_map import weight_map
 from engines.megatron.gpu.fused_layers import fused_pieces, use_fused_pieces
 from engines.megatron.model.attention import PackedTokens
-from engines.megatron.model.even_inputs import EvenInputs
+from engines.megatron.model.even_inputs import EvenInputs, even_rounds
 from engines.megatron.model.packed_gpt import PackedGPT, angles, build_stages, rotary_of
 from engines.megatron.model.plain_scoring import PlainScoring
 from engines.megatron.model.router import Balance, Router
@@ -52,6 +51,7 @@ from engines.megatron.npu.layers import use_npu_operators
 from engines.megatron.optimizers.optimizer_selection import updates_for
 from engines.megatron.runtime.buffer_offload import Moved
 from engines.megatron.runtime.cuda_calls import adapted
+from engines.megatron.runtime.gradient_buffers import with_buffers
 from engines.megatron.runtime.process_groups import ensure_groups
 from engines.megatron.weights.adapter_weights import (
     Adapters,
@@ -64,7 +64,6 @@ from engines.megatron.weights.adapter_weights import (
 from engines.megatron.weights.bridge import MappedParameter, Place, Shape
 from engines.megatron.weights.parameters import Part, boxed, fill, match, whole_tensors, zero_padding
 from engines.parallel.groups import ParallelGroups
-from engines.parallel.planning import PlannedRows
 from engines.parallel.stages import Split
 from engines.scoring.log_probs import scored, token_log_probs
 from engines.scoring.router_counts import check_forwards_ahead
@@ -126,7 +125,11 @@ class MegatronExecutor(PlainScoring):
             self.tower = Tower.of(model, self.place, dtype, self.device, trainable and config.vision == "trained")
             self.parameters = match(self.stages, (*mapped, *trained_in(self.stages[0], self.tower)))
             zero_padding(self.parameters)
-            self.chunks = self._wrapped() if trainable else [stage.requires_grad_(False) for stage in self.stages]
+            self.chunks = (
+                with_buffers(self.stages, self.settings, config.distributed_optimizer)
+                if trainable
+                else [stage.requires_grad_(False) for stage in self.stages]
+            )
             trained, frozen = ([p for p in self.parameters if p.parameter.requires_grad is x] for x in (True, False))
             self.updates, self.updated_by = updates_for(config, self.chunks, trained, groups.world, scales)
             disk_dtypes = self._dtypes if trainable else {}
@@ -174,20 +177,6 @@ class MegatronExecutor(PlainScoring):
         fill(self._parts(), FirstValues(tensors, self.shapes, torch.initial_seed()))
         taken_over(dict(self.frozen))
 
-    def _wrapped(self) -> list[Any]:
-        """Return the stages with megatron-core's gradient buffers, which sum gradients and never average them."""
-
-        def finalize(model: list[Any], _: Tensor | None = None, **options: Any) -> None:
-            finalize_model_grads(model, None, **options)
-
-        self.settings.finalize_model_grads_func = finalize
-        buffers = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=self.settings.params_dtype == torch.bfloat16,
-            overlap_grad_reduce=False,
-            use_distributed_optimizer=self.config.distributed_optimizer,
-        )
-        return [DistributedDataParallel(self.settings, buffers, stage) for stage in self.stages]
-
     def ahead(self, micro_batches: MicroBatches) -> MicroBatches:
         """Return the micro-batches unchanged: nothing is prepared in the background."""
         return micro_batches
@@ -204,7 +193,7 @@ class MegatronExecutor(PlainScoring):
         if self.balance is None:
             self._run(micro_batches, loss, scoring, forward_only=False)
             return
-        micro_batches = self._even(micro_batches)
+        micro_batches = even_rounds(micro_batches, self.groups, len(self.stages))
         balance, shares = self.balance, len(micro_batches) * self.groups.layout.plan_size
         balance.begin()
         ahead = 0 if self.groups.layout.pp > 1 else min(1 + self._run_ahead, len(micro_batches))
@@ -275,7 +264,7 @@ class MegatronExecutor(PlainScoring):
 
             return output, calculate_loss
 
-        micro_batches = self._even(micro_batches)
+        micro_batches = even_rounds(micro_batches, self.groups, len(self.stages))
         iterators = [iter(micro_batches) for _ in self.chunks]
         with adapted(self.device):
             get_forward_backward_func()(
@@ -287,15 +276,6 @@ class MegatronExecutor(PlainScoring):
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
-
-    def _even(self, micro_batches: MicroBatches) -> MicroBatches:
-        """Add dummies: virtual stages take micro-batches in rounds of as many as there are stages."""
-        missing = -len(micro_batches) % self.groups.layout.pp
-        if len(self.stages) == 1 or not missing:
-            return micro_batches
-        parts = (*micro_batches.parts, *[PlannedRows((), (self.groups.plan_index,))] * missing)
-        source = micro_batches
-        return MicroBatches(source.batch, parts, source.group, source.device, source.keys)
 
     def _own_tokens(self, values: Tensor | None) -> Tensor | None:
         """Return the part of [T, ...] that this rank has between layers."""

@@ -5,8 +5,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from torch.nn import functional
 
-from engines.execution.micro_batches import MicroBatch
+from engines.execution.micro_batches import MicroBatch, MicroBatches
 from engines.inputs.model_inputs import InputBuilder, ModelInputs
+from engines.parallel.groups import ParallelGroups
+from engines.parallel.planning import PlannedRows
 from seqpack.adapters.context import PackedContext
 
 
@@ -30,6 +32,16 @@ class EvenInputs:
     def total(self, value: Tensor, inputs: ModelInputs) -> Tensor:
         """See `InputBuilder`."""
         return self.builder.total(value, inputs)
+
+
+def even_rounds(micro_batches: MicroBatches, groups: ParallelGroups, chunks: int) -> MicroBatches:
+    """Add dummies: virtual stages take micro-batches in rounds of as many as there are stages."""
+    missing = -len(micro_batches) % groups.layout.pp
+    if chunks == 1 or not missing:
+        return micro_batches
+    parts = (*micro_batches.parts, *[PlannedRows((), (groups.plan_index,))] * missing)
+    source = micro_batches
+    return MicroBatches(source.batch, parts, source.group, source.device, source.keys)
 
 
 def _padded(inputs: ModelInputs, missing: int) -> ModelInputs:
