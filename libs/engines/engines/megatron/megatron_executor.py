@@ -103,8 +103,10 @@ class MegatronExecutor(PlainScoring):
         dtype = _dtype(config, model, self.device)
         self.balance = None if router is None else Balance(router, self.device, dtype)
         self.adds_loss = self.balance is not None
-        self._run_ahead = config.router_forwards_ahead or 0
-        check_forwards_ahead(self._run_ahead, router)
+        check_forwards_ahead(config.router_forwards_ahead or 0, router)
+        # Where layers are recomputed a pass that counts costs no more than the first one ahead.
+        default = -1 if config.gradient_checkpointing else 0
+        self._run_ahead = default if config.router_forwards_ahead is None else config.router_forwards_ahead
         self.compiled: Supported | Unsupported = fused_pieces(config, model.config, self.device, dtype)
         self.rotary = copy.deepcopy(rotary_of(model)).to(self.device)
         sizes = (weights := weight_map(model)).sizes

@@ -88,9 +88,12 @@ def planted(bug: str) -> Weights:
         if bug == "expert gradients":
             patch.setattr("engines.megatron.model.packed_gpt.mark_experts", lambda model: None)
         if bug == "router's loss divided":  # by the ranks of tensor parallelism, as megatron-core's own is
-            patch.setattr(
-                _WithLoss, "backward", staticmethod(lambda ctx, *grads: (grads[0], ctx.saved_tensors[0] * 0 + 0.5))
-            )
+            whole = _WithLoss.backward
+
+            def half(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+                return (grads[0] + whole(ctx, *grads)[0]) / 2, None, None
+
+            patch.setattr(_WithLoss, "backward", staticmethod(half))
         engine = engine_of(PLANTED[bug])
         return _trained_with(engine, bug)
 
