@@ -13,7 +13,7 @@ MARGIN = 4.0
 """GiB of training's context, libraries and torn memory that no estimate counts."""
 BESIDE = 1.7
 """GiB that a vLLM takes beside its share, for its context and graphs: 1.6 on an H200 (vLLM 0.26)."""
-CERTAIN = 0.8
+SAFETY = 0.8
 """Share of the true peak that an estimate reaches at least: 0.84 for Qwen3-0.6B on an H200."""
 WORK = 6.0
 """GiB of a vLLM's activations, logits and graphs."""
@@ -36,7 +36,7 @@ def vllm_share(spec: RunSpec, memory: float, requests: int) -> float:
     if shape is None or layers is None:
         return 0.0
     states = states_of(spec, shape, spec.grid, layers)
-    trains = peak_of(spec, shape, spec.grid, layers, states).bytes / CERTAIN
+    trains = peak_of(spec, shape, spec.grid, layers, states).bytes / SAFETY
     if layout.sleep:
         trains = reference_bytes(spec, shape, states) + (0.0 if spec.cluster.offload else states.device)
     staged = sum(buffer.device for buffer in spec.cluster.sampler.buffers(shape, layout, 2))
