@@ -305,7 +305,7 @@ def assign(package: str, rules: list[Rule]) -> list[Rule]:
                     made.append(rule)
                 rule.files += files
     made.sort(key=lambda rule: (re.sub(r"(_gpu\d?|_tf\d+)?_test$", "~", rule.name), rule.name))
-    made.sort(key=lambda rule: (rule.kind != "module_tests") + (rule.name == f"{root.name}_test"))
+    made.sort(key=lambda rule: (rule.kind != "module_tests") + (rule.name == f"{root.name}_test" or bool(rule.folders)))
     return [*top, *made, *programs]
 
 

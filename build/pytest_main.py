@@ -176,6 +176,20 @@ class Seeds:
             torch.manual_seed(zlib.crc32(item.nodeid.encode()))
 
 
+class Groups:
+    """A pytest plug-in that ends a process group that the tests of a file left: those of the next file have none."""
+
+    def __init__(self) -> None:
+        self.path: Path | None = None
+
+    def pytest_runtest_protocol(self, item: Any) -> None:
+        """Destroy torch's default group before the first test of another file, once all fixtures of the last are gone."""
+        dist = sys.modules.get("torch.distributed")
+        if self.path not in (None, item.path) and dist and dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+        self.path = item.path
+
+
 class Capability:
     """A pytest plug-in that writes torch's processor instructions (ATEN_CPU_CAPABILITY) to the log and JUnit file."""
 
@@ -222,7 +236,8 @@ def main(argv: list[str]) -> int:
         options += ["-k", wanted]
     keeper = SkipKeeper(allowed_skips(root / "build/allowed_skips.txt"), strict=bool(os.environ.get("CI")))
     missing = FoundIn([a for a in rest if a.endswith("_test.py")])
-    status = int(pytest.main([*options, *rest], plugins=[keeper, missing, Imports(forked), Seeds(), Capability()]))
+    plugins = [keeper, missing, Imports(forked), Seeds(), Groups(), Capability()]
+    status = int(pytest.main([*options, *rest], plugins=plugins))
     for test, reason in keeper.skips:
         print(f"SKIPPED {test}: {reason}" + (f" [{', '.join(tags)}]" if tags else ""))
     failures = keeper.failures() + missing.failures()

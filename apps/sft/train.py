@@ -188,7 +188,7 @@ class _Steps:
         log.note("layers compiled: {compiled}\noptimizer: {optimizer}".format_map(engine.state_summary()))
         measured = self._begin(earlier)
         if not earlier.done:
-            self._show(1, "training", self._batch(1))
+            self._show(1, "training", self._batch(0))
         idle = IdleSteps.resumed(config.allow_idle_steps, log.run_dir, earlier.done)
         ahead = parse_context_parallel(config.engine.context_parallel) == 1
         clock = time.perf_counter()

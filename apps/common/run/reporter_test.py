@@ -40,7 +40,8 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
         return made[-1], made[-1].id
 
     monkeypatch.setitem(trackers._STARTERS, "trackio", start)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "trackio" or real(name))
     return made
 
 
