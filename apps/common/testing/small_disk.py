@@ -79,5 +79,5 @@ def assert_one_line(done: subprocess.CompletedProcess[str], folder: Path, what: 
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, done.stderr
     assert lines[0].startswith(f"error: no space is left on the disk of {folder}/disk")
-    assert f": {what}" in lines[0]
+    assert f": {what}" in lines[0], lines[0]
     assert then.replace("DISK", f"{folder}/disk") in lines[0]
