@@ -28,9 +28,14 @@ def program(folder: Path, flags: str) -> Callable[[], None]:
     [
         (SFT, "100k", "the tiny model or the demonstrations", "start again"),
         (f"{SFT} --demonstrations 5000 --cache-dir DISK", "1700k", "the tokens of", "start again"),
-        (f"{SFT} --eval-every 9", "4m", "the checkpoint of step 2", "--resume --run-dir DISK/run goes on from step 1"),
         (
-            f"{SFT} --eval-every 9 --nproc-per-node 2",
+            f"{SFT} --eval-every 9 --max-steps 5",
+            "4m",
+            "the checkpoint of step 2",
+            "--resume --run-dir DISK/run goes on from step 1",
+        ),
+        (
+            f"{SFT} --eval-every 9 --max-steps 5 --nproc-per-node 2",
             "4m",
             "the checkpoint of step 2",
             "--resume --run-dir DISK/run goes on from",
