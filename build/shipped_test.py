@@ -42,7 +42,7 @@ EXTRAS = {
         "verifiers": ["gateway/verifiers_agent.py"],
     },
     "runlog": {
-        "report": ["report.py"],
+        "report": ["report.py", "page.py"],
         "tensorboard": ["run.py", "trackers.py"],
         "wandb": ["trackers.py"],
         "mlflow": ["trackers.py"],
@@ -65,6 +65,7 @@ BY_OTHERS = {
 ELSEWHERE = {
     "chat_tools": {
         "__main__.py": {"transformers"},
+        "collator.py": {"torch"},  # who trains has it
         "parsing/token_text.py": {"tokenizers"},  # where it gets a fast tokenizer
         "serving/vllm_plugin.py": {"vllm"},
         "conformance/*": {"transformers", "tokenizers", "trl"},
@@ -78,7 +79,11 @@ ELSEWHERE = {
         "private_api.py": {"mbridge"},  # for what has the extra
         "proofs/checkpoint_matrix.py": {"objectives"},
     },
-    "rollout": {"vllm/server/*": {"vllm", "packaging"}, "private_api.py": {"ray"}},
+    "rollout": {
+        "environments/processes/messages.py": {"pillow"},  # where a task has images
+        "vllm/server/*": {"vllm", "packaging"},
+        "private_api.py": {"ray"},
+    },
     "seqpack": {"ops/fused.py": {"fla", "causal_conv1d", "flash_qla"}},
 }
 

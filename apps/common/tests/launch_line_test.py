@@ -52,7 +52,7 @@ EXPECTED = {
         "--offload",
         "--logging.tracker",
     },
-    "sft": {"--text-column", "--truncation", "--export", "--batch-size"},
+    "sft": {"--text-column", "--truncation", "--batch-size"},
 }
 """Flags among those that were tried."""
 

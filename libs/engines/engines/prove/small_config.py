@@ -120,7 +120,7 @@ def shrink_config(config: Any) -> SmallConfig:
     if own := _own_fields(before, kept):
         text.per_layer_config = {
             place: {name: _own_size(name, value, fields) for name, value in fields.items()}
-            | dict.fromkeys(_heads_left(before, fields), text.head_dim - HEAD_DIM)
+            | {name: text.head_dim - HEAD_DIM for name in _heads_left(before, fields)}
             for place, fields in own.items()
         }
     _shrink_rope(text)
