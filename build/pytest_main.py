@@ -183,7 +183,7 @@ class Groups:
         self.path: Path | None = None
 
     def pytest_runtest_protocol(self, item: Any) -> None:
-        """Destroy torch's default group before the first test of another file, once all fixtures of the last are gone."""
+        """Destroy torch's default group before the first test of another file, when fixtures of the last are gone."""
         dist = sys.modules.get("torch.distributed")
         if self.path not in (None, item.path) and dist and dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()

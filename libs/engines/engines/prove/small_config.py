@@ -120,7 +120,7 @@ def shrink_config(config: Any) -> SmallConfig:
     if own := _own_fields(before, kept):
         text.per_layer_config = {
             place: {name: _own_size(name, value, fields) for name, value in fields.items()}
-            | {name: text.head_dim - HEAD_DIM for name in _heads_left(before, fields)}
+            | {size: text.head_dim - HEAD_DIM for size in _heads_left(before, fields)}  # noqa: C420  not every config has one head_dim
             for place, fields in own.items()
         }
     _shrink_rope(text)
