@@ -180,9 +180,9 @@ def test_a_setting_of_the_data_changes_what_is_imitated(
             assert changed != first
         return
     if name in ("reasoning_weight", "end_of_turn"):  # marks_test and samples of chat_tools show what they change
-        value = 0.5 if name == "reasoning_weight" else "<end>"
+        unread: dict[str, Any] = {name: 0.5 if name == "reasoning_weight" else "<end>"}
         with pytest.raises(ValueError, match=f"--{name.replace('_', '-')}"):
-            DataConfig(data=("train.jsonl",), form="text", **{name: value})
+            DataConfig(data=("train.jsonl",), form="text", **unread)
         return
     if name == "data_processes":  # tokenised_test shows that so many tokenise
         with pytest.raises(ValueError, match="--data-processes"):
