@@ -178,3 +178,16 @@ def test_a_file_without_a_test_is_a_failure(tmp_path: Path) -> None:
     done = run(tmp_path, "pack_test.py", "empty_test.py")
     assert done.returncode == 2
     assert "no test was found" not in done.stdout
+
+
+def test_a_file_finds_no_process_group_of_another(tmp_path: Path) -> None:
+    """What the tests of one file leave is gone before those of the next."""
+    leaves = "def test_it():\n    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+    for name, text in {"a": leaves, "b": "def test_it():\n    assert not dist.is_initialized()\n"}.items():
+        (tmp_path / f"{name}_test.py").write_text(f"import torch.distributed as dist\n\n\n{text}")
+    files = [str(tmp_path / f"{name}_test.py") for name in ("a", "b")]
+    known = {key: value for key, value in os.environ.items() if not key.startswith(("TEST", "XML", "CI"))}
+    known |= {"PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, pytest_main.__file__, *files]
+    done = subprocess.run(command, env=known, capture_output=True, text=True, check=False, timeout=100)
+    assert "2 passed" in done.stdout, done.stdout + done.stderr

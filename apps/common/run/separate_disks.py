@@ -6,13 +6,13 @@ Where all see one disk, nothing here does anything.
 """
 
 import json
-import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from apps.common.run.checkpoints import CHECKPOINTS, checkpoint_path, whole_checkpoints
 from engines.storage.disks import Disks, find_disks, mirror_files, share_files
 from engines.storage.manifest import MANIFEST, read_manifest
-from schedules.runtime.collectives import gather_lists, rank_and_world
+from schedules.runtime.collectives import gather_lists
 
 _PLACE = "machine.json"
 
@@ -22,16 +22,18 @@ def join_disks(run_dir: Path, resume: bool) -> Disks:
 
     Raises:
         RuntimeError: a file can't be written.
-        ValueError: the machines together have no whole checkpoint, though one of them has parts of one.
+        ValueError: the machines together have no whole checkpoint, though one of them has parts of one; nothing is
+            deleted.
     """
     disks = find_disks(run_dir)
     if not disks.several:
         return disks
     places = gather_lists([_place(run_dir)])
-    starts, source = max((start, -rank) for rank, (start, was_first) in enumerate(places) if was_first or not resume)
-    if resume:
+    starts = max(start for start, _ in places)
+    if resume:  # a run of one machine or one disk left no such file: its first rank's directory counts
+        source = max(((start, -rank) for rank, (start, first) in enumerate(places) if first), default=(0, 0))[1]
+        _settle(run_dir, disks, starts)
         mirror_files(run_dir, disks, -source, skip=[CHECKPOINTS, _PLACE])
-        _settle(run_dir, disks)
     if disks.leads:
         first = disks.leaders[0] == disks.rank
         (run_dir / _PLACE).write_text(json.dumps({"start": starts + 1, "first": first}) + "\n")
@@ -47,20 +49,29 @@ def _place(run_dir: Path) -> tuple[int, bool]:
     return place["start"], place["first"]
 
 
-def _settle(run_dir: Path, disks: Disks) -> None:
-    """Give every disk the newest checkpoint whose files the machines have together; delete what came after it."""
+def _settle(run_dir: Path, disks: Disks, starts: int) -> None:
+    """Give every disk the newest checkpoint whose files the machines have together; set aside what came after it."""
     parts = gather_lists([{step: _parts(path) for step, path in whole_checkpoints(run_dir)}])
     steps = sorted({step for own in parts for step in own}, reverse=True)
-    for step in steps:
-        held = [own[step] for own in parts if step in own]
-        if held[0][0] <= {name for _, there in held for name in there}:
-            share_files(checkpoint_path(run_dir, step), disks, hashed=False)
-            return
-        if disks.leads:
-            shutil.rmtree(checkpoint_path(run_dir, step), ignore_errors=True)
-        gather_lists([None])
-    if steps and rank_and_world()[0] == 0:
-        print(f"warning: no checkpoint in {run_dir} is whole on these machines: the run starts from its first step")
+    lacks = {step: _lacking([own[step] for own in parts if step in own]) for step in steps}
+    whole = next((step for step in steps if not lacks[step]), None)
+    if steps and whole is None:
+        files = ", ".join(sorted(lacks[steps[0]]))
+        raise ValueError(
+            f"{run_dir}: these machines lack {files} of the checkpoint of step {steps[0]}, and have no older one "
+            "whole: resume with the machine that has them, or start anew in another --run-dir"
+        )
+    for step in steps[: steps.index(whole)] if whole is not None else ():
+        path = checkpoint_path(run_dir, step)
+        if disks.leads and path.exists():
+            path.rename(path.with_name(f"{path.name}.incomplete-{starts}"))
+    if whole is not None:
+        share_files(checkpoint_path(run_dir, whole), disks, hashed=False)
+
+
+def _lacking(held: Sequence[tuple[set[str], set[str]]]) -> set[str]:
+    """Return the files of a checkpoint that none of the disks has."""
+    return held[0][0] - {name for _, there in held for name in there}
 
 
 def _parts(checkpoint: Path) -> tuple[set[str], set[str]]:
