@@ -152,8 +152,8 @@ def drawn_names(text: str) -> set[str]:
 
 
 def without_drawn(text: str) -> str:
-    """Return a page without the tables that are drawn."""
-    return DRAWN.sub("", text)
+    """Return a page without the tables that are drawn, here or from docs/benchmarks/certificates.json."""
+    return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end of table -->", "", DRAWN.sub("", text), flags=re.S)
 
 
 def _cell(value: Any) -> str:

@@ -20,7 +20,7 @@ kept" was measured on no GPU.
 
 Seconds of a step are operations, as `seqpack` counts them, at the share of the peak that one small model with layers of
 its kind reached (`libs/runplan/runplan/estimates/rates.py`; a test holds each share to the tables of
-[speed](engines-speed.md) and [Megatron](engines-megatron.md#speed), 8,192 tokens a device): dense hybrids 47 %
+[speed](engines-speed.md) and [Megatron](engines-megatron.md#speed), `8192` tokens a device): dense hybrids 47 %
 compiled, 37 % with sharded weights, 25 % not compiled; with experts 20 % (1.0B, 141 ms); under Megatron 33 % with fused
 pieces and 24 % without, its experts not measured. Larger models may reach more, devices that talk over a network less.
 No NPU was measured: there a plan has the operations and the division.
