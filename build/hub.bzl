@@ -29,6 +29,7 @@ def _pip_hub_impl(ctx):
         command += ["--base-hub=" + ctx.attr.base_hub, "--base-lock=" + str(ctx.path(ctx.attr.base_lock))]
         command += ["--base-package=" + name for name in ctx.attr.base_packages]
     command += ["--without=" + name for name in ctx.attr.without]
+    command += ["--source=" + name for name in ctx.attr.sources]
     ctx.report_progress("pip installs the packages of " + lock.basename)
     result = ctx.execute(command, timeout = 3600, quiet = False)
     if result.return_code != 0:
@@ -47,6 +48,7 @@ _pip_hub = repository_rule(
         "fallback_lock": attr.label(allow_single_file = True),
         "local_builds": attr.string_list(),
         "lock": attr.label(allow_single_file = True, mandatory = True),
+        "sources": attr.string_list(),
         "variants_by_name": attr.string_dict(),
         "without": attr.string_list(),
         "_install": attr.label(default = "//build:install_hub.py", allow_single_file = True),
@@ -55,7 +57,7 @@ _pip_hub = repository_rule(
     environ = ["TESSERA_HUB"],
 )
 
-def pip_hub(name, lock, fallback_lock = None, local_builds = ["torch"], variants = {}, data_only = False, over = None, over_lock = None, over_packages = [], without = []):
+def pip_hub(name, lock, fallback_lock = None, local_builds = ["torch"], variants = {}, data_only = False, over = None, over_lock = None, over_packages = [], without = [], sources = []):
     """Declares the hub `@name`.
 
     Args:
@@ -69,6 +71,7 @@ def pip_hub(name, lock, fallback_lock = None, local_builds = ["torch"], variants
       over_lock: the lock of that hub.
       over_packages: only these packages of that hub lie under this one (with all they need); all of them where empty.
       without: packages that a wheel asks for and nobody imports.
+      sources: packages of a `data_only` hub whose source distribution is unpacked, and not built.
       data_only: the lock's packages are read as files and never imported: what they need is left out.
       variants: lock files by the value of $TESSERA_HUB, used in place of `lock` (--config=cuda).
     """
@@ -81,6 +84,7 @@ def pip_hub(name, lock, fallback_lock = None, local_builds = ["torch"], variants
         lock = lock,
         fallback_lock = fallback_lock,
         local_builds = local_builds,
+        sources = sources,
         variants_by_name = variants,
         without = without,
     )

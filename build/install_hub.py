@@ -99,6 +99,29 @@ def download(pip: list[str], entries: dict[str, str], target: Path, folder: str 
     run_pip(command, "pip could not download what the lock lists; its last words stand above.")
 
 
+def unpack_source(pip: list[str], name: str, entry: str, target: Path) -> None:
+    """Unpack a source distribution, checked against its hashes, into the package's folder; build nothing.
+
+    pip cannot just download one: it unpacks it and asks it for its metadata, which takes what it is built with. Without
+    isolation that is absent, pip gives up, and `--no-clean` leaves what it unpacked.
+    """
+    folder = target / "unpacked"
+    folder.mkdir()
+    lock = target / "wanted.txt"
+    lock.write_text(entry)
+    options = ["--no-deps", "--require-hashes", "--no-binary=:all:", "--disable-pip-version-check", "-q"]
+    command = [*pip, "download", *options, "--no-build-isolation", "--no-clean", "-r", str(lock), "-d", str(folder)]
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    trees = [path.parent for path in folder.glob("*/*/PKG-INFO")]
+    if len(trees) != 1:
+        sys.exit(f"{done.stdout}{done.stderr}pip could not unpack the source distribution of {name}.")
+    site = target / label_name(name) / SITE
+    site.mkdir(parents=True)
+    trees[0].rename(site / f"{name}-sources")
+    shutil.rmtree(folder)
+
+
 def download_local_build(pip: list[str], entry: str, target: Path) -> None:
     """Download a wheel of which this machine's pip may prefer a local build (torch +cpu), by the same hashes.
 
@@ -290,6 +313,7 @@ def main() -> None:
     parser.add_argument("--base-lock", type=Path)
     parser.add_argument("--base-package", action="append", default=[], help="only these of the hub under this one")
     parser.add_argument("--without", action="append", default=[], help="what a wheel asks for and nobody imports")
+    parser.add_argument("--source", action="append", default=[], help="its source distribution, unpacked, not built")
     parser.add_argument("--target", required=True, type=Path)
     args = parser.parse_args()
     pip = pip_command(args.target)
@@ -297,6 +321,7 @@ def main() -> None:
     entries = lock_entries(args.lock)
     for name in set(args.local_build) & entries.keys():
         download_local_build(pip, entries.pop(name), args.target)
+    sources = {name: entries.pop(name) for name in args.source}
     download(pip, entries, args.target)
     below = lock_entries(args.base_lock) if args.base_lock else {}
     if args.base_package:
@@ -306,10 +331,12 @@ def main() -> None:
         download(pip, {"packaging": below["packaging"]}, args.target, "reader")
     if args.data_only:
         wheels = Wheels(args.target / "wheels")
-        wheels.requires = {name: [] for name in wheels.requires}
+        wheels.requires = {name: [] for name in [*wheels.requires, *args.source]}
     else:
         wheels = complete(pip, args.target, args.fallback_lock, frozenset(below), frozenset(args.without))
-    names = install(pip, args.target)
+    names = install(pip, args.target) + args.source
+    for name, entry in sources.items():
+        unpack_source(pip, name, entry, args.target)
     (args.target / "wanted.txt").unlink()
     (args.target / "BUILD.bazel").write_text(ROOT_BUILD)
     for name in names:

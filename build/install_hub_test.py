@@ -5,6 +5,7 @@ import marshal
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -106,6 +107,27 @@ def test_a_locks_own_build_is_taken_where_pip_prefers_another(
     assert [path.name for path in tmp_path.glob("cpu/wheels/*")] == [local.name]
     with pytest.raises(SystemExit, match="which the lock does not list"):
         install_hub.download_local_build(pip, entry, tmp_path / "refused")
+
+
+def test_a_source_distribution_is_unpacked_by_its_hash_and_not_built(
+    tmp_path: Path, pip: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"setup.py": "import absent", "PKG-INFO": "Name: tiny\nVersion: 1.0\n", "a.jinja": "{{ messages }}"}
+    for name, text in files.items():
+        (tmp_path / "tiny-1.0" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "tiny-1.0" / name).write_text(text)
+    with tarfile.open(tmp_path / "tiny-1.0.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "tiny-1.0", "tiny-1.0")
+    digest = hashlib.sha256((tmp_path / "tiny-1.0.tar.gz").read_bytes()).hexdigest()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    for name in ["hub", "refused"]:
+        (tmp_path / name).mkdir()
+    install_hub.unpack_source(pip, "tiny", f"tiny==1.0 --hash=sha256:{digest}\n", tmp_path / "hub")
+    tree = tmp_path / "hub/tiny/site-packages/tiny-sources"
+    assert (tree / "a.jinja").read_text() == "{{ messages }}"
+    with pytest.raises(SystemExit, match="could not unpack the source distribution of tiny"):
+        install_hub.unpack_source(pip, "tiny", f"tiny==1.0 --hash=sha256:{'0' * 64}\n", tmp_path / "refused")
 
 
 FORKED = """# Made by a tool.

@@ -53,6 +53,7 @@ HUBS = {
     "extras": Hub("requirements_extras.in", over="cpu", without=("httptools", "uvloop", "watchfiles")),
     "kernels": Hub("requirements_kernels.in", over="cpu"),
     "templates": Hub("requirements_templates.in", data_only=True),
+    "corpus": Hub("requirements_corpus.in", data_only=True, sources={"llama-cpp-python": (), "vllm": ()}),
     "tools": Hub("requirements_tools.in"),
     # For pip on machines with accelerators, not for Bazel.
     "recipes_cuda": Hub(

@@ -54,6 +54,17 @@ def repositories():
         lock = "//build/locks:templates.txt",
     )
 
+    # Templates and parsers of others, as files: what takes minutes reads them.
+    pip_hub(
+        name = "pypi_corpus",
+        data_only = True,
+        lock = "//build/locks:corpus.txt",
+        sources = [
+            "llama-cpp-python",
+            "vllm",
+        ],
+    )
+
     # What builds wheels and looks at the tree.
     pip_hub(
         name = "pypi_tools",

@@ -21,7 +21,7 @@ from typing import Any, Never, Protocol, TypeAlias
 
 from chat_tools import parse
 from chat_tools.parsing.formats import FORMATS
-from chat_tools.parsing.recovery_test import TOOLS as CORPUS_TOOLS
+from chat_tools.testing.samples import MALFORMED_TOOLS as CORPUS_TOOLS
 from chat_tools.testing.samples import write_turn
 
 VERL = {

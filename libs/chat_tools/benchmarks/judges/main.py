@@ -1,84 +1,63 @@
 """Judge our parsers by vLLM's, SGLang's and llama.cpp's on the same texts: agreement by format, each difference named.
 
-    PYTHONPATH=libs/chat_tools python libs/chat_tools/benchmarks/judges/main.py CACHE [--json OUT] [--show]
+    PYTHONPATH=libs/chat_tools python libs/chat_tools/benchmarks/judges/main.py [CACHE] [--json OUT] [--show]
 
-Fetches vLLM's and llama-cpp-python's source distributions, SGLang's wheel and four small packages with pip into CACHE;
-nothing of them comes into the tree. vLLM's and SGLang's parsers run (`server_process.py`); llama.cpp's cases say which
-calls a turn holds. `judged.json` beside this file says who is right where they differ and why. Ends with 1 where a
-difference is not judged. Needs transformers, for the formats of llama.cpp's templates.
+Fetches vLLM's and llama-cpp-python's source distributions, SGLang's wheel and some small packages with pip into CACHE
+(`conformance/living_corpus_test.py` has them from its hub); nothing of them comes into the tree. vLLM's and SGLang's
+parsers run (`server_process.py`); llama.cpp's cases say which calls a turn holds. `judged.json` beside this file says
+who is right where they differ and why. Ends with 1 where a difference is not judged. Needs transformers, for the
+formats of llama.cpp's templates.
 """
 
 from __future__ import annotations
 
 import argparse
+import glob
 import hashlib
 import json
 import os
 import subprocess
 import sys
-import tarfile
-import zipfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from chat_tools import parse
-from chat_tools.parsing.recovery_test import TOOLS as MALFORMED_TOOLS
+from chat_tools.conformance.corpus import sources
 from chat_tools.testing.reference_cases import Calls, Case, format_of, llama_cases, server_cases
+from chat_tools.testing.samples import MALFORMED_TOOLS
 
 HERE = Path(__file__).parent
 MALFORMED = HERE.parent.parent / "chat_tools/parsing/malformed.jsonl"
 JUDGED = HERE / "judged.json"
-PACKAGES = {
-    "vllm": ("vllm", "--no-binary"),
-    "sglang": ("sglang", "--only-binary"),
-    "llama.cpp": ("llama-cpp-python", "--no-binary"),
-}
+PACKAGES = {"vllm": "vllm", "sglang": "sglang", "llama.cpp": "llama-cpp-python"}
 NEEDED = (
     *("regex", "pydantic", "pydantic-core", "annotated-types", "typing-extensions", "typing-inspection"),
     *("partial-json-parser", "orjson", "msgspec"),
 )
 
 
-def sources(judge: str, cache: Path) -> Path:
-    """Return the folder with a judge's sources, fetched where the cache has none."""
-    package, kind = PACKAGES[judge]
-    place = cache / judge
-    unpacked = place / "sources"
-    if not unpacked.exists():
-        (place / "pip").mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-clean", kind, ":all:"]
-        environment = {**os.environ, "TMPDIR": str((place / "pip").resolve())}
-        subprocess.run([*command, "-d", str(place), package], env=environment, check=False, stdout=subprocess.DEVNULL)
-        archives = [*place.glob("*.tar.gz"), *place.glob("*.whl"), *(place / "pip").rglob(f"{package}*.tar.gz")]
-        if not archives:
-            raise SystemExit(f"pip fetched no archive of {package} into {place}")
-        if archives[0].suffix == ".whl":
-            with zipfile.ZipFile(archives[0]) as wheel:
-                wheel.extractall(unpacked)
-        else:
-            with tarfile.open(archives[0]) as tar:
-                tar.extractall(unpacked, filter="data")
-    return unpacked if judge != "vllm" else next(unpacked.iterdir())
-
-
-def needed(cache: Path) -> Path:
-    """Return the folder with the packages that the servers' parsers import."""
+def needed(cache: Path | None) -> str:
+    """Return where the packages lie that the servers' parsers import, as a path for Python."""
+    if cache is None:
+        folders = (glob.glob(f"{place}/{name.replace('-', '_')}-*.dist-info") for name in NEEDED for place in sys.path)
+        return os.pathsep.join(dict.fromkeys(os.path.dirname(found[0]) for found in folders if found))
     place = cache / "needed"
     if not place.exists():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(place), *NEEDED]
         subprocess.run(command, check=True)
-    return place
+    return str(place)
 
 
-def answers(judge: str, cases: list[Case], cache: Path) -> list[dict[str, Any]]:
+def answers(judge: str, cases: list[Case], cache: Path | None) -> list[dict[str, Any]]:
     """Return the judge's answer to each case."""
     if judge == "llama.cpp":
         return [{"calls": case.expected} for case in cases]
     lines = "\n".join(json.dumps({"name": c.name, "text": c.text, "tools": c.tools}) for c in cases)
-    command = [sys.executable, str(HERE / "server_process.py"), judge, str(sources(judge, cache))]
-    environment = {"PYTHONPATH": str(needed(cache)), "PATH": os.environ["PATH"]}
+    place = sources(PACKAGES[judge], cache)
+    command = [sys.executable, "-S", str(HERE / "server_process.py"), judge, str(place)]  # without what is installed
+    environment = {"PYTHONPATH": needed(cache), "PATH": os.environ["PATH"]}
     done = subprocess.run(command, input=lines, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"the process of {judge} ended: {done.stderr[-2000:]}")
@@ -103,7 +82,7 @@ def key_of(case: Case) -> str:
     return f"{case.source}/{case.name}/{hashlib.sha256(case.text.encode()).hexdigest()[:10]}"
 
 
-def compare(judge: str, cases: Iterable[Case], cache: Path) -> list[dict[str, Any]]:
+def compare(judge: str, cases: Iterable[Case], cache: Path | None) -> list[dict[str, Any]]:
     """Return each case's outcome: whether ours and the judge's calls are the same."""
     listed = list(cases)
     rows = []
@@ -150,13 +129,13 @@ def by_format(counted: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
 def main() -> int:
     """Print the table and the differences that nobody has judged."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cache", type=Path)
+    parser.add_argument("cache", type=Path, nargs="?", help="without it, packages that lie on the path are taken")
     parser.add_argument("--json", type=Path, help="a file for the table")
     parser.add_argument("--show", action="store_true", help="print the texts of the differences without a verdict")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for judge in PACKAGES:
-        place = sources(judge, options.cache)
+        place = sources(PACKAGES[judge], options.cache)
         cases = llama_cases(place) if judge == "llama.cpp" else server_cases(judge, place, MALFORMED, MALFORMED_TOOLS)
         rows += compare(judge, cases, options.cache)
     judged = json.loads(JUDGED.read_text()) if JUDGED.exists() else {}

@@ -1,63 +1,62 @@
-"""Chat templates of real models, fetched with pip: what the newest TRL, llama-cpp-python and vLLM hold.
+"""Files of other packages, fetched with pip: chat templates of real models, parsers, their tests.
 
-Nothing of the packages is installed or run. `pip download` unpacks a source distribution to read its metadata; vLLM's
-needs torch for that and fails, but leaves the sources where `--no-clean` asks for it. A folder that holds the sources
-already is used as it is: delete it to fetch newer ones.
+Nothing of the packages is installed or built. pip can't just download a source distribution: it unpacks it and asks for
+its metadata, which takes what it is built with; without isolation that is absent, pip gives up, and `--no-clean` leaves
+what it unpacked. Files that are there are used as they are: delete the folder to fetch newer ones.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
-# Each package, and how pip is asked for it.
-PACKAGES: dict[str, tuple[str, ...]] = {
-    "trl": ("--only-binary", ":all:"),
-    "llama-cpp-python": ("--no-binary", ":all:"),
-    "vllm": ("--no-binary", ":all:"),
-}
+# Each package, and how pip is asked for it: a wheel, or the source distribution.
+PACKAGES = {"trl": "--only-binary", "llama-cpp-python": "--no-binary", "vllm": "--no-binary", "sglang": "--only-binary"}
+TEMPLATES = {"trl": "trl/chat_templates", "llama-cpp-python": "vendor/llama.cpp/models/templates", "vllm": "."}
 
 
-def fetched_templates(folder: Path) -> list[Path]:
-    """Return the chat templates of all packages, each text once, fetching into `folder` what is not there.
-
-    ValueError for a package whose sources did not come.
-    """
+def fetched_templates(folder: Path | None) -> list[Path]:
+    """Return the chat templates of the newest TRL, llama-cpp-python and vLLM, each text once; see `sources`."""
     found: dict[str, Path] = {}
-    for package, kind in PACKAGES.items():
-        place = folder / package
-        if not any(place.rglob("*.jinja")):
-            _fetch(package, kind, place)
-        templates = sorted(place.rglob("*.jinja"))
-        if not templates:
-            raise ValueError(f"no chat template of {package} came to {place}: see {place / 'pip.log'}")
-        for path in templates:
-            if _is_chat(path):
+    for package, inside in TEMPLATES.items():
+        for path in sorted((sources(package, folder) / inside).rglob("*.jinja")):
+            if "messages" in path.read_text(encoding="utf-8", errors="replace"):  # not of embeddings or scores
                 found.setdefault(hashlib.sha256(path.read_bytes()).hexdigest(), path)
     return sorted(found.values())
 
 
-def _is_chat(path: Path) -> bool:
-    """Return whether a file is a template of conversations, and of no prompts for embeddings or scores."""
-    return "messages" in path.read_text(encoding="utf-8", errors="replace")
+def sources(package: str, folder: Path | None) -> Path:
+    """Return where a package's files lie: in `folder`, fetched where they are not there; on the path where it is None.
+
+    On the path are those of a test's hub. ValueError for a package whose files did not come.
+    """
+    for place in map(Path, sys.path if folder is None else [folder]):
+        if (tree := place / f"{package}-sources").is_dir():
+            return tree
+        if folder is None and PACKAGES[package] == "--only-binary" and (place / package).is_dir():
+            return place
+    if folder is None:
+        raise ValueError(f"no files of {package} are on the path: name a folder to fetch them into")
+    return _fetch(package, folder / f"{package}-sources")
 
 
-def _fetch(package: str, kind: tuple[str, ...], place: Path) -> None:
-    unpacked = place / "unpacked"
-    unpacked.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-clean", *kind, "-d", str(place), package]
-    with (place / "pip.log").open("w", encoding="utf-8") as log:
-        environment = {**os.environ, "TMPDIR": str(unpacked.resolve())}
-        subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
-    for archive in place.glob("*.whl"):
-        with zipfile.ZipFile(archive) as wheel:
-            wheel.extractall(unpacked, [name for name in wheel.namelist() if name.endswith(".jinja")])
-    for archive in place.glob("*.tar.gz"):
-        with tarfile.open(archive) as source:
-            members = [member for member in source.getmembers() if member.isfile() and member.name.endswith(".jinja")]
-            source.extractall(unpacked, members, filter="data")
+def _fetch(package: str, tree: Path) -> Path:
+    place = tree.with_name(f"{package}-pip")
+    place.mkdir(parents=True, exist_ok=True)
+    options = ["--no-deps", "--no-clean", "--no-build-isolation", PACKAGES[package], ":all:", "-d", str(place)]
+    command = [sys.executable, "-m", "pip", "download", *options, package]
+    environment = {**os.environ, "TMPDIR": str(place.resolve())}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    for wheel in place.glob("*.whl"):
+        zipfile.ZipFile(wheel).extractall(tree)
+    for unpacked in place.glob("*/*/PKG-INFO"):
+        unpacked.parent.rename(tree)
+    shutil.rmtree(place)
+    if not tree.exists():
+        raise ValueError(f"pip brought no files of {package}: {done.stderr[-2000:]}")
+    return tree

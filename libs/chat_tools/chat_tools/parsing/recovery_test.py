@@ -8,24 +8,9 @@ import pytest
 
 from chat_tools.parsing.parser import StreamParser, parse
 from chat_tools.parsing.result import ParsedMessage
+from chat_tools.testing.samples import MALFORMED_TOOLS as TOOLS
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "malformed.jsonl").read_text().splitlines()]
-
-
-def tool(name: str, **properties: object) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
-
-
-TOOLS = [
-    tool("add", a={"type": "integer"}, b={"type": "integer"}),
-    tool("write", text={"type": "string"}),
-    tool("note", tag={"anyOf": [{"type": "string"}, {"type": "null"}]}),
-    tool("many", items={"type": "array"}),
-    tool("flag", on={"type": "boolean"}),
-    tool("ratio", x={"type": "number"}),
-    tool("deep", o={"type": "object"}),
-    tool("ping"),
-]
 
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{c['format']}: {c['case']}" for c in CASES])
