@@ -17,8 +17,10 @@ from apps.common.cli.yaml_config import dump_yaml, load_yaml
 from apps.grpo.config import OWNED, GrpoConfig
 from apps.grpo.main import GROUPS
 from apps.grpo.registry import recipes
+from apps.sft.config import OWNED as SFT_OWNED
 from apps.sft.config import SftConfig
 from apps.sft.main import GROUPS as SFT_GROUPS
+from apps.sft.registry import recipes as sft_recipes
 
 CODE = """
 import sys
@@ -121,12 +123,15 @@ def test_what_is_printed_is_read_back(values: dict[str, Any], tmp_path_factory: 
     assert dump_yaml(read, OWNED) == path.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", recipes())
-def test_every_recipe_is_read_back(name: str, tmp_path: Path) -> None:
-    config = replace(recipes()[name].config, run_dir=Path("runs"))
+@pytest.mark.parametrize("recipe", [*recipes().values(), *sft_recipes().values()], ids=lambda one: one.config.recipe)
+def test_every_recipe_is_read_back(recipe: Any, tmp_path: Path) -> None:
+    config = replace(recipe.config, run_dir=Path("runs"))
+    kind, owned = (SftConfig, SFT_OWNED) if isinstance(config, SftConfig) else (GrpoConfig, OWNED)
     path = tmp_path / "settings.yaml"
-    path.write_text(dump_yaml(config, OWNED), encoding="utf-8")
-    assert with_values(GrpoConfig(), load_yaml(GrpoConfig, GrpoConfig(), path, OWNED)) == config
+    path.write_text(dump_yaml(config, owned), encoding="utf-8")
+    read = with_values(kind(), load_yaml(kind, kind(), path, owned))
+    assert read == config
+    assert dump_yaml(read, owned) == path.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def dump_yaml(config: Any, owned: Mapping[str, str]) -> str:
             place = tree
             for group in groups:
                 place = place.setdefault(group, {})
-            place[last] = _plain(value)
+            place[last] = _plain(_typed(_plain(value), hint_of(type(config), path)))  # a float of 80 is 80.0
     text: str = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
     return text
 
