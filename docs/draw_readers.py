@@ -1,14 +1,14 @@
 """Draw docs/readers.md from docs/readers: `python docs/draw_readers.py`.
 
 `questions.json` has each page's questions with their answers and where the code says so. `scores.json` has the readings
-in order: what became of each question ("right", "wrong", or "absent": the reader did not find it), and by question the
-words of the page that answer it since then. `tasks.json` has what a newcomer needed for five tasks.
+in order: what became of each question that was asked ("right", "wrong", or "absent": the reader did not find it), and
+by question the words of the page that answer it since then. `tasks.json` has what a newcomer needed for five tasks.
 """
 
 import json
 import os
 import re
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ Each page has questions of somebody who knows TRL or verl, written from the code
 ([questions](readers/questions.json), with answers and where the code says so). A reader who saw the page alone answered
 them; an answer that lacks a part of what was asked counts as not found. What was wrong or not found was then mended on
 the page, and a test holds the words of the answer to it ([scores](readers/scores.json)). Then another reader answered
-them again.
+them again, and so after each change of a page.
 
 Drawn by `python docs/draw_readers.py`.
 
@@ -40,22 +40,23 @@ def page_text(root: Path, page: str) -> str:
 
 
 def table(questions: Sequence[Mapping[str, Any]], scores: Mapping[str, Any]) -> str:
-    """Return the page's table: a row a page, then the sum.
+    """Return the page's table: a row a page, with the first and the last reading of its questions, then the sum.
 
     Raises:
         ValueError: a question has no score, or one that is not known.
     """
-    readings: Sequence[Mapping[str, Any]] = scores["readings"]
-    heads = [head for one in readings for head in (f"right, {one['name']}", "wrong", "not found")]
+    readings = [one["scores"] for one in scores["readings"]]
+    first, last = dict(ChainMap(*readings)), dict(ChainMap(*reversed(readings)))
+    heads = [head for name in ("first", "last") for head in (f"right, {name} reading", "wrong", "not found")]
     lines = ["| page | questions | " + " | ".join(heads) + " | mended |", "| --- |" + " --: |" * (len(heads) + 2)]
     total: Counter[str] = Counter()
     for entry in questions:
         ids = [question["id"] for question in entry["questions"]]
         row = {"questions": len(ids)}
-        for number, reading in enumerate(readings):
-            found = [reading["scores"].get(one) for one in ids]
+        for number, reading in enumerate((first, last)):
+            found = [reading.get(one) for one in ids]
             if unknown := [one for one, score in zip(ids, found, strict=True) if score not in SCORES]:
-                raise ValueError(f"{unknown[0]} has no score of {', '.join(SCORES)} in the reading {reading['name']!r}")
+                raise ValueError(f"{unknown[0]} has no score of {', '.join(SCORES)}")
             row |= {f"{number} {score}": found.count(score) for score in SCORES}
         row["mended"] = sum(one in scores["mended"] for one in ids)
         total.update(row)

@@ -30,10 +30,13 @@ def test_the_words_of_the_answer_stand_on_the_page(question: str) -> None:
 
 def test_a_row_counts_its_page() -> None:
     questions = [{"page": "docs/a.md", "questions": [{"id": "a-1"}, {"id": "a-2"}]}]
-    scores = {"readings": [{"name": "first", "scores": {"a-1": "right", "a-2": "absent"}}], "mended": {"a-2": "word"}}
-    assert table(questions, scores).splitlines()[2:] == [
-        "| [docs/a.md](a.md) | 2 | 1 | 0 | 1 | 1 |",
-        "| all | 2 | 1 | 0 | 1 | 1 |",
+    readings = [
+        {"name": "first", "scores": {"a-1": "right", "a-2": "absent"}},
+        {"name": "again", "scores": {"a-2": "wrong"}},
+    ]
+    assert table(questions, {"readings": readings, "mended": {"a-2": "word"}}).splitlines()[2:] == [
+        "| [docs/a.md](a.md) | 2 | 1 | 0 | 1 | 1 | 1 | 0 | 1 |",
+        "| all | 2 | 1 | 0 | 1 | 1 | 1 | 0 | 1 |",
     ]
     with pytest.raises(ValueError, match="a-1 has no score"):
         table(questions, {"readings": [{"name": "first", "scores": {}}], "mended": {}})
