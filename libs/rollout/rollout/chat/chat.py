@@ -155,12 +155,13 @@ class Chat:
         if key is None:
             check_text_only(messages)
             return self._opening(messages, tools)
-        if key not in self._openings:  # a cached rendering was checked when it was made
+        opened = self._openings.get(key)
+        if opened is None:  # a cached rendering was checked when it was made
             check_text_only(messages)
             if len(self._openings) >= MAX_OPENINGS:
                 self._openings.clear()
-            self._openings[key] = self._opening(messages, tools)
-        return list(self._openings[key])
+            opened = self._openings[key] = self._opening(messages, tools)
+        return list(opened)
 
     def _opening(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         escaped = self._encoder.escape(messages, [t.schema for t in tools])
@@ -298,12 +299,13 @@ class Chat:
             key = json.dumps([[dict(m) for m in messages], [id(t) for t in tools], add_generation_prompt])
         except TypeError:  # a value that JSON lacks
             return self.render(messages, tools, add_generation_prompt)
-        if key not in self._texts:
-            while len(self._texts) >= MAX_TEXTS:
-                del self._texts[next(iter(self._texts))]
+        known = self._texts.get(key)
+        if known is None:
+            for oldest in list(self._texts)[: len(self._texts) - MAX_TEXTS + 1]:  # several threads may be here
+                self._texts.pop(oldest, None)
             text = self.render(messages, tools, add_generation_prompt)
-            self._texts[key] = (text, tuple(tools))  # ids are unique among living tools
-        return self._texts[key][0]
+            known = self._texts[key] = (text, tuple(tools))  # ids are unique among living tools
+        return known[0]
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], add_generation_prompt: bool) -> str:
         """Render messages as text by the template, without escaping control tokens in the words of others.

@@ -1,8 +1,8 @@
 """Agents: programs that drive themselves and reach the policy through a gateway, played as episodes.
 
 An agent is called with an `AgentSlot` (the policy's address, and the episode) and returns the episode's score. It may
-be async or block: it runs in a thread of its own, with an event loop of its own, and can't block sampling. Its
-requests are recorded token by token.
+be async or block: one that blocks has a thread of its own, async ones share an event loop (and so may share clients);
+neither can block sampling. Its requests are recorded token by token.
 
 Truncation is no failure: where a limit of the episode (turns, tokens, time) ended the agent, the episode scores
 `cut_off_reward`. Anything else that the agent raises fails the episode, as an environment's errors do.
@@ -29,7 +29,7 @@ from rollout.seeds import derive_seed
 from rollout.tools.tool_stats import summed_metrics
 from rollout.tools.workers import OverrunError, RefusedError, Workers
 
-AGENTS = Workers("agent", max_abandoned=64)
+AGENTS = Workers("agent", max_abandoned=64, one_loop=True)
 GRACE = 30.0  # seconds after a deadline in which an agent may still return
 
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -93,6 +94,20 @@ def test_the_tools_of_an_agent_have_their_rates() -> None:
     _, episode = play(agent, *[call + "<|im_end|>"] * 3, "It is here.<|im_end|>")
     rates = {"tool/find/calls": 3, "tool/find/errors": 2, "tool/find/timeouts": 1}
     assert episode.metrics == {"turns": 4} | rates
+
+
+def test_agents_of_several_groups_may_share_a_client_that_is_bound_to_a_loop() -> None:
+    http = httpx.AsyncClient()  # as LangChain and openai-agents keep one for a process
+
+    async def agent(slot: AgentSlot) -> float:
+        api = openai.AsyncOpenAI(base_url=slot.base_url, api_key=slot.api_key, max_retries=0, http_client=http)
+        for _ in range(3):
+            await api.chat.completions.create(model=slot.model, messages=[user("hi")])  # type: ignore[list-item]
+        return 1.0
+
+    for _ in range(2):
+        _, episodes = play(agent, "one<|im_end|>", group=8, attempts=1)
+        assert [e.error for e in episodes] == [None] * 8
 
 
 def test_a_blocking_agent_is_played_too() -> None:

@@ -1,6 +1,7 @@
 """Chat-completion requests: read and checked as a whole, refused with the name of the wrong parameter.
 
-Nothing is ignored: a parameter without an effect here is a `RequestError` unless it has its neutral value.
+Nothing is silently ignored: a parameter without an effect here is a `RequestError` unless it has its neutral value, or
+stands in `ChatRequest.ignored`, which the response's header and a warning name.
 """
 
 import json
@@ -12,7 +13,12 @@ from rollout.chat.messages import Message
 from rollout.engine import Sampling
 from rollout.tools.tool import Tool
 
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# Parameters that speak of OpenAI's service, or of a form that nothing here enforces; frameworks send them unasked.
+IGNORED = (
+    *("user", "safety_identifier", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
+    *("reasoning_effort", "verbosity", "prediction", "response_format"),
+)
 # Parameters without effect here, with their neutral values.
 IDENTITY_VALUES: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -21,15 +27,12 @@ IDENTITY_VALUES: Mapping[str, tuple[Any, ...]] = {
     "min_p": (0,),
     "logit_bias": ({},),
     "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
-    "parallel_tool_calls": (True,),
-    "store": (False,),
     "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
 }
 READ = (
     *("model", "messages", "tools", "stream", "stream_options", "logprobs", "return_token_ids", "stop"),
     *("temperature", "top_p", "top_k", "seed", "max_tokens", "max_completion_tokens", "n", "tool_choice"),
+    *("parallel_tool_calls", *IGNORED),
 )
 # Keys of a message that clients send back as they got them; ignored when empty.
 EMPTY_KEYS = (
@@ -40,7 +43,6 @@ EMPTY_KEYS = (
     "tool_calls",
     "reasoning_content",
     "reasoning",
-    "name",
 )
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
@@ -76,7 +78,7 @@ class ChatRequest:
     """One checked request. `settings` are the fields of `Sampling` that it names; `stop` are texts.
 
     `n` completions are sampled. `tool_choice` is "auto", "none", "required", or with `function` the name of the tool to
-    be called.
+    be called. `parallel_calls`: whether a turn may hold several calls. `ignored` names what has no effect.
     """
 
     model: str
@@ -91,6 +93,8 @@ class ChatRequest:
     n: int = 1
     tool_choice: ToolChoice = "auto"
     function: str | None = None
+    parallel_calls: bool = True
+    ignored: tuple[str, ...] = ()
 
     @property
     def may_call(self) -> bool:
@@ -153,9 +157,14 @@ def read_request(body: Any, model: str) -> ChatRequest:
         refuse("stream_options needs stream=true", "stream_options")
     tools = _tools(parameters.get("tools", []))
     choice, function = _tool_choice(parameters.get("tool_choice"), tools)
+    messages = read_messages(parameters.get("messages"))
+    named = any(message.get("name") and message["role"] != "tool" for message in parameters["messages"])
+    strict = any(tool["function"].get("strict") for tool in parameters.get("tools", []))
+    ignored = [name for name in IGNORED if parameters.get(name) not in (None, False, {}, {"type": "text"})]
+    ignored += ["tools.strict"] * strict + ["messages.name"] * named
     return ChatRequest(
         model=model,
-        messages=read_messages(parameters.get("messages")),
+        messages=messages,
         tools=tools,
         settings=_settings(parameters),
         stop=_stops(parameters.get("stop", [])),
@@ -166,6 +175,8 @@ def read_request(body: Any, model: str) -> ChatRequest:
         n=int(_number(parameters, "n", (int,), 1, MAX_CHOICES)) if "n" in parameters else 1,
         tool_choice=choice,
         function=function,
+        parallel_calls=parameters.get("parallel_tool_calls") is None or _flag(parameters, "parallel_tool_calls"),
+        ignored=tuple(ignored),
     )
 
 
@@ -181,7 +192,8 @@ def read_messages(given: Any) -> tuple[Message, ...]:
             refuse(f"{where} must be an object, got {type(message).__name__}", where)
         if message.get("role") not in ROLES:
             refuse(f"{where}.role is one of {', '.join(ROLES)}, got {message.get('role')!r}", f"{where}.role")
-        messages.append(read_message(message, where, names))
+        role = "system" if message["role"] == "developer" else message["role"]
+        messages.append(read_message({**message, "role": role}, where, names))
     if messages[-1]["role"] == "assistant":
         refuse(
             "the last message is the assistant's: an answer follows a user's, a tool's or a system message", "messages"
@@ -212,7 +224,7 @@ def read_message(message: Mapping[str, Any], where: str, names: dict[str, str]) 
             refuse(f"{where}.tool_call_id {call_id!r} is the id of no call before it", f"{where}.tool_call_id")
         read |= {"tool_call_id": call_id, "name": names[call_id]}
     for key, value in message.items():
-        if key not in allowed and not (key in EMPTY_KEYS and not value):
+        if key not in allowed and key != "name" and not (key in EMPTY_KEYS and not value):
             refuse(f"{where}.{key} is not supported: leave it out", f"{where}.{key}", "unsupported_parameter")
     return read
 
@@ -271,7 +283,7 @@ def _tools(given: Any) -> tuple[Tool, ...]:
         if not isinstance(function, dict) or tool.get("type", "function") != "function":
             refuse(f"{at} must be a function", at)
         for key, value in function.items():
-            if key not in ("name", "description", "parameters") and value:
+            if key not in ("name", "description", "parameters", "strict") and value:
                 refuse(
                     f"{at}.function.{key} is not supported: leave it out",
                     f"{at}.function.{key}",

@@ -38,21 +38,41 @@ def refused(given: Any, match: str) -> RequestError:
         ("presence_penalty", -1),
         ("logit_bias", {"1": 5}),
         ("top_logprobs", 5),
-        ("response_format", {"type": "json_object"}),
         ("tool_choice", "sometimes"),
         ("tool_choice", {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}),
-        ("parallel_tool_calls", False),
-        ("user", "me"),
-        ("metadata", {"a": "b"}),
         ("functions", []),
         ("unheard_of", 0),
         ("chat_template_kwargs", {"enable_thinking": False}),
-        ("reasoning_effort", "low"),
     ],
 )
 def test_a_parameter_without_effect_is_refused_by_name(name: str, value: Any) -> None:
     refusal = refused(body(**{name: value}), name)
     assert (refusal.status, refusal.param, refusal.code) == (400, name, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("asked", "ignored"),
+    [
+        ({"user": "me", "metadata": {"a": "b"}, "store": True}, ("user", "metadata", "store")),
+        ({"store": False, "metadata": {}, "response_format": {"type": "text"}}, ()),
+        (
+            {"response_format": {"type": "json_object"}, "reasoning_effort": "low"},
+            ("reasoning_effort", "response_format"),
+        ),
+        ({"tools": [TOOL | {"function": TOOL["function"] | {"strict": True}}]}, ("tools.strict",)),
+        ({"messages": [USER | {"name": "me"}]}, ("messages.name",)),
+    ],
+)
+def test_what_frameworks_send_unasked_is_accepted_and_told(asked: dict[str, Any], ignored: tuple[str, ...]) -> None:
+    assert read_request(body(**asked), "policy").ignored == ignored
+
+
+def test_a_developer_is_the_system_and_calls_may_be_single() -> None:
+    request = read_request(
+        body(messages=[{"role": "developer", "content": "x"}, USER], parallel_tool_calls=False), "policy"
+    )
+    assert request.messages[0] == {"role": "system", "content": "x"}
+    assert [read_request(body(), "policy").parallel_calls, request.parallel_calls] == [True, False]
 
 
 @pytest.mark.parametrize("name", sorted(IDENTITY_VALUES))
@@ -96,7 +116,7 @@ def test_neutral_values_and_null_are_accepted(name: str) -> None:
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": ["hi"]}, "messages[0]"),
-        ({"messages": [{"role": "developer", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
@@ -113,7 +133,7 @@ def test_neutral_values_and_null_are_accepted(name: str) -> None:
         ({"messages": [USER, {"role": "assistant", "refusal": "no"}, USER]}, "messages[1].refusal"),
         ({"tools": {}}, "tools"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "examples": [1]}}]}, "tools[0].function.examples"),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
             "tools[0].function.parameters",

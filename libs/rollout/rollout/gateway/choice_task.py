@@ -79,7 +79,9 @@ class ChoiceTask:
             stop_ids=sampling.stop_token_ids,
             number=self._live.recorder.number_call,
         )
-        listen = (request.stream or request.stop) and bool(self._engine.supports("streaming"))
+        listen = (request.stream or request.stop or not request.parallel_calls) and bool(
+            self._engine.supports("streaming")
+        )
         completion = await sample(
             self._engine,
             turn.prompt_ids,

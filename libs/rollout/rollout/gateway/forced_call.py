@@ -28,7 +28,7 @@ def forced_call(chat: Chat, tools: Sequence[Tool], name: str | None) -> list[int
     count = next((i for i, column in enumerate(zip(*ids, strict=False)) if len(set(column)) > 1), min(map(len, ids)))
     beginning = [int(token) for token in ids[0][:count]]
     text = str(chat.tokenizer.decode(beginning, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-    marks = _openings(find_format(chat.tool_format))
+    marks = openings(find_format(chat.tool_format))
     if not any(mark in text for mark in marks) or (name is not None and name not in text):
         raise ValueError(f"the chat template's calls begin with {text!r}, which does not force one")
     return beginning
@@ -51,6 +51,7 @@ def _turn(chat: Chat, tools: Sequence[Tool], name: str, arguments: dict[str, Any
     return text
 
 
-def _openings(fmt: Format) -> list[str]:
+def openings(fmt: Format) -> list[str]:
+    """Return the texts with which calls of a format begin."""
     section = [fmt.section[0]] if fmt.section else []
     return [mark for mark in (*section, *(opening for opening, _ in fmt.calls), fmt.opening) if mark]

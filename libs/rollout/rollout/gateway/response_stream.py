@@ -16,6 +16,7 @@ from rollout.gateway.choice_task import ChoiceTask
 from rollout.gateway.session import LiveSession
 
 KEEP_ALIVE = 10.0  # seconds between the comments of a stream that waits
+IGNORED_HEADER = "x-ignored"  # parameters of the request that had no effect
 
 
 class ResponseStream(Response):
@@ -24,6 +25,7 @@ class ResponseStream(Response):
     def __init__(self, work: ChoiceTask, task: "asyncio.Task[Answer]", live: LiveSession, chat: Chat) -> None:
         self._work, self._task, self._live, self._chat = work, task, live, chat
         self._begun = False
+        self._ignored = {IGNORED_HEADER: ", ".join(work.request.ignored)} if work.request.ignored else {}
         task.add_done_callback(lambda _: work.news.set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,7 +67,8 @@ class ResponseStream(Response):
             return
         answer = self._task.result()
         if not self._work.request.stream:
-            await JSONResponse(answer.body(self._work.request, self._chat))(scope, receive, send)
+            body, headers = answer.body(self._work.request, self._chat), dict(self._ignored)
+            await JSONResponse(body, headers=headers)(scope, receive, send)
             return
         for chunk in self._work.take():
             await self._send_event(send, event(chunk))
@@ -77,8 +80,9 @@ class ResponseStream(Response):
     async def _send_event(self, send: Send, data: bytes) -> None:
         if not self._begun:
             self._begun = True
-            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store", **self._ignored}
+            sent = [(name.encode(), value.encode()) for name, value in headers.items()]
+            await send({"type": "http.response.start", "status": 200, "headers": sent})
         await send({"type": "http.response.body", "body": data, "more_body": True})
 
 

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from chat_tools.parsing.formats import find_format
 from rollout.chat.chat import Chat
 from rollout.chat.messages import Message
 from rollout.engine import Completion
 from rollout.gateway.chat_request import ChatRequest, read_message
-from rollout.gateway.turn_detokenizer import TurnDetokenizer
+from rollout.gateway.forced_call import openings
+from rollout.gateway.turn_detokenizer import TurnDetokenizer, min_tokens_with
 from rollout.gateway.turn_message import Delta, TurnMessage
 
 
@@ -47,18 +50,43 @@ class ChoiceReader:
         schemas = [tool.schema for tool in request.tools]
         self._message = TurnMessage(chat.tool_format, schemas, prefill, may_call=request.may_call, number=number)
         self._log_probs: list[float] = []
+        self._called: int | None = None  # tokens up to the first call's end, where a turn may hold one alone
         self._told = 0  # tokens that the stream has sent in full
         self._begun = False
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop text is complete, so that further tokens are not needed."""
+        """Whether a stop text (or a call too many) is complete, so that further tokens are not needed."""
         return self._text.kept is not None
 
     def feed(self, ids: Sequence[int], log_probs: Sequence[float]) -> list[dict[str, Any]]:
         """Append tokens and return the stream's choices that they complete."""
         self._log_probs += log_probs
-        return self._pieces(self._message.feed(self._text.feed(ids)))
+        if self._request.parallel_calls:
+            return self._pieces(self._message.feed(self._text.feed(ids)))
+        return self._pieces(
+            [delta for i in ids for delta in self._first_call(self._message.feed(self._text.feed([i])))]
+        )
+
+    def _first_call(self, deltas: Sequence[Delta]) -> list[Delta]:
+        """Return the deltas without a second call; that one ends the turn where the first one ended."""
+        kept = []
+        for delta in deltas:
+            if "tool_calls" not in delta or self._called is None:
+                kept.append(delta)
+                self._called = len(self._text.ids) if "tool_calls" in delta else self._called
+            elif self._text.kept is None:
+                fmt, rest = find_format(self._chat.tool_format), self._text.ids[self._called :]
+                text = decode(self._chat, rest)
+                for opening in openings(fmt):
+                    text = text.partition(opening)[0]
+                marks = [
+                    mark for _, mark in (*fmt.calls, *([fmt.section] if fmt.section else [])) if mark and mark in text
+                ]
+                self._text.kept = self._called + (
+                    min_tokens_with(partial(decode, self._chat), rest, marks) if marks else 0
+                )
+        return kept
 
     def finish(self, completion: Completion) -> tuple[Choice, list[dict[str, Any]]]:
         """Append the rest of the engine's completion; return the choice and the last pieces of its stream.
@@ -71,6 +99,8 @@ class ChoiceReader:
             raise RuntimeError("the engine gave other tokens in the end than it told while it sampled")
         pieces = self.feed(completion.ids[known:], completion.log_probs[known:])
         deltas = self._message.feed(self._text.finish()) + self._message.finish()
+        if not self._request.parallel_calls:
+            deltas = self._first_call(deltas)
         finished = completion.stop_reason == "stop" or self.stopped
         if (count := self._text.kept) is not None:
             completion = replace(
@@ -82,6 +112,8 @@ class ChoiceReader:
             )
         pieces += self._pieces(deltas)
         message = self._message.message()
+        if not self._request.parallel_calls and "tool_calls" in message:
+            message["tool_calls"] = message["tool_calls"][:1]
         called = "tool_calls" in message and self._request.function is None  # OpenAI's word for a named one is "stop"
         reason = "length" if not finished else "tool_calls" if called else "stop"
         choice = Choice(self._index, completion, message, read_message(message, "answer", {}), reason)

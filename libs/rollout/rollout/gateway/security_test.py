@@ -88,6 +88,18 @@ def test_a_sessions_key_opens_that_session_alone() -> None:
     requests(body)
 
 
+def test_a_closed_session_stays_closed() -> None:
+    async def body(http: httpx.AsyncClient, gateway: TokenGateway) -> None:
+        assert (await http.post("chat/completions", json=BODY)).status_code == 200
+        await gateway.close("s")
+        is_error(await http.post("chat/completions", json=BODY), 409, "session_closed")
+        with pytest.raises(ValueError, match="closed already"):
+            gateway.open("s")
+        assert gateway.open_sessions == 0
+
+    requests(body)
+
+
 def test_models() -> None:
     async def body(http: httpx.AsyncClient, gateway: TokenGateway) -> None:
         assert [m["id"] for m in (await http.get("models")).json()["data"]] == ["tiny"]

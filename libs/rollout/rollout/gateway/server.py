@@ -19,6 +19,7 @@ import ipaddress
 import secrets
 import socket
 import uuid
+import warnings
 from collections.abc import Iterator
 from functools import partial
 
@@ -39,7 +40,7 @@ from rollout.chat.token_budget import TokenBudget
 from rollout.engine import RolloutEngine, Sampling
 from rollout.environments.environment import End
 from rollout.gateway.answers import Answer
-from rollout.gateway.chat_request import RequestError, read_json, read_request, refuse
+from rollout.gateway.chat_request import ChatRequest, RequestError, read_json, read_request, refuse
 from rollout.gateway.choice_task import ChoiceTask
 from rollout.gateway.recorder import Recorder
 from rollout.gateway.response_stream import ResponseStream
@@ -51,6 +52,7 @@ MIN_TOKEN = 16  # characters of the master token
 MAX_SESSION_ID = 200  # characters
 IDLE_TIMEOUT = 120  # seconds that a connection may idle: longer than clients keep theirs, so that they close first
 BODY_TIMEOUT = 60.0  # seconds in which a body must have come
+LARGE_BODY = 1 << 16  # bytes of a body that is read and tokenised in a thread, so that other sessions go on
 
 
 class TokenGateway:
@@ -95,6 +97,7 @@ class TokenGateway:
         self._max_sessions, self._max_body = max_sessions, max_body_bytes
         self._sessions: dict[str, LiveSession] = {}
         self._works: dict[str, set[asyncio.Task[Answer]]] = {}
+        self._closed: set[str] = set()  # their keys open no new session
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -176,14 +179,16 @@ class TokenGateway:
         budget: TokenBudget | None = None,
     ) -> None:
         """Open a session with its own settings; the first request of an unknown session opens one with the gateway's.
+        A session that was closed stays closed.
 
         `budget` is shared with other sessions of one episode (None: `limits.max_tokens` of its own).
 
         Raises ValueError for an id that is taken or not printable, and where `max_sessions` are open.
         """
         self.key(session_id)
-        if session_id in self._sessions:
-            raise ValueError(f"the session {session_id!r} is open already")
+        if session_id in self._sessions or session_id in self._closed:
+            state = "open" if session_id in self._sessions else "closed"
+            raise ValueError(f"the session {session_id!r} is {state} already: give another id")
         if len(self._sessions) >= self._max_sessions:
             raise ValueError(f"{self._max_sessions} sessions are open, which is max_sessions: close some")
         limits = limits or SessionLimits()
@@ -204,6 +209,7 @@ class TokenGateway:
     async def close(self, session_id: str) -> SessionRecord:
         """Cancel a session's requests, delete it and return its record. Raise KeyError for one that is not open."""
         live = self._sessions[session_id]
+        self._closed.add(session_id)
         await self._stop(session_id)
         self._sessions.pop(session_id, None)
         self._works.pop(session_id, None)
@@ -240,21 +246,36 @@ class TokenGateway:
         session_id = self._authorised(request)
         if session_id is None:
             refuse(f"name the session: by its own key, or by the header {SESSION_HEADER}", code="no_session")
-        chat_request = read_request(read_json(await self._body(request)), self.model)
+        body = await self._body(request)
+        large = len(body) > LARGE_BODY
+        chat_request = await asyncio.to_thread(self._read, body) if large else self._read(body)
+        if chat_request.ignored:
+            names = ", ".join(chat_request.ignored)
+            warnings.warn(f"agents send what has no effect on the policy: {names}", RuntimeWarning, stacklevel=2)
+        if session_id in self._closed:
+            raise RequestError(409, f"the session {session_id!r} is closed", code="session_closed")
         if session_id not in self._sessions:
             try:
                 self.open(session_id)
             except ValueError as error:
                 raise RequestError(429, str(error), code="too_many_sessions") from error
         live = self._sessions[session_id]
-        turn, samplings = live.begin(chat_request, self.chat)
         number = uuid.uuid4().hex
-        live.running[number] = (turn, chat_request.n)
+        async with live.beginning:
+            begin = partial(live.begin, chat_request, self.chat)
+            turn, samplings = await asyncio.to_thread(begin) if large else begin()
+            live.running[number] = (turn, chat_request.n)
+        if live.closed:
+            live.recorder.abandon(live.running.pop(number)[0])
+            raise RequestError(409, "the session was closed", code="session_closed")
         work = ChoiceTask(self.engine, self.chat, live, turn, chat_request, number)
         task = asyncio.create_task(work.run(samplings))
         self._works[session_id].add(task)
         task.add_done_callback(partial(self._ended, live, number))
         return ResponseStream(work, task, live, self.chat)
+
+    def _read(self, body: bytes) -> ChatRequest:
+        return read_request(read_json(body), self.model)
 
     def _ended(self, live: LiveSession, number: str, work: "asyncio.Task[Answer]") -> None:
         """Release the turn of a request that ended; without a record the session is as it was before."""

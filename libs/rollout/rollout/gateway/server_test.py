@@ -60,6 +60,53 @@ def test_an_agent_with_tools_goes_on_from_its_own_tokens() -> None:
     assert session.turns == 3
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("engine_streams", [False, True])
+def test_without_parallel_calls_a_turn_ends_with_its_first(stream: bool, engine_streams: bool) -> None:
+    engine = Script(CALL + CALL.replace("37", "1") + "<|im_end|>", CALL + "<|im_end|>")
+    engine.streams = engine_streams
+
+    async def agent(gateway: TokenGateway) -> SessionRecord:
+        async with client(gateway) as api:
+            for _ in range(2):
+                asked: Any = {"model": "policy", "messages": [QUESTION], "tools": [ADD], "parallel_tool_calls": False}
+                if stream:
+                    chunks = [c async for c in await api.chat.completions.create(**asked, stream=True)]
+                    calls = [call for c in chunks for call in c.choices[0].delta.tool_calls or ()]
+                else:
+                    calls = (await api.chat.completions.create(**asked)).choices[0].message.tool_calls
+                assert [json.loads(call.function.arguments) for call in calls] == [{"a": 37, "b": 58}]
+        return gateway.session("s")
+
+    two, one = serve(engine, agent).segments
+    for segment, text in ((two, CALL), (one, CALL + "<|im_end|>")):  # a single call keeps the end of its turn
+        check(segment)
+        assert [i for i, mask in zip(segment.ids, segment.loss_mask, strict=True) if mask] == encode(text)
+
+
+def test_a_large_body_is_tokenised_beside_the_event_loop() -> None:
+    """Another session's request is answered first; what has no effect is told in a header."""
+    engine, ended = Script("<|im_end|>", "<|im_end|>"), []
+
+    async def agent(gateway: TokenGateway) -> None:
+        async with client(gateway) as api, client(gateway, "small") as other:
+
+            async def said(api: openai.AsyncOpenAI, text: str) -> None:
+                raw = api.chat.completions.with_raw_response
+                response = await raw.create(model="policy", messages=[user(text)], user="me")
+                ended.append(len(text))
+                assert response.headers["x-ignored"] == "user"
+
+            large = asyncio.create_task(said(api, "abc def " * 40_000))
+            await asyncio.sleep(0.05)
+            await said(other, "hi")
+            await large
+
+    with pytest.warns(RuntimeWarning, match="no effect on the policy: user"):
+        serve(engine, agent)
+    assert ended == [2, 320_000]
+
+
 @pytest.mark.parametrize("text", TURNS)
 def test_whatever_the_turn_sending_it_back_goes_on_from_it(text: str) -> None:
     engine = Script(text, "x<|im_end|>")

@@ -1,5 +1,6 @@
 """A session of the gateway: its limits, its recorder and its running requests."""
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -48,6 +49,7 @@ class LiveSession:
     budget: TokenBudget
     own_sampling: bool = False  # the session's sampling wins over what a request asks for
     running: dict[str, tuple[Turn, int]] = field(default_factory=dict)  # and how many choices each asks for
+    beginning: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a request's tokens are found
     limit_hit: End | None = None  # the limit that refused a request, or cut a completion off
     generate_s: float = 0.0
     cancelled: int = 0

@@ -2,7 +2,8 @@
 
 1. A call runs in an idle daemon thread, or in a new one: a call never waits for another.
 2. Where it returns an awaitable, that is awaited on an event loop of the call's own, so that code which blocks inside
-   `async def` blocks nothing else.
+   `async def` blocks nothing else; with `one_loop` on one of all calls, so that they may share clients, which are bound
+   to a loop. One that is blocked when a call is past its limit gets no further calls.
 3. Past its time limit (or when the caller is cancelled) an awaiting call is cancelled; one that goes on is abandoned:
    nothing waits for its thread, which can't be killed.
 4. While a call waits for a resource that other calls hold (`waiting`), its time limit stands still.
@@ -21,7 +22,8 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent import futures
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from queue import SimpleQueue
@@ -79,14 +81,18 @@ def waiting() -> Iterator[None]:
 class Workers:
     """A pool of daemon threads that run blocking or async code.
 
-    `name` is the name of its threads. Raises ValueError for a bound below 1.
+    `name` is that of its threads. With `one_loop` async calls share a loop. Raises ValueError for a bound below 1.
     """
 
-    def __init__(self, name: str, max_abandoned: int = 8) -> None:
+    def __init__(self, name: str, max_abandoned: int = 8, one_loop: bool = False) -> None:
         if max_abandoned < 1:
             raise ValueError(f"max_abandoned must be at least 1, got {max_abandoned}")
         self.name = name
         self.max_abandoned = max_abandoned
+        self.one_loop = one_loop
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._answered = threading.Event()  # by the loop, since a call on it was abandoned
+        self._answered.set()
         self._lock = threading.Lock()
         self._idle: list[_Worker] = []
         self._abandoned: Counter[str] = Counter()
@@ -119,6 +125,18 @@ class Workers:
         finally:
             call.abandon()
 
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Return the event loop of all calls, which a thread of its own runs; a new one where it is blocked."""
+        answers = self._answered.wait(1.0)
+        with self._lock:
+            if self._loop is None or not answers:
+                self._loop = asyncio.new_event_loop()
+                self._answered.set()
+                threading.Thread(
+                    target=_serve, args=(self._loop,), name=f"rollout-{self.name}-loop", daemon=True
+                ).start()
+            return self._loop
+
     def _take_worker(self) -> "_Worker":
         with self._lock:
             while self._idle:
@@ -142,6 +160,13 @@ class Workers:
             self._abandoned[key] += change
             if not self._abandoned[key]:
                 del self._abandoned[key]
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    """Run an event loop for ever; what ends one (sys.exit() in a task) is that task's alone."""
+    while True:
+        with suppress(SystemExit, KeyboardInterrupt):
+            loop.run_forever()
 
 
 def _attempt(function: Callable[[], Any], caught: tuple[type[BaseException], ...]) -> Ended:
@@ -200,6 +225,12 @@ class _Call:
         value = self._context.run(self._function)
         if not inspect.isawaitable(value):
             return value
+        if self._pool.one_loop:
+            running = self._context.run(asyncio.run_coroutine_threadsafe, self._cancellable(value), self._pool.loop())
+            try:
+                return running.result()
+            except futures.CancelledError:  # another class than the one that a loop of its own would raise
+                raise asyncio.CancelledError from None
         with asyncio.Runner() as runner:
             return runner.run(self._cancellable(value), context=self._context)
 
@@ -264,6 +295,9 @@ class _Call:
             self._pool._count(self._key, +1)
             if self._cancel is not None:
                 self._cancel()
+                if self._pool.one_loop and (loop := self._pool._loop) is not None:
+                    self._pool._answered.clear()
+                    loop.call_soon_threadsafe(self._pool._answered.set)
 
 
 _CALL: ContextVar[_Call | None] = ContextVar("call", default=None)  # the call that runs in this context

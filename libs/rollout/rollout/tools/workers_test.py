@@ -56,8 +56,8 @@ class Odd(BaseException):
 @pytest.mark.parametrize(
     "error", [ValueError("x"), SystemExit(3), KeyboardInterrupt(), TimeoutError(), asyncio.CancelledError(), Odd()]
 )
-@pytest.mark.parametrize("is_async", [False, True])
-def test_whatever_is_raised_is_data_and_the_thread_lives(error: BaseException, is_async: bool) -> None:
+@pytest.mark.parametrize(("is_async", "one_loop"), [(False, False), (True, False), (True, True)])
+def test_whatever_is_raised_is_data_and_the_thread_lives(error: BaseException, is_async: bool, one_loop: bool) -> None:
     def fail() -> Never:
         raise error
 
@@ -66,7 +66,7 @@ def test_whatever_is_raised_is_data_and_the_thread_lives(error: BaseException, i
         raise error
 
     async def twice() -> tuple[Ended, Ended, int]:
-        pool = Workers("t")
+        pool = Workers("t", one_loop=one_loop)
         ended = await pool.run("k", LONG, fail_async if is_async else fail)
         return ended, await pool.run("k", LONG, threading.get_ident), pool.abandoned("k")
 
@@ -100,6 +100,24 @@ def test_code_that_blocks_obeys_its_limit_and_is_counted_until_it_ends(
         release.set()
         await until(lambda: pool.abandoned("hangs") == 0)
         assert (await pool.run("hangs", LONG, int)).value == 0  # nor is it, once its threads are back
+
+    play(story())
+
+
+def test_calls_share_a_loop_until_one_blocks_it() -> None:
+    async def loop() -> int:
+        await asyncio.sleep(0)
+        return id(asyncio.get_running_loop())
+
+    async def story() -> None:
+        pool, release = Workers("t", one_loop=True), threading.Event()
+        shared = {(await pool.run("k", LONG, loop)).value for _ in range(3)}
+        assert len(shared) == 1
+        with pytest.raises(OverrunError):
+            await pool.run("k", 0.1, blocks_in_async(release))
+        assert (await pool.run("k", LONG, loop)).value not in shared
+        release.set()
+        await until(lambda: pool.abandoned("k") == 0)
 
     play(story())
 
