@@ -6,11 +6,21 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, TypedDict, get_args, get_origin
 
 from engines.backends import check_backend
 from engines.lora_config import LoraConfig
 from seqpack.extensions.load_object import is_user_code
+
+
+class Adam(TypedDict, total=False):
+    """Settings of one update, in place of the configuration's."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    grad_clip: float | None
 
 
 @dataclass(frozen=True)

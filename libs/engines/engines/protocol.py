@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, Unpack
 
 import torch
 from tensordict import TensorDict
 
 from engines.capability import Supported, Unsupported
+from engines.config import Adam
 from engines.execution.local_batch import LocalBatch
 from engines.parallel.planning import StepPlan
 from engines.weights.weight_pieces import WeightPiece
@@ -35,6 +36,14 @@ class TrainEngine(Protocol):
 
         `engines.NonFiniteError` where loss or gradient are not finite.
         """
+        ...
+
+    def forward_backward(self, batch: Batch, objective: Objective) -> dict[str, float]:
+        """Add a batch's gradient to those since the last `optimizer_step`, and return its metrics."""
+        ...
+
+    def optimizer_step(self, **adam: Unpack[Adam]) -> dict[str, float]:
+        """Update by the gradients that `forward_backward` added up; `adam` is of this update alone."""
         ...
 
     def prefetch(self, batch: Batch, objective: Objective) -> None:

@@ -13,22 +13,18 @@ rank runs as many micro-batches as the others; a step that fails leaves weights,
 """
 
 import math
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any, SupportsFloat
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, SupportsFloat, Unpack
 
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
-from engines.adapters.resume import adapter_metadata, check_adapter
 from engines.capability import Supported, Unsupported, supports
-from engines.config import EngineConfig, parse_context_parallel
+from engines.config import Adam, EngineConfig, parse_context_parallel
 from engines.dtypes import compute_dtype
+from engines.engine_state import EngineState
 from engines.execution.executor import Executor, Scoring
 from engines.execution.local_batch import LocalBatch, RowStats, check_held, gather_row_stats, input_ids_of, row_stats
 from engines.execution.loss import StepLoss, check_objective, scoring_of
@@ -40,19 +36,13 @@ from engines.experts.routed_experts_check import check_routed_experts
 from engines.experts.routers import routed_sizes
 from engines.media.media_batch import select_media
 from engines.media.vision_settings import VisionSettings
-from engines.nonfinite import FailedStepError, FiniteGuard, finite_tensors
+from engines.nonfinite import FailedStepError
 from engines.parallel.planning import Planner, StepPlan
 from engines.protocol import Batch, TrainEngine
-from engines.scoring.rechecks import Rechecks
 from engines.scoring.scored_batch import ScoredBatch
 from engines.scoring.several_check import check_several
-from engines.storage.checkpoint import load_checkpoint
-from engines.storage.directories import fresh_temporary, replace_directory
-from engines.storage.writer import CheckpointWriter
 from engines.weights.model_weights import ModelWeights
-from engines.weights.saving import save_configuration, save_weights
 from engines.weights.sizes import PIECE_BYTES as PIECE_BYTES
-from engines.weights.weight_pieces import WeightPiece, pieces
 from seqpack.batches.batch import view_batch
 from seqpack.batches.objective import Objective
 from seqpack.batches.schema import ROUTED_EXPERTS
@@ -69,25 +59,17 @@ class _Work:
     computed: tuple[int, ...]
 
 
-class Engine:
+class Engine(EngineState):
     """See `engines.protocol.TrainEngine`; made by `build_engine`."""
 
     def __init__(self, config: EngineConfig, executor: Executor, planner: Planner, weights: ModelWeights) -> None:
-        self.config = config
-        self.weights = weights
-        self.executor = executor
+        super().__init__(config, executor, weights)
         self.planner = planner
-        self.groups = executor.groups
-        self.device = executor.device
         self.vision = None if config.vision == "off" else VisionSettings.of(executor.model.config)
         self._routed = routed_sizes(executor.model) if config.routing_replay else (0, 0, 0)
-        self.step = 0
         self.reference: TrainEngine | None = None
-        self.guard = FiniteGuard(config)
-        self.rechecks = Rechecks(config)
-        self._offloaded = False
         self._ahead = PrefetchedStep()
-        self._writer = CheckpointWriter()
+        self._loss = 0.0
 
     # ------------------------------------------------------------------ training
 
@@ -102,10 +84,63 @@ class Engine:
         `NonFiniteError` where loss or gradient are not finite, see `EngineConfig.on_nonfinite`;
         `LogProbDifferenceError` where the check fails; ValueError for a batch or objective that cannot be trained on.
         """
+        self._check_stepped("train_batch")
+        finish = self._accumulate(batch, objective)
+        return self._update(finish, {}, batch)
+
+    def forward_backward(self, batch: Batch, objective: Objective) -> dict[str, float]:
+        """Add the gradient of a batch to those since the last `optimizer_step`; return the metrics of `train_batch` but
+        those of the update.
+
+        The loss is divided by the totals of this batch. An error drops what was added since the last update.
+        """
+        finish = self._accumulate(batch, objective)
+        self._ahead.run()
+        return finish()
+
+    def optimizer_step(self, **adam: Unpack[Adam]) -> dict[str, float]:
+        """Clip the gradient that `forward_backward` has summed, and update; see `engines.config.Adam` for settings of
+        this update alone. Return the loss (summed too), grad_norm, lr, step, skipped and skipped_steps.
+
+        ValueError without a gradient, and for settings that `EngineConfig` refuses.
+        """
+        if self._accumulated is None:
+            raise ValueError("there is no gradient to step by: call forward_backward first")
+        if unknown := adam.keys() - Adam.__annotations__.keys():
+            raise ValueError(f"optimizer_step has no {min(unknown)}; it takes {', '.join(Adam.__annotations__)}")
+        return self._update(dict, adam)
+
+    def _update(
+        self, finish: Callable[[], dict[str, float]], adam: Adam, batch: Batch | None = None
+    ) -> dict[str, float]:
+        """Step by the gradient, and return the metrics that `finish` reads with those of the update. Collective."""
+        rate = adam.get("lr", learning_rate(self.config, self.step))
+        share, self._accumulated = self._accumulated, None
+        assert share is not None, "there is a gradient"
+        update = self.executor.optimizer_step(rate, share, replace(self.config, **adam) if adam else self.config)
+        self._ahead.run()
+        metrics = finish()
+        try:
+            norm = self._take_update(self._loss, update)
+        except FailedStepError as error:
+            error.batch = batch
+            raise
+        return metrics | {
+            "loss": self._loss,
+            "grad_norm": norm,
+            "lr": rate,
+            "step": float(self.step),
+            "skipped": float(not math.isfinite(norm)),
+            "skipped_steps": float(self.guard.skipped),
+        }
+
+    def _accumulate(self, batch: Batch, objective: Objective) -> Callable[[], dict[str, float]]:
+        """Compute and add up the gradient of a batch; return the function that reads its metrics. Collective."""
         if not self.executor.trainable:
             raise ValueError("this engine was built with trainable=False: it can only score")
         self._check_onloaded()
         check_objective(objective)
+        earlier, self._accumulated = self._accumulated, None  # what fails from here on leaves part of a gradient
         work, micro_batches = self._ready(batch, objective)
         plan, totals = work.plan, work.stats.totals
         if not totals.tokens:
@@ -113,41 +148,33 @@ class Engine:
         loss = StepLoss(objective, totals)
         scoring = scoring_of(objective, self.config.temperature)
         recheck = self.rechecks.begin(self.executor, work.batch, plan.ranks[self.groups.plan_index])
-        self.executor.train(micro_batches, loss if recheck is None else recheck.tracked(loss), scoring)
+        tracked = loss if recheck is None else recheck.tracked(loss)
+        self.executor.train(micro_batches, tracked, scoring, add=earlier is not None)
         try:
             found = {} if recheck is None else recheck.metrics(self.executor, self.step + 1)
         except FailedStepError as error:
             error.batch = batch
             raise
-        rate = learning_rate(self.config, self.step)
+        share = loss.share(self.device)
+        self._accumulated = share if earlier is None else earlier + share
         reduced = loss.start(self.groups.plan)  # before the update, which the host does not wait for then
-        update = self.executor.optimizer_step(rate, loss.share(self.device))
-        self._ahead.run()
-        metrics = self.groups.from_last_stage(reduced())
-        try:
-            norm = self._take_update(metrics["loss"], update)
-        except FailedStepError as error:
-            error.batch = batch
-            raise
-        return (
-            metrics
-            | found
-            | {
-                "grad_norm": norm,
-                "lr": rate,
-                "step": float(self.step),
-                "tokens": float(sum(work.batch.lengths)),
-                "sequences": float(len(work.batch.lengths)),
-                "trained_tokens": float(totals.tokens),
-                "computed_tokens": float(sum(work.batch.lengths[row] for row in work.computed)),
-                "computed_sequences": float(len(work.computed)),
-                "micro_batches": float(plan.num_micro_batches),
-                "fill": plan.fill,
-                "plan_hash": float(plan.hash),
-                "skipped": float(not math.isfinite(norm)),
-                "skipped_steps": float(self.guard.skipped),
-            }
-        )
+        sizes = {
+            "tokens": float(sum(work.batch.lengths)),
+            "sequences": float(len(work.batch.lengths)),
+            "trained_tokens": float(totals.tokens),
+            "computed_tokens": float(sum(work.batch.lengths[row] for row in work.computed)),
+            "computed_sequences": float(len(work.computed)),
+            "micro_batches": float(plan.num_micro_batches),
+            "fill": plan.fill,
+            "plan_hash": float(plan.hash),
+        }
+
+        def finish() -> dict[str, float]:
+            metrics = self.groups.from_last_stage(reduced()) | found | sizes
+            self._loss = metrics["loss"] + (0.0 if earlier is None else self._loss)
+            return metrics
+
+        return finish
 
     def prefetch(self, batch: Batch, objective: Objective) -> None:
         """Name the batch after the next: it is planned, packed and copied while the device works on the next.
@@ -275,97 +302,6 @@ class Engine:
         self.executor.score(self._micro_batches(local, plan, keys), found.take, scoring)
         return found.rows(input_ids_of(batch))
 
-    # ------------------------------------------------------------------ weights and files
-
-    def export_weights(self, max_bytes: int = PIECE_BYTES, live: bool = False) -> Iterator[WeightPiece]:
-        """Yield the weights as a checkpoint holds them, tied ones once; all ranks iterate to the end together.
-
-        Names, split experts and dtypes are those of the checkpoint that the model came from, and what it held besides
-        is carried along; `live` gives names, shapes and dtypes of the module that is trained, for a sampler over the
-        same transformers class. A piece may be a view of the weights: read it before the next step.
-        `NonFiniteError` for a weight that is not finite.
-        """
-        self._check_onloaded()
-        tensors = finite_tensors(self.executor.tensors())
-        return pieces(tensors if live else self.weights.export(tensors), max_bytes)
-
-    def save(
-        self,
-        directory: str | Path,
-        extra: Mapping[str, Any] | None = None,
-        wait: bool = True,
-        also: Sequence[str | Path] = (),
-    ) -> None:
-        """Write model, optimizer, step and random state; `directory` appears whole or not at all.
-
-        `extra`: plain JSON of the caller's, such as where its data is, which `load` returns. Without `wait` this
-        returns when the state has been copied to host memory, and the rest is written while training goes on; the
-        directory appears later. `wait_for_saves`, `load` and the next save wait for it, and raise what went wrong.
-        `also`: directories that hold the same (its files under further names): each appears after those before it.
-        """
-        self._check_onloaded()
-        metadata = {"step": self.step, "skipped_steps": self.guard.skipped} | adapter_metadata(self.config.lora)
-        metadata["recheck_waited"] = self.rechecks.waited
-        metadata["extra"] = dict(extra or {})
-        self._writer.save(Path(directory), self.executor.state(), metadata, wait, [Path(path) for path in also])
-
-    def saves_done(self) -> bool:
-        """Return whether what `save` began is whole on disk. Local; `wait_for_saves` raises its errors."""
-        return self._writer.done
-
-    def wait_for_saves(self) -> None:
-        """Wait until what `save` began is on disk; RuntimeError or OSError where it could not be written."""
-        self._writer.wait()
-
-    def load(self, directory: str | Path) -> dict[str, Any]:
-        """Read what `save` wrote, by this or another number of ranks, and return its `extra`.
-
-        ValueError for one that is damaged, or of another model, base or scale of adapters; all is then as it was.
-        """
-        self._check_onloaded()
-        self._writer.wait()
-        state = self.executor.state()
-        shared = self.groups.layout.pp > 1 or self.config.distributed_optimizer
-        check = partial(check_adapter, self.config, state)
-        metadata = load_checkpoint(Path(directory), state, self.groups.world if shared else None, check)
-        self.executor.load_state(state)
-        self.step = int(metadata["step"])
-        self.guard = FiniteGuard(self.config, skipped=int(metadata.get("skipped_steps", 0)))
-        self.rechecks = Rechecks(self.config, metadata.get("recheck_waited"), loaded=True)
-        return dict(metadata.get("extra", {}))
-
-    def save_hf(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write a directory for AutoModelForCausalLM.from_pretrained, in the dtypes of the source or in `dtype`.
-
-        Weights are gathered one tensor at a time; rank 0 holds one file of them in host memory. `NonFiniteError` for
-        a weight that is not finite, and after a step that ended a run; the directory is then as it was.
-        """
-        self._check_onloaded()
-        self.guard.check_export()
-        target = Path(directory)
-        writes = dist.get_rank() == 0
-        tensors = self.weights.export(finite_tensors(self.executor.tensors()), dtype, carried=writes)
-        if writes:
-            made = fresh_temporary(target)
-            save_weights(tensors, made)
-            save_configuration(self.weights, self.executor.model, made, dtype)
-            replace_directory(made, target)
-        else:
-            deque(tensors, maxlen=0)
-        dist.barrier()
-
-    def offload(self) -> None:
-        """Move weights and optimizer states to host memory; nothing else works until `onload`."""
-        if not self._offloaded:
-            self._offloaded = True  # also where the move fails: `onload` brings back what has moved
-            self.executor.move(torch.device("cpu"))
-
-    def onload(self) -> None:
-        """Move weights and optimizer states back to the device."""
-        if self._offloaded:
-            self.executor.move(self.device)
-            self._offloaded = False
-
     def supports(self, feature: str) -> Supported | Unsupported:
         """See `engines.capability`."""
         return supports(self.config, feature)
@@ -385,10 +321,6 @@ class Engine:
             "step": self.step,
             "world_size": self.groups.layout.world_size,
         }
-
-    def _check_onloaded(self) -> None:
-        if self._offloaded:
-            raise ValueError("the engine is offloaded: call onload() first")
 
 
 def _whole(view: BatchView) -> LocalBatch:

@@ -22,6 +22,16 @@ OBJECTIVE = GRPO(kl_coef=0.1, entropy_coef=0.05, off_policy="truncate", aggregat
 EXECUTORS = pytest.mark.parametrize("executor", BUILDERS)
 
 
+def plain_loss(model: Any, batch: TensorDict, temperature: float = 1.0) -> torch.Tensor:
+    total = torch.zeros(())
+    weights = batch.get("loss_weights", batch["loss_mask"])
+    for ids, mask in zip(batch["input_ids"].unbind(), weights.unbind(), strict=True):
+        logits = model(input_ids=ids[None], use_cache=False).logits[0].float() / temperature
+        chosen = torch.log_softmax(logits[:-1], -1).gather(1, ids[1:, None])[:, 0]
+        total = total - (chosen * mask[1:]).sum() / Totals.of(batch).tokens
+    return total
+
+
 def plain_loop(
     model: Any, batches: list[TensorDict], temperature: float = 1.0, steps: int = 3
 ) -> tuple[list[float], list[float]]:
@@ -32,13 +42,7 @@ def plain_loop(
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.98), eps=EPS)
     losses, norms = [], []
     for batch in batches[:steps]:
-        total = torch.zeros(())
-        count = Totals.of(batch).tokens
-        weights = batch.get("loss_weights", batch["loss_mask"])
-        for ids, mask in zip(batch["input_ids"].unbind(), weights.unbind(), strict=True):
-            logits = model(input_ids=ids[None], use_cache=False).logits[0].float() / temperature
-            chosen = torch.log_softmax(logits[:-1], -1).gather(1, ids[1:, None])[:, 0]
-            total = total - (chosen * mask[1:]).sum() / count
+        total = plain_loss(model, batch, temperature)
         total.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
@@ -67,6 +71,31 @@ def test_steps_equal_a_plain_loop(executor: str, batching: str, weighted: bool) 
         torch.testing.assert_close(
             weights(built)[name].view_as(parameter), parameter.data, atol=2e-4, rtol=2e-4, msg=name
         )
+
+
+@pytest.mark.parametrize(("executor", "options"), [("fsdp2", {}), ("fsdp2", {"weights": "replicated"}), ("plain", {})])
+def test_gradients_add_up_until_an_update_with_settings_of_its_own(executor: str, options: dict[str, Any]) -> None:
+    """The second step has the configuration's settings again, and the bits of `train_batch`."""
+    built, oracle = engine(executor=executor, **options), copy.deepcopy(tiny_model("dense", scale=2.0))
+    batches = [tiny_batch(LENGTHS[:3], seed=seed) for seed in range(3)]  # a single micro-batch
+    total = torch.stack([plain_loss(oracle, batch) for batch in batches]).sum()
+    total.backward()
+    norm = torch.nn.utils.clip_grad_norm_(oracle.parameters(), 0.3)
+    kinds = [([p for p in oracle.parameters() if (p.ndim >= 2) == decays], 0.4 * decays) for decays in (True, False)]
+    groups = [{"params": parameters, "weight_decay": decay} for parameters, decay in kinds]
+    torch.optim.AdamW(groups, lr=5e-2, betas=(0.5, 0.8), eps=3e-3).step()
+    for batch in batches:
+        built.forward_backward(batch, SFT())
+    found = built.optimizer_step(lr=5e-2, betas=(0.5, 0.8), eps=3e-3, weight_decay=0.4, grad_clip=0.3)
+    assert (found["lr"], found["step"]) == (5e-2, 1)
+    assert [found["loss"], found["grad_norm"]] == pytest.approx([total.item(), norm.item()], rel=1e-5)
+    for name, parameter in oracle.named_parameters():
+        torch.testing.assert_close(weights(built)[name].view_as(parameter), parameter.data, atol=1e-4, rtol=1e-4)
+    whole, halves = (engine(executor=executor, **options) for _ in "ab")
+    for batch in batches:
+        want = whole.train_batch(batch, SFT())
+        assert halves.forward_backward(batch, SFT()) | halves.optimizer_step() == want
+    assert all(torch.equal(value, weights(halves)[name]) for name, value in weights(whole).items())
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])

@@ -361,5 +361,17 @@ def test_offloaded_engines_do_nothing_else(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"offloaded: call onload\(\) first"):
             call()
     built.onload()
+    built.forward_backward(batch, Weighted())  # whose gradient would be lost
+    for lost in (lambda: built.train_batch(batch, Weighted()), lambda: built.save(tmp_path / "a"), built.offload):
+        with pytest.raises(ValueError, match=r"would lose the gradient of forward_backward: call optimizer_step"):
+            lost()
+    with pytest.raises(ValueError, match="optimizer_step has no beta1; it takes lr, betas, eps, weight_decay, grad_cl"):
+        built.optimizer_step(beta1=0.9)
+    with pytest.raises(ValueError, match="lr must"):
+        built.optimizer_step(lr=-1.0)
+    with pytest.raises(ValueError, match="an objective must return a scalar loss"):
+        built.forward_backward(batch, Rows())
+    with pytest.raises(ValueError, match="there is no gradient to step by: call forward_backward first"):
+        built.optimizer_step()
     assert built.executor.places == [torch.device("cpu"), built.device]
     assert built.train_batch(batch, Weighted())["step"] == 1

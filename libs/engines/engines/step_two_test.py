@@ -41,6 +41,12 @@ def curve(built: Any, objective: Objective, steps: Iterable[int] = range(STEPS))
     return [built.train_batch(tiny_batch(LENGTHS, seed=step), objective) for step in steps]
 
 
+def added(built: Any) -> list[dict[str, float]]:
+    """An update by the gradients of two batches."""
+    found = [built.forward_backward(tiny_batch(LENGTHS, seed=seed), SFT()) for seed in (7, 8)]
+    return [*found, built.optimizer_step(lr=5e-3, grad_clip=0.3)]
+
+
 def batch_with_idle_rows(seed: int) -> TensorDict:
     """Rows 1, 4, 5 and 8 have no advantage: they need not be computed, and their groups count all the same."""
     batch = tiny_batch(LENGTHS, seed=seed)
@@ -113,10 +119,10 @@ def cases(folder: Path, world: int) -> dict[Any, Any]:
     out: dict[Any, Any] = {}
     for kind in KINDS:
         built = engine(kind)
-        out[kind, "curve"] = curve(built, GRPO(kl_coef=0.1, entropy_coef=0.01, off_policy="mask"))
+        out[kind, "curve"] = curve(built, GRPO(kl_coef=0.1, entropy_coef=0.01, off_policy="mask")) + added(built)
         out[kind, "weights"] = weights(built)
     plain = engine(executor="plain")
-    out["plain", "curve"] = curve(plain, GRPO(kl_coef=0.1, entropy_coef=0.01, off_policy="mask"))
+    out["plain", "curve"] = curve(plain, GRPO(kl_coef=0.1, entropy_coef=0.01, off_policy="mask")) + added(plain)
     out["plain", "weights"] = weights(plain)
     plain.save(folder / f"plain{world}")
     out["plain resumed", "curve"] = curve(plain, SFT(), range(2, 4))

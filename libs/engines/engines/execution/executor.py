@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.capability import Supported, Unsupported
+from engines.config import EngineConfig
 from engines.execution.micro_batches import MicroBatch, MicroBatches
 from engines.parallel.groups import ParallelGroups
 from seqpack.batches.packed import PackedBatch
@@ -107,20 +108,20 @@ class Executor(Protocol):
         """Return the micro-batches of a later step, prepared in the background where that helps."""
         ...
 
-    def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
-        """Compute the step's gradient, summed over micro-batches and ranks; an earlier one is dropped first."""
+    def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring, add: bool = False) -> None:
+        """Compute the gradient, summed over micro-batches and ranks; it is added to an earlier one, or replaces it."""
         ...
 
     def score(self, micro_batches: MicroBatches, take: TakeScores, scoring: Scoring) -> None:
         """Score every micro-batch without gradients."""
         ...
 
-    def optimizer_step(self, lr: float, loss: Tensor) -> SupportsFloat:
+    def optimizer_step(self, lr: float, loss: Tensor, adam: EngineConfig) -> SupportsFloat:
         """Clip the gradient, update at this rate, and return the norm before clipping; the host waits when it reads it.
 
-        `loss` is this rank's share of the step's, a scalar. Where the loss of any rank or the norm is not finite, all
-        ranks return a norm that is not finite, and weights and optimizer stay as they were. Best without waiting for
-        the device: the host has the next step to prepare.
+        `adam` says betas, eps, decay and clipping. `loss` is this rank's share of the step's, a scalar. Where the loss
+        of any rank or the norm is not finite, all ranks return a norm that is not finite, and weights and optimizer
+        stay as they were. Best without waiting for the device: the host has the next step to prepare.
         """
         ...
 

@@ -17,6 +17,9 @@ from engines.execution.learning_rates import LR_SCALE, scale_of
 from engines.execution.reductions import reduce_float64
 from engines.private_api import foreach_mul, foreach_norm
 
+DECAYS = "decays"
+"""Key of an optimizer's group: 1 where weights decay, else 0."""
+
 
 def build_optimizer(
     module: nn.Module, config: EngineConfig, scales: Mapping[str, float] | None = None
@@ -48,6 +51,7 @@ def adamw(updated: Sequence[Updated], config: EngineConfig) -> torch.optim.AdamW
             "weight_decay": config.weight_decay if decays else 0.0,
             "lr": config.lr * scale,
             LR_SCALE: scale,
+            DECAYS: float(decays),
         }
         for scale in scales
         for decays in (True, False)
@@ -99,14 +103,13 @@ def _norms(shards: list[Tensor], device: torch.device) -> Sequence[Tensor]:
     return [foreach_norm([shard.to(device)], dtype=torch.float32)[0] for shard in shards]
 
 
-def clip_and_step(
-    module: nn.Module, optimizer: torch.optim.AdamW, norm: Tensor, limit: float | None, lr: float
-) -> None:
-    """Scale gradients down to `limit` where `norm` is above it, and update; do neither where it is not finite.
+def clip_and_step(module: nn.Module, optimizer: torch.optim.AdamW, norm: Tensor, adam: EngineConfig, lr: float) -> None:
+    """Scale gradients down to `grad_clip` where `norm` is above it, and update; do neither where it is not finite.
 
     On a GPU both happen inside the fused update, so that the host does not wait for the norm.
     """
-    set_rates(optimizer, lr)
+    set_adam(optimizer, lr, adam)
+    limit = adam.grad_clip
     if norm.is_cuda:
         scale = torch.ones_like(norm) if limit is None else norm.clamp(min=limit) / limit
         optimizer.grad_scale, optimizer.found_inf = scale.float(), (~norm.isfinite()).float()  # type: ignore[attr-defined]
@@ -119,10 +122,11 @@ def clip_and_step(
         optimizer.step()
 
 
-def set_rates(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set every group's rate to its multiple of the scheduled learning rate."""
+def set_adam(optimizer: torch.optim.Optimizer, lr: float, adam: EngineConfig) -> None:
+    """Set every group's rate to its multiple of the scheduled learning rate, and Adam's settings."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * scale_of(group)
+        group["lr"], group["betas"], group["eps"] = lr * scale_of(group), adam.betas, adam.eps
+        group["weight_decay"] = adam.weight_decay * group[DECAYS]
 
 
 def scale_gradients(module: nn.Module, norm: float, limit: float | None) -> None:

@@ -183,7 +183,7 @@ def test_a_loss_that_is_not_finite_makes_no_update(loss: float, kind: type[torch
     optimizer = build_optimizer(module, EngineConfig(lr=0.1))
     norm = gradient_norm(module, torch.tensor(loss).as_subclass(kind))
     assert math.isnan(norm)
-    clip_and_step(module, optimizer, norm, 1.0, 0.1)
+    clip_and_step(module, optimizer, norm, EngineConfig(grad_clip=1.0), 0.1)
     assert all(torch.equal(one, other) for one, other in zip(before, module.parameters(), strict=True))
     assert not finite_on_all_ranks(torch.tensor(loss))
     assert finite_on_all_ranks(torch.tensor(-3.0))
@@ -195,10 +195,11 @@ def test_the_update_is_that_of_clipped_gradients_at_this_rate(limit: float | Non
     """`eps` is large: with the usual one the first update of AdamW is the same for gradients of any scale."""
     whole, other = with_gradients(), with_gradients()
     other.load_state_dict(whole.state_dict())
-    config = EngineConfig(lr=7.0, eps=0.25, weight_decay=0.1)
-    optimizers = [build_optimizer(one, config) for one in (whole, other)]
+    config = EngineConfig(lr=7.0, eps=0.25, weight_decay=0.1, betas=(0.7, 0.9), grad_clip=limit)
+    # The settings of an update are those it is given, not those that the optimizer was built with.
+    optimizers = [build_optimizer(one, of) for one, of in ((whole, EngineConfig()), (other, config))]
     norm = gradient_norm(whole, torch.tensor(2.0)).as_subclass(kind)
-    clip_and_step(whole, optimizers[0], norm, limit, 0.125)
+    clip_and_step(whole, optimizers[0], norm, config, 0.125)
     nn.utils.clip_grad_norm_(other.parameters(), math.inf if limit is None else limit)
     for group in optimizers[1].param_groups:
         group["lr"] = 0.125

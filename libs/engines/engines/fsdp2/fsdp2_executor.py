@@ -205,9 +205,10 @@ class FSDP2Executor:
             sequences_of(inputs.context, self.model.config.get_text_config())
         return inputs
 
-    def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
+    def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring, add: bool = False) -> None:
         """Run forward and backward of one micro-batch after another."""
-        self._optimizer.zero_grad(set_to_none=True)
+        if not add:
+            self._optimizer.zero_grad(set_to_none=True)
         scored = self._scored(micro_batches, scoring)
         for micro_batch, scores in scored if self.sums is None else self.sums.each(scored, len(micro_batches)):
             loss(micro_batch, scores).backward()
@@ -296,12 +297,12 @@ class FSDP2Executor:
         every = collected(lambda x: self.builder.collect(x, inputs), scores.log_probs, scores.entropy, scores.several)
         return replace(every, auxiliary=auxiliary, load=scores.load)
 
-    def optimizer_step(self, lr: float, loss: Tensor) -> SupportsFloat:
+    def optimizer_step(self, lr: float, loss: Tensor, adam: EngineConfig) -> SupportsFloat:
         """Clip the gradient, and update by AdamW where the norm is finite."""
         ledger.observe(self, ledger.GRADIENTS)
         norm = gradient_norm(self.scorer, loss, self.groups.world)
         known = EarlyRead(norm)
-        clip_and_step(self.scorer, self._optimizer, norm, self.config.grad_clip, lr)
+        clip_and_step(self.scorer, self._optimizer, norm, adam, lr)
         self._optimizer.zero_grad(set_to_none=True)
         return known
 

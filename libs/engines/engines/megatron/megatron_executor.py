@@ -51,7 +51,7 @@ from engines.megatron.npu.layers import use_npu_operators
 from engines.megatron.optimizers.optimizer_selection import updates_for
 from engines.megatron.runtime.buffer_offload import Moved
 from engines.megatron.runtime.cuda_calls import adapted
-from engines.megatron.runtime.gradient_buffers import with_buffers
+from engines.megatron.runtime.gradient_buffers import fresh_gradients, with_buffers
 from engines.megatron.runtime.process_groups import ensure_groups
 from engines.megatron.weights.adapter_weights import (
     Adapters,
@@ -183,31 +183,30 @@ class MegatronExecutor(PlainScoring):
         """Return the micro-batches unchanged: nothing is prepared in the background."""
         return micro_batches
 
-    def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
+    def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring, add: bool = False) -> None:
         """Run megatron-core's schedule, which ends by summing gradients over ranks.
 
         A router's loss needs the counts of the whole step before the first backward pass. The first forward passes run
         ahead and give theirs; a pass without gradients counts the others (and all of them where there are stages, whose
         schedule begins with backward passes early).
         """
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        if self.balance is None:
-            self._run(micro_batches, loss, scoring, forward_only=False)
-            return
-        micro_batches = even_rounds(micro_batches, self.groups, len(self.stages))
-        balance, shares = self.balance, len(micro_batches) * self.groups.layout.plan_size
-        balance.begin()
-        ahead = 0 if self.groups.layout.pp > 1 else min(1 + self._run_ahead, len(micro_batches))
-        if not ahead:
-            self._count(balance, micro_batches)
+        with fresh_gradients(self.chunks, add):
+            if self.balance is None:
+                self._run(micro_batches, loss, scoring, forward_only=False)
+                return
+            micro_batches = even_rounds(micro_batches, self.groups, len(self.stages))
+            balance, shares = self.balance, len(micro_batches) * self.groups.layout.plan_size
+            balance.begin()
+            ahead = 0 if self.groups.layout.pp > 1 else min(1 + self._run_ahead, len(micro_batches))
+            if not ahead:
+                self._count(balance, micro_batches)
 
-        def with_auxiliary(micro_batch: MicroBatch, scores: Scores) -> Tensor:
-            # The value alone: its gradient is added where the routers are. Ranks that share a micro-batch are weighed.
-            value = scores.log_probs.new_tensor(balance.total / shares * len(micro_batch.ranks))
-            return loss(micro_batch, replace(scores, auxiliary=value))
+            def with_auxiliary(micro_batch: MicroBatch, scores: Scores) -> Tensor:
+                # The value alone: its gradient is added where the routers are. Ranks that share one are weighed.
+                value = scores.log_probs.new_tensor(balance.total / shares * len(micro_batch.ranks))
+                return loss(micro_batch, replace(scores, auxiliary=value))
 
-        self._run(micro_batches, with_auxiliary, scoring, forward_only=False, counting=True, ahead=ahead)
+            self._run(micro_batches, with_auxiliary, scoring, forward_only=False, counting=True, ahead=ahead)
 
     @torch.no_grad()
     def _count(self, balance: Balance, micro_batches: MicroBatches) -> None:
@@ -315,11 +314,11 @@ class MegatronExecutor(PlainScoring):
         found = scored(plain, (chosen, head, inputs.targets), *args, **options)
         return collected(lambda x: self.builder.collect(x, inputs), *found)
 
-    def optimizer_step(self, lr: float, loss: Tensor) -> Tensor:
+    def optimizer_step(self, lr: float, loss: Tensor, adam: EngineConfig) -> Tensor:
         """Clip the gradient, and update by AdamW where the norm is finite."""
         assert self.updates is not None, "the engine refuses to train without an optimizer"
         with adapted(self.device):
-            return self.updates.step(lr, loss)
+            return self.updates.step(lr, loss, adam)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Join one tensor after another from the ranks' parts, with adapters merged into their weights."""

@@ -67,15 +67,12 @@ class PlainExecutor:
         """Return the micro-batches unchanged."""
         return micro_batches
 
-    def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
-        """Compute gradients row by row, and sum those of all ranks."""
-        self.optimizer.zero_grad()
+    def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring, add: bool = False) -> None:
+        """Compute gradients row by row."""
+        if not add:
+            self.optimizer.zero_grad()
         for micro_batch in micro_batches:
             loss(micro_batch, self._scores(micro_batch, scoring)).backward()
-        for parameter in self.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=self.groups.plan)
 
     @torch.no_grad()
     def score(self, micro_batches: MicroBatches, take: TakeScores, scoring: Scoring) -> None:
@@ -96,15 +93,20 @@ class PlainExecutor:
         scores = [torch.where(micro_batch.wanted, torch.cat(rows), 0.0) for rows in (log_probs, entropies)]
         return Scores(scores[0], scores[1] if scoring.entropy else None)
 
-    def optimizer_step(self, lr: float, loss: Tensor) -> Tensor:
-        """Clip and update with torch's own functions."""
+    def optimizer_step(self, lr: float, loss: Tensor, adam: EngineConfig) -> Tensor:
+        """Sum the gradients of all ranks, clip and update with torch's own functions."""
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=self.groups.plan)
         if not finite_on_all_ranks(loss, self.groups.world):
             return torch.tensor(torch.nan)
-        limit = float("inf") if self.config.grad_clip is None else self.config.grad_clip
+        limit = float("inf") if adam.grad_clip is None else adam.grad_clip
         norm = float(nn.utils.clip_grad_norm_(self.parameters, limit))
         if norm < float("inf"):
             for group in self.optimizer.param_groups:
-                group["lr"] = lr
+                group |= {"lr": lr, "betas": adam.betas, "eps": adam.eps}
+                group["weight_decay"] = adam.weight_decay * (group["params"][0].ndim >= 2)
             self.optimizer.step()
         return torch.tensor(norm)
 

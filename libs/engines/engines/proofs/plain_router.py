@@ -25,9 +25,10 @@ class PlainRouterExecutor(PlainExecutor):
                 self.logits[name] = []
                 module.register_forward_hook(lambda _m, _i, out, name=name: self.logits[name].append(out[0]))
 
-    def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
+    def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring, add: bool = False) -> None:
         """Run one backward pass of the whole step."""
-        self.optimizer.zero_grad()
+        if not add:
+            self.optimizer.zero_grad()
         for logits in self.logits.values():
             logits.clear()
         scored = [(micro_batch, self._scores(micro_batch, scoring)) for micro_batch in micro_batches]

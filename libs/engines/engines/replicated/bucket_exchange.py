@@ -157,8 +157,13 @@ class Exchange:
                 for one in (one for one in bucket.masters if one.parameter.requires_grad):
                     one.parameter.register_post_accumulate_grad_hook(self._hook(bucket))
 
-    def begin(self, micro_batches: int) -> None:
-        """Drop all gradients, for a step of `micro_batches` micro-batches."""
+    def begin(self, micro_batches: int, add: bool = False) -> None:
+        """Drop all gradients, for a step of `micro_batches` micro-batches; or `add` to them."""
+        if add:
+            if self.alone and self._passes == 1:  # they lie where autograd left them
+                self._add_own()
+            self._passes = 2
+            return
         self._passes = micro_batches
         for bucket in self.buckets:
             bucket.finish()

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from engines.config import EngineConfig
 from engines.execution.learning_rates import LR_SCALE
+from engines.execution.optimizer import DECAYS
 from engines.fast.adamw import AdamW, join, split, update
 from engines.weights.disk_weights import DiskWeights
 from engines.weights.row_shards import rows_of
@@ -118,6 +119,7 @@ def optimizer_state(masters: list[Master], config: EngineConfig, mesh: DeviceMes
         {
             "lr": config.lr * scale,
             LR_SCALE: scale,
+            DECAYS: float(decays),
             "betas": config.betas,
             "eps": config.eps,
             "weight_decay": config.weight_decay if decays else 0.0,

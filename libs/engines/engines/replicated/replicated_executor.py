@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engines.config import EngineConfig
 from engines.devices.detect import devices_of
 from engines.execution.early_host_read import EarlyRead
 from engines.execution.executor import LossFunction, Scoring
@@ -96,30 +97,28 @@ class ReplicatedExecutor(FSDP2Executor):
         """Build none: the masters have the moments."""
         return
 
-    def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
+    def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring, add: bool = False) -> None:
         """See `Executor`."""
-        self.exchange.begin(len(micro_batches))
+        self.exchange.begin(len(micro_batches), add)
         for micro_batch, scores in self._scored(micro_batches, scoring):
             loss(micro_batch, scores).backward()
             del scores
             self.exchange.end_micro_batch()
 
-    def optimizer_step(self, lr: float, loss: Tensor) -> SupportsFloat:
+    def optimizer_step(self, lr: float, loss: Tensor, adam: EngineConfig) -> SupportsFloat:
         """Clip and update; see `Executor`. Nothing here waits for the device."""
         gradients = self.exchange.gradients()
         ledger.observe(self, ledger.GRADIENTS)
         norm = self._norm([grad for bucket in gradients for grad in bucket], loss)
         known = EarlyRead(norm)
-        controls = control(norm, self.config.grad_clip, self.updates + 1, self.config.betas)
+        controls = control(norm, adam.grad_clip, self.updates + 1, adam.betas)
         self.updates += norm.isfinite()
-        settings = {
-            scale: AdamW(lr * scale, self.config.betas, self.config.eps) for scale in {1.0, *self.scales.values()}
-        }
+        settings = {scale: AdamW(lr * scale, adam.betas, adam.eps) for scale in {1.0, *self.scales.values()}}
         self.exchange.settle()  # nothing is on its way, unless nobody computed with it
         # The embedding, whose gradient came last, goes first: it is the largest, and the next step begins with it.
         for bucket, grads in reversed(list(zip(self.exchange.buckets, gradients, strict=True))):
             for one, grad in zip(bucket.masters, grads, strict=True):
-                one.update(grad, controls, settings[one.scale], self.config.weight_decay)
+                one.update(grad, controls, settings[one.scale], adam.weight_decay)
             if not self.exchange.alone:
                 bucket.gather()
         self.exchange.forget()

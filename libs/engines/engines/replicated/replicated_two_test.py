@@ -44,6 +44,9 @@ def on_ranks(folder: Path) -> dict[Any, Any]:
         for cap in (20, 200):
             built = engine(dtype=dtype, max_tokens_per_rank=cap)
             losses = [(row["loss"], row["grad_norm"]) for row in curve(built)]
+            for step in (3, 4):
+                built.forward_backward(tiny_batch(LENGTHS, seed=step), SFT())
+            losses += [(row["loss"], row["grad_norm"]) for row in (built.optimizer_step(lr=5e-3, betas=(0.8, 0.9)),)]
             out[dtype, cap] = losses, exported(built), built.forward(tiny_batch(LENGTHS))["log_probs"].values()
     built.save(folder)
     resumed = engine(dtype="bfloat16", max_tokens_per_rank=200)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from engines.capability import Supported, Unsupported
+from engines.config import EngineConfig
 from engines.execution.executor import LossFunction, Scores, Scoring, Several, TakeScores
 from engines.execution.micro_batches import MicroBatch, MicroBatches
 from engines.execution.optimizer import finite_on_all_ranks
@@ -51,9 +52,10 @@ class BigramExecutor:
         """Return the micro-batches unchanged."""
         return micro_batches
 
-    def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
+    def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring, add: bool = False) -> None:
         """Sum the micro-batches' losses, and run one backward pass."""
-        self.model.zero_grad()
+        if not add:
+            self.model.zero_grad()
         self.seen = list(micro_batches)
         assert len(self.seen) == len(micro_batches)
         total: Tensor = sum(loss(one, self._scores(one, scoring)) for one in self.seen)  # type: ignore[assignment]
@@ -80,8 +82,9 @@ class BigramExecutor:
             several = Several(tokens, chosen, table.masked_fill(taken, -torch.inf).logsumexp(1))
         return Scores(log_probs, entropy if scoring.entropy else None, auxiliary, several=several)
 
-    def optimizer_step(self, lr: float, loss: Tensor) -> Tensor:
+    def optimizer_step(self, lr: float, loss: Tensor, adam: EngineConfig) -> Tensor:
         """Make one step of gradient descent."""
+        del adam
         if not finite_on_all_ranks(loss, self.groups.world):
             return torch.tensor(torch.nan)
         gradient = self.model.table.grad

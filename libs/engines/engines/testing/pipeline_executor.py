@@ -67,9 +67,10 @@ class PipelineExecutor:
         """Return the micro-batches unchanged."""
         return micro_batches
 
-    def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
+    def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring, add: bool = False) -> None:
         """Run all forwards, then all backwards in the opposite order."""
-        self.optimizer.zero_grad()
+        if not add:
+            self.optimizer.zero_grad()
         done = []
         for micro_batch in micro_batches:
             received, output = self._forward(micro_batch)
@@ -83,10 +84,6 @@ class PipelineExecutor:
             torch.autograd.backward(output, gradient)
             if received is not None and received.grad is not None:
                 dist.send(received.grad, self.stages[self.stage - 1])
-        for parameter in self.own.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=self.groups.plan)
 
     @torch.no_grad()
     def score(self, micro_batches: MicroBatches, take: TakeScores, scoring: Scoring) -> None:
@@ -125,20 +122,24 @@ class PipelineExecutor:
         entropy = torch.where(wanted, -(table.exp() * table).sum(-1).roll(1), 0.0)
         return Scores(log_probs, entropy if scoring.entropy else None)
 
-    def optimizer_step(self, lr: float, loss: Tensor) -> Tensor:
-        """Clip by the norm over all stages."""
+    def optimizer_step(self, lr: float, loss: Tensor, adam: EngineConfig) -> Tensor:
+        """Sum gradients over ranks, and clip by the norm over all stages."""
+        for parameter in self.own.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=self.groups.plan)
         if not finite_on_all_ranks(loss, self.groups.world):
             return torch.tensor(torch.nan)
         square = sum((p.grad.double().square().sum() for p in self.own.values()), torch.zeros((), dtype=torch.float64))
         dist.all_reduce(square, group=self.groups.pipeline)
         norm = float(square.sqrt())
-        limit = self.config.grad_clip
+        limit = adam.grad_clip
         if limit is not None and limit < norm < float("inf"):
             for parameter in self.own.values():
                 parameter.grad.mul_(limit / norm)
         if norm < float("inf"):
             for group in self.optimizer.param_groups:
-                group["lr"] = lr
+                group |= {"lr": lr, "betas": adam.betas, "eps": adam.eps}
             self.optimizer.step()
         return torch.tensor(norm)
 

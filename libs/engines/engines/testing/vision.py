@@ -91,10 +91,10 @@ def gradients(built: Any, batch: Any) -> dict[str, Tensor]:
     grads: dict[str, Tensor] = {}
     step = built.executor.optimizer_step
 
-    def spied(lr: float, loss: Tensor) -> Any:
+    def spied(*args: Any) -> Any:
         parameters = built.executor.model.named_parameters()
         grads.update({n: whole(p.grad).clone() for n, p in parameters if p.grad is not None})
-        return step(lr, loss)
+        return step(*args)
 
     built.executor.optimizer_step = spied
     built.train_batch(batch, SFT())

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engines.config import EngineConfig
-from engines.execution.optimizer import Updated, adamw, name_of, set_rates
+from engines.execution.optimizer import Updated, adamw, name_of, set_adam
 from engines.execution.reductions import reduce_float64
 from engines.megatron.weights.bridge import Shape
 from engines.megatron.weights.parameters import HeldParameter, Part, boxed, boxes_of
@@ -74,7 +74,6 @@ class Updates(ABC):
         self, config: EngineConfig, chunks: Sequence[Any], parameters: Sequence[HeldParameter], world: dist.ProcessGroup
     ) -> None:
         """Find this rank's parts. `chunks`: the stages in megatron-core's DistributedDataParallel."""
-        self.limit = config.grad_clip
         self.world = world
         self.chunks = chunks
         self.shared = config.distributed_optimizer
@@ -82,7 +81,7 @@ class Updates(ABC):
         self.parts = tuple(_parts(parameters, ranges))
 
     @abstractmethod
-    def _update(self, lr: float) -> None:
+    def _update(self, lr: float, adam: EngineConfig) -> None:
         """Step by the gradients in megatron-core's buffers, and copy the new values to the parameters."""
 
     @property
@@ -94,7 +93,7 @@ class Updates(ABC):
         """Return each part with its master."""
         return zip(self.parts, self.masters, strict=True)
 
-    def step(self, lr: float, loss: Tensor) -> Tensor:
+    def step(self, lr: float, loss: Tensor, adam: EngineConfig) -> Tensor:
         """Clip and update where the norm is finite on all ranks; return the norm before clipping, a scalar.
 
         `loss` is this rank's share of the step's.
@@ -102,10 +101,10 @@ class Updates(ABC):
         norm = self._norm(loss)
         known = float(norm)
         if math.isfinite(known):
-            scale = 1.0 if self.limit is None or known <= self.limit else self.limit / known
+            scale = 1.0 if adam.grad_clip is None or known <= adam.grad_clip else adam.grad_clip / known
             for part in self.parts:
                 gradient_of(part).mul_(scale)
-            self._update(lr)
+            self._update(lr, adam)
         return norm
 
     def take_loaded(self) -> None:
@@ -186,8 +185,8 @@ class TorchUpdates(Updates):
         """Return the optimizer's name for logs."""
         return name_of(self.optimizer)
 
-    def _update(self, lr: float) -> None:
-        set_rates(self.optimizer, lr)
+    def _update(self, lr: float, adam: EngineConfig) -> None:
+        set_adam(self.optimizer, lr, adam)
         for part, one in zip(self.parts, self.stepped, strict=True):
             one.master.grad = gradient_of(part).to(one.master.device)
         self.optimizer.step()

@@ -18,7 +18,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import Tensor
 
 from engines.config import EngineConfig
-from engines.execution.optimizer import name_of, set_rates
+from engines.execution.optimizer import DECAYS, name_of, set_adam
 from engines.megatron.optimizers.buffer_optimizer import MOMENTS, Stepped, Updates
 from engines.megatron.runtime.cuda_calls import adapted_optimizer
 from engines.megatron.weights.parameters import HeldParameter, Part
@@ -62,7 +62,7 @@ class CoreUpdates(Updates):
             self.core: Any = _made(config, chunks, dtype)
         self.inner = [one.optimizer for one in self.core.chained_optimizers if one.optimizer is not None]
         for optimizer in self.inner:
-            _set_up(optimizer, config)
+            _set_up(optimizer)
         masters = {one.flat.data_ptr(): one for one in self._masters()}
         self.stepped = tuple(_of(part, masters) for part in self.parts)
         if len(masters) != len(self.parts):
@@ -75,9 +75,9 @@ class CoreUpdates(Updates):
                     own = isinstance(optimizer, torch.optim.Adam)
                     yield Stepped(master, optimizer) if own else SteppedByGroup(master, optimizer, group)
 
-    def _update(self, lr: float) -> None:
+    def _update(self, lr: float, adam: EngineConfig) -> None:
         for optimizer in self.inner:
-            set_rates(optimizer, lr)
+            set_adam(optimizer, lr, adam)
         self.core.prepare_grads()
         self.core.step_with_ready_grads()  # which copies masters to parameters, and gathers those of other ranks
         self.core.zero_grad()
@@ -110,12 +110,12 @@ def _made(config: EngineConfig, chunks: Sequence[Any], dtype: torch.dtype) -> An
     )
 
 
-def _set_up(optimizer: torch.optim.Optimizer, config: EngineConfig) -> None:
-    """Set each group's decay, as megatron-core's scheduler would, and let torch's AdamW run in one kernel."""
+def _set_up(optimizer: torch.optim.Optimizer) -> None:
+    """Mark the groups that decay, as megatron-core's scheduler would, and let torch's AdamW run in one kernel."""
     groups = optimizer.param_groups
     groups[:] = [group for group in groups if group["params"]]  # apex looks for the first parameter of each
     for group in groups:
-        group["weight_decay"] = config.weight_decay * group["wd_mult"]
+        group[DECAYS] = group["wd_mult"]
         if isinstance(optimizer, torch.optim.Adam):
             group["fused"], group["foreach"] = True, False
 

@@ -1,6 +1,7 @@
 """Stages with megatron-core's gradient buffers, which sum gradients and never average them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,3 +22,15 @@ def with_buffers(stages: Sequence[Any], settings: Any, distributed_optimizer: bo
         use_distributed_optimizer=distributed_optimizer,
     )
     return [DistributedDataParallel(settings, buffers, stage) for stage in stages]
+
+
+@contextmanager
+def fresh_gradients(chunks: Sequence[Any], add: bool) -> Iterator[None]:
+    """Clear the gradients for a schedule, which ends by summing whole buffers over ranks; `add` earlier ones then."""
+    buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    earlier = [buffer.grad_data.clone() for buffer in buffers if add]
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    yield
+    for buffer, sums in zip(buffers, earlier, strict=add):
+        buffer.grad_data.add_(sums)
