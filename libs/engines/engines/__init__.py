@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from engines.build import build_reference as build_reference
     from engines.capability import Supported as Supported
     from engines.capability import Unsupported as Unsupported
+    from engines.config import Adam as Adam
     from engines.config import EngineConfig as EngineConfig
     from engines.execution.executor import Executor as Executor
     from engines.execution.local_batch import LocalBatch as LocalBatch
@@ -37,6 +38,7 @@ _EXPORTS = {
     "save_adapter": "engines.adapters.adapter_files",
     "base_policy": "engines.reference_policy",
     "Adaptation": "seqpack.adapters.mixers",
+    "Adam": "engines.config",
     "EngineConfig": "engines.config",
     "Engine": "engines.step",
     "Executor": "engines.execution.executor",
@@ -67,6 +69,7 @@ _ALIASES = {
 }
 """Earlier names."""
 __all__ = [
+    "Adam",
     "Adaptation",
     "Engine",
     "EngineConfig",

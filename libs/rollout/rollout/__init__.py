@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from rollout.sync.pieces import Piece as Piece
     from rollout.sync.transfer import share_weights as share_weights
     from rollout.sync.transfer import transfer_weights as transfer_weights
+    from rollout.token_scores import TokenScores as TokenScores
     from rollout.tools.arithmetic import calculator as calculator
     from rollout.tools.arithmetic import evaluate as evaluate
     from rollout.tools.python_tool import python_tool as python_tool
@@ -114,6 +115,7 @@ _EXPORTS = {
     "TaskRow": "rollout.environments.sources",
     "TaskSource": "rollout.environments.sources",
     "TokenGateway": "rollout.gateway.server",
+    "TokenScores": "rollout.token_scores",
     "Tool": "rollout.tools.tool",
     "ToolCall": "rollout.tools.tool",
     "VllmConfig": "rollout.vllm.settings.config",

@@ -22,6 +22,7 @@ NATIVE: dict[str, Supported | Unsupported] = {
     "streaming": Supported("native/streaming_test.py::test_streamed_tokens_are_the_completions_own"),
     "load": Supported("native/streaming_test.py::test_load_counts_who_runs_and_who_waits"),
     "seeded_requests": Supported("native/engine_test.py::test_a_seed_fixes_a_request_whatever_its_neighbours"),
+    "score": Supported("native/decoders/decoders_test.py::test_scores_are_those_of_the_whole_softmax"),
     "prefix_sharing": Supported("native/engine_test.py::test_groups_share_a_prefill_and_still_agree"),
     "prefix_continuation": Supported("native/continuation_test.py::test_a_turn_reads_what_is_new_alone"),
     "media": Supported("native/decoders/media_test.py::test_greedy_answers_are_those_of_the_modules_generate"),

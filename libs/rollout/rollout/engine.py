@@ -3,12 +3,15 @@
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, runtime_checkable
 
 from rollout.sampling import Sampling as Sampling
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, Piece
 from seqpack.capability import Supported, Unsupported
+
+if TYPE_CHECKING:  # it checks tokens as requests are checked
+    from rollout.token_scores import TokenScores
 
 StopReason = Literal["stop", "length", "abort", "deadline"]
 PauseMode = Literal["finish", "abort"]
@@ -94,6 +97,14 @@ class RolloutEngine(Protocol):
         Raises:
             ValueError: an empty prompt, an id outside the vocabulary (named), a request longer than the engine holds, a
                 request_id that is in use, media that the engine does not take.
+        """
+        ...
+
+    async def score(self, ids: Sequence[int], k: int = 0) -> "TokenScores":
+        """Return the model's log-probs of these tokens and, at the place of each, of the `k` likeliest and of the rest.
+
+        Raises:
+            ValueError: as `generate` does; a k that the vocabulary, or the server, does not have.
         """
         ...
 

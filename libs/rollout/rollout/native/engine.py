@@ -38,6 +38,7 @@ from rollout.open_requests import OpenRequests, check_pause, settle
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, Piece
 from rollout.sync.staging import WeightStaging
+from rollout.token_scores import TokenScores, check_scored, scores_of
 from seqpack.capability import Supported, Unsupported
 from seqpack.renamed import renamed
 
@@ -158,17 +159,8 @@ class NativeEngine:
         deadline: float | None = None,
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """Sample one completion beside other requests. Cancelling the task frees the slot at the next step.
-
-        Args:
-            prompt_ids: the tokens to continue.
-            sampling: how to choose tokens.
-            media: images and videos of the prompt, where the module is a vision-language model
-                (`rollout.native.decoders.media.seen_prompt`).
-            request_id: name of the request for `cancel`.
-            deadline: seconds of `time.monotonic()`; past it the completion returns with the tokens so far.
-            on_tokens: called after each step with the ids and log-probs of the new tokens; see `RolloutEngine`.
-        """
+        """Sample one completion beside other requests; see `RolloutEngine`. Cancelling the task frees the slot at the
+        next step. `media` is of a vision-language model (`rollout.native.decoders.media.seen_prompt`)."""
         self._check(prompt_ids, sampling)
         if media:
             prompt_ids = seen_prompt(self._model, prompt_ids, media)
@@ -196,9 +188,17 @@ class NativeEngine:
 
     attended = renamed("request_scope")
 
+    async def score(self, ids: Sequence[int], k: int = 0) -> TokenScores:
+        """Score tokens between two decode steps; see `RolloutEngine`."""
+        check_scored(ids, k, self._batch.decoder.vocab_size, self._max_length)
+        return await asyncio.get_running_loop().run_in_executor(self._exchange, self._scored, ids, k)
+
+    def _scored(self, ids: Sequence[int], k: int) -> TokenScores:
+        with self._lock, self._sampling():
+            return scores_of(ids, k, self._batch.score(ids[:-1]))
+
     async def cancel(self, request_id: str) -> bool:
-        """End a request before the next step: its `generate` returns the tokens so far, with stop_reason "abort". False
-        where no such request is waiting or running."""
+        """End a request before the next step; see `RolloutEngine`."""
         return self._open.cancel(request_id)
 
     async def pause(self, mode: PauseMode = "finish") -> None:

@@ -38,6 +38,7 @@ from rollout.openai.settings.capability import NO_MEDIA, NO_WEIGHTS, OPENAI
 from rollout.openai.settings.config import OpenAIConfig
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, Piece
+from rollout.token_scores import TokenScores, check_scored, scores_of_rows
 from seqpack.capability import Supported, Unsupported
 
 _START_SECONDS = 30.0
@@ -148,6 +149,21 @@ class OpenAIEngine:
         assert reason is not None
         versions = (self.version,) * len(request.ids)
         return Completion(tuple(request.ids), tuple(request.log_probs), reason, versions)
+
+    async def score(self, ids: Sequence[int], k: int = 0) -> TokenScores:
+        """Score tokens as the prompt of one more, by `prompt_logprobs` of vLLM's server; see `RolloutEngine`."""
+        check_scored(ids, k, self._own.vocab_size, self._max_length - 1)
+        body = request_body(self._model, ids, Sampling(max_new_tokens=1, greedy=True))
+        try:
+            asked = body | {"stream": False, "prompt_logprobs": k}
+            response = await self._client_here().post(self._own.url("completions"), json=asked)
+        except httpx2.TransportError as error:
+            raise RuntimeError(f"{self._own.base_url} broke off: {type(error).__name__} {error}") from error
+        if response.status_code != 200:
+            _refused(response, self._own)
+        rows = response.json()["choices"][0].get("prompt_logprobs") or []
+        told = [{int(token): one["logprob"] for token, one in (row or {}).items()} for row in rows]
+        return scores_of_rows(ids, k, told)
 
     async def cancel(self, request_id: str) -> bool:
         """End a request: its `generate` returns the tokens so far, with stop_reason "abort". Return False where no such

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Never
 
 import pytest
+import torch
 
 from rollout.config import RolloutConfig
 from rollout.engine import Completion, PauseMode, RolloutEngine, Sampling
@@ -57,6 +58,27 @@ def ask_all(
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------
+
+
+def test_scores_are_those_of_the_engine_behind_the_server(engine: OpenAIEngine, behind: NativeEngine) -> None:
+    """Beside requests that run, and with weights that were changed in place since."""
+
+    async def both() -> list[Any]:
+        answers = asyncio.gather(*[engine.generate(p, LONG) for p in PROMPTS])
+        scores = [await one.score(PROMPTS[3], k) for one in (engine, behind) for k in (0, 5)]
+        await answers
+        return scores
+
+    found = asyncio.run(both())
+    for told, own in zip(found[:2], found[2:], strict=True):
+        for name in ("log_probs", "top_tokens", "top_log_probs", "rest"):
+            torch.testing.assert_close(getattr(told, name), getattr(own, name), rtol=0, atol=2e-6)
+    assert len(asyncio.run(behind.score([5], 2)).rest) == 1
+    for one in (engine, behind):
+        with pytest.raises(ValueError, match="outside the model's vocabulary" if one is behind else "refuses"):
+            asyncio.run(one.score([5, VOCAB], 2))
+    with pytest.raises(ValueError, match="from 0 to the vocabulary's 48: got 49"):
+        asyncio.run(behind.score([5, 6], 49))
 
 
 def test_answers_are_those_of_the_engine_behind_the_server(engine: OpenAIEngine, behind: NativeEngine) -> None:

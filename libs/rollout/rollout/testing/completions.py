@@ -76,6 +76,8 @@ class CompletionServer:
             whole = first
             async for event in events:
                 whole = _joined(whole, event)
+            if (k := body.get("prompt_logprobs")) is not None:
+                whole["choices"][0]["prompt_logprobs"] = await self._prompt_rows(body["prompt"], k)
             return JSONResponse(self.change(whole))
         return StreamingResponse(self._lines(first, events), media_type="text/event-stream")
 
@@ -91,6 +93,14 @@ class CompletionServer:
             done = True
         finally:
             self.gone += not done
+
+    async def _prompt_rows(self, ids: list[int], k: int) -> list[dict[str, dict[str, float]] | None]:
+        """Return vLLM's rows: the k likeliest tokens at each place and its own, by id; none at the first."""
+        found = await self.engine.score(ids, k)
+        places = zip(found.top_tokens.t().tolist(), found.top_log_probs.t().tolist(), strict=True)
+        rows = [dict(zip(*both, strict=True)) for both in places]
+        own = zip(rows, ids, found.log_probs.tolist(), strict=True)
+        return [None, *({str(t): {"logprob": x} for t, x in (row | {i: p}).items()} for row, i, p in [*own][1:])]
 
     async def _events(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Yield an event a token, the last one with the stop reason."""

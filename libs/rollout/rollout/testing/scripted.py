@@ -8,6 +8,7 @@ from typing import Any
 from rollout.engine import Completion, Load, OnTokens, PauseMode, Sampling
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, Piece
+from rollout.token_scores import TokenScores
 from seqpack.capability import Supported, Unsupported
 
 
@@ -68,6 +69,10 @@ class ScriptedEngine:
         done = Completion(ids, (-0.5,) * len(ids), "stop" if stopped else "length", (self._version,) * len(ids))
         await stream(done, on_tokens)
         return done
+
+    async def score(self, ids: Sequence[int], k: int = 0) -> TokenScores:
+        """Return scores as of a model of no preference."""
+        return TokenScores.empty(len(ids), k)
 
     async def cancel(self, request_id: str) -> bool:
         """Return False: no request ever waits."""

@@ -26,9 +26,10 @@ from rollout.open_requests import OpenRequests, check_pause
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, Piece
 from rollout.sync.rate import copy_rate
+from rollout.token_scores import TokenScores, check_scored, scores_of_rows
 from rollout.vllm.client.images import shown_in, vision_spec_of
 from rollout.vllm.client.replicas import Replicas
-from rollout.vllm.client.requests import VllmRequest, VllmRequests
+from rollout.vllm.client.requests import PROMPT_LOGPROBS, VllmRequest, VllmRequests
 from rollout.vllm.limits.capability import VLLM
 from rollout.vllm.limits.cpu import chosen_dtype, prompt_refusal
 from rollout.vllm.settings.config import VllmConfig, accelerator_arguments, numeric_settings, text_config
@@ -206,6 +207,7 @@ class VllmEngine:
         deadline: float | None = None,
         on_tokens: OnTokens | None = None,
         copy: int | None = None,
+        prompt_logprobs: int | None = None,
     ) -> Completion:
         """Sample one completion beside other requests; see `RolloutEngine`. `copy`: by this copy, whatever its load.
 
@@ -223,6 +225,7 @@ class VllmEngine:
         answer = loop.create_future()
         number, prompt = next(self._numbers), tuple(prompt_ids)
         request = VllmRequest(number, prompt, sampling, seed, on_tokens, loop, answer, shown=shown, copy=copy)
+        request.prompt_logprobs = prompt_logprobs
         with self._open.opened(request, request_id, deadline):
             try:
                 self._requests.add(request)
@@ -230,6 +233,14 @@ class VllmEngine:
             except asyncio.CancelledError:
                 self._requests.drop(request)
                 raise
+
+    async def score(self, ids: Sequence[int], k: int = 0) -> TokenScores:
+        """Score tokens as the prompt of one more; see `RolloutEngine`. `EpisodeFailed` where a pause aborts it."""
+        check_scored(ids, k, self.facts["vocab_size"], self.facts["max_length"] - 1)
+        done = await self.generate(ids, Sampling(max_new_tokens=1, greedy=True), prompt_logprobs=k)
+        if PROMPT_LOGPROBS not in done.extras:
+            raise EpisodeFailed("the scores were aborted", retryable=True)
+        return scores_of_rows(ids, k, done.extras[PROMPT_LOGPROBS])
 
     async def cancel(self, request_id: str) -> bool:
         """End a request after the running step: its `generate` returns the tokens so far, with stop_reason "abort".
@@ -248,22 +259,15 @@ class VllmEngine:
             self._requests.release()
 
     async def sleep(self) -> None:
-        """Free the device's memory of weights and caches, once nothing runs; requests wait until `wake`.
-
-        Raises:
-            ValueError: vLLM was not started for it, or can't do it on this device.
-            RuntimeError: vLLM's process is gone.
-        """
+        """Free the device's memory of weights and caches, once nothing runs; requests wait until `wake`. ValueError
+        where vLLM was not started for it, or can't do it on this device; RuntimeError where its process is gone."""
         if not self._config.vllm.sleep:
             raise ValueError("vLLM can't sleep as it was started: set VllmConfig(sleep=True)")
         await self._sleep()
 
     async def wake(self) -> None:
-        """Allocate the memory again, read the staged weights in use, then sample. Do nothing if awake.
-
-        Raises:
-            RuntimeError: vLLM's process is gone.
-        """
+        """Allocate the memory again, read the staged weights in use, then sample. Do nothing if awake. RuntimeError
+        where vLLM's process is gone."""
         if self._asleep:
             paused = await self._read_weights(fall_back=False, wake=True)
             if self._unread:

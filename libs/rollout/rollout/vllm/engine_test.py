@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rollout.engine import Completion, PauseMode, Sampling
 from rollout.vllm.engine import VllmEngine
-from rollout.vllm.testing.served import ANSWER, MEAN, PROMPTS, VOCAB, assert_agrees, config, sample, served
+from rollout.vllm.testing.served import ANSWER, MEAN, MOST, PROMPTS, VOCAB, assert_agrees, config, sample, served
 from seqpack.capability import Unsupported
 
 pytestmark = pytest.mark.skipif(
@@ -50,6 +50,20 @@ def test_log_probs_are_those_of_the_modules(engine: VllmEngine, model: PreTraine
     assert_agrees(model, PROMPTS, done, temperature)
     assert all(len(c.ids) == 8 and c.stop_reason == "length" for c in done)
     assert all(set(c.policy_versions) == {engine.version} for c in done)
+
+
+def test_scores_of_tokens_are_the_modules(engine: VllmEngine, model: PreTrainedModel) -> None:
+    for prompt in PROMPTS:
+        found = asyncio.run(engine.score(prompt, 30))
+        with torch.no_grad():
+            table = model(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
+        ids = torch.tensor(prompt)
+        apart = [(found.log_probs[1:] - table.gather(1, ids[1:, None])[:, 0]).abs()]
+        apart.append((found.top_log_probs[:, 1:].t() - table.gather(1, found.top_tokens[:, 1:].t())).abs().flatten())
+        apart.append((found.rest[1:].exp() + found.top_log_probs[:, 1:].exp().sum(0) - 1).abs())
+        assert torch.cat(apart).max() < MOST
+        assert torch.cat(apart).mean() < MEAN
+        assert (found.top_log_probs.diff(dim=0) <= 0).all()
 
 
 def test_greedy_answers_have_the_modules_own_log_probs(engine: VllmEngine, model: PreTrainedModel) -> None:

@@ -1,6 +1,6 @@
 """The protocol between continuous batching and a model: prompts in, rows in slots, one token a row and step."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -39,6 +39,10 @@ class Decoder(Protocol, Generic[Cache]):
 
         With `pasts`, one each, prompts[i] are the tokens that follow those of pasts[i], and the cache is of both.
         """
+        ...
+
+    def score(self, ids: Sequence[int], chunk: int) -> Iterator[Tensor]:
+        """Yield the logits [m, V] after each of the tokens, at most `chunk` of them at a time."""
         ...
 
     def keep(self, slots: Sequence[int]) -> Cache:

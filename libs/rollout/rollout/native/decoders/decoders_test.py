@@ -14,6 +14,7 @@ from rollout.native.decoders.module_decoder import ModuleDecoder
 from rollout.native.lean.families import refusal
 from rollout.native.lean.lean_decoder import LeanDecoder
 from rollout.testing.model import tiny_dense_model, tiny_model
+from rollout.token_scores import scores_of, scores_of_rows
 
 VOCAB = 48
 SIZES = {
@@ -305,6 +306,34 @@ def test_lean_refuses_what_it_would_leave_out() -> None:
     assert "yarn" in why_not(model_of("qwen3_5_text", rope_parameters=yarn))
     with pytest.raises(ValueError, match="hooks"):
         LeanDecoder(hooked)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("chunk", [3, 64])
+@torch.no_grad()
+def test_scores_are_those_of_the_whole_softmax(family: str, chunk: int) -> None:
+    """Through windows of 5 tokens and delta nets, in chunks that end inside them, or the whole."""
+    model = model_of(family)
+    ids = torch.randint(2, VOCAB, (20,), generator=torch.Generator().manual_seed(1))
+    table = model(input_ids=ids[None], use_cache=False).logits[0, :-1].double().log_softmax(-1)
+    best = table.topk(4)
+    decoders: list[Decoder[Any]] = [ModuleDecoder(model), *([] if refusal(model) else [LeanDecoder(model)])]
+    assert len(decoders) == (2 if family in ("llama", "qwen3", "qwen3_5_text") else 1)
+    for decoder in decoders:
+        found = scores_of(ids.tolist(), 4, decoder.score(ids[:-1].tolist(), chunk))
+        torch.testing.assert_close(
+            found.log_probs[1:].double(), table.gather(1, ids[1:, None])[:, 0], rtol=0, atol=1e-5
+        )
+        assert torch.equal(found.top_tokens[:, 1:].t(), best.indices)
+        torch.testing.assert_close(found.top_log_probs[:, 1:].t().double(), best.values, rtol=0, atol=1e-5)
+        rest = table.scatter(1, best.indices, -torch.inf).logsumexp(-1)
+        torch.testing.assert_close(found.rest[1:].double(), rest, rtol=0, atol=1e-5)
+        assert [float(found.log_probs[0]), float(found.rest[0]), *found.top_tokens[:, 0]] == [0, 0, -1, -1, -1, -1]
+        rows = [None, *(dict(enumerate(row)) for row in table.tolist())]
+        told = scores_of_rows(ids.tolist(), 4, rows)  # as a server returns them
+        assert torch.equal(told.top_tokens, found.top_tokens)
+        for name in ("log_probs", "top_log_probs", "rest"):
+            torch.testing.assert_close(getattr(told, name), getattr(found, name), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("make", [tiny_model, tiny_dense_model])

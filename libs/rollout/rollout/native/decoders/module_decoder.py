@@ -4,7 +4,7 @@ All rows end at the same column, so a step appends one column to all. Left paddi
 attention and for the gated delta net (padded inputs are zeroed before its convolution and state).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +81,19 @@ class ModuleDecoder:
             rows.positions = rows.positions + seen.ahead
             return self._forward(ids, seen.positions, rows, seen.embeddings), rows
         return self._forward(ids, (columns - starts).clamp(min=0), rows), rows
+
+    def score(self, ids: Sequence[int], chunk: int) -> Iterator[Tensor]:
+        """Run a pass over each chunk of the tokens, which continues the one before."""
+        cache = DynamicCache(config=self._config)
+        tokens, places = torch.tensor(ids, device=self.device), torch.arange(len(ids), device=self.device)
+        for part in places.split(chunk):
+            yield self._model(
+                input_ids=tokens[None, part],
+                attention_mask=torch.ones_like(places[None, : int(part[-1]) + 1]),
+                position_ids=part[None],
+                past_key_values=cache,
+                use_cache=True,
+            ).logits[0]
 
     def experts(self, pick: int, cache: Rows | None = None) -> RoutedExperts | None:
         """See `Decoder`."""

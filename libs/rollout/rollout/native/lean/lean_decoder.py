@@ -1,6 +1,6 @@
 """The lean decoder: a module's weights, read by family, with prompts packed and rows in slots."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -60,6 +60,14 @@ class LeanDecoder:
         ends = torch.tensor(list(accumulate(fed)), device=device) - 1
         (logits,) = self._weights.head(h[ends])
         return logits, mixers.cache if isinstance(mixers, Continued) else mixers
+
+    def score(self, ids: Sequence[int], chunk: int) -> Iterator[Tensor]:
+        """Run one pass over the tokens, and the head over a chunk of them at a time."""
+        tokens, places = torch.tensor(ids, device=self.device), torch.arange(len(ids), device=self.device)
+        mixers = PackedCache.of([len(ids)], self.device)
+        h = hidden_states(self._weights, tokens, self._rotary.take(places, len(ids)), mixers)
+        for part in h.split(chunk):
+            yield from self._weights.head(part)
 
     def experts(self, pick: int, cache: PackedCache | None = None) -> None:
         """Return None: the families here have no experts."""

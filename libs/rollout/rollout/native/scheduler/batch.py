@@ -34,6 +34,7 @@ from rollout.native.decoders.decoder import Decoder
 from rollout.native.decoders.media import followed, shown
 from rollout.native.scheduler.request import SequenceRequest
 from rollout.native.scheduler.sampling import SamplingRows, choose
+from rollout.token_scores import CHUNK
 from seqpack.memory import ledger
 
 
@@ -139,6 +140,12 @@ class ContinuousBatch:
     def continues(self, request: SequenceRequest) -> bool:
         """Return whether a request's prompt continues a cached stream."""
         return not shown(request.prompt) and self._kept.longest(request.prompt) is not None
+
+    def score(self, ids: Sequence[int]) -> Iterator[Tensor]:
+        """Yield the logits after each of the tokens, a chunk at a time."""
+        if not self._rows and self.decoder.refresh():
+            self._kept.clear()
+        return self.decoder.score(ids, CHUNK) if ids else iter(())
 
     def forget(self) -> None:
         """Clear the prefix cache."""

@@ -20,6 +20,7 @@ OPENAI: dict[str, Supported | Unsupported] = {
     "weights_under_way": Unsupported(NO_WEIGHTS),
     "in_process_weights": Unsupported(NO_WEIGHTS),
     "shared_weights": Unsupported(NO_WEIGHTS),
+    "score": Supported("openai/engine_test.py::test_scores_are_those_of_the_engine_behind_the_server"),
     "prefix_sharing": Unsupported(_SERVERS),
     "prefix_continuation": Unsupported(_SERVERS),
     "media": Unsupported(NO_MEDIA),

@@ -21,7 +21,10 @@ from rollout.vllm.client.images import Image, Shown
 Send = Callable[..., None]
 """Function of (copy, message, bytes after it)."""
 TokenUpdate = Sequence[Any]
-"""[number, ids, log-probs, why it ended or None, experts or None] of one request, as the server sends it."""
+"""[number, ids, log-probs, why it ended or None, experts or None] of one request, as the server sends it; then [token,
+log-prob] pairs at each token of its prompt where they were asked for."""
+PROMPT_LOGPROBS = "prompt_logprobs"
+"""Name among a completion's extras of log-probs by token at each token of its prompt."""
 
 
 @dataclass(eq=False)
@@ -40,7 +43,10 @@ class VllmRequest:
     versions: list[int] = field(default_factory=list)
     ending: StopReason = "abort"
     experts: RoutedExperts | None = None
+    prompt_rows: list[dict[int, float] | None] | None = None
     shown: Shown | None = None
+    prompt_logprobs: int | None = None
+    """How many log-probs of each token of the prompt are asked for, beside the token's own."""
     copy: int | None = None
     """The copy that it names, or was sent to."""
 
@@ -55,6 +61,8 @@ class VllmRequest:
             "stop_token_ids": list(s.stop_token_ids),
             "seed": self.seed,
         }
+        if self.prompt_logprobs is not None:
+            how["prompt_logprobs"] = self.prompt_logprobs
         fields = [self.number, list(self.prompt), how]
         if self.shown is None:
             return fields
@@ -71,7 +79,7 @@ class VllmRequest:
     def finish(self, reason: StopReason) -> None:
         """Finish with the tokens so far."""
         if not self.answer.done():
-            extras = {}
+            extras: dict[str, Any] = {} if self.prompt_rows is None else {PROMPT_LOGPROBS: self.prompt_rows}
             if self.experts is not None:
                 extras[ROUTED_EXPERTS] = self.experts.resized(len(self.prompt) + len(self.ids))
             done = Completion(tuple(self.ids), tuple(self.log_probs), reason, tuple(self.versions), extras)
@@ -234,7 +242,7 @@ class VllmRequests:
             _post(request.loop, self._close, request, error)
 
     def _take(self, mine: list[tuple[VllmRequest, TokenUpdate]], version: int) -> None:
-        for request, (_, ids, log_probs, reason, experts) in mine:
+        for request, (_, ids, log_probs, reason, experts, *prompt) in mine:
             if request.answer.done():
                 continue
             try:
@@ -245,6 +253,7 @@ class VllmRequests:
                 continue
             if reason is not None:
                 request.experts = None if experts is None else RoutedExperts.read(experts)
+                request.prompt_rows = [dict(row) for row in prompt[0]] if prompt else None
                 self._close(request, request.ending if reason == "abort" else reason)
 
     def _close(self, request: VllmRequest, outcome: StopReason | BaseException) -> None:

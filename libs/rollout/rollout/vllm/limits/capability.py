@@ -18,6 +18,7 @@ VLLM: dict[str, Supported | Unsupported] = {
     "shared_weights": Unsupported("vLLM is in a process of its own and lays weights out in its own way"),
     "in_process_weights": Supported("vllm/engine_weights_test.py::test_every_parameter_arrives"),
     "seeded_requests": Supported("vllm/engine_test.py::test_a_seed_fixes_a_request_whatever_its_neighbours"),
+    "score": Supported("vllm/engine_test.py::test_scores_of_tokens_are_the_modules"),
     "prefix_sharing": Supported("vllm/engine_weights_test.py::test_the_prefix_cache_is_not_stale_after_an_update"),
     "prefix_continuation": Supported("vllm/engine_weights_test.py::test_the_prefix_cache_is_not_stale_after_an_update"),
     "media": Supported("vllm/client/images_test.py::test_log_probs_are_those_of_the_stock_module"),

@@ -26,9 +26,9 @@ from rollout.vllm.server.routes import RequestExperts
 from rollout.vllm.server.text_models import register_text_models
 from rollout.vllm.settings.arguments import EngineArguments, check_arguments
 
-TokenUpdate = tuple[int, list[int], list[float], str | None, list[Any] | None]
+TokenUpdate = tuple[Any, ...]
 """A request's number, the tokens of this step, their log-probs, why it ended, and at its end the experts of all its
-tokens where they are recorded."""
+tokens where they are recorded; then (token, log-prob) pairs at each token of its prompt where they were asked for."""
 
 UNTIED = {"tie_word_embeddings": False}
 
@@ -75,6 +75,7 @@ class Generator:
                 hf_overrides=UNTIED if self._vision_spec is None else UNTIED | {"text_config": UNTIED},
                 worker_extension_cls="rollout.vllm.server.worker.FileWeights",
                 logprobs_mode="processed_logprobs",
+                max_logprobs=-1,
                 skip_tokenizer_init=True,
                 async_scheduling=False,
                 disable_log_stats=True,
@@ -192,9 +193,9 @@ class Generator:
             ids = list(answer.token_ids)
             log_probs = [row[token].logprob for token, row in zip(ids, answer.logprobs or (), strict=True)]
             name = self._names.pop(number, None) if output.finished else None
-            updates.append(
-                (number, ids, log_probs, answer.finish_reason, None if name is None else self._experts_of(name))
-            )
+            experts = None if name is None else self._experts_of(name)
+            prompt = [] if output.prompt_logprobs is None else [_pairs(output.prompt_logprobs)]
+            updates.append((number, ids, log_probs, answer.finish_reason, experts, *prompt))
         return updates
 
     def sleep(self) -> None:
@@ -234,6 +235,10 @@ def _refusal(config: Mapping[str, Any], arguments: Mapping[str, Any], together: 
         return why
     workers, copies = arguments["tensor_parallel_size"], 1 if together is None else together["size"]
     return spread_refusal(config, workers, arguments["enable_expert_parallel"], cpu, copies)
+
+
+def _pairs(rows: Sequence[Mapping[int, Any] | None]) -> list[list[tuple[int, float]]]:
+    return [[(token, one.logprob) for token, one in (row or {}).items()] for row in rows]
 
 
 def _worker(rank: int, answers: Sequence[Any]) -> str:
