@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +35,11 @@ When = Literal["before", "after"]
 Whole = tuple[Path, list[str]]
 """The folder of a run that nothing ended, and its renames."""
 
+DONE = (
+    *("model", CONFIG_NAME, "warm-start/export"),
+    *("checkpoints/step-000002", "checkpoints/step-000001.deleted", "export"),
+)
+"""Renames that end a part of a run. Those between them: kill_long_test."""
 WARM = WarmStart(steps=2, batch_size=4, eval_every=1, eval_prompts=4, until_accuracy=1.0)
 
 
@@ -73,19 +79,20 @@ def assert_same_end(run_dir: Path, whole_dir: Path) -> None:
 
 def test_the_renames_are_those_that_matter(whole: Whole) -> None:
     _, renames = whole
-    assert {"model", CONFIG_NAME, "export"} <= set(renames)
-    assert any(name.startswith("checkpoints/step-000001") for name in renames)
-    assert any(name.startswith("warm-start/") for name in renames)
+    assert set(DONE) < set(renames)
 
 
-def test_a_kill_before_any_rename(whole: Whole, tmp_path: Path) -> None:
-    """After one is just before the next, but for what is being written: kill_after_test."""
-    whole_dir, renames = whole
-    for number, name in enumerate(renames):
-        run_dir = tmp_path / str(number)
-        assert run_in_child(go, run_dir, kill_at=number) == -signal.SIGKILL, name
-        assert run_in_child(go, run_dir) == 0, name
-        assert_same_end(run_dir, whole_dir)
+def kill_at_each(numbers: Iterable[int], when: When, whole: Whole, folder: Path) -> None:
+    """End a run at each of these renames; the run that goes on ends as the whole one."""
+    for number in numbers:
+        run_dir = folder / str(number)
+        assert run_in_child(go, run_dir, kill_at=number, when=when) == -signal.SIGKILL, whole[1][number]
+        assert run_in_child(go, run_dir) == 0, whole[1][number]
+        assert_same_end(run_dir, whole[0])
+
+
+def test_a_kill_before_a_rename_that_ends_a_part(whole: Whole, tmp_path: Path) -> None:
+    kill_at_each([whole[1].index(name) for name in DONE], "before", whole, tmp_path)
 
 
 def interrupted(run_dir: Path, said: Path, **changes: Any) -> None:

@@ -76,12 +76,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_runs_table_is_the_plans(tmp_path: Path, name: str) -> None:
-    gc.collect()
-    config = RUNS[name](tmp_path / "run")
-    run(config, RECIPE)
-    assert compared(config, rows(tmp_path / "run")[-1]) == []
+LOOKED_AT = ("sync with KL", "one step off", "sharded", "LoRA", "bfloat16")
 
 
 def unregistered() -> list[tuple[int, tuple[int, ...]]]:
@@ -96,11 +91,11 @@ def unregistered() -> list[tuple[int, tuple[int, ...]]]:
     return sorted(sizes.values(), reverse=True)
 
 
-@pytest.mark.parametrize("name", ["sync with KL", "one step off", "sharded", "LoRA", "bfloat16"])
-def test_nothing_large_is_there_that_nobody_registered(
+@pytest.mark.parametrize("name", RUNS)
+def test_a_runs_table_is_the_plans_and_nothing_large_is_missing(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between two steps, of all tensors that Python knows."""
+    """Between two steps, of all tensors that Python knows in a run of one process."""
     seen: list[tuple[int, list[tuple[int, tuple[int, ...]]]]] = []
 
     def looked(device: str) -> dict[str, float]:
@@ -110,8 +105,11 @@ def test_nothing_large_is_there_that_nobody_registered(
         seen.append((total, unregistered()))
         return found
 
+    gc.collect()
+    config = RUNS[name](tmp_path / "run")
     monkeypatch.setattr(training, "memory_metrics", looked)
-    run(RUNS[name](tmp_path / "run"), RECIPE)
-    assert len(seen) == 3
-    for total, left in seen[1:]:
+    run(config, RECIPE)
+    assert compared(config, rows(tmp_path / "run")[-1]) == []
+    assert name not in LOOKED_AT or len(seen) == 3
+    for total, left in seen[1:] if name in LOOKED_AT else []:
         assert sum(size for size, _ in left) < TOLERANCE * total, left[:5]

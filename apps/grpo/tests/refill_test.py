@@ -52,14 +52,18 @@ def go(run_dir: Path, schedule: ScheduleConfig, prepare: Callable[[], object] = 
     run(small(run_dir, schedule, resume=resume, filter_groups=FilterGroups(enable=True)), recipe)
 
 
-KILLS: dict[str, tuple[ScheduleConfig, tuple[Any, ...]]] = {
+Kills = dict[str, tuple[ScheduleConfig, tuple[Any, ...]]]
+KILLS: Kills = {
     "sync, a step before it is saved": (SYNC, (step, "train_on", 3, "after")),
     "one step off, a round before it is recorded": (ONE, (RolloutLedger, "finished", 5, "before")),
+    "fully async, a group without signal after it is recorded": (ASYNC, (RolloutLedger, "no_signal", 4, "after")),
+}
+LONG: Kills = {
     "one step off, a round after it is recorded": (ONE, (RolloutLedger, "finished", 8, "after")),
     "fully async, a group without signal before it is recorded": (ASYNC, (RolloutLedger, "no_signal", 3, "before")),
-    "fully async, a group without signal after it is recorded": (ASYNC, (RolloutLedger, "no_signal", 4, "after")),
     "fully async, a step after it is trained": (ASYNC, (step, "train_on", 4, "after")),
 }
+"""Cases of refill_long_test."""
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +75,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-@pytest.mark.parametrize("kill", KILLS)
-def test_a_killed_run_trains_each_task_with_signal_once(kill: str, whole: dict[str, Path], tmp_path: Path) -> None:
-    schedule, where = KILLS[kill]
+def assert_trained_once(kill: str, whole: dict[str, Path], tmp_path: Path) -> None:
+    """Kill a run and go on with it: each task with signal is trained once, to the bits of a run that nobody killed."""
+    schedule, where = (KILLS | LONG)[kill]
     assert run_in_child(go, tmp_path / "run", schedule, functools.partial(kill_at_call, *where)) == -signal.SIGKILL
     assert run_in_child(go, tmp_path / "run", schedule) == 0
     trained = [task for tasks in history(tmp_path / "run").values() for task in tasks]
@@ -82,3 +86,8 @@ def test_a_killed_run_trains_each_task_with_signal_once(kill: str, whole: dict[s
     if schedule.mode in whole:
         assert sum(row[DROPPED] for row in rows(tmp_path / "run")[1:]) > 4
         assert same_weights(whole[schedule.mode], tmp_path / "run")
+
+
+@pytest.mark.parametrize("kill", KILLS)
+def test_a_killed_run_trains_each_task_with_signal_once(kill: str, whole: dict[str, Path], tmp_path: Path) -> None:
+    assert_trained_once(kill, whole, tmp_path)
