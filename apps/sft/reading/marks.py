@@ -39,6 +39,8 @@ def split_marks(message: Mapping[str, Any]) -> tuple[dict[str, Any], float | Non
     Raises:
         ValueError: a mark can't be obeyed, or two contradict each other.
     """
+    if MARKS.keys().isdisjoint(message) and REFUSED.keys().isdisjoint(message):
+        return dict(message), None
     for key in REFUSED.keys() & message.keys():
         if message[key] is not None:
             raise ValueError(f"a message has {key!r}: {REFUSED[key]}")

@@ -48,7 +48,15 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> PlainMessages | Non
         return None
     if isinstance(messages, PlainMessages):
         return messages
-    return PlainMessages(plain({k: v for k, v in message.items() if v is not None}) for message in messages)
+    return PlainMessages(
+        dict(message) if texts_alone(message) else plain({k: v for k, v in message.items() if v is not None})
+        for message in messages
+    )
+
+
+def texts_alone(data: Mapping[str, Any]) -> bool:
+    """Return whether keys and values are texts: plain data as they are."""
+    return {*map(type, data), *map(type, data.values())} == {str}
 
 
 def plain_data() -> Callable[[Any], Any] | None:

@@ -28,6 +28,16 @@ def block_mask(blocks: Sequence[tuple[int, int]], offsets: Offsets) -> list[int]
     return mask
 
 
+def marks_are(regions: Sequence[Region], blocks: Sequence[tuple[int, int]], offsets: Offsets) -> bool:
+    """Return whether the marked blocks are the regions, from whole token to whole token: they leave nothing out."""
+    return blocks == [(region.start, region.end) for region in regions] and all(
+        (first := _token_of(start, offsets)) is not None
+        and offsets.starts[first] == start
+        and offsets.ends[bisect_left(offsets.ends, end)] == end
+        for start, end in blocks
+    )
+
+
 def _token_of(position: int, offsets: Offsets) -> int | None:
     """Return the first token that holds a character, None if none does."""
     starts, ends = offsets

@@ -63,19 +63,21 @@ def shape_of(template: ChatTemplate, messages: Sequence[Any]) -> Shape | None:
         shape.key.append(_without_texts(message, number, shape))
     looked_for = cut_patterns(template.source)[2].search
     for text in shape.texts:
-        if not text or text != text.strip() or looked_for(text) or PRIVATE_CHARACTER.search(text):
+        if text != text.strip() or looked_for(text) or PRIVATE_CHARACTER.search(text):
             return None
     return shape._replace(key=(template.stops, *shape.key))
 
 
 def _without_texts(message: dict[str, Any], number: int, shape: Shape) -> Any:
-    """Return what tells a message from others but for its texts, which `shape` gets."""
-    if len(message) == 2 and type(message.get("content")) is str:
-        shape.texts.append(message["content"])
+    """Return what tells a message from others but for its texts, which `shape` gets. An empty one tells it."""
+    if len(message) == 2 and type(content := message.get("content")) is str and content:
+        shape.texts.append(content)
         shape.owners.append((number, False))
         return message.get("role")
 
     def take(text: str, is_name: bool = False) -> str:
+        if not text:
+            return text
         shape.texts.append(text)
         shape.owners.append((number, is_name))
         return "\0"
@@ -116,8 +118,8 @@ def _plan(
         return None
     stand_ins = map(chr, range(_FIRST, _FIRST + len(shape.texts)))
 
-    def take(_: str) -> str:
-        return next(stand_ins)
+    def take(text: str) -> str:
+        return text and next(stand_ins)
 
     changed = PlainMessages(dict(rewritten(m, take, lambda _: take, lambda _: take, take)) for m in messages)
     try:

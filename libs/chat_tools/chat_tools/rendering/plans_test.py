@@ -63,8 +63,9 @@ def test_as_by_marks(name: str, marks: bool, texts: list[str]) -> None:
         assert replace(render(tokenizer, talk), template=None) == replace(expected, template=None)
 
 
-def test_a_shape_is_learned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = tiny_tokenizer("chatml", marks=False)
+@pytest.mark.parametrize(("kind", "marks"), [(0, False), (2, False), (2, True)])  # a turn of calls has an empty text
+def test_a_shape_is_learned_once(monkeypatch: pytest.MonkeyPatch, kind: int, marks: bool) -> None:
+    tokenizer = tiny_tokenizer("chatml", marks=marks)
     counted: list[str] = []
     trial = ChatTemplate.trial
 
@@ -73,7 +74,7 @@ def test_a_shape_is_learned_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return counted[-1]
 
     monkeypatch.setattr(ChatTemplate, "trial", counting)
-    rows = [talks([f"{n}", f"{n} and", "y", "z"])[0] for n in range(6)]
+    rows = [talks([f"{n}", f"{n} and", f"y{n}", "z"])[kind] for n in range(6)]
     trials = []
     for row in rows:
         counted.clear()
@@ -83,7 +84,7 @@ def test_a_shape_is_learned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     (plan,) = [plan for plan in plans._plans(ChatTemplate(tokenizer, None, {}), False).values() if plan]
     assert isinstance(plan, plans.Plan)
     counted.clear()
-    render(tokenizer, talks(["0 ", "\nx", "y", "z"])[0])  # white space around: by marks
+    render(tokenizer, talks(["0 ", "\nx", "y", "z"])[kind])  # white space around: by marks
     assert counted
 
 

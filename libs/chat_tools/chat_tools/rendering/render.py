@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from chat_tools.rendering.generation_regions import block_mask, trained_regions
+from chat_tools.rendering.generation_regions import block_mask, marks_are, trained_regions
 from chat_tools.rendering.masks import Region, Regions, find_regions
 from chat_tools.rendering.media import Expanded, Media, expand, token_types
 from chat_tools.rendering.message_attribution import MessageAttribution, render_marked
@@ -15,7 +15,7 @@ from chat_tools.rendering.plans import Shape, plan_of, regions_of, save_plan, sh
 from chat_tools.rendering.replaced_messages import MessageSpan
 from chat_tools.rendering.template import ChatTemplate, Cut, Message, tokens_as_text
 from chat_tools.rendering.token_places import NO_OFFSETS, Offsets, encode
-from chat_tools.rendering.turn_delimiters import TurnDelimiters, find_turn_delimiters, known_tokens, last_token
+from chat_tools.rendering.turn_delimiters import TurnDelimiters, delimiters_and_tokens, find_turn_delimiters, last_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +144,8 @@ def render(
         ids, offsets = encode(tokenizer, expanded.text)
     spans, straddling = _spans(regions, turns.regions, expanded, offsets)
     last = max([*(turns.regions or regions), Region(0, 0, 0, 0)], key=lambda region: (region.message, region.end))
-    delimiters = find_turn_delimiters(template, messages[last.message]) if regions else None
     end = plain[last.body_end : last.end]
+    known = delimiters_and_tokens(template, messages[last.message]) if regions or end else None
     return Rendered(
         ids=ids,
         text=expanded.text,
@@ -160,8 +160,8 @@ def render(
         prompted=add_generation_prompt,
         plain=plain,
         turn_end=last.end,
-        unfinished=_unfinished(regions, plain, delimiters),
-        stop=last_token(end, known_tokens(template, messages[last.message])) if end else "",
+        unfinished=_unfinished(regions, plain, known and known[0]),
+        stop=last_token(end, known[2]) if end and known else "",
     )
 
 
@@ -197,7 +197,8 @@ def _twice(template: ChatTemplate, messages: Sequence[Message], prompted: bool) 
         marks = None if turns else render_marked(template, messages, prompted, True)
         owners = marks.owners if marks is not None and marks.text == text else None
         ids, offsets = encode(template.tokenizer, text)
-        marked = None if blocks is None else block_mask(blocks, offsets)
+        whole = blocks is None or (turns and marks_are(turns.regions, blocks, offsets))
+        marked = None if whole or blocks is None else block_mask(blocks, offsets)
         return _Base(text, ids, offsets, marked, owners, shape, turns or None)
     marks = render_marked(template, messages, prompted)
     if marks is None:

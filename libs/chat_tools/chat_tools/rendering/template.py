@@ -16,6 +16,7 @@ from chat_tools.rendering.cached_template import (
     plain_data,
     plain_messages,
     rendered_plain,
+    texts_alone,
 )
 
 Message = Mapping[str, Any]
@@ -200,6 +201,12 @@ class ChatTemplate:
         return self._plain_tools[1], repr(self.options)
 
     @cached_property
+    def vocabulary(self) -> tuple[Any, Any, int]:
+        """The tokenizer's first and last token and its size, to know that no token came since."""
+        size = len(self.tokenizer) if hasattr(type(self.tokenizer), "__len__") else 0
+        return getattr(self.tokenizer, "bos_token", None), getattr(self.tokenizer, "eos_token", None), size
+
+    @cached_property
     def _plain_tools(self) -> tuple[Any, str]:
         """The tools as the template sees them, and as a text: those of the last rows are kept."""
         if not self.tools:
@@ -220,7 +227,8 @@ class ChatTemplate:
         plain = plain_data()
         if plain is None:
             return None
-        options = plain({**self.tokenizer.special_tokens_map, **self.options})
+        options = {**self.tokenizer.special_tokens_map, **self.options}
+        options = options if texts_alone(options) else plain(options)
         return {"documents": None, **options, "tools": self._plain_tools[0]}
 
     def plain(self, messages: Sequence[Message]) -> Sequence[Message]:

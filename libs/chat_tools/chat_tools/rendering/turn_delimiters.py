@@ -56,25 +56,19 @@ def find_turn_delimiters(template: ChatTemplate, like: Message) -> TurnDelimiter
 
     The result is cached as long as the tokenizer lives and its template, the tools and the options stay the same.
     """
-    return _known(template, like)[0]
+    return delimiters_and_tokens(template, like)[0]
 
 
 def checked_ends(template: ChatTemplate, like: Message) -> dict[Any, Any]:
     """Return what was proven of the ends of turns (`rendering.turn_end`), cached as the delimiters are."""
-    return _known(template, like)[1]
+    return delimiters_and_tokens(template, like)[1]
 
 
-def known_tokens(template: ChatTemplate, like: Message) -> frozenset[str]:
-    """Return the `added_tokens`, cached as the delimiters are."""
-    return _known(template, like)[2]
-
-
-def _known(template: ChatTemplate, like: Message) -> _Known:
+def delimiters_and_tokens(template: ChatTemplate, like: Message) -> _Known:
+    """Return the delimiters, what was proven of the ends of turns, and the `added_tokens`, all cached alike."""
     tokenizer = template.tokenizer
     is_list = isinstance(like.get("content"), list)
-    special = (getattr(tokenizer, "bos_token", None), getattr(tokenizer, "eos_token", None), template.stops)
-    size = len(tokenizer) if hasattr(type(tokenizer), "__len__") else 0
-    key = (is_list, template.source, template.key, special, size)
+    key = (is_list, template.source, template.key, template.stops, template.vocabulary)
     known = _FRAMES.setdefault(tokenizer, {})
     if key not in known:  # a turn of calls alone has no content to tell the kind that the template takes
         other: Message = {"content": "" if is_list else []}
@@ -210,6 +204,7 @@ def _tokens_in(text: str, tokens: frozenset[str]) -> list[str]:
     return [match[0] for match in _token_pattern(tokens).finditer(text) if match[0] in tokens]
 
 
+@lru_cache(maxsize=1024)
 def last_token(text: str, tokens: frozenset[str]) -> str:
     """Return the added token or tag with which a text ends, else its last character."""
     last = max((match[0] for match in _token_pattern(tokens).finditer(text) if match.end() == len(text)), default="")
