@@ -69,6 +69,7 @@ class NativeBackend(SamplerBackend):
             return None
         shared = self.shared_parameters(config, trained)
         reason = shared.reason if isinstance(shared, Unsupported) else "its module was given"
+        reason = config.cluster.rollout.backend.weights_apart(config) or reason
         return f"the sampler has a copy of the weights: {reason}"
 
     def plan(self) -> NativePlan:

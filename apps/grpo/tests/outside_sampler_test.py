@@ -100,6 +100,7 @@ def test_the_quickstart_runs_with_it_and_is_resumed(wheel: Path, tmp_path: Path)
     run = tmp_path / "run"
     first = app(wheel, tmp_path, "--recipe", "quickstart", "--run-dir", str(run), "--max-steps", "2", *SMALL)
     assert "outside_sampler builds an engine of version 0" in first
+    assert "copy of the weights: it is a sampler of your own that keeps it so" in " ".join(first.split())
     assert steps_done(run, 3)[0] == 2
     again = app(
         wheel, tmp_path, "--recipe", "quickstart", "--run-dir", str(run), "--max-steps", "3", "--resume", *SMALL
