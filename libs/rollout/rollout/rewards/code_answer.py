@@ -6,15 +6,17 @@ or prints a text, which is compared outside, as data: an object that claims to e
 """
 
 import ast
+import contextlib
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.chat.messages import Reply
 from rollout.environments.environment import Score
 from rollout.errors import EpisodeFailed
+from rollout.rewards.asserts import FORM, holds, sandboxed_parts
 from rollout.tools.sandbox.run import encoded
 from rollout.tools.sandbox.sandbox import Limits, Program, Ran, Sandbox, SandboxDiedError
 from rollout.tools.tool import ToolResult
@@ -45,22 +47,49 @@ class OutputTest:
     expected: str
 
 
-Test = ValueTest | OutputTest
+@dataclass(frozen=True)
+class AssertTest:
+    """A test that an expression is true after the program and the lines of `setup`: see `rewards.asserts`."""
+
+    expression: str
+    setup: str = ""
+    parts: tuple[str, ...] = field(init=False, repr=False, compare=False)  # that the program computes
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", tuple(sandboxed_parts(self.tree)))
+
+    @property
+    def tree(self) -> ast.expr:
+        """The expression, parsed."""
+        return ast.parse(self.expression, mode="eval").body
 
 
-def read_asserts(source: str) -> tuple[ValueTest, ...]:
-    """Read lines of `assert EXPRESSION == LITERAL`, as in MBPP. Raise ValueError for anything else."""
-    tests = []
+Test = ValueTest | OutputTest | AssertTest
+
+
+def read_asserts(source: str) -> tuple[ValueTest | AssertTest, ...]:
+    """Read lines of asserts, as in MBPP and HumanEval, and the imports before them. Raise ValueError for others."""
+    tests: list[ValueTest | AssertTest] = []
+    imports: list[str] = []
     for node in ast.parse(source).body:
-        test = node.test if isinstance(node, ast.Assert) else None
-        if not (isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq)):
-            raise ValueError(f"not of the form `assert EXPRESSION == LITERAL`: {ast.unparse(node)}")
-        try:
-            expected = ast.literal_eval(test.comparators[0])
-        except ValueError:
-            raise ValueError(f"what it expects is no literal: {ast.unparse(node)}") from None
-        tests.append(ValueTest(ast.unparse(test.left), expected))
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imports.append(ast.unparse(node))
+        elif not isinstance(node, ast.Assert):
+            raise ValueError(f"{FORM}; not so: {ast.unparse(node)}")
+        else:
+            test = AssertTest(ast.unparse(node.test), "\n".join(imports))
+            tests.append(test if imports else _value_test(node.test) or test)
     return tuple(tests)
+
+
+def _value_test(test: ast.expr) -> ValueTest | None:
+    """Return `EXPRESSION == LITERAL` as a test of a value."""
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
+        with contextlib.suppress(ValueError):
+            expected = ast.literal_eval(test.comparators[0])
+            if sandboxed_parts(test.left) == [ast.unparse(test.left)]:
+                return ValueTest(ast.unparse(test.left), expected)
+    return None
 
 
 def last_program(text: str) -> str | None:
@@ -99,21 +128,27 @@ class CodeAnswer:
         return Score(share if self.partial else float(share == 1.0), {"tests_passed": share})
 
     def _passes(self, code: str) -> list[bool]:
-        programs = [
-            Program(code, expressions=(test.expression,), errors=False)
-            if isinstance(test, ValueTest)
-            else Program(code, stdin=test.stdin, errors=False)
-            for test in self.tests
-        ]
+        programs = [_program(test, code) for test in self.tests]
         try:
             return [_passed(test, ran) for test, ran in zip(self.tests, self.sandbox.run_all(programs), strict=True)]
         except SandboxDiedError as error:
             raise EpisodeFailed(f"the sandbox of the code reward: {error}", retryable=True) from error
 
 
+def _program(test: Test, code: str) -> Program:
+    if isinstance(test, OutputTest):
+        return Program(code, stdin=test.stdin, errors=False)
+    if isinstance(test, ValueTest):
+        return Program(code, expressions=(test.expression,), errors=False)
+    return Program(f"{code}\n{test.setup}", expressions=test.parts, errors=False)
+
+
 def _passed(test: Test, ran: Ran) -> bool:
     if isinstance(test, OutputTest):
         return ran.ok and _lines(ran.output) == _lines(test.expected)
+    if isinstance(test, AssertTest):
+        whole = ran.ok and len(ran.results) == len(test.parts)
+        return whole and holds(test.tree, list(ran.results), lambda a, b: _same(encoded(a), encoded(b)))
     return ran.ok and len(ran.results) == 1 and _same(ran.results[0], encoded(test.expected))
 
 

@@ -165,11 +165,56 @@ def test_a_reply_without_a_program_scores_nothing(sandbox: Sandbox) -> None:
 def test_asserts_are_read_as_tests() -> None:
     source = "assert f(1, [2]) == {'a': (1, 2)}\nassert g('x') == -3.5, 'message'"
     assert read_asserts(source) == (ValueTest("f(1, [2])", {"a": (1, 2)}), ValueTest("g('x')", -3.5))
-    for other in ("assert f(1)", "f(1) == 2", "assert f(1) < 2", "assert 1 < f(1) < 2", "import os"):
-        with pytest.raises(ValueError, match="not of the form"):
+    for other in (
+        "f(1) == 2",
+        "x = f(1)",
+        "assert all(f(i) for i in x)",
+        "assert isinstance(f(1), int)",
+        "assert [i for i in x]",
+    ):
+        with pytest.raises(ValueError, match="not so"):
             read_asserts(other)
-    with pytest.raises(ValueError, match="no literal"):
-        read_asserts("assert f(1) == g(2)")
+
+
+IMPORTS = "\nimport math\nfrom math import isclose\n"
+ROOTS = """
+assert root(4)
+assert not root(0)
+assert 1 < root(2) < 1.5
+assert root(2) == 1.4142135623730951 and root(2) != 2
+assert math.isclose(root(2), 1.41421, rel_tol=1e-4)
+assert isclose(root(math.pi), 1.7724538509055159)
+assert abs(root(2) - 1.41421) < 1e-4
+assert root(9) == pytest.approx(3)
+assert root(9) in [3, 4] and root(9) not in (4,)
+assert root(4) == root(16) - 2
+assert len(roots([4, 9])) == 2 and set(roots([4, 9])) == {2, 3} and roots([4])[0] == 2
+assert roots([]) is not None and roots(None) is None
+"""
+
+
+def test_plain_asserts_floats_and_imports_are_decided_outside_the_sandbox(sandbox: Sandbox) -> None:
+    tests = read_asserts(IMPORTS + ROOTS)
+    right = "def root(x): return x ** 0.5\ndef roots(x): return None if x is None else [root(v) for v in x]"
+    namespace: dict[str, Any] = {"pytest": pytest}
+    exec(right + IMPORTS + ROOTS, namespace)  # Python itself says that they hold
+    assert code_answer(tests, sandbox)(reply(right), ()).reward == 1.0
+    off = right.replace("0.5", "0.51")  # and which of them do not
+    failing = 0
+    for line in ROOTS.split("\n")[1:-1]:
+        try:
+            exec(off + IMPORTS + line, {"pytest": pytest})
+        except AssertionError:
+            failing += 1
+    share = code_answer(tests, sandbox, partial=True)(reply(off), ()).reward
+    assert share == (len(tests) - failing) / len(tests)
+    for hack in (
+        "import sys, math\nmath.isclose = lambda *a, **k: True\ndef root(x): return 7",
+        "class A(float):\n  __lt__ = __gt__ = __le__ = __sub__ = __eq__ = lambda s, o: True\ndef root(x): return A(9)",
+        "import builtins\nbuiltins.abs = builtins.len = lambda x: 0\ndef root(x): return 9",
+    ):
+        hacked = code_answer(tests[2:7], sandbox, partial=True)(reply(hack), ())
+        assert hacked.reward == 0.0, hack
 
 
 VALUES = st.recursive(

@@ -49,7 +49,7 @@ class Tool:
     `parameters` is the JSON schema of its arguments (an object). `run(**arguments)` blocks or is async, and returns
     text, or anything that json can write. It runs in a thread, an async one on an event loop of its own (so it can't
     share a client that is bound to another loop); a function marked `workers.instant` runs where it is called. After
-    `timeout` seconds the call fails. Results are cut at `max_characters`.
+    `timeout` seconds the call fails. Of longer results the first and last `max_characters` / 2 stay.
     """
 
     name: str
@@ -132,7 +132,8 @@ async def call_tool(tools: Sequence[Tool], name: str, arguments: str, call_id: s
         )
     text = text.encode("utf-8", "backslashreplace").decode()  # lone surrogates, which no tokenizer takes
     if len(text) > tool.max_characters:
-        text = text[: tool.max_characters] + f" [cut after {tool.max_characters} characters]"
+        half, more = tool.max_characters // 2, len(text) - tool.max_characters
+        text = f"{text[: len(text) - half - more]} [{more} characters cut] {text[len(text) - half :]}"
     return ToolResult(name, text, ok, call_id)
 
 

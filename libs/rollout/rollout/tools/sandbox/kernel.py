@@ -80,10 +80,11 @@ def kill_with_parent() -> None:
     checked(libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0), "prctl")
 
 
-def drop_capabilities(user: int) -> None:
+def drop_capabilities(user: int, count_apart: bool = False) -> None:
     """Change to this user (and group) without any capability, for good: not even an executable can give one back.
 
-    In a user namespace that maps this user alone, there are no groups to leave.
+    In a user namespace that maps this user alone, there are no groups to leave. `count_apart`: in a user namespace of
+    this process, in which the kernel counts its threads apart from those of others of the user.
     """
     capability = 0
     while libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) == 0:
@@ -92,6 +93,9 @@ def drop_capabilities(user: int) -> None:
         os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
+    if count_apart:
+        with contextlib.suppress(OSError):  # bubblewrap's own, or none where that program alone may make them
+            unshare(CLONE_NEWUSER)
     header = ctypes.create_string_buffer(struct.pack("Ii", _CAPABILITY_VERSION_3, 0))
     checked(libc.capset(header, ctypes.create_string_buffer(24)), "capset")
     checked(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")

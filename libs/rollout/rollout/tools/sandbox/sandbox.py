@@ -39,7 +39,8 @@ class Limits:
 
     `memory_bytes` is the address space of its one process (threads share it; there is no other process), `file_bytes`
     the size of all its files together, which are in memory too, `files` their number. `output_bytes` bounds what it
-    prints, and its results, each. `tasks` bounds the threads of all runs of a sandbox together.
+    prints, and its results, each. `tasks` bounds the run's threads (with a setuid bubblewrap those
+    of all runs together).
     """
 
     wall_seconds: float = 10.0

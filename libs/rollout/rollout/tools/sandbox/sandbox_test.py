@@ -265,3 +265,11 @@ def test_a_client_that_dies_takes_its_runs_along(tmp_path: Path) -> None:
     client.kill()
     client.wait()
     assert select.select([server], [], [], 60)[0]
+
+
+def test_the_bound_of_threads_is_each_programs_own() -> None:
+    hold = "import threading, time\nfor _ in range(12): threading.Thread(target=time.sleep, args=(0.5,)).start()"
+    box = Sandbox(Limits(tasks=16, memory_bytes=4 << 30))
+    assert [run.output for run in box.run_all([Program(hold)] * 4)] == [""] * 4
+    assert "can't start new thread" in box.run(hold.replace("12", "20")).output
+    box.close()

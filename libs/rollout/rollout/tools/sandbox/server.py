@@ -251,7 +251,7 @@ def apply_limits(limits: dict[str, Any], given: str, output: int, result: int) -
     os.dup2(output, 2)
     os.closerange(3, result)
     os.closerange(result + 1, 1 << 16)
-    kernel.drop_capabilities(namespaces.NOBODY)
+    kernel.drop_capabilities(namespaces.NOBODY, count_apart=True)
     for name, most in (
         (resource.RLIMIT_AS, limits["memory_bytes"]),
         (resource.RLIMIT_FSIZE, limits["file_bytes"]),
