@@ -39,6 +39,7 @@ EXTRAS = {
         "math": ["rewards/math_*"],
         "gymnasium": ["environments/gymnasium_games.py"],
         "textarena": ["environments/textarena_games.py"],
+        "mcp": ["tools/mcp_tools.py"],
         "verifiers": ["gateway/verifiers_agent.py"],
     },
     "runlog": {

@@ -28,6 +28,7 @@ from seqpack.extensions.load_object import load_object
 from seqpack.extensions.options import bound, read_options, split_words
 
 METHODS = ("open", "step", "finish", "close")
+MCP = "mcp:"  # before the command of an MCP server, all of whose tools are meant
 REWARD_ARGUMENTS = ("reply", "reference", "row", "results", "end")
 Scored = float | Score | Awaitable[float | Score]
 
@@ -110,7 +111,9 @@ def _arguments(spec: str, function: Callable[..., Any]) -> list[str]:
 
 
 def load_tools(specs: Sequence[str], options: Sequence[str] = ()) -> tuple[Tool, ...]:
-    """Return the tools that specs name; of the NAME=VALUE options each maker gets those that it takes.
+    """Return the tools that specs name ("mcp:COMMAND": all of a server's).
+
+    Of the NAME=VALUE options each maker gets those that it takes.
 
     Raises:
         ValueError: there is none of a name, it is no tool and makes none, its arguments can't be described, two have
@@ -128,9 +131,16 @@ def load_tools(specs: Sequence[str], options: Sequence[str] = ()) -> tuple[Tool,
     return tuple(tools)
 
 
+def _named(spec: str) -> list[tuple[str, Any]]:
+    if not spec.startswith(MCP):
+        return [(spec, load_object(spec, "tool"))]
+    made = load_object("rollout.tools.mcp_tools:mcp_tools", "tool")  # needs the package mcp
+    return [(spec, tool) for tool in made(spec.removeprefix(MCP))]
+
+
 def _with_options(specs: Sequence[str], options: Sequence[str]) -> list[tuple[str, Any]]:
     """Return what each spec of a tool names, a maker with its options."""
-    found = [(spec, load_object(spec, "tool")) for spec in specs]
+    found = [pair for spec in specs for pair in _named(spec)]
     if not options:
         return found
     makers = {spec: tool for spec, tool in found if callable(tool) and not _needed(tool)}

@@ -136,7 +136,7 @@ def named(config: Any, point: Point) -> tuple[str, ...]:
     """Return the specs of user code that a configuration names at a point."""
     value = attrgetter(point.path)(config)
     values = value if isinstance(value, tuple) else (value,)
-    return tuple(one for one in values if is_user_code(one))
+    return tuple(one for one in values if is_user_code(one) and not one.startswith("mcp:"))
 
 
 def own_code(config: Any) -> list[OwnCode]:

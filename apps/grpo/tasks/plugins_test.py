@@ -99,6 +99,7 @@ def test_a_reward_that_names_end_scores_cut_off_answers_and_others_are_not_asked
         (load_reward, f"{EXAMPLES}:by_others", "takes .completion, solution.: name its arguments reply, reference"),
         (lambda spec: load_tools([spec]), f"{EXAMPLES}:NUMBER", "a rollout.Tool, or a function"),
         (lambda spec: load_tools([spec]), f"{EXAMPLES}:by_end", r"takes \(.*\): name a rollout.Tool"),
+        (lambda spec: load_tools([spec]), "mcp: ", "need"),  # a package, or a command
         (lambda spec: load_tools([spec]), "math:sin", r"takes \(x\): name a rollout.Tool"),
         (lambda spec: load_tools([spec, spec]), f"{EXAMPLES}:echo", "called 'echo' already"),
     ],

@@ -46,7 +46,7 @@ def sandboxed_parts(test: ast.expr) -> list[str]:
     if isinstance(test, ast.Call) and ast.unparse(test.func) in (*FUNCTIONS, *APPROXIMATE):
         return [part for given in (*test.args, *(k.value for k in test.keywords)) for part in sandboxed_parts(given)]
     if isinstance(test, ast.Call | ast.Subscript | ast.Attribute | ast.Name):
-        first = test
+        first: ast.expr = test
         while isinstance(first, ast.Call | ast.Subscript | ast.Attribute):
             first = first.func if isinstance(first, ast.Call) else first.value
         if not isinstance(first, ast.Name) or first.id not in (
