@@ -1,8 +1,10 @@
 """Tools of an MCP server of the real package: schemas, results, errors, a server that ends, one that never was."""
 
 import asyncio
+import os
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,10 +47,12 @@ server.run()
 
 
 @pytest.fixture(scope="module")
-def command(tmp_path_factory: pytest.TempPathFactory) -> str:
+def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     path: Path = tmp_path_factory.mktemp("mcp") / "server.py"
     path.write_text(SERVER)
-    return shlex.join([sys.executable, str(path)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(entry for entry in sys.path if entry))
+        yield shlex.join([sys.executable, str(path)])
 
 
 def call(tools: tuple[Tool, ...], name: str, arguments: str) -> ToolResult:
