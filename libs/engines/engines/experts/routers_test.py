@@ -135,7 +135,7 @@ def test_the_experts_of_another_are_those_of_stock_transformers(kind: str, optio
     loss.backward()
     built = build_engine(config(routing_replay=True, router_aux_loss_coef=0.0, **options), made)
     routed = with_experts(batch, rows)
-    inside(built).optimizer_step = lambda rate, loss: torch.ones(())  # gradients stay for a look
+    inside(built).optimizer_step = lambda rate, loss, settings: torch.ones(())  # gradients stay for a look
     assert built.train_batch(routed, SFT())["loss"] == pytest.approx(loss.item(), rel=1e-5)
     want = {name: parameter.grad for name, parameter in forced.stock.named_parameters()}
     for name, parameter in inside(built).model.named_parameters():
