@@ -51,19 +51,19 @@ def is_type_checking(node: ast.AST) -> bool:
 
 def imports(tree: ast.AST) -> set[tuple[str, str]]:
     """Return (module, name) of each import that runs; the name is "" for `import module`."""
-    found: set[tuple[str, str]] = set()
+    names: set[tuple[str, str]] = set()
     for node in ast.iter_child_nodes(tree):
         if is_type_checking(node):
             assert isinstance(node, ast.If)
             for child in node.orelse:
-                found |= imports(child)
+                names |= imports(child)
             continue
         if isinstance(node, ast.Import):
-            found |= {(alias.name, "") for alias in node.names}
+            names |= {(alias.name, "") for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {(node.module, alias.name) for alias in node.names}
-        found |= imports(node)
-    return found
+            names |= {(node.module, alias.name) for alias in node.names}
+        names |= imports(node)
+    return names
 
 
 @cache
@@ -167,7 +167,7 @@ class Tree:
     def dependencies(self, package: str, rule: Rule) -> list[str]:
         """Return labels and requirement() calls for the files of a rule; record the import that needs each label."""
         own = whole(package, rule.name)
-        found: set[str] = set()
+        labels: set[str] = set()
         if rule.kind == "app" and self.modules.get(rule.files[0], rule.name) != rule.name:
             return [f'":{self.modules[rule.files[0]]}"']  # a program of a file that has a target for others
         for path in rule.files:
@@ -183,13 +183,13 @@ class Tree:
                     continue
                 for dep, label in needs.items():
                     if label != own:
-                        found.add(dep)
+                        labels.add(dep)
                         self.arrows.setdefault((own, label), f"{path} imports {dotted or module}")
         for kept in rule.kept:
             label = label_of(package, kept)
             if label != own:
                 self.arrows.setdefault((own, label), f"{Path(package) / 'BUILD.bazel'} keeps {label}")
-        return sorted(found, key=order)
+        return sorted(labels, key=order)
 
     def needed_alone(self, package: str, rule: Rule) -> list[str]:
         """Return the deps of a rule without what the macro adds, and those that another of them brings along."""

@@ -39,8 +39,8 @@ def problem(evidence: Mapping[str, Any], files: Mapping[str, str]) -> str | None
         longest = max(text.count("\n") for text in texts.values())
         return None if longest == evidence["longest"] else f"{pattern}: the longest has {longest} lines"
     if "lacks" in evidence:
-        found = [name for name, text in texts.items() if re.search(evidence["lacks"], text)]
-        return f"{found[0]} has {evidence['lacks']!r}" if found else None
+        holding = [name for name, text in texts.items() if re.search(evidence["lacks"], text)]
+        return f"{holding[0]} has {evidence['lacks']!r}" if holding else None
     if "has" not in evidence and "count" not in evidence:
         raise ValueError(f"evidence of no known kind: {dict(evidence)}")
     what = evidence.get("has")
@@ -67,14 +67,16 @@ def main(paths: Sequence[str]) -> int:
     if not paths or any(Path(path).name.partition("-")[0] not in known for path in paths):
         sys.stderr.write(f"name wheels of {', '.join(known)}\n")
         return 2
-    found: list[str] = []
+    differing: list[str] = []
     for path in map(Path, paths):
         name = known[path.name.partition("-")[0]]
-        found += problems(peers, name, read_wheel(path))
+        differing += problems(peers, name, read_wheel(path))
         if path.name != peers["peers"][name]["wheel"]:
             sys.stdout.write(f"{path.name}: the table is of {peers['peers'][name]['wheel']}\n")
-    sys.stdout.write("".join(f"{line}\n" for line in found) + f"{len(paths)} wheels, {len(found)} cells differ\n")
-    return int(bool(found))
+    sys.stdout.write(
+        "".join(f"{line}\n" for line in differing) + f"{len(paths)} wheels, {len(differing)} cells differ\n"
+    )
+    return int(bool(differing))
 
 
 if __name__ == "__main__":

@@ -100,9 +100,9 @@ def section(benchmark: Benchmark) -> Iterator[str]:
 
 def latest(benchmark: Benchmark) -> list[tuple[str, Run, Mapping[str, Any]]]:
     """Return case, run and values of the newest run of each case on each device, in the order of the cases."""
-    found = {(case, run.device): (case, run, values) for run in benchmark.runs for case, values in run.values.items()}
-    order = list(dict.fromkeys(case for case, _ in found))
-    return sorted(found.values(), key=lambda row: order.index(row[0]))
+    newest = {(case, run.device): (case, run, values) for run in benchmark.runs for case, values in run.values.items()}
+    order = list(dict.fromkeys(case for case, _ in newest))
+    return sorted(newest.values(), key=lambda row: order.index(row[0]))
 
 
 def table(benchmark: Benchmark, history: str) -> Iterator[str]:

@@ -47,15 +47,15 @@ def page(sections: Mapping[str, Mapping[str, str]]) -> str:
 
 def written(root: Path) -> dict[str, str]:
     """Return the names of metrics in the code, `{}` for what is filled in, each with a file that writes it."""
-    found: dict[str, str] = {}
+    files: dict[str, str] = {}
     for place in PLACES:
         for path in sorted((root / place).rglob("*.py")):
             if not APART & set(path.relative_to(root).parts) and not path.name.endswith("_test.py"):
                 own = "train/" if place.startswith("libs/objectives") else ""
                 for name in _keys(ast.parse(path.read_text(encoding="utf-8"))):
                     if NAME.fullmatch(name) and name not in PARTS:
-                        found.setdefault(own + name, path.relative_to(root).as_posix())
-    return found
+                        files.setdefault(own + name, path.relative_to(root).as_posix())
+    return files
 
 
 def unknown(names: Mapping[str, str], sections: Mapping[str, Mapping[str, str]]) -> list[str]:

@@ -54,10 +54,10 @@ def table(questions: Sequence[Mapping[str, Any]], scores: Mapping[str, Any]) -> 
         ids = [question["id"] for question in entry["questions"]]
         row = {"questions": len(ids)}
         for number, reading in enumerate((first, last)):
-            found = [reading.get(one) for one in ids]
-            if unknown := [one for one, score in zip(ids, found, strict=True) if score not in SCORES]:
+            scores_of_page = [reading.get(one) for one in ids]
+            if unknown := [one for one, score in zip(ids, scores_of_page, strict=True) if score not in SCORES]:
                 raise ValueError(f"{unknown[0]} has no score of {', '.join(SCORES)}")
-            row |= {f"{number} {score}": found.count(score) for score in SCORES}
+            row |= {f"{number} {score}": scores_of_page.count(score) for score in SCORES}
         row["mended"] = sum(one in scores["mended"] for one in ids)
         total.update(row)
         lines.append(_line(f"[{entry['page']}]({os.path.relpath(entry['page'], 'docs')})", row))

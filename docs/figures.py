@@ -108,15 +108,15 @@ def figures(text: str, pages: Pages) -> Iterator[Figure]:
     before: list[str] = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")] if line.startswith("|") else []
-        found: dict[int, Figure] = {}
+        in_columns: dict[int, Figure] = {}
         if RULE.fullmatch(line.strip()):
             head = before
         elif head and cells:
-            found = _cells(head, cells)
-            yield from found.values()
+            in_columns = _cells(head, cells)
+            yield from in_columns.values()
         head = head if cells else []
         before = cells
-        words += ["", *(cell for place, cell in enumerate(cells) if place not in found), ""] if cells else [line]
+        words += ["", *(cell for place, cell in enumerate(cells) if place not in in_columns), ""] if cells else [line]
     text = re.sub(r"(?<=\S) *\n *(?=\S)", " ", "\n".join(words))
     for pattern in (FIGURE, COUNT, pages.no_figures, LONE):
         for match in pattern.finditer(text) if pattern is not pages.no_figures else ():
@@ -126,12 +126,12 @@ def figures(text: str, pages: Pages) -> Iterator[Figure]:
 
 def _cells(head: Sequence[str], cells: Sequence[str]) -> dict[int, Figure]:
     """Return the figures of a row in columns with a unit, by column."""
-    found = {}
+    by_column = {}
     for place, (name, cell) in enumerate(zip(head[1:], cells[1:], strict=False), 1):
         unit, numbers = unit_of(name), LONE.findall(cell)
         if unit is not None and numbers and not FIGURE.search(cell):
-            found[place] = Figure(f"{cell} {name}", tuple(numbers), unit)
-    return found
+            by_column[place] = Figure(f"{cell} {name}", tuple(numbers), unit)
+    return by_column
 
 
 def newest(benchmark: Benchmark) -> list[tuple[str | None, float]]:
@@ -166,8 +166,8 @@ def complaints(page: str, text: str, pages: Pages, benchmarks: Mapping[str, Benc
         said.append(f"{page}: a table without its end: <!-- end of figures -->")
     known = {name: newest(benchmarks[name]) for name in entry.benchmarks if name in benchmarks}
     together = [number for numbers in known.values() for number in numbers]
-    found = list(figures(text, pages))
-    measured = [figure for figure in found if figure.text not in entry.fixed]
+    figures_of_page = list(figures(text, pages))
+    measured = [figure for figure in figures_of_page if figure.text not in entry.fixed]
     for figure in measured:
         which = ", ".join(number for number in figure.numbers if not is_measured(number, figure.unit, together))
         if which:
@@ -178,7 +178,7 @@ def complaints(page: str, text: str, pages: Pages, benchmarks: Mapping[str, Benc
         used = any(is_measured(number, figure.unit, numbers) for figure in measured for number in figure.numbers)
         if not used and name not in drawn_names(text):
             said.append(f"{page}: no figure of {name}")
-    texts = {figure.text for figure in found}
+    texts = {figure.text for figure in figures_of_page}
     gone = [text for text in entry.fixed if text not in texts]
     return said + [f"{page}: {text!r} does not stand there (docs/figures.toml)" for text in gone]
 

@@ -48,11 +48,11 @@ PAGES: Mapping[str, Sequence[str]] = {
 
 def public_names(text: str, package: str) -> list[str]:
     """Return the full names of what a library's `__init__` hands out, sorted; modules are among them."""
-    found: dict[str, str] = {}
+    full_names: dict[str, str] = {}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == package:
-            found |= {name.asname or name.name: f"{node.module}.{name.name}" for name in node.names}
-    return sorted({full for name, full in found.items() if not name.startswith("_")}, key=str.lower)
+            full_names |= {name.asname or name.name: f"{node.module}.{name.name}" for name in node.names}
+    return sorted({full for name, full in full_names.items() if not name.startswith("_")}, key=str.lower)
 
 
 def reference(library: str, text: str) -> str:

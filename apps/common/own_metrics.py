@@ -24,17 +24,17 @@ def check_metrics(
     Raises:
         ValueError: there is none of a name, it can't be called, names none of these, or no metric takes an option.
     """
-    found = {spec: load_object(spec, "metric") for spec in specs}
-    for spec, function in found.items():
+    functions = {spec: load_object(spec, "metric") for spec in specs}
+    for spec, function in functions.items():
         if not callable(function):
             raise ValueError(f"--metric {spec} is a {type(function).__name__}: a function is needed")
         wanted = inputs_of(function, INPUTS)
         if not wanted or not set(wanted) <= set(has):
             raise ValueError(f"--metric {spec} takes {', '.join(wanted) or 'nothing'}: it may name {', '.join(has)}")
-    if options and not found:
+    if options and not functions:
         raise ValueError("--metric-options has no effect without --metric")
-    words = split_words(found, options, INPUTS)
-    return {spec: bound("--metric-options", spec, make, words[spec], INPUTS) for spec, make in found.items()}
+    words = split_words(functions, options, INPUTS)
+    return {spec: bound("--metric-options", spec, make, words[spec], INPUTS) for spec, make in functions.items()}
 
 
 def own_metrics(specs: Sequence[str], options: Sequence[str], given: Mapping[str, Any]) -> dict[str, float]:

@@ -140,15 +140,15 @@ def _named(spec: str) -> list[tuple[str, Any]]:
 
 def _with_options(specs: Sequence[str], options: Sequence[str]) -> list[tuple[str, Any]]:
     """Return what each spec of a tool names, a maker with its options."""
-    found = [pair for spec in specs for pair in _named(spec)]
+    tools = [pair for spec in specs for pair in _named(spec)]
     if not options:
-        return found
-    makers = {spec: tool for spec, tool in found if callable(tool) and not _needed(tool)}
+        return tools
+    makers = {spec: tool for spec, tool in tools if callable(tool) and not _needed(tool)}
     if not makers:
         raise ValueError(f"--tool-options {options[0]} has no effect: no tool is a function that makes one")
     words = split_words(makers, options)
     made = {spec: bound("--tool-options", spec, make, words[spec]) for spec, make in makers.items()}
-    return [(spec, made.get(spec, tool)) for spec, tool in found]
+    return [(spec, made.get(spec, tool)) for spec, tool in tools]
 
 
 def _tool_of(spec: str, function: Callable[..., Any]) -> Any:

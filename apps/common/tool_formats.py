@@ -17,11 +17,11 @@ def format_of(name: str, options: Sequence[str] = ()) -> Format:
         if options:
             raise ValueError(f"--tool-format-options {options[0]} has no effect: the format {name!r} has no options")
         return find_format(name)
-    found = load_object(name, "tool-format")
-    if not isinstance(found, Format) and callable(found):
-        found = bound("--tool-format-options", name, found, options)()
+    made = load_object(name, "tool-format")
+    if not isinstance(made, Format) and callable(made):
+        made = bound("--tool-format-options", name, made, options)()
     elif options:
         raise ValueError(f"--tool-format-options {options[0]} has no effect: {name} is a Format, and no function")
-    if not isinstance(found, Format):
-        raise ValueError(f"--tool-format {name} is a {type(found).__name__}: a chat_tools.Format is needed")
-    return found
+    if not isinstance(made, Format):
+        raise ValueError(f"--tool-format {name} is a {type(made).__name__}: a chat_tools.Format is needed")
+    return made

@@ -36,7 +36,7 @@ def maj_at_k(answers: Sequence[Hashable], rewards: Sequence[float]) -> float:
         if answer is not None:
             votes.setdefault(answer, []).append(reward)
     most = max(map(len, votes.values()), default=0)
-    return fmean([fmean(found) for found in votes.values() if len(found) == most] or [0.0])
+    return fmean([fmean(given) for given in votes.values() if len(given) == most] or [0.0])
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -55,13 +55,13 @@ def marked_answer(episode: Episode) -> str | None:
 def merged(answers: Sequence[str | None]) -> list[str | None]:
     """Return answers with equal ones (`same_answer`) written as the first of them."""
     first: list[str] = []
-    found: list[str | None] = []
+    written: list[str | None] = []
     for answer in answers:
         known = None if answer is None else next((a for a in first if same_answer(answer, a)), None)
         if answer is not None and known is None:
             first.append(answer)
-        found.append(answer if known is None else known)
-    return found
+        written.append(answer if known is None else known)
+    return written
 
 
 def evaluation_metrics(episodes: Sequence[Episode], k: int) -> dict[str, float]:
@@ -76,16 +76,16 @@ def evaluation_metrics(episodes: Sequence[Episode], k: int) -> dict[str, float]:
             groups.setdefault(episode.group, []).append(episode)
     rewards = {place: [episode.reward for episode in group] for place, group in groups.items()}
     answers = {place: merged([marked_answer(episode) for episode in group]) for place, group in groups.items()}
-    values: dict[str, list[float]] = {f"mean@{k}": [fmean(found) for found in rewards.values()]}
-    if all(reward in (0, 1) for found in rewards.values() for reward in found):
+    values: dict[str, list[float]] = {f"mean@{k}": [fmean(of_prompt) for of_prompt in rewards.values()]}
+    if all(reward in (0, 1) for of_prompt in rewards.values() for reward in of_prompt):
         for size in sorted({2**power for power in range(k.bit_length())} | {k}):
-            enough = [found for found in rewards.values() if len(found) >= size]
-            values[f"pass@{size}"] = [pass_at_k(len(found), int(sum(found)), size) for found in enough]
-        if any(answer is not None for found in answers.values() for answer in found):
+            enough = [of_prompt for of_prompt in rewards.values() if len(of_prompt) >= size]
+            values[f"pass@{size}"] = [pass_at_k(len(of_prompt), int(sum(of_prompt)), size) for of_prompt in enough]
+        if any(answer is not None for of_prompt in answers.values() for answer in of_prompt):
             values[f"maj@{k}"] = [maj_at_k(answers[place], rewards[place]) for place in groups]
     return {
         f"eval/{name}{end}": value
-        for name, found in values.items()
-        if found
-        for end, value in zip(("", "/low", "/high"), (fmean(found), *interval(found)), strict=True)
+        for name, of_prompt in values.items()
+        if of_prompt
+        for end, value in zip(("", "/low", "/high"), (fmean(of_prompt), *interval(of_prompt)), strict=True)
     }

@@ -27,16 +27,16 @@ def without_idle_settings(recipe: GrpoConfig, parsed: GrpoConfig) -> tuple[GrpoC
     given = set(changed(recipe, parsed))
     usual = {path: default for path, _, default in leaves(recipe)}
     values: dict[str, Any] = {}
-    found: dict[str, list[str]] = {}
+    by_cause: dict[str, list[str]] = {}
     for path, cause in idle_settings(parsed, "cluster.rollout.engine" in given):
         before = value_at(recipe, path)
         if cause in given and path not in given and path not in values and before != usual[path]:
             values[path] = usual[path]
-            found.setdefault(cause, []).append(f"{flag(path)} {before} -> {usual[path]}")
+            by_cause.setdefault(cause, []).append(f"{flag(path)} {before} -> {usual[path]}")
     lines = [
         f"{flag(cause)} {value_at(parsed, cause)} leaves these of the recipe without an effect, they are reset: "
         + ", ".join(what)
-        for cause, what in found.items()
+        for cause, what in by_cause.items()
     ]
     return with_values(recipe, values), lines
 

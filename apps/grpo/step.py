@@ -155,5 +155,5 @@ def train_on(batch: TensorDict, config: GrpoConfig, engine: TrainEngine) -> dict
 
 def _mean_difference(results: Sequence[Mapping[str, float]], of_none: float) -> float:
     """Return the mean over the updates that computed a sequence: others have seen no difference."""
-    found = [result["mismatch/abs"] for result in results if result.get("computed_sequences", 1)]
-    return sum(found) / len(found) if found else of_none
+    differences = [result["mismatch/abs"] for result in results if result.get("computed_sequences", 1)]
+    return sum(differences) / len(differences) if differences else of_none

@@ -9,8 +9,8 @@ from apps.common.cli.flags import flag
 
 def refuse(problems: Iterator[str]) -> None:
     """Raise ValueError with all problems, where there are any."""
-    if found := "; ".join(problems):
-        raise ValueError(found)
+    if message := "; ".join(problems):
+        raise ValueError(message)
 
 
 @dataclass(frozen=True)

@@ -86,11 +86,11 @@ class Teachers:
             teacher.onload()
             try:
                 asked: dict[str, Any] = {"tokens": "asked"} if self.tokens_of_policy else {"top_k": self.top_k}
-                found = teacher.forward(part, **asked)
+                scores = teacher.forward(part, **asked)
             finally:
                 teacher.offload()
             for key, of in zip(KEYS, SEVERAL, strict=True):
-                for place, row in zip(own, found[of].unbind(), strict=True):
+                for place, row in zip(own, scores[of].unbind(), strict=True):
                     rows[key][place] = row
         for key in KEYS:
             batch[key] = jagged(rows[key])

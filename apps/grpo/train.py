@@ -109,11 +109,13 @@ def train(
                     log.note(line)
             record = SamplerRecord(log, engine, config.cluster.rollout.engine, start.model)
             steps = _Steps(config, tasks, schedule, engine, log, saves, token_decoder(tokenizer), record, terminated)
-            found = steps.run(done)
-        if found.best is not None:
+            held_out = steps.run(done)
+        if held_out.best is not None:
             engine.load(str(best_checkpoint_path(run_dir)))
         save_export(engine, tokenizer, run_dir / "export")
-    result = Result(found.before, found.after, time.perf_counter() - begun, run_dir, config.steps, found.metric)
+    result = Result(
+        held_out.before, held_out.after, time.perf_counter() - begun, run_dir, config.steps, held_out.metric
+    )
     log.close(_summary(result), f"GRPO, {config.recipe}")
     return result
 
@@ -154,9 +156,9 @@ class _Steps:
         """
         config, log, schedule = self.config, self.log, self.schedule
         idle = IdleSteps.resumed(config.allow_idle_steps, log.run_dir, done)
-        found = self._begin(done)
+        held_out = self._begin(done)
         if config.export == "best":
-            found = replace(found, best=find_best_checkpoint(log.run_dir, done, {}))
+            held_out = replace(held_out, best=find_best_checkpoint(log.run_dir, done, {}))
         for step in range(done + 1, config.steps + 1):
             with name_sampler_errors(step), self.record.of_mismatch():
                 result = schedule.step(step - 1)
@@ -177,22 +179,22 @@ class _Steps:
             if last or step % config.eval_every == 0:
                 with name_sampler_errors(step):
                     evaluation = schedule.evaluate()
-                found = self._better(replace(found, after=evaluation.accuracy), step)
-                row |= self._evaluated(evaluation, found.metric)
+                held_out = self._better(replace(held_out, after=evaluation.accuracy), step)
+                row |= self._evaluated(evaluation, held_out.metric)
             log.step(step, row, _shown(row))
             if step == done + 1:
                 log.note(memory_note(row))
             self._log_episodes(step, result, evaluation)
-            better = found.best is not None and found.best.step == step
+            better = held_out.best is not None and held_out.best.step == step
             if better or last or stops or ends or step % config.save_every == 0:
                 kept = [best_checkpoint_path(log.run_dir)] * better + [checkpoint_path(log.run_dir, step)]
-                self.saves.begin(step, kept, {RUN_STEP: step, HELD_OUT: -found.after} if better else None)
+                self.saves.begin(step, kept, {RUN_STEP: step, HELD_OUT: -held_out.after} if better else None)
             if stops:
                 raise idle.error(step, reason, log.run_dir)
             if ends:
                 log.note(f"SIGTERM: stopped after step {step}; --resume --run-dir {log.run_dir} goes on")
                 raise SystemExit(128 + signal.SIGTERM)
-        return found
+        return held_out
 
     def _terminated(self, step: int) -> bool:
         """Return whether SIGTERM has come to rank 0, at a step that can have a checkpoint; collective."""
@@ -209,26 +211,26 @@ class _Steps:
         log.note("{parameters:,} parameters, {dtype} on {device}, {world_size} x {threads} threads".format_map(facts))
         log.note(f"layers compiled: {facts['compiled']}")
         log.note(f"optimizer: {facts['optimizer']}")
-        found = _found_before(log.run_dir) if done else None
-        if found is not None and done < config.steps:
-            return found
+        held_out = _found_before(log.run_dir) if done else None
+        if held_out is not None and done < config.steps:
+            return held_out
         evaluation = self.schedule.evaluate()
-        if found is None:
-            found = _HeldOut(evaluation.metric, evaluation.accuracy, evaluation.accuracy)
-        found = replace(found, after=evaluation.accuracy)
+        if held_out is None:
+            held_out = _HeldOut(evaluation.metric, evaluation.accuracy, evaluation.accuracy)
+        held_out = replace(held_out, after=evaluation.accuracy)
         if not done:
             sizes = {f"run/{name}": facts[name] for name in ("parameters", "world_size", "threads")}
-            row = {**self._evaluated(evaluation, found.metric), **sizes, **warm_start_metrics(config, log.run_dir)}
+            row = {**self._evaluated(evaluation, held_out.metric), **sizes, **warm_start_metrics(config, log.run_dir)}
             log.step(0, row, _shown(row))
             self._log_episodes(0, None, evaluation)
-        return found
+        return held_out
 
-    def _better(self, found: _HeldOut, step: int) -> _HeldOut:
+    def _better(self, held_out: _HeldOut, step: int) -> _HeldOut:
         """Return what was found, with this step as the best where it is better than all before and a run keeps it."""
-        if self.config.export != "best" or (found.best is not None and -found.after >= found.best.loss):
-            return found
-        self.log.note(f"step {step} is the best so far: held-out {found.metric} {found.after:.4g}")
-        return replace(found, best=BestCheckpoint(step, -found.after))
+        if self.config.export != "best" or (held_out.best is not None and -held_out.after >= held_out.best.loss):
+            return held_out
+        self.log.note(f"step {step} is the best so far: held-out {held_out.metric} {held_out.after:.4g}")
+        return replace(held_out, best=BestCheckpoint(step, -held_out.after))
 
     def _evaluated(self, evaluation: Evaluation, metric: HeldOutMetric) -> dict[str, float]:
         """Return the metrics of an evaluation, with those of several answers to a prompt."""
@@ -274,8 +276,8 @@ def _found_before(run_dir: Path) -> _HeldOut | None:
     """Return what the run's first evaluation found, from its metrics; None where they are lost."""
     first = next(iter(read_metrics(run_dir)), {})
     named = [(name, first[f"eval/{name}"]) for name in get_args(HeldOutMetric) if f"eval/{name}" in first]
-    found = [_HeldOut(name, value, value) for name, value in named if first.get("step") == 0]
-    return broadcast_result(found[0] if found else None)
+    first_rows = [_HeldOut(name, value, value) for name, value in named if first.get("step") == 0]
+    return broadcast_result(first_rows[0] if first_rows else None)
 
 
 def _shown(row: dict[str, Any]) -> dict[str, float | int | str]:

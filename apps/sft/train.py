@@ -122,10 +122,10 @@ def held_out_loss(
     total, tokens = 0.0, 0
     for first in range(0, len(samples), rows):
         batch = batch_of([samples[i] for i in range(first, min(first + rows, len(samples)))])
-        found = engine.forward(batch)["log_probs"]
+        scores = engine.forward(batch)["log_probs"]
         if show is not None and not first:
-            show(batch, found)
-        log_probs, mask = found.values(), batch["loss_mask"].values()
+            show(batch, scores)
+        log_probs, mask = scores.values(), batch["loss_mask"].values()
         if "loss_weights" in batch.keys():  # noqa: SIM118  a TensorDict iterates over its rows
             log_probs = log_probs * batch["loss_weights"].values()
         total -= log_probs[mask].sum(dtype=torch.float64).item()

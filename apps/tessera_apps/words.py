@@ -58,9 +58,9 @@ def spec_of(name: str, value: Any) -> str:
     module, place = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     if module in sys.modules and place:
         try:
-            found = attrgetter(place)(sys.modules[module])
+            known = attrgetter(place)(sys.modules[module])
         except AttributeError:
-            found = None
-        if found is value:
+            known = None
+        if known is value:
             return f"{module}:{place}"
     return give(name, value)

@@ -36,14 +36,14 @@ def identifiers(tree: ast.AST) -> Iterator[str]:
 
 def of_package(folder: Path) -> Counter[str]:
     """Return the words of a package's identifiers, each with the number of identifiers that hold it."""
-    found: set[str] = set()
+    names: set[str] = set()
     for path in folder.rglob("*.py"):
-        found |= {*path.relative_to(folder).with_suffix("").parts}
+        names |= {*path.relative_to(folder).with_suffix("").parts}
         try:
-            found |= set(identifiers(ast.parse(path.read_text())))
+            names |= set(identifiers(ast.parse(path.read_text())))
         except (SyntaxError, UnicodeDecodeError) as error:  # a template or a file of another version
             print(f"{path}: left out: {error}", file=sys.stderr)
-    return Counter(word for name in found for word in set(words(name)))
+    return Counter(word for name in names for word in set(words(name)))
 
 
 def report(counts: dict[str, Counter[str]], ours: dict[str, list[str]]) -> str:

@@ -72,15 +72,15 @@ def resolve(wanted: list[str], folder: Path, index: Path, venv: Path, *sites: Pa
     options = ["-q", "--dry-run", "--ignore-installed", "--report", "report.json"]
     options += ["--no-build-isolation"] if sites else []
     pip(["install", *options, *wanted], folder, index, *sites, python=venv / "bin/python")
-    found = [item["metadata"] for item in json.loads((folder / "report.json").read_text())["install"]]
-    return {normal(item["name"]): item["version"] for item in found}
+    packages = [item["metadata"] for item in json.loads((folder / "report.json").read_text())["install"]]
+    return {normal(item["name"]): item["version"] for item in packages}
 
 
-def install(wheels: list[Path], found: dict[str, str], venv: Path, index: Path) -> Path:
-    """Install our wheels into an environment; the rest of what pip `found` it sees in the hub. Return its Python."""
+def install(wheels: list[Path], versions: dict[str, str], venv: Path, index: Path) -> Path:
+    """Install our wheels into an environment; the rest of `versions` it sees in the hub. Return its Python."""
     python = venv / "bin/python"
     pip(["install", "-q", "--no-compile", "--no-deps", "--no-index", *map(str, wheels)], venv, index, python=python)
-    theirs = [name.replace("-", "_") for name in sorted(found) if not name.startswith("tessera-")]
+    theirs = [name.replace("-", "_") for name in sorted(versions) if not name.startswith("tessera-")]
     sites = [HUB / name / "site-packages" for name in theirs]
     assert all(site.is_dir() for site in sites), sites
     (packages,) = venv.glob("lib/python3*/site-packages")

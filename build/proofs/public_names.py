@@ -29,15 +29,15 @@ def find(modules: Any, name: str) -> Any:
     """Return what a dotted name leads to, through aliases; None where there is nothing."""
     above, _, last = name.rpartition(".")
     try:
-        found = modules[name].final_target if modules[name].is_alias else modules[name]
+        target = modules[name].final_target if modules[name].is_alias else modules[name]
     except (KeyError, griffe.AliasResolutionError):
         package = find(modules, above) if above else None
         earlier = package.members.get("_ALIASES") if package else None
         new = re.search(rf"'{last}': '(\w+)'", str(earlier.value)) if earlier else None
         return find(modules, f"{above}.{new[1]}") if new else None
-    new = re.fullmatch(r"(?:renamed\(')?(\w+)(?:'\))?", str(found.value)) if found.is_attribute else None
-    leads = new is not None and new[1] != found.name and new[1] in found.parent.all_members
-    return find(modules, f"{found.parent.path}.{new[1]}") if new and leads else found
+    new = re.fullmatch(r"(?:renamed\(')?(\w+)(?:'\))?", str(target.value)) if target.is_attribute else None
+    leads = new is not None and new[1] != target.name and new[1] in target.parent.all_members
+    return find(modules, f"{target.parent.path}.{new[1]}") if new and leads else target
 
 
 def lost_arguments(old: Any, new: Any, name: str) -> Iterator[str]:

@@ -145,15 +145,15 @@ def own_code(config: Any) -> list[OwnCode]:
     Raises:
         ValueError: it can't be loaded, or does not take its options.
     """
-    found = []
+    codes = []
     for point in points_of(config):
         words = attrgetter(point.options)(config)
         for spec in named(config, point):
             target = load_object(spec, point.kind)
             values = _values(point, target, words)
             file = file_of(spec)
-            found.append(OwnCode(point.kind, spec, values, None if file is None else str(file), file_hash(spec)))
-    return found
+            codes.append(OwnCode(point.kind, spec, values, None if file is None else str(file), file_hash(spec)))
+    return codes
 
 
 def absolute_names(config: Any) -> Any:

@@ -59,13 +59,13 @@ def flag(path: str) -> str:
 
 def earlier_names(paths: Iterable[str]) -> dict[str, str]:
     """Return the names of earlier versions, with dashes, each with today's."""
-    found = {f"--{old}": f"--{new}" for old, new in EARLIER.items()}
+    renamed = {f"--{old}": f"--{new}" for old, new in EARLIER.items()}
     for path in paths:
         whole = path.replace("_", "-")
         names = {whole, *(whole.removeprefix(part) for part in ("data.", "plugins.", "cluster.") if whole[0] != ".")}
-        found |= {f"--{name}": flag(path) for name in names}
+        renamed |= {f"--{name}": flag(path) for name in names}
     today = {flag(path) for path in paths}
-    positive = {old: new for old, new in found.items() if old not in today}
+    positive = {old: new for old, new in renamed.items() if old not in today}
     return positive | {_negative(old): _negative(new) for old, new in positive.items()}
 
 

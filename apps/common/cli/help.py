@@ -72,8 +72,8 @@ def _entry(kind: type, path: str, value: Any, kinds: Mapping[str, Any]) -> Itera
         holder = plain_type(get_type_hints(holder, include_extras=True)[part])
     hint = kinds.get(path) or get_type_hints(holder, include_extras=True)[name]
     extra = hint.__metadata__ if get_origin(hint) is Annotated else ()
-    text = next((found for one in extra if (found := getattr(one, "help", None))), None) or _docs(holder).get(name, "")
-    shown = next((found for one in extra if (found := getattr(one, "metavar", None))), None) or _values(hint)
+    text = next((own for one in extra if (own := getattr(one, "help", None))), None) or _docs(holder).get(name, "")
+    shown = next((own for one in extra if (own := getattr(one, "metavar", None))), None) or _values(hint)
     known = flag(path)
     yield f"  {known}, {_negative(known)}" if plain_type(hint) is bool else f"  {known} {shown}"
     about = f"{' '.join(text.split())} (default: {_shown(value)})".strip()

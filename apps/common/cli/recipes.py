@@ -33,14 +33,14 @@ def own_recipe(spec: str, options: Sequence[str], kind: type[R]) -> R:
     Raises:
         ValueError: there is none, or it takes other options.
     """
-    found: Any = load_object(spec, "recipe")
-    if not isinstance(found, kind) and callable(found):
-        found = bound("--recipe-options", spec, found, options)()
+    made: Any = load_object(spec, "recipe")
+    if not isinstance(made, kind) and callable(made):
+        made = bound("--recipe-options", spec, made, options)()
     elif options:
         raise ValueError(f"--recipe-options {options[0]} has no effect: {spec} is a recipe, and no function")
-    if not isinstance(found, kind):
-        raise ValueError(f"--recipe {spec} is a {type(found).__name__}: a {kind.__module__}.{kind.__name__} is needed")
-    recipe: Any = found
+    if not isinstance(made, kind):
+        raise ValueError(f"--recipe {spec} is a {type(made).__name__}: a {kind.__module__}.{kind.__name__} is needed")
+    recipe: Any = made
     config = replace(recipe.config, recipe=absolute_spec(spec), recipe_options=tuple(options))
     own: R = replace(recipe, config=config)
     return own

@@ -37,10 +37,10 @@ def data_files(name: str | Path) -> tuple[Path, ...]:
     if Path(place).is_dir():
         return files_of_split(Path(place), split)
     if glob.has_magic(text):
-        found = tuple(sorted(path for path in map(Path, glob.glob(text, recursive=True)) if path.is_file()))
-        if not found:
+        files = tuple(sorted(path for path in map(Path, glob.glob(text, recursive=True)) if path.is_file()))
+        if not files:
             raise ValueError(f"no data file matches {text}")
-        return found
+        return files
     if match := on_hub(text):
         snapshot = snapshot_of(match["repository"], match["subset"], match["split"] or "train")
         return (
@@ -91,24 +91,24 @@ def files_of_split(directory: Path, split: str = "", subset: str | None = None) 
     Raises:
         ValueError: there are none, or of several splits or subsets without one being named.
     """
-    found = sorted(
+    files = sorted(
         path for path in directory.rglob("*") if path.is_file() and kind_of(path) and _shown(path, directory)
     )
-    if not found:
+    if not files:
         raise ValueError(f"{directory} has no data files (names ending in {', '.join(SUFFIXES)}, perhaps with .gz)")
     patterns = _patterns(directory, subset)
     if patterns is not None:
         by_split = {
-            name: [path for path in found if any(fnmatch(_inside(path, directory), p) for p in chosen)]
+            name: [path for path in files if any(fnmatch(_inside(path, directory), p) for p in chosen)]
             for name, chosen in patterns.items()
         }
     else:
         if subset is not None:
-            found = [path for path in found if subset in Path(_inside(path, directory)).parts]
-            if not found:
+            files = [path for path in files if subset in Path(_inside(path, directory)).parts]
+            if not files:
                 raise ValueError(f"{directory} has no subset {subset!r}: no folder of that name")
         by_split = {}
-        for path in found:
+        for path in files:
             by_split.setdefault(split_of(_inside(path, directory)), []).append(path)
     chosen = _chosen(by_split, split, directory)
     _check_shards(chosen)

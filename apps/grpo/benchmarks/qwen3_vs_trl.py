@@ -117,11 +117,11 @@ def ours(folder: Path, mode: str, steps: int, own: list[str]) -> dict[str, Any]:
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steady = [row for row in rows if "time/step_s" in row][2:]
     names = sorted({name for row in steady for name in row if name.startswith(("time/", "memory/", "rollout/sampled"))})
-    found = {name: statistics.median(row[name] for row in steady if name in row) for name in names}
+    medians = {name: statistics.median(row[name] for row in steady if name in row) for name in names}
     seconds = statistics.median(b["time"] - a["time"] for a, b in pairwise(steady))
-    rate = found["rollout/sampled_tokens"] / seconds
+    rate = medians["rollout/sampled_tokens"] / seconds
     gap = max(row.get("log_prob_difference", 0.0) for row in steady)
-    return {"seconds": seconds, "tokens_s": rate, "whole_s": whole, "log_prob_difference": gap, "flags": own, **found}
+    return {"seconds": seconds, "tokens_s": rate, "whole_s": whole, "log_prob_difference": gap, "flags": own, **medians}
 
 
 def theirs(folder: Path, steps: int, rows: int, share: float) -> dict[str, Any]:
@@ -200,10 +200,10 @@ def main() -> None:
         make(options.folder, options.small)
         return
     if options.what == "ours":
-        found = ours(options.folder, options.mode, options.steps, own)
+        results = ours(options.folder, options.mode, options.steps, own)
     else:
-        found = theirs(options.folder, options.steps, options.rows, options.share)
-    print("RESULT " + json.dumps({"what": options.what, "mode": options.mode} | found), flush=True)
+        results = theirs(options.folder, options.steps, options.rows, options.share)
+    print("RESULT " + json.dumps({"what": options.what, "mode": options.mode} | results), flush=True)
 
 
 if __name__ == "__main__":

@@ -89,22 +89,22 @@ def evaluate_model(
         )
         evaluation = session.evaluate()
     metrics = evaluation.metrics | evaluation_metrics(evaluation.episodes, config.num_generations_eval)
-    found = Evaluated(evaluation, metrics, Path(config.recipe) if config.model is None else model)
+    evaluated = Evaluated(evaluation, metrics, Path(config.recipe) if config.model is None else model)
     if out is not None:
-        _write(out, found, config)
-    return found
+        _write(out, evaluated, config)
+    return evaluated
 
 
-def _write(out: Path, found: Evaluated, config: GrpoConfig) -> None:
+def _write(out: Path, evaluated: Evaluated, config: GrpoConfig) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    facts = {"model": str(found.model), "prompts": len(found.evaluation.rows), "metrics": found.metrics}
+    facts = {"model": str(evaluated.model), "prompts": len(evaluated.evaluation.rows), "metrics": evaluated.metrics}
     facts["config"] = as_plain(config)
     (out / "evaluation.json").write_text(json.dumps(facts, indent=1) + "\n")
     with (out / "answers.jsonl").open("w", encoding="utf-8") as file:
-        for episode in found.evaluation.episodes:
+        for episode in evaluated.evaluation.episodes:
             row = {
                 "task": episode.task_id,
-                "expected": expected_answer(found.evaluation.rows[episode.group]),
+                "expected": expected_answer(evaluated.evaluation.rows[episode.group]),
                 "answer": marked_answer(episode),
                 "reward": None if episode.score is None else episode.reward,
                 "end": episode.end,

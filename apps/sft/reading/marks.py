@@ -44,10 +44,10 @@ def split_marks(message: Mapping[str, Any]) -> tuple[dict[str, Any], float | Non
     for key in REFUSED.keys() & message.keys():
         if message[key] is not None:
             raise ValueError(f"a message has {key!r}: {REFUSED[key]}")
-    found = {key: _value(key, message[key]) for key in MARKS if message.get(key) is not None}
-    weights = set(found.values())
+    marks = {key: _value(key, message[key]) for key in MARKS if message.get(key) is not None}
+    weights = set(marks.values())
     if len(weights) > 1 and (0 in weights or len(weights - {1}) > 1):  # "train: true" and a weight go together
-        said = ", ".join(f"{key} {message[key]!r}" for key in found)
+        said = ", ".join(f"{key} {message[key]!r}" for key in marks)
         raise ValueError(f"a message has marks that contradict each other ({said}): keep one mark")
     plain = {key: value for key, value in message.items() if key not in MARKS and key not in REFUSED}
     return plain, next(iter(sorted(weights, key=lambda weight: weight == 1)), None)

@@ -153,13 +153,13 @@ class Store:
     @cached_property
     def unread(self) -> dict[str, tuple[int, int]]:
         """The keys of messages that nothing reads: how many rows have each, and the place of the first."""
-        found: dict[str, tuple[int, int]] = {}
+        counts: dict[str, tuple[int, int]] = {}
         column = self._table.column("unread")
         for i in map(int, np.flatnonzero(pc.list_value_length(column).to_numpy())):
             for key in column[i].as_py():
-                count, first = found.get(key, (0, int(self.rows[i])))
-                found[key] = (count + 1, first)
-        return found
+                count, first = counts.get(key, (0, int(self.rows[i])))
+                counts[key] = (count + 1, first)
+        return counts
 
     def key(self, number: int) -> str:
         """Return the digest of an entry's content."""

@@ -181,8 +181,8 @@ class Vllm:
 
     def run(self, name: str, text: str, tools: Sequence[dict[str, Any]]) -> Read:
         parser, request = self.parser(name, tools)
-        found = parser.extract_tool_calls(text, request)
-        return [(c.function.name, c.function.arguments) for c in found.tool_calls], found.content or ""
+        result = parser.extract_tool_calls(text, request)
+        return [(c.function.name, c.function.arguments) for c in result.tool_calls], result.content or ""
 
 
 def _described(tool: dict[str, Any]) -> dict[str, Any]:

@@ -83,8 +83,8 @@ class Words:
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
         one = isinstance(tokens, str)
-        found = [self.ids.setdefault(token, len(self.ids)) for token in ([tokens] if one else tokens)]
-        return found[0] if one else found
+        ids = [self.ids.setdefault(token, len(self.ids)) for token in ([tokens] if one else tokens)]
+        return ids[0] if one else ids
 
     def convert_ids_to_tokens(self, ids: Any, **_: Any) -> Any:
         names = list(self.ids)
@@ -144,8 +144,8 @@ def replace_parsers() -> dict[str, str]:
         ours[theirs] = counted(ToolParserManager.get_tool_parser(PREFIX + known))
         ToolParserManager.tool_parsers[name] = ours[theirs]
         replaced[theirs.__name__] = known
-    for found in pkgutil.iter_modules(vllm.tool_parsers.__path__, "vllm.tool_parsers."):
-        module = importlib.import_module(found.name)
+    for info in pkgutil.iter_modules(vllm.tool_parsers.__path__, "vllm.tool_parsers."):
+        module = importlib.import_module(info.name)
         for attribute, value in list(vars(module).items()):
             if isinstance(value, type) and value in ours:
                 setattr(module, attribute, ours[value])

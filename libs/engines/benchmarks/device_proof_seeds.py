@@ -48,12 +48,12 @@ PLANTED = {
 
 
 @contextmanager
-def _seen(found: list[Any]) -> Iterator[None]:
+def _seen(measured: list[Any]) -> Iterator[None]:
     """Note the errors that a proof computes: stock's first, the engine's then."""
 
     def noted(*arguments: Any) -> Any:
-        found.append(errors(*arguments))
-        return found[-1]
+        measured.append(errors(*arguments))
+        return measured[-1]
 
     with patch.object(device, "errors", noted):
         yield
@@ -61,10 +61,10 @@ def _seen(found: list[Any]) -> Iterator[None]:
 
 def row(config: Any, seed: int) -> dict[str, Any]:
     """Return the figures of one draw."""
-    found: list[Any] = []
-    with _seen(found):
+    measured: list[Any] = []
+    with _seen(measured):
         certificate = prove_device(CONFIG, config, seed=seed)
-    stock, ours = found
+    stock, ours = measured
     typical = sorted(stock.gradients.values())[len(stock.gradients) // 2]
     ratios = {name: ours.gradients[name] / max(value, typical) for name, value in stock.gradients.items()}
     worst = max(ratios, key=lambda name: ratios[name])
@@ -90,8 +90,8 @@ def main(date: str, seeds: int = 30) -> None:
     sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
     config = tiny_config("dense", num_hidden_layers=4, hidden_size=64, vocab_size=96, **sizes)
     for seed in range(seeds):
-        values[f"seed {seed}"] = found = row(config, seed)
-        print(seed, json.dumps(found), flush=True)
+        values[f"seed {seed}"] = figures = row(config, seed)
+        print(seed, json.dumps(figures), flush=True)
     made = {
         "date": date,
         "device": "cpu",

@@ -184,8 +184,8 @@ def features_of(config: EngineConfig) -> list[str]:
 def refuse_unsupported(config: EngineConfig, trainable: bool = True) -> None:
     """Raise ValueError with the reason for each unsupported feature that this configuration asks for, and each set of
     options that exclude each other. `trainable`: whether it is to train; some options were only run where it scores."""
-    if found := unsupported(config, trainable):
-        raise ValueError("; ".join(found))
+    if reasons := unsupported(config, trainable):
+        raise ValueError("; ".join(reasons))
 
 
 def unsupported(config: EngineConfig, trainable: bool = True) -> list[str]:

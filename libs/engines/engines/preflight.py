@@ -36,21 +36,21 @@ def refusals(config: EngineConfig, model: PretrainedConfig, ranks: int, opened: 
         opened: the model itself (`engines.loading.open_model`), which stays as it is; without it what depends on names
             and shapes of its layers is not told.
     """
-    found = unsupported(config)
+    reasons = unsupported(config)
     if not supports_backend(config.backend):
-        return found  # its own checks are not here either
+        return reasons  # its own checks are not here either
     of_module = () if opened is None else _of_module(config, opened, ranks)
     for check in (*_of_config(config, model, ranks), *of_module):
         try:
             check()
         except ValueError as error:
-            found.append(str(error))
-    if not found:  # a proof takes its time
+            reasons.append(str(error))
+    if not reasons:  # a proof takes its time
         try:
             admit_options(config, model, ranks)
         except ValueError as error:
-            found.append(str(error))
-    return list(dict.fromkeys(found))
+            reasons.append(str(error))
+    return list(dict.fromkeys(reasons))
 
 
 def _of_config(config: EngineConfig, model: PretrainedConfig, ranks: int) -> Iterator[Callable[[], object]]:

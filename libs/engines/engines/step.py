@@ -151,7 +151,7 @@ class Engine(EngineState):
         tracked = loss if recheck is None else recheck.tracked(loss)
         self.executor.train(micro_batches, tracked, scoring, add=earlier is not None)
         try:
-            found = {} if recheck is None else recheck.metrics(self.executor, self.step + 1)
+            recheck_metrics = {} if recheck is None else recheck.metrics(self.executor, self.step + 1)
         except FailedStepError as error:
             error.batch = batch
             raise
@@ -170,7 +170,7 @@ class Engine(EngineState):
         }
 
         def finish() -> dict[str, float]:
-            metrics = self.groups.from_last_stage(reduced()) | found | sizes
+            metrics = self.groups.from_last_stage(reduced()) | recheck_metrics | sizes
             self._loss = metrics["loss"] + (0.0 if earlier is None else self._loss)
             return metrics
 
@@ -297,10 +297,10 @@ class Engine(EngineState):
             check_held(batch, self._needed(plan), self.groups, self.device)
         self.planner.prepare(plan)
         keys = select_media(local.view, ("input_ids", "position_ids")) + [ROUTED_EXPERTS] * self.config.routing_replay
-        found = ScoredBatch(local, scoring, self.groups, self.device)
+        scored = ScoredBatch(local, scoring, self.groups, self.device)
         keys += [] if tokens is None else [tokens]
-        self.executor.score(self._micro_batches(local, plan, keys), found.take, scoring)
-        return found.rows(input_ids_of(batch))
+        self.executor.score(self._micro_batches(local, plan, keys), scored.take, scoring)
+        return scored.rows(input_ids_of(batch))
 
     def supports(self, feature: str) -> Supported | Unsupported:
         """See `engines.capability`."""

@@ -38,8 +38,8 @@ class Distillation:
     """What "constant" divides by, beside the number of answers: the longest answer that may be sampled."""
 
     def __post_init__(self) -> None:
-        if found := self.problems():
-            raise ValueError("; ".join(found))
+        if problems := self.problems():
+            raise ValueError("; ".join(problems))
 
     def problems(self) -> list[str]:
         """Return a text for each problem."""
@@ -92,10 +92,10 @@ class Distillation:
         del entropy
         mask, values = trained_mask(batch), batch.values
         tokens = values["teacher_tokens"]
-        found = [(values[f"{who}_log_probs"], values[f"{who}_rest"]) for who in ("several", "teacher")]
+        given = [(values[f"{who}_log_probs"], values[f"{who}_rest"]) for who in ("several", "teacher")]
         # what does not train holds placeholders, which must not reach an exp
         policy, teacher = (
-            events(several.masked_fill(~mask, 0), rest.masked_fill(~mask, 0), tokens) for several, rest in found
+            events(several.masked_fill(~mask, 0), rest.masked_fill(~mask, 0), tokens) for several, rest in given
         )
         weight = 0.5 if self.jsd_weight is None else self.jsd_weight
         per_token = divergence(policy, teacher, self.divergence, weight)

@@ -82,8 +82,8 @@ class GRPO:
     """NAME=VALUE options of a policy loss, by its signature."""
 
     def __post_init__(self) -> None:
-        if found := self.problems():
-            raise ValueError("; ".join(found))
+        if problems := self.problems():
+            raise ValueError("; ".join(problems))
 
     def problems(self) -> list[str]:
         """Return a text for each problem, most of which begin with a field's name."""

@@ -71,26 +71,28 @@ class PolicyLoss:
 
     def checked(self, result: TokenLoss | Tensor, tokens: PolicyTokens) -> TokenLoss:
         """Return what the function returned, of one number a token; ValueError where it is something else."""
-        found = TokenLoss(result, {}) if isinstance(result, Tensor) else TokenLoss(*result)
-        for name, value in {"loss": found.loss, **found.metrics}.items():
+        result_of_loss = TokenLoss(result, {}) if isinstance(result, Tensor) else TokenLoss(*result)
+        for name, value in {"loss": result_of_loss.loss, **result_of_loss.metrics}.items():
             if not isinstance(value, Tensor) or value.shape != tokens.mask.shape:
                 got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(
                     f"the policy loss {self.name!r} returned {name} of {got}: it gives one number a token, "
                     f"{tuple(tokens.mask.shape)} here; GRPO sums them and divides by the counts of the whole batch"
                 )
-        if taken := [name for name in found.metrics if name in OURS or name.startswith("mismatch/")]:
+        if taken := [name for name in result_of_loss.metrics if name in OURS or name.startswith("mismatch/")]:
             raise ValueError(
                 f"the policy loss {self.name!r} reports {', '.join(taken)}, which the objective reports itself: give "
                 f"another name, such as own/{taken[0]}"
             )
-        if not found.loss.is_floating_point() or found.loss.dtype.itemsize < torch.float32.itemsize:
-            raise ValueError(f"the policy loss {self.name!r} returned {found.loss.dtype}: compute in float32 at least")
-        if tokens.log_probs.requires_grad and not found.loss.requires_grad:
+        if not result_of_loss.loss.is_floating_point() or result_of_loss.loss.dtype.itemsize < torch.float32.itemsize:
+            raise ValueError(
+                f"the policy loss {self.name!r} returned {result_of_loss.loss.dtype}: compute in float32 at least"
+            )
+        if tokens.log_probs.requires_grad and not result_of_loss.loss.requires_grad:
             raise ValueError(
                 f"the policy loss {self.name!r} has no gradient: it must be made from tokens.log_probs, not detached"
             )
-        return found
+        return result_of_loss
 
 
 def entry_of(spec: str, function: Any) -> PolicyLoss:

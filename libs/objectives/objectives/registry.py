@@ -73,10 +73,10 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
         if spec not in self._of_users:
             if not self._module:
                 raise ValueError(f"{self.what} {spec!r}: register it under a name, no file can be given here")
-            found, module = load_object(spec, self.kind), import_module(self._module)
+            named, module = load_object(spec, self.kind), import_module(self._module)
             listed: list[Any] = [entry for entry in self._entries.values() if entry is not None]
-            registered = [entry for entry in listed if getattr(entry, "function", None) is found]
-            self._of_users[spec] = registered[0] if registered else module.entry_of(spec, found)
+            registered = [entry for entry in listed if getattr(entry, "function", None) is named]
+            self._of_users[spec] = registered[0] if registered else module.entry_of(spec, named)
         return self._of_users[spec]
 
     def __contains__(self, name: object) -> bool:

@@ -37,8 +37,8 @@ class SFT:
     """NAME=VALUE options of that function, by its signature."""
 
     def __post_init__(self) -> None:
-        if found := self.problems():
-            raise ValueError("; ".join(found))
+        if problems := self.problems():
+            raise ValueError("; ".join(problems))
 
     def problems(self) -> list[str]:
         """Return a text for each problem."""

@@ -45,16 +45,16 @@ def check_scored(ids: Sequence[int], k: int, vocab_size: int | None, max_length:
 
 def scores_of(ids: Sequence[int], k: int, logits: Iterable[Tensor]) -> TokenScores:
     """Score tokens by the logits [m, V] after each of them but the last, a chunk at a time."""
-    found, at = TokenScores.empty(len(ids), k), 1
+    scores, at = TokenScores.empty(len(ids), k), 1
     for part in logits:
         table = part.to(torch.promote_types(part.dtype, torch.float32)).log_softmax(-1)
         here = slice(at, at + len(table))
         best = table.topk(k)
-        found.log_probs[here] = table.gather(1, torch.tensor(ids[here], device=table.device)[:, None])[:, 0]
-        found.top_tokens[:, here], found.top_log_probs[:, here] = best.indices.t(), best.values.t()
-        found.rest[here] = table.scatter(1, best.indices, -torch.inf).logsumexp(-1)
+        scores.log_probs[here] = table.gather(1, torch.tensor(ids[here], device=table.device)[:, None])[:, 0]
+        scores.top_tokens[:, here], scores.top_log_probs[:, here] = best.indices.t(), best.values.t()
+        scores.rest[here] = table.scatter(1, best.indices, -torch.inf).logsumexp(-1)
         at += len(table)
-    return found
+    return scores
 
 
 def scores_of_rows(ids: Sequence[int], k: int, rows: Sequence[Mapping[int, float] | None]) -> TokenScores:
@@ -65,16 +65,16 @@ def scores_of_rows(ids: Sequence[int], k: int, rows: Sequence[Mapping[int, float
     Raises:
         ValueError: it returned fewer.
     """
-    found = TokenScores.empty(len(ids), k)
+    scores = TokenScores.empty(len(ids), k)
     for place, row in enumerate(rows[1:], start=1):
         best = sorted((row or {}).items(), key=lambda entry: -entry[1])[:k]
         if len(best) < k or row is None or ids[place] not in row or len(rows) != len(ids):
             raise ValueError(
                 f"the server does not return {k} log-probs at each token: start vLLM with --max-logprobs -1"
             )
-        found.log_probs[place] = row[ids[place]]
+        scores.log_probs[place] = row[ids[place]]
         left = 1 - math.fsum(math.exp(log_prob) for _, log_prob in best)
-        found.rest[place] = math.log(left) if left > 0 else -math.inf
+        scores.rest[place] = math.log(left) if left > 0 else -math.inf
         if k:
-            found.top_tokens[:, place], found.top_log_probs[:, place] = map(torch.tensor, zip(*best, strict=True))
-    return found
+            scores.top_tokens[:, place], scores.top_log_probs[:, place] = map(torch.tensor, zip(*best, strict=True))
+    return scores

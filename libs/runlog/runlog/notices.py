@@ -19,34 +19,34 @@ NOT_CALLED = "; the reward function was never called"
 
 def row_notices(row: Row) -> dict[str, str]:
     """Return lines on one row by their kind; none where all is well."""
-    step, found = row.get("step", 0), {}
+    step, lines = row.get("step", 0), {}
     uncalled = NOT_CALLED if row.get("reward/called") == 0 else ""
     if IDLE in row:
-        found["idle"] = f"step {step} trained nothing: {row[IDLE]}"
+        lines["idle"] = f"step {step} trained nothing: {row[IDLE]}"
     elif row.get("response/truncated") == 1:
-        found["truncated"] = f"step {step}: every response was cut off by a limit{uncalled}"
+        lines["truncated"] = f"step {step}: every response was cut off by a limit{uncalled}"
     if row.get("eval/truncated") == 1:
-        found["held-out truncated"] = f"step {step}: every held-out response was cut off by a limit"
+        lines["held-out truncated"] = f"step {step}: every held-out response was cut off by a limit"
     if not 0 <= (accuracy := row.get("eval/accuracy") or 0) <= 1:
-        found["accuracy"] = (
+        lines["accuracy"] = (
             f"step {step}: eval/accuracy is {shown(accuracy)}, the mean of rewards outside [0, 1]: declare "
             'held_out_metric = "score" on the reward, or on the environment'
         )
     if row.get("warm_start/accuracy", 1) < row.get("warm_start/wanted", 0):
-        found["warm start"] = (
+        lines["warm start"] = (
             f"the warm start ended after {row['warm_start/steps']:g} steps at {row['warm_start/accuracy']:.1%}, below "
             f"the {row['warm_start/wanted']:.1%} that it was to reach"
         )
-    return found
+    return lines
 
 
 def run_notices(rows: Sequence[Row]) -> list[str]:
     """Return one line for each kind that occurs in a run, with its counts; none where all is well."""
     steps = [row for row in rows if row.get("step", 0) > 0]
-    found = [*_idle(steps), *_truncated(steps), *_constant(steps)]
+    lines = [*_idle(steps), *_truncated(steps), *_constant(steps)]
     evaluations = [row for row in rows if "eval/truncated" in row]
     if cut := [row for row in evaluations if row["eval/truncated"] == 1]:
-        found.append(
+        lines.append(
             f"every held-out response was cut off by a limit in {len(cut)} of {len(evaluations)} evaluations (first: "
             f"step {cut[0]['step']})"
         )
@@ -55,8 +55,8 @@ def run_notices(rows: Sequence[Row]) -> list[str]:
         for kind, line in row_notices(row).items():
             if kind in ("accuracy", "warm start") and kind not in told:
                 told.add(kind)
-                found.append(line)
-    return found
+                lines.append(line)
+    return lines
 
 
 def _idle(steps: Sequence[Row]) -> list[str]:

@@ -42,7 +42,7 @@ def needed(cache: Path | None) -> str:
     """Return where the packages lie that the servers' parsers import, as a path for Python."""
     if cache is None:
         folders = (glob.glob(f"{place}/{name.replace('-', '_')}-*.dist-info") for name in NEEDED for place in sys.path)
-        return os.pathsep.join(dict.fromkeys(os.path.dirname(found[0]) for found in folders if found))
+        return os.pathsep.join(dict.fromkeys(os.path.dirname(folder[0]) for folder in folders if folder))
     place = cache / "needed"
     if not place.exists():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(place), *NEEDED]

@@ -205,8 +205,8 @@ class Vllm:
             include_reasoning=True, response_format=None, parallel_tool_calls=True, structured_outputs=None,
         )  # fmt: skip
         parser = self.registry.get_tool_parser(name)(self.tokens, given)
-        found = parser.extract_tool_calls(text, request)
-        return [[call.function.name, call.function.arguments] for call in found.tool_calls]
+        result = parser.extract_tool_calls(text, request)
+        return [[call.function.name, call.function.arguments] for call in result.tool_calls]
 
 
 class Sglang:
@@ -223,8 +223,8 @@ class Sglang:
             detector = kind(tokenizer=self.tokens)
         except TypeError:  # most take none
             detector = kind()
-        found = detector.detect_and_parse(text, [_tool(tool, "sglang") for tool in tools])
-        return [[call.name, call.parameters] for call in found.calls]
+        result = detector.detect_and_parse(text, [_tool(tool, "sglang") for tool in tools])
+        return [[call.name, call.parameters] for call in result.calls]
 
 
 def _too_long(*_: Any) -> None:

@@ -22,12 +22,12 @@ TEMPLATES = {"trl": "trl/chat_templates", "llama-cpp-python": "vendor/llama.cpp/
 
 def fetched_templates(folder: Path | None) -> list[Path]:
     """Return the chat templates of the newest TRL, llama-cpp-python and vLLM, each text once; see `sources`."""
-    found: dict[str, Path] = {}
+    by_digest: dict[str, Path] = {}
     for package, inside in TEMPLATES.items():
         for path in sorted((sources(package, folder) / inside).rglob("*.jinja")):
             if "messages" in path.read_text(encoding="utf-8", errors="replace"):  # not of embeddings or scores
-                found.setdefault(hashlib.sha256(path.read_bytes()).hexdigest(), path)
-    return sorted(found.values())
+                by_digest.setdefault(hashlib.sha256(path.read_bytes()).hexdigest(), path)
+    return sorted(by_digest.values())
 
 
 def sources(package: str, folder: Path | None) -> Path:

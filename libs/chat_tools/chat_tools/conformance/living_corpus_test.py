@@ -24,7 +24,7 @@ def test_a_template_conforms(path: Path) -> None:
 
 @pytest.mark.parametrize("script", ["server_names.py", "judges/main.py"])
 def test_no_name_is_unknown_and_no_difference_without_a_verdict(script: str) -> None:
-    command = [sys.executable, Path(__file__).parents[2] / "benchmarks" / script]
+    command = [sys.executable, str(Path(__file__).parents[2] / "benchmarks" / script)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     print(done.stdout)  # the tables, for pytest -rP

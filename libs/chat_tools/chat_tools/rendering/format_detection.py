@@ -152,15 +152,15 @@ def _by_markers(template: ChatTemplate, with_sign: bool) -> Format | None:
 
     `with_sign` takes those alone that have a sign of their own: the template writes calls, in no format.
     """
-    found: list[tuple[int, Format]] = []
+    scored: list[tuple[int, Format]] = []
     for fmt in FORMATS.values():
         separator = fmt.body.name_end if isinstance(fmt.body, Tagged) and fmt.body.name_end[0] == "<" else ""
         needed = [[mark] for mark in ((fmt.section or ("",))[0], fmt.sign, separator) if mark] + [_openings(fmt)]
         has_all = all(any(mark in template.source for mark in marks) for marks in needed)
         if has_all and (fmt.sign or not with_sign):
-            found.append((sum(mark in template.source for mark in _all_markers(fmt)), fmt))
-    found.sort(key=lambda item: -item[0])
-    return next((fmt for _, fmt in found if _read_as_content(template, fmt)), None)
+            scored.append((sum(mark in template.source for mark in _all_markers(fmt)), fmt))
+    scored.sort(key=lambda item: -item[0])
+    return next((fmt for _, fmt in scored if _read_as_content(template, fmt)), None)
 
 
 def _all_markers(fmt: Format) -> set[str]:

@@ -129,14 +129,14 @@ def find_together(
     if [*map(int, parts[1::2])] == list(indices) and "".join(parts[::2]) == text:
         places = accumulate(map(len, parts[::2]))
         return {index: MessageSpan(at, at, index) for index, at in zip(indices, places, strict=False)}
-    found: dict[int, MessageSpan] = {}
+    spans: dict[int, MessageSpan] = {}
     for number, index in enumerate(indices):
         pieces = find_by_difference(template, messages, index, text, prompted)
         if pieces:
-            found[index] = pieces[0]
-        elif not found and number + 1 >= MAX_FAILURES:
+            spans[index] = pieces[0]
+        elif not spans and number + 1 >= MAX_FAILURES:
             break
-    return found
+    return spans
 
 
 def _replaced(message: Message, mark: str) -> Message:

@@ -54,13 +54,13 @@ def server_cases(source: str, sources: Path, malformed: Path, malformed_tools: l
 
 def tools_for(fmt: Format, text: str) -> list[dict[str, Any]]:
     """Return tools with the types of the arguments that we read, so that no source drops a call as unknown."""
-    found: dict[str, dict[str, Any]] = {"weather": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+    types: dict[str, dict[str, Any]] = {"weather": {"city": {"type": "string"}, "days": {"type": "integer"}}}
     for call in parse(text, fmt).tool_calls:
-        fields = found.setdefault(call.name, {})
+        fields = types.setdefault(call.name, {})
         fields.update({key: {"type": _type_of(value)} for key, value in call.arguments_dict().items()})
     return [
         {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": fields}}}
-        for name, fields in found.items()
+        for name, fields in types.items()
     ]
 
 
@@ -151,16 +151,16 @@ def _call_of(strings: list[str]) -> Calls:
 
 def _strings(source: str) -> list[str]:
     """Return the string literals of C++ text; neighbours without a comma are one."""
-    found: list[str] = []
+    literals: list[str] = []
     end = None
     for match in _STRING.finditer(source):
         value = match[2] if match[2] is not None else json.loads(f'"{_plain(match[3])}"', strict=False)
         if end is not None and not source[end : match.start()].strip():
-            found[-1] += value
+            literals[-1] += value
         else:
-            found.append(value)
+            literals.append(value)
         end = match.end()
-    return found
+    return literals
 
 
 def _plain(escaped: str) -> str:

@@ -322,11 +322,11 @@ class Difference(NamedTuple):
     name: str
 
 
-def difference(found: tuple[float, Grads], expected: tuple[float, Grads]) -> Difference:
+def difference(result: tuple[float, Grads], expected: tuple[float, Grads]) -> Difference:
     """Return the relative errors between two results of the functions above."""
-    assert found[1].keys() == expected[1].keys(), found[1].keys() ^ expected[1].keys()
-    off = {name: (found[1][name].double() - want.double()).norm().item() for name, want in expected[1].items()}
+    assert result[1].keys() == expected[1].keys(), result[1].keys() ^ expected[1].keys()
+    off = {name: (result[1][name].double() - want.double()).norm().item() for name, want in expected[1].items()}
     size = {name: want.double().norm().item() for name, want in expected[1].items()}
     worst, name = max((off[name] / max(size[name], 1e-12), name) for name in off)
     whole = math.hypot(*off.values()) / math.hypot(*size.values())
-    return Difference(abs(found[0] - expected[0]) / abs(expected[0]), whole, worst, name)
+    return Difference(abs(result[0] - expected[0]) / abs(expected[0]), whole, worst, name)

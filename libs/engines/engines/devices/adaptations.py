@@ -86,12 +86,12 @@ _applied: dict[str, Applied] = {}
 def apply(
     adaptation: Adaptation,
     accept_unverified: bool = False,
-    found: str | None = None,
+    installed: str | None = None,
     held: dict[str, Applied] | None = None,
 ) -> Applied:
     """Apply an adaptation, or return the changes of its first application.
 
-    `found`: the version of the package, where its metadata do not tell. `held`: what was applied, by name, to the one
+    `installed`: the version of the package, where metadata do not tell. `held`: what was applied, by name, to the one
     object that the adaptation changes; by default to this process. ValueError, with nothing changed: the package is not
     installed, of another version, or lacks an attribute; the adaptation is unverified and not accepted; or it comes at
     the wrong time.
@@ -102,18 +102,18 @@ def apply(
     title = f"adaptation {adaptation.name}"
     if adaptation.unverified is not None and not accept_unverified:
         raise ValueError(f"{title} is unverified ({adaptation.unverified}): accept it by accept_unverified=True")
-    found = found or _version(adaptation)
-    if not SpecifierSet(adaptation.versions).contains(found, prereleases=True):
+    installed = installed or _version(adaptation)
+    if not SpecifierSet(adaptation.versions).contains(installed, prereleases=True):
         raise ValueError(
-            f"{title} was written for {adaptation.package} {adaptation.versions}, and {found} is installed: install "
-            "one of these versions"
+            f"{title} was written for {adaptation.package} {adaptation.versions}, and {installed} is installed: "
+            "install one of these versions"
         )
     if reason := adaptation.check():
         raise ValueError(f"{title} cannot be applied now: {reason}")
     patches = list(adaptation.patches())
     missing = [patch.path for patch in patches if not hasattr(patch.owner, patch.name)]
     if missing:
-        raise ValueError(f"{title} failed, nothing was changed: {adaptation.package} {found} has no {missing[0]}")
+        raise ValueError(f"{title} failed, nothing was changed: {adaptation.package} {installed} has no {missing[0]}")
     changed = Applied(adaptation, tuple(patch.path for patch in patches), [], held)
     for patch in patches:
         changed._before.append((patch, getattr(patch.owner, patch.name)))

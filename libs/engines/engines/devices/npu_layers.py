@@ -53,7 +53,7 @@ def use_npu_operators(model: Any) -> Applied:
 def apply_to(model: nn.Module, adaptation: Adaptation) -> Applied:
     """Apply an adaptation to this instance, which stores it: once for each model, and freed with it."""
     applied = vars(model).setdefault("_adaptations", {})
-    return apply(adaptation, found=torch_npu().__version__, held=applied)
+    return apply(adaptation, installed=torch_npu().__version__, held=applied)
 
 
 def _patches(model: Any) -> Iterator[Patch]:

@@ -35,15 +35,15 @@ def use_own_family(config: EngineConfig) -> None:
 
 def family_of_code(spec: str, options: Iterable[str] = ()) -> Family:
     """Return the family that FILE.py:NAME or package.module:NAME is, or makes; ValueError where it is none."""
-    found = load_object(spec, "model-family")
+    made = load_object(spec, "model-family")
     words = tuple(options)
-    if not isinstance(found, Family) and callable(found):
-        found = bound("family_options", spec, found, words)()
+    if not isinstance(made, Family) and callable(made):
+        made = bound("family_options", spec, made, words)()
     elif words:
         raise ValueError(f"family_options {words[0]} has no effect: {spec} is a Family, and no function")
-    if not isinstance(found, Family):
-        raise ValueError(f"family {spec} is a {type(found).__name__}: an engines.families.family.Family is needed")
-    return found
+    if not isinstance(made, Family):
+        raise ValueError(f"family {spec} is a {type(made).__name__}: an engines.families.family.Family is needed")
+    return made
 
 
 def own_family(config: Any) -> Family | None:
@@ -52,14 +52,14 @@ def own_family(config: Any) -> Family | None:
     Raises:
         ValueError: a field, or its value, is none that the family handles.
     """
-    found = _OWN.get(config.model_type)
-    if found is None:
+    registered = _OWN.get(config.model_type)
+    if registered is None:
         return None
-    found[0].check_config(config)
-    return found[0]
+    registered[0].check_config(config)
+    return registered[0]
 
 
 def depends_on(config: Any) -> str | None:
     """Return what the certificate of a config depends on of a user's family; None where there is none."""
-    found = _OWN.get(config.model_type)
-    return None if found is None else found[1]
+    registered = _OWN.get(config.model_type)
+    return None if registered is None else registered[1]

@@ -53,8 +53,8 @@ def stock_router_loss(
 
 
 def _function(module: str) -> CodeType | None:
-    found = getattr(importlib.import_module(module), _FUNCTION, None)
-    return found.__code__ if isinstance(found, FunctionType) else None
+    function = getattr(importlib.import_module(module), _FUNCTION, None)
+    return function.__code__ if isinstance(function, FunctionType) else None
 
 
 def _meaning(code: CodeType) -> tuple[Any, ...]:

@@ -311,8 +311,8 @@ class MegatronExecutor(PlainScoring):
         args = scoring.several(packed, inputs.slots), scoring.temperature, self.config.logit_chunk, scoring.entropy
         options = {"group": group, "first": self.vocabulary.start} if group.size() > 1 else {}
         plain = fused_log_probs if isinstance(self.compiled, Supported) and not options else token_log_probs
-        found = scored(plain, (chosen, head, inputs.targets), *args, **options)
-        return collected(lambda x: self.builder.collect(x, inputs), *found)
+        scores = scored(plain, (chosen, head, inputs.targets), *args, **options)
+        return collected(lambda x: self.builder.collect(x, inputs), *scores)
 
     def optimizer_step(self, lr: float, loss: Tensor, adam: EngineConfig) -> Tensor:
         """Clip the gradient, and update by AdamW where the norm is finite."""

@@ -106,14 +106,14 @@ def prove_device(config: EngineConfig, model: Any, longest: int = 0, seed: int =
         engine = build_engine(settings, cast_parameters(module, torch.float32))
         leak = _leak(engine, rows, plain)
         got = engine_result(engine, rows)
-    found = errors(got, plain, lengths, device)
-    problems = [*_problems(found, allowed)]
+    ours = errors(got, plain, lengths, device)
+    problems = [*_problems(ours, allowed)]
     if leak < MARGIN * (bound := allowed.whole + FLOOR):
         problems.append(f"a leak moves log-probs by {leak:.1e}, less than {MARGIN} times the error {bound:.1e}")
     options = {name: value for name, value in asdict(settings).items() if name in OPTIONS}
     return Certificate(
         part.model_type, digest(part), "true", lengths,
-        largest(got.log_probs - plain.log_probs), max(found.gradients.values(), default=0.0), None,
+        largest(got.log_probs - plain.log_probs), max(ours.gradients.values(), default=0.0), None,
         {"leak in all layers": leak}, few.not_crossed, tuple(problems), time.perf_counter() - start, versions(),
         "device", {**options, **few.experts}, farthest, place(device),
     )  # fmt: skip
@@ -161,22 +161,22 @@ def _scale(got: Tensor, want: Tensor) -> float:
     return max(abs(product / size - 1) for product, size in sizes if size >= least)
 
 
-def _problems(found: Errors, allowed: Errors) -> Iterator[str]:
+def _problems(ours: Errors, allowed: Errors) -> Iterator[str]:
     """Yield what is further from the plain result than stock transformers in the same dtype."""
-    if not found.whole <= RATIO * allowed.whole + FLOOR:
-        yield f"log-probs differ by {found.whole:.1e}, stock transformers' by {allowed.whole:.1e}"
+    if not ours.whole <= RATIO * allowed.whole + FLOOR:
+        yield f"log-probs differ by {ours.whole:.1e}, stock transformers' by {allowed.whole:.1e}"
     most = WORST * float(allowed.log_probs.max()) + FLOOR
-    for number, value in enumerate(found.log_probs.tolist()):
+    for number, value in enumerate(ours.log_probs.tolist()):
         if not value <= most:
             yield f"log-probs of sequence {number} differ by {value:.1e}, stock transformers' by {most / WORST:.1e}"
     typical = sorted(allowed.gradients.values())[len(allowed.gradients) // 2] if allowed.gradients else 0.0
     for name, value in allowed.gradients.items():
-        if name not in found.gradients:
+        if name not in ours.gradients:
             yield f"{name} has no gradient"
-        elif not found.gradients[name] <= GRADIENT * max(value, typical) + FLOOR:
-            yield f"the gradient of {name} differs by {found.gradients[name]:.1e}, stock transformers' by {value:.1e}"
-        elif not found.scales[name] <= max(SCALE, RATIO * allowed.scales[name]):
-            yield f"the gradient of {name} is larger or smaller by {found.scales[name]:.2f} of its size"
+        elif not ours.gradients[name] <= GRADIENT * max(value, typical) + FLOOR:
+            yield f"the gradient of {name} differs by {ours.gradients[name]:.1e}, stock transformers' by {value:.1e}"
+        elif not ours.scales[name] <= max(SCALE, RATIO * allowed.scales[name]):
+            yield f"the gradient of {name} is larger or smaller by {ours.scales[name]:.2f} of its size"
 
 
 def _on_host(result: Result) -> Result:

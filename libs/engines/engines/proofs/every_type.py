@@ -122,10 +122,10 @@ def result_of(kind: str) -> TypeResult:
 def _step(kind: str, batching: str) -> tuple[float | None, str]:
     """Return how far a step of an engine is from stock transformers, and what is wrong with it."""
     try:
-        found = step_difference(AutoConfig.for_model(kind, **MISSING_FIELDS.get(kind, {})), batching=batching)
+        difference = step_difference(AutoConfig.for_model(kind, **MISSING_FIELDS.get(kind, {})), batching=batching)
     except ValueError as error:
         return None, str(error)
-    return found.gradients if found.gradients < float("inf") else None, step_problem(found)
+    return difference.gradients if difference.gradients < float("inf") else None, step_problem(difference)
 
 
 def _why(kind: str, error: str) -> str:
@@ -223,9 +223,9 @@ def table(results: Sequence[TypeResult]) -> Iterator[str]:
     yield "| verdict | causal | images and text | types |"
     yield "| --- | --- | --- | --- |"
     for verdict, text in VERDICTS.items():
-        found = [one for one in results if one.verdict == verdict]
-        texts = sum(not one.images for one in found)
-        yield f"| {text} | {texts} | {len(found) - texts} | {', '.join(map(_named, found))} |"
+        with_verdict = [one for one in results if one.verdict == verdict]
+        texts = sum(not one.images for one in with_verdict)
+        yield f"| {text} | {texts} | {len(with_verdict) - texts} | {', '.join(map(_named, with_verdict))} |"
 
 
 def summary(results: Sequence[TypeResult]) -> Iterator[str]:

@@ -54,7 +54,7 @@ def step_difference(config: Any, **options: Any) -> Difference:
     return difference(got, Result(want.log_probs, wanted))
 
 
-def step_problem(found: Difference) -> str:
+def step_problem(difference: Difference) -> str:
     """Return what is wrong with a step; nothing where it is equal."""
-    equal = found.log_probs <= LOG_PROBS and found.gradients <= GRADIENTS
-    return "" if equal else f"a step of an engine differs from stock transformers: {found}"
+    equal = difference.log_probs <= LOG_PROBS and difference.gradients <= GRADIENTS
+    return "" if equal else f"a step of an engine differs from stock transformers: {difference}"

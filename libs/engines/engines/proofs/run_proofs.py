@@ -25,20 +25,20 @@ def certificates_of(config: EngineConfig, model: PretrainedConfig, world_size: i
     use_own_family(config)
     if config.prove == "off":
         return ()
-    found: list[Certificate] = []
+    certificates: list[Certificate] = []
     wanted = config.prove in ("always", "full") or needs_proof(model)
     if wanted:
         refuse_compressed(model)
-        found.append(make_certificate(checked_part(model), config.prove))
-    if all(certificate.admits(config.batching) for certificate in found):
-        found += filter(None, [options_certificate(config, model, world_size)])
+        certificates.append(make_certificate(checked_part(model), config.prove))
+    if all(certificate.admits(config.batching) for certificate in certificates):
+        certificates += filter(None, [options_certificate(config, model, world_size)])
     if (
         wanted
-        and all(certificate.admits(config.batching) for certificate in found)
+        and all(certificate.admits(config.batching) for certificate in certificates)
         and (config.prove == "full" or _on_cuda(config))
     ):
-        found.append(device_certificate(config, checked_part(model)))
-    return tuple(found)
+        certificates.append(device_certificate(config, checked_part(model)))
+    return tuple(certificates)
 
 
 def _on_cuda(config: EngineConfig) -> bool:

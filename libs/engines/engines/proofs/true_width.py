@@ -83,8 +83,8 @@ def layer_subset(config: Any, device: torch.device, longest: int = 0) -> LayerSu
 
 def free_host_memory() -> int:
     """Return the bytes of host memory that are free or that the system would free."""
-    found = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"), re.MULTILINE)
-    return 1024 * int(found[1]) if found else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    match = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"), re.MULTILINE)
+    return 1024 * int(match[1]) if match else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def longest_that_fits(model: Any, logits: int = LOGITS) -> int:

@@ -133,16 +133,16 @@ def code(*folders: Path) -> str:
 def place(device: torch.device | str = "cpu") -> dict[str, str]:
     """Return what a proof depends on beside the code: the device, its driver, environment variables."""
     device = torch.device(device)
-    found = {
+    variables = {
         name: value
         for name, value in sorted(os.environ.items())
         if name.startswith(_SWITCHES) and not (name.startswith("TORCHELASTIC_") or name.endswith("CACHE_DIR"))
     }  # torchrun's name a run, and torch itself sets the folder of its compiler
     if device.type != "cuda":
-        return {"device": device.type, **found}
+        return {"device": device.type, **variables}
     driver = Path("/proc/driver/nvidia/version")
     line = driver.read_text(encoding="utf-8").splitlines()[0] if driver.is_file() else "unknown"
-    return {"device": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda), "driver": line, **found}
+    return {"device": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda), "driver": line, **variables}
 
 
 def cached_at(config: Any, subject: str = "packed rows", depends: Mapping[str, Any] | None = None) -> Path:

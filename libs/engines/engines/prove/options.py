@@ -75,26 +75,26 @@ def small_layout(config: EngineConfig, world_size: int) -> SmallLayout:
     """
     given, small = layout_of(config, world_size), _small(config)
     copies = 1 if config.shard_ranks is None else min(2, world_size // config.shard_ranks)
-    found = []
+    possible = []
     for ranks in RANKS:
         try:
             layout = layout_of(small, ranks)
         except ValueError:
             continue
         if ranks >= copies * (small.shard_ranks or 1):
-            found.append(ranks)
+            possible.append(ranks)
             split = all(min(2, of) <= here for of, here in zip(_replicas(given), _replicas(layout), strict=True))
             if split and ranks <= MOST:
-                found = [ranks]
+                possible = [ranks]
                 break
-    if not found:
+    if not possible:
         raise ValueError(f"no layout of at most {RANKS[-1]} ranks holds these options in small: {small}")
-    if small.device != "cpu" and (there := _devices_here(small.device)) < found[0]:
+    if small.device != "cpu" and (there := _devices_here(small.device)) < possible[0]:
         without = ": set prove to 'cached' for one on the CPU" if config.prove == "full" else ""
         raise ValueError(
-            f"a proof of these options needs {found[0]} {small.device} devices, this machine has {there}{without}"
+            f"a proof of these options needs {possible[0]} {small.device} devices, this machine has {there}{without}"
         )
-    return SmallLayout(small, found[0])
+    return SmallLayout(small, possible[0])
 
 
 def _devices_here(device: str) -> int:
@@ -159,7 +159,7 @@ def prove_options(
     rows = sequences(lengths, min(VOCABULARY, small.get_text_config().vocab_size))
     settings = replace(layout.config, max_tokens_per_rank=max(2 * max(lengths), sum(lengths) // 3))
     adam = Adam(lr=0.03, betas=config.betas, eps=1.0, weight_decay=0.1, grad_clip=1.0, narrow=narrow)
-    found = Comparison(Difference(INFINITE, INFINITE))
+    comparison = Comparison(Difference(INFINITE, INFINITE))
     with tempfile.TemporaryDirectory(prefix="proof_") as name, _without_progress():
         folder = Path(name)
         module.save_pretrained(folder / STOCK)
@@ -168,17 +168,18 @@ def prove_options(
             measured = launch_forked(
                 measure, (job, plant), layout.ranks, settings.device, seconds, within_seconds=seconds, megatron=megatron
             )
-            found = compare(job, measured)
+            comparison = compare(job, measured)
         except (RankError, TimeoutError) as error:
             if isinstance(error, TimeoutError) or DIED in str(error):
                 raise ValueError(
                     f"these options could not be proven ({error}): try `python -m engines prove` before the run"
                 ) from error
-            found.problems.append(last_line(str(error)))
+            comparison.problems.append(last_line(str(error)))
     return Certificate(
-        part.model_type, digest(part), "small", lengths, found.difference.log_probs, found.difference.gradients, None,
-        found.leaks, (), tuple(found.problems), time.perf_counter() - start, versions(), "options",
-        {**compared_options(settings), "ranks": layout.ranks}, None, place(settings.device), found.numbers,
+        part.model_type, digest(part), "small", lengths, comparison.difference.log_probs,
+        comparison.difference.gradients, None, comparison.leaks, (), tuple(comparison.problems),
+        time.perf_counter() - start, versions(), "options",
+        {**compared_options(settings), "ranks": layout.ranks}, None, place(settings.device), comparison.numbers,
     )  # fmt: skip
 
 

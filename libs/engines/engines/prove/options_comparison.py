@@ -60,18 +60,18 @@ def compare(job: Job, measured: Measured) -> Comparison:
     weights = proof_weights(job.rows)
     want, _ = loop.gradients(job.rows, weights)
     base = loop.merged()
-    found = Comparison(difference(measured.result, want))
+    comparison = Comparison(difference(measured.result, want))
     curve = loop.train(job.rows, weights, job.adam, STEPS)
     for name in ("loss", "grad_norm"):
         pairs = [(a[name], b[name]) for a, b in zip(measured.curve, curve, strict=True)]
-        found.numbers[name] = max(_relative(a, b) for a, b in pairs)
+        comparison.numbers[name] = max(_relative(a, b) for a, b in pairs)
     trained = loop.merged()
-    found.numbers["weights after two steps"], worst = _moved(job, base, trained)
-    found.numbers["the checkpoint's last loss"] = _relative(measured.resumed["loss"], measured.curve[-1]["loss"])
-    found.leaks["the first two sequences as one"] = _leak(job, measured, want)
-    found.problems += _problems(found, worst, NARROW if job.adam.narrow else FLOAT32)
-    found.problems += _of_files(job.folder)
-    return found
+    comparison.numbers["weights after two steps"], worst = _moved(job, base, trained)
+    comparison.numbers["the checkpoint's last loss"] = _relative(measured.resumed["loss"], measured.curve[-1]["loss"])
+    comparison.leaks["the first two sequences as one"] = _leak(job, measured, want)
+    comparison.problems += _problems(comparison, worst, NARROW if job.adam.narrow else FLOAT32)
+    comparison.problems += _of_files(job.folder)
+    return comparison
 
 
 def _loop(job: Job, measured: Measured) -> PlainLoop:
@@ -103,12 +103,12 @@ def _moved(job: Job, base: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> 
         return float("inf"), "their names"
     rounding = (NARROW if job.adam.narrow else FLOAT32).rounding
     floor = 1e-3 * max(largest(want[name] - base[name]) for name in want)
-    worst, found = 0.0, ""
+    worst, worst_name = 0.0, ""
     for name, value in want.items():
         wrong = largest(weights[name].detach().double() - value) - rounding * largest(value)
         if not (share := wrong / max(largest(value - base[name]), floor)) <= worst:
-            worst, found = share, name
-    return worst, found
+            worst, worst_name = share, name
+    return worst, worst_name
 
 
 def _leak(job: Job, measured: Measured, want: Result) -> float:
@@ -117,18 +117,18 @@ def _leak(job: Job, measured: Measured, want: Result) -> float:
     return largest(measured.joined[first:].double() - want.log_probs[first - 1 : first + second - 2])
 
 
-def _problems(found: Comparison, worst: str, allowed: Tolerances) -> Iterator[str]:
+def _problems(comparison: Comparison, worst: str, allowed: Tolerances) -> Iterator[str]:
     """Yield what is not equal."""
-    if not (found.difference.log_probs <= LOG_PROBS and found.difference.gradients <= allowed.gradients):
-        yield f"ranks differ from stock transformers: {found.difference}"
+    if not (comparison.difference.log_probs <= LOG_PROBS and comparison.difference.gradients <= allowed.gradients):
+        yield f"ranks differ from stock transformers: {comparison.difference}"
     for name in ("loss", "grad_norm"):
-        if not found.numbers[name] <= allowed.metrics:
-            yield f"{name} of two steps differs by {found.numbers[name]:.1e} of a plain loop's"
-    if not (moved := found.numbers["weights after two steps"]) <= allowed.moves:
+        if not comparison.numbers[name] <= allowed.metrics:
+            yield f"{name} of two steps differs by {comparison.numbers[name]:.1e} of a plain loop's"
+    if not (moved := comparison.numbers["weights after two steps"]) <= allowed.moves:
         yield f"weights after two steps differ by {moved:.1e} of what a plain loop moved ({worst})"
-    if (again := found.numbers["the checkpoint's last loss"]) > allowed.metrics:
+    if (again := comparison.numbers["the checkpoint's last loss"]) > allowed.metrics:
         yield f"the loss after a checkpoint was loaded differs by {again:.1e}"
-    for name, moved in found.leaks.items():
+    for name, moved in comparison.leaks.items():
         if not moved >= MARGIN * LOG_PROBS:
             yield f"a planted error is not seen: {name} moves a log-prob by {moved:.1e}"
 

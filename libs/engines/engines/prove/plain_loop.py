@@ -107,8 +107,8 @@ class PlainLoop:
         """Return copies of the weights by the names of the stock model, with adapters added."""
         merged = {}
         for name, parameter in self.model.named_parameters():
-            layer, found, _ = name.partition(".parametrizations.weight.original")
-            if found:
+            layer, separator, _ = name.partition(".parametrizations.weight.original")
+            if separator:
                 merged[f"{layer}.weight"] = self.model.get_submodule(layer).weight.clone()
             elif ".parametrizations." not in name:
                 merged[name] = parameter.detach().clone()

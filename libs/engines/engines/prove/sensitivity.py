@@ -130,13 +130,13 @@ def flips(config: Any, model: Any, rows: Sequence[Tensor], want: Result) -> Iter
             continue  # of no interest: spare the passes
         if any(IGNORED.search(name) for name in other_names(config, path)):
             continue
-        found = None
+        flip = None
         for other in _others(path, value):
             for changed in _changed_configs(config, path, other):
-                if found is None or not found.moved > 0:
-                    found = Flip(path, other, _moved(changed, make, model, rows, want))
-        if found is not None:
-            yield found
+                if flip is None or not flip.moved > 0:
+                    flip = Flip(path, other, _moved(changed, make, model, rows, want))
+        if flip is not None:
+            yield flip
 
 
 def modeling_code(model: Any) -> str:
@@ -185,9 +185,9 @@ def _copied(config: Any, path: str, source: str) -> bool:
     return any(path in part for part in parts) and not re.search(rf"""config(\.|, ["']){path}\b""", source)
 
 
-def not_exercised(found: Iterator[Flip], tolerance: float) -> tuple[str, ...]:
+def not_exercised(every_flip: Iterator[Flip], tolerance: float) -> tuple[str, ...]:
     """Return the fields that moved no log-prob by more than the tolerance."""
-    return tuple(one.field for one in found if not one.moved > tolerance)
+    return tuple(one.field for one in every_flip if not one.moved > tolerance)
 
 
 def _fields(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -145,23 +145,23 @@ def _own_size(name: str, value: Any, fields: Mapping[str, Any]) -> Any:
 
 def _depending(before: Mapping[str, Any], kept: Sequence[int], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sizes that others determine."""
-    found: dict[str, Any] = {}
+    sizes: dict[str, Any] = {}
     if expand := before.get("mamba_expand", before.get("expand")):
         width = values.get("mamba_d_ssm", before.get("mamba_d_ssm")) or int(expand) * HIDDEN
         size = next((before[name] for name in _STATE_HEADS if isinstance(before.get(name), int)), HEAD_DIM)
         names = ("mamba_n_heads", "mamba_num_heads", "num_heads")
-        found |= {name: width // min(size, HEAD_DIM) for name in names if name in values}
+        sizes |= {name: width // min(size, HEAD_DIM) for name in names if name in values}
     if before.get("attention_hidden_size"):  # Zamba's attention sees the hidden states twice
-        found |= {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 2 * HIDDEN // HEADS}
+        sizes |= {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 2 * HIDDEN // HEADS}
     if shared := before.get("num_kv_shared_layers"):
         depth = _depth(before)
         first = _count(before[depth]) - shared if depth is not None else 0
-        found["num_kv_shared_layers"] = sum(layer >= first for layer in kept)
+        sizes["num_kv_shared_layers"] = sum(layer >= first for layer in kept)
     for part in _ropes(before):
         factor, turned, size = part.get("partial_rotary_factor"), before.get("qk_rope_head_dim"), before.get("head_dim")
         if factor and turned and size and int(size * factor) == turned:
-            found["head_dim"] = int(HEAD_DIM / factor)
-    return found
+            sizes["head_dim"] = int(HEAD_DIM / factor)
+    return sizes
 
 
 def layer_kinds(config: Any) -> tuple[Any, list[int]]:
@@ -333,5 +333,5 @@ def _own_sections(text: Any, part: Any, nested: Sequence[Any]) -> list[int] | No
     if nested and part not in nested:
         return None
     module = importlib.import_module(type(text).__module__.replace(".configuration_", ".modeling_"))
-    found = re.search(r"""get\("mrope_section", (\[[\d, ]+\])\)""", inspect.getsource(module))
-    return None if found is None else json.loads(found[1])
+    match = re.search(r"""get\("mrope_section", (\[[\d, ]+\])\)""", inspect.getsource(module))
+    return None if match is None else json.loads(match[1])

@@ -102,8 +102,8 @@ class _LogProbs(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         count = hidden.shape[0]
         taken = targets.new_empty(count, how.top_k) if how.top_k else given
-        found = torch.empty(count, 1 + taken.shape[1], dtype=dtype, device=hidden.device)
-        normalizers, entropies, rest = (torch.zeros_like(found[:, 0]) for _ in range(3))
+        results = torch.empty(count, 1 + taken.shape[1], dtype=dtype, device=hidden.device)
+        normalizers, entropies, rest = (torch.zeros_like(results[:, 0]) for _ in range(3))
         for rows in _chunks(count, how.chunk):
             logits = _logits(hidden[rows], weight, how)
             if how.top_k:
@@ -123,12 +123,12 @@ class _LogProbs(torch.autograd.Function):
                 entropies[rows] = normalizer - sums[1] / sums[0]
             if taken.shape[1]:
                 rest[rows] = highest + sums[1 + how.entropy].log() - normalizer
-            found[rows] = torch.stack(sums[-found.shape[1] :], 1) - normalizer.unsqueeze(1)
-        found[:, 1:].masked_fill_(taken < 0, 0)
+            results[rows] = torch.stack(sums[-results.shape[1] :], 1) - normalizer.unsqueeze(1)
+        results[:, 1:].masked_fill_(taken < 0, 0)
         ctx.save_for_backward(hidden, weight, targets, taken, normalizers, entropies, rest)
         ctx.how = how
         ctx.mark_non_differentiable(taken)
-        return found[:, 0].clone(), entropies, taken.clone(), found[:, 1:].clone(), rest
+        return results[:, 0].clone(), entropies, taken.clone(), results[:, 1:].clone(), rest
 
     @staticmethod
     @once_differentiable

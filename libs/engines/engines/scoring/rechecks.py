@@ -116,13 +116,15 @@ class Recheck:
 
     def metrics(self, executor: Executor, step: int) -> dict[str, float]:
         """Return the largest differences of all ranks. Collective. LogProbDifferenceError past the bound."""
-        found = torch.zeros(self.rechecks.config.recheck_rows, 4, dtype=torch.float32, device=executor.device)
+        measured = torch.zeros(self.rechecks.config.recheck_rows, 4, dtype=torch.float32, device=executor.device)
         for place, (row, plain) in enumerate(self.plain.items()):
             passed = self.passed.get(row)  # a step that is not finite is the guard's, and only last stages have scores
             if passed is not None and bool(passed.isfinite().all()):
-                found[place] = torch.stack([*differences(passed, plain), found.new_tensor(float(self.lengths[row]))])
-        every = [torch.empty_like(found) for _ in range(dist.get_world_size(executor.groups.world))]
-        dist.all_gather(every, found, group=executor.groups.world)
+                measured[place] = torch.stack(
+                    [*differences(passed, plain), measured.new_tensor(float(self.lengths[row]))]
+                )
+        every = [torch.empty_like(measured) for _ in range(dist.get_world_size(executor.groups.world))]
+        dist.all_gather(every, measured, group=executor.groups.world)
         rows = [row for row in torch.cat(every).tolist() if row[2]]
         if not rows:
             return {}
@@ -194,15 +196,15 @@ def _plain_rows(
     keys = select_media(alone.view, ("input_ids", "position_ids", "loss_mask"))
     keys += [ROUTED_EXPERTS] * config.routing_replay
     rows: list[int] = [*lengths]
-    found: dict[int, Plain] = {}
+    by_row: dict[int, Plain] = {}
 
     def take(micro_batch: MicroBatch, scores: Scores) -> None:
         if micro_batch.rows:
-            found[rows[micro_batch.rows[0]]] = Plain(scores.log_probs.detach().clone(), micro_batch.wanted)
+            by_row[rows[micro_batch.rows[0]]] = Plain(scores.log_probs.detach().clone(), micro_batch.wanted)
 
     micro_batches = MicroBatches(alone, parts, lambda _: None, executor.device, keys)
     executor.score_plain(micro_batches, take, Scoring(config.temperature))
-    return found
+    return by_row
 
 
 def _message(step: int, worst: Sequence[float], bound: float) -> str:

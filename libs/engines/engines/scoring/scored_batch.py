@@ -31,8 +31,8 @@ class ScoredBatch:
         # Ranks that share a micro-batch all have its scores, and they are added over ranks: the first gives them.
         if micro_batch.dummy or micro_batch.ranks[0] != self.groups.plan_index:
             return
-        found = [scores.log_probs, scores.entropy, *(scores.several or ())]
-        rows = [x.float().view(len(x), -1).t() for x in found if x is not None]
+        columns = [scores.log_probs, scores.entropy, *(scores.several or ())]
+        rows = [x.float().view(len(x), -1).t() for x in columns if x is not None]
         self.flat[:, tokens_of(micro_batch, self.starts)] = torch.cat(rows)
 
     def rows(self, like: Tensor | None) -> TensorDict:

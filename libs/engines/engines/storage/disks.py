@@ -114,12 +114,12 @@ def _on_leaders(directory: Path, disks: Disks, work: Callable[[dist.ProcessGroup
 
 def _files(directory: Path, pattern: str, skip: Sequence[str], hashed: bool) -> dict[str, tuple[int, str]]:
     """Return size and SHA-256 of each file, by its path in the directory."""
-    found = {}
+    identities = {}
     for path in directory.glob(pattern):
         name = path.relative_to(directory)
         if path.is_file() and path.suffix != _ARRIVING and name.parts[0] not in skip:
-            found[str(name)] = _identity(path, hashed)
-    return found
+            identities[str(name)] = _identity(path, hashed)
+    return identities
 
 
 def _share(

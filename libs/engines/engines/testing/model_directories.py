@@ -70,17 +70,17 @@ def edit_config(path: Path, **fields: Any) -> None:
 
 def to_bin(path: Path, shards: int = 1, **options: Any) -> None:
     """Write the weights as torch.save does, tied ones sharing their memory."""
-    found = tensors(path)
+    weights = tensors(path)
     (path / "model.safetensors").unlink()
     if shards == 1:
         torch.save(
-            found | {"lm_head.weight": found["model.embed_tokens.weight"]}, path / "pytorch_model.bin", **options
+            weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}, path / "pytorch_model.bin", **options
         )
         return
     weight_map: dict[str, str] = {}
     for shard in range(shards):
-        names = list(found)[shard::shards]
-        torch.save({name: found[name] for name in names}, path / f"pytorch_model-{shard}.bin")
+        names = list(weights)[shard::shards]
+        torch.save({name: weights[name] for name in names}, path / f"pytorch_model-{shard}.bin")
         weight_map |= dict.fromkeys(names, f"pytorch_model-{shard}.bin")
     (path / BIN_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
@@ -118,8 +118,8 @@ def newer_file_beside_shards(path: Path) -> None:
     """Write a file beside older shards and their index."""
     sharded(path)
     model = qwen3(1)
-    found = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    save_file(found, path / "model.safetensors", metadata={"format": "pt"})
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     assert len(list(path.glob("*.safetensors"))) > 2
 
 
@@ -138,8 +138,8 @@ def index_names_another_of_its_files(path: Path) -> None:
     """Write an index that places a tensor in the wrong one of its files."""
     sharded(path)
     index = json.loads((path / INDEX).read_text())
-    found = index["weight_map"]
-    found["model.norm.weight"] = next(file for file in found.values() if file != found["model.norm.weight"])
+    files = index["weight_map"]
+    files["model.norm.weight"] = next(file for file in files.values() if file != files["model.norm.weight"])
     (path / INDEX).write_text(json.dumps(index))
 
 
@@ -202,8 +202,8 @@ def experts_together(path: Path) -> None:
     """Write all experts of a layer as one tensor."""
     model = qwen3_moe()
     model.save_pretrained(path)
-    found = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    save_file(found, path / "model.safetensors", metadata={"format": "pt"})
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def head_twice(path: Path) -> None:
@@ -265,9 +265,9 @@ def gemma3_as_published(path: Path) -> None:
     old = {"model.language_model.": "language_model.model.", "model.vision_tower.": "vision_tower."}
     old |= {"model.multi_modal_projector.": "multi_modal_projector."}
 
-    def change(found: dict[str, Tensor]) -> dict[str, Tensor]:
-        prefixes = {name: next(one for one in old if name.startswith(one)) for name in found}
-        return {old[prefixes[n]] + n.removeprefix(prefixes[n]): value for n, value in found.items()}
+    def change(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        prefixes = {name: next(one for one in old if name.startswith(one)) for name in weights}
+        return {old[prefixes[n]] + n.removeprefix(prefixes[n]): value for n, value in weights.items()}
 
     if any(name.startswith("model.") for name in tensors(path)):
         rewrite(path, change)

@@ -132,13 +132,13 @@ def names_in(checkpoint: Mapping[str, Any], model: Any, stock: Any) -> DiskNames
     known = {part.name for name, tensor in live.items() for part in form.parts(name, tensor.shape)}
     others: dict[str, str] = {}
     joined: dict[str, dict[str, StockName]] = {}
-    for name, found in stock_names(stock, sorted(checkpoint.keys() - known)).items():
-        key = found.key
+    for name, stock_name in stock_names(stock, sorted(checkpoint.keys() - known)).items():
+        key = stock_name.key
         key = key if key in live else _BASE + key.removeprefix(_TEXT) if key.startswith(_TEXT) else key
         if key not in live:
             continue
-        if found.operations and not (_EXPERTS.fullmatch(form._moved(key)) and _ONE_EXPERT.fullmatch(name)):
-            joined.setdefault(key, {})[name] = found
+        if stock_name.operations and not (_EXPERTS.fullmatch(form._moved(key)) and _ONE_EXPERT.fullmatch(name)):
+            joined.setdefault(key, {})[name] = stock_name
             continue
         experts, one = _EXPERTS.fullmatch(form._moved(key)), _ONE_EXPERT.fullmatch(name)
         own = experts[1] + one[1] if experts and one else form._moved(key)
@@ -150,7 +150,10 @@ def names_in(checkpoint: Mapping[str, Any], model: Any, stock: Any) -> DiskNames
         own, copy = (form._moved(one) for one in (first.setdefault(parameter, name), name))
         if own not in checkpoint and own not in others and (copy in checkpoint or copy in others):
             others[own] = others.get(copy, copy)
-    parts = {form._moved(key): joined_parts(key, found, live[key].shape, checkpoint) for key, found in joined.items()}
+    parts = {
+        form._moved(key): joined_parts(key, stock_name, live[key].shape, checkpoint)
+        for key, stock_name in joined.items()
+    }
     for own, found_parts in parts.items():
         if own in checkpoint:
             raise ValueError(f"{own} and {found_parts[0].name} are both read as {own}: remove one of them")
@@ -158,16 +161,16 @@ def names_in(checkpoint: Mapping[str, Any], model: Any, stock: Any) -> DiskNames
 
 
 def joined_parts(
-    key: str, found: Mapping[str, StockName], shape: Sequence[int], checkpoint: Mapping[str, Any]
+    key: str, pieces: Mapping[str, StockName], shape: Sequence[int], checkpoint: Mapping[str, Any]
 ) -> tuple[DiskPart, ...]:
     """Return the parts of a live tensor of this shape that transformers joins from these tensors of a checkpoint.
 
     Experts are stacked in the order of their numbers; gate and up, or several projections, lie one behind the other.
     ValueError for operations that are not known here.
     """
-    how = {one.operations for one in found.values()}
-    sources = sorted({one.source for one in found.values()})
-    groups = [sorted((n for n, one in found.items() if one.source == i), key=_by_number) for i in sources]
+    how = {one.operations for one in pieces.values()}
+    sources = sorted({one.source for one in pieces.values()})
+    groups = [sorted((n for n, one in pieces.items() if one.source == i), key=_by_number) for i in sources]
     sizes = [checkpoint[group[0]].shape[0] for group in groups]
     rows = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
     if how == {_STACKED} or how == {(*_STACKED, ("Concatenate", 1))}:
@@ -186,7 +189,7 @@ def joined_parts(
         columns = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
         return tuple(DiskPart(name, (slice(None), part)) for (name,), part in zip(groups, columns, strict=True))
     words = ", ".join(sorted(f"{name}({dim})" for operations in how for name, dim in operations))
-    raise ValueError(f"{', '.join(sorted(found)[:3])} are read as {key} by {words}, which is not implemented here")
+    raise ValueError(f"{', '.join(sorted(pieces)[:3])} are read as {key} by {words}, which is not implemented here")
 
 
 def _by_number(name: str) -> list[int]:

@@ -64,9 +64,9 @@ def _fetched(name: str, weights: bool = True) -> Path | str:
 def _snapshot(repository: str, weights: bool, **options: Any) -> Path:
     if not weights:
         return Path(snapshot_download(repository, **options, allow_patterns=_DESCRIPTION))
-    found = Path(snapshot_download(repository, **options, allow_patterns=_FILES))
-    if any(found.rglob("*.safetensors")):
-        return found
+    directory = Path(snapshot_download(repository, **options, allow_patterns=_FILES))
+    if any(directory.rglob("*.safetensors")):
+        return directory
     return Path(snapshot_download(repository, **options, allow_patterns=[*_FILES, _OLDER]))
 
 
@@ -75,7 +75,7 @@ def _transport_errors() -> tuple[type[Exception], ...]:
     return tuple(sys.modules[name].TransportError for name in ("httpx", "httpx2") if name in sys.modules)
 
 
-def _result(found: Path | str) -> Path:
-    if isinstance(found, str):
-        raise ValueError(found)
-    return found
+def _result(path_or_error: Path | str) -> Path:
+    if isinstance(path_or_error, str):
+        raise ValueError(path_or_error)
+    return path_or_error

@@ -157,17 +157,17 @@ def _files(path: Path) -> dict[Path, set[str]]:
 def _mapped(file: Path) -> dict[str, DiskTensor]:
     """Return the tensors of a .bin file, mapped into memory; one of the format before zip files is read whole."""
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
     except pickle.UnpicklingError as error:
         raise ValueError(f"{file} is damaged, or holds more than tensors: copy it again, or save tensors") from error
     except (OSError, RuntimeError, EOFError) as error:
         raise ValueError(f"{file} is missing or damaged ({error}): copy the checkpoint again") from error
-    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+    if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise ValueError(f"{file} is no state dict: save_pretrained writes one of tensors alone")
     known = set(_DTYPES.values())
     return {
         name: DiskTensor(file, tuple(value.shape), value.dtype if value.dtype in known else None, mapped=value)
-        for name, value in found.items()
+        for name, value in loaded.items()
     }
 
 

@@ -34,18 +34,18 @@ def stock_names(model: Any, checkpoint: Iterable[str]) -> dict[str, StockName]:
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
     live, prefix = model.state_dict(), model.base_model_prefix
-    found: dict[str, StockName] = {}
+    by_name: dict[str, StockName] = {}
     for name in checkpoint:
         key, pattern = rename_source_key(name, renamings, converters, prefix, live)
         if key not in live and name in live:  # as in transformers: it should not have been renamed
             key, pattern = rename_source_key(name, [], [], prefix, live)
         if pattern is None:
-            found[name] = StockName(key)
+            by_name[name] = StockName(key)
             continue
         converter = by_pattern[pattern]
         operations = tuple((type(one).__name__, getattr(one, "dim", None)) for one in converter.operations)
-        found[name] = StockName(key, operations, converter.source_patterns.index(pattern))
-    return found
+        by_name[name] = StockName(key, operations, converter.source_patterns.index(pattern))
+    return by_name
 
 
 def saved_as(model: Any, live: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -198,11 +198,11 @@ class GymnasiumEnvironment:
 def colors_in_words(text: str) -> str:
     """Replace a terminal's colours, which mark the player's place, by words: `{red S}`, nested `{blue {red S}}`."""
 
-    def word(found: re.Match[str]) -> str:
-        codes = [int(code) for code in found[1].split(";") if code.isdigit()]
+    def word(match: re.Match[str]) -> str:
+        codes = [int(code) for code in match[1].split(";") if code.isdigit()]
         names = [_COLOURS.get(code - 10 if 40 <= code <= 47 else code) for code in codes]
         name = next((name for name in names if name), "marked")
-        return f"{{{name} {found[2]}}}" if found[2].strip() else f"{{{name}}}"
+        return f"{{{name} {match[2]}}}" if match[2].strip() else f"{{{name}}}"
 
     count = 1
     while count:

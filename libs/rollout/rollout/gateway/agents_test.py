@@ -102,7 +102,7 @@ def test_agents_of_several_groups_may_share_a_client_that_is_bound_to_a_loop() -
     async def agent(slot: AgentSlot) -> float:
         api = openai.AsyncOpenAI(base_url=slot.base_url, api_key=slot.api_key, max_retries=0, http_client=http)
         for _ in range(3):
-            await api.chat.completions.create(model=slot.model, messages=[user("hi")])  # type: ignore[list-item]
+            await api.chat.completions.create(model=slot.model, messages=[user("hi")])
         return 1.0
 
     for _ in range(2):

@@ -100,8 +100,8 @@ def _value(test: ast.expr, rest: Any, same: Callable[[Any, Any], bool]) -> Any:
 
 def _compared(op: ast.cmpop, one: Any, other: Any, same: Callable[[Any, Any], bool]) -> bool:
     if isinstance(op, ast.In | ast.NotIn):
-        found = one in other if isinstance(other, str) else any(same(one, value) for value in other)
-        return found is isinstance(op, ast.In)
+        inside = one in other if isinstance(other, str) else any(same(one, value) for value in other)
+        return inside is isinstance(op, ast.In)
     if type(op) in _ORDERS:
         return _ORDERS[type(op)](one, other)
     negated = isinstance(op, ast.NotEq | ast.IsNot)

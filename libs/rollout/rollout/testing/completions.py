@@ -96,10 +96,10 @@ class CompletionServer:
 
     async def _prompt_rows(self, ids: list[int], k: int) -> list[dict[str, dict[str, float]] | None]:
         """Return vLLM's rows: the k likeliest tokens at each place and its own, by id; none at the first."""
-        found = await self.engine.score(ids, k)
-        places = zip(found.top_tokens.t().tolist(), found.top_log_probs.t().tolist(), strict=True)
+        scores = await self.engine.score(ids, k)
+        places = zip(scores.top_tokens.t().tolist(), scores.top_log_probs.t().tolist(), strict=True)
         rows = [dict(zip(*both, strict=True)) for both in places]
-        own = zip(rows, ids, found.log_probs.tolist(), strict=True)
+        own = zip(rows, ids, scores.log_probs.tolist(), strict=True)
         return [None, *({str(t): {"logprob": x} for t, x in (row | {i: p}).items()} for row, i, p in [*own][1:])]
 
     async def _events(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:

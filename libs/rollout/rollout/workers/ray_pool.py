@@ -137,7 +137,7 @@ class RayPool:
         self.ready: Future[Message] = Future()
         self._lacking = demand.workers
         for index, actor in enumerate(self._actors):
-            actor.node.remote().future().add_done_callback(lambda found, index=index: self._on_started(index, found))
+            actor.node.remote().future().add_done_callback(lambda node, index=index: self._on_started(index, node))
         threading.Thread(target=self._watch_nodes, daemon=True).start()
 
     @property
@@ -234,19 +234,19 @@ class RayPool:
             self._busy[index] += 1
             self._waiting.add(future)
         reference = self._actors[index].call.remote({**arguments, "call": name}, data)
-        reference.future().add_done_callback(lambda found: self._answered(index, future, found))
+        reference.future().add_done_callback(lambda answer: self._answered(index, future, answer))
         return future
 
-    def _answered(self, index: int, future: "Future[Message]", found: "Future[Message]") -> None:
+    def _answered(self, index: int, future: "Future[Message]", answer: "Future[Message]") -> None:
         with self._lock:
             self._busy[index] -= 1
             waited = future in self._waiting
             self._waiting.discard(future)
         if not waited:
             return
-        error = found.exception()
+        error = answer.exception()
         if error is None:
-            settle_answer(future, *found.result())
+            settle_answer(future, *answer.result())
         elif isinstance(error, RayError):
             threading.Thread(target=self._fail_call, args=(index, future, error), daemon=True).start()
         else:

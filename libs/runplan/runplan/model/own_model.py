@@ -44,11 +44,11 @@ def known_directory(model: Path) -> Path:
         return model
     repository, _, revision = str(model).partition("@")
     try:
-        found = try_to_load_from_cache(repository, "config.json", revision=revision or None)
+        cached = try_to_load_from_cache(repository, "config.json", revision=revision or None)
     except HFValidationError:
-        found = None
-    if isinstance(found, str):
-        return Path(found).parent
+        cached = None
+    if isinstance(cached, str):
+        return Path(cached).parent
     raise ValueError(
         f"{model} is no directory here, nor in the hub's cache, so that its sizes are not known: give its directory, "
         f"or fetch its config first (hf download {repository} config.json)"

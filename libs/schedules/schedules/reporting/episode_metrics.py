@@ -20,11 +20,11 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     them, as answers are drawn from the whole vocabulary. Failed episodes count in `response/failed` alone.
     """
     played = [episode for episode in episodes if episode.score is not None]
-    found = {"response/failed": 1 - len(played) / len(episodes)}
+    metrics = {"response/failed": 1 - len(played) / len(episodes)}
     if not played:
-        return found
+        return metrics
     lengths = [episode.sampled for episode in played]
-    found |= {
+    metrics |= {
         "response/length": fmean(lengths),
         "response/length_max": float(max(lengths)),
         "response/truncated": fmean(episode.end in TRUNCATED for episode in played),
@@ -32,12 +32,12 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     }
     surprise = [-p for e in played for s in e.segments for p, on in zip(s.log_probs, s.loss_mask, strict=True) if on]
     if surprise:
-        found["entropy"] = math.fsum(surprise) / len(surprise)
-    found["reward/std"] = fmean(pstdev(rewards) for rewards in _by_group(played).values())
-    found |= _means(
+        metrics["entropy"] = math.fsum(surprise) / len(surprise)
+    metrics["reward/std"] = fmean(pstdev(rewards) for rewards in _by_group(played).values())
+    metrics |= _means(
         "reward/part/", (episode.score.reward_components for episode in played if episode.score is not None)
     )
-    return found | tool_metrics(played)
+    return metrics | tool_metrics(played)
 
 
 def environment_metrics(
@@ -54,8 +54,8 @@ def environment_metrics(
         if episode.score is not None and name is not None:
             rewards.setdefault(name, []).append(episode.reward)
     total = sum(map(len, rewards.values()))
-    found = {f"{prefix}{name}": fmean(values) for name, values in sorted(rewards.items())}
-    return found | {f"{prefix}{name}/share": len(values) / total for name, values in sorted(rewards.items())}
+    metrics = {f"{prefix}{name}": fmean(values) for name, values in sorted(rewards.items())}
+    return metrics | {f"{prefix}{name}/share": len(values) / total for name, values in sorted(rewards.items())}
 
 
 def tool_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
@@ -68,13 +68,13 @@ def tool_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         for name, value in episode.metrics.items():
             if name.startswith("tool/"):
                 totals[name] = totals.get(name, 0.0) + value
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name, calls in sorted(totals.items()):
         if name.endswith("/calls"):
             tool = name.removesuffix("/calls")
-            found[name] = calls / len(episodes)
-            found |= {f"{tool}/{rate}": totals.get(f"{tool}/{rate}", 0.0) / calls for rate in RATES if calls}
-    return found
+            metrics[name] = calls / len(episodes)
+            metrics |= {f"{tool}/{rate}": totals.get(f"{tool}/{rate}", 0.0) / calls for rate in RATES if calls}
+    return metrics
 
 
 def _by_group(episodes: Iterable[Episode]) -> dict[int, list[float]]:
@@ -86,11 +86,11 @@ def _by_group(episodes: Iterable[Episode]) -> dict[int, list[float]]:
 
 def _means(prefix: str, rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean of each name over the rows that have it."""
-    found: dict[str, list[float]] = {}
+    by_name: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():
-            found.setdefault(name, []).append(value)
-    return {prefix + name: fmean(values) for name, values in sorted(found.items())}
+            by_name.setdefault(name, []).append(value)
+    return {prefix + name: fmean(values) for name, values in sorted(by_name.items())}
 
 
 def age_metrics(episodes: Sequence[Episode], version: int) -> dict[str, float]:

@@ -39,13 +39,13 @@ class Live:
 
     def values(self) -> dict[str, float | int | str]:
         """Return the counts as the progress line says them."""
-        found: dict[str, float | int | str] = {
+        values: dict[str, float | int | str] = {
             "episodes": f"{self.ended}/{self.total}, {self.started - self.ended} in flight"
         }
         if self.engine is not None:
             load = self.engine.load()
-            found["requests"] = f"{load.running} running, {load.waiting} waiting"
-        return found
+            values["requests"] = f"{load.running} running, {load.waiting} waiting"
+        return values
 
     @asynccontextmanager
     async def step(self, total: int) -> AsyncIterator[None]:

@@ -20,12 +20,12 @@ def check_ledgers(run_dir: Path, mode: Mode, world: int, done: int) -> None:
     Raises:
         ValueError: it says how the run goes on.
     """
-    found = broadcast_result(sorted(path.name for path in run_dir.glob("ledger*.bin")))
-    if (why := refusal(found, mode, world, done)) is not None:
+    names = broadcast_result(sorted(path.name for path in run_dir.glob("ledger*.bin")))
+    if (why := refusal(names, mode, world, done)) is not None:
         raise ValueError(why)
 
 
-def refusal(found: Sequence[str], mode: Mode, world: int, done: int) -> str | None:
+def refusal(names: Sequence[str], mode: Mode, world: int, done: int) -> str | None:
     """Return why a run of these ledgers can't go on by a schedule on so many ranks, and how it can; None where it
     can."""
     wanted: dict[Mode, list[str]] = {
@@ -33,15 +33,15 @@ def refusal(found: Sequence[str], mode: Mode, world: int, done: int) -> str | No
         "one_step_off": sorted(PER_RANK.format(rank) for rank in range(world)),
         "fully_async": [SHARED],
     }
-    if list(found) == wanted[mode] or not (found or done):
+    if list(names) == wanted[mode] or not (names or done):
         return None
-    before: Mode = "sync" if not found else "fully_async" if SHARED in found else "one_step_off"
+    before: Mode = "sync" if not names else "fully_async" if SHARED in names else "one_step_off"
     if before != mode:
         return (
             f"this run was begun under another schedule, and a checkpoint of {before} does not say what {mode} has "
             f"sampled ahead: go on with --schedule.mode {before}, or begin a new run from its export (--model)"
         )
     return (
-        f"this run has {len(found)} ranks, and the answers that each sampled ahead are in its ledger: go on with "
-        f"--nproc-per-node {len(found)}, not {world}"
+        f"this run has {len(names)} ranks, and the answers that each sampled ahead are in its ledger: go on with "
+        f"--nproc-per-node {len(names)}, not {world}"
     )

@@ -58,12 +58,12 @@ class Adaptation:
     @contextmanager
     def without(self) -> Iterator[None]:
         """Give the model its stock layers inside the block, and adapt it again behind it."""
-        found = [(m, type(m).packed if isinstance(m, PackedDeltaNet) else None) for m in self.mixers.values()]
+        adapted = [(m, type(m).packed if isinstance(m, PackedDeltaNet) else None) for m in self.mixers.values()]
         self.undo()
         try:
             yield
         finally:
-            adapt_mixers(self.model, found, self.decoder, self.by_mask)
+            adapt_mixers(self.model, adapted, self.decoder, self.by_mask)
 
 
 def adapt_mixers(
@@ -82,20 +82,20 @@ def adapt_mixers(
     decoder = model.base_model if decoder is None else decoder
     assert decoder is not None
     names = {module: name for name, module in model.named_modules()}
-    found = list(mixers)
-    adaptation = Adaptation(model, decoder, {names[module]: module for module, _ in found}, by_mask)
+    pairs = list(mixers)
+    adaptation = Adaptation(model, decoder, {names[module]: module for module, _ in pairs}, by_mask)
     if isinstance(decoder, PackedDecoder):
         return adaptation
-    if any("forward" in vars(module) for module, _ in found):
+    if any("forward" in vars(module) for module, _ in pairs):
         raise ValueError("another adaptation already replaced a layer's forward: undo that one first")
-    adapt_attention(module for module, packed in found if packed is None)
-    for module, packed in found:
+    adapt_attention(module for module, packed in pairs if packed is None)
+    for module, packed in pairs:
         if packed is not None:
             set_mixin(module, PackedDeltaNet, packed=packed)
     for module in by_length(decoder):
         set_mixin(module, PackedRotary)
     set_mixin(decoder, PackedDecoder)
-    vars(decoder)[_NUMBER] = len(found)
+    vars(decoder)[_NUMBER] = len(pairs)
     vars(decoder)[_BY_MASK] = by_mask
     return adaptation
 

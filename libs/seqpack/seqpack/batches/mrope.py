@@ -65,9 +65,9 @@ def sequence_positions(
 ) -> Tensor:
     """Return the positions i64[3, T] of one sequence of types i64[T]; ValueError as for `mrope_positions`."""
     pictures, frames = _grids("image_grid_thw", image_grid_thw), _frames(video_grid_thw)
-    found, pictures, frames = _sequence(mm_token_type_ids.cpu(), pictures, frames, merge_size, "the sequence")
+    positions, pictures, frames = _sequence(mm_token_type_ids.cpu(), pictures, frames, merge_size, "the sequence")
     _refuse_rest(pictures, frames)
-    return found.to(mm_token_type_ids.device)
+    return positions.to(mm_token_type_ids.device)
 
 
 def grid_tokens(grid_thw: Sequence[int], merge_size: int) -> int:

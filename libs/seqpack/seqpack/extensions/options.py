@@ -51,7 +51,7 @@ def options_of(target: Callable[..., Any], inputs: Collection[str] = (), first: 
     if not named:
         return ()
     hints = _hints(target)
-    found = []
+    options = []
     for parameter in named:
         default = parameter.default
         usual = str if default in (REQUIRED, None) else type(default)
@@ -61,8 +61,8 @@ def options_of(target: Callable[..., Any], inputs: Collection[str] = (), first: 
                 f"its option {option} has a type that NAME=VALUE can't give: use "
                 f"{', '.join(plain.__name__ for plain in PLAIN)}, Literal, tuples of them, or give it a default"
             )
-        found.append(option)
-    return tuple(found)
+        options.append(option)
+    return tuple(options)
 
 
 def read_options(

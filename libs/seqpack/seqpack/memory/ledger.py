@@ -84,17 +84,17 @@ def record(name: str, held: Any) -> None:
 
 def rows() -> list[MemoryRow]:
     """Return the rows that have memory, in order: at most so many bytes were seen of each name."""
-    found = {name: [row.device, row.host] for name, row in _recorded.items()}
+    bytes_seen = {name: [row.device, row.host] for name, row in _recorded.items()}
     seen: set[Any] = set()
     for entry in _alive():
         mine = {key: size for key, size in _storages(entry.held(entry.owner())).items() if key not in seen}
         seen |= mine.keys()
         _note(entry, mine.values())
-        row = found.setdefault(entry.name, [0, 0])
+        row = bytes_seen.setdefault(entry.name, [0, 0])
         row[0] += entry.device
         row[1] += entry.host
     order = {name: place for place, name in enumerate(NAMES)}
-    table = [MemoryRow(name, *sizes) for name, sizes in found.items() if sum(sizes)]
+    table = [MemoryRow(name, *sizes) for name, sizes in bytes_seen.items() if sum(sizes)]
     return sorted(table, key=lambda row: order.get(row.name, len(order)))
 
 

@@ -22,15 +22,15 @@ UNVERIFIED = "the package index has a placeholder of mindspeed alone: nothing of
 
 
 def override_transformer_config(
-    values: Mapping[str, Any], accept_unverified: bool = False, found: str | None = None
+    values: Mapping[str, Any], accept_unverified: bool = False, installed: str | None = None
 ) -> Applied:
     """Apply MindSpeed's patches of megatron-core for these fields of its TransformerConfig (`repatch`), and return what
     they changed. Call it before an engine is built.
 
-    `found`: MindSpeed's version, where its metadata do not tell. ValueError, with nothing changed: see
+    `installed`: MindSpeed's version, where its metadata do not tell. ValueError, with nothing changed: see
     `engines.devices.adaptations.apply`; model-parallel groups exist; MindSpeed fails.
     """
-    return apply(_adaptation(values), accept_unverified, found)
+    return apply(_adaptation(values), accept_unverified, installed)
 
 
 def _adaptation(values: Mapping[str, Any]) -> Adaptation:

@@ -38,7 +38,7 @@ def patching(values: Mapping[str, Any]) -> None:
 
 
 def accepted() -> Applied:
-    return override_transformer_config(VALUES, accept_unverified=True, found="0.12.1")
+    return override_transformer_config(VALUES, accept_unverified=True, installed="0.12.1")
 
 
 def test_applied_once_and_undone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_refused_unless_accepted_by_name(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_refused_of_another_version_and_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"was written for mindspeed >=0\.12,<0\.13, and 0\.0\.1 is installed"):
-        override_transformer_config(VALUES, accept_unverified=True, found="0.0.1")
+        override_transformer_config(VALUES, accept_unverified=True, installed="0.0.1")
     with pytest.raises(ValueError, match="mindspeed is not installed"):
         override_transformer_config(VALUES, accept_unverified=True)
     monkeypatch.setitem(sys.modules, "mindspeed", ModuleType("mindspeed"))  # as the placeholder is

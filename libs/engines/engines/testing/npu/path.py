@@ -12,8 +12,8 @@ SITE = Path(__file__).with_name("site")
 
 def is_fake() -> bool:
     """Return whether `import torch_npu` gives the stand-in in this process."""
-    found = find_spec("torch_npu")
-    return found is not None and found.origin is not None and SITE in Path(found.origin).parents
+    spec = find_spec("torch_npu")
+    return spec is not None and spec.origin is not None and SITE in Path(spec.origin).parents
 
 
 @contextmanager

@@ -42,14 +42,14 @@ def cuda_arguments(
     arguments: Mapping[str, Any], environ: Mapping[str, str], flashinfer: bool
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the engine arguments for CUDA with what they leave open, and the variables to set with them."""
-    found = dict(arguments)
-    if "enforce_eager" not in found:
-        most = found["max_num_seqs"]
-        found |= decode_graphs([*(size for size in GRAPHS if size < most), most])
+    filled = dict(arguments)
+    if "enforce_eager" not in filled:
+        most = filled["max_num_seqs"]
+        filled |= decode_graphs([*(size for size in GRAPHS if size < most), most])
     if flashinfer:
-        return found, {}
-    found["additional_config"] = {"gdn_prefill_backend": "triton"} | (found.get("additional_config") or {})
-    return found, {} if SAMPLER in environ else {SAMPLER: "0"}
+        return filled, {}
+    filled["additional_config"] = {"gdn_prefill_backend": "triton"} | (filled.get("additional_config") or {})
+    return filled, {} if SAMPLER in environ else {SAMPLER: "0"}
 
 
 def _refuse_accelerator_arguments(arguments: Mapping[str, Any]) -> None:
