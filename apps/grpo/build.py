@@ -10,12 +10,13 @@ from transformers import PreTrainedTokenizerBase
 
 from apps.common.run.reporter import Reporter
 from apps.common.samplers import sampler_backend
+from apps.common.tasks import Tasks
 from apps.grpo.config import GrpoConfig, TeacherWarmStart, WarmStart
 from apps.grpo.sampling.native import engine_config
 from apps.grpo.sampling.ray_devices import ray_settings
 from apps.grpo.sampling.source import RunSampler, rollout_settings
 from apps.grpo.step import GrpoTrainer
-from apps.grpo.tasks.prompt_tasks import Conversation, Tasks
+from apps.grpo.tasks.prompt_tasks import Conversation
 from apps.grpo.teachers import Teachers
 from apps.grpo.warm_start import warm_model, warm_start
 from engines import TrainEngine, build_engine, build_reference

@@ -13,7 +13,8 @@ from runplan.model.origin import Origin
 if TYPE_CHECKING:  # slow to load, and a command line needs none of it
     from transformers import PreTrainedTokenizerBase
 
-    from apps.grpo.tasks.prompt_tasks import Conversation, Tasks
+    from apps.common.tasks import Tasks
+    from apps.grpo.tasks.prompt_tasks import Conversation
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ from apps.common.run.separate_disks import join_disks
 from apps.common.shrink.command import check_nothing_dropped, print_differences
 from apps.common.shrink.fields import Difference, ProcessLimit, by_flag
 from apps.common.shrink.npu import fake_npu_for, with_fake_npu
+from apps.common.shrink.varied import LINE
 from apps.grpo.config import GrpoConfig
 from apps.grpo.preflight import check_machine, check_made, prepare
 from apps.grpo.recipe import Recipe
 from apps.grpo.registry import recipes, registered, runnable, spec_of
 from apps.grpo.shrink.nodes import nodes_for
 from apps.grpo.shrink.shrink import shrink, shrunk_recipe, supplied
-from apps.grpo.shrink.varied import LINE
 from apps.grpo.tasks.prompt_tasks import data_problems
 from apps.grpo.train import Result, train
 from apps.grpo.vllm_defaults import settled

@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import torch
 
+from apps.common.data.evaluation import evaluation_metrics
 from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
 from apps.common.own_metrics import own_metrics
 from apps.common.run.checkpoint_saver import CheckpointSaver
@@ -25,15 +26,14 @@ from apps.common.run.nonfinite_batch import save_batch_on_nonfinite
 from apps.common.run.ranks import init_rank
 from apps.common.run.reporter import Reporter
 from apps.common.run.run_dir import steps_done
+from apps.common.sampler_certificate import SamplerRecord, unchecked
+from apps.common.tasks import Tasks
 from apps.grpo.build import Demonstrations, RunBuilder, samples_remotely
 from apps.grpo.config import GrpoConfig
-from apps.grpo.evaluation import evaluation_metrics
 from apps.grpo.idle import idle_reason, reward_called
 from apps.grpo.sampling.native import NativeBackend
 from apps.grpo.sampling.ray_devices import ray_settings
-from apps.grpo.sampling.sampler_certificate import SamplerRecord, unchecked
 from apps.grpo.step import correction_line
-from apps.grpo.tasks.prompt_tasks import Tasks
 from apps.grpo.warm_start import warm_start_metrics
 from apps.sft.best_checkpoint import HELD_OUT, RUN_STEP, BestCheckpoint, best_checkpoint_path, find_best_checkpoint
 from engines import TrainEngine

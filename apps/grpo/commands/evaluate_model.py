@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from apps.common.cli.refusals import Refusals
+from apps.common.data.evaluation import evaluation_metrics, marked_answer
 from apps.common.data.model_files import config_of_model, open_model_directory
 from apps.common.data.tokenizer import quiet_libraries
 from apps.common.run.config_file import as_plain
 from apps.common.run.ranks import init_rank
 from apps.grpo.commands.play_episodes import model_of
 from apps.grpo.config import GrpoConfig
-from apps.grpo.evaluation import evaluation_metrics, marked_answer
 from apps.grpo.preflight import check_machine, prepare_tasks
 from apps.grpo.recipe import Recipe
 from apps.grpo.registry import registered, runnable

@@ -13,7 +13,7 @@ from rollout import Sampling
 if TYPE_CHECKING:  # slow to load, and a command line needs none of it
     from transformers import PreTrainedTokenizerBase
 
-    from apps.grpo.tasks.prompt_tasks import Tasks
+    from apps.common.tasks import Tasks
 
 
 def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> Tasks:

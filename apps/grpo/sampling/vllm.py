@@ -5,8 +5,8 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from apps.common.cluster import VLLM_FLAG, RolloutLayout
+from apps.common.vllm_arguments import vllm_arguments
 from apps.grpo.config import GrpoConfig
-from apps.grpo.sampling.vllm_arguments import vllm_arguments
 from engines.devices.detect import devices_of
 from engines.loading import resolve_device
 from rollout import RolloutConfig, RolloutEngine, VllmConfig, VllmEngine

@@ -15,9 +15,9 @@ from apps.common.shrink.fields import (
     steps_changes,
 )
 from apps.common.shrink.model import make_model, tiny_shape
+from apps.common.shrink.varied import with_varied_reward
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipe import Recipe
-from apps.grpo.shrink.varied import with_varied_reward
 from apps.grpo.tasks.prompt_tasks import IMAGE_MARK
 from apps.quickstart.arithmetic import Problem
 from apps.quickstart.model import ensure_tiny_model

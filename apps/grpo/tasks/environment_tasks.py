@@ -20,9 +20,9 @@ from apps.common.data.files import data_files
 from apps.common.data.held_out import held_out_keys
 from apps.common.data.rows import named, read_rows
 from apps.common.plugins import environment_loader, environment_name, load_environment
+from apps.common.tasks import Tasks
 from apps.grpo.config import DataConfig, GrpoConfig
 from apps.grpo.tasks.own_tasks import OwnTasks
-from apps.grpo.tasks.prompt_tasks import Tasks
 from rollout import RowSource, TaskRow, TaskSource
 from rollout.environments.mixed_tasks import EnvironmentPart, EnvironmentTasks, NumberedTasks
 

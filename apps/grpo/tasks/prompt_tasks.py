@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
@@ -21,7 +21,7 @@ from apps.common.plugins import RowReward, Scored, load_tools
 from apps.grpo.config import DataConfig, GrpoConfig
 from engines.media.image_reader import ImageReader, as_text
 from engines.weights.hub import model_directory
-from rollout import EnvironmentFactory, Reply, RowSource, Task, TaskRow, TaskSource
+from rollout import Reply, RowSource, Task, TaskRow
 from rollout.chat.chat import MEDIA_KEYS, check_text_only
 from rollout.chat.images import images_of, without_image_parts, without_images
 from rollout.environments.system_prompt import with_system_prompt
@@ -37,19 +37,6 @@ class Conversation:
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
-
-
-class Tasks(TaskSource, Protocol):
-    """The tasks of a run, sent to every rank: picklable where there is more than one."""
-
-    @property
-    def skipped(self) -> Mapping[str, int]:
-        """The number of rows of the data that were left out, by reason."""
-        ...
-
-    def environment(self, row: TaskRow) -> EnvironmentFactory:
-        """Return the factory of a row's environment."""
-        ...
 
 
 class PromptTasks(RowSource):

@@ -11,10 +11,10 @@ from apps.common.run.idle_steps import IdleRunError
 from apps.common.shrink.command import check_nothing_dropped
 from apps.common.shrink.fields import ProcessLimit
 from apps.common.shrink.flag import parse_shrink_flag, without_vllm
+from apps.common.shrink.varied import LINE, PARTS, VariedTasks
 from apps.grpo.main import configure, main, shrunk
 from apps.grpo.registry import recipes, spec_of
 from apps.grpo.shrink import shrink as module
-from apps.grpo.shrink.varied import LINE, PARTS, VariedTasks
 from apps.grpo.testing.recipe import AsciiTasks
 from rollout import Reply, Task
 

@@ -8,11 +8,11 @@ import pytest
 
 from apps.common.cli.flags import flag
 from apps.common.cluster import Cluster, RolloutLayout
+from apps.common.vllm_arguments import INSTEAD, vllm_arguments
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import configure
 from apps.grpo.preflight import check_machine
 from apps.grpo.sampling.vllm import rollout_config
-from apps.grpo.sampling.vllm_arguments import INSTEAD, vllm_arguments
 from apps.grpo.testing.recipe import RECIPE
 from rollout.vllm.settings.arguments import OWNED
 

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from apps.grpo.tasks.prompt_tasks import Tasks
+from apps.common.tasks import Tasks
 from rollout import EnvironmentFactory, EpisodeContext, Observation, Reply, Score, StepResult, TaskRow
 from rollout.environments.environment import End
 

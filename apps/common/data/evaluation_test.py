@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from apps.common.data.evaluation import evaluation_metrics, interval, maj_at_k, merged, pass_at_k
 from apps.grpo.commands.evaluate import main
 from apps.grpo.commands.evaluate_model import evaluate_model
-from apps.grpo.evaluation import evaluation_metrics, interval, maj_at_k, merged, pass_at_k
 from apps.grpo.main import configure
 from apps.quickstart.model import save_tiny_model
 from rollout import Episode, Score

@@ -1,6 +1,6 @@
 """What a run says of a schedule of the user's that does not hold its sampler to the trainer."""
 
-from apps.grpo.sampling.sampler_certificate import unchecked
+from apps.common.sampler_certificate import unchecked
 from schedules.sampling.first_batch import SamplerCheck
 from schedules.schedule import TrainStepResult
 from schedules.weights.sampler_bound import SamplerBound
