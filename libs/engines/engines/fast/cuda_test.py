@@ -147,7 +147,7 @@ def test_the_host_never_waits_in_forward_backward_and_update(weights: str) -> No
     set_sync_debug_mode("error")
     try:
         built.executor.train(micro_batches, loss, Scoring())
-        norm = built.executor.optimizer_step(1e-3, loss.share(built.device))
+        norm = built.executor.optimizer_step(1e-3, loss.share(built.device), built.config)
     finally:
         set_sync_debug_mode("default")
     assert math.isfinite(norm)

@@ -59,7 +59,7 @@ def update(built: TrainEngine, seed: int, size: float = 1.0) -> float:
     for part in executor.updates.parts:
         gradient = part.one.parameter.main_grad
         gradient.copy_(size * torch.randn(gradient.shape, generator=rng, device=DEVICE))
-    return float(executor.optimizer_step(1e-3 / (1 + seed), torch.zeros((), device=DEVICE)))
+    return float(executor.optimizer_step(1e-3 / (1 + seed), torch.zeros((), device=DEVICE), executor.config))
 
 
 def held(built: TrainEngine) -> Held:
