@@ -21,6 +21,7 @@ from apps.common.cli.untested import FLAG_TYPE
 from apps.common.program import program
 from apps.common.shrink.flag import parse_shrink_flag, without_vllm
 from apps.grpo.config import OWNED, GrpoConfig
+from apps.grpo.first_look import look
 from apps.grpo.recipe_resets import without_idle_settings
 from apps.grpo.registry import recipes, registered, spec_of
 from engines.backends import TRAIN_BACKENDS
@@ -146,6 +147,8 @@ def main(argv: Sequence[str], own_process: bool = False) -> None:
 
     answer_without_running(argv, recipes, lambda: _run_module().specs_of_recipes(most), planned, typed)
     config = configure(argv)
+    if most is None:
+        look(config, RUNS)
     if own_process:
         restart_with(config.cluster.env)
     if most is None:

@@ -23,7 +23,7 @@ from apps.grpo.recipe import Recipe
 from apps.grpo.registry import spec_of
 from apps.grpo.sampling.chat import chat_of, tool_format_of
 from apps.grpo.sampling.ray_devices import check_ray_devices
-from apps.grpo.tasks.prompt_tasks import data_problems
+from apps.grpo.tasks.prompt_files import data_problems
 from apps.grpo.teachers import check_teachers
 from chat_tools import formats
 from engines.capability import unsupported

@@ -84,17 +84,24 @@ def runnable(config: GrpoConfig, recipe: Recipe | None = None) -> Recipe:
     if reasons := unready(spec_of(config, recipe)):
         refusals.lines += [*reasons, f"recipe {config.recipe!r} can't be run with these settings; --plan says all"]
     refusals.of(lambda: refuse_unset(config.cluster.env, os.environ))
-    if recipe.make_tasks is None:
-        refusals.lines.append(f"recipe {config.recipe!r} cannot be run yet: --plan says what it lacks")
-    if config.model is None and recipe.make_model is None:
-        refusals.lines.append(f"recipe {config.recipe!r} has no model of its own: add --model DIR")
-    for name, steps in (("", config.warm_start.steps), ("teacher-", config.teachers.teacher_warm_start.steps)):
-        if steps and recipe.demonstrations is None:
-            refusals.lines.append(
-                f"recipe {config.recipe!r} has no demonstrations to start from: leave --{name}warm-start.steps at 0"
-            )
+    refusals.lines += missing_from_recipe(config, recipe)
     refusals.tell()
     return recipe
+
+
+def missing_from_recipe(config: GrpoConfig, recipe: Recipe) -> list[str]:
+    """Return what the recipe has not, and the configuration does not bring."""
+    lines = []
+    if recipe.make_tasks is None:
+        lines.append(f"recipe {config.recipe!r} cannot be run yet: --plan says what it lacks")
+    if config.model is None and recipe.make_model is None:
+        lines.append(f"recipe {config.recipe!r} has no model of its own: add --model DIR")
+    for name, steps in (("", config.warm_start.steps), ("teacher-", config.teachers.teacher_warm_start.steps)):
+        if steps and recipe.demonstrations is None:
+            lines.append(
+                f"recipe {config.recipe!r} has no demonstrations to start from: leave --{name}warm-start.steps at 0"
+            )
+    return lines
 
 
 def registered(name: str, options: Sequence[str] = ()) -> Recipe:

@@ -27,7 +27,7 @@ from apps.grpo.recipe import Recipe
 from apps.grpo.registry import recipes, registered, runnable, spec_of
 from apps.grpo.shrink.nodes import nodes_for
 from apps.grpo.shrink.shrink import shrink, shrunk_recipe, supplied
-from apps.grpo.tasks.prompt_tasks import data_problems
+from apps.grpo.tasks.prompt_files import data_problems
 from apps.grpo.train import Result, train
 from apps.grpo.vllm_defaults import settled
 from engines.launch import ensure_group, launch, runs_in_this_process, under_torchrun

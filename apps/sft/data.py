@@ -7,27 +7,22 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from apps.common.cli.refusals import Refusals
-from apps.common.data.files import data_files, file_problems
-from apps.common.data.rows import error_text, named, place_of
+from apps.common.data.files import data_files
+from apps.common.data.rows import place_of
 from apps.quickstart.arithmetic import distinct, problems
 from apps.quickstart.demonstrations import demonstration
 from apps.sft.config import DataConfig
-from apps.sft.reading.examples import BadRow, read_examples
 from apps.sft.reading.selection import Samples, Usable, usable_of
 from apps.sft.reading.sources import Source
 from apps.sft.reading.split import split_against, split_off
 from apps.sft.reading.tokenized import silent, tokenize_file
 from rollout import calculator
 from rollout.chat.images import ImageProcessor
-
-FIRST_ROWS = 1000
-"""Rows of a file that are read for a run that is refused for another reason."""
 
 
 @dataclass(slots=True)
@@ -139,20 +134,6 @@ def _all_read(
     refusals.tell()
     files = [file for file in read if file is not None]
     return files[: len(paths)], files[len(paths) :]
-
-
-def data_problems(config: DataConfig, rows: bool) -> list[str]:
-    """Return what is wrong with the files, as far as no tokenizer is needed: missing ones, and by `rows` the first rows
-    that can't be used of each."""
-
-    def read(path: Path) -> None:
-        first = islice(read_examples(path, config.columns), FIRST_ROWS)
-        problems = [f"{named(path, one.row)}: {one.problem}" for one in first if isinstance(one, BadRow)]
-        if problems and config.bad_rows == "error":
-            raise ValueError(error_text(path, problems))
-
-    names = [*(source.path for source in config.sources), *([config.eval_data] if config.eval_data else [])]
-    return file_problems(names, read if rows else Path.is_file)
 
 
 def write_demonstrations(config: DataConfig, seed: int, path: Path) -> Path:

@@ -20,6 +20,7 @@ from apps.common.cli.untested import FLAG_TYPE
 from apps.common.program import program
 from apps.common.shrink.flag import parse_shrink_flag
 from apps.sft.config import OWNED, SftConfig
+from apps.sft.first_look import look
 from apps.sft.registry import recipes, registered, spec_of
 from engines.backends import TRAIN_BACKENDS
 from runplan.run_spec import RunSpec
@@ -102,6 +103,8 @@ def main(argv: Sequence[str], own_process: bool = False) -> None:
 
     answer_without_running(argv, recipes, lambda: _run_module().specs_of_recipes(most), planned, typed)
     config = configure(argv)
+    if most is None:
+        look(config, RUNS)
     if own_process:
         restart_with(config.cluster.env)
     if most is None:

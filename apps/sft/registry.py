@@ -78,12 +78,15 @@ def runnable(config: SftConfig, recipe: Recipe | None = None) -> Recipe:
     if reasons := unready(spec_of(config, recipe)):
         refusals.lines += [*reasons, f"recipe {config.recipe!r} can't be run with these settings; --plan says all"]
     refusals.of(lambda: refuse_unset(config.cluster.env, os.environ))
-    if not recipe.synthetic:
-        for name, value in (("model", config.model), ("data", config.data.data)):
-            if not value:
-                refusals.lines.append(f"recipe {config.recipe!r} has no {name} of its own: add --{name}")
+    refusals.lines += missing_from_recipe(config, recipe)
     refusals.tell()
     return recipe
+
+
+def missing_from_recipe(config: SftConfig, recipe: Recipe) -> list[str]:
+    """Return what the recipe has not, and the configuration does not bring."""
+    named = () if recipe.synthetic else (("model", config.model), ("data", config.data.data))
+    return [f"recipe {config.recipe!r} has no {name} of its own: add --{name}" for name, value in named if not value]
 
 
 def registered(name: str, options: Sequence[str] = ()) -> Recipe:

@@ -26,7 +26,8 @@ from apps.common.shrink.fields import Difference, ProcessLimit, by_flag
 from apps.common.shrink.npu import fake_npu_for, with_fake_npu
 from apps.quickstart.model import ensure_tiny_model
 from apps.sft.config import SftConfig
-from apps.sft.data import Conversations, data_problems, load_conversations, write_demonstrations
+from apps.sft.data import Conversations, load_conversations, write_demonstrations
+from apps.sft.data_files import data_problems
 from apps.sft.preflight import check_made, check_model, prepare
 from apps.sft.reading.samples import stop_tokens_of
 from apps.sft.reading.sources import Source

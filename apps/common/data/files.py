@@ -14,10 +14,11 @@ from typing import Any
 
 import yaml
 
-from apps.common.data.hub import HUB_NAME, snapshot_of
 from apps.common.data.rows import SUFFIXES, kind_of
 
 SPLITS = ("train", "training", "test", "testing", "eval", "evaluation", "validation", "valid", "val", "dev")
+HUB_NAME = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)(/(?P<subset>[\w.-]+))?(:(?P<split>[\w.+-]+))?")
+"""OWNER/NAME[/SUBSET][:SPLIT]"""
 _WORD = re.compile(r"[A-Za-z]+")
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})")
 
@@ -42,6 +43,8 @@ def data_files(name: str | Path) -> tuple[Path, ...]:
             raise ValueError(f"no data file matches {text}")
         return files
     if match := on_hub(text):
+        from apps.common.data.hub import snapshot_of  # slow to load
+
         snapshot = snapshot_of(match["repository"], match["subset"], match["split"] or "train")
         return (
             (snapshot,) if snapshot.is_file() else files_of_split(snapshot, match["split"] or "train", match["subset"])

@@ -3,14 +3,10 @@
 import hashlib
 import importlib.util
 import os
-import re
 from pathlib import Path
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-HUB_NAME = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)(/(?P<subset>[\w.-]+))?(:(?P<split>[\w.+-]+))?")
-"""OWNER/NAME[/SUBSET][:SPLIT]"""
 
 
 def snapshot_of(repository: str, subset: str | None, split: str) -> Path:

@@ -12,6 +12,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PretrainedConfig
 
+from apps.common.data.missing_model import no_directory
 from engines import EngineConfig
 from engines.loading import LoadedModel, open_model, read_config
 from engines.weights.hub import description_directory
@@ -41,7 +42,7 @@ def open_description(directory: Path, config: EngineConfig) -> LoadedModel:
 
 def _check_json(directory: Path) -> None:
     if not directory.is_dir():
-        raise ValueError(f"no model directory {directory}; --model takes a local Hugging Face directory")
+        raise ValueError(no_directory(directory))
     for path in sorted(directory.glob("*.json")):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))

@@ -4,21 +4,18 @@ import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from apps.common.cli.refusals import Refusals
-from apps.common.data.files import file_problems, on_hub
 from apps.common.data.held_out import held_out_keys
-from apps.common.data.presets import PRESETS
 from apps.common.data.prompts import Prompt, for_each, read_prompts
 from apps.common.data.template_options import template_options
 from apps.common.plugins import RowReward, Scored, load_tools
 from apps.grpo.config import DataConfig, GrpoConfig
+from apps.grpo.tasks.prompt_files import layout
 from engines.media.image_reader import ImageReader, as_text
 from engines.weights.hub import model_directory
 from rollout import Reply, RowSource, Task, TaskRow
@@ -150,17 +147,6 @@ def prompt_tasks(settings: GrpoConfig, tokenizer: PreTrainedTokenizerBase, rewar
     )
 
 
-def data_problems(settings: GrpoConfig) -> list[str]:
-    """Return what is wrong with the files of a run, as far as no tokenizer is needed; the hub's data sets are left."""
-    prompt_column, answer_column, _ = layout(settings)
-    refusals, config = Refusals(), settings.data
-    for name in (config.data, config.eval_data):
-        if name is not None and not on_hub(name):
-            refusals.of(partial(read_prompts, name, prompt_column, answer_column))
-    tasks = settings.plugins.tasks
-    return refusals.lines + file_problems([] if tasks is None else [tasks], Path.is_file)
-
-
 def _short(path: Path, settings: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], int]:
     """Return the prompts of a file with at most `max_prompt_tokens` tokens, and the number of longer ones."""
     config, own = settings.data, settings.plugins
@@ -240,19 +226,6 @@ def _with_image_tokens(
 
 def _prompted(prompt: Prompt, system_prompt: str) -> tuple[dict[str, Any], ...]:
     return tuple(dict(message) for message in with_system_prompt(prompt.messages, system_prompt))
-
-
-def layout(settings: GrpoConfig) -> tuple[str, str, str | None]:
-    """Return the columns of question and answer, and the system prompt: those named, else those of the preset."""
-    config, own = settings.data, settings.plugins
-    if own.preset is None:
-        return config.prompt_column, config.answer_column, own.system_prompt
-    preset = PRESETS[own.preset]
-    columns = (config.prompt_column, config.answer_column)
-    usual = (DataConfig.prompt_column, DataConfig.answer_column)
-    of_preset = (preset.prompt_column, preset.answer_column)
-    prompt, answer = (a if a != b else c for a, b, c in zip(columns, usual, of_preset, strict=True))
-    return prompt, answer, own.system_prompt or preset.system_prompt
 
 
 def _render(

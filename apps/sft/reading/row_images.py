@@ -8,8 +8,6 @@ pictures then come before the first user's turn.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engines.media.image_reader import as_text
-
 IMAGE_MARK = "<image>"
 Message = dict[str, Any]
 
@@ -72,6 +70,8 @@ def _filled(message: Message, waiting: list[str], marked: bool) -> Message:
 
 def _picture(picture: Any, column: str) -> str:
     try:
+        from engines.media.image_reader import as_text  # torch, which rows of text do without
+
         return as_text(picture)
     except ValueError as error:
         raise ValueError(f"{column}: {error}") from error
