@@ -12,11 +12,11 @@ ROOT = Path(__file__).absolute().parents[1]
 LIBRARIES = ["seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "runlog", "runplan", "schedules"]
 BESIDE_TESTS = {"pytest", "hypothesis"}
 
-# Of `testing`, what pages tell others to use, and what the apps run with (`--shrink` of a recipe on NPUs); beside it,
+# Of `testing`, what pages tell others to use; what the apps run with (`--shrink` of a recipe on NPUs); beside it,
 # what a module that is shipped needs is shipped.
 PUBLIC = {
     "dyncp": ["dyncp.testing.megatron"],
-    "engines": ["engines.testing.npu.build", "engines.testing.npu.path", "engines.testing.npu.site.torch_npu"],
+    "engines": ["engines.fake_npu.build", "engines.fake_npu.path", "engines.fake_npu.site.torch_npu"],
     "rollout": ["rollout.testing", "rollout.testing.chat", "rollout.testing.model", "rollout.testing.pieces"],
     "seqpack": ["seqpack.testing"],
 }

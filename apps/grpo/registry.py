@@ -14,7 +14,7 @@ from apps.common.cli.words import recipe_words
 from apps.common.program import INSTALLED
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipe import Recipe
-from engines.testing.npu.path import is_fake
+from engines.fake_npu.path import is_fake
 from runplan.model.origin import model_type
 from runplan.run_spec import RunSpec
 from seqpack.extensions.load_object import is_user_code

@@ -14,7 +14,7 @@ from apps.common.cli.words import recipe_words
 from apps.common.program import INSTALLED
 from apps.sft.config import SftConfig
 from apps.sft.recipe import Recipe
-from engines.testing.npu.path import is_fake
+from engines.fake_npu.path import is_fake
 from runplan.run_spec import RunSpec
 from seqpack.extensions.load_object import is_user_code
 

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 
-from engines.testing.npu.build import reason_against
-from engines.testing.npu.path import fake_npu_on_path, is_fake
+from engines.fake_npu.build import reason_against
+from engines.fake_npu.path import fake_npu_on_path, is_fake
 from runplan.run_spec import RunSpec
 
 MESSAGE = "Device npu: torch_npu is not installed here, so its stand-in computes, on the CPU (docs/ascend.md)."

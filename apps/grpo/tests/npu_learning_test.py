@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from apps.grpo.main import configure, run
+from engines.fake_npu.build import reason_against
+from engines.fake_npu.path import fake_npu_on_path
 from engines.proofs.forked_ranks import launch_forked
-from engines.testing.npu.build import reason_against
-from engines.testing.npu.path import fake_npu_on_path
 
 pytestmark = pytest.mark.skipif(reason_against() is not None, reason=str(reason_against()))
 

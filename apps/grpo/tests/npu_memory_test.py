@@ -5,10 +5,10 @@ By hand, some minutes: `./bazelw test //apps/grpo:tests/npu_memory_test`.
 
 import pytest
 
+from engines.fake_npu.build import reason_against
+from engines.fake_npu.path import fake_npu_on_path
 from engines.megatron.runtime.process_groups import release
 from engines.proofs.forked_ranks import launch_forked
-from engines.testing.npu.build import reason_against
-from engines.testing.npu.path import fake_npu_on_path
 from runplan.testing.plan_vs_memory import BOUND, Compared, MemoryCase, measure
 
 pytestmark = pytest.mark.skipif(reason_against() is not None, reason=str(reason_against()))

@@ -23,11 +23,11 @@ from apps.grpo.testing.recipe import SHALLOW as RECIPE
 from apps.sft.main import run as supervised
 from apps.sft.recipes import quickstart
 from engines import EngineConfig
+from engines.fake_npu.build import reason_against
+from engines.fake_npu.path import fake_npu_on_path
 from engines.fsdp2 import fsdp2_executor as executor
 from engines.megatron.runtime.process_groups import release
 from engines.proofs.forked_ranks import launch_forked
-from engines.testing.npu.build import reason_against
-from engines.testing.npu.path import fake_npu_on_path
 
 pytestmark = pytest.mark.skipif(reason_against() is not None, reason=str(reason_against()))
 RUNS: dict[str, tuple[Any, Any]] = {"grpo": (run, RECIPE), "sft": (supervised, quickstart.RECIPE)}

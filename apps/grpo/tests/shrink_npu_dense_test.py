@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from apps.grpo.tests.shrink_npu_test import run_recipe
-from engines.testing.npu.build import reason_against
+from engines.fake_npu.build import reason_against
 
 
 @pytest.mark.skipif(reason_against() is not None, reason=str(reason_against()))

@@ -11,7 +11,7 @@ import pytest
 
 from apps.grpo.testing.schedules import proofs
 from apps.grpo.testing.shrink import check, run_whole
-from engines.testing.npu.build import reason_against
+from engines.fake_npu.build import reason_against
 
 REASON = f"needs vLLM (TESSERA_VLLM_PYTHON) and the stand-in for an NPU: {reason_against()}"
 pytestmark = pytest.mark.skipif("TESSERA_VLLM_PYTHON" not in os.environ or reason_against() is not None, reason=REASON)

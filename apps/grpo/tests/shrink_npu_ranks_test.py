@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from apps.grpo.testing.shrink import check, run_whole
-from engines.testing.npu.build import reason_against
+from engines.fake_npu.build import reason_against
 
 pytestmark = pytest.mark.skipif(reason_against() is not None, reason=str(reason_against()))
 NAME = "qwen3-235b-a22b-async-npu"

@@ -6,7 +6,7 @@ import pytest
 
 from apps.grpo.registry import recipes
 from apps.grpo.testing.shrink import ONE_RANK, check, run_whole
-from engines.testing.npu.build import reason_against
+from engines.fake_npu.build import reason_against
 
 pytestmark = pytest.mark.skipif(reason_against() is not None, reason=str(reason_against()))
 CASES = {

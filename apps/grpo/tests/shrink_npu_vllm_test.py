@@ -10,7 +10,7 @@ import pytest
 from apps.grpo.registry import recipes
 from apps.grpo.testing.schedules import proofs
 from apps.grpo.testing.shrink import ONE_RANK, check, run_whole
-from engines.testing.npu.build import reason_against
+from engines.fake_npu.build import reason_against
 
 REASON = reason_against() or "TESSERA_VLLM_PYTHON names no interpreter with vLLM"
 pytestmark = pytest.mark.skipif("TESSERA_VLLM_PYTHON" not in os.environ or reason_against() is not None, reason=REASON)

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from engines import EngineConfig, LoraConfig, base_policy, build_engine, build_reference
 from engines.devices.detect import devices_of
+from engines.fake_npu.path import fake_npu_on_path
 from engines.proofs.forked_ranks import launch_forked
 from engines.reference_policy import reference_config
-from engines.testing.npu.path import fake_npu_on_path
 from engines.testing.one_rank import one_rank  # noqa: F401
 from engines.tiny import tiny_batch, tiny_model
 from objectives import SFT

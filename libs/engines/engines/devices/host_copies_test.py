@@ -13,10 +13,10 @@ from engines import EngineConfig, build_engine
 from engines.devices import host_copies
 from engines.devices.detect import devices_of
 from engines.devices.host_copies import BLOCK, HostCopies, layout
+from engines.fake_npu.build import reason_against
+from engines.fake_npu.path import fake_npu_on_path
 from engines.proofs.forked_ranks import launch_forked
 from engines.testing.executors import assert_same, inside, state_of
-from engines.testing.npu.build import reason_against
-from engines.testing.npu.path import fake_npu_on_path
 from engines.tiny import tiny_batch, tiny_model
 from objectives import SFT
 

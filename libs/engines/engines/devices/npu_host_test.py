@@ -10,11 +10,11 @@ import torch
 
 from engines import EngineConfig, build_engine
 from engines.devices.detect import devices_of
+from engines.fake_npu.build import reason_against
+from engines.fake_npu.path import fake_npu_on_path
 from engines.proofs.forked_ranks import launch_forked
 from engines.testing.executors import inside
 from engines.testing.metrics import shared_metrics
-from engines.testing.npu.build import reason_against
-from engines.testing.npu.path import fake_npu_on_path
 from engines.testing.vision import samples, vision_model
 from engines.tiny import tiny_batch, tiny_model
 from objectives import SFT

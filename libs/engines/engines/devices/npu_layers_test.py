@@ -15,12 +15,12 @@ from engines import EngineConfig, build_engine
 from engines.devices import layer_matching as layer_kinds
 from engines.devices.npu import torch_npu
 from engines.devices.npu_layers import use_npu_operators
+from engines.fake_npu.build import reason_against
+from engines.fake_npu.operators import CALLS
+from engines.fake_npu.path import fake_npu_on_path
 from engines.megatron.runtime.process_groups import release
 from engines.proofs.forked_ranks import launch_forked
 from engines.testing.executors import inside
-from engines.testing.npu.build import reason_against
-from engines.testing.npu.operators import CALLS
-from engines.testing.npu.path import fake_npu_on_path
 from engines.tiny import tiny_batch, tiny_model
 from objectives import GRPO, SFT
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from engines.devices.npu import torch_npu
 
 VERSIONS = ">=2.13,<2.14"
-"""Versions of torch_npu: names and signatures were checked against a wheel (`engines/testing/npu/surface.json`)."""
+"""Versions of torch_npu: names and signatures were checked against a wheel (`engines/fake_npu/surface.json`)."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

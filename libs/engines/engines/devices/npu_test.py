@@ -18,6 +18,8 @@ from engines import EngineConfig, TrainEngine, build_engine
 from engines.devices.accelerator import Accelerator
 from engines.devices.detect import accelerators_here, devices_of
 from engines.execution.micro_batches import MicroBatch, MicroBatches
+from engines.fake_npu.build import reason_against
+from engines.fake_npu.path import fake_npu_on_path
 from engines.fsdp2 import fsdp2_executor as executor
 from engines.launch import RankError
 from engines.megatron.megatron_executor import MegatronExecutor
@@ -25,8 +27,6 @@ from engines.megatron.runtime.process_groups import release
 from engines.proofs.forked_ranks import launch_forked
 from engines.testing.executors import inside
 from engines.testing.metrics import shared_metrics
-from engines.testing.npu.build import reason_against
-from engines.testing.npu.path import fake_npu_on_path
 from engines.tiny import tiny_batch, tiny_model
 from objectives import GRPO, SFT
 

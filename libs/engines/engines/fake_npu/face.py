@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from engines.fake_npu import runtime
+from engines.fake_npu.build import load_library
+from engines.fake_npu.cuda_guard import refuse_cuda
+from engines.fake_npu.operators import ATEN, CALLS, OPERATORS
+from engines.fake_npu.surface import Surface, read_surface, signature
 from engines.private_api import register_device
-from engines.testing.npu import runtime
-from engines.testing.npu.build import load_library
-from engines.testing.npu.cuda_guard import refuse_cuda
-from engines.testing.npu.operators import ATEN, CALLS, OPERATORS
-from engines.testing.npu.surface import Surface, read_surface, signature
 
 _kept: list[Any] = []
 """Libraries of operators, which live as long as these objects."""

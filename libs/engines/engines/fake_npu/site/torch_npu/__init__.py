@@ -1,11 +1,11 @@
-"""What tests import as torch_npu: the stand-in. Its folder's parent goes on the path (`engines.testing.npu.path`)."""
+"""What tests import as torch_npu: the stand-in. Its folder's parent goes on the path (`engines.fake_npu.path`)."""
 
 from typing import Any
 
 import torch
 
-from engines.testing.npu.face import install
-from engines.testing.npu.surface import read_surface
+from engines.fake_npu.face import install
+from engines.fake_npu.surface import read_surface
 
 __version__ = read_surface().version
 npu = install()

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from engines.testing.npu.build import build, reason_against
+from engines.fake_npu.build import build, reason_against
 
 
 def main() -> None:

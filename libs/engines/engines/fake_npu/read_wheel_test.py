@@ -5,8 +5,8 @@ from zipfile import ZipFile
 
 import pytest
 
-from engines.testing.npu import surface
-from engines.testing.npu.read_wheel import LIBRARY, OPERATORS, read_surface
+from engines.fake_npu import surface
+from engines.fake_npu.read_wheel import LIBRARY, OPERATORS, read_surface
 
 INIT = """
 import os
