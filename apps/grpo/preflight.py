@@ -31,6 +31,7 @@ from engines.loading import resolve_device
 from engines.preflight import refusals as model_refusals
 from rollout import EpisodeContext, Observation, TaskRow
 from rollout.environments.thread_environment import host
+from rollout.length_limit import REASON, longest_of_one_table
 from schedules.ray.cluster import ray_module
 from schedules.sampling.session import declared_metric
 
@@ -75,6 +76,13 @@ def check_model(
         refusals.lines.append(
             f"--max-episode-tokens {config.max_episode_tokens} is over the {longest} positions of {directory} "
             "(max_position_embeddings): lower it"
+        )
+    asked = max(config.max_episode_tokens, config.cluster.rollout.max_model_tokens or 0)
+    one_table = longest_of_one_table(model.get_text_config().to_dict())
+    if one_table is not None and asked > one_table:
+        refusals.lines.append(
+            f"--max-episode-tokens or --rollout.max-model-tokens, {asked}, is over the {one_table} tokens of a table: "
+            f"{REASON}; lower it"
         )
     largest = max(tokenizer.get_vocab().values())
     if largest >= vocab_size:

@@ -20,7 +20,7 @@ from apps.common.run.ranks import ranks_of_node
 from engines import EngineConfig
 from engines.loading import LoadedModel
 from engines.proofs.run_proofs import certificates_of
-from engines.prove.admission import padded_hint
+from engines.prove.admission import batching_hint
 from engines.prove.certificate import Certificate
 from runlog.proofs import CERTIFICATES, UNTESTED, untested_lines
 from runplan.run_spec import RunSpec
@@ -119,7 +119,7 @@ def report_when_slow(text: str, quiet: float = QUIET, tell: Callable[[str], obje
 def failures(certificates: Sequence[Certificate], batching: str = "packed") -> list[str]:
     """Return the texts of proofs that failed, but for those of options, which `engines.preflight` tells."""
     failed = [one for one in certificates if not one.admits(batching) and one.subject != "options"]
-    return [f"{one}{padded_hint(one)}" for one in failed]
+    return [f"{one}{batching_hint(one, batching)}" for one in failed]
 
 
 def write_proofs(run_dir: Path, certificates: Sequence[Certificate], accepted: Mapping[str, str]) -> None:

@@ -41,7 +41,7 @@ def admitted_family(
     part = checked_part(config)
     certificate = make_certificate(part, mode)
     if not certificate.admits(batching):
-        raise ValueError(f"{certificate}{padded_hint(certificate)}")
+        raise ValueError(f"{certificate}{batching_hint(certificate, batching)}")
     if missing := [name for name in certificate.not_exercised if name not in untested]:
         raise ValueError(
             f"{certificate}. But no length or layer of the proof exercised {', '.join(missing)}, which the modelling "
@@ -109,6 +109,9 @@ def _alone(path: Path) -> Iterator[None]:
         yield
 
 
-def padded_hint(certificate: Certificate) -> str:
-    """Return what to change where padded rows are equal and packed ones are not."""
-    return "; padded rows are equal (--trainer.batching padded)" if certificate.admits("padded") else ""
+def batching_hint(certificate: Certificate, batching: str) -> str:
+    """Return what to change where rows of this batching are not equal, and those of the other one are."""
+    other = "packed" if batching == "padded" else "padded"
+    if not certificate.admits(other):
+        return ""
+    return f"; {batching} rows differ, {other} rows are equal (--trainer.batching {other})"

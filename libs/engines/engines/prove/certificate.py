@@ -41,11 +41,11 @@ class Certificate:
     gradients: float
     """Largest difference of a gradient, relative to its parameter's largest entry."""
     padded: float | None
-    """Largest difference of a log-prob of padded rows, infinite where they differ; None where packed ones are equal."""
+    """Largest difference of a log-prob of padded rows, infinite where they differ; None where not compared."""
     sensitivity: Mapping[str, float]
-    """Largest change of a log-prob by planted error."""
+    """Change of a log-prob by planted error: the largest, of a changed config field one that is large enough."""
     not_exercised: tuple[str, ...]
-    """Config fields that the modelling code names, and that moved no number of stock transformers here."""
+    """Config fields that the modelling code names, and that moved no number of stock transformers here far enough."""
     problems: tuple[str, ...]
     """Why the proof failed; empty where it holds."""
     seconds: float
@@ -74,8 +74,8 @@ class Certificate:
         return not self.problems
 
     def admits(self, batching: str = "packed") -> bool:
-        """Return whether a run with this batching may stand on it: padded rows need no packed ones."""
-        return self.holds or (batching == "padded" and self.padded is not None and self.padded < float("inf"))
+        """Return whether a run with this batching may stand on it: only its own rows need be equal."""
+        return self.holds if batching != "padded" or self.padded is None else self.padded < float("inf")
 
     def __str__(self) -> str:
         """Return the line for a terminal."""

@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -119,8 +120,11 @@ class SeenOps(LocalOps):
         return super().by_rows(function, x, context)
 
 
-def flips(config: Any, model: Any, rows: Sequence[Tensor], want: Result) -> Iterator[Flip]:
-    """Yield what each field of a config that modelling code names does to the stock model with the same weights.
+def flips(
+    config: Any, model: Any, rows: Sequence[Tensor], want: Result, enough: float = float("inf")
+) -> Iterator[Flip]:
+    """Yield what each field of a config that modelling code names does to the stock model with the same weights: the
+    largest change of a log-prob, or one above `enough`.
 
     A size that changes the shape of no weight, and no number, belongs to no layer of the model: it is left out.
     """
@@ -133,28 +137,43 @@ def flips(config: Any, model: Any, rows: Sequence[Tensor], want: Result) -> Iter
         flip = None
         for other in _others(path, value):
             for changed in _changed_configs(config, path, other):
-                if flip is None or not flip.moved > 0:
-                    flip = Flip(path, other, _moved(changed, make, model, rows, want))
+                if flip is None or not flip.moved > enough:
+                    moved = _moved(changed, make, model, rows, want, enough)
+                    flip = max(filter(None, (flip, Flip(path, other, moved))), key=lambda one: one.moved)
         if flip is not None:
             yield flip
 
 
 def modeling_code(model: Any) -> str:
-    """Return the source code of a model: of the modules in it, not of others in the same files, and of all functions
-    and other classes in these files."""
+    """Return the code of a model, without comments and documentation: of the modules in it, not of others in the same
+    files, and of all functions and other classes in these files, but those that draw first values of weights."""
     own = {kind for part in model.modules() for kind in type(part).__mro__}
     files = {inspect.getmodule(kind) for kind in own if kind.__module__.startswith("transformers.models")}
-    parts = [inspect.getsource(modeling_rope_utils), inspect.getsource(masking_utils)]
+    parts = [_code(modeling_rope_utils, frozenset()), _code(masking_utils, frozenset())]
     for file in filter(None, files):
         modules = {name for name, one in vars(file).items() if inspect.isclass(one) and issubclass(one, nn.Module)}
-        absent = modules - {kind.__name__ for kind in own if kind.__module__ == file.__name__}
-        source = inspect.getsource(file)
-        lines = source.splitlines(keepends=True)
-        for node in ast.parse(source).body:  # once for all: inspect.getsource of a class reads its whole file each time
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name not in absent:
-                first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
-                parts += lines[first - 1 : node.end_lineno]
-    return "".join(parts)
+        parts.append(_code(file, frozenset(modules - {one.__name__ for one in own if one.__module__ == file.__name__})))
+    return "\n".join(parts)
+
+
+@cache
+def _code(file: Any, absent: frozenset[str]) -> str:
+    """Return the code of a file's functions and classes but those `absent`."""
+    body = ast.parse(inspect.getsource(file)).body
+    kept = [one for one in body if isinstance(one, ast.ClassDef | ast.FunctionDef) and one.name not in absent]
+    return "\n".join(map(ast.unparse, filter(None, map(_WithoutText().visit, kept))))
+
+
+class _WithoutText(ast.NodeTransformer):
+    """A tree without documentation and without what draws first values of weights, which a checkpoint replaces."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST | None:
+        """Leave initialisation out."""
+        return None if "init" in node.name and "weights" in node.name else self.generic_visit(node)
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        """Put nothing in the place of a text that stands for itself."""
+        return ast.Pass() if isinstance(node.value, ast.Constant) else self.generic_visit(node)
 
 
 def _changed_configs(config: Any, path: str, other: Any) -> Iterator[Any]:
@@ -175,7 +194,9 @@ def _named(config: Any, path: str, source: str) -> bool:
     """Return whether source code names a field, and the part of the config that holds it, by any of their names."""
     outer, _, name = path.rpartition(".")
     asked = (name, outer.partition(".")[0] or name)
-    return all(re.search(rf"\b({'|'.join((one, *other_names(config, one)))})\b", source) for one in asked)
+    names = ["|".join((one, *other_names(config, one))) for one in asked]
+    read = r"""((?<!\bself)\.|["'])({0})\b(?!\()|\b({0})="""  # of a config: no variable, no method, no part of a module
+    return all(re.search(read.format(one), source) for one in names)
 
 
 def _copied(config: Any, path: str, source: str) -> bool:
@@ -183,11 +204,6 @@ def _copied(config: Any, path: str, source: str) -> bool:
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     return any(path in part for part in parts) and not re.search(rf"""config(\.|, ["']){path}\b""", source)
-
-
-def not_exercised(every_flip: Iterator[Flip], tolerance: float) -> tuple[str, ...]:
-    """Return the fields that moved no log-prob by more than the tolerance."""
-    return tuple(one.field for one in every_flip if not one.moved > tolerance)
 
 
 def _fields(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -205,11 +221,12 @@ def _others(path: str, value: Any) -> Iterator[Any]:
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int):
-        yield from (value + 1, max(1, value // 2), value * 2)
+        yield from dict.fromkeys((value + 1, max(1, value // 2), value * 2, 1))
     elif isinstance(value, float):
-        yield 100 * value if 0 < abs(value) < 1e-3 else value * 1.5 + (0.0 if value else 0.1)
+        yield from (100 * value, 1e4 * value) if 0 < abs(value) < 1e-3 else (value * 1.5 + (not value) / 10, value * 5)
     elif isinstance(value, list) and value and isinstance(value[0], int | float) and not isinstance(value[0], bool):
         yield [1 - value[0] if {*value} <= {0, 1} else value[-1] + 1, *value[1:]]
+        yield [value[-1] * 5, *value[1:]]
     elif isinstance(value, str) and re.search(r"act", path):
         yield "relu" if value != "relu" else "gelu"
 
@@ -263,8 +280,16 @@ def _with_weights(config: Any) -> Any:
     return model_of(config, is_inside(config))
 
 
-def _moved(changed: Any, make: Callable[[Any], Any], model: Any, rows: Sequence[Tensor], want: Result) -> float:
-    """Return how far the stock model of a config (None: there is none) moves a log-prob, with the same weights."""
+def _moved(
+    changed: Any,
+    make: Callable[[Any], Any],
+    model: Any,
+    rows: Sequence[Tensor],
+    want: Result,
+    enough: float = float("inf"),
+) -> float:
+    """Return how far the stock model of a config (None: there is none) moves a log-prob, with the same weights: of the
+    longest sequence, and of shorter ones until one moves by more than `enough`."""
     if changed is None:
         return float("inf")
     try:
@@ -273,6 +298,10 @@ def _moved(changed: Any, make: Callable[[Any], Any], model: Any, rows: Sequence[
             return float("inf")
         flipped.load_state_dict(state, assign=True)
         flipped.to(next(model.parameters()).dtype).eval()
-        return largest(stock(flipped, rows, gradients=False).log_probs - want.log_probs)
+        before, moved = want.log_probs.split([len(ids) - 1 for ids in rows]), 0.0
+        for ids, own in sorted(zip(rows, before, strict=True), key=lambda pair: -len(pair[0])):
+            if not (moved := max(moved, largest(stock(flipped, [ids], gradients=False).log_probs - own))) <= enough:
+                break
+        return moved
     except _IMPOSSIBLE:
         return float("inf")  # the field matters so much that the model cannot be built or run

@@ -25,6 +25,7 @@ from engines.execution.micro_batches import MicroBatch, MicroBatches
 from engines.media.media_batch import media_keys, select_media
 from engines.nonfinite import LogProbDifferenceError
 from engines.parallel.planning import PlannedRows
+from seqpack.adapters.rotary import by_length
 from seqpack.batches.jagged import Ragged
 from seqpack.batches.schema import ROUTED_EXPERTS
 from seqpack.batches.view import BatchView
@@ -69,7 +70,8 @@ class Rechecks:
         due, self.loaded = reported or self.loaded, False
         if not due or not self.config.recheck_rows or not isinstance(executor, PlainScores):
             return None
-        lengths = checkable(batch, parts, self.config.recheck_tokens, cut=self.config.batching == "packed")
+        cut = self.config.batching == "packed" and not by_length(executor.model)
+        lengths = checkable(batch, parts, self.config.recheck_tokens, cut)
         after = [row for part in parts for row in part.rows[1:]]
         rows = choose_rows(lengths, after, self.config.recheck_rows)
         plain = _plain_rows(executor, batch, {row: lengths[row] for row in rows}, self.config)
@@ -151,7 +153,8 @@ def differences(passed: Tensor, plain: Plain) -> tuple[Tensor, Tensor, Tensor]:
 def checkable(batch: LocalBatch, parts: Sequence[PlannedRows], most: int, cut: bool) -> dict[int, int]:
     """Return the rows of a rank's micro-batches that train some token, with the tokens that are scored alone.
 
-    Those of a row above `most` are its first ones, where `cut` allows it: later tokens change none of them.
+    Those of a row above `most` are its first ones, where `cut` allows it: later tokens change none of them, unless
+    rotary embeddings depend on a sequence's length.
     """
     view = batch.view
     rows = [row for part in parts for row in part.rows]

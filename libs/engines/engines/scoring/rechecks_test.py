@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import Phi3Config, Phi3ForCausalLM
 
 from engines import LogProbDifferenceError, LoraConfig, TrainEngine
+from engines.families.registry import admitted
 from engines.fast import layers
+from engines.prove.generic_family import generic_family
+from engines.prove.random_weights import randomize
 from engines.scoring import rechecks
 from engines.scoring.rechecks import MIN_TOKENS, Plain, choose_rows, differences
 from engines.testing import executors
@@ -54,6 +58,27 @@ def test_no_bit_of_a_run_changes(options: dict[str, Any]) -> None:
     assert_same(state, wanted)
     torch.manual_seed(3)
     assert torch.equal(noise, torch.get_rng_state())
+
+
+def test_a_sequence_whose_angles_depend_on_its_length_is_not_cut() -> None:
+    """Its first tokens alone have the short table of `longrope`, in the training pass all have the long one."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "factor": 4.0,
+    }
+    config = Phi3Config(
+        vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, original_max_position_embeddings=8, max_position_embeddings=32, rope_parameters=rope,
+        pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    model: Any = Phi3ForCausalLM(config)
+    randomize(model, torch.Generator().manual_seed(0))
+    with admitted(config, generic_family(config)):
+        built = engine(model=model, recheck_tokens=6)
+        assert built.train_batch(tiny_batch([14, 3, 5]), SFT())[CHECK] < 1e-5
 
 
 def test_the_first_batch_is_checked_then_one_every_so_many() -> None:

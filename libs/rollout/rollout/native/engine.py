@@ -25,6 +25,7 @@ except ImportError as error:
 from rollout.capability import NATIVE, feature_of
 from rollout.config import KEEP_TOKENS, Admission, DecoderChoice, OnCommit
 from rollout.engine import Completion, Load, OnTokens, PauseMode, Sampling, StopReason, check_request
+from rollout.length_limit import longest_of
 from rollout.native.choose_decoder import decoder_of
 from rollout.native.decoders.media import SeenPrompt, seen_prompt
 from rollout.native.module_weights import named_tensors, stage
@@ -52,7 +53,7 @@ class NativeEngine:
         model: the module; it is put in eval mode for the length of a step.
         pad_token_id: what short prompts are padded with where the module's own forward runs.
         max_batch: rows that decode together.
-        max_length: prompt plus completion; the config's max_position_embeddings where None.
+        max_length: prompt plus completion; the config's max_position_embeddings where None (`rollout.length_limit`).
         seed: seed of the engine's generator, which seeds the requests that bring none.
         version: the version of the module's weights.
         compact_below: rows are moved together when less than this share of the slots is in use.
@@ -68,8 +69,7 @@ class NativeEngine:
             all tokens of one (the next turn of a conversation) is read from there. Least recently used ones are dropped
             first, and all of them when the weights change or no prompt of a round continues any. A delta net's state
             counts as the tokens whose keys and values take as much. 0: no cache.
-        routed_experts: completions have the experts of their tokens (`rollout.experts`); ValueError for a module that
-            has no router known here.
+        routed_experts: completions have the experts of their tokens (`rollout.experts`); ValueError without routers.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class NativeEngine:
             raise ValueError(f'admit is "any_step" or "rounds", got {admit!r}')
         config = model.config.get_text_config()  # type: ignore[operator, union-attr]
         self._model = model
-        self._max_length = max_length or int(config.max_position_embeddings)
+        self._max_length = longest_of(config.to_dict(), max_length)
         self._generator = torch.Generator().manual_seed(seed)
         self._on_commit = on_commit
         self._weights = WeightStaging(*named_tensors(model), version=version)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import Phi3Config, Phi3ForCausalLM, PreTrainedModel
 
 from rollout.engine import Completion, RolloutEngine, Sampling
 from rollout.native.engine import NativeEngine
@@ -286,6 +286,28 @@ def test_an_error_reaches_every_caller_and_the_engine_lives_on(model: PreTrained
     with torch.no_grad():
         mine.model.norm.weight.zero_()
     assert all(isinstance(c, Completion) for c in asyncio.run(ask()))
+
+
+def test_no_sequence_goes_past_a_switch_of_rotary_tables() -> None:
+    """Past 16 tokens `longrope` turns all tokens of a sequence by its long table; cached keys have the short one."""
+    torch.manual_seed(0)
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    config = Phi3Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, original_max_position_embeddings=16, rope_parameters=rope,
+        pad_token_id=0,
+    )  # fmt: skip
+    model: Any = Phi3ForCausalLM(config).eval()
+    engine = NativeEngine(model)
+    prompts = prompts_of([3, 11, 7])
+    for prompt, completion in zip(prompts, engine.generate_batch(prompts, Sampling(max_new_tokens=5)), strict=True):
+        assert_teacher_forced(model, prompt, completion)
+    with pytest.raises(ValueError, match="max_length=16"):
+        engine.generate_batch([[3] * 10], Sampling(max_new_tokens=7))
+    with pytest.raises(
+        ValueError, match=r"max_length=17 is over the 16 tokens of one table.*longrope.*lower max_length"
+    ):
+        NativeEngine(model, max_length=17)
 
 
 def test_the_module_keeps_its_training_mode(model: PreTrainedModel) -> None:

@@ -22,6 +22,7 @@ from rollout.capability import feature_of
 from rollout.config import RolloutConfig
 from rollout.engine import Completion, Load, OnTokens, PauseMode, Sampling, check_request
 from rollout.errors import EpisodeFailed
+from rollout.length_limit import longest_of
 from rollout.open_requests import OpenRequests, check_pause
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, Piece
@@ -81,7 +82,7 @@ class VllmEngine:
 
     def _start(self, model: Path, described: dict[str, Any], tied: dict[str, str]) -> dict[str, Any]:
         config, own = self._config, self._config.vllm
-        longest = config.max_length or described["max_position_embeddings"]
+        longest = longest_of(described, config.max_length)
         arguments = {
             "model": str(model),
             "dtype": chosen_dtype(described, own.dtype),

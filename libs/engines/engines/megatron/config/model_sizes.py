@@ -7,6 +7,7 @@ from typing import Any
 from engines.capability import Supported, Unsupported
 from engines.config import EngineConfig
 from engines.extras import missing_extra_message
+from engines.families.registry import registered_family
 from engines.parallel.layout import ParallelLayout
 from engines.parallel.stages import StageSizes
 
@@ -173,6 +174,12 @@ def _family(text: Any) -> str | None:
     mixed = getattr(text, "mlp_only_layers", None) or getattr(text, "decoder_sparse_step", 1) != 1
     if text.model_type in ROUTED and mixed:
         return "layers without experts between layers with experts: this backend gives all layers experts, or none"
+    try:
+        family = registered_family(text)
+        assert family is not None  # of a known type
+        family.check_config(text)
+    except ValueError as error:
+        return f"{error}. A proof that admits it is of FSDP2's layers"
     return None
 
 

@@ -196,12 +196,22 @@ def test_attention_by_hand() -> None:
     ]
 
 
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "factor": 2.0,
+}
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "layout", "reason"),
     [
         ("attention", {"attention_bias": True}, {}, "attention_bias=True"),
         ("attention", {"use_sliding_window": True, "sliding_window": 5}, {}, "sliding-window"),
         ("next", {}, {}, "'qwen3_next' has no Megatron layer"),
+        ("attention", {"rope_parameters": LONG_ROPE}, {}, "rope type 'longrope' is not handled"),
         ("dense", {}, {"tp": 4}, "key-value heads 2 cannot be split over tensor_parallel=4"),
         ("dense", {}, {"tp": 3}, "attention heads 4 cannot be split"),
         ("attention", {"vocab_size": 1}, {"tp": 2}, "vocabulary 1 leaves a rank of tensor_parallel=2 without rows"),
