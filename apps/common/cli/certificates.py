@@ -29,7 +29,7 @@ QUIET = 2.0
 """Seconds that a proof may take without a word."""
 
 
-def prove_run(config: EngineConfig, model: PretrainedConfig, ranks: int) -> tuple[Certificate, ...]:
+def prove_run(config: EngineConfig, model: PretrainedConfig, ranks: int, longest: int = 0) -> tuple[Certificate, ...]:
     """Return the certificates of a run (`certificates_of`), and tell how long they take where it is more than a moment.
 
     Raises:
@@ -37,7 +37,7 @@ def prove_run(config: EngineConfig, model: PretrainedConfig, ranks: int) -> tupl
     """
     kind = model.get_text_config().model_type
     with report_when_slow(f"proving {kind} against stock transformers"):
-        return certificates_of(config, model, ranks)
+        return certificates_of(config, model, ranks, longest)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,9 @@ def open_checked(
     """
     model_config, nodes = config_of_model(directory, None), spec.cluster.pools.nodes
     ranks = ranks_of_node(nproc_per_node, nodes) * nodes
-    proofs = () if model_config is None else refusals.of(partial(prove_run, spec.engine, model_config, ranks))
+    proofs = (
+        () if model_config is None else refusals.of(partial(prove_run, spec.engine, model_config, ranks, spec.longest))
+    )
     opener = open_model_directory if whole else open_description
     opened = None if proofs is None else refusals.of(partial(opener, directory, spec.engine))
     certificates = proofs or ()

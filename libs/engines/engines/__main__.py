@@ -6,6 +6,7 @@ can do, and the test that shows it. prove DIR: the certificate of a model direct
 with --prove full one layer of each kind at true width and true lengths on this machine's device (minutes on a CPU),
 with --engine.NAME VALUE ... or --ranks N that of these options on ranks (of the CPU; with --prove full and --ranks of
 this machine's devices). prove --all: the tables of all types of transformers, for docs/certificates.md and the README.
+prove --published: the configs of published checkpoints.
 """
 
 import argparse
@@ -26,11 +27,18 @@ def main() -> int:
     parser.add_argument("command", choices=[*COMMANDS, "prove"])
     parser.add_argument("model", nargs="?", help="prove: a model directory, or OWNER/NAME of one in the cache")
     parser.add_argument("--ranks", type=int, help="prove: number of the run's ranks")
+    parser.add_argument("--longest", type=int, default=0, help="prove --prove full: tokens of the run's longest row")
     parser.add_argument("--prove", choices=["small", "full"], default="small", help="prove: widths and lengths")
     parser.add_argument(
         "--all", nargs="*", metavar="TYPE", help="prove: all types, or these anew, and write the tables"
     )
-    parser.add_argument("--docs", default="docs", help="prove --all: the folder of certificates.md")
+    parser.add_argument(
+        "--published",
+        nargs="*",
+        metavar="NAME",
+        help="prove: configs of published checkpoints, and write their figures",
+    )
+    parser.add_argument("--docs", default="docs", help="prove --all, --published: the folder of certificates.md")
     arguments, options = parser.parse_known_args()
     if arguments.command == "prove":
         from engines.prove_command import main as prove  # torch and transformers

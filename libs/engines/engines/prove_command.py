@@ -1,5 +1,5 @@
 """`python -m engines prove MODEL [--prove full] [--engine.NAME VALUE ...] [--ranks N]`: print a certificate;
-`python -m engines prove --all [TYPE ...]`: write the tables of all types."""
+`python -m engines prove --all [TYPE ...]`, `--published [NAME ...]`: write the tables of types, published configs."""
 
 import argparse
 import difflib
@@ -18,6 +18,7 @@ from engines.lora_config import LoraConfig
 from engines.proofs.device import device_certificate
 from engines.proofs.every_type import all_types
 from engines.proofs.every_type import main as write_tables
+from engines.proofs.published_configs import measure
 from engines.prove.admission import make_certificate
 from engines.prove.certificate import Certificate
 from engines.prove.options_admission import make_options_certificate
@@ -32,8 +33,8 @@ def main(parser: argparse.ArgumentParser, arguments: argparse.Namespace, options
     The certificate is of a model's config in small, with `--prove full` at true width on this machine's device, with
     options or `--ranks` of these options on ranks: of the CPU, with `--prove full` of this machine's devices.
     """
-    if arguments.all is not None:
-        return _all_types(parser, arguments, options)
+    if arguments.all is not None or arguments.published is not None:
+        return _tables(parser, arguments, options)
     if arguments.model is None:
         parser.error("prove takes a model directory, or --all")
     try:
@@ -47,11 +48,13 @@ def main(parser: argparse.ArgumentParser, arguments: argparse.Namespace, options
 
 def _certificate(arguments: argparse.Namespace, options: Sequence[str]) -> Certificate:
     config, ranks = parse_engine_options(options), arguments.ranks
+    if arguments.longest and (arguments.prove != "full" or ranks is not None):
+        raise ValueError("--longest is the longest row of a proof at true width: add --prove full, without --ranks")
     described = read_config(model_directory(str(Path(arguments.model))))
     if options or ranks is not None:
         refuse_unsupported(config)
     if arguments.prove == "full" and ranks is None:
-        return device_certificate(config, described)
+        return device_certificate(config, described, arguments.longest)
     if arguments.prove == "full":
         return make_options_certificate(replace(config, prove="full"), described, ranks, mode="always")
     if options or ranks is not None:
@@ -59,15 +62,18 @@ def _certificate(arguments: argparse.Namespace, options: Sequence[str]) -> Certi
     return make_certificate(described, "always")
 
 
-def _all_types(parser: argparse.ArgumentParser, arguments: argparse.Namespace, options: Sequence[str]) -> int:
+def _tables(parser: argparse.ArgumentParser, arguments: argparse.Namespace, options: Sequence[str]) -> int:
     docs = Path(arguments.docs)
-    if arguments.model or options or arguments.ranks is not None or arguments.prove != "small":
-        parser.error("--all proves types with their default configs in small: it takes names of types and --docs alone")
-    if unknown := sorted({*arguments.all} - {*all_types()}):
+    if arguments.model or options or arguments.ranks is not None or arguments.longest or arguments.prove != "small":
+        parser.error("--all and --published prove configs in small: they take names and --docs alone")
+    if unknown := sorted({*(arguments.all or ())} - {*all_types()}):
         parser.error(f"transformers has no type {', '.join(unknown)} among its causal and image-text models")
     if not (docs / "certificates.md").is_file():
         parser.error(f"{docs} is not the folder of docs/certificates.md: name it by --docs")
-    write_tables(docs, datetime.now(UTC).date().isoformat(), arguments.all)
+    date = datetime.now(UTC).date().isoformat()
+    if arguments.published is not None:
+        return measure(docs, arguments.published, date)
+    write_tables(docs, date, arguments.all)
     return 0
 
 

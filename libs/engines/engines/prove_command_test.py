@@ -5,10 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import SmolLM3Config
 
 from engines import EngineConfig, LoraConfig
 from engines.__main__ import main
+from engines.proofs.device import device_path
 from engines.proofs.run_proofs import certificates_of
 from engines.prove_command import parse_engine_options
 
@@ -67,15 +69,17 @@ def test_a_proof_at_true_width_is_printed_and_kept_for_a_run(
     (kept,) = (tmp_path / "kept").glob("smollm3-*-device-*.json")
     assert json.loads(kept.read_text()) == printed
     full = EngineConfig(device="cpu", prove="full")
-    assert [one.hash for one in certificates_of(full, config, 1) if one.width == "true"] == [printed["hash"]]
+    assert [one.hash for one in certificates_of(full, config, 1, 600) if one.width == "true"] == [printed["hash"]]
+    assert device_path(full, config, torch.device("cpu"), 701) != device_path(full, config, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
         ("", "prove takes a model directory, or --all"),
-        ("DIR --all", "--all proves types with their default configs in small"),
-        ("--all --prove full", "--all proves types with their default configs in small"),
+        ("DIR --all", "--all and --published prove configs in small"),
+        ("--all --prove full", "--all and --published prove configs in small"),
+        ("DIR --longest 9", "--longest is the longest row of a proof at true width: add --prove full"),
         ("--all llamma", "transformers has no type llamma among its causal and image-text models"),
         ("--all llama --docs DIR", "model is not the folder of docs/certificates.md: name it by --docs"),
     ],

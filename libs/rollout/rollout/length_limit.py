@@ -23,13 +23,13 @@ def longest_of_one_table(config: Mapping[str, Any]) -> int | None:
     return min(found, default=None)
 
 
-def longest_of(config: Mapping[str, Any], asked: int | None) -> int:
-    """Return the most tokens of a prompt with its completion: as `asked`, else what the config's positions allow.
+def longest_of(config: Mapping[str, Any], max_length: int | None) -> int:
+    """Return the most tokens of a prompt with its completion: `max_length`, else what the config's positions allow.
 
     Raises:
         ValueError: more are asked for than one table of rotary embeddings has.
     """
     limit = longest_of_one_table(config)
-    if limit is not None and (asked or 0) > limit:
-        raise ValueError(f"max_length={asked} is over the {limit} tokens of one table: {REASON}; lower max_length")
-    return asked or limit or int(config["max_position_embeddings"])
+    if limit is not None and (max_length or 0) > limit:
+        raise ValueError(f"max_length={max_length} is over the {limit} tokens of one table: {REASON}; lower max_length")
+    return max_length or limit or int(config["max_position_embeddings"])

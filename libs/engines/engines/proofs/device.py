@@ -24,7 +24,7 @@ from engines.families.registry import admitted, checked_part, digest, registered
 from engines.families.torch_operations import choose_torch_operations
 from engines.launch import RankError, RankRefusedError
 from engines.loading import cast_parameters, compute_dtype, resolve_device
-from engines.proofs.true_width import exact_products, layer_subset, true_width
+from engines.proofs.true_width import LONGEST, exact_products, layer_subset, true_width
 from engines.prove.certificate import Certificate, cached_at, place, versions
 from engines.prove.comparison import Result, largest, sequences, stock
 from engines.prove.engine_result import engine_log_probs, engine_result, settings_of_proof
@@ -83,7 +83,7 @@ def prove_device(config: EngineConfig, model: Any, longest: int = 0, seed: int =
 
     `longest`: the longest row of the run; sequences as long are compared where their logits fit memory. `seed`: of
     random weights and tokens. The certificate's `not_exercised` are thresholds that no sequence exceeds for want of
-    memory.
+    memory, and the longest row likewise.
 
     Raises:
         ValueError: stock transformers could not build it, or memory is too small.
@@ -204,7 +204,9 @@ def device_certificate(config: EngineConfig, model: Any, longest: int = 0) -> Ce
 def device_path(config: EngineConfig, model: Any, device: torch.device, longest: int = 0) -> Path:
     """Return where the certificate is kept of a config on this device."""
     options = {name: value for name, value in asdict(config).items() if name in OPTIONS}
-    return cached_at(model, "device", {**options, **place(device), "longest": longest, "code": engine_code()})
+    return cached_at(
+        model, "device", {**options, **place(device), "longest": max(longest, LONGEST), "code": engine_code()}
+    )
 
 
 def _certificate_here(config: EngineConfig, model: Any, longest: int) -> Certificate:

@@ -1,17 +1,24 @@
 """Published configs of families that runs are likely to name: what differs from transformers' defaults, and verdicts.
 
-Each is proven in small by a test: packed rows equal stock transformers, or it is refused with the missing operation.
+Each is proven in small, by a test and by `python -m engines prove --published`, which writes the figures of
+docs/certificates.md: packed rows equal stock transformers, or it is refused with the missing operation.
 Values are spelled as in the published config.json; fields that no modelling code reads are left out, and compression
 too (a compressed checkpoint is refused by that name). Sources are named without the model's own page: copies of its
 config.json in `aiconfigurator-core` 0.12.0 (`model_configs/`), in other public repositories, or the defaults of
 transformers' config class, which names the checkpoint that they are from.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
 from transformers import AutoConfig
+
+from engines.prove.proof import prove
 
 _COPIES = "aiconfigurator-core 0.12.0, model_configs/{}_config.json"
 _DEFAULTS = "defaults of transformers' config class, which names this checkpoint"
@@ -28,6 +35,14 @@ class Published:
     values: Mapping[str, Any] = field(default_factory=dict)
     refused: str | None = None
     """Pattern of what a proof says against it; None where packed rows are equal."""
+
+    def measured(self) -> dict[str, str]:
+        """Prove it; return what a table says of it."""
+        found = prove(self.config())
+        numbers = {"log-probs": f"{found.log_probs:.0e}", "gradients": f"{found.gradients:.0e}"}
+        verdict = "equal" if found.holds else "; ".join(found.problems)
+        fields = ", ".join(found.not_exercised) or "-"
+        return {"verdict": verdict, **numbers, "not exercised": fields, "config": self.source}
 
     def config(self) -> Any:
         """Return the config."""
@@ -332,3 +347,24 @@ PUBLISHED = (
         },
     ),
 )
+
+
+def measure(docs: Path, names: Sequence[str], date: str) -> int:
+    """Prove published configs, all of them or those whose names have one of these words, and print what a table says of
+    them; all are written into a file of `docs`. Return 1 where one is not as it stands in `PUBLISHED`."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    values, wrong = {}, False
+    for one in PUBLISHED:
+        if not names or any(name in one.name for name in names):
+            values[one.name] = one.measured()
+            wrong = wrong or (values[one.name]["verdict"] == "equal") == (one.refused is not None)
+            print(f"{one.name}: {json.dumps(values[one.name])}", flush=True)
+    if not names:
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        run = {"date": date, "device": "CPU", "versions": versions, "values": values}
+        what = "Published configs in small against stock transformers, in float64: largest differences of packed rows."
+        figures = {"what": what, "command": "python -m engines prove --published", "runs": [run]}
+        path = docs / "benchmarks" / "published_configs.json"
+        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    return int(wrong)

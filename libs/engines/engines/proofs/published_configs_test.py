@@ -1,13 +1,18 @@
 """Published configs, each proven in small: equal, or refused with the number or the missing operation."""
 
+import json
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from engines.families.registry import FAMILIES, family_of
 from engines.families.unread_fields import unread_fields
-from engines.proofs.published_configs import PUBLISHED, Published
+from engines.proofs import published_configs
+from engines.proofs.published_configs import PUBLISHED, Published, measure
 from engines.prove import proof
+from engines.prove.certificate import Certificate
 from engines.prove.sensitivity import _named
 from engines.prove.small_config import shrink_config, thresholds
 
@@ -22,6 +27,22 @@ def test_its_verdict(published: Published, monkeypatch: pytest.MonkeyPatch) -> N
     else:
         assert not certificate.holds
         assert re.search(published.refused, str(certificate)), certificate
+
+
+def test_figures_have_each_config_and_a_proof_that_fails_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem: list[str] = []
+    made = Certificate("x", "x", "small", (1,), 2e-7, 3e-6, 0.0, {}, ("rope_theta",), (), 0.1, {})
+    monkeypatch.setattr(published_configs, "prove", lambda config: replace(made, problems=tuple(problem)))
+    (tmp_path / "benchmarks").mkdir()
+    assert measure(tmp_path, (), "2000-01-01") == 0
+    values = json.loads((tmp_path / "benchmarks" / "published_configs.json").read_text())["runs"][0]["values"]
+    assert [*values] == [one.name for one in PUBLISHED]
+    assert values["openai/gpt-oss-20b"]["log-probs"] == "2e-07"
+    problem.append("packed rows differ")
+    assert measure(tmp_path, ["SmolLM3"], "2000-01-01") == 1
+    assert '"verdict": "packed rows differ"' in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_types_with_a_family_are_admitted_by_it() -> None:

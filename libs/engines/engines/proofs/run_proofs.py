@@ -12,12 +12,14 @@ from engines.prove.certificate import Certificate
 from engines.prove.options_admission import options_certificate
 
 
-def certificates_of(config: EngineConfig, model: PretrainedConfig, world_size: int) -> tuple[Certificate, ...]:
+def certificates_of(
+    config: EngineConfig, model: PretrainedConfig, world_size: int, longest: int = 0
+) -> tuple[Certificate, ...]:
     """Return the certificates of an engine over `world_size` ranks; ranks that ask later find them in the cache.
 
     A type that no registered family describes is proven always, others where `config.prove` is "always" or "full": in
-    small, and on a CUDA device at true width, with "full" on any device. A proof that fails is returned with its
-    problems.
+    small, and on a CUDA device at true width with a row as long as the run's `longest`, with "full" on any device. A
+    proof that fails is returned with its problems.
 
     Raises:
         ValueError: no proof could be made, or kept.
@@ -37,7 +39,7 @@ def certificates_of(config: EngineConfig, model: PretrainedConfig, world_size: i
         and all(certificate.admits(config.batching) for certificate in certificates)
         and (config.prove == "full" or _on_cuda(config))
     ):
-        certificates.append(device_certificate(config, checked_part(model)))
+        certificates.append(device_certificate(config, checked_part(model), longest))
     return tuple(certificates)
 
 

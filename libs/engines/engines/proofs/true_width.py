@@ -43,7 +43,7 @@ class LayerSubset:
     lengths: tuple[int, ...]
     """Lengths on both sides of its thresholds."""
     not_crossed: tuple[str, ...]
-    """Fields whose threshold no such length exceeds."""
+    """Fields whose threshold no such length exceeds, and the run's longest row where memory takes none as long."""
     experts: Mapping[str, int] = field(default_factory=dict)
     """Numbers of experts, where they are fewer than the config's."""
 
@@ -76,8 +76,10 @@ def layer_subset(config: Any, device: torch.device, longest: int = 0) -> LayerSu
             )
         logits = min(LOGITS, (free - HOST_VALUE * values) // HOST_LOGIT)
     edges, fits = thresholds(text), longest_that_fits(model, logits)
-    lengths = tuple(length for length in proof_lengths(edges, max(longest, LONGEST)) if length <= fits)
-    not_crossed = tuple(name for name, edge in edges.items() if edge >= max(lengths, default=0))
+    lengths = tuple(one for one in proof_lengths(edges, min(max(longest, LONGEST), fits)) if one <= fits)
+    reached = max(lengths, default=0)
+    wanted = {**edges, "the run's longest row": longest - 1}
+    not_crossed = tuple(name for name, edge in wanted.items() if edge >= reached)
     return LayerSubset(few, lengths, not_crossed, experts)
 
 

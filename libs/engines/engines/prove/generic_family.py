@@ -30,7 +30,7 @@ _CACHES = frozenset(["cache_params", "past_key_values", "past_key_value", "layer
 """Names of a cache, or of the wish for one, among a layer's arguments."""
 _TEXT_MODELS = ("language_model", "text_model")
 """Names of the text model in a multi-modal one."""
-_OTHER_TOKENS = re.compile(r"(^|\.)(encoder_attn|crossattention|cross_attn|cross_attention)(\.|$)")
+OTHER_TOKENS = re.compile(r"(^|\.)(encoder_attn|crossattention|cross_attn|cross_attention)(_layer_norm)?(\.|$)")
 """Modules that attend to an encoder's output or to images: on text alone no layer calls them."""
 _OWN_FORMS = {"BloomAttention": bloom_attention, "MptAttention": mpt_attention}
 """Packed forms of attention that does not ask the table, and computes what others do not (ALiBi)."""
@@ -109,7 +109,7 @@ class GenericFamily(Family):
     def mixers(self, layer: nn.Module) -> Iterator[tuple[nn.Module, PackedForward | None]]:
         """Yield the attention modules of a layer, and those that keep a state between tokens by code of their own."""
         for name, module in layer.named_modules():
-            if _OTHER_TOKENS.search(name):
+            if OTHER_TOKENS.search(name):
                 continue
             if chooses_attention(module):
                 yield module, own_attention if chooses_keys(module) or masks_itself(module) else None

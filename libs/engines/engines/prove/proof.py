@@ -3,7 +3,7 @@
 1. `shrink_config` makes the config small. Every switch keeps its value, every threshold lies between the lengths.
 2. Packed rows are compared with stock transformers, one sequence at a time: log-probs, and the gradient of every
    parameter. No value is as it was initialised, and matrices are larger, so that a leak shows.
-   So are padded rows, which a run with `batching='padded'` computes.
+   So are padded rows, which a run with `batching='padded'` computes. A parameter that no sequence reaches fails.
 3. Errors are planted: the first two sequences as one, to all layers and to each kind of layer alone. Each must move a
    log-prob by `MARGIN` times the tolerance.
 4. Every config field is changed in stock transformers. One that moves no log-prob as far, although the modelling code
@@ -36,10 +36,10 @@ from engines.prove.comparison import (
     sequences,
     stock,
 )
-from engines.prove.generic_family import GenericFamily, TextPartFamily, generic_family, is_inside
+from engines.prove.generic_family import OTHER_TOKENS, GenericFamily, TextPartFamily, generic_family, is_inside
 from engines.prove.lengths import proof_lengths
 from engines.prove.random_weights import randomize
-from engines.prove.sensitivity import MergedOps, SeenOps, flips
+from engines.prove.sensitivity import MergedOps, SeenOps, flips, largest_move, of_absent_layers
 from engines.prove.small_config import VOCABULARY, shrink_config, thresholds
 from engines.prove.small_towers import shrink_whole
 from engines.prove.text_part import export_problem, separate
@@ -82,6 +82,7 @@ def prove(config: Any) -> Certificate:
             problem = problem or "its class changes the config that it is given: what is opened is not what was proven"
         if isinstance(family, TextPartFamily):
             problem = problem or separate(model, family, want)
+        problem = problem or _unreached(model, rows, want)
     except BUILD_ERRORS as error:
         raise ValueError(
             f"model family {part.model_type!r} is not supported: no proof could be made, as stock transformers could "
@@ -100,7 +101,8 @@ def prove(config: Any) -> Certificate:
         equal = possible and not (problem and padded == INFINITE)
         if equal and isinstance(family, GenericFamily) and (wrong := export_problem(model, family, rows, want)):
             problem, padded, equal = "; ".join(filter(None, [problem, wrong])), INFINITE, False
-    moved = {one.field: one.moved for one in flips(small, model, rows, want, MARGIN * LOG_PROBS)} if equal else {}
+    found = list(flips(small, model, rows, want, MARGIN * LOG_PROBS)) if equal else []
+    moved = {one.field: one.moved for one in found if one.moved > LOG_PROBS or not of_absent_layers(small, one.field)}
     unseen = tuple(name for name, most in moved.items() if not most > MARGIN * LOG_PROBS)
     planted |= {f"config field {name}": most for name, most in moved.items() if name not in unseen and most < INFINITE}
     return Certificate(
@@ -145,6 +147,22 @@ def _looks_ahead(model: Any, rows: Sequence[Tensor]) -> str:
         if (moved := largest(one - other)) > LOG_PROBS:
             model.set_attn_implementation("eager")
             return f"it is no causal model: a later token moves an earlier log-prob by {moved:.1e} ({name} attention)"
+    return ""
+
+
+def _unreached(model: Any, rows: Sequence[Tensor], want: Result) -> str:
+    """Return what is wrong where a trained parameter moves no log-prob of stock transformers: as no sequence is long
+    enough, or what it belongs to is never called."""
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or bool(want.gradients[name].any()) or OTHER_TOKENS.search(name):
+            continue
+        with torch.no_grad():
+            before = parameter.clone()
+            parameter.mul_(-3)  # a choice of keys, without gradients, is another
+            moved = largest_move(model, rows, want, LOG_PROBS)
+            parameter.copy_(before)
+        if not moved > LOG_PROBS:
+            return f"no sequence of the proof reaches {name}: nothing was compared of it"
     return ""
 
 

@@ -13,10 +13,11 @@ from engines.families.registry import FAMILIES, family_of
 from engines.prove import proof
 from engines.prove.admission import admitted_family, make_certificate
 from engines.prove.certificate import Certificate, cached_at
-from engines.prove.comparison import chosen_log_probs
+from engines.prove.comparison import chosen_log_probs, sequences, stock
 from engines.prove.generic_family import GenericFamily
 from engines.prove.lengths import proof_lengths
-from engines.prove.proof import prove, small_config
+from engines.prove.proof import prove, random_model, small_config
+from engines.prove.sensitivity import of_absent_layers
 from engines.prove.small_config import shrink_config, thresholds
 from engines.testing.one_rank import one_rank  # noqa: F401  a group for every test
 from engines.tiny import tiny_batch
@@ -126,6 +127,17 @@ def test_each_changed_field_moves_a_log_prob_a_hundred_tolerances() -> None:
     assert (certificate.padded or 0.0) <= proof.LOG_PROBS
 
 
+def test_fields_of_layers_that_a_model_lacks_are_not_asked_for() -> None:
+    assert not prove(AutoConfig.for_model("smollm3")).not_exercised  # none of its layers has a window
+    kinds = ["full_attention", "sliding_attention"]
+    rope = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in kinds}
+    names = ("sliding_window", "rope_parameters.sliding_attention.rope_theta", "rope_theta")
+    for layers, absent in ((kinds[:1], [True, True, False]), (kinds, [False] * 3)):
+        config = AutoConfig.for_model("laguna", num_hidden_layers=4, layer_types=(layers * 4)[:4], rope_parameters=rope)
+        assert [of_absent_layers(config, name) for name in names] == absent
+    assert not of_absent_layers(AutoConfig.for_model("mistral"), "sliding_window")  # all of its layers have one
+
+
 def test_a_field_that_only_draws_first_values_is_not_asked_for() -> None:
     """Mamba's code names `time_step_floor` where it draws weights, and calls a method `expand`."""
     assert prove(AutoConfig.for_model("mamba")).not_exercised == ("use_mambapy", "use_associative_scan")
@@ -141,6 +153,19 @@ def test_lengths_are_on_both_sides_of_every_threshold() -> None:
     lengths = proof_lengths({"sliding_window": 8, "index_topk": 6})
     assert {1, 5, 6, 7, 8, 9, 13, 17, 33} <= set(lengths)
     assert len(set(lengths)) == len(lengths)
+
+
+def test_no_part_of_a_model_stays_unreached() -> None:
+    """DeepSeek-V4 compresses 128 tokens to a key: at shorter lengths nothing would be compared of that."""
+    small = shrink_config(AutoConfig.for_model("deepseek_v4")).config
+    assert small.compress_rates == {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}
+    assert {3, 4, 5, 8, 9, 17} <= {*proof_lengths(thresholds(small))}
+    assert thresholds(small)["index_topk"] == 24  # it chooses 6 keys of 4 tokens each
+    model: Any = random_model(small_config(AutoConfig.for_model("granite")))
+    rows = sequences((7, 12), 64)
+    assert not proof._unreached(model, rows, stock(model, rows))
+    model.model.lost = torch.nn.Linear(2, 2)
+    assert "reaches model.lost.weight: nothing was compared" in proof._unreached(model, rows, stock(model, rows))
 
 
 def test_a_small_config_keeps_every_switch_and_a_layer_of_each_kind() -> None:

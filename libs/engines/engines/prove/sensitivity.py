@@ -144,6 +144,16 @@ def flips(
             yield flip
 
 
+def of_absent_layers(config: Any, path: str) -> bool:
+    """Return whether a field is of windows that no layer has, or of rotary embeddings of a kind of layer that it lacks."""
+    text = config.get_text_config()
+    kinds, rope = {*(getattr(text, "layer_types", None) or ())}, getattr(text, "rope_parameters", None) or {}
+    outer, _, name = path.rpartition(".")
+    of_kinds = outer.startswith("rope_parameters.") and not kinds.isdisjoint(rope)
+    windows = "sliding_window" in name and not any("sliding" in kind for kind in kinds)
+    return bool(kinds) and (windows or (of_kinds and outer.split(".")[1] not in kinds))
+
+
 def modeling_code(model: Any) -> str:
     """Return the code of a model, without comments and documentation: of the modules in it, not of others in the same
     files, and of all functions and other classes in these files, but those that draw first values of weights."""
@@ -221,7 +231,7 @@ def _others(path: str, value: Any) -> Iterator[Any]:
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int):
-        yield from dict.fromkeys((value + 1, max(1, value // 2), value * 2, 1))
+        yield from (value + 1, max(1, value // 2), value * 2)  # near: a threshold that nothing crosses moves nothing
     elif isinstance(value, float):
         yield from (100 * value, 1e4 * value) if 0 < abs(value) < 1e-3 else (value * 1.5 + (not value) / 10, value * 5)
     elif isinstance(value, list) and value and isinstance(value[0], int | float) and not isinstance(value[0], bool):
@@ -288,8 +298,7 @@ def _moved(
     want: Result,
     enough: float = float("inf"),
 ) -> float:
-    """Return how far the stock model of a config (None: there is none) moves a log-prob, with the same weights: of the
-    longest sequence, and of shorter ones until one moves by more than `enough`."""
+    """Return how far the stock model of a config (None: there is none) moves a log-prob, with the same weights."""
     if changed is None:
         return float("inf")
     try:
@@ -298,10 +307,16 @@ def _moved(
             return float("inf")
         flipped.load_state_dict(state, assign=True)
         flipped.to(next(model.parameters()).dtype).eval()
-        before, moved = want.log_probs.split([len(ids) - 1 for ids in rows]), 0.0
-        for ids, own in sorted(zip(rows, before, strict=True), key=lambda pair: -len(pair[0])):
-            if not (moved := max(moved, largest(stock(flipped, [ids], gradients=False).log_probs - own))) <= enough:
-                break
-        return moved
+        return largest_move(flipped, rows, want, enough)
     except _IMPOSSIBLE:
         return float("inf")  # the field matters so much that the model cannot be built or run
+
+
+def largest_move(model: Any, rows: Sequence[Tensor], want: Result, enough: float) -> float:
+    """Return how far a stock model's log-probs are from others: of the longest sequence, and of shorter ones until one
+    is further than `enough`."""
+    before, moved = want.log_probs.split([len(ids) - 1 for ids in rows]), 0.0
+    for ids, own in sorted(zip(rows, before, strict=True), key=lambda pair: -len(pair[0])):
+        if not (moved := max(moved, largest(stock(model, [ids], gradients=False).log_probs - own))) <= enough:
+            break
+    return moved

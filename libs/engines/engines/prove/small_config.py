@@ -22,7 +22,7 @@ BY_POSITION = frozenset(["default", "linear", "llama3", "yarn", "proportional"])
 """Rotary embeddings whose angles depend on a token's position alone."""
 
 _STATE_HEADS = ("mamba_d_head", "mamba_head_dim", "mamba_headdim")
-_GROUPS = {"n_group": 2, "topk_group": 1, "moe_topk_group": 1}
+_GROUPS = {"n_group": 2, "topk_group": 1, "moe_topk_group": 1, "index_topk_blocks": 2, "hc_sinkhorn_iters": 2}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 SIZES: Mapping[str, int] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "hidden_dim", "embedding_size", "embed_dim"), HIDDEN),
@@ -40,7 +40,7 @@ SIZES: Mapping[str, int] = {
     "intermediate_size_mlp": 96,
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
     **dict.fromkeys(("moe_shared_expert_intermediate_size", "shared_intermediate_size", "dense_intermediate_size"), 32),
-    **dict.fromkeys(("q_lora_rank", "hidden_size_per_layer_input"), 24),
+    **dict.fromkeys(("q_lora_rank", "o_lora_rank", "hidden_size_per_layer_input"), 24),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "codebook_size"), VOCABULARY),
     **dict.fromkeys(("linear_num_key_heads", "mamba_n_groups", "n_groups"), 2),
     **dict.fromkeys(("qk_head_dim",), 2 * HEAD_DIM),
@@ -49,6 +49,7 @@ SIZES: Mapping[str, int] = {
     **dict.fromkeys(("attention_heads",), HEADS),
     "encoder_hash_byte_group_vocab": VOCABULARY,
     "shared_experts_intermediate_size": 32,
+    "o_groups": 2,
     "rotary_dim": HEAD_DIM,
     "mamba_d_ssm": 2 * HIDDEN,
     "index_n_heads": 16,  # with few of them scores are often all zero, and the choice of keys is arbitrary
@@ -80,12 +81,19 @@ _THRESHOLDS: Mapping[str, int] = {
     "floor_scale": 10,
     "index_topk": 6,
     "original_max_position_embeddings": 16,
+    **dict.fromkeys(("keep_window_size", "index_block_size", "chunk_size", "mamba_chunk_size", "block_size"), 8),
+    **dict.fromkeys(("conv_kernel", "conv_L_cache", "conv1d_width", "mamba_d_conv", "linear_conv_kernel_dim"), 8),
+    **dict.fromkeys(("short_conv_kernel_size", "compressed_sparse_attention"), 8),
+    "heavily_compressed_attention": 8,
 }
+"""Lengths at which a computation may change: windows, blocks, kernels of convolutions, tokens of a compressed key."""
 _ROTATIONS = {"rope_theta": 100.0, "beta_fast": 1.0, "beta_slow": 0.1}
 """Rotary embeddings turn slower at most: lower values move the angles of short sequences and of few features."""
 CAP = 1.5
 """Bound of logits and scores in small: they reach it."""
 _CAPS = ("softcapping", "soft_cap", "softcap", "swiglu_limit")
+_RATES = "compress_rates"
+"""Tokens of a compressed key by kind of layer (DeepSeek-V4)."""
 _LISTS_OF_LAYERS = ("moe_layers", "mlp_only_layers", "full_attn_idxs", "attn_layer_indices", "hybrid_layer_ids")
 """Fields that name layers by their number."""
 _EXTRACTED = "linear_attn_config"
@@ -210,10 +218,13 @@ def _own_fields(before: Mapping[str, Any], kept: Sequence[int]) -> dict[int, dic
 def thresholds(config: Any) -> dict[str, int]:
     """Return the lengths at which a text config's computation may change, by field."""
     values = config.get_text_config().to_dict()
-    parts = [values, *_ropes(values)]
+    rates = values.get(_RATES) or {}
+    parts = [values, *_ropes(values), rates]
     crossed = {
         name: part[name] for part in parts for name in _THRESHOLDS if isinstance(part.get(name), int) and part[name] > 1
     }
+    if rates and "index_topk" in crossed:
+        crossed["index_topk"] *= min(rates.values())  # it counts compressed keys
     if _by_length(values):
         crossed |= {name: values[name] for name in _POSITIONS if isinstance(values.get(name), int)}
     return crossed
@@ -244,6 +255,8 @@ def _values(before: Mapping[str, Any], depth: str | None, kept: Sequence[int]) -
         elif isinstance(value, list) and depth is not None and len(value) == _count(before[depth]):
             each = [value[layer] for layer in kept]
             yield name, [min(one, SIZES[name]) for one in each] if name in SIZES else each
+        if isinstance(value, dict) and name == _RATES:
+            yield name, {kind: min(rate, _THRESHOLDS[kind]) for kind, rate in value.items()}
         if isinstance(value, float) and name.endswith(_CAPS):
             yield name, min(value, CAP)
         if not isinstance(value, int):

@@ -64,8 +64,7 @@ class VllmEngine:
         self._requests = VllmRequests(self._send, config.vllm.data_parallel)
         self._open = OpenRequests(self._requests.end)
         self._lost: RuntimeError | None = None
-        self._closed = False
-        self._asleep = self._unread = False
+        self._closed = self._asleep = self._unread = False
         self._staged_s = 0.0
         self.transfer: Transfer | None = None
         self._weights = SharedWeights(checkpoint_shapes(model), tied, version, config.vllm.weights_on_device)
