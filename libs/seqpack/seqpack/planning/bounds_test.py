@@ -1,3 +1,6 @@
+from fractions import Fraction
+from math import ceil, floor
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -70,6 +73,19 @@ def test_threshold_bound_equals_its_definition() -> None:
             rest = sum(fillers) - (len(pairs) * capacity - sum(pairs))
             best = max(best, len(alone) + len(pairs) + max(0, -(-rest // capacity)))
         assert threshold_bound(descending(lengths), capacity) == best
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(60, 130), st.integers(1, 12), slopes)
+def test_dual_feasible_functions_equal_their_formulas(
+    given_lengths: list[int], capacity: int, k: int, slope: tuple[int, int]
+) -> None:
+    lengths, counts = np.unique(given_lengths, return_counts=True)
+    shares = [Fraction(length, capacity) for length in given_lengths]
+    rounded = [x if ((k + 1) * x).denominator == 1 else Fraction(floor((k + 1) * x), k) for x in shares]
+    assert rounding_bound(lengths, counts, capacity, k) == ceil(sum(rounded))
+    z = Fraction(*slope)
+    sloped = [floor(z * x) + max(Fraction(0), z * x % 1 - z % 1) / (1 - z % 1) for x in shares]
+    assert slope_bound(lengths, counts, capacity, *slope) == ceil(sum(sloped) / floor(z))
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(1, 4), st.booleans())
