@@ -38,10 +38,10 @@ class Published:
 
     def measured(self) -> dict[str, str]:
         """Prove it; return what a table says of it."""
-        found = prove(self.config())
-        numbers = {"log-probs": f"{found.log_probs:.0e}", "gradients": f"{found.gradients:.0e}"}
-        verdict = "equal" if found.holds else "; ".join(found.problems)
-        fields = ", ".join(found.not_exercised) or "-"
+        certificate = prove(self.config())
+        numbers = {"log-probs": f"{certificate.log_probs:.0e}", "gradients": f"{certificate.gradients:.0e}"}
+        verdict = "equal" if certificate.holds else "; ".join(certificate.problems)
+        fields = ", ".join(certificate.not_exercised) or "-"
         return {"verdict": verdict, **numbers, "not exercised": fields, "config": self.source}
 
     def config(self) -> Any:

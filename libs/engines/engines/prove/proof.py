@@ -101,8 +101,8 @@ def prove(config: Any) -> Certificate:
         equal = possible and not (problem and padded == INFINITE)
         if equal and isinstance(family, GenericFamily) and (wrong := export_problem(model, family, rows, want)):
             problem, padded, equal = "; ".join(filter(None, [problem, wrong])), INFINITE, False
-    found = list(flips(small, model, rows, want, MARGIN * LOG_PROBS)) if equal else []
-    moved = {one.field: one.moved for one in found if one.moved > LOG_PROBS or not of_absent_layers(small, one.field)}
+    changes = list(flips(small, model, rows, want, MARGIN * LOG_PROBS)) if equal else []
+    moved = {one.field: one.moved for one in changes if one.moved > LOG_PROBS or not of_absent_layers(small, one.field)}
     unseen = tuple(name for name, most in moved.items() if not most > MARGIN * LOG_PROBS)
     planted |= {f"config field {name}": most for name, most in moved.items() if name not in unseen and most < INFINITE}
     return Certificate(

@@ -145,7 +145,7 @@ def flips(
 
 
 def of_absent_layers(config: Any, path: str) -> bool:
-    """Return whether a field is of windows that no layer has, or of rotary embeddings of a kind of layer that it lacks."""
+    """Return whether a field is of windows that no layer has, or of rotary embeddings of layers of another kind."""
     text = config.get_text_config()
     kinds, rope = {*(getattr(text, "layer_types", None) or ())}, getattr(text, "rope_parameters", None) or {}
     outer, _, name = path.rpartition(".")
