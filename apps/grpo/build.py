@@ -109,7 +109,7 @@ class RunBuilder:
         """Return what trains, at the checkpoint; beside it the reference model, where the KL penalty needs one."""
         settings = engine_config(self.config, self.model)
         engine = build_engine(settings, self.opened)
-        if self.config.objective.kl_coef and not self.config.engine.lora.rank:
+        if self.config.needs_reference and not self.config.engine.lora.rank:
             engine.reference = build_reference(settings)
         if self.checkpoint is not None:
             engine.load(str(self.checkpoint))

@@ -16,6 +16,7 @@ from apps.common.data.template_options import template_options
 from apps.common.own_metrics import check_metrics
 from apps.common.run.idle_steps import ALLOWED, allowed_problem
 from apps.common.tool_formats import format_of
+from apps.grpo.teacher_config import RewardShaping as RewardShaping
 from apps.grpo.teacher_config import TeacherConfig as TeacherConfig
 from apps.grpo.teacher_config import TeacherWarmStart as TeacherWarmStart
 from apps.grpo.teacher_config import WarmStart as WarmStart
@@ -257,6 +258,7 @@ class GrpoConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: Sampling = field(default_factory=Sampling)
     objective: GRPO = field(default_factory=GRPO)
+    shaping: Annotated[RewardShaping, tyro.conf.arg(name="")] = field(default_factory=RewardShaping)
     teachers: Annotated[TeacherConfig, tyro.conf.arg(name="")] = field(default_factory=TeacherConfig)
     distillation: Distillation = field(default_factory=Distillation)
     cluster: Annotated[Cluster, tyro.conf.arg(name="")] = field(default_factory=Cluster)
@@ -275,6 +277,11 @@ class GrpoConfig:
         """Import the user's code in the process that is sent this: what follows may be of its classes."""
         self.__dict__.update(state)
         load_own_code(self)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether tokens are scored by the model that the run starts from."""
+        return self.objective.kl_coef > 0 or self.shaping.kl_in_reward > 0
 
     @property
     def corrected_objective(self) -> GRPO:
@@ -310,7 +317,9 @@ class GrpoConfig:
         """Yield what has no effect with a teacher, or without one."""
         taught = self.teachers.any
         idle = (
-            ("advantage", "objective.", "control_run", "filter_groups.") if taught else ("distillation.", "teachers.")
+            ("advantage", "objective.", "control_run", "filter_groups.", "shaping.")
+            if taught
+            else ("distillation.", "teachers.")
         )
         for path, value, default in leaves(self):
             if path.startswith(idle) and value != default:
@@ -336,7 +345,13 @@ class GrpoConfig:
                 f"--mini-batches {self.mini_batches} are more than the {self.prompts_per_step * self.group_size} "
                 "answers of a step (--prompts-per-step times --group-size)"
             )
+        if self.shaping.overlong_buffer > self.sampling.max_new_tokens:
+            yield f"--overlong-buffer must be at most --sampling.max-new-tokens, got {self.shaping.overlong_buffer}"
+        if self.shaping.overlong_buffer and self.max_turns > 1:
+            yield "--overlong-buffer counts the tokens of an answer of one turn: set --max-turns 1"
         if self.epochs * self.mini_batches == 1:
+            if self.objective.policy_loss == "kl_cov":
+                yield "--loss kl_cov is the policy gradient with one update a batch: raise --epochs or --mini-batches"
             for name in ("clip_low", "clip_high", "dual_clip"):
                 if getattr(self.objective, name) != getattr(GRPO, name):
                     yield (

@@ -11,10 +11,13 @@ from torch import Tensor
 
 from apps.grpo.config import GrpoConfig
 from apps.grpo.idle import SIGNAL
+from apps.grpo.shaping import estimated, shape
 from apps.grpo.teachers import Teachers
 from engines import SharedParameters, TrainEngine, Unsupported, base_policy, shared_parameters
 from engines.adapters.adapter_export import adapter_layout, adapter_pieces
-from objectives.advantages import estimate, first_rows, per_sequence, per_token
+from objectives.advantages import first_rows, per_sequence, per_token
+from objectives.choices import HIGH_COVARIANCE
+from objectives.covariance_losses import high_covariance
 from objectives.off_policy import mismatch_meter
 from rollout import Episode, to_batch
 from rollout.seeds import derive_seed
@@ -43,6 +46,7 @@ class GrpoTrainer:
             return TrainResult(dict(NOTHING), [0.0] * len(episodes))
         batch = to_batch(episodes)
         if self.teachers is None:
+            shape(batch, episodes, self.config, self.engine)
             batch["advantages"] = advantages_of(batch, self.config, step)
         else:  # every answer is learnt from, whatever its reward
             batch["advantages"] = per_token(torch.ones(len(batch)), batch["loss_mask"])
@@ -86,7 +90,7 @@ class GrpoTrainer:
 
 def advantages_of(batch: TensorDict, config: GrpoConfig, step: int) -> Tensor:
     """Return, jagged (B, j), how much better each response is than its group's; a control run shuffles them."""
-    advantages = estimate(batch, config.advantage, config.advantage_options)
+    advantages = estimated(batch, config)
     if config.control_run == "shuffled-advantages":
         generator = torch.Generator().manual_seed(derive_seed(config.seed, "shuffle", step))
         scores = per_sequence(advantages, batch["loss_mask"])
@@ -127,9 +131,11 @@ def train_on(batch: TensorDict, config: GrpoConfig, engine: TrainEngine) -> dict
     if config.epochs * config.mini_batches > 1:
         # Later updates of this batch are off-policy: they need the log-probs of the policy that it started from.
         batch["old_log_probs"] = engine.forward(batch)["log_probs"]
-    if config.objective.kl_coef:
+    if config.objective.kl_coef and "ref_log_probs" not in batch.keys():  # noqa: SIM118
         with base_policy(engine) as reference:
             batch["ref_log_probs"] = reference.forward(batch)["log_probs"]
+    if config.objective.policy_loss in ("clip_cov", "kl_cov"):
+        _choose_tokens(batch, config, engine)
     _, _, episode_of = first_rows(batch["episode"])
     parts = [(episode_of % config.mini_batches == part).nonzero()[:, 0].tolist() for part in range(config.mini_batches)]
     parts = [part for part in parts if rows_trained[part].any()]
@@ -151,6 +157,21 @@ def train_on(batch: TensorDict, config: GrpoConfig, engine: TrainEngine) -> dict
     named = {f"train/{name}": value for name, value in means.items()}
     named[SIGNAL] = float((view.flat("advantages")[view.trained] != 0).float().mean())
     return named | difference | proof | {"train/updates": float(len(results))}
+
+
+def _choose_tokens(batch: TensorDict, config: GrpoConfig, engine: TrainEngine) -> None:
+    """Add the tokens of high covariance to a batch: those of the policy that its updates start from. Collective."""
+    known = "old_log_probs" in batch.keys()  # noqa: SIM118
+    share, of_loss = config.objective.covariance_share, config.objective.policy_loss
+    seed = derive_seed(config.seed, "covariance", int(batch["policy_version"].values().max()))  # alike on every rank
+    batch[HIGH_COVARIANCE] = high_covariance(
+        batch["advantages"],
+        batch["old_log_probs"] if known else engine.forward(batch)["log_probs"],
+        batch["loss_mask"],
+        2e-4 if share is None else share,
+        (1.0, 5.0) if of_loss == "clip_cov" else None,
+        torch.Generator().manual_seed(seed),
+    )
 
 
 def _mean_difference(results: Sequence[Mapping[str, float]], of_none: float) -> float:

@@ -1,4 +1,4 @@
-"""Settings of what a run learns from besides rewards: demonstrations, and a teacher."""
+"""Settings of what a run learns from besides an environment's rewards: shaping, demonstrations, and a teacher."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -53,6 +53,32 @@ class TeacherWarmStart(WarmStart):
     """Supervised steps on a recipe's demonstrations that make a teacher."""
 
     path = "teachers.teacher_warm_start."
+
+
+@dataclass(frozen=True)
+class RewardShaping:
+    """What is added to rewards before answers are compared, and which answers are left out."""
+
+    overlong_buffer: int = 0
+    """The reward of an answer falls by up to 1 over the last so many of --sampling.max-new-tokens (DAPO); 0: it does
+    not."""
+    overlong_filter: bool = False
+    """Learn nothing from the tokens of answers that were cut off; their rewards count in their groups (DAPO)."""
+    length_reward: float = 0.0
+    """Weight of a reward from 0.5 for the shortest answer of a group to -0.5 for the longest; one without a reward gets
+    0 at most (Kimi k1.5)."""
+    kl_in_reward: float = 0.0
+    """Coefficient of the KL divergence from the model that the run starts from, taken from the reward of an answer, or
+    of each token (--advantage reinforce_plus_plus)."""
+
+    def __post_init__(self) -> None:
+        refuse(self.problems())
+
+    def problems(self) -> Iterator[str]:
+        """Yield texts of all that is wrong, each with a flag."""
+        for name in ("overlong_buffer", "length_reward", "kl_in_reward"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                yield f"{flag('shaping.' + name)} must be at least 0 and finite, got {getattr(self, name)}"
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ def test_a_resumed_run_tells_other_files_and_options(file: Path) -> None:
         ("--loss own.py:loss --loss-options taw=1", "--loss-options: there is no option 'taw', did you mean tau?"),
         ("--loss own.py:loss --loss-options tau=x", "--loss-options: tau: float = 0.5 can't be 'x'"),
         ("--loss own.py:lose", "has no 'lose' for --loss; did you mean loss"),
-        ("--loss ppa", "use one of ppo, cispo, gspo, gmpo, sapo, dppo_tv, dppo_kl, or FILE.py:NAME"),
+        ("--loss ppa", "use one of ppo, cispo, gspo, gmpo, sapo, dppo_tv, dppo_kl, clip_cov, kl_cov, or FILE.py:NAME"),
         ("--loss-options tau=1", "--loss-options: there is no option 'tau' (ppo; it has no options)"),
         ("--advantage own.py:advantage --advantage-options x=1", "--advantage-options: there is no option 'x'"),
         ("--schedule own.py:schedule --schedule-options x=1", "--schedule-options: there is no option 'x'"),

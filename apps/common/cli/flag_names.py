@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from runplan.settings import FLAGS
 
 PREFIXES = (
-    *((part, "") for part in ("data.", "plugins.", "teachers.", "cluster.")),
+    *((part, "") for part in ("data.", "plugins.", "teachers.", "shaping.", "cluster.")),
     *(("engine.lora.", "lora."), ("engine.", "trainer.")),
 )
 """Prefixes of dotted paths, and those of their flags; the first that fits counts."""

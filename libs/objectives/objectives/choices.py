@@ -23,6 +23,8 @@ CORRECTIONS: tuple[Correction, ...] = get_args(Correction)
 LARGEST_CAP = 1e8
 """The largest cap of importance weights: below exp(HIGHEST) of `objectives.ratio`, so that what lies above a cap is
 still seen to."""
+HIGH_COVARIANCE = "high_covariance"
+"""Key of a batch: the tokens that clip_cov and kl_cov treat apart (`objectives.covariance_losses.high_covariance`)."""
 OPTIONS = ("clip_low", "clip_high", "dual_clip")
 LOSS_OPTIONS: dict[str, tuple[str, ...]] = {
     "ppo": OPTIONS,
@@ -32,6 +34,8 @@ LOSS_OPTIONS: dict[str, tuple[str, ...]] = {
     "sapo": (),
     "dppo_tv": ("clip_low", "clip_high"),
     "dppo_kl": ("clip_low", "clip_high"),
+    "clip_cov": ("clip_low", "clip_high"),
+    "kl_cov": (),
 }
 """Those of `OPTIONS` that each policy loss of `objectives.losses` takes."""
 GROUP_SIZES = {

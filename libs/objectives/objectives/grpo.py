@@ -54,7 +54,7 @@ class GRPO:
 
     policy_loss: str = "ppo"
     """The loss of a token, by its name in `objectives.losses.POLICY_LOSSES`: ppo, cispo, gspo, gmpo, sapo, dppo_tv,
-    dppo_kl, or one you registered; or a
+    dppo_kl, clip_cov, kl_cov, or one you registered; or a
     function of `objectives.losses.PolicyTokens`, as FILE.py:NAME or package.module:NAME."""
     clip_low: float | None = None
     """The ratio to the old policy is bounded by 1 - clip_low from below; None: the loss's own (ppo 0.2, cispo 1)."""
@@ -62,6 +62,8 @@ class GRPO:
     """The ratio is bounded by 1 + clip_high from above; None: the loss's own (ppo 0.2, cispo 0.28)."""
     dual_clip: float | None = None
     """Bound -dual_clip A on the loss of a negative advantage A, for ppo; None: no bound."""
+    covariance_share: float | None = None
+    """Share of the tokens that clip_cov leaves out, or kl_cov holds to the old policy; None: 0.0002."""
     aggregation: Aggregation = "token"
     """The aggregation over tokens: equal weight a token, equal weight a sequence, or a sum over a constant length."""
     max_tokens: int | None = None
@@ -100,6 +102,11 @@ class GRPO:
                     reason = f"policy_loss {self.policy_loss!r} takes {takes}"
                     yield partial(check_without_effect, name, getattr(self, name), reason)
             yield partial(check_loss_options, self.policy_loss, self.policy_loss_options)
+        if self.policy_loss not in ("clip_cov", "kl_cov"):
+            other = "it goes with policy_loss clip_cov or kl_cov"
+            yield partial(check_without_effect, "covariance_share", self.covariance_share, other)
+        elif self.covariance_share is not None:
+            yield partial(check_number, "covariance_share", self.covariance_share, 0, 1)
         for name in ("clip_low", "clip_high", "dual_clip"):
             yield partial(check_clips, **{name: getattr(self, name)})
         yield partial(check_choice, "aggregation", self.aggregation, AGGREGATIONS)

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from objectives.checks import check_choice
 from objectives.choices import AGGREGATIONS as AGGREGATIONS
+from objectives.choices import HIGH_COVARIANCE, check_clips, check_max_tokens
 from objectives.choices import OPTIONS as OPTIONS
 from objectives.choices import POLICY_LOSSES as POLICY_LOSSES
 from objectives.choices import Aggregation as Aggregation
-from objectives.choices import check_clips, check_max_tokens
+from objectives.covariance_losses import high_covariance as high_covariance
+from objectives.covariance_losses import kl_cov as kl_cov
 from objectives.policy_loss import PolicyLoss as PolicyLoss
 from objectives.policy_loss import PolicyTokens as PolicyTokens
 from objectives.policy_loss import TokenLoss as TokenLoss
@@ -83,6 +85,22 @@ def cispo(
     return TokenLoss(-weight * wide(advantages.detach()) * wide(log_probs), metrics)
 
 
+def clip_cov(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    chosen: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> TokenLoss:
+    """Return PPO's clipped loss, and 0 at the chosen tokens, bool[T]: Clip-Cov (`objectives.covariance_losses`).
+
+    Metrics: PPO's, and clip/covariance.
+    """
+    loss, metrics = ppo_clip(log_probs, old_log_probs, advantages, clip_low, clip_high)
+    return TokenLoss(loss * ~chosen, {**metrics, "clip/covariance": chosen})
+
+
 @register_policy_loss("ppo", scales_with_advantage=True, clip_low=0.2, clip_high=0.2, dual_clip=None)
 def _ppo(tokens: PolicyTokens, clip_low: float, clip_high: float, dual_clip: float | None) -> TokenLoss:
     return ppo_clip(tokens.log_probs, tokens.old_log_probs, tokens.advantages, clip_low, clip_high, dual_clip)
@@ -91,6 +109,12 @@ def _ppo(tokens: PolicyTokens, clip_low: float, clip_high: float, dual_clip: flo
 @register_policy_loss("cispo", scales_with_advantage=True, clip_low=1.0, clip_high=0.28)
 def _cispo(tokens: PolicyTokens, clip_low: float, clip_high: float) -> TokenLoss:
     return cispo(tokens.log_probs, tokens.old_log_probs, tokens.advantages, clip_low, clip_high)
+
+
+@register_policy_loss("clip_cov", keys=(HIGH_COVARIANCE,), scales_with_advantage=True, clip_low=0.2, clip_high=0.2)
+def _clip_cov(tokens: PolicyTokens, clip_low: float, clip_high: float) -> TokenLoss:
+    chosen = tokens.batch.values[HIGH_COVARIANCE].bool()
+    return clip_cov(tokens.log_probs, tokens.old_log_probs, tokens.advantages, chosen, clip_low, clip_high)
 
 
 def aggregate(

@@ -223,6 +223,7 @@ def test_the_objective_clips_where_the_function_does(name: str) -> None:
 def test_a_loss_that_claims_to_scale_with_the_advantage_does(name: str) -> None:
     """Engines skip rows on this claim."""
     tokens = tokens_of(torch.zeros(7, dtype=torch.float64))
+    tokens.batch.values["high_covariance"] = torch.arange(7) == 2
     new = tokens.log_probs.clone().requires_grad_()
     loss = POLICY_LOSSES[name].function(tokens._replace(log_probs=new), **POLICY_LOSSES[name].defaults).loss
     assert loss.eq(0).all()
@@ -305,5 +306,5 @@ def test_what_the_built_in_losses_declare() -> None:
     assert dict(POLICY_LOSSES["cispo"].defaults) == {"clip_low": 1.0, "clip_high": 0.28}
     for name, entry in POLICY_LOSSES.items():
         assert entry.name == name
-        assert entry.keys == ()
-        assert entry.scales_with_advantage
+        assert entry.keys == (("high_covariance",) if name.endswith("_cov") else ())
+        assert entry.scales_with_advantage is (name != "kl_cov")

@@ -103,6 +103,52 @@ def test_dppo_leaves_out_what_moved_too_far_the_way_it_is_pushed(
     assert gradient.tolist() == pytest.approx(want, rel=1e-9, abs=1e-12)
 
 
+columns = st.tuples(log_prob, log_prob, st.floats(-3, 3), st.booleans())
+
+
+@given(st.lists(columns, min_size=1, max_size=9), st.sampled_from([0.0, 0.2, 0.7, 1.0]), st.booleans())
+def test_covariance_chooses_tokens_of_the_batch_and_no_gradient_or_a_kl(
+    rows: list[tuple[float, float, float, bool]], share: float, bounded: bool
+) -> None:
+    new, old, advantage = (torch.tensor(column, dtype=torch.float64) for column in list(zip(*rows, strict=True))[:3])
+    mask = torch.tensor([row[3] for row in rows])
+    half = len(rows) // 2
+
+    def jagged(x: Tensor) -> Tensor:
+        return torch.nested.nested_tensor([x[:half], x[half:]], layout=torch.jagged)
+
+    bounds = (-0.5, 0.5) if bounded else None
+    chosen = losses.high_covariance(jagged(advantage), jagged(old), jagged(mask), share, bounds).values()
+    kept = [(q, a) for _, q, a, keep in rows if keep]
+    mean_q, mean_a = (sum(column) / max(1, len(kept)) for column in (list(zip(*kept, strict=True)) or [(), ()]))
+    covariance = [(a - mean_a) * (q - mean_q) if keep else None for _, q, a, keep in rows]
+    wanted = min(max(1, int(share * len(kept))), len(kept))
+    picked = [c for c, is_chosen in zip(covariance, chosen.tolist(), strict=True) if is_chosen]
+    assert None not in picked
+    if bounded:
+        assert len(picked) == min(wanted, sum(c is not None and -0.5 < c < 0.5 for c in covariance))
+        assert all(c is not None and -0.5 < c < 0.5 for c in picked)
+    else:
+        largest = sorted((c for c in covariance if c is not None), reverse=True)[:wanted]
+        assert sorted((c for c in picked if c is not None), reverse=True) == pytest.approx(largest, abs=1e-12)
+    new.requires_grad_()
+    cut, held = losses.clip_cov(new, old, advantage, chosen, 0.2, 0.3), losses.kl_cov(new, old, advantage, chosen, 0.5)
+    for loss, kind in ((cut.loss, "cut"), (held.loss, "held")):
+        (gradient,) = torch.autograd.grad(loss.sum(), new)
+        want, slopes = [], []
+        for (p, q, a, _), is_chosen in zip(rows, chosen.tolist(), strict=True):
+            rho, sign = math.exp(p - q), (p > q) - (p < q)
+            plain, bounded_one = -rho * a, -min(max(rho, 0.8), 1.3) * a
+            if kind == "cut":
+                want.append(0.0 if is_chosen else max(plain, bounded_one))
+                slopes.append(0.0 if is_chosen or plain < bounded_one else plain)
+            else:
+                want.append(plain + 0.5 * abs(p - q) * is_chosen)
+                slopes.append(plain + 0.5 * sign * is_chosen)
+        assert loss.tolist() == pytest.approx(want, rel=1e-9, abs=1e-12)
+        assert gradient.tolist() == pytest.approx(slopes, rel=1e-9, abs=1e-12)
+
+
 @pytest.mark.parametrize("name", ["gspo", "gmpo", "sapo", "dppo_tv", "dppo_kl"])
 def test_on_policy_each_has_the_policy_gradient(name: str) -> None:
     new = -torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()

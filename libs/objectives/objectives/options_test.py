@@ -19,6 +19,7 @@ GRPO_OPTIONS: dict[str, tuple[dict[str, Any], Sequence[Any], Sequence[Any]]] = {
     "clip_low": ({}, [0, 0.0, 0.2, 1.0], [1.001, 2, *NUMBERS_BELOW_0]),
     "clip_high": ({}, [0, 0.28, 5.0, math.inf], NUMBERS_BELOW_0),
     "dual_clip": ({}, [1.001, 3, 10.0], [1, 1.0, 0.5, 0, *NUMBERS_BELOW_0]),
+    "covariance_share": ({"policy_loss": "kl_cov"}, [0, 0.5, 1, None], [1.5, *NUMBERS_BELOW_0]),
     "aggregation": ({}, ["token", "sequence"], ["constant", "mean", "", None]),
     "max_tokens": ({"aggregation": "constant"}, [1, 7, 4096], [None, 0, -1, math.nan, 1.5, "7", True]),
     "kl_coef": ({}, [0, 0.0, 0.04, 1], [math.inf, *NUMBERS_BELOW_0, None]),
@@ -52,6 +53,7 @@ def test_bad_values_are_refused_by_name(name: str, value: Any) -> None:
     "options",
     [
         {"max_tokens": 5},
+        {"covariance_share": 0.1},
         {"max_tokens": 5, "aggregation": "sequence"},
         {"kl_estimator": "k3"},
         {"kl_estimator": "k2", "kl_coef": 0.0},

@@ -31,6 +31,7 @@ def packed_of(advantage: float, **changed: float) -> tuple[PackedBatch, Totals]:
         "input_ids": [1, 2, 3, 4],
         "loss_mask": [False, True, True, True],
         "advantages": torch.tensor([0.0, advantage, 1.0, -1.0]),
+        "high_covariance": torch.tensor([False, True, False, False]),
         **{key: torch.tensor([0.0, changed.get(key, -1.1), -1.2, -0.9]) for key in KEYS},
     }
     batch = make_batch([row])

@@ -37,7 +37,9 @@ def rows_of(lengths: list[int], dtype: torch.dtype, seed: int = 0) -> tuple[Pack
     near = {key: (log_probs + 0.1 * torch.randn(size, generator=rng)).to(dtype) for key in FLOATS[:3]}
     spread = torch.randn(size, generator=rng).to(dtype)
     entropy = torch.rand(size, generator=rng).to(dtype)
-    return packed.with_values(**near, advantages=spread), log_probs.to(dtype), entropy, Totals.of(batch)
+    chosen = torch.rand(size, generator=rng) < 0.1
+    packed = packed.with_values(**near, advantages=spread, high_covariance=chosen)
+    return packed, log_probs.to(dtype), entropy, Totals.of(batch)
 
 
 def in_float64(packed: PackedBatch) -> PackedBatch:

@@ -1,0 +1,61 @@
+"""Rewards as a run changes them before answers are compared: by length, and by the KL divergence from the reference."""
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from apps.grpo.config import GrpoConfig
+from engines import TrainEngine, base_policy
+from objectives.advantages import estimate, first_rows, response_lengths
+from objectives.kl import k1
+from objectives.shaping import length_reward, overlong_filter, overlong_penalty
+from objectives.token_advantages import normalized, returns_with_kl
+from rollout import Episode
+from schedules.reporting.episode_metrics import TRUNCATED
+from seqpack.batches.jagged import flattened, ragged
+
+
+def shape(batch: TensorDict, episodes: Sequence[Episode], config: GrpoConfig, engine: TrainEngine) -> None:
+    """Change rewards and mask of a batch as `config.shaping` says, and score it where KL is in the reward. Collective
+    then."""
+    shaping = config.shaping
+    _, first, of_row = first_rows(batch["episode"])
+    lengths, reward, groups = (x[first] for x in (response_lengths(batch), batch["reward"], batch["group"]))
+    added = torch.zeros_like(reward)
+    if shaping.overlong_buffer:
+        added += overlong_penalty(lengths, config.sampling.max_new_tokens, shaping.overlong_buffer)
+    if shaping.length_reward:
+        added += shaping.length_reward * length_reward(lengths, reward > 0, groups)
+    batch["reward"] = batch["reward"] + added[of_row]
+    if shaping.overlong_filter:
+        cut = torch.tensor([episodes[place].end in TRUNCATED for place in batch["episode"].tolist()])
+        batch["loss_mask"] = overlong_filter(batch["loss_mask"], cut)
+    if shaping.kl_in_reward:
+        batch["policy_log_probs"] = engine.forward(batch)["log_probs"]
+        with base_policy(engine) as reference:
+            batch["ref_log_probs"] = reference.forward(batch)["log_probs"]
+        if config.advantage != "reinforce_plus_plus":  # which has it token by token
+            parts = ragged(batch["loss_mask"])
+            kl = k1(*(flattened(ragged(batch[f"{name}_log_probs"])) for name in ("policy", "ref")))
+            rows = torch.stack([x.sum() for x in torch.where(flattened(parts), kl, 0.0).split(parts.lengths)])
+            cost = torch.zeros_like(reward).index_add_(0, of_row, rows.to(reward))
+            batch["reward"] = batch["reward"] - shaping.kl_in_reward * cost[of_row]
+
+
+def estimated(batch: TensorDict, config: GrpoConfig) -> Tensor:
+    """Return the advantages of a shaped batch, jagged (B, j).
+
+    Raises:
+        ValueError: KL is in the reward of each token, and an episode has several rows.
+    """
+    if not config.shaping.kl_in_reward or config.advantage != "reinforce_plus_plus":
+        return estimate(batch, config.advantage, config.advantage_options)
+    if len(batch["episode"].unique()) < len(batch):
+        raise ValueError(
+            "--advantage reinforce_plus_plus with --kl-in-reward adds up the KL of the tokens of one row, and an "
+            "episode here has several: take --advantage reinforce_plus_plus_baseline, whose reward has it whole"
+        )
+    mask, policy, reference = (batch[name] for name in ("loss_mask", "policy_log_probs", "ref_log_probs"))
+    return normalized(returns_with_kl(batch["reward"], mask, policy, reference, config.shaping.kl_in_reward), mask)

@@ -1,0 +1,76 @@
+"""Rewards that a run shapes, and tokens that it chooses, by hand."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from apps.grpo.config import RewardShaping
+from apps.grpo.shaping import shape
+from apps.grpo.step import advantages_of, train_on
+from apps.grpo.step_test import CONFIG, REWARDS, batch_with_advantages, episodes, recorder
+from objectives import GRPO
+from objectives.covariance_losses import high_covariance
+from rollout import to_batch
+from seqpack.batches.batch import jagged
+
+
+@pytest.mark.parametrize("advantage", ["dr_grpo", "reinforce_plus_plus"])
+def test_rewards_are_shaped_before_answers_are_compared(advantage: str) -> None:
+    """Lengths and KL by hand; the answer that was cut off counts for its group, and trains nothing."""
+    made = [replace(one, end="max_tokens" if place == 2 else "done") for place, one in enumerate(episodes())]
+    shaping = RewardShaping(overlong_buffer=4, overlong_filter=True, length_reward=0.5, kl_in_reward=0.1)
+    sampling = replace(CONFIG.sampling, max_new_tokens=6)
+    config = replace(CONFIG, max_turns=1, sampling=sampling, shaping=shaping, advantage=advantage)
+    engine = recorder()
+    engine.reference = SimpleNamespace(
+        forward=lambda batch: {"log_probs": jagged([-1.5 * (x.float() + 1) for x in batch["input_ids"].unbind()])},
+        onload=lambda: None,
+        offload=lambda: None,
+    )
+    batch = to_batch(made)
+    shape(batch, made, config, engine)
+    groups, sampled = [0, 0, 0, 1, 1, 1], [[t for t in range(1, 2 + i) if t != 3] for i in range(6)]
+    wanted, costs = [], []
+    for i, reward in enumerate(REWARDS):
+        of_group = [len(sampled[j]) for j in range(6) if groups[j] == groups[i]]
+        share = 0.5 - (len(sampled[i]) - min(of_group)) / (max(of_group) - min(of_group))
+        late = min(1, max(0, (len(sampled[i]) - 2) / 4))
+        wanted.append(reward + 0.5 * (share if reward > 0 else min(0, share)) - late)
+        costs.append([0.1 * 0.5 * (10 * i + t + 1) for t in ([] if i == 2 else sampled[i])])
+    per_answer = advantage == "dr_grpo"
+    taken = [x - sum(cost) * per_answer for x, cost in zip(wanted, costs, strict=True)]
+    assert batch["reward"].tolist() == pytest.approx(taken, rel=1e-5)
+    found = advantages_of(batch, config, 0).unbind()
+    if per_answer:
+        means = [sum(taken[3 * g : 3 * g + 3]) / 3 for g in (0, 1)]
+        rows = [[taken[i] - means[groups[i]]] * len(costs[i]) for i in range(6)]
+    else:
+        returns = [[wanted[i] - sum(cost[k:]) for k in range(len(cost))] for i, cost in enumerate(costs)]
+        every = torch.tensor([x for row in returns for x in row], dtype=torch.float64)
+        rows = [[float((x - every.mean()) / (every.std() + 1e-6)) for x in row] for row in returns]
+    for place, row in enumerate(found):
+        assert row[batch["loss_mask"].unbind()[place]].tolist() == pytest.approx(rows[place], rel=1e-4)
+    assert not found[2].any()
+
+
+def test_tokens_of_high_covariance_are_those_of_the_policy_that_the_step_started_from() -> None:
+    batch, engine = batch_with_advantages(), recorder()
+    chosen: list[Any] = []
+    train_batch = engine.train_batch
+
+    def seen(part: TensorDict, objective: Any) -> dict[str, float]:
+        chosen.append(part["high_covariance"].values())
+        found: dict[str, float] = train_batch(part, objective)
+        return found
+
+    engine.train_batch = seen
+    train_on(batch, replace(CONFIG, mini_batches=2, objective=GRPO("kl_cov", covariance_share=0.3)), engine)
+    want = high_covariance(batch["advantages"], batch["old_log_probs"], batch["loss_mask"], 0.3).values()
+    assert int(want.sum()) == int(0.3 * int(batch["loss_mask"].values().sum())) > 1
+    assert sum(int(x.sum()) for x in chosen) == int(want.sum())
+    with pytest.raises(ValueError, match="kl_cov is the policy gradient with one update a batch"):
+        replace(CONFIG, objective=GRPO("kl_cov"))
