@@ -100,7 +100,8 @@ class RunBuilder:
         trained = self._engine() if shared else None
         sampler = self._sampler(stack, trained)
         session = None if sampler is None else self._session(sampler)
-        trainer = GrpoTrainer(self.config, self._engine() if trained is None else trained, Teachers.of(self.config))
+        teachers = Teachers.of(self.config, self.tasks, self.source.chat)
+        trainer = GrpoTrainer(self.config, self._engine() if trained is None else trained, teachers)
         if session is not None and (self.checkpoint is not None or self.given is not None):
             session.sync(trainer)
         return RunComponents(self, trainer, sampler, session)

@@ -325,6 +325,12 @@ class GrpoConfig:
             if path.startswith(idle) and value != default:
                 yield f"{flag(path)} has no effect {'with' if taught else 'without'} --teacher: leave it out"
 
+        if self.teachers.teacher_prompt_template is not None:
+            if self.max_turns > 1:
+                yield "--teacher-prompt-template is of answers of one turn: set --max-turns 1"
+            if self.engine.vision != "off":
+                yield "--teacher-prompt-template is of prompts of text: leave --trainer.vision at off"
+
     def _groups(self) -> Iterator[str]:
         """Yield what the advantage can't be of."""
         try:

@@ -23,6 +23,7 @@ from apps.grpo.recipe import Recipe
 from apps.grpo.registry import spec_of
 from apps.grpo.sampling.chat import chat_of, tool_format_of
 from apps.grpo.sampling.ray_devices import check_ray_devices
+from apps.grpo.tasks.privileged import check_privileged
 from apps.grpo.tasks.prompt_files import data_problems
 from apps.grpo.teachers import check_teachers
 from chat_tools import formats
@@ -150,6 +151,8 @@ def prepare_tasks(
         refusals.lines += data_problems(config)
     if tasks is not None and not (config.plugins.environment and (refusals.lines or not whole)):
         refusals.of(partial(check_prompts, config, tasks, tokenizer, directory))
+        if config.teachers.teacher_prompt_template is not None:
+            refusals.of(lambda: check_privileged(config, tasks, chat_of(config, tokenizer, directory)))
     return tokenizer, tasks
 
 

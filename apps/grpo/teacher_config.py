@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from string import Formatter
 from typing import Literal
 
 from apps.common.cli.flags import flag
@@ -11,6 +12,10 @@ def refuse(problems: Iterator[str]) -> None:
     """Raise ValueError with all problems, where there are any."""
     if message := "; ".join(problems):
         raise ValueError(message)
+
+
+SELF = "self"
+"""Name of a teacher that is the policy itself."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +91,15 @@ class TeacherConfig:
     """On-policy distillation: the policy learns a teacher's distribution at its answers' tokens, not from rewards."""
 
     teacher: tuple[str, ...] = ()
-    """A teacher's model directory, with the model's tokenizer; of several environments NAME=DIR for each."""
+    """A teacher's model directory, with the model's tokenizer, or self, the policy as it is; of several environments
+    NAME=DIR for each."""
     teacher_top_k: int = 32
     """Number of tokens at each place that teacher and policy are compared on; all others count as one event."""
     teacher_tokens: Literal["teacher", "policy"] = "teacher"
     """Whose likeliest tokens these are."""
+    teacher_prompt_template: str | None = None
+    """What the teacher reads in place of a prompt's last message, such as "{prompt} Its solution: {solution}": {prompt}
+    is that message, others are columns of --data (self-distillation: --teacher self)."""
     teacher_warm_start: TeacherWarmStart = field(default_factory=TeacherWarmStart)
     """In place of --teacher: supervised steps on a recipe's demonstrations that make one."""
 
@@ -102,6 +111,11 @@ class TeacherConfig:
         """Whether there is a teacher."""
         return bool(self.teacher or self.teacher_warm_start.steps)
 
+    @property
+    def frozen(self) -> bool:
+        """Whether there is one with weights of its own."""
+        return any(name.rpartition("=")[2] != SELF for name in self.teacher) or self.teacher_warm_start.steps > 0
+
     def problems(self) -> Iterator[str]:
         """Yield texts of all that is wrong, each with a flag."""
         if self.teacher and self.teacher_warm_start.steps:
@@ -110,3 +124,22 @@ class TeacherConfig:
             yield f"--teacher-top-k must be at least 1, got {self.teacher_top_k}"
         if self.teacher_tokens not in ("teacher", "policy"):
             yield f"--teacher-tokens must be one of teacher, policy, got {self.teacher_tokens!r}"
+        if self.teacher_prompt_template is None:
+            if any(name.rpartition("=")[2] == SELF for name in self.teacher):
+                yield "--teacher self learns nothing from itself: tell it more by --teacher-prompt-template"
+        else:
+            yield from _template_problems(self.teacher_prompt_template)
+
+
+def _template_problems(template: str) -> Iterator[str]:
+    """Yield what is wrong with a template, as far as no data are needed."""
+    try:
+        parts = list(Formatter().parse(template))
+    except ValueError as error:
+        yield f"--teacher-prompt-template: {error} (a brace that is no name is written twice)"
+        return
+    names = [name for _, name, _, _ in parts if name is not None]
+    if bad := next((name for name in names if not name.isidentifier()), None):
+        yield f"--teacher-prompt-template: {{{bad}}} is no name of a column"
+    if "prompt" not in names:
+        yield "--teacher-prompt-template lacks {prompt}: the teacher must read the question, too"

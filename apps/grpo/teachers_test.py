@@ -11,7 +11,7 @@ import torch
 
 from apps.grpo.config import GrpoConfig, TeacherConfig, WarmStart
 from apps.grpo.main import configure, run
-from apps.grpo.teachers import KEYS, Teachers, check_teachers
+from apps.grpo.teachers import KEYS, POLICY_TOKENS, Teachers, check_teachers
 from apps.grpo.testing.recipe import SHALLOW as RECIPE
 from apps.quickstart.tokenizer import build_tokenizer
 from engines import EngineConfig, build_engine
@@ -45,7 +45,7 @@ def test_each_environment_has_its_teacher(of_policy: bool) -> None:
     for teacher in engines.values():  # they were put away
         teacher.onload()
     for place, name in enumerate(("code", "math", "code")):
-        asked = {"tokens": "asked"} if of_policy else {"top_k": 4}
+        asked = {"tokens": POLICY_TOKENS} if of_policy else {"top_k": 4}
         want = engines[name].forward(batch, **asked)
         for key, of in zip(KEYS, SEVERAL, strict=True):
             torch.testing.assert_close(batch[key].unbind()[place], want[of].unbind()[place])

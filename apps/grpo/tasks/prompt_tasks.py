@@ -70,6 +70,11 @@ class PromptTasks(RowSource):
         return others
 
     @property
+    def prompts(self) -> Mapping[str, Prompt]:
+        """The prompts that are trained on, by the key of their row."""
+        return {row.key: row.data["prompt"] for row in self._rows}
+
+    @property
     def held_out_metric(self) -> str | None:
         """What the reward declares that its mean is called; None: nothing."""
         return getattr(self.reward, "held_out_metric", None)
