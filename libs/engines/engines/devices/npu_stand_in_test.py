@@ -17,10 +17,10 @@ from engines.devices.detect import devices_of
 from engines.devices.npu import torch_npu
 from engines.fake_npu import build
 from engines.fake_npu.build import reason_against
-from engines.fake_npu.canary import canary, raises
 from engines.fake_npu.path import fake_npu_on_path
 from engines.fake_npu.surface import read_surface, signature
 from engines.proofs.forked_ranks import launch_forked
+from engines.testing.npu_canary import canary, raises
 
 pytestmark = pytest.mark.skipif(reason_against() is not None, reason=str(reason_against()))
 

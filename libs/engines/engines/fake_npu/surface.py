@@ -1,4 +1,4 @@
-"""Names and signatures of torch_npu, as `read_wheel` read them from the wheel."""
+"""Names and signatures of torch_npu, as `testing.read_npu_wheel` read them from the wheel."""
 
 import ast
 import inspect

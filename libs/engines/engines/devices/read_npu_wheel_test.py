@@ -6,7 +6,7 @@ from zipfile import ZipFile
 import pytest
 
 from engines.fake_npu import surface
-from engines.fake_npu.read_wheel import LIBRARY, OPERATORS, read_surface
+from engines.testing.read_npu_wheel import LIBRARY, OPERATORS, read_surface
 
 INIT = """
 import os
