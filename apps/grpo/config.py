@@ -225,6 +225,9 @@ class GrpoConfig:
     environment_processes: int | None = None
     """Processes that play environments on each sampler's machine, apart from it; None: as many as their CPU time asks
     for. 0 plays them in threads of the process that samples, as are those marked instant."""
+    environment_memory_gib: float | None = None
+    """Memory that a process of environments may take, with all that it has started; one that takes more is killed and
+    replaced. None: half of its machine's."""
     stall_seconds: float = 120.0
     """A process that samples (fully_async) or plays environments and says nothing for so long, as one that was stopped,
     is told, with its stack, and replaced."""
@@ -308,6 +311,8 @@ class GrpoConfig:
             yield f"--control-run must be one of {', '.join(get_args(Control))}, got {self.control_run!r}"
         if self.environment_processes is not None and self.environment_processes < 0:
             yield f"--environment-processes must be at least 0, got {self.environment_processes}"
+        if self.environment_memory_gib is not None and not self.environment_memory_gib > 0:
+            yield f"--environment-memory-gib must be more than 0, got {self.environment_memory_gib}"
         if not 0 < self.stall_seconds < float("inf"):
             yield f"--stall-seconds must be above 0 and finite, got {self.stall_seconds}"
         if self.max_episode_seconds is not None and not self.max_episode_seconds > 0:

@@ -16,6 +16,7 @@ WRONG = {
     "--max-steps": "0",
     "--group-size": "0",
     "--logging.groups": "-1",
+    "--environment-memory-gib": "0",
     "--environment-processes": "-1",
     "--max-episode-seconds": "0",
     "--stall-seconds": "0",

@@ -64,6 +64,12 @@ class Faulty:
         self.children = child
         raise ValueError(f"child {child.pid}")
 
+    async def _eat(self) -> None:
+        self.eaten: list[bytes] = []
+        while True:
+            self.eaten.append(os.urandom(8 << 20))
+            time.sleep(0.01)
+
     async def _none(self) -> Any:
         raise SystemExit(4)
 
@@ -77,3 +83,9 @@ class Faulty:
         await talk.reply()
         assert [m["role"] for m in talk.messages] == ["user", "assistant"] * 2
         assert branch.turns == 1
+
+
+class SlowFaulty(Faulty):
+    """One whose methods may take a minute."""
+
+    timeout = 60

@@ -121,7 +121,10 @@ class RolloutSession:
     processes: EnvironmentProcesses = field(init=False)
 
     def __post_init__(self) -> None:
-        processes = EnvironmentProcesses(self.settings.environment_processes, self.settings.stall_seconds)
+        settings = self.settings
+        processes = EnvironmentProcesses(
+            settings.environment_processes, settings.stall_seconds, settings.environment_memory_gib
+        )
         object.__setattr__(self, "processes", processes)
 
     def sync(self, trainer: Trainer) -> TransferResult:

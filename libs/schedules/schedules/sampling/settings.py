@@ -21,6 +21,8 @@ class RolloutSettings:
     max_episode_seconds: float | None = None
     environment_processes: int | None = None
     """Processes that play environments; None: by their cost, 0: threads of the process that samples."""
+    environment_memory_gib: float | None = None
+    """Memory that such a process may take; None: half of the machine's."""
     stall_seconds: float = 120.0
     """How long a process that samples or plays environments may say nothing."""
     ranks_per_sampler: int = 1

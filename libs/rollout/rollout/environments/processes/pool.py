@@ -3,8 +3,8 @@
 1. A process plays many episodes. In how many processes is told, or follows from the CPU time that they take: one more
    where all of them are busy, up to one a core.
 2. A process of which an environment hangs gets no more episodes, and is killed when its others have ended. One that
-   says nothing for `stall_seconds`, or ends, fails its episodes; they are played again, each in a process of its own,
-   so that the guilty one fails alone. Nothing is counted for the whole run.
+   says nothing for `stall_seconds`, takes more than `memory_gib`, or ends, fails its episodes; they are played again,
+   each in a process of its own, so that the guilty one fails alone. Nothing is counted for the whole run.
 3. Where more than half of the last `WINDOW` episodes of a class hung or died, one is refused, and counts as played.
 """
 
@@ -39,6 +39,7 @@ from rollout.environments.processes.messages import (
     unpack_step,
     unpack_tools,
 )
+from rollout.environments.processes.resident import half_of_memory, resident_bytes
 from rollout.errors import EpisodeFailed
 from rollout.workers.channel import Channel
 from rollout.workers.heartbeat import ask_stack
@@ -46,6 +47,7 @@ from rollout.workers.heartbeat import ask_stack
 WINDOW = 64  # episodes of a class
 BUSY = 0.7  # of a core
 CLOSE_TIMEOUT = 60.0
+LOOK = 0.25  # seconds between two looks at a process's memory
 START = 60.0  # seconds in which a process has to begin
 STATE = ("agent", "turns", "calls", "stop_reason", "limit", "max_new_tokens")
 
@@ -54,13 +56,17 @@ class EnvironmentProcesses:
     """A pool of processes that play environments, begun as they are needed.
 
     `count` bounds their number, 0: none, and None: as many as their measured cost asks for. `stall_seconds`: the
-    longest silence of a process.
+    longest silence of a process. `memory_gib`: what one may take, with all that it has started; None: half of the
+    machine's.
     """
 
-    def __init__(self, count: int | None = None, stall_seconds: float = 120.0) -> None:
+    def __init__(self, count: int | None = None, stall_seconds: float = 120.0, memory_gib: float | None = None) -> None:
         if count is not None and count < 0:
             raise ValueError(f"environment processes must be at least 0 (threads of the run's process), got {count}")
+        if memory_gib is not None and not memory_gib > 0:
+            raise ValueError(f"memory_gib of an environment process must be more than 0, got {memory_gib}")
         self.count, self.stall_seconds = count, stall_seconds
+        self._memory = half_of_memory() if memory_gib is None else int(memory_gib * (1 << 30))
         self.workers: list[EnvironmentProcess] = []
         self._lost: set[tuple[str, int]] = set()  # episodes whose process ended
         self.ends: dict[str, deque[bool]] = {}  # by class: whether the last episodes hung or died
@@ -116,7 +122,7 @@ class EnvironmentProcesses:
             self._lost.add((context.key, context.index))
 
     def _begin(self, alone: bool = False) -> "EnvironmentProcess":
-        worker = EnvironmentProcess(self.stall_seconds, alone)
+        worker = EnvironmentProcess(self.stall_seconds, self._memory, alone)
         self.workers.append(worker)
         return worker
 
@@ -124,7 +130,7 @@ class EnvironmentProcesses:
 class EnvironmentProcess:
     """One process, and the threads that read from it and write to it: no call of a process blocks the caller."""
 
-    def __init__(self, stall_seconds: float, alone: bool = False) -> None:
+    def __init__(self, stall_seconds: float, memory: int, alone: bool = False) -> None:
         mine, theirs = Pipe()
         path = os.pathsep.join(entry for entry in sys.path if entry)
         self.process = subprocess.Popen(
@@ -138,7 +144,7 @@ class EnvironmentProcess:
         self.alone, self.retired, self.why = alone, alone, ""
         self.busy = 0.0
         self.episodes: dict[int, ProcessEnvironment] = {}
-        self._stall_seconds = stall_seconds
+        self._stall_seconds, self._memory = stall_seconds, memory
         self._connection, self._channel = mine, Channel(mine)
         self._calls: dict[int, Future[tuple[dict[str, Any], bytes]]] = {}
         self._numbers, self._lock = itertools.count(), threading.Lock()
@@ -189,11 +195,19 @@ class EnvironmentProcess:
                 self._channel.send(*message)
 
     def _read(self) -> None:
-        heard = time.monotonic()
+        heard = looked = time.monotonic()
         cpu = when = 0.0
         try:
             while self.alive:
-                if not self._connection.poll(1.0):
+                there = self._connection.poll(LOOK)
+                if time.monotonic() - looked > LOOK:
+                    looked = time.monotonic()
+                    if (taken := resident_bytes(self.process.pid)) > self._memory:
+                        return self.kill(
+                            f"an environment process took {taken / 2**30:.2f} GiB of memory, "
+                            f"{self._memory / 2**30:.2f} are its limit (--environment-memory-gib)"
+                        )
+                if not there:
                     if (code := self.process.poll()) is not None:
                         return self.kill(f"an environment ended its process (exit code {code})")
                     if time.monotonic() - heard > (self._stall_seconds if when else max(START, self._stall_seconds)):

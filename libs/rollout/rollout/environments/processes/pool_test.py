@@ -4,6 +4,9 @@ import asyncio
 import functools
 import json
 import os
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +18,10 @@ import pytest
 from rollout import Chat, Episode, Sampling, Score, TaskRow, run_group
 from rollout.environments.processes.messages import describe, pack_messages, rebuild, unpack_messages
 from rollout.environments.processes.pool import EnvironmentProcesses
+from rollout.environments.processes.resident import resident_bytes
 from rollout.testing import ScriptedEngine
 from rollout.testing.chat import tiny_tokenizer
-from rollout.testing.faulty_environment import Faulty
+from rollout.testing.faulty_environment import Faulty, SlowFaulty
 from seqpack.extensions.load_object import load_object
 
 TOKENIZER = tiny_tokenizer()
@@ -60,6 +64,28 @@ def test_whatever_one_does_its_siblings_are_scored(do: str, reason: str, shared:
     assert reason in (episodes[2].error or "")
     assert [e.score for i, e in enumerate(episodes) if i != 2] == [Score(1.0)] * 3, [e.error for e in episodes]
     assert all(e.score for e in play(shared))  # another process has taken its place
+
+
+def test_one_that_eats_memory_is_killed_and_replaced() -> None:
+    pool = EnvironmentProcesses(1, memory_gib=1.0)
+    episodes = play(pool, SlowFaulty, do="eat", who=[2])
+    assert re.search(r"took 1\.\d\d GiB of memory, 1\.00 are its limit", episodes[2].error or ""), episodes[2].error
+    assert [e.score for i, e in enumerate(episodes) if i != 2] == [Score(1.0)] * 3, [e.error for e in episodes]
+    assert all(e.score for e in play(pool))
+    pool.close()
+
+
+def test_memory_of_descendants_counts() -> None:
+    code = "import subprocess, sys; x = bytearray(64 << 20); subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    child = "x = bytearray(64 << 20); print('there', flush=True); input()"
+    before = resident_bytes(os.getpid())
+    with subprocess.Popen([sys.executable, "-c", code, child], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        parent.stdout.readline()
+        assert 128 << 20 < resident_bytes(parent.pid) < 192 << 20
+        assert resident_bytes(os.getpid()) - before > 128 << 20
+        parent.communicate(b"\n")
+    assert resident_bytes(parent.pid) == 0
 
 
 def test_a_working_directory_is_its_processs_own(shared: EnvironmentProcesses) -> None:
