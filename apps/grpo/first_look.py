@@ -11,8 +11,10 @@ from apps.grpo.registry import missing_from_recipe, registered
 from runlog import check_tracker
 
 
-def look(config: GrpoConfig, runs: Path) -> None:
+def look(config: GrpoConfig, runs: Path | None) -> None:
     """Raise what is wrong with what a configuration names: files, recipe, run directory, trackers.
+
+    `runs`: where new runs are; None for a command that writes none.
 
     Raises:
         SettingsError: all of it.
@@ -25,7 +27,8 @@ def look(config: GrpoConfig, runs: Path) -> None:
         refusals.lines += missing_from_recipe(config, recipe)
         for name in config.tracker:
             refusals.of(partial(check_tracker, name))
-        refusals.of(partial(check_run_dir, config.run_dir, runs, False))
+        if runs is not None:
+            refusals.of(partial(check_run_dir, config.run_dir, runs, False))
         missing = missing_files(config)
         refusals.lines += data_problems(config) if refusals.lines or missing else []
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from apps.common.cli.flags import SettingsError, flag, leaves
 from apps.common.cli.values import with_values
 from apps.common.cli.yaml_config import dump_yaml, load_yaml
+from apps.grpo.commands import evaluate, try_environment
 from apps.grpo.config import OWNED, GrpoConfig
 from apps.grpo.main import GROUPS
 from apps.grpo.registry import recipes
@@ -61,6 +62,27 @@ def test_answers_import_no_torch(app: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "<class" not in done.stdout, "a type without a name for users"
+
+
+def test_commands_miss_a_file_without_torch() -> None:
+    names = (evaluate.__name__, try_environment.__name__)
+    code = f"""
+import sys
+from importlib import import_module
+from apps.common.cli.command_line import main
+for name in {names}:
+    try:
+        main(lambda: import_module(name).main(["--model", "/nowhere/model", "--data", "nowhere.jsonl"]))
+    except SystemExit as stop:
+        assert stop.code == 2, name
+sys.exit("torch" in sys.modules or "transformers" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith("error:")] == 2 * [
+        "error: no model directory /nowhere/model; --model takes a local Hugging Face directory",
+        "error: no such data file: nowhere.jsonl",
+    ]
 
 
 def test_settings_of_every_recipe_and_a_plan_import_no_torch() -> None:

@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 from apps.common.cli import command_line as cli
 from apps.common.cli.help import HELP
 from apps.common.program import command, program
+from apps.grpo.first_look import look
 from apps.grpo.main import configure
 
 USAGE = """usage: {program} [--out DIR] FLAGS
@@ -66,6 +67,7 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(0)
     rest, out = _own_flags(argv)
     config = configure(rest)
+    look(config, None)
     from apps.grpo.commands.evaluate_model import evaluate_model  # it imports torch, which help and errors need not
 
     every = not any(word.partition("=")[0].replace("_", "-") == "--eval-prompts" for word in rest)

@@ -16,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 from apps.common.cli import command_line as cli
 from apps.common.cli.help import HELP
 from apps.common.program import command, program
+from apps.grpo.first_look import look
 from apps.grpo.main import configure
 
 USAGE = """usage: {program} [--episodes N] [--greedy] FLAGS
@@ -68,6 +69,7 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(0)
     rest, count, greedy = _own_flags(argv)
     config = configure(rest)
+    look(config, None)
     from apps.grpo.commands.play_episodes import try_episodes  # it imports torch, which help and errors need not
 
     episodes = try_episodes(config, count, greedy)
