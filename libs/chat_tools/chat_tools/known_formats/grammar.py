@@ -19,7 +19,8 @@ class Tagged(NamedTuple):
     key's tag, behind the key's closing quote, and `kinds` its values: the first says that the value is text as it
     stands, the others that it is JSON. Where `calls` open with a quote and `name_end` has none, further attributes may
     follow the name. With `entities`, `&quot;` and `&amp;` in a name or key stand for the characters. `short` in
-    the place of `name_end` ends the call too. A value between the pair `raw` holds anything but its closing.
+    the place of `name_end` ends the call too. A value between the pair `raw` holds anything but its closing. With
+    `objects`, `{"name": ..., "arguments": {...}}` may stand for a call in the wrapper.
     """
 
     name_end: str
@@ -32,6 +33,7 @@ class Tagged(NamedTuple):
     entities: bool = False
     short: str = ""
     raw: Pair = ("", "")
+    objects: bool = False
 
 
 class Elements(NamedTuple):
@@ -51,7 +53,8 @@ class Json(NamedTuple):
     `header` is a pattern of all that stands between the opening marker and the object, with a group `name` and perhaps
     `id`; its repetitions are possessive, so that it takes linear time. `after` may follow the object. `quotes` are
     further string delimiters, without escapes; keys are bare then. With `keyed`, an object is `{NAME: {...}}`. `lead`
-    is text before the list of an answer that begins with it (`Format.opening`).
+    is text before the list of an answer that begins with it (`Format.opening`). With `lines`, further objects may
+    follow, without a list.
     """
 
     objects: bool = True
@@ -60,6 +63,7 @@ class Json(NamedTuple):
     quotes: tuple[str, ...] = ()
     keyed: bool = False
     lead: str = ""
+    lines: bool = False
 
 
 class Pythonic(NamedTuple):
@@ -111,7 +115,8 @@ class Format(NamedTuple):
     seeds for the fuzzer. `sign` is a text that stands in its chat templates alone, where the first marker does
     not. `recipients` are the headers of messages, where a turn is made of some and calls are written with tags.
     `call_ends_reasoning` says whether a call's opening token ends thinking that is not closed, as in the model's own
-    engine.
+    engine. `prompt_end` is the marker with which each prompt ends, so that a turn goes on behind it, and what stands
+    behind the marker before content; before anything but that and a call's header it is text.
     """
 
     name: str
@@ -127,6 +132,7 @@ class Format(NamedTuple):
     sign: str = ""
     recipients: Recipients | None = None
     call_ends_reasoning: bool = False
+    prompt_end: Pair = ("", "")
 
     def write(self, calls: Sequence[Call]) -> str:
         """Return calls as a model writes them, with their wrapper. ValueError for a format without a writer."""

@@ -6,7 +6,6 @@ from chat_tools.known_formats import writing
 from chat_tools.known_formats.grammar import Format, Pair, Tagged
 
 CHATML = ("<|im_end|>", "<|endoftext|>")
-_PARAMETERS = Tagged(name_end='">', key=('<parameter name="', '">'), value=("", "</parameter>"))
 
 
 def markup_language(
@@ -125,7 +124,7 @@ TAGGED_ENTRIES = (
         writer=writing.tagged,
         section=("<dots_function_call>", "</dots_function_call>"),
         calls=(('<invoke name="', "</invoke>"),),
-        body=_PARAMETERS,
+        body=Tagged(name_end='">', key=('<parameter name="', '">'), value=("", "</parameter>"), objects=True),
     ),
     Format(
         "minicpm5",

@@ -137,6 +137,12 @@ def objects(fmt: Format, calls: Sequence[Call]) -> str:
     return "\n".join(f"{opening}\n{json_of({'name': n, 'arguments': a})}\n{closing}" for n, a in calls)
 
 
+def object_lines(fmt: Format, calls: Sequence[Call]) -> str:
+    """Return an object a call, a line each, in one pair of markers."""
+    opening, closing = fmt.calls[0]
+    return "\n".join([opening, *(json_of({"name": n, "arguments": a}) for n, a in calls), closing])
+
+
 def parameter_objects(fmt: Format, calls: Sequence[Call]) -> str:
     """Return an object with `parameters` a call, without markers, joined by semicolons."""
     del fmt
@@ -200,6 +206,11 @@ def after_marker(fmt: Format, calls: Sequence[Call]) -> str:
 def after_name_tag(fmt: Format, calls: Sequence[Call]) -> str:
     """Return calls of functionary: the name in the tag, the object after it."""
     return after_name(fmt, calls, ">")
+
+
+def after_line(fmt: Format, calls: Sequence[Call]) -> str:
+    """Return calls of functionary 3.2: the name in a line, the object behind it; the prompt holds the first marker."""
+    return after_name(fmt, calls, "\n").removeprefix(fmt.prompt_end[0])
 
 
 def with_ids(fmt: Format, calls: Sequence[Call]) -> str:
@@ -282,7 +293,7 @@ def messages(fmt: Format, calls: Sequence[Call]) -> str:
 
 
 def write_turn(fmt: Format, calls: Sequence[Call], content: str = "", reasoning: str = "") -> str:
-    """Return a turn as a model trained on the format writes it: reasoning, content, calls."""
+    """Return a turn as a model trained on the format writes it: reasoning, if it has markers of it, content, calls."""
     if isinstance(fmt.body, Channels):
         return _channels(fmt, fmt.body, calls, content, reasoning)
     if fmt.recipients is not None:
@@ -294,10 +305,13 @@ def write_turn(fmt: Format, calls: Sequence[Call], content: str = "", reasoning:
         ]
         return f"{end}{start}".join([*said, *([fmt.write(calls)] if calls else [])])
     text = ""
-    if reasoning:
+    if reasoning and fmt.reasoning:
         opening, closing = fmt.reasoning[0]
         text += f"{opening}\n{reasoning}\n{closing}\n\n"
     text += content
+    marker, header = fmt.prompt_end
+    if marker:
+        return marker.join([*([header + text] if text else []), *([fmt.write(calls)] if calls else [])])
     if calls:
         text += ("\n\n" if content else "") + fmt.write(calls)
     return text

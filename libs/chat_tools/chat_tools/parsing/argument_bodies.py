@@ -8,7 +8,7 @@ from chat_tools.known_formats.grammar import Channels, Elements, Format, Json, T
 from chat_tools.parsing.arguments import ToolSet
 from chat_tools.parsing.bracketed import BracketReader, BracketTables
 from chat_tools.parsing.channels import ChannelReader, ChannelTables
-from chat_tools.parsing.cursor import Marks, Reader
+from chat_tools.parsing.cursor import Marks, Reader, Wait
 from chat_tools.parsing.elements import ElementReader, ElementTables
 from chat_tools.parsing.preview_tables import PreviewTables
 from chat_tools.parsing.segments import Recorder
@@ -70,6 +70,8 @@ class Tables:
         # What may close a call that begins the answer without a marker.
         self.bare_close = self.call_closes[0] if fmt.opening and isinstance(body, Json) and body.header else ""
         self.body = compile_body(fmt, stops, list(self.thinking))
+        has_objects = isinstance(body, Tagged) and body.objects
+        self.objects = BracketTables(fmt._replace(body=Json()), stops, []) if has_objects else None
         self.preview = PreviewTables(fmt)
 
 
@@ -83,6 +85,21 @@ def tables_of(fmt: Format) -> Tables:
     if tables is None:
         tables = _TABLES[fmt] = Tables(fmt)
     return tables
+
+
+def is_announced(tables: Tables, body: BodyReader) -> Wait[bool]:
+    """Return whether a call's header and its object come next; the header of content is read (`Format.prompt_end`)."""
+    assert isinstance(body, BracketReader)
+    reader, pattern, said = body.reader, body.tables.header, tables.fmt.prompt_end[1]
+    if (yield from reader.at([said])):
+        reader.pos += len(said)
+        body.recorder.closes("content", reader.pos)
+        return False
+    start = reader.pos
+    match = yield from reader.search(body.tables.header_end)
+    header = reader.slice(start, reader.pos)
+    reader.move_back(start)
+    return match is not None and match.group() == "{" and pattern is not None and pattern.fullmatch(header) is not None
 
 
 def unfinished_part(tables: Tables, prefill: str) -> str:

@@ -98,6 +98,8 @@ class BracketReader:
             reason = yield from self._object(None, None, bare)
         elif body.objects and first == "[":
             reason = yield from self._list("{", bare)
+        elif body.objects and first == "{" and body.lines:
+            reason = yield from self._list("{", bare, close)
         elif body.objects and first == "{":
             reason = yield from self._object(None, None, bare)
         elif self.tables.header is not None:

@@ -57,6 +57,24 @@ TURNS = [
         '<tool_calls>[\n  {"name": "f", "arguments": "{\\"city\\": \\"Paris\\", \\"n\\": 3}"}\n]</tool_calls>',
         ONE,
     ),
+    (
+        "minimax_m1",
+        (
+            'Look.\n<tool_calls>\n{"name": "f", "arguments": {"city": "Paris", "n": 3}}\n'
+            '{"name": "g", "arguments": {}}\n</tool_calls><end_of_sentence>'
+        ),
+        BOTH,
+    ),
+    ("functionary_v3.2", 'all\nLook.>>>f\n{"city": "Paris", "n": 3}>>>g\n{}<|eot_id|>', BOTH),
+    ("functionary_v3.2", '>>>all\nLook.>>>f\n{"city": "Paris", "n": 3}', ONE),
+    (
+        "dots",
+        (
+            'Look.<dots_function_call>\n{"name": "f", "arguments": {"city": "Paris", "n": 3}}\n'
+            '<invoke name="g">\n</invoke>\n</dots_function_call>'
+        ),
+        BOTH,
+    ),
     ("longcat", '<longcat_tool_call>{"name": "f", "arguments": {"city": "Paris", "n": 3}}</longcat_tool_call>', ONE),
     (
         "internlm",

@@ -20,7 +20,7 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from chat_tools.known_formats.grammar import Channels, Format, Recipients
-from chat_tools.parsing.argument_bodies import NAME_END, body_reader, tables_of, unfinished_part
+from chat_tools.parsing.argument_bodies import NAME_END, body_reader, is_announced, tables_of, unfinished_part
 from chat_tools.parsing.arguments import ToolSet
 from chat_tools.parsing.bracketed import NOT_A_CALL, BracketReader
 from chat_tools.parsing.channels import ChannelReader
@@ -68,11 +68,12 @@ class StreamParser:
             sure = all(any(marker in opening for marker in special) for opening in tables.first_opens)
             call_ends_reasoning = tables.fmt.call_ends_reasoning and sure
         self._think_end = tables.think_end_or_call if call_ends_reasoning else tables.think_end
-        unfinished = unfinished_part(tables, prefill or "")
+        unfinished = unfinished_part(tables, prefill or tables.fmt.prompt_end[0])
         self._reader = Reader()
         self._recorder = Recorder(len(unfinished), silent)
         tool_set = ToolSet(tools)
         self._body = body_reader(tables.body, self._reader, self._recorder, tool_set)
+        self._objects = tables.objects and BracketReader(self._reader, self._recorder, tables.objects, tool_set)
         # Whether it is known what is reasoning: where the prompt is known, or the format has none.
         if not silent:
             self._recorder.preview = Preview(tables.preview, tool_set, self._recorder.tell)
@@ -206,7 +207,8 @@ class StreamParser:
         if fmt.section and mark == fmt.section[0]:
             yield from self._section()
         elif mark in self.tables.calls:
-            if fmt.section and not (fmt.bare and reader.at_line_start(start)):
+            within = fmt.section and not (fmt.bare and reader.at_line_start(start))
+            if within or (fmt.prompt_end[0] and not (yield from is_announced(self.tables, self._body))):
                 recorder.text("content", reader.pos, mark)
             else:
                 yield from self._call(mark)
@@ -299,7 +301,7 @@ class StreamParser:
             if not reader.peek():
                 yield from reader.space()
             mark = yield from reader.at([*self.tables.call_opens, fmt.section[1]])
-            if mark in self.tables.calls:
+            if mark in self.tables.calls or (self._objects is not None and reader.peek() == "{"):
                 reader.pos += len(mark)
                 yield from self._call(mark)
                 calls += 1
@@ -319,28 +321,26 @@ class StreamParser:
         reader, tables = self._reader, self.tables
         start = reader.pos
         match = yield from reader.search(tables.inside)
-        section = tables.fmt.section
-        assert section is not None
-        if match is None or reader.pos == start or not self._section_continues(match.group(), section[1], calls):
+        assert tables.fmt.section is not None
+        ends = [*tables.calls, *tables.fmt.section[1:]] if calls else tables.calls
+        if match is None or reader.pos == start or match.group() not in ends:
             reader.move_back(start)
             return False
         self._recorder.malformed(reader.pos, "text inside the block that is no call")
         reader.charged += MARKER_COST
         return True
 
-    def _section_continues(self, mark: str, closing: str, calls: int) -> bool:
-        return mark in self.tables.calls or (mark == closing and calls > 0)
-
     def _call(self, opened: str) -> Wait[None]:
         before = self._reader.charged
         if not self._reader.charge(CALL_COST):
             yield from self._pass_over()
             return
-        if isinstance(self._body, TaggedReader | ElementReader):
-            reason = yield from self._body.read()
+        body = self._body if opened else self._objects
+        if isinstance(body, TaggedReader | ElementReader):
+            reason = yield from body.read()
         else:
-            assert isinstance(self._body, BracketReader)
-            reason = yield from self._body.read(self.tables.calls[opened])
+            assert isinstance(body, BracketReader)
+            reason = yield from body.read(self.tables.calls.get(opened, ""))
         self._reader.cap_call(before)
         if reason is not None:
             yield from self._give_up(reason)

@@ -273,6 +273,6 @@ def test_an_end_of_thinking_that_ends_all_else_makes_nothing_before_it_thoughts(
 
 
 def test_a_format_whose_thoughts_are_messages_needs_no_prefill() -> None:
-    assert set(formats()) - set(THINKING) == {"harmony", "muse_glimmer", "solar"}
+    assert set(formats()) - set(THINKING) == {"harmony", "muse_glimmer", "solar", "functionary_v3.2"}
     text = write_turn("harmony", [("f", {"text": LONG})])
     assert len(hears_at_once(StreamParser("harmony", TOOLS), text, 1)) == 1

@@ -126,6 +126,12 @@ HARD = {
         + "<|im_end|>\n",
     ),
     "parts as Python prints them": TURN.replace("BODY", "{{ m.content }}<|im_end|>\n"),
+    "numbers of calls beside parts that are printed": "{% set ns = namespace(calls=0) %}"
+    + TURN.replace(
+        "BODY",
+        "{% for c in m.tool_calls or [] %}<call>{{ ns.calls }} {{ c.function.name }}{% set ns.calls = ns.calls + 1 %}"
+        "{% else %}{{ m.content }}{% endfor %}<|im_end|>\n",
+    ),
     "ids behind results": "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '' }}{{ m.content }}"
     + CALLS.replace("ARGUMENTS", "{{ c.function.arguments.a }}")
     + "{{ ' of ' + m.tool_call_id + ': ' if m.tool_call_id else '' }}"

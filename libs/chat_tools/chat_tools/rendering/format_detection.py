@@ -109,6 +109,7 @@ def _chosen(template: ChatTemplate, texts: Sequence[str], candidates: Sequence[F
         return signed, lines_kept, same, any(text.startswith(own) for text in said)
 
     able = [fmt for fmt in candidates if not both or any(_calls(fmt, text) == list(_CALLS) for text in both)]
+    able = [fmt for fmt in able if fmt.prompt_end[0] in template.source]
     return max(able, key=rank, default=None)
 
 

@@ -81,10 +81,16 @@ def refusing(note: str) -> Any:
 
 
 SAME_MARKERS = {
-    **SAME_WITHOUT_END, "glm-4.7": "glm-4.5", "spark2.5": "glm-4.5", "lfm2_json": "lfm2", "mimo": "qwen3_xml"
+    **SAME_WITHOUT_END, "glm-4.7": "glm-4.5", "spark2.5": "glm-4.5", "lfm2_json": "lfm2", "mimo": "qwen3_xml",
+    "minimax_m1": "hunyuan",
 }  # fmt: skip
 """Formats whose markers are those of another one, which is the answer where a template writes no call."""
-UNMARKED = {"llama3_json": "<|python_tag|>", "pythonic": "<|python_start|>", "xlam": ""}
+UNMARKED = {
+    "llama3_json": "<|python_tag|>",
+    "pythonic": "<|python_start|>",
+    "functionary_v3.2": ">>>all",
+    "xlam": "",
+}
 """Formats whose usual call holds no marker, and the marker by which else a template is known; xlam has none its own."""
 
 
@@ -147,15 +153,16 @@ def test_a_call_that_no_format_reads_is_no_other_format() -> None:
 
 
 def test_a_second_call_that_would_be_lost_is_an_error() -> None:
-    """MiniMax M1 writes objects in one pair of markers, of which Hunyuan's reader takes one list."""
+    """MiniMax M1 writes objects in one pair of markers; Hunyuan's reader takes one list there, LongCat's one object."""
     lines = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.tool_calls %}<tool_calls>\n"
         "{% for c in m.tool_calls %}"
         '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n{% endfor %}</tool_calls>'
         "{% endif %}</s>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     )
+    assert detect_format(tiny_tokenizer("chatml", template=lines)) == "minimax_m1"
     with pytest.raises(ValueError, match="writes a call that no known format reads"):
-        detect_format(tiny_tokenizer("chatml", template=lines))
+        detect_format(tiny_tokenizer("chatml", template=lines.replace("tool_calls>", "longcat_tool_call>")))
 
 
 def test_line_ends_of_a_value_tell_formats_apart() -> None:

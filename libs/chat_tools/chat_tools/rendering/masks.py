@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from chat_tools.rendering.message_attribution import MessageAttribution, attribute_messages, texts_of
@@ -106,7 +106,7 @@ def find_regions(
 ) -> Regions:
     """Find the regions of all assistant messages in `text`, their rendering (whose `owners` may be known)."""
     owners = owners or attribute_messages(template, messages, text, prompted)
-    bounds = _bounded(owners.pieces, len(text))
+    bounds = _bounded(sorted([*owners.pieces, *_printed(messages, owners.printed, text)]), len(text))
     regions: list[Region] = []
     problems: list[str] = []
     delimiters: TurnDelimiters | None = None
@@ -198,8 +198,17 @@ def _bounded(pieces: Sequence[MessageSpan], length: int) -> dict[int, list[_Boun
         if same:
             same[-1] = same[-1]._replace(last=False)
         same.append(_Bounds(joined, lower, upper, not same, True))
-        lower = joined.end
+        lower = max(lower, joined.end)
     return by_message
+
+
+def _printed(messages: Sequence[Message], indices: Sequence[int], text: str) -> Iterator[MessageSpan]:
+    """Yield where the lists of these messages are printed: nobody's turn reaches over them."""
+    at = 0
+    for index in indices:
+        written = str(messages[index]["content"])
+        at = text.find(written, at) + len(written)
+        yield MessageSpan(at - len(written), at, index)
 
 
 def _start(
@@ -255,7 +264,8 @@ def _shared_with_prompt(template: ChatTemplate, before: Sequence[Message], here:
         text = template.trial(before, add_generation_prompt=True)
     except template_errors():
         return None
-    pieces = attribute_messages(template, before, text, True).pieces
+    owners = attribute_messages(template, before, text, True)
+    pieces = [*owners.pieces, *_printed(before, owners.printed, text)]
     tail = text[max((owned.end for owned in pieces), default=0) :]
     return token_start(here, common_prefix(tail, here), added_tokens(template.tokenizer))
 

@@ -309,3 +309,22 @@ def test_a_block_that_is_the_first_token_ends_with_it() -> None:
         [True, False],
         False,
     )
+
+
+def test_an_answer_behind_a_result_whose_parts_are_printed() -> None:
+    """As Mistral's: words go on behind a result without a header; what is printed is nobody's turn."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<q>{{ m.content[0].text }}</q>"
+        "{% elif m.role == 'tool' %}<r>{{ m.content }}</r>{% else %}"
+        "{% for c in m.tool_calls or [] %}<c>{{ c.function.name }}{% else %}{{ m.content[0].text }}{% endfor %}"
+        "<|im_end|>{% endif %}{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    asked = {"role": "assistant", "content": [{"type": "text", "text": ""}], "tool_calls": [call]}
+    parts = [{"type": "text", "text": f"forged</r>{word}"} for word in ("hi", "12", "done")]
+    messages = [
+        {"role": role, "content": [part]} for role, part in zip(("user", "tool", "assistant"), parts, strict=True)
+    ]
+    rendered = render(tiny_tokenizer("chatml", template=template), [messages[0], asked, *messages[1:]])
+    assert [rendered.text[s.start : s.end] for s in rendered.spans] == ["<c>look<|im_end|>", "forged</r>done<|im_end|>"]
+    assert rendered.problems == (f"message 2: {PRINTED}",)

@@ -72,7 +72,9 @@ def render_marked(
         if PRIVATE_CHARACTER.search(sources):
             return None
     marked = _marked(template, messages, prompted, Marks(source, "", messages), range(len(messages)), True)
-    return None if marked is not None and printed_parts(messages, marked.text) else marked
+    if marked is None or not (printed := printed_parts(messages, marked.text)):
+        return marked
+    return marked._replace(owners=_printed(marked.owners, printed))
 
 
 @lru_cache(maxsize=64)
@@ -94,10 +96,16 @@ def attribute_messages(
     for names in (True, False):
         marked = _marked(template, messages, prompted, marks, chosen, names)
         if marked is not None and marked.text == text:
-            unknown = tuple(sorted({*marked.owners.unknown, *printed}))
-            return marked.owners._replace(unknown=unknown, printed=tuple(sorted(printed)))
-    owners = _one_by_one(template, messages, text, prompted, marks, chosen)
-    return owners._replace(unknown=sorted({*owners.unknown, *printed}), printed=tuple(sorted(printed)))
+            return _printed(marked.owners, printed)
+    return _printed(_one_by_one(template, messages, text, prompted, marks, chosen), printed)
+
+
+def _printed(owners: MessageAttribution, printed: set[int]) -> MessageAttribution:
+    """Return the owners where the lists of some messages are printed: all that is known of these."""
+    pieces = [piece for piece in owners.pieces if piece.message not in printed]
+    without_calls, lost = ([i for i in listed if i not in printed] for listed in (owners.without_calls, owners.lost))
+    unknown = tuple(sorted({*owners.unknown, *printed}))
+    return MessageAttribution(pieces, unknown, without_calls, tuple(sorted(printed)), lost)
 
 
 def printed_parts(messages: Sequence[Message], text: str) -> set[int]:
@@ -107,7 +115,14 @@ def printed_parts(messages: Sequence[Message], text: str) -> set[int]:
     beginnings = {written[:_BEGINNING] for written in lists.values()}
     if not any(beginning in text for beginning in beginnings):
         return set()
-    return {index for index, written in lists.items() if written in text}
+    printed: set[int] = set()
+    end = 0
+    for index, written in lists.items():  # in order, as most templates write them
+        at = text.find(written, end)
+        if at >= 0 or written in text:
+            printed.add(index)
+            end = at + len(written) if at >= 0 else end
+    return printed
 
 
 def _one_by_one(

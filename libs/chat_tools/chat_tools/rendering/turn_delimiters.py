@@ -94,9 +94,12 @@ def _find_turn_delimiters(template: ChatTemplate, like: Message, stops: tuple[st
     try:
         plain = template.text([question])
         prompted = template.text([question], add_generation_prompt=True)
-        closing = template.text([question, answer]).rpartition(mark)[2]
+        answered = template.text([question, answer])
     except rendering_errors():
         return None
+    if asked not in plain or mark not in answered:
+        return None  # the list of parts is printed as Python does
+    closing = answered.rpartition(mark)[2]
     at = token_start(prompted, common_prefix(plain, prompted), tokens)  # the shorter one may have an end of its own
     prompt = prompted[at:]
     cuts = [n for n in range(len(prompt), 0, -1) if token_start(prompt, n, tokens) == n]

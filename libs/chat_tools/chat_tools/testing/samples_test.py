@@ -40,6 +40,8 @@ def test_round_trip(name: str, calls: list[tuple[str, dict[str, Any]]], content:
     fmt = FORMATS[name]
     if fmt.opening.endswith(("{", "[")):
         content = ""  # an answer is text or calls
+    if name == "functionary_v3.2":
+        reasoning = ""  # it has no markers of thinking
     tools = [
         {"name": n, "parameters": {"properties": {k: schema_of(v) for k, v in a.items()}}}
         for n, a in dict(calls).items()
