@@ -92,6 +92,21 @@ def test_a_call_inside_thinking_that_is_not_closed() -> None:
         assert (spelled.tool_calls, spelled.reasoning) == ((), text.strip())
 
 
+def test_a_header_ends_thinking_where_tokens_are_parsed() -> None:
+    """Muse Glimmer's engine has it so; the same characters spelled by the model are thoughts."""
+    tokenizer = tiny_tokenizer("chatml")
+    tokenizer.add_tokens(["<|message|>", "<|start|>", "<|eom|>"])
+    call = FORMATS["muse_glimmer"].example
+    text = f" to=self<|message|>so{call[call.index(' to=') :]}"
+    whole = tokenizer.encode(text, add_special_tokens=False)
+    message = parse_ids(whole, tokenizer, "muse_glimmer", prefill="<|start|>assistant")
+    assert (message.reasoning, len(message.tool_calls)) == ("so", len(parse(call, "muse_glimmer").tool_calls))
+    first = tokenizer.encode(" to=self<|message|>", add_special_tokens=False)
+    spelled = [token for letter in text[19:] for token in tokenizer.encode(letter, add_special_tokens=False)]
+    quoted = parse_ids([*first, *spelled], tokenizer, "muse_glimmer", prefill="<|start|>assistant")
+    assert (quoted.reasoning, quoted.tool_calls) == (text[19:].strip(), ())
+
+
 def test_what_is_fed_fits_the_parser() -> None:
     with pytest.raises(ValueError, match="tokenizer=tokenizer"):
         StreamParser("hermes").feed([1])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 from chat_tools.known_formats.grammar import Channels, Elements, Format, Json, Tagged
 from chat_tools.parsing.arguments import ToolSet
 from chat_tools.parsing.bracketed import BracketReader, BracketTables
 from chat_tools.parsing.channels import ChannelReader, ChannelTables
-from chat_tools.parsing.cursor import Marks, Reader, Wait
+from chat_tools.parsing.cursor import NAME_END, Marks, Reader, Wait
 from chat_tools.parsing.elements import ElementReader, ElementTables
 from chat_tools.parsing.preview_tables import PreviewTables
 from chat_tools.parsing.segments import Recorder
@@ -60,6 +58,9 @@ class Tables:
         places = [stop for stop in stops if not headers or stop not in section[:1]]  # a section behind headers alone
         self.top = Marks.of([*self.think, *self.think_end, *places, *channels, *headers])
         self.ends = Marks.of(fmt.ends) if fmt.ends else self.top
+        self.ends_or_header = Marks.of([*fmt.ends, *headers]) if headers else self.ends
+        # What ends thinking that is not closed, where the format says so: a call's opener, or a message's header.
+        self.reasoning_ends = [fmt.recipients.message] if fmt.recipients is not None else self.first_opens
         # An end of thinking that ends all else too says nothing of what stands before it.
         self.thinking = frozenset([*self.think, *(closing for closing in self.think_end if closing not in fmt.ends)])
         self.may_be_open = self.thinking > self.think.keys()
@@ -75,7 +76,6 @@ class Tables:
         self.preview = PreviewTables(fmt)
 
 
-NAME_END = Marks(re.compile(r"[^\w.\-]"), 1, re.compile(r"[^\w.\-]"))
 _TABLES: dict[Format, Tables] = {}
 
 
@@ -100,6 +100,19 @@ def is_announced(tables: Tables, body: BodyReader) -> Wait[bool]:
     header = reader.slice(start, reader.pos)
     reader.move_back(start)
     return match is not None and match.group() == "{" and pattern is not None and pattern.fullmatch(header) is not None
+
+
+def is_call_header(tables: Tables, reader: Reader) -> Wait[bool]:
+    """Return whether the header of a message with calls comes next."""
+    start, header, section = reader.pos, tables.fmt.recipients, tables.fmt.section
+    assert header is not None
+    assert section is not None
+    reader.pos = begin = start + len(header.mark)
+    yield from reader.search(NAME_END)
+    name = reader.slice(begin, reader.pos)
+    found = name not in (header.reasoning, header.content) and (yield from reader.at([header.message + section[0]]))
+    reader.move_back(start)
+    return bool(found)
 
 
 def unfinished_part(tables: Tables, prefill: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import re
 from collections.abc import Generator, Iterable, Sequence
@@ -211,4 +212,24 @@ class Reader:
         return pos == 0 or self.slice(pos - 1, pos) == "\n"
 
 
+class TextDecoder:
+    """Text that comes as text, or as UTF-8 cut anywhere."""
+
+    def __init__(self) -> None:
+        self._decoder: codecs.IncrementalDecoder | None = None  # made when bytes come
+
+    def feed(self, text: str | bytes) -> str:
+        """Return the text that more of it makes certain."""
+        if isinstance(text, bytes):
+            self._decoder = self._decoder or codecs.getincrementaldecoder("utf-8")("replace")
+            return self._decoder.decode(text)
+        return self.finish() + text
+
+    def finish(self) -> str:
+        """Return what stands for a character that is cut off."""
+        decoder, self._decoder = self._decoder, None
+        return "" if decoder is None else decoder.decode(b"", True)
+
+
+NAME_END = Marks(re.compile(r"[^\w.\-]"), 1, re.compile(r"[^\w.\-]"))
 _NOT_SPACE = re.compile(r"\S")

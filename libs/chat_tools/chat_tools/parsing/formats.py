@@ -186,6 +186,7 @@ _ALL = (
         reasoning=(),
         ends=("<|eom|>", "<|eot|>", "<|start|>assistant"),
         recipients=Recipients(" to=", "<|message|>", "self", "user"),
+        call_ends_reasoning=True,
     ),
     Format(
         "granite4",  # before granite, which reads its calls too

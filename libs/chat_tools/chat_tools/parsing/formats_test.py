@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from chat_tools import Format, Json, find_format, formats, parse
+from chat_tools import Format, Json, StreamParser, find_format, formats, parse
 from chat_tools.__main__ import main
 from chat_tools.known_formats.writing import objects
 from chat_tools.parsing.formats import ALIASES, FORMATS
@@ -188,6 +188,20 @@ def test_muse_glimmer_calls_in_messages_of_their_own(prefill: str | None) -> Non
     for quoted in ("In short: ", " to=user<|message|>", " to=self<|message|>", " to=self<|message|>I say", " to=f: "):
         text = quoted + "<atem:function_calls>" + MUSE.partition("<atem:function_calls>")[2]
         assert [call.name for call in parse(text, "muse_glimmer", TOOLS, prefill="").tool_calls] == ["g"]
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_a_header_of_a_call_ends_thinking_that_is_not_closed(size: int) -> None:
+    """As muse_glimmer's engine has it; in text, where a header may be quoted, if asked for."""
+    thought = "say to=user, to=g<|message|>hi, to=self<|message|><atem:function_calls>"
+    text = f" to=self<|message|>{thought} to=f<|message|>" + MUSE.partition(" to=f<|message|>")[2]
+    for asked, calls, reasoning in ((True, BOTH, thought), (None, BOTH[1:], text[19 : text.index("<|eom|>")])):
+        stream = StreamParser("muse_glimmer", TOOLS, prefill="<|start|>assistant", call_ends_reasoning=asked)
+        for at in range(0, len(text), size):
+            stream.feed(text[at : at + size])
+        message = stream.finish()
+        assert [(call.name, call.arguments_dict()) for call in message.tool_calls] == calls
+        assert (message.reasoning, message.content, message.malformed) == (reasoning.strip(), "", ())
 
 
 def test_text_that_only_looks_like_a_list_of_calls_is_content() -> None:

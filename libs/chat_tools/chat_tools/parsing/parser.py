@@ -14,17 +14,16 @@ with the length of the text; no text raises; a call that was reported is in the 
 
 from __future__ import annotations
 
-import codecs
 import re
 from collections.abc import Generator, Sequence
 from typing import Any
 
 from chat_tools.known_formats.grammar import Channels, Format, Recipients
-from chat_tools.parsing.argument_bodies import NAME_END, body_reader, is_announced, tables_of, unfinished_part
+from chat_tools.parsing.argument_bodies import body_reader, is_announced, is_call_header, tables_of, unfinished_part
 from chat_tools.parsing.arguments import ToolSet
 from chat_tools.parsing.bracketed import NOT_A_CALL, BracketReader
 from chat_tools.parsing.channels import ChannelReader
-from chat_tools.parsing.cursor import CALL_COST, MARKER_COST, TOO_DENSE, Marks, Reader, Wait
+from chat_tools.parsing.cursor import CALL_COST, MARKER_COST, NAME_END, TOO_DENSE, Marks, Reader, TextDecoder, Wait
 from chat_tools.parsing.elements import ElementReader
 from chat_tools.parsing.formats import find_format
 from chat_tools.parsing.preview import Preview
@@ -65,9 +64,10 @@ class StreamParser:
         self._tokens = None if tokenizer is None else TokenText(tokenizer, tables.fmt)
         if call_ends_reasoning is None:
             special = () if self._tokens is None else self._tokens.markers
-            sure = all(any(marker in opening for marker in special) for opening in tables.first_opens)
+            sure = all(any(marker in opening for marker in special) for opening in tables.reasoning_ends)
             call_ends_reasoning = tables.fmt.call_ends_reasoning and sure
         self._think_end = tables.think_end_or_call if call_ends_reasoning else tables.think_end
+        self._message_end = tables.ends_or_header if call_ends_reasoning else tables.ends
         unfinished = unfinished_part(tables, prefill or tables.fmt.prompt_end[0])
         self._reader = Reader()
         self._recorder = Recorder(len(unfinished), silent)
@@ -79,7 +79,7 @@ class StreamParser:
             self._recorder.preview = Preview(tables.preview, tool_set, self._recorder.tell)
         self._thought = prefill is not None or not tables.may_be_open
         self._recorder.holding = not self._thought
-        self._decoder: codecs.IncrementalDecoder | None = None  # made when bytes come
+        self._decoder = TextDecoder()
         self._run: Generator[None, None, None] | None = self._turn()
         self._message: ParsedMessage | None = None
         self._append(unfinished)
@@ -100,9 +100,7 @@ class StreamParser:
     def finish(self, text: str | bytes | Sequence[int] = "") -> ParsedMessage:
         """End the text, with a last piece of it, and return the whole message. Further calls return the same."""
         if self._message is None:
-            text = self._decoded(text)
-            if self._decoder is not None:
-                text += self._decoder.decode(b"", True)
+            text = self._decoded(text) + self._decoder.finish()
             if self._tokens is not None:
                 text += self._tokens.finish()
             self._reader.final = True
@@ -119,13 +117,7 @@ class StreamParser:
             return self._tokens.feed(text)
         if text and self._tokens is not None:
             raise ValueError("a parser with a tokenizer is fed with token ids: give their text to one without")
-        if isinstance(text, bytes):
-            self._decoder = self._decoder or codecs.getincrementaldecoder("utf-8")("replace")
-            return self._decoder.decode(text)
-        if self._decoder is not None:  # bytes came before, perhaps cut within a character
-            text = self._decoder.decode(b"", True) + text
-            self._decoder = None
-        return text
+        return self._decoder.feed(text)
 
     def last_events(self) -> list[Event]:
         """Return the events that the end of the text settled; call it after `finish`."""
@@ -233,7 +225,7 @@ class StreamParser:
         reader.pos += len(header.message)
         if name == header.reasoning:
             recorder.opens("reasoning", reader.pos)
-            yield from self._reasoning(self.tables.ends)
+            yield from self._reasoning(self._message_end)
         elif name != header.content and section and (yield from reader.at([section[0]])):
             reader.pos += len(section[0])
             yield from self._section()
@@ -250,10 +242,17 @@ class StreamParser:
         return match
 
     def _reasoning(self, marks: Marks) -> Wait[None]:
-        while (match := self._text("reasoning", marks)) is None:
-            if self._reader.final:
+        reader, header = self._reader, self.tables.fmt.recipients
+        while (match := self._text("reasoning", marks)) is None or (header and match.group() == header.mark):
+            if match and header:
+                if (yield from is_call_header(self.tables, reader)):
+                    return
+                reader.pos += len(header.mark)
+                self._recorder.text("reasoning", reader.pos, header.mark)
+            elif reader.final:
                 return
-            yield
+            else:
+                yield
         if match.group() in self.tables.first_opens:
             return
         self._reader.pos += len(match.group())
