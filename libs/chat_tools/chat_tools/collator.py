@@ -31,8 +31,8 @@ IGNORED = -100
 class ConversationCollator:
     """A collator of rows with `messages` (and `tools`, a list or JSON text) to one padded batch.
 
-    `train`, `reasoning` and the column `weights_column` (by message a number, None for 1) are those of `loss_weights`;
-    `end_of_turn` is written after a last turn that the template does not end (`with_end`). The batch holds `input_ids`,
+    `train`, `reasoning` and the column `weights_column` (by message a number, a list with one for each of its trained
+    tokens, or None for 1) are those of `loss_weights`; `end_of_turn` is written after a last turn that the template does not end (`with_end`). The batch holds `input_ids`,
     `attention_mask` and `labels` (-100 where the weight is 0, and at first tokens), and `loss_weights` where some are
     neither 0 nor 1. Of more than `max_length` tokens the first are taken. ValueError for a row whose mask is not
     proven, or of which nothing is trained: filter such rows before.
@@ -73,7 +73,7 @@ class ConversationCollator:
         if self.end_of_turn is not None:
             rendered = with_end(rendered, self.end_of_turn)
         turns = [span.message for span in rendered.spans]
-        given = {at: float(weight) for at, weight in enumerate(marks) if weight is not None}
+        given = {at: weight for at, weight in enumerate(marks) if weight is not None}
         kept = {at: weight for at, weight in given.items() if self.train == "all" or at == max(turns, default=0)}
         weights = torch.tensor(loss_weights(rendered, self.train, kept, self.reasoning)[: self.max_length])
         weights[:1] = 0

@@ -35,6 +35,12 @@ def test_rows_are_rendered_weighed_and_padded() -> None:
     last = ConversationCollator(TOKENIZER, train="last", reasoning=0)([{"messages": ROWS[0]["messages"]}])
     assert texts(last, 0) == {1.0: f"see you{END}"}
     assert "loss_weights" not in last
+    count = int((batch["labels"][1] != -100).sum())
+    ramp = [0.25 * (at + 1) for at in range(count)]
+    by_token = ConversationCollator(TOKENIZER)([{**ROWS[1], "weights": [None, ramp]}])
+    assert by_token["loss_weights"][0][by_token["labels"][0] != -100].tolist() == ramp
+    with pytest.raises(ValueError, match=f"message 1 has 1 weights for {count} trained tokens"):
+        ConversationCollator(TOKENIZER)([{**ROWS[1], "weights": [None, [1]]}])
     glm = tiny_tokenizer("glm", marks=False)
     ended = ConversationCollator(glm, end_of_turn="<|user|>")([ROWS[1]])
     assert ended["labels"][0, -1] == glm.convert_tokens_to_ids("<|user|>")

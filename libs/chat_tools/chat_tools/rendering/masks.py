@@ -129,10 +129,9 @@ def find_regions(
         else:
             regions += own_regions
     regions.sort(key=lambda region: region.start)
-    for index in owners.unknown:
-        if messages[index].get("role") != "assistant":
-            regions = _without(regions, texts_of(messages[index]), text)
-            problems.append(f"message {index}: {PRINTED if index in owners.printed else _UNTOLD}")
+    others = [index for index in owners.unknown if messages[index].get("role") != "assistant"]
+    regions = _without(regions, [words for index in others for words in texts_of(messages[index])], text)
+    problems += [f"message {index}: {PRINTED if index in owners.printed else _UNTOLD}" for index in others]
     problems += [f"message {i}: {LOST}" for i in owners.lost if messages[i].get("role") != "assistant"]
     return Regions(regions, problems, owners, template.stops is not None)
 
@@ -204,11 +203,13 @@ def _bounded(pieces: Sequence[MessageSpan], length: int) -> dict[int, list[_Boun
 
 def _printed(messages: Sequence[Message], indices: Sequence[int], text: str) -> Iterator[MessageSpan]:
     """Yield where the lists of these messages are printed: nobody's turn reaches over them."""
-    at = 0
+    end = 0
     for index in indices:
         written = str(messages[index]["content"])
-        at = text.find(written, at) + len(written)
-        yield MessageSpan(at - len(written), at, index)
+        start = text.find(written, end)
+        start = text.find(written) if start < 0 else start  # not in order
+        end = max(end, start + len(written))
+        yield MessageSpan(start, start + len(written), index)
 
 
 def _start(
@@ -272,5 +273,7 @@ def _shared_with_prompt(template: ChatTemplate, before: Sequence[Message], here:
 
 def _without(regions: Sequence[Region], texts: Sequence[str], text: str) -> list[Region]:
     """Return the regions that hold no line of the texts."""
-    lines = [line.strip() for text_of_other in texts for line in text_of_other.splitlines() if line.strip()]
+    lines = {line.strip() for text_of_other in texts for line in text_of_other.splitlines() if line.strip()}
+    trained = "\n".join(text[r.start : r.end] for r in regions) if lines else ""
+    lines = {line for line in lines if line in trained}  # few, and most often none
     return [r for r in regions if not any(line in text[r.start : r.end] for line in lines)]
