@@ -32,10 +32,10 @@ class ConversationCollator:
     """A collator of rows with `messages` (and `tools`, a list or JSON text) to one padded batch.
 
     `train`, `reasoning` and the column `weights_column` (by message a number, a list with one for each of its trained
-    tokens, or None for 1) are those of `loss_weights`; `end_of_turn` is written after a last turn that the template does not end (`with_end`). The batch holds `input_ids`,
-    `attention_mask` and `labels` (-100 where the weight is 0, and at first tokens), and `loss_weights` where some are
-    neither 0 nor 1. Of more than `max_length` tokens the first are taken. ValueError for a row whose mask is not
-    proven, or of which nothing is trained: filter such rows before.
+    tokens, or None for 1) are those of `loss_weights`; `end_of_turn` is written after a last turn that the template
+    does not end (`with_end`). The batch holds `input_ids`, `attention_mask` and `labels` (-100 where the weight is 0,
+    and at first tokens), and `loss_weights` where some are neither 0 nor 1. Of more than `max_length` tokens the first
+    are taken. ValueError for a row whose mask is not proven, or of which nothing is trained: filter such rows before.
     """
 
     tokenizer: Any

@@ -301,8 +301,8 @@ class StreamParser:
                 yield from reader.space()
             mark = yield from reader.at([*self.tables.call_opens, fmt.section[1]])
             if mark in self.tables.calls or (self._objects is not None and reader.peek() == "{"):
-                reader.pos += len(mark)
-                yield from self._call(mark)
+                reader.pos += len(mark or "")
+                yield from self._call(mark or "")
                 calls += 1
             elif mark == fmt.section[1] and calls:
                 reader.pos += len(mark)

@@ -66,9 +66,14 @@ class Cost(NamedTuple):
     tokenised: int
 
 
-def cost(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, messages: list[dict[str, Any]]) -> Cost:
-    """What one `render` costs, what is kept of the template known."""
-    render(tokenizer, messages)
+def cost(
+    monkeypatch: pytest.MonkeyPatch,
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    before: list[dict[str, Any]] | None = None,
+) -> Cost:
+    """What one `render` costs, what is kept of the template known, from these messages or from others `before`."""
+    render(tokenizer, messages if before is None else before)
     written: list[str] = []
     tokenised: list[str] = []
     apply, quickly, encode = PreTrainedTokenizerBase.apply_chat_template, rendered_plain, token_places.encode
@@ -151,6 +156,20 @@ def test_nor_where_turns_cannot_be_told(monkeypatch: pytest.MonkeyPatch, name: s
     assert long.characters <= 4 * short.characters
 
 
+COUNTED = (
+    "{% set ns = namespace(round=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "[Round {{ ns.round }}]\nQ: {{ m.content }}{% set ns.round = ns.round + 1 %}"
+    "{% else %}\n{{ ns.round }} {{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
+)
+
+
+def test_rounds_that_a_template_counts_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ChatGLM's: the number behind a turn is the round's, and no other turn has it."""
+    tokenizer = tiny_tokenizer("chatml", template=COUNTED)
+    found = cost(monkeypatch, tokenizer, rounds(60), rounds(12))
+    assert found.renderings <= 6
+
+
 def test_names_and_ids_do_not_make_turns_different() -> None:
     names: list[dict[str, Any]] = [
         {"tool_call_id": "call1"},
@@ -166,3 +185,5 @@ def test_names_and_ids_do_not_make_turns_different() -> None:
     assert places[2] == 2
     assert places[3:8] == [None] * 5
     assert places[8] == 3
+    counted = without_names("1 call12 34", names, numbers=True)
+    assert (counted.text.count("\0"), list(counted.names)) == (3, ["1", "call12", "34"])

@@ -237,7 +237,7 @@ def _start(
     if index == 0:  # nothing comes before it, and templates are not applied to nothing
         return refused
     here = text[lower : piece.start]
-    nameless = without_names(here, messages[max(0, index - 2) : index + 1])
+    nameless = without_names(here, messages[max(0, index - 2) : index + 1], numbers=True)
     shape = _shape(messages, index, nameless.text)
     if shape in seen.prompts:
         known = seen.prompts[shape]

@@ -50,12 +50,16 @@ class NamelessText(NamedTuple):
 _NAME = "\0"
 
 
-def without_names(text: str, messages: Sequence[Message]) -> NamelessText:
-    """Return a text in which the ids and names of the messages' calls and results are as good as any other."""
+def without_names(text: str, messages: Sequence[Message], numbers: bool = False) -> NamelessText:
+    """Return a text in which the ids and names of the messages' calls and results are as good as any other.
+
+    With `numbers` all numbers are: templates count rounds.
+    """
     names = {name for message in messages for name in _names(message) if name in text} if text else set()
-    if not names or _NAME in text:
+    patterns = [*map(re.escape, sorted(names, key=len, reverse=True)), *([r"\d+"] if numbers else [])]
+    if not patterns or _NAME in text:
         return NamelessText(text)
-    parts = re.split("(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + ")", text)
+    parts = re.split(f"({'|'.join(patterns)})", text)
     return NamelessText(_NAME.join(parts[::2]), parts[1::2])
 
 

@@ -16,7 +16,7 @@ The memory lasts as long as the tokenizer, so that a dataset's rows need few ren
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from chat_tools.rendering.message_attribution import attribute_messages
@@ -77,13 +77,12 @@ def end_of_turn(
     known = checked_ends(template, turn.messages[turn.number]) if known is None else known
     shape = _shape(turn)
     endings: list[_Ending] = known.setdefault(shape, [])
-    nameless = NamelessText(behind)
-    length = _known_length(endings, nameless)
-    if length is None:
-        nameless = without_names(behind, turn.messages[max(0, turn.number - 1) : turn.number + 2])
-        length = _known_length(endings, nameless) if nameless.names else None
-    if length is not None:
-        return turn.start + length
+    forms: list[NamelessText] = []
+    for form in _forms(behind, turn.messages[max(0, turn.number - 1) : turn.number + 2]):
+        forms.append(form)
+        length = _known_length(endings, form)
+        if length is not None:
+            return turn.start + length
     failures = Counter() if turn.failures is None else turn.failures
     length = _proven(template, delimiters, turn, behind) if failures[shape] < MAX_FAILURES else None
     if length is None:
@@ -91,12 +90,22 @@ def end_of_turn(
         return None
     if len(known) > _MOST:
         known.clear()
-    place = nameless.place(length)
-    if place is not None:
-        mark = last_token(behind[:length], added_tokens(template.tokenizer))
-        del endings[: max(0, len(endings) - _MOST_OF_SHAPE)]
-        endings.append(_Ending(mark, nameless.text[place:]))
+    mark = last_token(behind[:length], added_tokens(template.tokenizer))
+    places = [(form, form.place(length)) for form in forms]
+    del endings[: max(0, len(endings) - _MOST_OF_SHAPE)]
+    endings += [_Ending(mark, form.text[place:]) for form, place in places if place is not None]
     return turn.start + length
+
+
+def _forms(behind: str, around: Sequence[Message]) -> Iterator[NamelessText]:
+    """Yield what stands behind a turn as it is, without names, without numbers: each where it differs."""
+    yield NamelessText(behind)
+    nameless = without_names(behind, around)
+    if nameless.names:
+        yield nameless
+    counted = without_names(behind, around, numbers=True)
+    if len(counted.names) > len(nameless.names):
+        yield counted
 
 
 def _known_length(endings: Sequence[_Ending], behind: NamelessText) -> int | None:
