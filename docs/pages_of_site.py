@@ -26,8 +26,8 @@ PAGES: Mapping[str, Sequence[str]] = {
         "docs/use-objectives-with-trl.md", "docs/use-dyncp-with-fsdp2.md", "docs/use-dyncp-with-megatron.md",
     ],
     "Reference": [
-        "apps/README.md", "apps/sft/README.md", "docs/metrics.md", "docs/status.md", "libs/engines/CAPABILITIES.md",
-        "libs/rollout/CAPABILITIES.md",
+        "apps/README.md", "apps/sft/README.md", "docs/metrics.md", "docs/objectives.md", "docs/status.md",
+        "libs/engines/CAPABILITIES.md", "libs/rollout/CAPABILITIES.md",
     ],
     "Explanation": [
         "docs/architecture.md", "docs/the-batch.md", "docs/schedules.md", "docs/certificates.md", "docs/plans.md",

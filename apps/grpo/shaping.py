@@ -8,7 +8,7 @@ from torch import Tensor
 
 from apps.grpo.config import GrpoConfig
 from engines import TrainEngine, base_policy
-from objectives.advantages import estimate, first_rows, response_lengths
+from objectives.advantages import COMPONENTS, estimate, first_rows, response_lengths
 from objectives.kl import k1
 from objectives.shaping import length_reward, overlong_filter, overlong_penalty
 from objectives.token_advantages import normalized, returns_with_kl
@@ -21,6 +21,8 @@ def shape(batch: TensorDict, episodes: Sequence[Episode], config: GrpoConfig, en
     """Change rewards and mask of a batch as `config.shaping` says, and score it where KL is in the reward. Collective
     then."""
     shaping = config.shaping
+    if config.advantage == "gdpo":
+        batch[COMPONENTS] = _components([episodes[place] for place in batch["episode"].tolist()])
     _, first, of_row = first_rows(batch["episode"])
     lengths, reward, groups = (x[first] for x in (response_lengths(batch), batch["reward"], batch["group"]))
     added = torch.zeros_like(reward)
@@ -59,3 +61,20 @@ def estimated(batch: TensorDict, config: GrpoConfig) -> Tensor:
         )
     mask, policy, reference = (batch[name] for name in ("loss_mask", "policy_log_probs", "ref_log_probs"))
     return normalized(returns_with_kl(batch["reward"], mask, policy, reference, config.shaping.kl_in_reward), mask)
+
+
+def _components(episodes: Sequence[Episode]) -> Tensor:
+    """Return the reward components of scored episodes, f32[B, K], in the order of their names.
+
+    Raises:
+        ValueError: there are none, or episodes have different ones.
+    """
+    parts = [episode.score.reward_components for episode in episodes if episode.score is not None]
+    names = sorted(parts[0])
+    if not names or any(sorted(part) != names for part in parts):
+        other = next((part for part in parts if sorted(part) != names), parts[0])
+        raise ValueError(
+            "--advantage gdpo compares reward components, and every answer must have the same: there are "
+            f"{', '.join(names) or 'none'} and {', '.join(sorted(other)) or 'none'}; give them to Score"
+        )
+    return torch.tensor([[float(part[name]) for name in names] for part in parts])

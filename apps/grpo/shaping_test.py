@@ -14,7 +14,7 @@ from apps.grpo.step import advantages_of, train_on
 from apps.grpo.step_test import CONFIG, REWARDS, batch_with_advantages, episodes, recorder
 from objectives import GRPO
 from objectives.covariance_losses import high_covariance
-from rollout import to_batch
+from rollout import Score, to_batch
 from seqpack.batches.batch import jagged
 
 
@@ -74,3 +74,29 @@ def test_tokens_of_high_covariance_are_those_of_the_policy_that_the_step_started
     assert sum(int(x.sum()) for x in chosen) == int(want.sum())
     with pytest.raises(ValueError, match="kl_cov is the policy gradient with one update a batch"):
         replace(CONFIG, objective=GRPO("kl_cov"))
+
+
+def test_gdpo_compares_each_reward_component_of_its_own() -> None:
+    """By hand: the sum of both components' GRPO advantages, then over its spread; their order in a score is free."""
+    parts = [(1.0, 10.0), (0.0, 10.0), (0.5, 40.0), (0.25, 0.0), (0.25, 5.0), (1.0, 0.0)]
+    made = [
+        replace(one, score=Score(a + b, {"form": a, "answer": b} if place % 2 else {"answer": b, "form": a}))
+        for place, (one, (a, b)) in enumerate(zip(episodes(), parts, strict=True))
+    ]
+    config = replace(CONFIG, advantage="gdpo")
+    batch = to_batch(made)
+    shape(batch, made, config, recorder())
+    columns = torch.tensor(parts, dtype=torch.float64)
+    groups = [columns[:3], columns[3:]]
+    total = torch.cat([((x - x.mean(0)) / (x.std(0) + 1e-6)).sum(1) for x in groups])
+    want = (total - total.mean()) / (total.std() + 1e-6)
+    for row, mask, value in zip(
+        advantages_of(batch, config, 0).unbind(), batch["loss_mask"].unbind(), want.tolist(), strict=True
+    ):
+        assert row[mask].tolist() == pytest.approx([value] * int(mask.sum()), rel=1e-5)
+    with pytest.raises(ValueError, match="every answer must have the same: there are answer, form and none"):
+        shape(batch, [replace(made[0], score=Score(1.0)), *made[1:]][::-1], config, recorder())
+    with pytest.raises(
+        ValueError, match="--length-reward changes the reward, and --advantage gdpo reads its components"
+    ):
+        replace(config, shaping=RewardShaping(length_reward=0.5))

@@ -42,6 +42,8 @@ from seqpack.extensions.options import bound, inputs_of
 
 BatchFunction = Callable[[TensorDict], Tensor]
 LENGTH = "response_length"
+COMPONENTS = "reward_components"
+"""Key of a batch: f[B, K], the rewards that "gdpo" compares apart."""
 INPUTS = {"rewards": "reward", "groups": "group", LENGTH: LENGTH, "batch": None}
 """What a function that is not registered may take, by its parameters' names, and the column that each is."""
 
@@ -302,6 +304,11 @@ def _rloo(batch: TensorDict) -> Tensor:
 @register_estimator("maxrl")
 def _maxrl(batch: TensorDict) -> Tensor:
     return maxrl(batch["reward"], batch["group"])
+
+
+@register_estimator("gdpo", keys=(COMPONENTS, "group"))
+def _gdpo(batch: TensorDict) -> Tensor:
+    return gdpo(batch[COMPONENTS], batch["group"])
 
 
 @register_estimator("reinforce_plus_plus", min_group_size=1, keys=("reward", LENGTH))

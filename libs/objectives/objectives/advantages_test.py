@@ -177,9 +177,10 @@ def rows_of(tokens: Tensor) -> list[list[float]]:
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_an_estimator_is_its_function_spread_over_tokens(name: str) -> None:
     data = batch()
-    keys = [data["reward"]] if name == "reinforce_plus_plus" else [data["reward"], data["group"]]
-    if name.startswith("reinforce_plus_plus"):
-        keys.append(advantages.response_lengths(data))
+    data["reward_components"] = torch.stack([data["reward"], data["reward"] ** 2], 1)
+    reward = data["reward_components" if name == "gdpo" else "reward"]
+    keys = [reward] if name == "reinforce_plus_plus" else [reward, data["group"]]
+    keys += [advantages.response_lengths(data)] if name.startswith("reinforce_plus_plus") else []
     want = getattr(advantages, name)(*keys)
     got = estimate(data, name)
     assert got.dtype == torch.float32
@@ -196,9 +197,9 @@ def test_the_smallest_group_size_is_the_smallest_that_says_anything(name: str) -
             {"input_ids": [1, 2], "loss_mask": [False, True], "reward": r, "group": g}
             for r, g in zip(rewards.tolist(), groups.tolist(), strict=True)
         ]
-        speaks = any(any(row) for row in rows_of(estimator(make_batch(rows))))
-        assert speaks == (size >= estimator.min_group_size)
-        if speaks:
+        speaks = rows_of(estimator(make_batch(rows).set("reward_components", rewards[:, None])))
+        assert any(map(any, speaks)) == (size >= estimator.min_group_size)
+        if any(map(any, speaks)):
             estimator.check_group_size(size)
         else:
             with pytest.raises(ValueError, match=f"'{name}' compares siblings, in groups of {size} .* at least 2, or"):
@@ -207,7 +208,7 @@ def test_the_smallest_group_size_is_the_smallest_that_says_anything(name: str) -
 
 def test_the_names_are_the_choices() -> None:
     assert {name: ESTIMATORS[name].min_group_size for name in ESTIMATORS} == {
-        **dict.fromkeys(("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus_baseline"), 2),
+        **dict.fromkeys(("grpo", "dr_grpo", "rloo", "maxrl", "gdpo", "reinforce_plus_plus_baseline"), 2),
         "reinforce_plus_plus": 1,
     }
     assert all(name == estimator.name for name, estimator in ESTIMATORS.items())

@@ -43,6 +43,7 @@ GROUP_SIZES = {
     "dr_grpo": 2,
     "rloo": 2,
     "maxrl": 2,
+    "gdpo": 2,
     "reinforce_plus_plus": 1,
     "reinforce_plus_plus_baseline": 2,
 }
