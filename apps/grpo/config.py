@@ -228,6 +228,9 @@ class GrpoConfig:
     environment_memory_gib: float | None = None
     """Memory that a process of environments may take, with all that it has started; one that takes more is killed and
     replaced. None: half of its machine's."""
+    environment_servers: tuple[str, ...] = ()
+    """HOST:PORT of machines that play environments in place of the sampler's, --environment-processes in all; each runs
+    `python -m rollout.environments.processes.serve`."""
     stall_seconds: float = 120.0
     """A process that samples (fully_async) or plays environments and says nothing for so long, as one that was stopped,
     is told, with its stack, and replaced."""
@@ -315,6 +318,12 @@ class GrpoConfig:
             yield f"--control-run must be one of {', '.join(get_args(Control))}, got {self.control_run!r}"
         if self.environment_processes is not None and self.environment_processes < 0:
             yield f"--environment-processes must be at least 0, got {self.environment_processes}"
+        if wrong := [name for name in self.environment_servers if not name.rpartition(":")[2].isdecimal()]:
+            yield f"--environment-servers are HOST:PORT, got {wrong[0]}"
+        elif self.environment_servers and not self.environment_processes:
+            yield "--environment-servers needs --environment-processes above 0: how many they play in, in all"
+        elif self.environment_servers and self.environment_memory_gib is not None:
+            yield "--environment-memory-gib is of this machine: give --memory-gib to each server"
         if self.environment_memory_gib is not None and not self.environment_memory_gib > 0:
             yield f"--environment-memory-gib must be more than 0, got {self.environment_memory_gib}"
         if not 0 < self.stall_seconds < float("inf"):

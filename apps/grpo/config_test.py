@@ -106,3 +106,16 @@ def test_all_that_is_wrong_with_a_run_is_told_at_once() -> None:
     assert [reason.split()[0] for reason in str(refusal.value).split("; ")] == [
         *("--prompts-per-step", "--logging.groups", "--max-episode-seconds")
     ]
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({}, "--environment-servers needs --environment-processes"),
+        ({"environment_processes": 2, "environment_memory_gib": 1.0}, "give --memory-gib to each server"),
+    ],
+)
+def test_environment_servers_are_told_what_they_play(more: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        GrpoConfig(environment_servers=("127.0.0.1:7600",), **more)
+    assert GrpoConfig(environment_servers=("127.0.0.1:7600",), environment_processes=2).environment_servers

@@ -60,6 +60,7 @@ def rollout_settings(config: GrpoConfig, ranks: int = 1) -> RolloutSettings:
         max_episode_seconds=config.max_episode_seconds,
         environment_processes=config.environment_processes,
         environment_memory_gib=config.environment_memory_gib,
+        environment_servers=config.environment_servers,
         stall_seconds=config.stall_seconds,
         ranks_per_sampler=config.cluster.rollout.ranks_each(ranks),
         offload=config.cluster.offload,

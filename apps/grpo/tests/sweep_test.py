@@ -40,11 +40,11 @@ BASE = replace(
 )
 NAMED = {"recipe", "model", "run_dir", "resume", "engine.on_nonfinite", "max_episode_seconds", "cluster.rollout.admit"}
 NAMED |= {"engine.collective_timeout_seconds", "allow_idle_steps", "engine.prove", "engine.allow_untested"}
-NAMED |= {"recipe_options", "environment_processes", "environment_memory_gib", "stall_seconds"}
+NAMED |= {"recipe_options", "environment_processes", "environment_memory_gib", "environment_servers", "stall_seconds"}
 """What a run is of and where it is, changed in config_test, run_test, bad_inputs_test and extensions_test. Losses that
 are not finite have a test below, what ends episodes that hang one in schedule_test, when requests begin one in
 native_sampler_test; how long ranks wait one in engines' collective_timeout_test, how many steps may train nothing one
-in idle_test; environments in processes, their memory and their stalls have rollout's pool_test."""
+in idle_test; environments in processes, their memory, servers and stalls have rollout's pool_test."""
 METRIC = "apps.common.testing.setting_effects:step_times"
 CHANGES = {
     "engine.weights": Change("replicated"),

@@ -18,6 +18,7 @@ WRONG = {
     "--logging.groups": "-1",
     "--environment-memory-gib": "0",
     "--environment-processes": "-1",
+    "--environment-servers": "x",
     "--max-episode-seconds": "0",
     "--stall-seconds": "0",
     "--eval-share": "2",

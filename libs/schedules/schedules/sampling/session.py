@@ -123,7 +123,10 @@ class RolloutSession:
     def __post_init__(self) -> None:
         settings = self.settings
         processes = EnvironmentProcesses(
-            settings.environment_processes, settings.stall_seconds, settings.environment_memory_gib
+            settings.environment_processes,
+            settings.stall_seconds,
+            settings.environment_memory_gib,
+            settings.environment_servers,
         )
         object.__setattr__(self, "processes", processes)
 

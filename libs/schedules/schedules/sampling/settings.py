@@ -23,6 +23,8 @@ class RolloutSettings:
     """Processes that play environments; None: by their cost, 0: threads of the process that samples."""
     environment_memory_gib: float | None = None
     """Memory that such a process may take; None: half of the machine's."""
+    environment_servers: tuple[str, ...] = ()
+    """HOST:PORT of servers that play environments."""
     stall_seconds: float = 120.0
     """How long a process that samples or plays environments may say nothing."""
     ranks_per_sampler: int = 1

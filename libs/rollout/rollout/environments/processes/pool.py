@@ -9,22 +9,15 @@
 """
 
 import asyncio
-import contextlib
 import itertools
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 import warnings
 import weakref
-from collections import Counter, deque
-from concurrent.futures import Future, InvalidStateError
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import fields
-from multiprocessing import Pipe
-from queue import SimpleQueue
 from typing import Any
 
 from rollout.chat.conversation import TokensSpentError
@@ -39,16 +32,14 @@ from rollout.environments.processes.messages import (
     unpack_step,
     unpack_tools,
 )
-from rollout.environments.processes.resident import half_of_memory, resident_bytes
+from rollout.environments.processes.process import EnvironmentProcess
+from rollout.environments.processes.resident import half_of_memory
+from rollout.environments.processes.transports import LocalProcess, RemoteProcess, read_address, shared_key
 from rollout.errors import EpisodeFailed
-from rollout.workers.channel import Channel
-from rollout.workers.heartbeat import ask_stack
 
 WINDOW = 64  # episodes of a class
 BUSY = 0.7  # of a core
 CLOSE_TIMEOUT = 60.0
-LOOK = 0.25  # seconds between two looks at a process's memory
-START = 60.0  # seconds in which a process has to begin
 STATE = ("agent", "turns", "calls", "stop_reason", "limit", "max_new_tokens")
 
 
@@ -57,14 +48,26 @@ class EnvironmentProcesses:
 
     `count` bounds their number, 0: none, and None: as many as their measured cost asks for. `stall_seconds`: the
     longest silence of a process. `memory_gib`: what one may take, with all that it has started; None: half of the
-    machine's.
+    machine's. `servers` (HOST:PORT) play them in place of this machine (`environments.processes.serve`), in turn.
     """
 
-    def __init__(self, count: int | None = None, stall_seconds: float = 120.0, memory_gib: float | None = None) -> None:
+    def __init__(
+        self,
+        count: int | None = None,
+        stall_seconds: float = 120.0,
+        memory_gib: float | None = None,
+        servers: Sequence[str] = (),
+    ) -> None:
         if count is not None and count < 0:
             raise ValueError(f"environment processes must be at least 0 (threads of the run's process), got {count}")
         if memory_gib is not None and not memory_gib > 0:
             raise ValueError(f"memory_gib of an environment process must be more than 0, got {memory_gib}")
+        if servers and not count:
+            raise ValueError("environment servers need a number of processes that they play in all, above 0")
+        if servers:
+            shared_key()  # ValueError, now rather than in an episode
+        self._servers, self._next = [*map(read_address, servers)], itertools.count()
+        self._placing = threading.Lock()
         self.count, self.stall_seconds = count, stall_seconds
         self._memory = half_of_memory() if memory_gib is None else int(memory_gib * (1 << 30))
         self.workers: list[EnvironmentProcess] = []
@@ -95,8 +98,18 @@ class EnvironmentProcesses:
         """Kill all processes."""
         _kill_all(self.workers)
 
-    def place(self, name: str, context: EpisodeContext) -> "EnvironmentProcess":
-        """Return the process for an episode of the class `name`. EpisodeFailed: too many of its last ones failed."""
+    async def place(self, name: str, context: EpisodeContext) -> "EnvironmentProcess":
+        """Return the process for an episode of the class `name`. EpisodeFailed: too many of its last ones failed, or
+        no server answers."""
+        if not self._servers:
+            return self._place(name, context)
+        return await asyncio.to_thread(self._place_locked, name, context)  # a server may be slow to answer
+
+    def _place_locked(self, name: str, context: EpisodeContext) -> "EnvironmentProcess":
+        with self._placing:
+            return self._place(name, context)
+
+    def _place(self, name: str, context: EpisodeContext) -> "EnvironmentProcess":
         ends = self.ends.setdefault(name, deque(maxlen=WINDOW))
         if len(ends) == ends.maxlen and 2 * sum(ends) > len(ends):
             failed = sum(ends)
@@ -122,123 +135,21 @@ class EnvironmentProcesses:
             self._lost.add((context.key, context.index))
 
     def _begin(self, alone: bool = False) -> "EnvironmentProcess":
-        worker = EnvironmentProcess(self.stall_seconds, self._memory, alone)
+        worker = EnvironmentProcess(self._transport(), self.stall_seconds, self._memory, alone)
         self.workers.append(worker)
         return worker
 
-
-class EnvironmentProcess:
-    """One process, and the threads that read from it and write to it: no call of a process blocks the caller."""
-
-    def __init__(self, stall_seconds: float, memory: int, alone: bool = False) -> None:
-        mine, theirs = Pipe()
-        path = os.pathsep.join(entry for entry in sys.path if entry)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "rollout.environments.processes.worker", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, "PYTHONPATH": path},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        theirs.close()
-        self.alone, self.retired, self.why = alone, alone, ""
-        self.busy = 0.0
-        self.episodes: dict[int, ProcessEnvironment] = {}
-        self._stall_seconds, self._memory = stall_seconds, memory
-        self._connection, self._channel = mine, Channel(mine)
-        self._calls: dict[int, Future[tuple[dict[str, Any], bytes]]] = {}
-        self._numbers, self._lock = itertools.count(), threading.Lock()
-        self._outbox: SimpleQueue[tuple[dict[str, Any], bytes] | None] = SimpleQueue()
-        for target in (self._read, self._write):
-            threading.Thread(target=target, name="environment-process", daemon=True).start()
-
-    @property
-    def alive(self) -> bool:
-        """Whether it can still be called."""
-        return not self.why
-
-    def call(self, head: dict[str, Any], payload: bytes = b"") -> tuple[int, "Future[tuple[dict[str, Any], bytes]]"]:
-        """Send a call; return its number, and the future of its result."""
-        future: Future[tuple[dict[str, Any], bytes]] = Future()
-        with self._lock:
-            number = next(self._numbers)
-            if self.alive:
-                self._calls[number] = future
-        if not self.alive:
-            self._fail(future)
-        self.send({**head, "id": number}, payload)
-        return number, future
-
-    def send(self, head: dict[str, Any], payload: bytes = b"") -> None:
-        """Send a message, some time."""
-        self._outbox.put((head, payload))
-
-    def kill(self, why: str) -> None:
-        """Kill it and all that its environments have started, and fail its calls."""
-        with self._lock:
-            self.why = self.why or why
-            calls, self._calls = self._calls, {}
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self._outbox.put(None)
-        for future in calls.values():
-            self._fail(future)
-
-    def _fail(self, future: "Future[tuple[dict[str, Any], bytes]]") -> None:
-        with contextlib.suppress(InvalidStateError):
-            future.set_exception(EpisodeFailed(self.why, retryable=True))
-
-    def _write(self) -> None:
-        with contextlib.suppress(OSError):
-            while (message := self._outbox.get()) is not None:
-                self._channel.send(*message)
-
-    def _read(self) -> None:
-        heard = looked = time.monotonic()
-        cpu = when = 0.0
-        try:
-            while self.alive:
-                there = self._connection.poll(LOOK)
-                if time.monotonic() - looked > LOOK:
-                    looked = time.monotonic()
-                    if (taken := resident_bytes(self.process.pid)) > self._memory:
-                        return self.kill(
-                            f"an environment process took {taken / 2**30:.2f} GiB of memory, "
-                            f"{self._memory / 2**30:.2f} are its limit (--environment-memory-gib)"
-                        )
-                if not there:
-                    if (code := self.process.poll()) is not None:
-                        return self.kill(f"an environment ended its process (exit code {code})")
-                    if time.monotonic() - heard > (self._stall_seconds if when else max(START, self._stall_seconds)):
-                        return self._stalled()
-                    continue
-                head, payload = self._channel.receive()
-                heard = time.monotonic()
-                if "beat" in head:
-                    self.busy, cpu, when = (head["beat"] - cpu) / max(heard - when, 1e-9), head["beat"], heard
-                elif "ask" in head:
-                    if environment := self.episodes.get(head["episode"]):
-                        environment.on_request(head)
-                else:
-                    with self._lock:
-                        future = self._calls.pop(head["id"], None)
-                    if future is not None:
-                        with contextlib.suppress(InvalidStateError):
-                            future.set_result((head, payload))
-        except (EOFError, OSError):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(1.0)
-            self.kill(f"an environment ended its process (exit code {self.process.poll()})")
-        finally:
-            self._connection.close()
-
-    def _stalled(self) -> None:
-        """Ask a silent process where it is, then kill it."""
-        classes = Counter(environment.name for environment in list(self.episodes.values()))
-        why = f"an environment process said nothing for {self._stall_seconds:g} s"
-        ask_stack(self.process.pid, f"{why} and is killed; it plays {dict(classes)}")
-        self.kill(why)
+    def _transport(self) -> LocalProcess | RemoteProcess:
+        """Start a process here, or on the next server that answers."""
+        if not self._servers:
+            return LocalProcess()
+        for left in reversed(range(len(self._servers))):
+            try:
+                return RemoteProcess(self._servers[next(self._next) % len(self._servers)])
+            except EpisodeFailed:
+                if not left:
+                    raise
+        raise AssertionError("there is a server")
 
 
 class _HostedFactory:
@@ -275,7 +186,7 @@ class ProcessEnvironment:
     async def open(self, context: EpisodeContext) -> Observation:
         """Open the environment in a process."""
         self._loop, self._context = asyncio.get_running_loop(), context
-        worker = self._worker = self._pool.place(self.name, context)
+        worker = self._worker = await self._pool.place(self.name, context)
         worker.episodes[self._number] = self
         try:
             plain = describe({f.name: getattr(context, f.name) for f in fields(context) if f.name != "converse"})
