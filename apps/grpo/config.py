@@ -226,11 +226,9 @@ class GrpoConfig:
     """Processes that play environments on each sampler's machine, apart from it; None: as many as their CPU time asks
     for. 0 plays them in threads of the process that samples, as are those marked instant."""
     environment_memory_gib: float | None = None
-    """Memory that a process of environments may take, with all that it has started; one that takes more is killed and
-    replaced. None: half of its machine's."""
+    """Memory of a process of environments with all that it starts, before it is replaced; None: half the machine's."""
     environment_servers: tuple[str, ...] = ()
-    """HOST:PORT of machines that play environments in place of the sampler's, --environment-processes in all; each runs
-    `python -m rollout.environments.processes.serve`."""
+    """HOST:PORT of machines that play environments (`python -m rollout.environments.processes.serve`)."""
     stall_seconds: float = 120.0
     """A process that samples (fully_async) or plays environments and says nothing for so long, as one that was stopped,
     is told, with its stack, and replaced."""

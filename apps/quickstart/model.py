@@ -3,14 +3,14 @@
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from apps.quickstart.tokenizer import PAD, TURN_END, build_tokenizer
+from apps.quickstart.tokenizer import PAD, TURN_END, WORDS, build_tokenizer
 
 
 def tiny_config(
@@ -75,9 +75,11 @@ MakeConfig = Callable[[int, int, int], Qwen3_5TextConfig]
 """(vocab_size, pad_token_id, eos_token_id) -> a model's configuration."""
 
 
-def ensure_tiny_model(directory: Path, seed: int, make_config: MakeConfig = tiny_config) -> Path:
+def ensure_tiny_model(
+    directory: Path, seed: int, make_config: MakeConfig = tiny_config, words: Sequence[str] = WORDS
+) -> Path:
     """Call `save_tiny_model` on one rank unless the directory is there; a kill leaves all of it or nothing."""
-    return made_once(directory, lambda temporary: save_tiny_model(temporary, seed, make_config))
+    return made_once(directory, lambda temporary: save_tiny_model(temporary, seed, make_config, words))
 
 
 def made_once(directory: Path, make: Callable[[Path], object]) -> Path:
@@ -90,9 +92,11 @@ def made_once(directory: Path, make: Callable[[Path], object]) -> Path:
     return directory
 
 
-def save_tiny_model(directory: Path, seed: int, make_config: MakeConfig = tiny_config) -> Path:
+def save_tiny_model(
+    directory: Path, seed: int, make_config: MakeConfig = tiny_config, words: Sequence[str] = WORDS
+) -> Path:
     """Write an untrained tiny Qwen3.5 with its tokenizer and chat template as an ordinary Hugging Face directory."""
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(words)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in (PAD, TURN_END)}
     with torch.random.fork_rng():
         torch.manual_seed(seed)

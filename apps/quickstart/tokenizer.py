@@ -3,6 +3,7 @@
 Every text can be encoded: what is no marker becomes bytes, so digits are single tokens too.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -14,6 +15,7 @@ MARKERS = (
     "<tool_response>", "</tool_response>", "<tools>", "</tools>", "<think>", "</think>",
 )  # fmt: skip
 WORDS = ("system", "user", "assistant", "calculator", "expression", "\\boxed{")
+CODE_WORDS = ("```python\n", "def f(x):\n    return x", "```", "assert f(", ") == ", "f(", ") is ", ", not ")
 
 
 def chat_template() -> str:
@@ -21,14 +23,14 @@ def chat_template() -> str:
     return (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(words: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
     """Return a tokenizer of 256 bytes, three special tokens, and markers and words as tokens that stay visible."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in (PAD, TURN_START, TURN_END)])
-    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKERS + WORDS])
+    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in (*MARKERS, *words)])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token=PAD, eos_token=TURN_END, clean_up_tokenization_spaces=False
     )

@@ -26,7 +26,7 @@ class ControlRunsConfig:
     """Run a quickstart recipe for several seeds, and its control runs from the first seed's warm start."""
 
     recipe: str = "quickstart"
-    """quickstart or quickstart-tool."""
+    """quickstart, quickstart-tool or quickstart-code."""
     seeds: tuple[int, ...] = (0, 1, 2)
     controls: bool = True
     """Also run shuffled advantages, and learning rate 0."""
@@ -37,8 +37,8 @@ class ControlRunsConfig:
 def run_controls(config: ControlRunsConfig) -> dict[str, dict[str, float]]:
     """Run all seeds and controls; return for each run the accuracy before and after, in percent, and seconds."""
     user_directory()
-    if config.recipe not in ("quickstart", "quickstart-tool"):
-        raise ValueError(f"--recipe must be quickstart or quickstart-tool, got {config.recipe!r}")
+    if config.recipe not in ("quickstart", "quickstart-tool", "quickstart-code"):
+        raise ValueError(f"--recipe must be quickstart, quickstart-tool or quickstart-code, got {config.recipe!r}")
     run_dir = resolve_run_dir(config.run_dir, Path("runs/study"), config.recipe, resume=False)
     base = recipes()[config.recipe].config
     results: dict[str, dict[str, float]] = {}
