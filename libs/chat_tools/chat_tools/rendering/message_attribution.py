@@ -31,6 +31,7 @@ from chat_tools.rendering.text_marks import PRIVATE_CHARACTER, Marks, Place, Wra
 
 _TEXT_KEYS = frozenset(("content", *REASONING_KEYS))
 _BEGINNING = 10  # characters of a printed list, to see whether there is one at all
+_KEY = 48  # characters of a printed list by which those that may stand at a place are found
 
 
 class MessageAttribution(NamedTuple):
@@ -115,14 +116,18 @@ def printed_parts(messages: Sequence[Message], text: str) -> set[int]:
     beginnings = {written[:_BEGINNING] for written in lists.values()}
     if not any(beginning in text for beginning in beginnings):
         return set()
-    printed: set[int] = set()
-    end = 0
-    for index, written in lists.items():  # in order, as most templates write them
-        at = text.find(written, end)
-        if at >= 0 or written in text:
-            printed.add(index)
-            end = at + len(written) if at >= 0 else end
-    return printed
+    by_key: dict[str, set[str]] = {}
+    for written in lists.values():
+        by_key.setdefault(written[:_KEY], set()).add(written)
+    sizes = {len(key) for key in by_key}
+    printed: set[str] = set()
+    for beginning in beginnings:  # each place in the text once, however many lists there are
+        at = text.find(beginning)
+        while at >= 0:
+            for size in sizes:
+                printed.update(w for w in by_key.get(text[at : at + size], ()) if text.startswith(w, at))
+            at = text.find(beginning, at + 1)
+    return {index for index, written in lists.items() if written in printed}
 
 
 def _one_by_one(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chat_tools.rendering import message_attribution, replaced_messages
-from chat_tools.rendering.message_attribution import attribute_messages, texts_of
+from chat_tools.rendering.message_attribution import attribute_messages, printed_parts, texts_of
 from chat_tools.rendering.replaced_messages import MessageSpan, common_prefix, common_suffix, find_by_difference
 from chat_tools.rendering.template import ChatTemplate
 from chat_tools.testing.tokenizer import tiny_tokenizer
@@ -171,3 +171,17 @@ def test_a_message_is_found_by_what_another_text_changes(prompted: bool) -> None
     assert find_by_difference(refused, MESSAGES[:1], 0, text, prompted) is None
     deaf = ChatTemplate(tiny_tokenizer("chatml", template="always the same"), None, {})
     assert find_by_difference(deaf, MESSAGES[:1], 0, "always the same", prompted) is None
+
+
+SPOKEN = st.sampled_from(["a", "b'", "[{'type': 'text', 'text': 'a'}]", "x" * 60 + "a", "x" * 60 + "b"])
+LISTS = st.lists(st.lists(st.builds(lambda word: {"type": "text", "text": word}, SPOKEN), max_size=2), max_size=5)
+
+
+@settings(deadline=None, max_examples=200)
+@given(LISTS, st.data())
+def test_lists_that_are_printed_are_those_that_stand_in_the_text(lists: list[Any], data: st.DataObject) -> None:
+    bits = [bit for written in map(str, lists) for bit in (written, written[:-1])]
+    text = "".join(data.draw(st.lists(st.sampled_from([*bits, "[{'type'", "z"]), max_size=6)))
+    messages = [{"role": "user", "content": content} for content in [*lists, "text"]]
+    expected = {number for number, content in enumerate(lists) if content and str(content) in text}
+    assert printed_parts(messages, text) == expected
