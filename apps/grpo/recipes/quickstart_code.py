@@ -30,7 +30,7 @@ def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> CodeTa
 def make_model(directory: Path, seed: int) -> Path:
     """Return the directory, with a tiny Qwen3.5 to which the fixed parts of a function are one token each."""
     from apps.quickstart.model import ensure_tiny_model  # slow to load
-    from apps.quickstart.tokenizer import CODE_WORDS, WORDS
+    from apps.quickstart.tokenizer import CODE_WORDS, WORDS  # the same
 
     return ensure_tiny_model(directory, seed, words=(*WORDS, *CODE_WORDS))
 
