@@ -64,7 +64,8 @@ def _runs(base: GrpoConfig, config: ControlRunsConfig, run_dir: Path) -> dict[st
     if config.controls:
         seed = config.seeds[0]
         model = run_dir / f"seed-{seed}" / "warm-start" / "export"
-        warm = replace(base, seed=seed, model=model, warm_start=replace(base.warm_start, steps=0))
+        begun = replace(base, seed=seed, model=model, warm_start=replace(base.warm_start, steps=0))
+        warm = replace(begun, allow_idle_steps=None)  # one that unlearns all has nothing left to train on
         runs["shuffled advantages"] = replace(warm, control_run="shuffled-advantages", run_dir=run_dir / "shuffled")
         lr_0: EngineConfig = replace(base.engine, lr=0.0)
         runs["learning rate 0"] = replace(warm, engine=lr_0, run_dir=run_dir / "lr-0")

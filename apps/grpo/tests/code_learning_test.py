@@ -18,8 +18,9 @@ def test_it_learns_five_standard_deviations_above_its_shuffled_control(tmp_path:
     learned = run(replace(BASE, run_dir=tmp_path / "run"))
     warm = tmp_path / "run" / "warm-start" / "export"
     control = replace(BASE, model=warm, warm_start=WarmStart(), control_run="shuffled-advantages")
-    shuffled = run(replace(control, run_dir=tmp_path / "control"))
-    assert learned.accuracy_after > learned.accuracy_before + 0.1
+    # One that unlearns all has nothing left to train on.
+    shuffled = run(replace(control, allow_idle_steps=None, run_dir=tmp_path / "control"))
+    assert learned.accuracy_after > learned.accuracy_before + 0.15
     assert learned.accuracy_after - shuffled.accuracy_after > 5 * deviation(
         BASE.data.eval_prompts, learned.accuracy_after, shuffled.accuracy_after
     )
