@@ -164,6 +164,9 @@ def test_no_part_of_a_model_stays_unreached() -> None:
     model: Any = random_model(small_config(AutoConfig.for_model("granite")))
     rows = sequences((7, 12), 64)
     assert not proof._unreached(model, rows, stock(model, rows))
+    model.model.image_embed = torch.nn.Linear(2, 2)  # of another kind of input: its config fields need a name
+    model.model.reader = type("GateOfCrossAttention", (torch.nn.Linear,), {})(2, 2)
+    assert not proof._unreached(model, rows, stock(model, rows))
     model.model.lost = torch.nn.Linear(2, 2)
     assert "reaches model.lost.weight: nothing was compared" in proof._unreached(model, rows, stock(model, rows))
 

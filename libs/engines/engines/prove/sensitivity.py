@@ -233,7 +233,8 @@ def _others(path: str, value: Any) -> Iterator[Any]:
     elif isinstance(value, int):
         yield from (value + 1, max(1, value // 2), value * 2)  # near: a threshold that nothing crosses moves nothing
     elif isinstance(value, float):
-        yield from (100 * value, 1e4 * value) if 0 < abs(value) < 1e-3 else (value * 1.5 + (not value) / 10, value * 5)
+        near = (100 * value, 1e4 * value) if 0 < abs(value) < 1e-3 else (value * 1.5 + (not value) / 10, value * 5)
+        yield from (*near, value / 10, value * 100)
     elif isinstance(value, list) and value and isinstance(value[0], int | float) and not isinstance(value[0], bool):
         yield [1 - value[0] if {*value} <= {0, 1} else value[-1] + 1, *value[1:]]
         yield [value[-1] * 5, *value[1:]]
