@@ -332,11 +332,9 @@ class GrpoConfig:
     def _distilled(self) -> Iterator[str]:
         """Yield what has no effect with a teacher, or without one."""
         taught = self.teachers.any
-        idle = (
-            ("advantage", "objective.", "control_run", "filter_groups.", "shaping.")
-            if taught
-            else ("distillation.", "teachers.")
-        )
+        idle: tuple[str, ...] = ("distillation.", "teachers.")
+        if taught:
+            idle = ("advantage", "objective.", "control_run", "filter_groups.", "shaping.")
         for path, value, default in leaves(self):
             if path.startswith(idle) and value != default:
                 yield f"{flag(path)} has no effect {'with' if taught else 'without'} --teacher: leave it out"
