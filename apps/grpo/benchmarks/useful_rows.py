@@ -1,7 +1,8 @@
 """Useful rows (of groups whose rewards differ) for the tokens that are sampled: as they come, refilled, and with pools.
 
-`python -m apps.grpo.benchmarks.useful_rows FOLDER`: whole runs of the quickstart's untrained model, three passes over a
-file of which every third prompt is always right and every third always wrong; the reward of the others is a coin's.
+`python -m apps.grpo.benchmarks.useful_rows FOLDER [--schedule fully_async]`: whole runs of the quickstart's untrained
+model, three passes over a file of which every third prompt is always right and every third always wrong; the reward of
+the others is a coin's.
 """
 
 import argparse
@@ -9,9 +10,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from zlib import crc32
 
+from apps.common.cluster import Cluster
 from apps.grpo.config import DataConfig, PluginConfig
 from apps.grpo.recipes import math, quickstart
 from apps.grpo.run import run
@@ -19,7 +21,7 @@ from apps.quickstart.model import save_tiny_model
 from engines import EngineConfig
 from rollout import Reply
 from runlog import read_metrics
-from schedules.config import FilterGroups
+from schedules.config import FilterGroups, Mode, ScheduleConfig
 from schedules.sampling.refill import DROPPED_TOKENS
 
 PROMPTS, PASSES, EACH, GROUP = 144, 3, 16, 8
@@ -36,7 +38,7 @@ def reward(reply: Reply, row: Mapping[str, Any], end: str) -> float:
     return (0.0, 1.0, float(crc32(reply.text.encode()) % 2))[row["kind"]]
 
 
-def measured(folder: Path, filter_groups: FilterGroups) -> dict[str, float]:
+def measured(folder: Path, filter_groups: FilterGroups, mode: Mode) -> dict[str, float]:
     """Return what a run came to that trains on about as many groups as the file has with signal in three passes."""
     filled = filter_groups.enable
     config = replace(
@@ -54,6 +56,7 @@ def measured(folder: Path, filter_groups: FilterGroups) -> dict[str, float]:
         engine=EngineConfig(device="cpu", lr=1e-9),
         sampling=quickstart.RECIPE.config.sampling,
         filter_groups=filter_groups,
+        cluster=Cluster(schedule=ScheduleConfig(mode=mode)),
     )
     run(config)
     assert config.run_dir is not None
@@ -72,12 +75,14 @@ def main() -> None:
     """Print the values of all cases as JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
+    parser.add_argument("--schedule", default="sync", choices=get_args(Mode))
+    arguments = parser.parse_args()
+    folder: Path = arguments.folder
     folder.mkdir(parents=True, exist_ok=True)
     save_tiny_model(folder / "model", 0)
     rows = ({"question": f"{n}+1=", "answer": str(n + 1), "kind": n % 3} for n in range(PROMPTS))
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    print(json.dumps({name: measured(folder, case) for name, case in CASES.items()}, indent=1))
+    print(json.dumps({name: measured(folder, case, arguments.schedule) for name, case in CASES.items()}, indent=1))
 
 
 if __name__ == "__main__":
