@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -84,9 +85,17 @@ def test_without_parallel_calls_a_turn_ends_with_its_first(stream: bool, engine_
         assert [i for i, mask in zip(segment.ids, segment.loss_mask, strict=True) if mask] == encode(text)
 
 
-def test_a_large_body_is_tokenised_beside_the_event_loop() -> None:
-    """Another session's request is answered first; what has no effect is told in a header."""
+def test_a_large_body_is_tokenised_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes until another session's request is answered; what has no effect is told in a header."""
     engine, ended = Script("<|im_end|>", "<|im_end|>"), []
+    answered, in_time, tokenise = threading.Event(), [], Chat.open
+
+    def slow(self: Chat, messages: Any, tools: Any = ()) -> list[int]:
+        if len(str(messages)) > 1000:
+            in_time.append(answered.wait(10))
+        return tokenise(self, messages, tools)
+
+    monkeypatch.setattr(Chat, "open", slow)
 
     async def agent(gateway: TokenGateway) -> None:
         async with client(gateway) as api, client(gateway, "small") as other:
@@ -100,11 +109,13 @@ def test_a_large_body_is_tokenised_beside_the_event_loop() -> None:
             large = asyncio.create_task(said(api, "abc def " * 40_000))
             await asyncio.sleep(0.05)
             await said(other, "hi")
+            answered.set()
             await large
 
     with pytest.warns(RuntimeWarning, match="no effect on the policy: user"):
         serve(engine, agent)
     assert ended == [2, 320_000]
+    assert in_time == [True]
 
 
 @pytest.mark.parametrize("text", TURNS)
