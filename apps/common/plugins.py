@@ -18,6 +18,7 @@ import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 from rollout import Reply, Score, Tool
@@ -134,7 +135,12 @@ def load_tools(specs: Sequence[str], options: Sequence[str] = ()) -> tuple[Tool,
 def _named(spec: str) -> list[tuple[str, Any]]:
     if not spec.startswith(MCP):
         return [(spec, load_object(spec, "tool"))]
-    made = load_object("rollout.tools.mcp_tools:mcp_tools", "tool")  # needs the package mcp
+    if find_spec("rollout.tools.mcp_tools") is None:
+        raise ValueError(
+            f"--tool {spec}: tools of MCP servers need the package mcp: `./bazelw run //apps/grpo:adapters` has it, or "
+            "pip install 'tessera-rollout[mcp]'"
+        )
+    made = load_object("rollout.tools.mcp_tools:mcp_tools", "tool")
     return [(spec, tool) for tool in made(spec.removeprefix(MCP))]
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 
+import engines.engine_state
 import engines.step
 from engines import EngineConfig, LocalBatch, NonFiniteError, StepPlan
 from engines.execution.metrics import MetricSum, agreed_number
@@ -332,7 +333,7 @@ def test_stages_of_a_pipeline_read_a_checkpoint_together(
         return {"step": 7}
 
     built.groups = dataclasses.replace(built.groups, layout=ParallelLayout(pp=stages), world="all ranks")
-    monkeypatch.setattr(engines.step, "load_checkpoint", load_checkpoint)
+    monkeypatch.setattr(engines.engine_state, "load_checkpoint", load_checkpoint)
     built.executor.load_state = loaded.append
     built.load(tmp_path)
     assert built.step == 7

@@ -75,7 +75,7 @@ def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     """On every rank, and nobody waits for the one that failed."""
-    with pytest.raises(RuntimeError, match=r"files/a/b can't be written"):
+    with pytest.raises(RuntimeError, match=r"files/a(/b)? can't be written"):  # of either: both fail
         run(shared, tmp_path, {0: {"a/b": b"one", "z": b"more"}, 1: {"a": b"a file where a folder should be"}})
     assert files(tmp_path / "disk1/files")["z"] == b"more"
 

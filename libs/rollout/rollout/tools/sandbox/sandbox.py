@@ -40,7 +40,7 @@ class Limits:
     `memory_bytes` is the address space of its one process (threads share it; there is no other process), `file_bytes`
     the size of all its files together, which are in memory too, `files` their number. `output_bytes` bounds what it
     prints, and its results, each. `tasks` bounds the run's threads (with a setuid bubblewrap those
-    of all runs together).
+    of all runs together; not where the machine's root is the only user, as in a namespace that maps it alone).
     """
 
     wall_seconds: float = 10.0
