@@ -4,7 +4,7 @@
 2. Packed rows are compared with stock transformers, one sequence at a time: log-probs, and the gradient of every
    parameter. No value is as it was initialised, and matrices are larger, so that a leak shows.
    So are padded rows, which a run with `batching='padded'` computes. A parameter that no sequence reaches fails.
-   Log-probs within `NEAR` are compared with other weights once more: what float32 rounds in parts of stock layers, some
+   Log-probs within `RETRY_LIMIT` are compared with other weights once more: what float32 rounds in parts of stock layers, some
    weights enlarge.
 3. Errors are planted: the first two sequences as one, to all layers and to each kind of layer alone. Each must move a
    log-prob by `MARGIN` times the tolerance.
@@ -50,7 +50,7 @@ from engines.weights.empty_model import model_of
 
 LOG_PROBS = 3e-5
 """Largest difference of a log-prob that counts as equal: parts of stock layers compute in float32."""
-NEAR = 10 * LOG_PROBS
+RETRY_LIMIT = 10 * LOG_PROBS
 GRADIENTS = 1e-3
 MARGIN = 100.0
 """How many tolerances a planted error must move a log-prob."""
@@ -98,7 +98,7 @@ def prove(config: Any) -> Certificate:
     with admitted(small, family):
         if possible:
             got, problem = _packed(model, rows, want)
-            if LOG_PROBS < got.log_probs <= NEAR:
+            if LOG_PROBS < got.log_probs <= RETRY_LIMIT:
                 model = random_model(small, seed=1)
                 want = stock(model, rows)
                 got, problem = _packed(model, rows, want)
