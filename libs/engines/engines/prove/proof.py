@@ -4,8 +4,8 @@
 2. Packed rows are compared with stock transformers, one sequence at a time: log-probs, and the gradient of every
    parameter. No value is as it was initialised, and matrices are larger, so that a leak shows.
    So are padded rows, which a run with `batching='padded'` computes. A parameter that no sequence reaches fails.
-   Log-probs within `RETRY_LIMIT` are compared with other weights once more: what float32 rounds in parts of stock layers, some
-   weights enlarge.
+   Log-probs within `RETRY_LIMIT` are compared with other weights once more: what float32 rounds in parts of stock
+   layers, some weights enlarge.
 3. Errors are planted: the first two sequences as one, to all layers and to each kind of layer alone. Each must move a
    log-prob by `MARGIN` times the tolerance.
 4. Every config field is changed in stock transformers. One that moves no log-prob as far, although the modelling code
