@@ -145,6 +145,8 @@ def main() -> int:
             times = f"{1e3 * plain:16.1f} ms {1e3 * ours:7.1f} ms   {ours / plain:5.2f}"
             line = f"{Path(name).stem:32}{turns:5d}   {times}  {form}"
             print(line.rstrip(), flush=True)
+    if not all(ratios.values()):
+        raise SystemExit("none of these templates takes the conversation")
     for turns, found in ratios.items():
         above = [f"{name} {ratio:.2f}" for name, ratio in found.items() if ratio > MOST]
         between = f"{min(found.values()):.2f} to {max(found.values()):.2f} times, median {median(found.values()):.2f}"
