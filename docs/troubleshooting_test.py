@@ -27,7 +27,7 @@ SOURCES = {
     "The tokenizer has no chat template": "apps/common/data/tokenizer.py",
     "The arguments of a reward": "apps/common/plugins.py",
     "A step trained nothing": "libs/runlog/runlog/notices.py",
-    "Every answer is cut off": "apps/grpo/idle.py",
+    "Every answer is cut off": "apps/common/run/idle_reason.py",
     "The run stops by itself": "apps/common/run/idle_steps.py",
     "The loss is not finite": "libs/engines/engines/nonfinite.py",
     "No GPU is seen": "libs/engines/engines/loading.py",

@@ -8,12 +8,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from apps.common.ray_devices import ray_settings
 from apps.common.run.reporter import Reporter
 from apps.common.samplers import sampler_backend
 from apps.common.tasks import Tasks
 from apps.grpo.config import GrpoConfig, TeacherWarmStart, WarmStart
 from apps.grpo.sampling.native import engine_config
-from apps.grpo.sampling.ray_devices import ray_settings
 from apps.grpo.sampling.source import RunSampler, rollout_settings
 from apps.grpo.step import GrpoTrainer
 from apps.grpo.tasks.prompt_tasks import Conversation

@@ -13,14 +13,14 @@ from apps.common.cli.flags import flag, leaves, owned_problems
 from apps.common.cluster import Cluster
 from apps.common.data.presets import PresetName
 from apps.common.data.template_options import template_options
+from apps.common.learning_config import RewardShaping as RewardShaping
+from apps.common.learning_config import TeacherConfig as TeacherConfig
+from apps.common.learning_config import TeacherWarmStart as TeacherWarmStart
+from apps.common.learning_config import WarmStart as WarmStart
+from apps.common.learning_config import refuse
 from apps.common.own_metrics import check_metrics
 from apps.common.run.idle_steps import ALLOWED, allowed_problem
 from apps.common.tool_formats import format_of
-from apps.grpo.teacher_config import RewardShaping as RewardShaping
-from apps.grpo.teacher_config import TeacherConfig as TeacherConfig
-from apps.grpo.teacher_config import TeacherWarmStart as TeacherWarmStart
-from apps.grpo.teacher_config import WarmStart as WarmStart
-from apps.grpo.teacher_config import refuse
 from engines import EngineConfig
 from objectives import GRPO, Distillation
 from objectives.choices import check_advantage_options, check_group_size

@@ -17,12 +17,12 @@ from apps.common.cli.refusals import Refusals
 from apps.common.data.model_files import longest_sequence, made_for_checks
 from apps.common.data.template_options import template_options
 from apps.common.data.tokenizer import load_tokenizer
+from apps.common.ray_devices import check_ray_devices
 from apps.common.tasks import Tasks
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipe import Recipe
 from apps.grpo.registry import spec_of
 from apps.grpo.sampling.chat import chat_of, tool_format_of
-from apps.grpo.sampling.ray_devices import check_ray_devices
 from apps.grpo.tasks.privileged import check_privileged
 from apps.grpo.tasks.prompt_files import data_problems
 from apps.grpo.teachers import check_teachers

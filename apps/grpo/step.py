@@ -9,8 +9,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from apps.common.run.idle_reason import SIGNAL
 from apps.grpo.config import GrpoConfig
-from apps.grpo.idle import SIGNAL
 from apps.grpo.shaping import estimated, shape
 from apps.grpo.teachers import Teachers
 from engines import SharedParameters, TrainEngine, Unsupported, base_policy, shared_parameters

@@ -9,12 +9,12 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from apps.common.data.tokenizer import load_tokenizer
+from apps.common.learning_config import SELF
 from apps.common.named_values import named_values
 from apps.common.tasks import Tasks
 from apps.grpo.config import GrpoConfig
 from apps.grpo.sampling.native import engine_config
 from apps.grpo.tasks.privileged import PrivilegedPrompts, moved, privileged_prompts
-from apps.grpo.teacher_config import SELF
 from engines import TrainEngine, build_reference
 from engines.weights.hub import model_directory
 from objectives import Distillation

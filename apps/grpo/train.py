@@ -15,12 +15,14 @@ import torch
 from apps.common.data.evaluation import evaluation_metrics
 from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
 from apps.common.own_metrics import own_metrics
+from apps.common.ray_devices import ray_settings
 from apps.common.run.checkpoint_saver import CheckpointSaver
 from apps.common.run.checkpoints import checkpoint_path
 from apps.common.run.config_file import as_plain
 from apps.common.run.device_memory import memory_metrics, memory_note
 from apps.common.run.divergence import name_sampler_errors
 from apps.common.run.export import save_export
+from apps.common.run.idle_reason import idle_reason, reward_called
 from apps.common.run.idle_steps import IdleSteps
 from apps.common.run.nonfinite_batch import save_batch_on_nonfinite
 from apps.common.run.ranks import init_rank
@@ -30,9 +32,7 @@ from apps.common.sampler_certificate import SamplerRecord, unchecked
 from apps.common.tasks import Tasks
 from apps.grpo.build import Demonstrations, RunBuilder, samples_remotely
 from apps.grpo.config import GrpoConfig
-from apps.grpo.idle import idle_reason, reward_called
 from apps.grpo.sampling.native import NativeBackend
-from apps.grpo.sampling.ray_devices import ray_settings
 from apps.grpo.step import correction_line
 from apps.grpo.warm_start import warm_start_metrics
 from apps.sft.best_checkpoint import HELD_OUT, RUN_STEP, BestCheckpoint, best_checkpoint_path, find_best_checkpoint
@@ -171,7 +171,7 @@ class _Steps:
             row: dict[str, Any] = {**result.metrics, **memory_metrics(config.engine.device)}
             row |= reward_called(result.episodes, self._rows(step, result), self.tasks)
             row |= self._own_metrics(step, result, row)
-            reason = idle_reason(result.episodes, row, config)
+            reason = idle_reason(result.episodes, row, config.corrected_objective, config.advantage)
             row |= idle.row(reason)
             ends = self._terminated(step) and not last
             stops = idle.too_many and not last

@@ -15,7 +15,7 @@ from apps.common.tool_formats import format_of
 from apps.grpo.config import GrpoConfig, PluginConfig
 from apps.grpo.main import configure
 from apps.grpo.registry import registered, spec_of
-from apps.grpo.tasks.own_tasks import OwnTasks
+from apps.grpo.tasks.environment_tasks import make_environment_tasks
 from apps.sft.config import SftConfig
 from apps.sft.main import configure as configure_sft
 from rollout import TaskRow
@@ -198,7 +198,7 @@ def test_help_has_the_protocol_and_the_options(file: Path, capsys: pytest.Captur
 
 def test_a_task_source_goes_on_in_another_process(file: Path) -> None:
     plugins = PluginConfig(task_source=f"{file}/own.py:Source", task_source_options=("held_out_count=3",))
-    tasks = OwnTasks.of(GrpoConfig(plugins=plugins, seed=5))
+    tasks: Any = make_environment_tasks(GrpoConfig(plugins=plugins, seed=5))
     assert (tasks.source.seed, len(tasks.held_out())) == (5, 3)
     assert [row.id for row in tasks.tasks(0, 2)] == ["2-0", "2-1"]
     other = pickle.loads(pickle.dumps(tasks))

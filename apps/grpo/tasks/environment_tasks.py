@@ -19,10 +19,10 @@ from apps.common.cli.flags import flag
 from apps.common.data.files import data_files
 from apps.common.data.held_out import held_out_keys
 from apps.common.data.rows import named, read_rows
+from apps.common.own_tasks import OwnTasks
 from apps.common.plugins import environment_loader, environment_name, load_environment
 from apps.common.tasks import Tasks
 from apps.grpo.config import DataConfig, GrpoConfig
-from apps.grpo.tasks.own_tasks import OwnTasks
 from rollout import RowSource, TaskRow, TaskSource
 from rollout.environments.mixed_tasks import EnvironmentPart, EnvironmentTasks, NumberedTasks
 
@@ -44,7 +44,7 @@ def make_environment_tasks(settings: GrpoConfig, wrap: Callable[[Any], Any] | No
         if option.name not in ("eval_prompts", "eval_share") and getattr(settings.data, option.name) != option.default:
             raise ValueError(f"{flag('data.' + option.name)} has no effect with --environment: leave it out")
     if not own.environment:
-        return OwnTasks.of(settings)
+        return _own_tasks(settings)
     names = [environment_name(spec) for spec in own.environment]
     if len(set(names)) < len(names):
         raise ValueError(
@@ -72,12 +72,19 @@ def make_environment_tasks(settings: GrpoConfig, wrap: Callable[[Any], Any] | No
     return EnvironmentTasks(parts, load, wrap)
 
 
+def _own_tasks(settings: GrpoConfig) -> OwnTasks:
+    """Return the tasks of the source that a configuration names."""
+    own, inputs = settings.plugins, {"seed": settings.seed, "held_out": settings.data.eval_prompts}
+    assert own.task_source is not None
+    return OwnTasks.of(own.task_source, own.task_source_options, inputs, own.system_prompt, bool(own.environment))
+
+
 def _own_part(settings: GrpoConfig, names: Sequence[str], others: Sequence[str]) -> EnvironmentPart:
     """Return the one environment of a run with the tasks of a source of the user's."""
     own = settings.plugins
     if len(names) > 1 or not others:
         raise ValueError("--task-source goes with one environment, which brings no tasks of its own")
-    return EnvironmentPart(names[0], own.environment[0], OwnTasks.of(settings), 1.0)
+    return EnvironmentPart(names[0], own.environment[0], _own_tasks(settings), 1.0)
 
 
 def _brought(spec: str) -> list[TaskRow] | None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from apps.common.run.idle_reason import SIGNAL, idle_reason, reward_called
 from apps.grpo.config import GrpoConfig
-from apps.grpo.idle import SIGNAL, idle_reason, reward_called
 from apps.grpo.step import NOTHING, GrpoTrainer
 from apps.grpo.testing.recipe import RECIPE
 from engines import EngineConfig, build_engine
@@ -69,13 +69,14 @@ def episode(reward: float | None, group: int = 0, end: End = "done", mask: bool 
     ],
 )
 def test_each_cause_is_named(episodes: list[Episode], metrics: dict[str, float], reason: str | None) -> None:
-    found = idle_reason(episodes, metrics, CONFIG)
+    found = idle_reason(episodes, metrics, CONFIG.corrected_objective, CONFIG.advantage)
     assert found is None if reason is None else str(found).startswith(reason)
 
 
 def test_a_kl_penalty_teaches_nothing_by_itself() -> None:
     config = replace(CONFIG, objective=GRPO(kl_coef=0.1))
-    assert idle_reason([episode(1), episode(1)], NO_ADVANTAGE, config) == "every reward was 1 (2 responses)"
+    reason = idle_reason([episode(1), episode(1)], NO_ADVANTAGE, config.corrected_objective, config.advantage)
+    assert reason == "every reward was 1 (2 responses)"
 
 
 @pytest.mark.parametrize("cut_off_reward", [0.0, None])

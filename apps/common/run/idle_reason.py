@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from apps.grpo.config import GrpoConfig
+from objectives import GRPO
 from objectives.losses import POLICY_LOSSES
 from rollout import Episode, Task, TaskRow
 from runlog.notices import NOT_CALLED
@@ -21,7 +21,7 @@ LIMITS = {
 """The flags of the run's own limits, by the ends that they bring about."""
 
 
-def idle_reason(episodes: Sequence[Episode], metrics: dict[str, float], config: GrpoConfig) -> str | None:
+def idle_reason(episodes: Sequence[Episode], metrics: dict[str, float], objective: GRPO, advantage: str) -> str | None:
     """Return why no reward changed the policy in a step, with the counts; None where one did.
 
     A KL penalty and an entropy bonus teach nothing by themselves, and do not count. A policy loss of a user that needs
@@ -34,25 +34,24 @@ def idle_reason(episodes: Sequence[Episode], metrics: dict[str, float], config: 
         return f"no token of {len(scored)} responses is trained: their loss masks are empty"
     if metrics.get("train/skipped") == 1:
         return "loss or gradient was not finite, and the update was skipped"
-    scales = POLICY_LOSSES.named(config.objective.policy_loss).scales_with_advantage
+    scales = POLICY_LOSSES.named(objective.policy_loss).scales_with_advantage
     if scales and not metrics[SIGNAL]:
-        return _without_advantages(scored, metrics, config)
+        return _without_advantages(scored, metrics, advantage)
     if metrics.get("train/grad_norm") != 0:
         return None
     if metrics.get("train/off_policy/weight") == 0:
-        correction = config.corrected_objective.off_policy
-        return f"off-policy weights are 0 for every token (--objective.off-policy {correction})"
+        return f"off-policy weights are 0 for every token (--objective.off-policy {objective.off_policy})"
     return "the gradient is 0, although advantages are not"
 
 
-def _without_advantages(scored: Sequence[Episode], metrics: dict[str, float], config: GrpoConfig) -> str:
+def _without_advantages(scored: Sequence[Episode], metrics: dict[str, float], advantage: str) -> str:
     """Return why every advantage is 0."""
     groups: dict[int, set[float]] = {}
     for episode in scored:
         groups.setdefault(episode.group, set()).add(episode.reward)
     rewards = set.union(*groups.values())
     if any(len(values) > 1 for values in groups.values()):
-        return f"every advantage is 0, although rewards in a group differ (--advantage {config.advantage})"
+        return f"every advantage is 0, although rewards in a group differ (--advantage {advantage})"
     if len(rewards) == 1:
         same = f"every reward was {rewards.pop():g} ({len(scored)} responses)"
     else:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from apps.common.cluster import RolloutLayout
+from apps.common.ray_devices import check_ray_devices, devices_left, gpus_each, sampler_devices, transport_of
 from apps.grpo.config import GrpoConfig
-from apps.grpo.sampling.ray_devices import check_ray_devices, devices_left, gpus_each, sampler_devices, transport_of
 from apps.grpo.testing.schedules import small
 from engines import EngineConfig
 from schedules.config import ScheduleConfig

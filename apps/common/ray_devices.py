@@ -2,22 +2,44 @@
 
 import os
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
-from apps.grpo.config import GrpoConfig
+from apps.common.cluster import Cluster
+from engines import EngineConfig
 from engines.devices.detect import devices_of
 from schedules.ray.cluster import RaySettings, Transport
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def cluster_address(config: GrpoConfig) -> str | None:
+class PlacedRun(Protocol):
+    """The settings of a run that say which devices train and which sample."""
+
+    @property
+    def cluster(self) -> Cluster:
+        """Pools and samplers."""
+
+    @property
+    def engine(self) -> EngineConfig:
+        """What trains, and on which kind of device."""
+
+    @property
+    def nproc_per_node(self) -> int:
+        """Ranks that train on a machine."""
+
+    @property
+    def threads(self) -> int:
+        """CPU threads of a process."""
+
+
+def cluster_address(config: PlacedRun) -> str | None:
     """Return HOST:PORT of the Ray cluster that a run joins; None where it starts one of its own."""
     return config.cluster.rollout.ray_address or os.environ.get("RAY_ADDRESS") or None
 
 
-def ray_settings(config: GrpoConfig, ranks: int) -> RaySettings | None:
+def ray_settings(config: PlacedRun, ranks: int) -> RaySettings | None:
     """Return the samplers that a run with so many training ranks has in a Ray cluster; None where it has none."""
     layout, pools = config.cluster.rollout, config.cluster.pools
     if not layout.ray_workers:
@@ -38,12 +60,12 @@ def ray_settings(config: GrpoConfig, ranks: int) -> RaySettings | None:
     )
 
 
-def samples_on_cuda(config: GrpoConfig) -> bool:
+def samples_on_cuda(config: PlacedRun) -> bool:
     """Return whether samplers outside the trainer's process compute on CUDA devices: as training does, unless told."""
     return config.cluster.rollout.device != "cpu" and devices_of(config.engine.device).kind == "cuda"
 
 
-def gpus_each(config: GrpoConfig) -> float:
+def gpus_each(config: PlacedRun) -> float:
     """Return the number of CUDA devices of each of Ray's samplers."""
     layout = config.cluster.rollout
     if layout.ray_gpus is not None:
@@ -51,7 +73,7 @@ def gpus_each(config: GrpoConfig) -> float:
     return float(_spans(config)) if samples_on_cuda(config) else 0.0
 
 
-def transport_of(config: GrpoConfig) -> Transport:
+def transport_of(config: PlacedRun) -> Transport:
     """Return what new weights pass through on their way to Ray's samplers.
 
     "auto" is NCCL where each of them has a whole CUDA device and the cluster is this machine's, on loopback. Beyond it
@@ -64,7 +86,7 @@ def transport_of(config: GrpoConfig) -> Transport:
     return "nccl" if here and samples_on_cuda(config) and gpus_each(config) >= 1 else "objects"
 
 
-def sampler_devices(config: GrpoConfig, ranks: int) -> tuple[str, ...] | None:
+def sampler_devices(config: PlacedRun, ranks: int) -> tuple[str, ...] | None:
     """Return the CUDA devices, as CUDA_VISIBLE_DEVICES names them, that a cluster of this machine has for samplers:
     those after the first `ranks`, which train. None where samplers compute elsewhere, and Ray may count as it likes."""
     return devices_left(_visible(), ranks) if samples_on_cuda(config) else None
@@ -75,7 +97,7 @@ def devices_left(visible: Sequence[str], ranks: int) -> tuple[str, ...]:
     return tuple(visible[ranks:])
 
 
-def check_ray_devices(config: GrpoConfig, device: torch.device) -> None:
+def check_ray_devices(config: PlacedRun, device: torch.device) -> None:
     """Refuse samplers that would find no device, or weights that could not reach them.
 
     Args:
@@ -114,7 +136,7 @@ def check_ray_devices(config: GrpoConfig, device: torch.device) -> None:
         _check_left(config, each)
 
 
-def _check_left(config: GrpoConfig, each: float) -> None:
+def _check_left(config: PlacedRun, each: float) -> None:
     """Refuse more samplers than a cluster of this machine's has devices for."""
     workers, visible = config.cluster.rollout.ray_workers, _visible()
     left = devices_left(visible, config.nproc_per_node)
@@ -126,7 +148,7 @@ def _check_left(config: GrpoConfig, each: float) -> None:
         )
 
 
-def _spans(config: GrpoConfig) -> int:
+def _spans(config: PlacedRun) -> int:
     layout = config.cluster.rollout
     return layout.backend.devices(layout)
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from apps.common.plugins import environment_name
-from apps.grpo.config import GrpoConfig
 from rollout import EnvironmentFactory, TaskRow
 from rollout.environments.system_prompt import SystemPrompt
 from seqpack.extensions.load_object import load_object
@@ -32,23 +31,23 @@ class OwnTasks:
     system_prompt: str | None = None
 
     @staticmethod
-    def of(settings: GrpoConfig) -> "OwnTasks":
-        """Return the tasks that a configuration names.
+    def of(
+        spec: str, options: tuple[str, ...], inputs: Mapping[str, int], system_prompt: str | None, played: bool
+    ) -> "OwnTasks":
+        """Return the tasks of the source that a name and its options make; `played`: --environment plays them.
 
         Raises:
             ValueError: there is no such source, it takes other options, or lacks a method.
         """
-        own, inputs = settings.plugins, {"seed": settings.seed, "held_out": settings.data.eval_prompts}
-        assert own.task_source is not None
-        source = _made(own.task_source, own.task_source_options, inputs)
+        source = _made(spec, options, inputs)
         missing = [name for name in ("tasks", "held_out") if not callable(getattr(source, name, None))]
-        missing += ["environment"] * (not own.environment and not callable(getattr(source, "environment", None)))
+        missing += ["environment"] * (not played and not callable(getattr(source, "environment", None)))
         if missing:
             raise ValueError(
-                f"--task-source {own.task_source} gave a {type(source).__name__} without {', '.join(missing)}: a "
+                f"--task-source {spec} gave a {type(source).__name__} without {', '.join(missing)}: a "
                 "source has tasks(step, count), held_out(), and environment(row) unless --environment plays its tasks"
             )
-        return OwnTasks(own.task_source, own.task_source_options, inputs, source, own.system_prompt)
+        return OwnTasks(spec, options, inputs, source, system_prompt)
 
     @property
     def name(self) -> str:
