@@ -1,5 +1,6 @@
 """A first look at what a command line of the grpo app names; see `apps.common.cli.first_look`."""
 
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -11,13 +12,13 @@ from apps.grpo.registry import missing_from_recipe, registered
 from runlog import check_tracker
 
 
-def look(config: GrpoConfig, runs: Path | None) -> None:
-    """Raise what is wrong with what a configuration names: files, recipe, run directory, trackers.
+def look(config: GrpoConfig, runs: Path | None) -> AbstractContextManager[None]:
+    """Look at what a configuration names: files, recipe, run directory, trackers; return what the run is to be in.
 
     `runs`: where new runs are; None for a command that writes none.
 
     Raises:
-        SettingsError: all of it.
+        SettingsError: all that is wrong, where nothing else may be.
     """
     recipe = registered(config.recipe, config.recipe_options)
 
@@ -32,4 +33,4 @@ def look(config: GrpoConfig, runs: Path | None) -> None:
         missing = missing_files(config)
         refusals.lines += data_problems(config) if refusals.lines or missing else []
 
-    look_first(config, recipe.config, of_app)
+    return look_first(config, recipe.config, of_app)

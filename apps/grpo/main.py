@@ -147,14 +147,13 @@ def main(argv: Sequence[str], own_process: bool = False) -> None:
 
     answer_without_running(argv, recipes, lambda: _run_module().specs_of_recipes(most), planned, typed)
     config = configure(argv)
-    if most is None:
-        look(config, RUNS)
     if own_process:
         restart_with(config.cluster.env)
-    if most is None:
-        _run_module().run(config)
-    else:
+    if most is not None:
         _run_module().run_shrunk(config, most)
+        return
+    with look(config, RUNS):
+        _run_module().run(config)
 
 
 def _run_module() -> Any:

@@ -1,5 +1,6 @@
 """A first look at what a command line of the sft app names; see `apps.common.cli.first_look`."""
 
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -11,11 +12,11 @@ from apps.sft.registry import missing_from_recipe, registered
 from runlog import check_tracker
 
 
-def look(config: SftConfig, runs: Path) -> None:
-    """Raise what is wrong with what a configuration names: files, recipe, run directory, trackers.
+def look(config: SftConfig, runs: Path) -> AbstractContextManager[None]:
+    """Look at what a configuration names: files, recipe, run directory, trackers; return what the run is to be in.
 
     Raises:
-        SettingsError: all of it.
+        SettingsError: all that is wrong, where nothing else may be.
     """
     recipe = registered(config.recipe, config.recipe_options)
 
@@ -29,4 +30,4 @@ def look(config: SftConfig, runs: Path) -> None:
         missing = data_problems(config.data, rows=False)
         refusals.lines += data_problems(config.data, rows=True) if refusals.lines or missing else []
 
-    look_first(config, recipe.config, of_app)
+    return look_first(config, recipe.config, of_app)

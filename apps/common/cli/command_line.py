@@ -26,6 +26,7 @@ from apps.common.cli.flags import (
 )
 from apps.common.cli.help import HELP, HELP_ALL, Groups, long_help, short_help
 from apps.common.cli.peer_flags import peer_hints
+from apps.common.cli.refusals import write_errors
 from apps.common.cli.values import with_values
 from apps.common.cli.yaml_config import dump_yaml, load_yaml
 from apps.common.run.config_file import CONFIG_NAME, load_config
@@ -262,5 +263,5 @@ def requested_point(argv: Sequence[str]) -> tuple[str, str | None] | None:
 
 
 def _refuse(*messages: str, status: int = 2) -> NoReturn:
-    sys.stderr.write("".join(f"error: {' '.join(message.split())}\n" for message in messages))
+    write_errors(messages)
     raise SystemExit(status)

@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from apps.common.cli import command_line as cli
 from apps.common.cli.flags import SettingsError
 from apps.common.data.missing_model import is_missing
 from apps.grpo import first_look as grpo_look
@@ -15,7 +17,7 @@ from apps.grpo import main as grpo
 from apps.sft import first_look as sft_look
 from apps.sft import main as sft
 
-LOOKS: dict[str, tuple[Callable[[Sequence[str]], Any], Callable[[Any, Path], None]]] = {
+LOOKS: dict[str, tuple[Callable[[Sequence[str]], Any], Callable[[Any, Path], AbstractContextManager[None]]]] = {
     "grpo": (grpo.configure, grpo_look.look),
     "sft": (sft.configure, sft_look.look),
 }
@@ -25,7 +27,8 @@ def told(app: str, *argv: str) -> list[str]:
     """The lines of a first look at a command line."""
     configure, look = LOOKS[app]
     try:
-        look(configure(argv), Path("runs"))
+        with look(configure(argv), Path("runs")):
+            pass
     except SettingsError as error:
         return list(error.lines)
     return []
@@ -58,11 +61,30 @@ def test_a_model_that_is_not_named_is_told_with_the_data(app: str) -> None:
     assert "no such data file" in lines[1]
 
 
+MISSING = "error: no such data file: nowhere.jsonl"
+
+
 @pytest.mark.parametrize("app", LOOKS)
 @pytest.mark.parametrize("more", ["--parallel.expert 2 --nproc-per-node 2", "--trainer.device cpu"])
-def test_what_the_model_or_the_machine_may_refuse_is_told_by_the_run(app: str, more: str, tmp_path: Path) -> None:
-    """All of it together, with the files."""
-    assert told(app, "--model", str(tmp_path), "--data", "nowhere.jsonl", *more.split()) == []
+@pytest.mark.parametrize("rest", [(), ("too many experts",), ("no such device", "too many experts")])
+def test_what_the_model_or_the_machine_may_refuse_is_told_after_it(
+    app: str, more: str, rest: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each line once, and the program ends as for any other error."""
+    configure, look = LOOKS[app]
+    config = configure(["--model", str(tmp_path), "--data", "nowhere.jsonl", *more.split()])
+    before: list[str] = []
+
+    def refused() -> None:
+        with look(config, Path("runs")):
+            before.extend(capsys.readouterr().err.splitlines())
+            raise SettingsError([*rest, MISSING.removeprefix("error: ")])
+
+    with pytest.raises(SystemExit) as stop:
+        cli.main(refused)
+    assert stop.value.code == 2
+    assert [line for line in before if line.startswith("error: ")] == [MISSING]
+    assert capsys.readouterr().err.splitlines() == [f"error: {line}" for line in rest]
 
 
 @pytest.mark.parametrize("app", LOOKS)
@@ -83,4 +105,5 @@ def test_a_name_of_the_hub_is_not_missing(tmp_path: Path) -> None:
 def test_a_resumed_run_is_left_to_its_own_checks(app: str, tmp_path: Path) -> None:
     configure, look = LOOKS[app]
     config = replace(configure(["--model", str(tmp_path), "--data", "nowhere.jsonl"]), resume=True)
-    look(config, Path("runs"))
+    with look(config, Path("runs")):
+        pass

@@ -85,6 +85,29 @@ sys.exit("torch" in sys.modules or "transformers" in sys.modules)
     ]
 
 
+def test_a_missing_file_beside_settings_of_training_is_told_before_torch_is_loaded() -> None:
+    """What the machine refuses is told after it."""
+    code = """
+import sys
+from apps.common.cli.command_line import main
+from apps.grpo import main as grpo
+class Errors:
+    def write(self, text):
+        for line in text.splitlines():
+            if line.startswith("error: "):
+                print("torch" in sys.modules, line)
+    def flush(self): ...
+sys.stderr = Errors()
+main(lambda: grpo.main("--data nowhere.jsonl --rollout.tensor-parallel 2".split()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 2, done.stderr
+    assert lines[1] == "False error: no such data file: nowhere.jsonl"
+    assert [line.split()[0] for line in lines] == ["False", "False", *["True"] * len(lines[2:])]
+    assert [line for line in lines[2:] if "--rollout.tensor-parallel 2 is not supported" in line]
+
+
 def test_settings_of_every_recipe_and_a_plan_import_no_torch() -> None:
     names = " ".join(f'["--recipe", "{name}", "--print-config"],' for name in recipes())
     names += '["--recipe", "qwen3-5-35b-a3b-fsdp2", "--plan", "--trainer.device", "cpu"]'

@@ -1,11 +1,17 @@
 """All that refuses a run, collected: one check after the other, and one error for what they raised together."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from apps.common.cli.flags import SettingsError
 
 T = TypeVar("T")
+
+
+def write_errors(messages: Iterable[str]) -> None:
+    """Write a line an error to standard error."""
+    sys.stderr.write("".join(f"error: {' '.join(message.split())}\n" for message in messages))
 
 
 class Refusals:

@@ -67,12 +67,12 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(0)
     rest, out = _own_flags(argv)
     config = configure(rest)
-    look(config, None)
-    from apps.grpo.commands.evaluate_model import evaluate_model  # it imports torch, which help and errors need not
-
     every = not any(word.partition("=")[0].replace("_", "-") == "--eval-prompts" for word in rest)
-    for line in evaluate_model(config, out, every).lines():
-        sys.stdout.write(f"{line}\n")
+    with look(config, None):
+        from apps.grpo.commands.evaluate_model import evaluate_model  # it imports torch, which help and errors need not
+
+        for line in evaluate_model(config, out, every).lines():
+            sys.stdout.write(f"{line}\n")
 
 
 if __name__ == "__main__":

@@ -69,10 +69,10 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(0)
     rest, count, greedy = _own_flags(argv)
     config = configure(rest)
-    look(config, None)
-    from apps.grpo.commands.play_episodes import try_episodes  # it imports torch, which help and errors need not
+    with look(config, None):
+        from apps.grpo.commands.play_episodes import try_episodes  # it imports torch, which help and errors need not
 
-    episodes = try_episodes(config, count, greedy)
+        episodes = try_episodes(config, count, greedy)
     if any(episode.error is not None for episode in episodes):
         raise SystemExit(1)
 
