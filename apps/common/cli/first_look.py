@@ -40,11 +40,11 @@ def look_first(config: Any, default: Any, look: Callable[[Refusals], None]) -> A
     default = beside_own_model(default) if config.model else default
     if not any(path.partition(".")[0] in _OF_THE_RUN for path in changed(config, default)):
         refusals.tell()
-    return told_before(refusals.lines) if refusals.lines else nullcontext()
+    return errors_first(refusals.lines) if refusals.lines else nullcontext()
 
 
 @contextmanager
-def told_before(lines: list[str]) -> Iterator[None]:
+def errors_first(lines: list[str]) -> Iterator[None]:
     """Write errors at once; raise what a run within refuses besides.
 
     Raises:
