@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from apps.sft.reading.trained import Trained, mask_and_weights
-from chat_tools import Rendered, images, read_stop_tokens, render, with_end
+from chat_tools import Rendered, Renderer, images, read_stop_tokens, with_end
 from rollout.chat.images import ImageProcessor, images_of, without_images
 from seqpack.batches.batch import make_batch
 from seqpack.batches.mrope import grid_tokens
@@ -43,10 +43,9 @@ class Encoded:
 
 
 def encode_messages(
-    tokenizer: PreTrainedTokenizerBase,
+    renderer: Renderer,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Any] | None = None,
-    stop_tokens: Sequence[str] | None = None,
     trained: Trained | None = None,
     image_processor: ImageProcessor | None = None,
     *,
@@ -55,9 +54,9 @@ def encode_messages(
 ) -> Encoded:
     """Render one conversation by the tokenizer's own chat template.
 
-    `stop_tokens`: those that stop the model (`stop_tokens_of`), which a turn may end with and is trained to; without
-    them, those that the tokenizer and the template tell of. `trained`: what is trained, by default all that the
-    assistant wrote. `image_processor` reads its images, where it may have some.
+    The renderer's stop tokens are those that stop the model (`stop_tokens_of`), which a turn may end with and is
+    trained to; without them, those that the tokenizer and the template tell of. `trained`: what is trained, by default
+    all that the assistant wrote. `image_processor` reads its images, where it may have some.
 
     Raises:
         ImageError: an image can't be read.
@@ -66,16 +65,14 @@ def encode_messages(
     """
     images = images_of(messages) if image_processor is not None else []
     if image_processor is not None and images:
-        rendered = _rendered(
-            tokenizer, messages, tools, stop_tokens, image_processor, _read(image_processor, images)[1]
-        )
+        rendered = _rendered(renderer, messages, tools, image_processor, _read(image_processor, images)[1])
     else:
-        rendered = render(tokenizer, list(messages), tools=list(tools) if tools else None, stop_tokens=stop_tokens)
+        rendered = renderer(messages, tools)
     if rendered.problems:
         raise UnverifiedMaskError(rendered.problems[0])
     if end_of_turn is not None:
         rendered = with_end(rendered, end_of_turn)
-    mask, weights = mask_and_weights(tokenizer, rendered, trained, *reasoning)
+    mask, weights = mask_and_weights(renderer.tokenizer, rendered, trained, *reasoning)
     return Encoded(rendered.ids, mask, rendered.mm_token_type_ids if images else (), images, weights)
 
 
@@ -111,22 +108,22 @@ def sample_of(
     image_processor: ImageProcessor | None = None,
 ) -> Sample:
     """Return one conversation as a sample; see `encode_messages`. `image_processor` reads its images."""
+    renderer = Renderer(tokenizer, stop_tokens)
     if image_processor is not None:
-        return _seen_sample(tokenizer, messages, tools, stop_tokens, image_processor)
-    encoded = encode_messages(tokenizer, messages, tools, stop_tokens)
+        return _seen_sample(renderer, messages, tools, image_processor)
+    encoded = encode_messages(renderer, messages, tools)
     return as_sample(encoded.ids, encoded.mask)
 
 
 def _seen_sample(
-    tokenizer: PreTrainedTokenizerBase,
+    renderer: Renderer,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Any] | None,
-    stop_tokens: Sequence[str] | None,
     image_processor: ImageProcessor,
 ) -> Sample:
     """Return a sample of a model that sees; samples of text alone have the keys of images too."""
     media = _read(image_processor, images_of(messages))
-    rendered = _rendered(tokenizer, messages, tools, stop_tokens, image_processor, media[1])
+    rendered = _rendered(renderer, messages, tools, image_processor, media[1])
     if rendered.problems:
         raise UnverifiedMaskError(rendered.problems[0])
     return {**as_sample(rendered.ids, rendered.assistant_mask), **_media_entries(rendered.mm_token_type_ids, media)}
@@ -162,21 +159,14 @@ def _read(image_processor: ImageProcessor, images: Sequence[Any]) -> tuple[Tenso
 
 
 def _rendered(
-    tokenizer: PreTrainedTokenizerBase,
+    renderer: Renderer,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Any] | None,
-    stop_tokens: Sequence[str] | None,
     image_processor: ImageProcessor,
     grids: Tensor,
 ) -> Rendered:
     counts = [grid_tokens(grid, image_processor.merge_size) for grid in grids.tolist()]
-    return render(
-        tokenizer,
-        without_images(messages),
-        tools=list(tools) if tools else None,
-        stop_tokens=stop_tokens,
-        media=[images(counts, image_processor.token)],
-    )
+    return renderer(without_images(messages), tools, media=[images(counts, image_processor.token)])
 
 
 def _without_added_end(tokenizer: PreTrainedTokenizerBase, text: str, end: int) -> list[int]:

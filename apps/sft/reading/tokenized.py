@@ -50,7 +50,7 @@ from apps.sft.reading.store import (
     write_batches,
 )
 from apps.sft.reading.trained import TrainOn, trained_of
-from chat_tools import reasoning_format
+from chat_tools import Renderer, reasoning_format
 from chat_tools.rendering import render as rendering
 from chat_tools.rendering.template import tokens_as_text
 from rollout.chat.images import ImageProcessor, images_of
@@ -114,19 +114,22 @@ class Encoder:
         except ValueError as error:
             return Entry(example.row, NO_KEY, None, problem=str(error))
         unread = tuple(sorted({key for message in example.messages for key in message} - self._known))
-        messages, tools = example.messages, example.tools
         try:
             encoded = encode_messages(
-                *(self.tokenizer, messages, tools, self.stop_tokens, choice, self.image_processor),
+                *(self._renderer, example.messages, example.tools, choice, self.image_processor),
                 reasoning=self._reasoning,
                 end_of_turn=self.columns.end_of_turn,
             )
             stamps = tuple(map(stamp_of, encoded.images))
         except ImageError as error:
-            images = images_of(messages)
+            images = images_of(example.messages)
             seen = Encoded((), (), images=images)
             return Entry(example.row, NO_KEY, seen, stamps=tuple(map(_stamp_or_none, images)), problem=str(error))
         return Entry(example.row, example.key, encoded, stamps=stamps, unread=unread)
+
+    @cached_property
+    def _renderer(self) -> Renderer:
+        return Renderer(self.tokenizer, self.stop_tokens)
 
     @cached_property
     def _reasoning(self) -> tuple[float, str | None]:

@@ -18,6 +18,7 @@ from apps.sft.reading.samples import Encoded, encode_messages, encode_text
 from apps.sft.reading.selection import usable_of
 from apps.sft.reading.store import Entry, Store
 from apps.sft.reading.tokenized import Encoder, fingerprint, tokenize_file
+from chat_tools import Renderer
 
 TOKENIZER = build_tokenizer()
 
@@ -184,7 +185,7 @@ def test_of_a_conversation_the_completion_alone_is_trained(tmp_path: Path) -> No
     store = tokenize_file(write(tmp_path / "a.jsonl", [row]), Columns(), TOKENIZER, None, tmp_path / "tokens")
     ids, mask = store.tokens(0)
     assert TOKENIZER.decode(ids[mask]) == "4<|im_end|>"
-    whole = encode_messages(TOKENIZER, [*chat("1+1=", "2"), *chat("2+2=", "4")])
+    whole = encode_messages(Renderer(TOKENIZER), [*chat("1+1=", "2"), *chat("2+2=", "4")])
     assert ids.tolist() == list(whole.ids)
     assert trained(whole) == "2<|im_end|>4<|im_end|>"
 

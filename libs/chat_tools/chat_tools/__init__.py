@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from chat_tools.rendering.media import videos as videos
     from chat_tools.rendering.render import OwnedText as OwnedText
     from chat_tools.rendering.render import Rendered as Rendered
+    from chat_tools.rendering.render import Renderer as Renderer
     from chat_tools.rendering.render import render as render
     from chat_tools.rendering.stop_tokens import read_stop_tokens as read_stop_tokens
     from chat_tools.rendering.stop_tokens import turn_ends as turn_ends
@@ -69,6 +70,7 @@ _EXPORTS = {
     "ParsedMessage": "chat_tools.parsing.result",
     "Pythonic": "chat_tools.known_formats.grammar",
     "Rendered": "chat_tools.rendering.render",
+    "Renderer": "chat_tools.rendering.render",
     "Retracted": "chat_tools.parsing.result",
     "Segment": "chat_tools.parsing.result",
     "StreamParser": "chat_tools.parsing.parser",

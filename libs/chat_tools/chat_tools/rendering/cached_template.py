@@ -77,17 +77,28 @@ def rendered_plain(
     """
     transformers = sys.modules["transformers.utils.chat_template_utils"]
     template = transformers._compile_jinja_template(source)
-    seen = {"messages": transformers._alias_reasoning_fields(messages), "add_generation_prompt": prompted, **given}
+    environment, known = template.environment, _globals_of(template)
+    seen = {**known, **given, "messages": transformers._alias_reasoning_fields(messages)}
+    seen["add_generation_prompt"] = prompted
+    written = template.root_render_func(
+        environment.context_class(environment, seen, template.name, template.blocks, globals=known)
+    )
     if not marked:
-        return str(template.render(seen)), None
+        return "".join(written), None
     parts: list[str] = []
     blocks: list[tuple[int, int]] = []
-    with template.environment.activate_tracker(parts, blocks):
-        for part in template.generate(seen):
+    with environment.activate_tracker(parts, blocks):
+        for part in written:
             parts.append(part)
             if len(parts) > _PARTS:
                 parts[:] = ["".join(parts)]
     return "".join(parts), blocks
+
+
+@lru_cache(maxsize=64)
+def _globals_of(template: Any) -> dict[str, Any]:
+    """Return what a template sees beside what it is given: `Template.render` joins it anew each time."""
+    return dict(template.globals)
 
 
 def cached_source(source: str) -> str | None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from chat_tools.rendering import plans
 from chat_tools.rendering import render as rendering
-from chat_tools.rendering.render import Rendered, render
+from chat_tools.rendering.render import Rendered, Renderer, render
 from chat_tools.rendering.template import ChatTemplate, rendering_errors
 from chat_tools.testing.templates import TEMPLATES
 from chat_tools.testing.tokenizer import tiny_tokenizer
@@ -94,3 +94,27 @@ def test_long_conversations_have_no_plan() -> None:
     for _ in range(3):
         render(tokenizer, talk)
     assert not plans._plans(ChatTemplate(tokenizer, None, {}), False)
+
+
+@pytest.mark.parametrize("name", ["chatml", "thinking"])
+def test_a_renderer_renders_as_render_does(name: str) -> None:
+    tokenizer = tiny_tokenizer(name, marks=True)
+    tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}" + str(
+        tokenizer.chat_template
+    )
+    renderer = Renderer(tokenizer, ["<|im_end|>"])
+
+    def add(a: int) -> int:
+        """Add.
+
+        Args:
+            a: a number
+        """
+        return a
+
+    tools = [[{"type": "function", "function": {"name": word, "parameters": {}}}] for word in ("one", "two")]
+    for kind in [None, *tools, [add], [], tools[0]]:
+        for talk in talks(["w", "x", "y", "z"]):
+            for prompted in (False, True):
+                expected = render(tokenizer, talk, kind, prompted, stop_tokens=["<|im_end|>"])
+                assert replace(renderer(talk, kind, prompted), template=None) == replace(expected, template=None)

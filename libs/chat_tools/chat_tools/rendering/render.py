@@ -17,6 +17,8 @@ from chat_tools.rendering.template import ChatTemplate, Cut, Message, tokens_as_
 from chat_tools.rendering.token_places import NO_OFFSETS, Offsets, encode
 from chat_tools.rendering.turn_delimiters import TurnDelimiters, delimiters_and_tokens, find_turn_delimiters, last_token
 
+_MOST_TEMPLATES = 64  # of a renderer: rows with tools of their own would fill the memory
+
 
 @dataclass(frozen=True, slots=True)
 class AssistantSpan:
@@ -127,10 +129,46 @@ def render(
     the template are raised as they are; ValueError for a tokenizer without offsets, stop tokens that it does not have,
     or media that do not match the messages.
     """
-    stops = None if stop_tokens is None else tokens_as_text(stop_tokens, tokenizer)
-    template = ChatTemplate(tokenizer, tools, options, stops)
+    return Renderer(tokenizer, stop_tokens, **options)(messages, tools, add_generation_prompt, media=media)
+
+
+class Renderer:
+    """`render` for many conversations, by a tokenizer that stays as it is meanwhile: what they share is kept."""
+
+    def __init__(self, tokenizer: Any, stop_tokens: Iterable[str | int] | None = None, **options: Any) -> None:
+        self.tokenizer = tokenizer
+        self._stops = None if stop_tokens is None else tokens_as_text(stop_tokens, tokenizer)
+        self._options = options
+        self._templates: dict[str, ChatTemplate] = {}
+
+    def __call__(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = False,
+        *,
+        media: Sequence[Media] = (),
+    ) -> Rendered:
+        """Render messages as `render` does."""
+        if not all(type(tool) is dict for tool in tools or ()):  # a function tells less of itself
+            return _render(self._template(tools), messages, add_generation_prompt, media)
+        known = repr(tools) if tools else ""
+        template = self._templates.get(known)
+        if template is None:
+            if len(self._templates) >= _MOST_TEMPLATES:
+                self._templates.clear()
+            template = self._templates[known] = self._template(tools)
+        return _render(template, messages, add_generation_prompt, media)
+
+    def _template(self, tools: Sequence[Any] | None) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer, tools, self._options, self._stops)
+
+
+def _render(
+    template: ChatTemplate, given: Sequence[Message], add_generation_prompt: bool, media: Sequence[Media]
+) -> Rendered:
+    tokenizer, messages = template.tokenizer, template.plain(given)
     problems: list[str] = []
-    given, messages = messages, template.plain(messages)
     base = _twice(template, messages, add_generation_prompt) or _apart(
         template, messages, add_generation_prompt, problems
     )

@@ -163,7 +163,7 @@ class ChatTemplate:
         self.tools = [tool_dict(tool) for tool in tools] if tools else None
         self.options = dict(options)
 
-    @property
+    @cached_property
     def source(self) -> str:
         """The Jinja text."""
         if self.tokenizes_text and type(self.tokenizer.chat_template) is str:
@@ -176,7 +176,7 @@ class ChatTemplate:
             raise ValueError("the tokenizer has no chat_template: set tokenizer.chat_template to the model's own")
         return source
 
-    @property
+    @cached_property
     def has_generation_marks(self) -> bool:
         """The template's marking: True where it marks the assistant's text itself."""
         return _has_generation_marks(self.source)
@@ -189,7 +189,7 @@ class ChatTemplate:
         """
         return _methods_are_stock(self.tokenizer.__class__) and not _TOKENISING.intersection(self.options)
 
-    @property
+    @cached_property
     def _faster_source(self) -> str | None:
         """The same template for `rendering.cached_template`; None where `apply_chat_template` has to be asked."""
         stock = self.tokenizes_text and not _APPLYING.intersection(self.options)
