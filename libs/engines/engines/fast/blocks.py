@@ -18,6 +18,7 @@ from engines.fast.attention import causal_attention, causal_attention_grad
 from engines.fast.convolution import conv_heads, conv_heads_grad
 from engines.fast.delta_rule import delta_rule, delta_rule_grad
 from engines.fast.pointwise import (
+    Norm,
     decay,
     decay_grad,
     gated_norm,
@@ -70,7 +71,7 @@ class DeltaNetWeights(NamedTuple):
 
 
 class AttentionWeights(NamedTuple):
-    """The weights of a gated attention layer and the norm before it; q has a gate beside each head."""
+    """The weights of an attention layer and the norm before it; q of gated attention has a gate beside each head."""
 
     norm: Tensor
     q: Weight
@@ -81,46 +82,48 @@ class AttentionWeights(NamedTuple):
     out: Weight
 
 
-def mlp(x: Tensor, w: MLPWeights, where: Where, eps: float) -> tuple[Tensor, Tensors]:
+def mlp(x: Tensor, w: MLPWeights, where: Where, norm: Norm) -> tuple[Tensor, Tensors]:
     """Return x + down(silu(gate(n)) * up(n)) with n = norm(x); kept: gate and up."""
     del where  # this half mixes no tokens
-    n = rms_norm(x, w.norm, eps)
+    n = rms_norm(x, w.norm, norm)
     p, u = project(n, w.gate), project(n, w.up)
     return x + project(swiglu(p, u), w.down), (p, u)
 
 
 def mlp_grad(
-    grad: Tensor, x: Tensor, w: MLPWeights, kept: Tensors, where: Where, eps: float
+    grad: Tensor, x: Tensor, w: MLPWeights, kept: Tensors, where: Where, norm: Norm
 ) -> tuple[Tensor, MLPWeights]:
     """Return (d x, d weights) of `mlp`."""
     del where
     p, u = kept
     d_down = weight_grad(grad, swiglu(p, u), w.down)
     d_p, d_u = swiglu_grad(p, u, input_grad(grad, w.down))
-    n = rms_norm(x, w.norm, eps)
+    n = rms_norm(x, w.norm, norm)
     d_gate, d_up = weight_grad(d_p, n, w.gate), weight_grad(d_u, n, w.up)
-    d_x, d_norm = rms_norm_grad(x, w.norm, eps, to_float32(input_grad(d_p, w.gate)) + to_float32(input_grad(d_u, w.up)))
+    d_x, d_norm = rms_norm_grad(
+        x, w.norm, norm, to_float32(input_grad(d_p, w.gate)) + to_float32(input_grad(d_u, w.up))
+    )
     return (d_x + to_float32(grad)).to(x.dtype), MLPWeights(d_norm, d_gate, d_up, d_down)
 
 
-def delta_net(x: Tensor, w: DeltaNetWeights, where: Where, eps: float) -> tuple[Tensor, Tensors]:
+def delta_net(x: Tensor, w: DeltaNetWeights, where: Where, norm: Norm) -> tuple[Tensor, Tensors]:
     """Return x + the gated delta net layer; kept: its projections and the rule's results."""
-    n = rms_norm(x, w.norm, eps)
+    n = rms_norm(x, w.norm, norm)
     mixed, z, b, a = project(n, w.qkv), project(n, w.z), project(n, w.b), project(n, w.a)
     q, k, v, g, beta = _rule_operands(mixed, b, a, w, where)
     o, cumulative, inverses = delta_rule(q, k, v, g, beta, where.boundaries)
-    y = gated_norm(o, z.view_as(o), w.gated_norm, eps).flatten(1)
+    y = gated_norm(o, z.view_as(o), w.gated_norm, norm.eps).flatten(1)
     return x + project(y, w.out), (mixed, z, b, a, o, cumulative, inverses)
 
 
 def delta_net_grad(
-    grad: Tensor, x: Tensor, w: DeltaNetWeights, kept: Tensors, where: Where, eps: float
+    grad: Tensor, x: Tensor, w: DeltaNetWeights, kept: Tensors, where: Where, norm: Norm
 ) -> tuple[Tensor, DeltaNetWeights]:
     """Return (d x, d weights) of `delta_net`."""
     mixed, z, b, a, o, cumulative, inverses = kept
     z = z.view_as(o)
-    d_out = weight_grad(grad, gated_norm(o, z, w.gated_norm, eps).flatten(1), w.out)
-    d_o, d_z, d_gated_norm = gated_norm_grad(o, z, w.gated_norm, eps, input_grad(grad, w.out).view_as(o))
+    d_out = weight_grad(grad, gated_norm(o, z, w.gated_norm, norm.eps).flatten(1), w.out)
+    d_o, d_z, d_gated_norm = gated_norm_grad(o, z, w.gated_norm, norm.eps, input_grad(grad, w.out).view_as(o))
     q, k, v, g, beta = _rule_operands(mixed, b, a, w, where)
     d_q, d_k, d_v, d_g, d_beta = delta_rule_grad(q, k, v, g, cumulative, beta, inverses, where.boundaries, d_o)
     d_a, d_a_log, d_dt_bias = decay_grad(a, w.a_log, w.dt_bias, d_g)
@@ -128,10 +131,10 @@ def delta_net_grad(
     d_b = (to_float32(d_beta) * s * (1.0 - s)).to(b.dtype)
     d_mixed, d_conv = conv_heads_grad(mixed, w.conv, where.position, d_q, d_k, d_v)
     d_z = d_z.flatten(1)
-    n = rms_norm(x, w.norm, eps)
+    n = rms_norm(x, w.norm, norm)
     d_n = to_float32(input_grad(d_mixed, w.qkv)) + to_float32(input_grad(d_z, w.z))
     d_n = d_n + to_float32(input_grad(d_b, w.b)) + to_float32(input_grad(d_a, w.a))
-    d_x, d_norm = rms_norm_grad(x, w.norm, eps, d_n)
+    d_x, d_norm = rms_norm_grad(x, w.norm, norm, d_n)
     linear = (
         weight_grad(d_mixed, n, w.qkv),
         weight_grad(d_z, n, w.z),
@@ -142,36 +145,38 @@ def delta_net_grad(
     return (d_x + to_float32(grad)).to(x.dtype), d_weights
 
 
-def attention(x: Tensor, w: AttentionWeights, where: Where, eps: float) -> tuple[Tensor, Tensors]:
-    """Return x + the gated attention layer; kept: its projections and attention's results."""
-    n = rms_norm(x, w.norm, eps)
+def attention(x: Tensor, w: AttentionWeights, where: Where, norm: Norm) -> tuple[Tensor, Tensors]:
+    """Return x + the attention layer; kept: its projections and attention's results."""
+    n = rms_norm(x, w.norm, norm)
     qg, k, v = project(n, w.q), project(n, w.k), project(n, w.v)
-    q, gate, k_turned, v_heads = _attention_operands(qg, k, v, w, where, eps)
+    q, gate, k_turned, v_heads = _attention_operands(qg, k, v, w, where, norm)
     o, normalizers = causal_attention(q, k_turned, v_heads, where.cu_seqlens, where.longest)
-    y = (to_float32(o) * to_float32(gate).sigmoid()).to(x.dtype).flatten(1)
-    return x + project(y, w.out), (qg, k, v, o, normalizers)
+    y = o if gate is None else (to_float32(o) * to_float32(gate).sigmoid()).to(x.dtype)
+    return x + project(y.flatten(1), w.out), (qg, k, v, o, normalizers)
 
 
 def attention_grad(
-    grad: Tensor, x: Tensor, w: AttentionWeights, kept: Tensors, where: Where, eps: float
+    grad: Tensor, x: Tensor, w: AttentionWeights, kept: Tensors, where: Where, norm: Norm
 ) -> tuple[Tensor, AttentionWeights]:
     """Return (d x, d weights) of `attention`."""
     qg, k, v, o, normalizers = kept
-    q, gate, k_turned, v_heads = _attention_operands(qg, k, v, w, where, eps)
-    s, f = to_float32(gate).sigmoid(), to_float32(o)
-    d_out = weight_grad(grad, (f * s).to(x.dtype).flatten(1), w.out)
-    d_y = to_float32(input_grad(grad, w.out).view_as(o))
-    d_o, d_gate = (d_y * s).to(x.dtype), (d_y * f * s * (1.0 - s)).to(x.dtype)
+    q, gate, k_turned, v_heads = _attention_operands(qg, k, v, w, where, norm)
+    y, d_o, d_gate = o, input_grad(grad, w.out).view_as(o), None
+    if gate is not None:
+        s, f, d_y = to_float32(gate).sigmoid(), to_float32(o), to_float32(d_o)
+        y, d_o, d_gate = (f * s).to(x.dtype), (d_y * s).to(x.dtype), (d_y * f * s * (1.0 - s)).to(x.dtype)
+    d_out = weight_grad(grad, y.flatten(1), w.out)
     d_q, d_k, d_v = causal_attention_grad(q, k_turned, v_heads, o, normalizers, where.cu_seqlens, where.longest, d_o)
     head = w.q_norm.shape[0]
-    q_heads, k_heads = qg.view(qg.shape[0], -1, 2 * head)[..., :head], k.view(k.shape[0], -1, head)
-    d_q, d_q_norm = rms_norm_grad(q_heads, w.q_norm, eps, rotate_grad(d_q, where.cos, where.sin))
-    d_k, d_k_norm = rms_norm_grad(k_heads, w.k_norm, eps, rotate_grad(d_k, where.cos, where.sin))
-    d_qg = torch.cat([d_q.to(x.dtype), d_gate], dim=-1).flatten(1)
+    q_heads, k_heads = qg.view(qg.shape[0], q.shape[1], -1)[..., :head], k.view(k.shape[0], -1, head)
+    d_q, d_q_norm = rms_norm_grad(q_heads, w.q_norm, norm, rotate_grad(d_q, where.cos, where.sin))
+    d_k, d_k_norm = rms_norm_grad(k_heads, w.k_norm, norm, rotate_grad(d_k, where.cos, where.sin))
+    d_qg = d_q.to(x.dtype)
+    d_qg = (d_qg if d_gate is None else torch.cat([d_qg, d_gate], dim=-1)).flatten(1)
     d_k, d_v = d_k.to(x.dtype).flatten(1), d_v.flatten(1)
-    n = rms_norm(x, w.norm, eps)
+    n = rms_norm(x, w.norm, norm)
     d_n = to_float32(input_grad(d_qg, w.q)) + to_float32(input_grad(d_k, w.k)) + to_float32(input_grad(d_v, w.v))
-    d_x, d_norm = rms_norm_grad(x, w.norm, eps, d_n)
+    d_x, d_norm = rms_norm_grad(x, w.norm, norm, d_n)
     projections = (weight_grad(d_qg, n, w.q), weight_grad(d_k, n, w.k), weight_grad(d_v, n, w.v))
     d_weights = AttentionWeights(d_norm, *projections, d_q_norm, d_k_norm, d_out)
     return (d_x + to_float32(grad)).to(x.dtype), d_weights
@@ -186,10 +191,14 @@ def _rule_operands(mixed: Tensor, b: Tensor, a: Tensor, w: DeltaNetWeights, wher
     return q, k, v, decay(a, w.a_log, w.dt_bias), beta
 
 
-def _attention_operands(qg: Tensor, k: Tensor, v: Tensor, w: AttentionWeights, where: Where, eps: float) -> Tensors:
-    """Return q [T, Hq, D], its gate, k and v [T, Hkv, D], normalised and rotated, from the projections."""
-    tokens, head = qg.shape[0], w.q_norm.shape[0]
-    q, gate = qg.view(tokens, -1, 2 * head).chunk(2, dim=-1)
-    q = rotate(rms_norm(q, w.q_norm, eps), where.cos, where.sin)
-    k = rotate(rms_norm(k.view(tokens, -1, head), w.k_norm, eps), where.cos, where.sin)
+def _attention_operands(
+    qg: Tensor, k: Tensor, v: Tensor, w: AttentionWeights, where: Where, norm: Norm
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Return q [T, Hq, D], its gate if it has one, k and v [T, Hkv, D], normalised and rotated."""
+    tokens, head, gate = qg.shape[0], w.q_norm.shape[0], None
+    q = qg.view(tokens, base(w.out).shape[1] // head, -1)
+    if q.shape[-1] > head:
+        q, gate = q.chunk(2, dim=-1)
+    q = rotate(rms_norm(q, w.q_norm, norm), where.cos, where.sin)
+    k = rotate(rms_norm(k.view(tokens, -1, head), w.k_norm, norm), where.cos, where.sin)
     return q, gate, k, v.view(tokens, -1, head)

@@ -38,9 +38,11 @@ def group() -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-def engine(**options: Any) -> Any:
+def engine(kind: str = "dense", **options: Any) -> Any:
     config = {"device": "cuda", "lr": 1e-3, "max_tokens_per_rank": 2048, **options}
-    return build_engine(EngineConfig(**config), tiny_model("dense", scale=1.0, **FUSED_SIZES))
+    hybrid = kind == "dense"
+    sizes = {name: size for name, size in FUSED_SIZES.items() if hybrid or not name.startswith(("linear", "rope"))}
+    return build_engine(EngineConfig(**config), tiny_model(kind, scale=1.0, **sizes))
 
 
 def batch(seed: int = 0, lengths: list[int] = LENGTHS) -> TensorDict:
@@ -63,11 +65,12 @@ def error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> flo
 
 
 @pytest.mark.parametrize("weights", ["sharded", "replicated"])
-def test_compiled_layers_equal_plain_ones(weights: str) -> None:
+@pytest.mark.parametrize("kind", ["dense", "attention"])
+def test_compiled_layers_equal_plain_ones(kind: str, weights: str) -> None:
     """Gradient errors against float32: no larger than the plain path's."""
-    exact_loss, exact = gradients(engine(dtype="float32", weights="sharded"), batch())
-    plain_loss, plain = gradients(engine(compile="off", weights="sharded"), batch())
-    fast_loss, fast = gradients(engine(compile="on", weights=weights), batch())
+    exact_loss, exact = gradients(engine(kind, dtype="float32", weights="sharded"), batch())
+    plain_loss, plain = gradients(engine(kind, compile="off", weights="sharded"), batch())
+    fast_loss, fast = gradients(engine(kind, compile="on", weights=weights), batch())
     print({"loss": (exact_loss, plain_loss, fast_loss), "plain": error(plain, exact), "fast": error(fast, exact)})
     assert fast_loss == pytest.approx(exact_loss, rel=2e-3)
     assert error(fast, exact) <= 1.05 * error(plain, exact)
@@ -104,6 +107,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "replicated": {"weights": "replicated"},
     "sharded": {"weights": "sharded"},
     "recomputed": {"gradient_checkpointing": True},
+    "attention": {"kind": "attention"},
     "adapters": {},
 }
 

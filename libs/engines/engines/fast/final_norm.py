@@ -9,49 +9,49 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from engines.fast.compiling import MIN_TOKENS, compiled, mark_tokens
-from engines.fast.pointwise import rms_norm, rms_norm_grad
+from engines.fast.pointwise import Norm, rms_norm, rms_norm_grad
 from seqpack.adapters.subclasses import remove_mixin, set_mixin
 
 
-def final_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def final_norm(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
     """Normalise x [T, H]."""
-    return rms_norm(x, weight, eps)
+    return rms_norm(x, weight, norm)
 
 
-def final_norm_grad(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor]:
+def final_norm_grad(x: Tensor, weight: Tensor, norm: Norm, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Return (d x, d weight) of `final_norm`, in their dtypes."""
-    d_x, d_weight = rms_norm_grad(x, weight, eps, grad)
+    d_x, d_weight = rms_norm_grad(x, weight, norm, grad)
     return d_x.to(x.dtype), d_weight
 
 
-def use_final_norm(norm: Any, eps: float, backend: str | None) -> None:
+def use_final_norm(module: Any, norm: Norm, backend: str | None) -> None:
     """Make this norm module run as a function where it is given one row of tokens."""
-    set_mixin(norm, FunctionNorm)
-    vars(norm)["function_options"] = eps, backend
+    set_mixin(module, FunctionNorm)
+    vars(module)["function_options"] = norm, backend
 
 
-def undo_final_norm(norm: nn.Module) -> None:
+def undo_final_norm(module: nn.Module) -> None:
     """Restore the norm; nothing where it is the stock one."""
-    remove_mixin(norm, FunctionNorm)
-    vars(norm).pop("function_options", None)
+    remove_mixin(module, FunctionNorm)
+    vars(module).pop("function_options", None)
 
 
 @contextmanager
-def stock_norm(norm: "FunctionNorm") -> Iterator[None]:
+def stock_norm(module: "FunctionNorm") -> Iterator[None]:
     """Give such a norm its stock class inside the block."""
-    options = norm.function_options
-    undo_final_norm(norm)
+    options = module.function_options
+    undo_final_norm(module)
     try:
         yield
     finally:
-        use_final_norm(norm, *options)
+        use_final_norm(module, *options)
 
 
 class FunctionNorm(nn.Module):
     """The class of a norm that runs as a function, before its stock class."""
 
     weight: Tensor
-    function_options: tuple[float, str | None]
+    function_options: tuple[Norm, str | None]
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalise [1, T, H] by the function, anything else by the stock forward."""
@@ -64,17 +64,17 @@ class FunctionNorm(nn.Module):
 
 class _Norm(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, backend: str | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, norm: Norm, backend: str | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.eps, ctx.backend = eps, backend
-        result: Tensor = _run(final_norm, backend, x.data, weight.data, eps)
+        ctx.norm, ctx.backend = norm, backend
+        result: Tensor = _run(final_norm, backend, x.data, weight.data, norm)
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        d_x, d_weight = _run(final_norm_grad, ctx.backend, x.data, weight.data, ctx.eps, grads[0].contiguous().data)
+        d_x, d_weight = _run(final_norm_grad, ctx.backend, x.data, weight.data, ctx.norm, grads[0].contiguous().data)
         return d_x, d_weight, None, None
 
 

@@ -31,9 +31,13 @@ from engines.fast.blocks import (
 from engines.fast.compiling import MIN_TOKENS, compiled, mark_tokens
 from engines.fast.delta_rule import prepare_delta_rule
 from engines.fast.final_norm import undo_final_norm, use_final_norm
+from engines.fast.pointwise import Norm
 from engines.fast.sequence_bounds import Sequences
 from seqpack.adapters.context import CONTEXT_KEY, PackedContext
 from seqpack.adapters.subclasses import remove_mixin, set_mixin
+
+ZERO_CENTERED = ("qwen3_5",)
+"""Families whose norms add 1 to their weights."""
 
 
 class Block(NamedTuple):
@@ -43,7 +47,7 @@ class Block(NamedTuple):
     """
 
     kind: type
-    eps: float
+    norm: Norm
     adapted: tuple[int, ...] | None
     forward: Callable[..., Any]
     gradient: Callable[..., Any]
@@ -66,7 +70,7 @@ class LayerFunctions:
 
 
 def use_layer_functions(model: Any, backend: str | None = "inductor") -> LayerFunctions:
-    """Make the decoder layers of a Qwen3.5 model, adapted for packing, run as functions on packed calls.
+    """Make the decoder layers of a Qwen3.5 or Qwen3 model, adapted for packing, run as functions on packed calls.
 
     `backend`: torch.compile's, None to run them uncompiled. `engines.fast.support` decides before whether the model
     can.
@@ -75,13 +79,14 @@ def use_layer_functions(model: Any, backend: str | None = "inductor") -> LayerFu
     layers = tuple(family.layers(model))
     text = model.config.get_text_config()
     names = {id(mixer): name for name, mixer in model.named_modules()}
+    norm = Norm(float(text.rms_norm_eps), zero_centered=family.name in ZERO_CENTERED)
     for layer in layers:
         mixer = next(iter(family.mixers(layer)))[0]
         set_mixin(layer, FunctionLayer)
-        vars(layer)["functions"] = _Functions(names[id(mixer)], text, backend)
-    norm = family.decoder(model).norm
-    use_final_norm(norm, float(text.rms_norm_eps), backend)
-    return LayerFunctions(layers, norm)
+        vars(layer)["functions"] = _Functions(names[id(mixer)], text, norm, backend)
+    last = family.decoder(model).norm
+    use_final_norm(last, norm, backend)
+    return LayerFunctions(layers, last)
 
 
 def sequences_of(context: PackedContext, text: Any) -> Sequences:
@@ -112,10 +117,10 @@ class FunctionLayer(nn.Module):
 class _Functions:
     """The functions of one decoder layer."""
 
-    def __init__(self, name: str, text: Any, backend: str | None) -> None:
+    def __init__(self, name: str, text: Any, norm: Norm, backend: str | None) -> None:
         self.name = name
         self.text = text
-        self.eps = float(text.rms_norm_eps)
+        self.norm = norm
         self.backend = backend
 
     def run(self, layer: Any, x: Tensor, angles: tuple[Tensor, Tensor], context: PackedContext) -> Tensor:
@@ -132,7 +137,7 @@ class _Functions:
         frozen = not any(base(weight).requires_grad for weight in weights)
         places = tuple(place for place, weight in enumerate(weights) if isinstance(weight, Adapted))
         kind: type = type(weights)
-        block = _block(kind, self.eps, self.backend, places if frozen else None)
+        block = _block(kind, self.norm, self.backend, places if frozen else None)
         pairs = [part for place in places for part in weights[place][1:]]
         result: Tensor = _Call.apply(block, where, x, *map(base, weights), *pairs)
         return result
@@ -147,7 +152,7 @@ def linear_weight(module: Any) -> Weight:
 
 
 def mlp_weights(norm: Tensor, gated: Any) -> MLPWeights:
-    """Return the weights of a `Qwen3_5MLP` and the norm before it."""
+    """Return the weights of a gated MLP and the norm before it."""
     return MLPWeights(norm, *(linear_weight(one) for one in (gated.gate_proj, gated.up_proj, gated.down_proj)))
 
 
@@ -168,7 +173,7 @@ def delta_net_weights(norm: Tensor, net: Any) -> DeltaNetWeights:
 
 
 def attention_weights(norm: Tensor, mixer: Any) -> AttentionWeights:
-    """Return the weights of a `Qwen3_5Attention` and the norm before it."""
+    """Return the weights of a `Qwen3_5Attention` or `Qwen3Attention` and the norm before it."""
     return AttentionWeights(
         norm=norm,
         q=linear_weight(mixer.q_proj),
@@ -188,14 +193,14 @@ _FUNCTIONS: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 @cache
-def _block(kind: type, eps: float, backend: str | None, adapted: tuple[int, ...] | None) -> Block:
+def _block(kind: type, norm: Norm, backend: str | None, adapted: tuple[int, ...] | None) -> Block:
     function, gradient = _FUNCTIONS[kind]
     if adapted is not None:
         gradient = of_adapters_alone(gradient)
     plain = function, gradient
     if backend is None:
-        return Block(kind, eps, adapted, *plain, plain)
-    return Block(kind, eps, adapted, compiled(function, backend), compiled(gradient, backend), plain)
+        return Block(kind, norm, adapted, *plain, plain)
+    return Block(kind, norm, adapted, compiled(function, backend), compiled(gradient, backend), plain)
 
 
 def _weights(block: Block, parts: Sequence[Tensor]) -> Any:
@@ -222,7 +227,7 @@ class _Call(Function):
         elif function is not block.plain[0]:
             mark_tokens((x, *_token_tensors(where)))
         y: Tensor
-        y, saved = function(x, _weights(block, [w.data for w in weights]), where, block.eps)
+        y, saved = function(x, _weights(block, [w.data for w in weights]), where, block.norm)
         ctx.save_for_backward(x, *weights, *saved)
         ctx.block, ctx.where, ctx.count = block, where, len(weights)
         return y
@@ -239,7 +244,7 @@ class _Call(Function):
             function = block.plain[1]
         elif function is not block.plain[1]:
             mark_tokens((grad, x, *(one for one in results if one.ndim and one.shape[0] == tokens)))
-        d_x, d_weights = function(grad, x, weights, results, where, block.eps)
+        d_x, d_weights = function(grad, x, weights, results, where, block.norm)
         frozen = [None] * len(block.kind._fields) if block.adapted is not None else ()
         return None, None, d_x, *frozen, *d_weights
 

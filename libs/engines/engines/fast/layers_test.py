@@ -63,7 +63,14 @@ def largest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"linear_num_key_heads": 4}, {"num_key_value_heads": 4, "tie_word_embeddings": False}, {"hidden_size": 24}],
+    [
+        {},
+        {"linear_num_key_heads": 4},
+        {"num_key_value_heads": 4, "tie_word_embeddings": False},
+        {"hidden_size": 24},
+        {"kind": "attention"},
+        {"kind": "attention", "num_key_value_heads": 4, "tie_word_embeddings": True},
+    ],
 )
 def test_equals_stock_transformers(changes: dict[str, Any]) -> None:
     ids, weights = inputs(LENGTHS)
@@ -84,12 +91,14 @@ def test_equals_the_packed_path_in_float64() -> None:
     assert largest_error(got, expected) < 1e-9
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_traced_whole_and_once(backend: str | None) -> None:
-    """Whatever the batch, there are four functions and four gradients, and no graph break (fullgraph)."""
+@pytest.mark.parametrize(
+    ("backend", "kind", "graphs"), [("eager", "dense", 8), ("aot_eager", "dense", 8), ("aot_eager", "attention", 6)]
+)
+def test_traced_whole_and_once(backend: str, kind: str, graphs: int) -> None:
+    """Whatever the batch, each function and gradient is traced once (the norm's too), without a graph break."""
     torch._dynamo.reset()
-    model = fast_model(backend, torch.float32)
-    plain = fast_model(None, torch.float32)
+    model = fast_model(backend, torch.float32, kind=kind)
+    plain = fast_model(None, torch.float32, kind=kind)
     before, counts = compilations(), []
     for step, lengths in enumerate([LENGTHS, (7, 3), (2,), (40, 1, 1, 6, 9), (8, 8), (32,), (1, 1), (3, 2, 1)]):
         ids, weights = inputs(lengths, torch.float32, step)
@@ -98,7 +107,7 @@ def test_traced_whole_and_once(backend: str | None) -> None:
         got, expected = (run_packed(one, ids, lengths, weights) for one in (model, plain))
         assert largest_error(got, expected) < 1e-5
         counts.append(compilations() - before)
-    assert counts == [8] * len(counts)
+    assert counts == [graphs] * len(counts)
 
 
 def test_one_token_runs_uncompiled() -> None:

@@ -2,9 +2,11 @@
 
 They are plain torch, so that a compiler fuses each chain into one kernel; and their gradients are functions too, so
 that a layer decides by itself what it keeps and what it computes again. All arithmetic is float32 (float64 for float64
-operands), and results have the dtype of the activations. Formulas as in transformers' Qwen3.5, but for the gated norm,
-which is not rounded between its two factors.
+operands), and results have the dtype of the activations. Formulas as in transformers' Qwen3.5 and Qwen3, but for norms
+that are rounded there between their two factors.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,25 +15,38 @@ from torch.nn.functional import pad, softplus
 L2_EPS = 1e-6
 
 
+class Norm(NamedTuple):
+    """How a model's norms compute."""
+
+    eps: float
+    zero_centered: bool = True
+    """Whether 1 is added to their weights."""
+
+
 def to_float32(x: Tensor) -> Tensor:
     """Return x in the dtype of the arithmetic: float64 for float64, else float32."""
     return x if x.dtype == torch.float64 else x.float()
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x [..., D] over its root mean square, times 1 + weight [D]."""
+def rms_norm(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
+    """Return x [..., D] over its root mean square, times weight [D], or 1 + weight."""
     f = to_float32(x)
-    return (f * torch.rsqrt(f.square().mean(-1, keepdim=True) + eps) * (1.0 + to_float32(weight))).to(x.dtype)
+    return (f * torch.rsqrt(f.square().mean(-1, keepdim=True) + norm.eps) * _factor(weight, norm)).to(x.dtype)
 
 
-def rms_norm_grad(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor]:
+def rms_norm_grad(x: Tensor, weight: Tensor, norm: Norm, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Return (d x [..., D] in the arithmetic's dtype, d weight [D]) of `rms_norm`."""
     f, g = to_float32(x), to_float32(grad)
-    scale = torch.rsqrt(f.square().mean(-1, keepdim=True) + eps)
+    scale = torch.rsqrt(f.square().mean(-1, keepdim=True) + norm.eps)
     n = f * scale
-    d_n = g * (1.0 + to_float32(weight))
+    d_n = g * _factor(weight, norm)
     d_x = scale * (d_n - n * (d_n * n).mean(-1, keepdim=True))
     return d_x, (g * n).flatten(0, -2).sum(0).to(weight.dtype)
+
+
+def _factor(weight: Tensor, norm: Norm) -> Tensor:
+    wide = to_float32(weight)
+    return 1.0 + wide if norm.zero_centered else wide
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,6 +1,7 @@
 """Each piece against transformers' formula, and its written gradient against autograd's, in float64."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_5 import modeling_qwen3_5 as stock
 
 from engines.fast import pointwise
@@ -43,14 +45,17 @@ def test_norms(tokens: int, width: int) -> None:
     x, z, w = randn(tokens, 3, width), randn(tokens, 3, width, seed=1), randn(width, seed=2)
     norm, gated = stock.Qwen3_5RMSNorm(width, EPS).double(), stock.Qwen3_5RMSNormGated(width, EPS).double()
     norm.weight.data, gated.weight.data = w, w
-    torch.testing.assert_close(pointwise.rms_norm(x, w, EPS), norm(x).detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(pointwise.gated_norm(x, z, w, EPS), gated(x, z).detach(), rtol=1e-5, atol=1e-6)
-    check(
-        lambda a, b: pointwise.rms_norm(a, b, EPS),
-        lambda a, b, g: pointwise.rms_norm_grad(a, b, EPS, g),
-        (x, w),
-        x.shape,
-    )
+    plain = Qwen3RMSNorm(width, EPS).double()
+    plain.weight.data = w
+    for module, kind in ((norm, pointwise.Norm(EPS)), (plain, pointwise.Norm(EPS, zero_centered=False))):
+        torch.testing.assert_close(pointwise.rms_norm(x, w, kind), module(x).detach(), rtol=1e-5, atol=1e-6)
+        check(
+            partial(pointwise.rms_norm, norm=kind),
+            lambda a, b, g, kind=kind: pointwise.rms_norm_grad(a, b, kind, g),
+            (x, w),
+            x.shape,
+        )
     check(
         lambda a, b, c: pointwise.gated_norm(a, b, c, EPS),
         lambda a, b, c, g: pointwise.gated_norm_grad(a, b, c, EPS, g),
@@ -107,7 +112,7 @@ def test_convolution_stays_in_its_sequence(lengths: list[int], taps: int) -> Non
 
 def test_float32_inside_and_the_operands_dtype_outside() -> None:
     x, w = randn(5, 64, dtype=torch.float32), randn(64, seed=1, dtype=torch.float32)
-    exact = pointwise.rms_norm(x.bfloat16().double(), w.bfloat16().double(), EPS)
-    rounded = pointwise.rms_norm(x.bfloat16(), w.bfloat16(), EPS)
+    exact = pointwise.rms_norm(x.bfloat16().double(), w.bfloat16().double(), pointwise.Norm(EPS))
+    rounded = pointwise.rms_norm(x.bfloat16(), w.bfloat16(), pointwise.Norm(EPS))
     assert rounded.dtype == torch.bfloat16
     torch.testing.assert_close(rounded, exact.bfloat16())

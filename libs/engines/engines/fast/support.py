@@ -15,6 +15,8 @@ from engines.fast.triton_kernels import has_triton
 
 LAYERS = Supported("fast/cuda_test.py::test_compiled_layers_equal_plain_ones")
 KERNELS = ("flash_qla", "triton")
+"""The first is of delta nets alone."""
+FAMILIES = ("qwen3_5", "qwen3")
 REPLICATED = Supported("replicated/replicated_two_test.py::test_two_ranks_equal_one")
 
 
@@ -82,10 +84,12 @@ def use_replicated_weights(config: EngineConfig, device: torch.device, ranks: in
 def model_refusal(model_config: Any) -> str | None:
     """Return why layers of this model have no compiled functions; None where they have."""
     family, text = family_of(model_config), model_config.get_text_config()
-    if family.name != "qwen3_5":
-        return f"only the layers of Qwen3.5 (dense) are written as functions, not those of {family.name}"
+    if family.name not in FAMILIES:
+        return f"only the layers of Qwen3.5 and Qwen3 (dense) are written as functions, not those of {family.name}"
     if text.attention_bias:
         return "attention with biases is not written as a function"
+    if "sliding_attention" in text.layer_types:
+        return "attention in windows is not written as a function"
     if text.hidden_act != "silu":
         return f"the activation is {text.hidden_act}, the functions are written for silu"
     return None
@@ -97,12 +101,15 @@ def machine_refusal(machine: Machine, text: Any) -> str | None:
         return "on a CPU the plain layers are as fast"
     if machine.dtype != torch.bfloat16:
         return "the fused kernels compute in bfloat16"
-    if machine.capability != 9:
+    delta_nets = "linear_attention" in text.layer_types
+    if machine.capability != 9 and delta_nets:
         return "the delta rule's kernels are FlashQLA's for Hopper (compute capability 9.0)"
-    if machine.missing:
-        return f"{machine.missing[0].replace('_', '-')} is not installed"
-    sizes = {text.linear_key_head_dim, text.linear_value_head_dim}
-    if "linear_attention" in text.layer_types and sizes != {128}:
+    if machine.capability != 9:
+        return "compiled layers ran on no GPU but Hopper's (compute capability 9.0)"
+    missing = [name for name in machine.missing if delta_nets or name != "flash_qla"]
+    if missing:
+        return f"{missing[0].replace('_', '-')} is not installed"
+    if delta_nets and (sizes := {text.linear_key_head_dim, text.linear_value_head_dim}) != {128}:
         return f"FlashQLA's kernels have heads of 128 features, the model {sorted(sizes)}"
     if text.head_dim > 256 or text.head_dim % 8:
         return f"flash attention has heads of at most 256 features, a multiple of 8; the model {text.head_dim}"

@@ -59,19 +59,25 @@ def test_heads_of_another_size_are_named(changes: dict[str, Any], reason: str) -
 def test_layers_of_attention_alone_need_no_heads_of_the_delta_rule() -> None:
     sizes = {"linear_key_head_dim": 64, "layer_types": ["full_attention"] * text().num_hidden_layers}
     assert machine_refusal(HOPPER, text(**sizes)) is None
+    alone = tiny_config("attention")
+    assert machine_refusal(Machine("cuda", torch.bfloat16, 9, ("flash_qla",)), alone) is None
+    assert "ran on no GPU but Hopper's" in str(machine_refusal(Machine("cuda", torch.bfloat16, 8), alone))
+    assert machine_refusal(Machine("cuda", torch.bfloat16, 9, ("triton",)), alone) == "triton is not installed"
 
 
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
-        ("moe", {}, r"only the layers of Qwen3.5 \(dense\) are written as functions, not those of qwen3_5_moe"),
+        ("moe", {}, r"only the layers of Qwen3.5 and Qwen3 \(dense\) are .* functions, not those of qwen3_5_moe"),
         ("next", {}, "not those of qwen3_next"),
         ("dense", {"attention_bias": True}, "attention with biases"),
         ("dense", {"hidden_act": "gelu"}, "the activation is gelu"),
+        ("attention", {"use_sliding_window": True, "max_window_layers": 2}, "attention in windows"),
     ],
 )
 def test_another_model_is_named(kind: str, changes: dict[str, Any], reason: str) -> None:
     assert model_refusal(tiny_config("dense")) is None
+    assert model_refusal(tiny_config("attention")) is None
     with pytest.raises(ValueError, match=reason):
         raise ValueError(model_refusal(tiny_config(kind, **changes)))
 

@@ -47,8 +47,10 @@ def compiled_head(shape: ModelShape, trained: int, chunk: int, width: int) -> He
 
 
 def is_compiled(shape: ModelShape, engine: EngineConfig, width: int) -> bool:
-    """Return whether FSDP2's layers and head run compiled: dense hybrids in bfloat16 on CUDA (taken to be a Hopper)."""
-    dense = shape.linear_layers > 0 and not shape.experts and shape.linear_head_dim == 128
+    """Return whether FSDP2's layers and head run compiled: those of dense Qwen3.5 and Qwen3 in bfloat16 on CUDA (taken
+    to be a Hopper)."""
+    hybrid = shape.linear_layers > 0 and shape.linear_head_dim == 128
+    dense = not shape.experts and (hybrid or shape.model_type == "qwen3")
     fits = engine.device == "cuda" and width < WIDE and settings_refusal(engine) is None
     return dense and fits and engine.compile != "off"
 

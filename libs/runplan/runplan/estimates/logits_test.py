@@ -1,5 +1,6 @@
 """The head's memory: which head a run has, and how many logits are there at a time."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,7 +38,8 @@ DENSE = shape_of(tiny_config("dense", linear_key_head_dim=128, linear_value_head
         (DENSE, {"context_parallel": "dynamic"}, 2, False),
         (DENSE, {"lora": LoraConfig(rank=4)}, 2, True),
         (shape_of(tiny_config("moe", linear_key_head_dim=128, linear_value_head_dim=128), "moe"), {}, 2, False),
-        (shape_of(tiny_config("attention"), "attention"), {}, 2, False),
+        (shape_of(tiny_config("attention"), "attention"), {}, 2, True),
+        (replace(shape_of(tiny_config("attention"), "attention"), model_type="llama"), {}, 2, False),
         (shape_of(tiny_config("dense"), "dense"), {}, 2, False),
     ],
 )

@@ -57,8 +57,12 @@ def _run(function: Callable[..., Any], backend: str | None, *operands: Any) -> A
     return compiled(function, backend)(*bare)
 
 
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return pointwise.rms_norm(x, weight, pointwise.Norm(eps))
+
+
 def _norm_gradient(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, ...]:
-    d_x, d_weight = pointwise.rms_norm_grad(x, weight, eps, grad)
+    d_x, d_weight = pointwise.rms_norm_grad(x, weight, pointwise.Norm(eps), grad)
     return d_x.to(x.dtype), d_weight
 
 
@@ -94,7 +98,7 @@ def _gate_gradient(x: Tensor, gate: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     return (g * s).to(x.dtype), (g * pointwise.to_float32(x) * s * (1.0 - s)).to(gate.dtype)
 
 
-NORM = FusedFunction(pointwise.rms_norm, _norm_gradient)
+NORM = FusedFunction(_norm, _norm_gradient)
 """(x [T, ..., D], weight [D], eps): its weight is kept as its distance from one."""
 GATED_NORM = FusedFunction(pointwise.gated_norm, _gated_norm_gradient)
 """(x [T, heads, D], gate [T, heads, D], weight [D], eps)."""
