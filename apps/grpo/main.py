@@ -12,7 +12,7 @@ import tyro
 
 from apps.common.cli import command_line as cli
 from apps.common.cli.command_line import CommandLine
-from apps.common.cli.environment import restart_with
+from apps.common.cli.environment import restart_with, share_between_machines
 from apps.common.cli.flags import changed, flag, name_or_file
 from apps.common.cli.peer_flags import GRPO as PEERS
 from apps.common.cli.plan_command import answer_without_running
@@ -146,6 +146,7 @@ def main(argv: Sequence[str], own_process: bool = False) -> None:
         return spec_of(config) if most is None else _run_module().shrunk_spec(config, most)
 
     answer_without_running(argv, recipes, lambda: _run_module().specs_of_recipes(most), planned, typed)
+    share_between_machines(argv, GrpoConfig)
     config = configure(argv)
     if own_process:
         restart_with(config.cluster.env)

@@ -12,7 +12,7 @@ import tyro
 
 from apps.common.cli import command_line as cli
 from apps.common.cli.command_line import CommandLine
-from apps.common.cli.environment import restart_with
+from apps.common.cli.environment import restart_with, share_between_machines
 from apps.common.cli.peer_flags import SFT as PEERS
 from apps.common.cli.plan_command import answer_without_running
 from apps.common.cli.recipes import beside_own_model
@@ -102,6 +102,7 @@ def main(argv: Sequence[str], own_process: bool = False) -> None:
         return spec_of(config) if most is None else _run_module().shrunk_spec(config, most)
 
     answer_without_running(argv, recipes, lambda: _run_module().specs_of_recipes(most), planned, typed)
+    share_between_machines(argv, SftConfig)
     config = configure(argv)
     if own_process:
         restart_with(config.cluster.env)

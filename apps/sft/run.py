@@ -1,5 +1,6 @@
 """A run of the sft app: checks before anything starts, then training; and runs in small."""
 
+import glob
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,11 +41,11 @@ from apps.sft.step_plan import plan_steps, warnings_of
 from apps.sft.train import Result, train
 from engines.launch import ensure_group, launch, runs_in_this_process, under_torchrun
 from engines.loading import resolve_device
-from engines.storage.disks import Disks, share_files
+from engines.storage.disks import Disks, find_disks, share_files
 from engines.weights.hub import model_directory
 from runlog import check_tracker
 from runplan.run_spec import RunSpec
-from schedules.runtime.collectives import broadcast_result, rank_and_world
+from schedules.runtime.collectives import broadcast_result, gather_lists, rank_and_world
 
 RUNS = Path("runs/sft")
 
@@ -172,7 +173,7 @@ def _sources(config: SftConfig, run_dir: Path, disks: Disks) -> tuple[Source, ..
 def _conversations(
     config: SftConfig, sources: Sequence[Source], model: Path, tokenizer: PreTrainedTokenizerBase, run_dir: Path
 ) -> Conversations:
-    """Tokenise on rank 0; load the result on the other ranks, or tokenise again where their disk has none."""
+    """Tokenise on rank 0; load the result on the other ranks, whose disks get it."""
     cache = config.data.cache_dir or run_dir.absolute().parent / "tokens"
     stops, pictures = stop_tokens_of(model, tokenizer), image_processor_of(config.engine, model)
     column = config.cluster.media.images_column
@@ -183,8 +184,18 @@ def _conversations(
 
     with writing(f"the tokens of {', '.join(str(source.path) for source in sources)}", cache, run_dir):
         conversations = load() if rank_and_world()[0] == 0 else None
-        broadcast_result(None)
+        _share_tokens(conversations, cache)
         return conversations or load()
+
+
+def _share_tokens(conversations: Conversations | None, folder: Path) -> None:
+    """Give each disk the tokenised files of rank 0, which has loaded them; collective."""
+    loaded = (*conversations.train.files, *conversations.held_out.files) if conversations else ()
+    names = broadcast_result(sorted({store.path.name for store, _, _ in loaded}))
+    disks = find_disks(folder)
+    for name in names if disks.several else ():
+        if not all(gather_lists([(folder / name).is_file()])):
+            share_files(folder, disks, glob.escape(name))
 
 
 def specs_of_recipes(most: ProcessLimit | None) -> list[tuple[RunSpec, RunSpec]]:

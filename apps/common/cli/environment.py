@@ -1,11 +1,30 @@
-"""Environment variables that a recipe owns.
+"""What a start needs before its settings are read: files of other machines, and environment variables of a recipe.
 
-They act when libraries are imported, so the program starts again with them.
+Variables act when libraries are imported, so the program starts again with them.
 """
 
 import os
 import sys
 from collections.abc import Mapping, Sequence
+
+SHARED = "TESSERA_INPUTS_SHARED"
+"""Variable that is set once this start has the files of other machines."""
+
+
+def on_several_machines() -> bool:
+    """Return whether torchrun started ranks of this run on other machines, too."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    return os.environ.get("LOCAL_WORLD_SIZE", world) != world
+
+
+def share_between_machines(argv: Sequence[str], kind: type) -> None:
+    """Give each machine of a run the files that its command line names and only others have; see `share_inputs`."""
+    if not on_several_machines() or SHARED in os.environ:
+        return
+    from apps.common.cli.shared_inputs import share_inputs  # slow to load
+
+    share_inputs(argv, kind)
+    os.environ[SHARED] = "1"
 
 
 def restart_with(entries: Sequence[str]) -> None:

@@ -1,6 +1,7 @@
 """Two machines, as namespaces of this one: runs of both apps without a shared disk, resumed in another order."""
 
 import hashlib
+import json
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from apps.common.testing.machines import Machine, machines, missing
+from apps.quickstart.model import ensure_tiny_model
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 SFT = ["-m", "apps.sft.main", "--demonstrations", "200", "--save-every", "2", "--batch-size", "8"]
@@ -94,3 +96,25 @@ def test_reinforcement_learning_needs_no_shared_disk(tmp_path: Path) -> None:
         assert digest(both[0], "run/warm-start/export/model.safetensors", tmp_path) == digest(
             both[1], "run/warm-start/export/model.safetensors", tmp_path
         )
+
+
+def test_inputs_that_one_machine_has_reach_all_others(tmp_path: Path) -> None:
+    """Of four machines one has the model, another the data and the user's code, at relative paths."""
+    made = tmp_path / "made"
+    ensure_tiny_model(made / "model", 0)
+    rows = [{"question": f"{i}+{i}=?", "answer": str(2 * i)} for i in range(40)]
+    (made / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (made / "own.py").write_text("def reward(reply, reference):\n    return len(reply.text) % 3 / 2\n")
+    program = ["-m", "apps.grpo.main", "--model", "in/model", "--data", "in/rows.jsonl", "--reward", "in/own.py:reward"]
+    program += ["--max-steps", "1", "--prompts-per-step", "4", "--group-size", "4", "--eval-prompts", "4"]
+    program += ["--sampling.max-new-tokens", "8", "--max-episode-tokens", "2048"]
+    with machines(4, tmp_path) as all_of_them:
+        for machine, names in zip(all_of_them, ((), ("rows.jsonl", "own.py"), ("model",), ()), strict=True):
+            machine.start(["mkdir", "in"], tmp_path / "copies").wait(SECONDS)
+            for name in names:
+                machine.start(["cp", "-r", str(made / name), "in/"], tmp_path / "copies").wait(SECONDS)
+        finish(start(all_of_them, 1, 29517, tmp_path, program), tmp_path)
+        for name in ("in/model/model.safetensors", "in/rows.jsonl", "in/own.py"):
+            assert len({digest(machine, name, tmp_path) for machine in all_of_them}) == 1
+    assert "machine0: in/model is missing here and comes from machine2" in (tmp_path / "log0").read_text()
+    assert "machine3: in/own.py: 1 files" in (tmp_path / "log3").read_text()
