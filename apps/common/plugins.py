@@ -29,6 +29,11 @@ from seqpack.extensions.load_object import load_object
 from seqpack.extensions.options import bound, read_options, split_words
 
 METHODS = ("open", "step", "finish", "close")
+SESSION_TOOLS = {
+    "shell": "rollout.tools.session_tools:shell_tool",
+    "python": "rollout.tools.session_tools:python_session_tool",
+}
+"""Makers of the tools that have a name of their own."""
 MCP = "mcp:"  # before the command of an MCP server, all of whose tools are meant
 REWARD_ARGUMENTS = ("reply", "reference", "row", "results", "end")
 Scored = float | Score | Awaitable[float | Score]
@@ -112,7 +117,7 @@ def _arguments(spec: str, function: Callable[..., Any]) -> list[str]:
 
 
 def load_tools(specs: Sequence[str], options: Sequence[str] = ()) -> tuple[Tool, ...]:
-    """Return the tools that specs name ("mcp:COMMAND": all of a server's).
+    """Return the tools that specs name ("mcp:COMMAND": all of a server's; "shell" and "python": in the sandbox).
 
     Of the NAME=VALUE options each maker gets those that it takes.
 
@@ -133,6 +138,8 @@ def load_tools(specs: Sequence[str], options: Sequence[str] = ()) -> tuple[Tool,
 
 
 def _named(spec: str) -> list[tuple[str, Any]]:
+    if spec in SESSION_TOOLS:
+        return [(spec, load_object(SESSION_TOOLS[spec], "tool"))]
     if not spec.startswith(MCP):
         return [(spec, load_object(spec, "tool"))]
     if find_spec("rollout.tools.mcp_tools") is None:

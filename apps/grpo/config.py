@@ -119,7 +119,8 @@ class PluginConfig:
     """NAME=VALUE options of the reward: its other arguments."""
     tool: tuple[str, ...] = ()
     """Tools that may be called on the way to an answer to --data: rollout.Tool objects, functions that make one,
-    functions with typed arguments, or "mcp:COMMAND" for all tools of an MCP server."""
+    functions with typed arguments, "mcp:COMMAND" for all tools of an MCP server, "shell" or "python" for a session in
+    the sandbox that lasts an episode (both share its files)."""
     tool_options: tuple[str, ...] = ()
     """NAME=VALUE options of functions that make tools; each gets those that it takes."""
     system_prompt: str | None = None

@@ -8,7 +8,7 @@ from typing import ClassVar, TypedDict
 from rollout.chat.messages import Message, Reply
 from rollout.environments.environment import End, EpisodeContext, Observation, Score, StepResult
 from rollout.errors import EpisodeFailed
-from rollout.tools.tool import Tool, ToolResult, as_tools, call_id, call_tools
+from rollout.tools.tool import EpisodeTools, Tool, ToolResult, as_tools, call_id, call_tools
 from rollout.tools.workers import REWARDS, OverrunError, RefusedError
 
 Reward = Callable[..., float | Score | Awaitable[float | Score]]
@@ -56,6 +56,7 @@ class TaskEnvironment:
 
     def __init__(self, task: Task) -> None:
         self._task = task
+        self._episode_tools = EpisodeTools(task.tools)
         self._names = {tool.name for tool in task.tools}  # calls of unknown tools get no row in tables
         self._results: list[ToolResult] = []
         self._reply = Reply("", "", finished=False)
@@ -63,14 +64,14 @@ class TaskEnvironment:
     async def open(self, context: EpisodeContext) -> Observation:
         """Return the task's messages and tools."""
         del context
-        return Observation(self._task.messages, self._task.tools)
+        return Observation(self._task.messages, self._episode_tools.tools)
 
     async def step(self, reply: Reply) -> StepResult:
         """Run the tool calls of a finished turn, or end the episode."""
         self._reply = reply
         if not (reply.finished and self._task.tools and (reply.tool_calls or reply.problems)):
             return StepResult(metrics=self._metrics())
-        answers = await call_tools(self._task.tools, reply.tool_calls)
+        answers = await call_tools(self._episode_tools.tools, reply.tool_calls)
         self._results += answers
         messages = [answer.to_message() for answer in answers]
         for number, problem in enumerate(reply.problems, len(self._results)):
@@ -94,7 +95,8 @@ class TaskEnvironment:
         )
 
     async def close(self) -> None:
-        """Return at once: there is nothing to release."""
+        """End what its tools kept for the episode, which does not block."""
+        self._episode_tools.close()
 
     def _metrics(self) -> dict[str, float]:
         if not self._task.tools:

@@ -54,3 +54,19 @@ def assert_ends(session: int, seconds: float = 60) -> None:
     while alive_processes(session):
         assert time.monotonic() < limit, f"{alive_processes(session)} outlived those who started them"
         time.sleep(0.1)
+
+
+def descendants(pid: int) -> set[int]:
+    """Return the ids of all processes below this one."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, IndexError):
+            continue
+    found: set[int] = set()
+    new = {pid}
+    while new:
+        new = {child for child, parent in parents.items() if parent in new} - found
+        found |= new
+    return found

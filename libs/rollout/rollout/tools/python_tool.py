@@ -1,7 +1,7 @@
 """Python as a tool for models, run in the kernel's sandbox (`sandbox.sandbox`)."""
 
 from rollout.errors import EpisodeFailed
-from rollout.tools.sandbox.sandbox import Ran, Sandbox, SandboxDiedError
+from rollout.tools.sandbox.sandbox import Limits, Ran, Sandbox, SandboxDiedError
 from rollout.tools.tool import Tool
 
 _DESCRIPTION = (
@@ -21,7 +21,7 @@ def python_tool(sandbox: Sandbox | None = None, name: str = "python") -> Tool:
 
     def run(code: str) -> str:
         try:
-            return describe(box.run(code), box)
+            return describe(box.run(code), box.limits)
         except SandboxDiedError as error:
             raise EpisodeFailed(f"tool {name}: {error}", retryable=True) from error
 
@@ -34,14 +34,14 @@ def python_tool(sandbox: Sandbox | None = None, name: str = "python") -> Tool:
     return Tool(name, _DESCRIPTION, schema, run, timeout=box.limits.wall_seconds + 60, max_characters=10_000)
 
 
-def describe(ran: Ran, sandbox: Sandbox) -> str:
+def describe(ran: Ran, limits: Limits) -> str:
     """Return the end of a run as text for the model."""
-    limits = sandbox.limits
     met = {
         "wall time": f"it ran longer than {limits.wall_seconds:g} s",
         "CPU time": f"it computed longer than {limits.cpu_seconds} s",
         "output": f"it wrote more than {limits.output_bytes} bytes",
         "files": f"it made more than {limits.files} files",
+        "memory": f"it took more than {limits.memory_bytes >> 20} MiB of memory",
     }
     if ran.reason is not None:
         return f"{ran.output}\n[ended: {met[ran.reason]}]"

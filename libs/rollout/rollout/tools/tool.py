@@ -9,9 +9,10 @@ that ran out, a tool whose earlier calls all hang. Neither stops the run, and ne
 import asyncio
 import inspect
 import json
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from chat_tools import function_schema
 from rollout.errors import EpisodeFailed
@@ -69,6 +70,77 @@ class Tool:
             raise ValueError(f"tool {self.name}: max_characters must be at least 1, got {self.max_characters}")
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         object.__setattr__(self, "schema", {"type": "function", "function": function})
+
+
+class Closing(Protocol):
+    """What an episode keeps for its tools."""
+
+    def close(self) -> None:
+        """Release it, without blocking."""
+        ...
+
+
+@dataclass(frozen=True)
+class EpisodeTool(Tool):
+    """A tool whose calls share something that lasts an episode, such as a session in a sandbox.
+
+    `run(kept, **arguments)` gets what `opens()` returned at the episode's first call; tools with an equal `opens` share
+    it, and their calls run one after the other, in the order in which the model wrote them. A `Task` opens and closes
+    it; other environments by `EpisodeTools`.
+    """
+
+    opens: Callable[[], Closing] = field(kw_only=True)
+
+
+class EpisodeTools:
+    """The tools of one episode: those that share what the episode keeps are bound to it. `close` releases it."""
+
+    def __init__(self, tools: Iterable[Tool]) -> None:
+        self._kept: dict[Callable[[], Closing], _Kept] = {}
+        self.tools = tuple(self._bound(tool) if isinstance(tool, EpisodeTool) else tool for tool in tools)
+
+    def _bound(self, tool: EpisodeTool) -> EpisodeTool:
+        return replace(tool, run=_Bound(self._kept.setdefault(tool.opens, _Kept(tool.opens)), tool.run))
+
+    def close(self) -> None:
+        """Release all that was opened; later calls fail the episode."""
+        for kept in self._kept.values():
+            kept.close()
+
+
+class _Kept:
+    """What an episode keeps, opened when it is first asked for."""
+
+    def __init__(self, opens: Callable[[], Closing]) -> None:
+        self._opens, self._lock = opens, threading.Lock()
+        self._value: Closing | None = None
+        self._is_closed = False
+
+    def get(self) -> Closing:
+        """Return it. Raise EpisodeFailed where the episode is over."""
+        with self._lock:
+            if self._is_closed:
+                raise EpisodeFailed("a tool was called after its episode's end", retryable=False)
+            if self._value is None:
+                self._value = self._opens()
+            return self._value
+
+    def close(self) -> None:
+        """Close it, if it was opened."""
+        with self._lock:
+            self._is_closed = True
+            if self._value is not None:
+                self._value.close()
+
+
+class _Bound:
+    """The function of an episode's tool."""
+
+    def __init__(self, kept: _Kept, run: Callable[..., Any]) -> None:
+        self._kept, self._run = kept, run
+
+    def __call__(self, **arguments: Any) -> Any:
+        return self._run(self._kept.get(), **arguments)
 
 
 def as_tools(tools: Iterable[Tool | Callable[..., Any]]) -> tuple[Tool, ...]:
@@ -138,11 +210,18 @@ async def call_tool(tools: Sequence[Tool], name: str, arguments: str, call_id: s
 
 
 async def call_tools(tools: Sequence[Tool], calls: Sequence[ToolCall]) -> list[ToolResult]:
-    """Run a turn's calls side by side; the results are in the order of the calls.
+    """Run a turn's calls side by side (those of an `EpisodeTool` in order); the results are in the order of the calls.
 
     Where one raises EpisodeFailed the others are cancelled, and it is raised when they are gone.
     """
-    running = [asyncio.ensure_future(call_tool(tools, c.name, c.arguments, c.id or None)) for c in calls]
+    opens = {tool.name: tool.opens for tool in as_tools(tools) if isinstance(tool, EpisodeTool)}
+    running: list[asyncio.Task[ToolResult]] = []
+    last: dict[Callable[[], Closing] | None, asyncio.Task[ToolResult]] = {}
+    for call in calls:
+        before = last.get(opens.get(call.name))
+        running.append(asyncio.ensure_future(_call_after(before, tools, call)))
+        if call.name in opens:
+            last[opens[call.name]] = running[-1]
     try:
         return list(await asyncio.gather(*running))
     finally:
@@ -151,8 +230,18 @@ async def call_tools(tools: Sequence[Tool], calls: Sequence[ToolCall]) -> list[T
         await asyncio.gather(*running, return_exceptions=True)
 
 
+async def _call_after(before: "asyncio.Task[ToolResult] | None", tools: Sequence[Tool], call: ToolCall) -> ToolResult:
+    """Run a call once the one before it has ended, whatever came of it."""
+    if before is not None:
+        await asyncio.wait([before])
+    return await call_tool(tools, call.name, call.arguments, call.id or None)
+
+
 async def _run(tool: Tool, arguments: dict[str, Any]) -> tuple[bool, str]:
     """Run the tool; return whether the call worked, and its text. Raise OverrunError past its time limit."""
+    if isinstance(tool, EpisodeTool) and not isinstance(tool.run, _Bound):
+        reason = f"tool {tool.name} lasts an episode: its environment has to bind it by rollout.tools.tool.EpisodeTools"
+        raise EpisodeFailed(reason, retryable=False)
     try:
         ended = await TOOLS.run(tool.name, tool.timeout, _textual(tool.run), **arguments)
     except RefusedError as refused:

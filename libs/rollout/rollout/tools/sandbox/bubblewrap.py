@@ -14,7 +14,10 @@ BOUNDING = ("--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_SETPCAP")
 """Capabilities by which process 1 bounds the number of files, then drops. A setuid bwrap gives them to root only."""
 _OURS = "/server"  # path of this library's files inside
 _FILES = ("rollout/__init__.py", "rollout/tools/__init__.py", "rollout/tools/sandbox/__init__.py")
-_MODULES = ("bubblewrap", "namespaces", "kernel", "run", "seccomp", "server")
+_MODULES = (
+    "bubblewrap", "kernel", "namespaces", "process_limits", "run", "seccomp", "server", "serving", "session_server",
+    "usage",
+)  # fmt: skip
 
 
 def bubblewrap_command(

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from rollout.testing.escapes import ESCAPES
+from rollout.testing.processes import descendants
 from rollout.tools.sandbox.sandbox import Limits, Program, Sandbox, SandboxRefusedError
 
 LIMITS = Limits(
@@ -100,7 +101,7 @@ def test_where_bubblewrap_may_not_bound_files_they_are_counted(monkeypatch: pyte
     """As where it is setuid. Open files without a name count too."""
     if shutil.which("bwrap") is None:
         pytest.skip("needs bubblewrap")
-    monkeypatch.setattr("rollout.tools.sandbox.sandbox.BOUNDING", ("--cap-drop", "ALL"))
+    monkeypatch.setattr("rollout.tools.sandbox.backends.BOUNDING", ("--cap-drop", "ALL"))
     made = Sandbox(replace(LIMITS, cpu_seconds=10, descriptors=200), backend="bubblewrap")
     code = f"import os, time\nx = []\nfor i in range(150): x.append(open(str(i), 'w')); {kept}\n"
     ran = made.run(code + "time.sleep(15)\nprint('ESCAPED')")
@@ -142,22 +143,6 @@ def server_of(made: Sandbox) -> Any:
     """The process that its runs are children of."""
     server: Any = made._server
     return server._process
-
-
-def descendants(pid: int) -> set[int]:
-    """Process ids below this one, on the host."""
-    parents = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, IndexError):
-            continue
-    found: set[int] = set()
-    new = {pid}
-    while new:
-        new = {child for child, parent in parents.items() if parent in new} - found
-        found |= new
-    return found
 
 
 def test_nothing_is_left_behind() -> None:

@@ -19,11 +19,16 @@ DEVICES = ("null", "zero", "full", "urandom", "random")
 _LOADERS = ("/lib64/ld-linux-x86-64.so.2", "/lib/ld-linux-aarch64.so.1")
 _FOREIGN = ("site-packages", "dist-packages")  # other people's packages within the standard library's folder
 _BASE = "/tmp"
+_PROGRAMS = ("/usr/bin", "/usr/lib", "/usr/lib64", "/usr/libexec", "/bin", "/lib", "/lib64", "/etc/alternatives")
+_OWN_PROGRAMS = "/programs"  # the interpreter, as python3
+PATH = f"{_OWN_PROGRAMS}:/usr/bin:/bin"
+"""Where a shell looks for programs."""
 
 
-def visible_paths(packages: Iterable[str] = ()) -> list[str]:
+def visible_paths(packages: Iterable[str] = (), programs: bool = False) -> list[str]:
     """Return the paths of the host that a run may see: the interpreter, its standard library and shared libraries.
 
+    With `programs` those of /usr/bin are among them, and all that lies in /usr/lib.
     Shared libraries are found in /proc/self/maps, after the modules that a run may import were imported.
     """
     paths = {os.path.realpath(sys.executable), *packages}
@@ -35,7 +40,7 @@ def visible_paths(packages: Iterable[str] = ()) -> list[str]:
             stem = glob.escape(path.partition(".so")[0]) if ".so" in path else None
             names = glob.glob(f"{stem}.so*") if stem else []  # the loader looks for libffi.so.8, not libffi.so.8.1.2
             paths |= {path, *(name for name in names if os.path.realpath(name) == path)}
-    paths |= {p for p in _LOADERS if os.path.exists(p)}
+    paths |= {p for p in (*_LOADERS, *(_PROGRAMS if programs else ())) if os.path.exists(p)}
     return [p for p in sorted(paths) if not any(p != q and p.startswith(q + "/") for q in paths)]
 
 
@@ -71,8 +76,12 @@ def _write(pid: int, name: str, text: str) -> None:
         os.close(descriptor)
 
 
-def move_in(paths: Iterable[str]) -> None:
-    """Build the root in the new namespaces, enter it, and unmount the old one. The paths are mounted read-only."""
+def move_in(paths: Iterable[str], programs: bool = False) -> None:
+    """Build the root in the new namespaces, enter it, and unmount the old one. The paths are mounted read-only.
+
+    With `programs` the interpreter gets its usual names in `PATH`; there is no /dev/zero then: what it gives to several
+    processes is memory that no count shows.
+    """
     real = {path: os.path.realpath(path) for path in paths}  # while links still lead where they lead on the host
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("tmpfs", _BASE, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=755")
@@ -82,7 +91,12 @@ def move_in(paths: Iterable[str]) -> None:
     for path, source in real.items():
         _show(source, path)
     for name in DEVICES:
-        _show(f"/dev/{name}", f"/dev/{name}", devices=True)
+        if not (programs and name == "zero"):
+            _show(f"/dev/{name}", f"/dev/{name}", devices=True)
+    if programs:
+        os.mkdir(_OWN_PROGRAMS)
+        for name in ("python", "python3"):
+            os.symlink(os.path.realpath(sys.executable), f"{_OWN_PROGRAMS}/{name}")
     os.makedirs(work_folder(real), exist_ok=True)
     kernel.umount("/old")
     os.rmdir("/old")
@@ -98,9 +112,12 @@ def _show(source: str, path: str, devices: bool = False) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o644))
     kernel.bind_read_only(source, path, devices)
-    for name in _FOREIGN:
-        if os.path.isdir(f"{path}/{name}"):
-            kernel.mount("tmpfs", f"{path}/{name}", "tmpfs", kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV)
+    hidden = kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
+    for folder in (
+        f"{place}/{name}" for place in (path, *glob.glob(f"{glob.escape(path)}/python3*")) for name in _FOREIGN
+    ):
+        if os.path.isdir(folder):
+            kernel.mount("tmpfs", folder, "tmpfs", hidden)
 
 
 def mount_work_folder(folder: str, file_bytes: int, files: int) -> None:

@@ -4,6 +4,7 @@ import ast
 import atexit
 import contextlib
 import importlib
+import itertools
 import json
 import linecache
 import os
@@ -12,6 +13,8 @@ import threading
 import traceback
 import types
 from typing import Any, NoReturn
+
+from rollout.tools.sandbox import namespaces
 
 # Imported before the server is confined: fast, and their shared libraries are then visible inside.
 MODULES = (
@@ -38,15 +41,10 @@ def execute(request: dict[str, Any], result: int) -> NoReturn:
     The value of a last line that is an expression is shown, as a notebook shows it. Never returns: the process ends
     with the program's exit status, 1 after an exception.
     """
-    sys.path[:] = [p for p in sys.path if p.startswith(sys.base_prefix)] + request["packages"]
-    for name in [n for n in sys.modules if n == "rollout" or n.startswith("rollout.")]:
-        del sys.modules[name]
-    os.environ.clear()
-    os.environ.update(ENVIRONMENT, HOME=os.getcwd(), TMPDIR=os.getcwd())
-    sys.argv = ["program.py"]
+    main = _prepare(request["packages"])
     status = 1
     try:
-        space = _execute(request["code"])
+        space = _execute(request["code"], "program.py", main)
         for expression in request["expressions"]:
             value = eval(compile(expression, "test.py", "eval"), space)  # confined: this is what the sandbox is for
             os.write(result, json.dumps(encoded(value)).encode() + b"\n")
@@ -66,15 +64,52 @@ def execute(request: dict[str, Any], result: int) -> NoReturn:
         os._exit(status & 0xFF)
 
 
-def _execute(code: str) -> dict[str, Any]:
-    linecache.cache["program.py"] = (len(code), None, code.splitlines(keepends=True), "program.py")
-    tree = ast.parse(code, "program.py")
+def execute_cells(packages: list[str], cells: int, result: int) -> NoReturn:
+    """Execute one cell after the other, in one module; write a line as the result after each.
+
+    Eight bytes with its size stand before a cell. What a cell raises is shown, SystemExit too, and ends that cell.
+    Never returns: the process ends where no more cells come.
+    """
+    main = _prepare(packages)
+    os.environ["PATH"] = namespaces.PATH
+    for descriptor in (cells, result):
+        os.set_inheritable(descriptor, False)
+    with open(cells, "rb", closefd=False) as file:
+        for number in itertools.count(1):
+            code = file.read(int.from_bytes(file.read(8))).decode("utf-8", "backslashreplace")
+            if not code:
+                os._exit(0)
+            try:
+                _execute(code, f"cell-{number}.py", main)
+            except BaseException as error:  # noqa: BLE001  the program's own, shown to whoever wrote it
+                _show(error)
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(BaseException):
+                    stream.flush()
+            os.write(result, b"\n")
+    os._exit(0)
+
+
+def _prepare(packages: list[str]) -> types.ModuleType:
+    """Leave the server's modules and variables behind; return the module in which a program runs."""
+    sys.path[:] = [p for p in sys.path if p.startswith(sys.base_prefix)] + packages
+    for name in [n for n in sys.modules if n == "rollout" or n.startswith("rollout.")]:
+        del sys.modules[name]
+    os.environ.clear()
+    os.environ.update(ENVIRONMENT, HOME=os.getcwd(), TMPDIR=os.getcwd())
+    sys.argv = ["program.py"]
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
+    return main
+
+
+def _execute(code: str, name: str, main: types.ModuleType) -> dict[str, Any]:
+    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+    tree = ast.parse(code, name)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, "program.py", "exec"), main.__dict__)  # confined: this is what the sandbox is for
+    exec(compile(tree, name, "exec"), main.__dict__)  # confined: this is what the sandbox is for
     if isinstance(last, ast.Expr):
-        value = eval(compile(ast.Expression(last.value), "program.py", "eval"), main.__dict__)
+        value = eval(compile(ast.Expression(last.value), name, "eval"), main.__dict__)
         if value is not None:
             print(repr(value))
     return main.__dict__

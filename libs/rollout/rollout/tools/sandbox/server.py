@@ -16,14 +16,16 @@ import json
 import os
 import resource
 import select
-import signal
 import socket
 import time
 from typing import Any, NoReturn
 
 from rollout.tools.sandbox import kernel, namespaces, run, seccomp
+from rollout.tools.sandbox.process_limits import apply_limits
+from rollout.tools.sandbox.serving import exit_on_error, read_request, serve
+from rollout.tools.sandbox.session_server import start_session
+from rollout.tools.sandbox.usage import Usage
 
-REQUEST_BYTES = 16 << 20
 _LOOK_SECONDS = 0.002  # between two counts of files, in which a program makes a hundred or so
 _NICENESS = 5  # niceness of a run whose files are counted
 _SERVER_NAMESPACES = (
@@ -33,13 +35,16 @@ _SERVER_NAMESPACES = (
 _RUN_NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC
 
 
-def main(descriptor: int, packages: list[str]) -> NoReturn:
-    """Start the server, send on the socket that it is ready (or why not), and wait until it ends."""
+def main(descriptor: int, packages: list[str], programs: bool) -> NoReturn:
+    """Start the server, send on the socket that it is ready (or why not), and wait until it ends.
+
+    With `programs` the host's are visible inside, and sessions can be started.
+    """
     channel = socket.socket(fileno=descriptor)
     try:
         run.preload_modules()
-        paths = namespaces.visible_paths(packages)
-        process = _fork_server(paths, channel)
+        paths = namespaces.visible_paths(packages, programs)
+        process = _fork_server(paths, channel, programs)
     except OSError as error:
         channel.send(json.dumps({"refused": str(error)}).encode())
         os._exit(1)
@@ -48,14 +53,14 @@ def main(descriptor: int, packages: list[str]) -> NoReturn:
     os._exit(0)
 
 
-def _fork_server(paths: list[str], channel: socket.socket) -> int:
+def _fork_server(paths: list[str], channel: socket.socket, programs: bool) -> int:
     """Fork the server's process, map its users from outside, and return its id."""
     left, mapped = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
         os.close(left[0])
         os.close(mapped[1])
-        _become_server(paths, channel, left[1], mapped[0])
+        _become_server(paths, channel, left[1], mapped[0], programs)
     os.close(left[1])
     os.close(mapped[0])
     refused = os.read(left[0], 4096).decode()
@@ -66,7 +71,7 @@ def _fork_server(paths: list[str], channel: socket.socket) -> int:
     return child
 
 
-def _become_server(paths: list[str], channel: socket.socket, left: int, mapped: int) -> NoReturn:
+def _become_server(paths: list[str], channel: socket.socket, left: int, mapped: int, programs: bool) -> NoReturn:
     """Move into the namespaces and serve. `left` is closed (or gets the reason why not) once the user namespace is
     left; `mapped` says when the users are mapped."""
     try:
@@ -86,21 +91,33 @@ def _become_server(paths: list[str], channel: socket.socket, left: int, mapped: 
             os.waitpid(process, 0)
             os._exit(0)
         kernel.kill_with_parent()
-        namespaces.move_in(paths)
+        proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY) if programs else -1
+        if programs:
+            Usage(proc)  # tries it
+        namespaces.move_in(paths, programs)
         folder = namespaces.work_folder(paths)
         _try_confinement(folder)
         channel.send(b'{"ready": true}')
     except OSError as error:
         channel.send(json.dumps({"refused": str(error)}).encode())
         os._exit(1)
-    _serve(channel, folder)
+
+    def start(kind: str, *descriptors: int) -> NoReturn:
+        if kind == "session":
+            request, control = descriptors
+            start_session(folder, request, control, proc)
+        if programs:
+            os.close(proc)
+        _start_run(folder, *descriptors)
+
+    serve(channel, start)
 
 
 def _try_confinement(folder: str) -> None:
     """Try all that a run's confinement asks of the kernel once, so that a refusal is reported at the start."""
     child = os.fork()
     if child == 0:
-        with _exit_on_error(2):
+        with exit_on_error(2):
             kernel.unshare(_RUN_NAMESPACES)
             namespaces.mount_work_folder(folder, 1 << 20, 16)
             kernel.drop_capabilities(namespaces.NOBODY)
@@ -110,34 +127,9 @@ def _try_confinement(folder: str) -> None:
         raise OSError("the kernel refuses a run's own namespaces or its filter (see standard error)")
 
 
-@contextlib.contextmanager
-def _exit_on_error(status: int) -> Any:
-    try:
-        yield
-    except OSError as error:
-        os.write(2, f"sandbox: {error}\n".encode())
-        os._exit(status)
-
-
-def _serve(channel: socket.socket, folder: str) -> NoReturn:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the runs' processes
-    while True:
-        message, descriptors, _, _ = socket.recv_fds(channel, 64, 3)
-        if not message:
-            os._exit(0)  # the client is gone; with process 1, all namespaces end
-        if os.fork() == 0:
-            with _exit_on_error(1):
-                os.close(channel.detach())
-                _start_run(folder, *descriptors)
-        for descriptor in descriptors:
-            os.close(descriptor)
-
-
 def _start_run(folder: str, request: int, output: int, report: int) -> NoReturn:
     """Read the request in the run's first process, enter its namespaces, and start its supervisor."""
-    with open(request, "rb") as file:
-        requested = json.loads(file.read(REQUEST_BYTES))
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    requested = read_request(request)
     kernel.unshare(_RUN_NAMESPACES)
     if os.fork():
         os._exit(0)
@@ -151,14 +143,13 @@ def one(*descriptors: str) -> NoReturn:
     Without descriptors it only tries what a run's confinement asks of the kernel.
     """
     run.preload_modules()
-    with _exit_on_error(1):
+    with exit_on_error(1):
         if not descriptors:
             kernel.drop_capabilities(namespaces.NOBODY)
             seccomp.install()
             os._exit(0)
         request, output, report = map(int, descriptors)
-        with open(request, "rb") as file:
-            requested = json.loads(file.read(REQUEST_BYTES))
+        requested = read_request(request)
         limits = requested["limits"]
         is_bounded = namespaces.bound_files(limits["file_bytes"], limits["files"])
         kernel.drop_capabilities(namespaces.NOBODY)
@@ -175,13 +166,13 @@ def watch(requested: dict[str, Any], output: int, report: int, files: int | None
     began = time.monotonic()
     child = os.fork()
     if child == 0:
-        with _exit_on_error(1):
+        with exit_on_error(1):
             if files is not None:
                 os.nice(_NICENESS)
-            apply_limits(requested["limits"], requested["stdin"], output, result_end)
+            apply_limits(requested["limits"], output, {3: result_end}, requested["stdin"])
             if not requested["errors"]:
                 os.dup2(os.open("/dev/null", os.O_WRONLY), 2)
-            run.execute(requested, result_end)
+            run.execute(requested, 3)
     os.close(result_end)
     os.close(output)
     deadline = began + requested["limits"]["wall_seconds"]
@@ -234,33 +225,3 @@ def _files_here() -> int:
     """Count the files of the working folder's file system, the folder and open files without a name included."""
     stats = os.statvfs(".")
     return stats.f_files - stats.f_ffree
-
-
-def apply_limits(limits: dict[str, Any], given: str, output: int, result: int) -> None:
-    """Set this process's limits: user nobody, no capabilities, resource limits, the filter.
-
-    Its standard input holds `given`; of other descriptors it keeps `output` (as 1 and 2) and `result`.
-    """
-    os.setsid()
-    with open(".input", "w+b") as file:
-        file.write(given.encode("utf-8", "backslashreplace"))
-        file.seek(0)
-        os.unlink(file.name)
-        os.dup2(file.fileno(), 0)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.closerange(3, result)
-    os.closerange(result + 1, 1 << 16)
-    kernel.drop_capabilities(namespaces.NOBODY, count_apart=True)
-    for name, most in (
-        (resource.RLIMIT_AS, limits["memory_bytes"]),
-        (resource.RLIMIT_FSIZE, limits["file_bytes"]),
-        (resource.RLIMIT_NOFILE, limits["descriptors"]),
-        (resource.RLIMIT_NPROC, limits["tasks"]),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_MEMLOCK, 0),
-        (resource.RLIMIT_MSGQUEUE, 0),
-    ):
-        resource.setrlimit(name, (most, most))
-    resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_seconds"], limits["cpu_seconds"] + 1))
-    seccomp.install()
