@@ -63,6 +63,38 @@ def compare_losses(rows: Rows, core: Any, config: Callable[..., Any]) -> None:
         print(f"{ours:10} loss {float((got - want).detach().abs()):.1e}, gradient {largest(slope - wanted):.1e}")
 
 
+def compare_covariance(rows: Rows, core: Any, config: Callable[..., Any], loss_config: Callable[..., Any]) -> None:
+    """Print the differences of Clip-Cov and KL-Cov, whose tokens are chosen by the present policy, as verl does.
+
+    Clip-Cov draws among the tokens within bounds: here all of them. verl spares those that PPO's clip cuts already,
+    which have no gradient: here its bounds cut none.
+    """
+    mask, ends = torch.ones(sum(LENGTHS), dtype=torch.bool), rows.ends
+    for name, share, bounds in [("clip_cov", 1.0, (-0.1, 0.3)), ("kl_cov", 0.2, None)]:
+        new, again = rows.new.clone().requires_grad_(), rows.new.clone().requires_grad_()
+        low, high = bounds or (1.0, 5.0)
+        loss = {"clip_cov_ratio": share, "clip_cov_lb": low, "clip_cov_ub": high, "kl_cov_ratio": share}
+        settings = config(
+            strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_low=0.99, clip_ratio_high=99.0,
+            policy_loss=loss_config(loss_mode=name, ppo_kl_coef=0.7, **loss),
+        )  # fmt: skip
+        read = [rows.old, new, rows.advantages, rows.mask.double(), "token-mean", settings]
+        want, _ = core.get_policy_loss_fn(name)(*read)
+        jagged = [
+            torch.nested.nested_tensor_from_jagged(x, ends.long())
+            for x in map(rows.packed, [rows.advantages, rows.new])
+        ]
+        chosen = losses.high_covariance(
+            *jagged, torch.nested.nested_tensor_from_jagged(mask, ends.long()), share, bounds
+        )
+        given = [rows.packed(x) for x in (again, rows.old, rows.advantages)]
+        tokens = getattr(losses, name)(*given, chosen.values(), *((0.99, 99.0) if bounds else (0.7,))).loss
+        got = losses.aggregate(tokens, mask, ends, "token", sum(LENGTHS), len(LENGTHS))
+        (slope,), (wanted,) = torch.autograd.grad(got, again), torch.autograd.grad(want, new)
+        told = f"{name:10} loss {float((got - want).detach().abs()):.1e}, gradient {largest(slope - wanted):.1e}"
+        print(f"{told}, {int(chosen.values().sum())} of {sum(LENGTHS)} tokens chosen")
+
+
 def compare_advantages(rows: Rows, core: Any) -> None:
     """Print the difference of each advantage."""
     ends = torch.tensor(LENGTHS)
@@ -106,10 +138,11 @@ def main() -> None:
         sys.exit(__doc__)
     sys.path[:0] = sys.argv[1:]
     from verl.trainer.ppo import core_algos  # of the folders
-    from verl.workers.config import ActorConfig
+    from verl.workers.config import ActorConfig, PolicyLossConfig
 
     rows = Rows()
     compare_losses(rows, core_algos, ActorConfig)
+    compare_covariance(rows, core_algos, ActorConfig, PolicyLossConfig)
     compare_advantages(rows, core_algos)
     compare_kl(rows, core_algos)
 
