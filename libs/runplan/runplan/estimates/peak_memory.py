@@ -1,14 +1,14 @@
 """The peak memory of a training step on a rank, from sizes alone, by what is alive at its fullest moments.
 
 1. `States`: weights, gradients and moments, which are there between steps too.
-2. Activations: what a layer keeps for its backward pass, by the kind of its mixer and its MLP; under recomputation one
-   row of hidden states a layer, and one layer's activations at a time.
+2. Activations: what a layer keeps for its backward pass (`activations`); under recomputation one row of hidden states a
+   layer, and one layer's activations at a time. Gradients of the micro-batches before, where a step has several.
 3. Moments of a step at which something else is there as well: the head's chunk of logits, a layer's gathered weights
    and gradients (FSDP2), the outermost weights' gradients before they are shared out (FSDP2), the update.
 
 The peak is the largest of these moments, not their sum. Every figure counts elements that the code keeps; nothing is
-fitted. Not counted: libraries' workspaces (cuBLAS: some 32 MiB a process), what torch's allocator cannot use, what a
-compiler saves or fuses within a layer, and activations of a vision tower (its weights and their states are).
+fitted. Not counted: libraries' workspaces (cuBLAS: some 32 MiB a process), what torch's allocator cannot use, and
+activations of a vision tower (its weights and their states are).
 """
 
 import math
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engines import EngineConfig
+from runplan.estimates.activations import Kind, activation_bytes, fsdp_kind, kept_at_head
 from runplan.estimates.logits import WIDE, fsdp_head, megatron_head
 from runplan.estimates.states import (
     StageParameters,
@@ -56,54 +57,20 @@ class Tokens:
     trained: int
 
 
-def mixer_elements(shape: ModelShape, linear: bool, tp: int = 1) -> float:
-    """Count the elements a token that attention, or a gated delta net, keeps for its backward pass."""
-    if not linear:
-        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        before = queries * (2 if shape.gated_attention else 1) + 2 * keys
-        turned = 2 * (queries + keys)  # normed, and turned by rotary positions
-        out = queries * (2 if shape.gated_attention else 1)
-        return (before + turned + out) / tp
-    head, values = shape.linear_head_dim, shape.linear_value_heads * shape.linear_head_dim
-    mixed = 2 * shape.linear_key_heads * head + values
-    # Before and after the convolution; gate; q and k normed and for each value head; chunks of 64 with their state.
-    chunked = 2 * values + shape.linear_value_heads * (64 + head * head / 64)
-    return (2 * mixed + 3 * values + chunked + 4 * shape.linear_value_heads) / tp
-
-
-def mlp_elements(shape: ModelShape, tp: int = 1) -> float:
-    """Count the elements a token of an MLP or experts: gate, up, their product; rows of experts twice."""
-    if not shape.experts:
-        return 4 * shape.intermediate / tp
-    routed = shape.experts_per_token * (4 * shape.expert_intermediate + 2 * shape.hidden)
-    return routed + 4 * shape.shared_expert_intermediate / tp + 2 * shape.experts
-
-
-def layer_elements(shape: ModelShape, linear: bool, tp: int = 1) -> float:
-    """Count the elements a token that a layer keeps: two norms' inputs and outputs, and those of its two halves."""
-    return 4 * shape.hidden / tp + mixer_elements(shape, linear, tp) + mlp_elements(shape, tp)
-
-
-def activation_bytes(shape: ModelShape, layers: int, tokens: int, recompute: bool, width: int, tp: int = 1) -> float:
-    """Return the bytes of `layers` layers at the end of a forward pass, a recomputed layer among them."""
-    kinds = [False] * shape.full_attention_layers + [True] * shape.linear_layers
-    each = [layer_elements(shape, linear, tp) for linear in kinds]
-    if recompute:
-        return width * tokens * (layers * shape.hidden / tp + max(each))
-    return width * tokens * sum(each) * layers / shape.layers
-
-
 def kept_bytes(shape: ModelShape, engine: EngineConfig, tokens: int, width: int) -> float:
     """Return the bytes of a micro-batch whose forward pass has run ahead (`router_forwards_ahead`)."""
     if not engine.gradient_checkpointing:
-        return activation_bytes(shape, shape.layers, tokens, False, width)
+        return activation_bytes(shape, shape.layers, tokens, False, width, kind=fsdp_kind(shape, engine, width))
     return 0.0 if engine.activation_offload else float(width * tokens * shape.layers * shape.hidden)
 
 
-def fsdp_peak(shape: ModelShape, engine: EngineConfig, shards: float, tokens: Tokens, width: int) -> Peak:
+def fsdp_peak(
+    shape: ModelShape, engine: EngineConfig, shards: float, tokens: Tokens, width: int, several: bool = False
+) -> Peak:
     """Return the peak of FSDP2 with sharded weights, of which a rank has one of `shards`.
 
-    `width`: bytes of the dtype that layers compute in.
+    `width`: bytes of the dtype that layers compute in. `several`: whether a step has several micro-batches, whose
+    gradients are added up.
     """
     count = count_parameters(shape)
     master = WIDE if engine.master_dtype == "float32" else 2
@@ -111,47 +78,63 @@ def fsdp_peak(shape: ModelShape, engine: EngineConfig, shards: float, tokens: To
     coming = (2 * engine.optimizer_on_host + 2 * engine.parameters_on_host) * largest
     parts = fsdp_states(shape, engine, shards)
     gradients = 0.0 if parts.all_on_host else parts.gradients
-    states = parts.device - gradients
+    states, added = parts.device - gradients, gradients if several else 0.0
     if parts.all_on_host:
         shards = math.inf  # none of the states stays on the device
     root = count.embeddings + shape.hidden
     gathered = width * root  # gathered from the first layer on, until the last gradient is there
-    activations = activation_bytes(shape, shape.layers, tokens.all, engine.gradient_checkpointing, width)
+    kind = fsdp_kind(shape, engine, width)
+    activations = kept_at_head(shape, shape.layers, tokens.all, engine.gradient_checkpointing, width, kind=kind)
     logits = fsdp_head(shape, engine, tokens.trained, width).bytes
     ahead = (engine.router_forwards_ahead or 0) * kept_bytes(shape, engine, tokens.all, width)
-    backward = max(_backward(shape, engine, shards, tokens.all, width, master, left) for left in (1, 2, shape.layers))
+    passing = _Backward(shape, engine, math.inf if several else shards, tokens.all, width, master, kind)
+    backward = max(passing.bytes(left) for left in (1, 2, shape.layers))
     return Peak(
         states,
         {
-            "head": states + gathered + ahead + activations + logits,
-            "layers": states + gathered + ahead + width * shape.vocab * shape.hidden + backward,
+            "head": states + added + gathered + ahead + activations + logits,
+            "layers": states + added + gathered + ahead + width * shape.vocab * shape.hidden + backward,
             "outermost": states + gradients + gathered + (width + WIDE) * root,
             "update": states + gradients + coming,  # what is on the host comes to the device, a parameter's at a time
         },
     )
 
 
-def _backward(
-    shape: ModelShape, engine: EngineConfig, shards: float, tokens: int, width: int, master: int, left: int
-) -> float:
-    """Return the bytes while the gradients of layer `left` (from the first, 1) are made, and while they are reduced.
+@dataclass(frozen=True)
+class _Backward:
+    """A backward pass of FSDP2. `shards`: ranks that share the gradients of its layers; infinitely many where their
+    memory is counted already."""
 
-    Later layers have theirs. The layer before is gathered already, and the gradients of the layer after are still being
-    reduced in float32.
-    """
-    count = count_parameters(shape)
-    layer = (count.dense + count.experts) / shape.layers
-    gathered = width * layer * (min(left, 2) if engine.reshard_after_forward else shape.layers)
-    there = master * layer * (shape.layers - left) / shards + gathered + width * layer
-    making = activation_bytes(shape, left, tokens, engine.gradient_checkpointing, width)
-    making += WIDE * layer * (left < shape.layers)
-    remain = activation_bytes(shape, left, tokens, engine.gradient_checkpointing, width)
-    remain -= activation_bytes(shape, 1, tokens, engine.gradient_checkpointing, width)
-    return there + max(making, remain + WIDE * layer * (1 + 1 / shards))
+    shape: ModelShape
+    engine: EngineConfig
+    shards: float
+    tokens: int
+    width: int
+    master: int
+    kind: Kind
+
+    def bytes(self, left: int) -> float:
+        """Return the bytes while the gradients of layer `left` (from the first, 1) are made, and while they are
+        reduced.
+
+        Later layers have theirs. The layer before is gathered already, and the gradients of the layer after are still
+        being reduced in float32.
+        """
+        count, shape = count_parameters(self.shape), self.shape
+        layer = (count.dense + count.experts) / shape.layers
+        gathered = self.width * layer * (min(left, 2) if self.engine.reshard_after_forward else shape.layers)
+        there = self.master * layer * (shape.layers - left) / self.shards + gathered + self.width * layer
+        making = self._activations(left) + WIDE * layer * (left < shape.layers)
+        remain = self._activations(left) - self._activations(1)
+        return there + max(making, remain + WIDE * layer * (1 + 1 / self.shards))
+
+    def _activations(self, layers: int) -> float:
+        recompute = self.engine.gradient_checkpointing
+        return activation_bytes(self.shape, layers, self.tokens, recompute, self.width, kind=self.kind)
 
 
 def peak_memory(shape: ModelShape, engine: EngineConfig, grid: Grid, layers: Sequence[int], shards: int) -> Peak:
-    """Return the peak of a run whose micro-batches are full, every token of which trains.
+    """Return the peak of a run whose steps have several micro-batches, which are full and every token of which trains.
 
     `layers`: of each pipeline stage. `shards`: ranks that share FSDP2's weights.
     """
@@ -159,7 +142,7 @@ def peak_memory(shape: ModelShape, engine: EngineConfig, grid: Grid, layers: Seq
     tokens = Tokens(engine.max_tokens_per_rank, engine.max_tokens_per_rank)
     if engine.backend == "megatron":
         return megatron_peak(shape, engine, grid, layers, tokens, width)
-    return fsdp_peak(shape, engine, shards, tokens, width)
+    return fsdp_peak(shape, engine, shards, tokens, width, several=True)
 
 
 def scoring_peak(shape: ModelShape, engine: EngineConfig, states: States, scored: float, tp: int = 1) -> float:

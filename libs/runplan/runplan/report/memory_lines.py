@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engines.parallel.stages import split_layers, split_problems
+from runplan.estimates.activations import Kind, activation_bytes, fsdp_kind
 from runplan.estimates.buffers import train_buffers
 from runplan.estimates.loading import DISK_BYTES
 from runplan.estimates.logits import Head, fsdp_head, megatron_head
-from runplan.estimates.peak_memory import Peak, activation_bytes, peak_memory, scoring_peak
+from runplan.estimates.peak_memory import Peak, peak_memory, scoring_peak
 from runplan.estimates.states import GIB, States, fsdp_states, megatron_states, parameters_by_stage, width_of
 from runplan.layout.grid import Grid
 from runplan.model.model_shape import ModelShape, tower_parameters
@@ -121,7 +122,10 @@ def _device(
     if memory is not None:
         line += f"; the device has {memory:g}"
     tokens, width = engine.max_tokens_per_rank, width_of(engine)
-    whole, again = (gib(activation_bytes(shape, max(layers), tokens, how, width, grid.tp)) for how in (False, True))
+    kind: Kind = "fused norms" if engine.backend == "megatron" else fsdp_kind(shape, engine, width)
+    whole, again = (
+        gib(activation_bytes(shape, max(layers), tokens, how, width, grid.tp, kind)) for how in (False, True)
+    )
     taken = f"{again}, layers computed again" if engine.gradient_checkpointing else f"{whole}, all kept"
     fewer = f"{again} by --trainer.gradient-checkpointing"
     other = f"{whole} were all kept" if engine.gradient_checkpointing else fewer

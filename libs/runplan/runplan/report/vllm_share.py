@@ -14,7 +14,8 @@ MARGIN = 4.0
 BESIDE = 1.7
 """GiB that a vLLM takes beside its share, for its context and graphs: 1.6 on an H200 (vLLM 0.26)."""
 SAFETY = 0.8
-"""Share of the true peak that an estimate reaches at least: 0.84 for Qwen3-0.6B on an H200."""
+"""Share that an estimate may be of what training takes: of the peak it was 0.92 at least on an H200, and an allocator
+takes more than is in use."""
 WORK = 6.0
 """GiB of a vLLM's activations, logits and graphs."""
 MOST = 0.9
