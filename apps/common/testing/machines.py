@@ -131,3 +131,19 @@ def _holder(stack: ExitStack, namespaces: Sequence[str]) -> int:
 def _run(pid: int, namespace: str, command: str | Sequence[str]) -> None:
     words = command.split() if isinstance(command, str) else command
     subprocess.run(["nsenter", "-t", str(pid), namespace, *words], check=True, env=_ENV)
+
+
+def start_torchrun(
+    order: Sequence[Machine], ranks: int, port: int, folder: Path, program: Sequence[str]
+) -> list["subprocess.Popen[bytes]"]:
+    """Start torchrun on each machine, in this order of ranks; what they print goes to `folder`/logN."""
+    place = ["--nnodes", str(len(order)), "--nproc-per-node", str(ranks), "--master-addr", order[0].address]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *place, "--master-port", str(port)]
+    return [
+        machine.start(
+            [*torchrun, "--node-rank", str(rank), *program],
+            folder / f"log{machine.number}",
+            {"PYTHONPATH": ":".join(sys.path)},
+        )
+        for rank, machine in enumerate(order)
+    ]

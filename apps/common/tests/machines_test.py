@@ -3,14 +3,13 @@
 import hashlib
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from apps.common.testing.machines import Machine, machines, missing
+from apps.common.testing.machines import Machine, machines, missing, start_torchrun
 from apps.quickstart.model import ensure_tiny_model
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
@@ -21,19 +20,9 @@ SECONDS = 600
 def start(
     order: Sequence[Machine], ranks: int, port: int, folder: Path, program: Sequence[str], run_dir: str = "run"
 ) -> list["subprocess.Popen[bytes]"]:
-    """Start torchrun on each machine, in this order of ranks; the logs are in `folder`."""
-    torchrun, first = [sys.executable, "-m", "torch.distributed.run"], order[0].address
-    place = ["--nnodes", str(len(order)), "--nproc-per-node", str(ranks), "--master-addr", first]
-    place += ["--master-port", str(port)]
+    """Start a run of an app; see `start_torchrun`."""
     several = ["--pools.nodes", str(len(order)), "--allow-untested", "nodes"] if len(order) > 1 else []
-    return [
-        machine.start(
-            [*torchrun, *place, "--node-rank", str(rank), *program, *several, "--run-dir", run_dir],
-            folder / f"log{machine.number}",
-            {"PYTHONPATH": ":".join(sys.path)},
-        )
-        for rank, machine in enumerate(order)
-    ]
+    return start_torchrun(order, ranks, port, folder, [*program, *several, "--run-dir", run_dir])
 
 
 def finish(processes: list["subprocess.Popen[bytes]"], folder: Path) -> None:
