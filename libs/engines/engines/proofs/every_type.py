@@ -45,6 +45,7 @@ _LAYERS = ["conv", "conv", "full_attention", "conv"] * 8
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _ROPES = {"full_attention": _ROPE, "sliding_attention": _ROPE}
 MISSING_FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
     "chameleon": {"vocabulary_map": {"<image>": 8711, "IMGIMGAZ": 4}},
     "cohere_compass": {"text_config": {"rope_parameters": _ROPES}},
     "cohere_compass_text": {"rope_parameters": _ROPES},
@@ -52,6 +53,14 @@ MISSING_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", *["sparse"] * 11], "num_experts_per_tok": 6}},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "emu3": {"vocabulary_map": {"<image>": 151851, "<|extra_200|>": 151846, "<|visual token 000000|>": 151854}},
+    "gemma4": {"text_config": {"num_kv_shared_layers": 12}},
+    "gemma4_text": {"num_kv_shared_layers": 12},
+    "gemma4_unified": {"text_config": {"num_kv_shared_layers": 12}},
+    "gemma4_unified_text": {"num_kv_shared_layers": 12},
+    "granitemoehybrid": {
+        "position_embedding_type": "rope",
+        "layer_types": [*["mamba"] * 7, "attention"] * 4,
+    },
     "hunyuan_vl": {"text_config": {"head_dim": 128}},
     "step3p7": {"text_config": {"sliding_window": 512}},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
@@ -61,7 +70,8 @@ MISSING_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
 }
-"""Fields without which transformers runs no default config of a type at any width."""
+"""Fields without which transformers runs no default config of a type at any width, or leaves out what checkpoints have:
+Bamba's attention, keys that layers of Gemma 4 share, Granite 4's rotary embedding."""
 COMMAND = "python -m engines prove --all"
 LIBRARY_PAGE = Path("libs") / "engines" / "README.md"
 _MARK = ("<!-- table: certificates -->", "<!-- end of table -->")

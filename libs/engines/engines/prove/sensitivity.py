@@ -1,37 +1,36 @@
 """Errors that are planted to see that a proof would notice them: leaks between sequences, dropped boundaries, config
 fields that the packed path would not honour."""
 
-import ast
 import copy
-import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor, nn
-from transformers import masking_utils, modeling_rope_utils
+from torch import Tensor
 
 from engines.families.unread_fields import other_names
 from engines.private_api import experts_of, set_experts
 from engines.prove.comparison import Result, largest, stock
 from engines.prove.generic_family import is_inside
+from engines.prove.modeling_code import modeling_code
 from engines.prove.small_config import SIZES
 from engines.weights.empty_model import empty_model, model_of
 from seqpack.adapters.context import Activation, LocalOps, PackedContext
 
 IGNORED = re.compile(
-    r"dropout|pdrop|layerdrop|initializer|init_std|w_init_|use_cache|output_|return_dict|_token_id|token_id$|id2label|label2id|"
+    r"dropout|pdrop|layerdrop|initializer|init_std|w_init_|linear_a_log_|linear_dt_|use_cache|output_|return_dict|_token_id|token_id$|id2label|label2id|"
     r"problem_type|transformers_version|_name_or_path|architectures|dtype|model_type|chunk_size_feed_forward|"
-    r"is_encoder_decoder|pretraining_tp|max_position_embeddings|tie_word_embeddings|router_jitter|aux_loss|z_loss|"
-    r"_in_fp32|num_logits_to_keep|use_mamba_kernels|rescale_prenorm_residual|mrope_section"
+    r"is_encoder_decoder|pretraining_tp|max_position_embeddings|^max_seq_len$|tie_word_embeddings|jitter|aux_loss|z_loss|moe_loss_weight|"
+    r"_in_fp32|fp32_combine|slow_but_exact|num_logits_to_keep|num_nextn_predict|use_mamba_kernels|use_mambapy|use_associative_scan|"
+    r"rescale_prenorm_residual|mrope_section"
 )
-"""Fields that change no forward pass in evaluation mode, or that other parts of a proof hold: dropout and
-initialisation, caches and outputs, precision, special tokens, names, ties (the export), the router's losses. A token of
-text has the same position on each axis, so that sections of rotary embeddings have no effect either."""
+"""Fields that change no forward pass in evaluation mode, or that other parts of a proof hold: dropout, jitter and
+initialisation, caches and outputs, precision, which code computes a scan, special tokens, names, tensors of a
+checkpoint that transformers leaves out, ties (the export), the router's losses. A token of text has the same position
+on each axis, so that sections of rotary embeddings have no effect either."""
 
 _IMPOSSIBLE = (
     *(ArithmeticError, AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError),
@@ -128,7 +127,7 @@ def flips(
 
     A size that changes the shape of no weight, and no number, belongs to no layer of the model: it is left out.
     """
-    source, make = modeling_code(model), _maker(config, model, rows, want)
+    source, make = modeling_code(model, want.gradients), _maker(config, model, rows, want)
     for path, value in _fields(config.get_text_config().to_dict()):
         if path in SIZES or not _named(config, path, source) or _copied(config, path, source):
             continue  # of no interest: spare the passes
@@ -152,38 +151,6 @@ def of_absent_layers(config: Any, path: str) -> bool:
     of_kinds = outer.startswith("rope_parameters.") and not kinds.isdisjoint(rope)
     windows = "sliding_window" in name and not any("sliding" in kind for kind in kinds)
     return bool(kinds) and (windows or (of_kinds and outer.split(".")[1] not in kinds))
-
-
-def modeling_code(model: Any) -> str:
-    """Return the code of a model, without comments and documentation: of the modules in it, not of others in the same
-    files, and of all functions and other classes in these files, but those that draw first values of weights."""
-    own = {kind for part in model.modules() for kind in type(part).__mro__}
-    files = {inspect.getmodule(kind) for kind in own if kind.__module__.startswith("transformers.models")}
-    parts = [_code(modeling_rope_utils, frozenset()), _code(masking_utils, frozenset())]
-    for file in filter(None, files):
-        modules = {name for name, one in vars(file).items() if inspect.isclass(one) and issubclass(one, nn.Module)}
-        parts.append(_code(file, frozenset(modules - {one.__name__ for one in own if one.__module__ == file.__name__})))
-    return "\n".join(parts)
-
-
-@cache
-def _code(file: Any, absent: frozenset[str]) -> str:
-    """Return the code of a file's functions and classes but those `absent`."""
-    body = ast.parse(inspect.getsource(file)).body
-    kept = [one for one in body if isinstance(one, ast.ClassDef | ast.FunctionDef) and one.name not in absent]
-    return "\n".join(map(ast.unparse, filter(None, map(_WithoutText().visit, kept))))
-
-
-class _WithoutText(ast.NodeTransformer):
-    """A tree without documentation and without what draws first values of weights, which a checkpoint replaces."""
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST | None:
-        """Leave initialisation out."""
-        return None if "init" in node.name and "weights" in node.name else self.generic_visit(node)
-
-    def visit_Expr(self, node: ast.Expr) -> ast.AST:
-        """Put nothing in the place of a text that stands for itself."""
-        return ast.Pass() if isinstance(node.value, ast.Constant) else self.generic_visit(node)
 
 
 def _changed_configs(config: Any, path: str, other: Any) -> Iterator[Any]:
@@ -233,7 +200,8 @@ def _others(path: str, value: Any) -> Iterator[Any]:
     elif isinstance(value, int):
         yield from (value + 1, max(1, value // 2), value * 2)  # near: a threshold that nothing crosses moves nothing
     elif isinstance(value, float):
-        near = (100 * value, 1e4 * value) if 0 < abs(value) < 1e-3 else (value * 1.5 + (not value) / 10, value * 5)
+        tiny = 0 < abs(value) < 1e-3  # what keeps a division from zero: as large as what is divided
+        near = (100 * value, 1e4 * value, 1.0) if tiny else (value * 1.5 + (not value) / 10, value * 5)
         yield from (*near, value / 10, value * 100)
     elif isinstance(value, list) and value and isinstance(value[0], int | float) and not isinstance(value[0], bool):
         yield [1 - value[0] if {*value} <= {0, 1} else value[-1] + 1, *value[1:]]

@@ -71,7 +71,7 @@ CHOSEN = (
 _KINDS = ("layers_block_type", "layer_types")
 """Fields with a kind for each layer, where no field says how many layers there are."""
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "layers")
-_THRESHOLDS: Mapping[str, int] = {
+THRESHOLDS: Mapping[str, int] = {
     "sliding_window": 8,
     "attention_window": 8,
     "attention_window_size": 8,
@@ -221,7 +221,7 @@ def thresholds(config: Any) -> dict[str, int]:
     rates = values.get(_RATES) or {}
     parts = [values, *_ropes(values), rates]
     crossed = {
-        name: part[name] for part in parts for name in _THRESHOLDS if isinstance(part.get(name), int) and part[name] > 1
+        name: part[name] for part in parts for name in THRESHOLDS if isinstance(part.get(name), int) and part[name] > 1
     }
     if rates and "index_topk" in crossed:
         crossed["index_topk"] *= min(rates.values())  # it counts compressed keys
@@ -256,7 +256,7 @@ def _values(before: Mapping[str, Any], depth: str | None, kept: Sequence[int]) -
             each = [value[layer] for layer in kept]
             yield name, [min(one, SIZES[name]) for one in each] if name in SIZES else each
         if isinstance(value, dict) and name == _RATES:
-            yield name, {kind: min(rate, _THRESHOLDS[kind]) for kind, rate in value.items()}
+            yield name, {kind: min(rate, THRESHOLDS[kind]) for kind, rate in value.items()}
         if isinstance(value, float) and name.endswith(_CAPS):
             yield name, min(value, CAP)
         if not isinstance(value, int):
@@ -269,8 +269,8 @@ def _values(before: Mapping[str, Any], depth: str | None, kept: Sequence[int]) -
             yield name, min(value, 2)
         elif name == depth:
             yield name, len(kept)
-        elif name in _THRESHOLDS:
-            yield name, min(value, _THRESHOLDS[name])
+        elif name in THRESHOLDS:
+            yield name, min(value, THRESHOLDS[name])
         elif name in _POSITIONS:
             yield name, min(value, CROSSED if _by_length(before) else LONGEST)
         elif name in _GROUPS:
@@ -279,6 +279,8 @@ def _values(before: Mapping[str, Any], depth: str | None, kept: Sequence[int]) -
             yield name, min(value, 2 if name.endswith("period") else 1)
         elif name == "first_k_dense_replace":
             yield name, min(value, 1)
+        elif name == "moe_layer_end_index":
+            yield name, min(value, len(kept) - 1)
         elif name in ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id") and value >= VOCABULARY:
             yield name, {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sep_token_id": 3}[name]
 
@@ -320,7 +322,7 @@ def _shrink_rope(text: Any) -> None:
             if isinstance(part.get(name), int | float):
                 part[name] = min(float(part[name]), bound)
         if isinstance(part.get("original_max_position_embeddings"), int):
-            part["original_max_position_embeddings"] = _THRESHOLDS["original_max_position_embeddings"]
+            part["original_max_position_embeddings"] = THRESHOLDS["original_max_position_embeddings"]
         for name in ("short_factor", "long_factor"):
             if isinstance(part.get(name), list):
                 part[name] = [part[name][i * len(part[name]) // half] for i in range(half)]
