@@ -37,5 +37,5 @@ def main(run_dir: Path, mode: str, steps: int, machines: int, resume: bool) -> N
 
 
 if __name__ == "__main__":
-    folder, name, *numbers = sys.argv[1:5]
-    cli.main(lambda: main(Path(folder), name, *map(int, numbers), "--resume" in sys.argv))
+    folder, name, most, count = sys.argv[1:5]
+    cli.main(lambda: main(Path(folder), name, int(most), int(count), "--resume" in sys.argv))
