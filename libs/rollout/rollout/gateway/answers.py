@@ -1,12 +1,12 @@
 """Responses in OpenAI's format: one object, or the chunks of a stream that add up to it."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from rollout.chat.chat import Chat
-from rollout.gateway.chat_request import ChatRequest
+from rollout.gateway.chat_request import ChatRequest, RequestError
 from rollout.gateway.sampling_choice import Choice, log_prob_entries
 
 
@@ -60,7 +60,50 @@ class Answer:
         return self.head.object("chat.completion.chunk") | {"choices": [], "usage": self.usage()}
 
 
-def event(chunk: dict[str, Any]) -> bytes:
+class Wire(Protocol):
+    """The form in which a client gets an answer."""
+
+    def chunk(self, chunk: Mapping[str, Any]) -> list[bytes]:
+        """Return the events of a piece of a choice."""
+        ...
+
+    def end(self, answer: Answer) -> list[bytes]:
+        """Return the last events of a stream."""
+        ...
+
+    def refusal(self, error: RequestError) -> bytes:
+        """Return the event of an error in a stream."""
+        ...
+
+    def body(self, answer: Answer) -> dict[str, Any]:
+        """Return the whole answer as one object."""
+        ...
+
+
+class ChatWire:
+    """Chat completions."""
+
+    def __init__(self, request: ChatRequest, chat: Chat) -> None:
+        self._request, self._chat = request, chat
+
+    def chunk(self, chunk: Mapping[str, Any]) -> list[bytes]:
+        """Return the chunk."""
+        return [event(chunk)]
+
+    def end(self, answer: Answer) -> list[bytes]:
+        """Return the usage, if it was asked for, and the end."""
+        return [*([event(answer.usage_chunk())] if self._request.usage else []), DONE]
+
+    def refusal(self, error: RequestError) -> bytes:
+        """Return the error."""
+        return event(error.body())
+
+    def body(self, answer: Answer) -> dict[str, Any]:
+        """Return the `chat.completion` object."""
+        return answer.body(self._request, self._chat)
+
+
+def event(chunk: Mapping[str, Any]) -> bytes:
     """Return the bytes of one server-sent event."""
     return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 

@@ -168,14 +168,14 @@ def read_request(body: Any, model: str) -> ChatRequest:
         tools=tools,
         settings=_settings(parameters),
         stop=_stops(parameters.get("stop", [])),
-        stream=_flag(parameters, "stream"),
-        usage=_flag(options, "include_usage"),
-        log_probs=_flag(parameters, "logprobs"),
-        token_ids=_flag(parameters, "return_token_ids"),
+        stream=read_flag(parameters, "stream"),
+        usage=read_flag(options, "include_usage"),
+        log_probs=read_flag(parameters, "logprobs"),
+        token_ids=read_flag(parameters, "return_token_ids"),
         n=int(_number(parameters, "n", (int,), 1, MAX_CHOICES)) if "n" in parameters else 1,
         tool_choice=choice,
         function=function,
-        parallel_calls=parameters.get("parallel_tool_calls") is None or _flag(parameters, "parallel_tool_calls"),
+        parallel_calls=parameters.get("parallel_tool_calls") is None or read_flag(parameters, "parallel_tool_calls"),
         ignored=tuple(ignored),
     )
 
@@ -358,7 +358,8 @@ def _number(given: Mapping[str, Any], name: str, kinds: tuple[type, ...], least:
     return value
 
 
-def _flag(given: Mapping[str, Any], name: str) -> bool:
+def read_flag(given: Mapping[str, Any], name: str) -> bool:
+    """Return a parameter that is true or false; false where it is not given."""
     value = given.get(name, False)
     if not isinstance(value, bool):
         refuse(f"{name} must be true or false, got {value!r}", name)

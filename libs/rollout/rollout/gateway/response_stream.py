@@ -9,8 +9,7 @@ import asyncio
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from rollout.chat.chat import Chat
-from rollout.gateway.answers import DONE, Answer, event
+from rollout.gateway.answers import Answer, Wire
 from rollout.gateway.chat_request import RequestError
 from rollout.gateway.choice_task import ChoiceTask
 from rollout.gateway.session import LiveSession
@@ -22,8 +21,8 @@ IGNORED_HEADER = "x-ignored"  # parameters of the request that had no effect
 class ResponseStream(Response):
     """A response that waits for the work (`task` runs it), watches the connection, and sends one object or a stream."""
 
-    def __init__(self, work: ChoiceTask, task: "asyncio.Task[Answer]", live: LiveSession, chat: Chat) -> None:
-        self._work, self._task, self._live, self._chat = work, task, live, chat
+    def __init__(self, work: ChoiceTask, task: "asyncio.Task[Answer]", live: LiveSession, wire: Wire) -> None:
+        self._work, self._task, self._live, self._wire = work, task, live, wire
         self._begun = False
         self._ignored = {IGNORED_HEADER: ", ".join(work.request.ignored)} if work.request.ignored else {}
         task.add_done_callback(lambda _: work.news.set())
@@ -39,8 +38,7 @@ class ResponseStream(Response):
                         await self._work.news.wait()
                 except TimeoutError:
                     await self._send_event(send, b": the engine is at work\n\n")
-                for chunk in self._work.take():
-                    await self._send_event(send, event(chunk))
+                await self._send_news(send)
             if self._task.done():
                 await self._finish(scope, receive, send)
             else:
@@ -60,22 +58,24 @@ class ResponseStream(Response):
             raise error
         if error is not None:
             refusal = error if isinstance(error, RequestError) else RequestError(500, "the engine failed")
-            await self._send_event(send, event(refusal.body()))
+            await self._send_event(send, self._wire.refusal(refusal))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             if not isinstance(error, RequestError):
                 raise error
             return
         answer = self._task.result()
         if not self._work.request.stream:
-            body, headers = answer.body(self._work.request, self._chat), dict(self._ignored)
-            await JSONResponse(body, headers=headers)(scope, receive, send)
+            await JSONResponse(self._wire.body(answer), headers=self._ignored)(scope, receive, send)
             return
-        for chunk in self._work.take():
-            await self._send_event(send, event(chunk))
-        if self._work.request.usage:
-            await self._send_event(send, event(answer.usage_chunk()))
-        await self._send_event(send, DONE)
+        await self._send_news(send)
+        for data in self._wire.end(answer):
+            await self._send_event(send, data)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_news(self, send: Send) -> None:
+        for chunk in self._work.take():
+            for data in self._wire.chunk(chunk):
+                await self._send_event(send, data)
 
     async def _send_event(self, send: Send, data: bytes) -> None:
         if not self._begun:

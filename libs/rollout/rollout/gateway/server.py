@@ -1,4 +1,4 @@
-"""TokenGateway: agents sample from a rollout engine by OpenAI's chat completions, and their tokens are recorded.
+"""TokenGateway: agents sample from a rollout engine by OpenAI's chat completions or Responses; tokens are recorded.
 
 Strategy
 1. A request names its session by the session's key (`gateway.key(id)`), or by X-Session-ID beside the master token.
@@ -20,7 +20,7 @@ import secrets
 import socket
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from rollout.extras import missing_extra_message
@@ -36,14 +36,17 @@ except ImportError as error:
     raise ImportError(missing_extra_message("the gateway needs starlette and uvicorn", "gateway")) from error
 
 from rollout.chat.chat import Chat
+from rollout.chat.messages import Message
 from rollout.chat.token_budget import TokenBudget
 from rollout.engine import RolloutEngine, Sampling
 from rollout.environments.environment import End
-from rollout.gateway.answers import Answer
+from rollout.gateway.answers import Answer, ChatWire
 from rollout.gateway.chat_request import ChatRequest, RequestError, read_json, read_request, refuse
 from rollout.gateway.choice_task import ChoiceTask
 from rollout.gateway.recorder import Recorder
 from rollout.gateway.response_stream import ResponseStream
+from rollout.gateway.responses_answer import ResponsesWire
+from rollout.gateway.responses_request import ResponsesRequest, read_responses_request
 from rollout.gateway.result import SessionRecord
 from rollout.gateway.session import LiveSession, SessionLimits
 
@@ -227,6 +230,7 @@ class TokenGateway:
     def _app(self) -> Starlette:
         routes = [
             Route("/v1/chat/completions", self._completions, methods=["POST"]),
+            Route("/v1/responses", self._responses, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{model}", self._models, methods=["GET"]),
         ]
@@ -243,12 +247,39 @@ class TokenGateway:
         return JSONResponse(entry)
 
     async def _completions(self, request: Request) -> Response:
+        session_id, body = await self._asked(request)
+        read = partial(self._read, body)
+        chat_request = await asyncio.to_thread(read) if len(body) > LARGE_BODY else read()
+        number = uuid.uuid4().hex
+        live, work, task = await self._begin(session_id, chat_request, number, len(body) > LARGE_BODY)
+        return ResponseStream(work, task, live, ChatWire(chat_request, self.chat))
+
+    async def _responses(self, request: Request) -> Response:
+        session_id, body = await self._asked(request)
+        stored = self._sessions[session_id].responses if session_id in self._sessions else {}
+        read = partial(self._read_responses, body, stored)
+        asked = await asyncio.to_thread(read) if len(body) > LARGE_BODY else read()
+        number = uuid.uuid4().hex
+        live, work, task = await self._begin(session_id, asked.chat, number, len(body) > LARGE_BODY)
+
+        def store(done: "asyncio.Task[Answer]") -> None:
+            if asked.is_stored and not done.cancelled() and done.exception() is None:
+                live.responses[f"resp_{number}"] = (*asked.messages, done.result().choices[0].message)
+
+        task.add_done_callback(store)
+        return ResponseStream(work, task, live, ResponsesWire(asked, number, work.head.created))
+
+    async def _asked(self, request: Request) -> tuple[str, bytes]:
+        """Return the session and the body of a request."""
         session_id = self._authorised(request)
         if session_id is None:
             refuse(f"name the session: by its own key, or by the header {SESSION_HEADER}", code="no_session")
-        body = await self._body(request)
-        large = len(body) > LARGE_BODY
-        chat_request = await asyncio.to_thread(self._read, body) if large else self._read(body)
+        return session_id, await self._body(request)
+
+    async def _begin(
+        self, session_id: str, chat_request: ChatRequest, number: str, large: bool
+    ) -> "tuple[LiveSession, ChoiceTask, asyncio.Task[Answer]]":
+        """Start the work of a request; its session opens with the first one."""
         if chat_request.ignored:
             names = ", ".join(chat_request.ignored)
             warnings.warn(f"agents send what has no effect on the policy: {names}", RuntimeWarning, stacklevel=2)
@@ -260,7 +291,6 @@ class TokenGateway:
             except ValueError as error:
                 raise RequestError(429, str(error), code="too_many_sessions") from error
         live = self._sessions[session_id]
-        number = uuid.uuid4().hex
         async with live.beginning:
             begin = partial(live.begin, chat_request, self.chat)
             turn, samplings = await asyncio.to_thread(begin) if large else begin()
@@ -272,10 +302,13 @@ class TokenGateway:
         task = asyncio.create_task(work.run(samplings))
         self._works[session_id].add(task)
         task.add_done_callback(partial(self._ended, live, number))
-        return ResponseStream(work, task, live, self.chat)
+        return live, work, task
 
     def _read(self, body: bytes) -> ChatRequest:
         return read_request(read_json(body), self.model)
+
+    def _read_responses(self, body: bytes, stored: Mapping[str, Sequence[Message]]) -> ResponsesRequest:
+        return read_responses_request(read_json(body), self.model, stored)
 
     def _ended(self, live: LiveSession, number: str, work: "asyncio.Task[Answer]") -> None:
         """Release the turn of a request that ended; without a record the session is as it was before."""

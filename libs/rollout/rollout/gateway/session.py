@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from rollout.chat.chat import Chat
+from rollout.chat.messages import Message
 from rollout.chat.token_budget import TokenBudget
 from rollout.engine import Sampling
 from rollout.environments.environment import End
@@ -55,6 +56,7 @@ class LiveSession:
     cancelled: int = 0
     refused: int = 0
     closed: bool = False
+    responses: dict[str, tuple[Message, ...]] = field(default_factory=dict)  # the messages up to each response's end
 
     def begin(self, request: ChatRequest, chat: Chat) -> tuple[Turn, list[Sampling]]:
         """Return a turn for a request, and the sampling settings of each of its choices.
