@@ -18,6 +18,8 @@ from chat_tools.rendering.turn_delimiters import find_turn_delimiters
 from chat_tools.sampled_turn import parse_ids
 from rollout.chat.images import ImageProcessor, RenderedPrompt, expanded, images_of, without_image_parts, without_images
 from rollout.chat.messages import Message, Reply
+from rollout.chat.outline import Outline
+from rollout.chat.short_history import ShortHistories
 from rollout.tools.escape_control_tokens import SafeEncoder
 from rollout.tools.tool import Tool, ToolCall, call_id
 from seqpack.renamed import renamed, renamed_arguments
@@ -116,6 +118,7 @@ class Chat:
         self._texts: dict[str, tuple[str, tuple[Tool, ...]]] = {}
         self._turns: dict[tuple[tuple[str, str], ...], str] = {}
         self._replies: dict[tuple[tuple[int, ...], bool], Reply] = {}
+        self._short = ShortHistories(getattr(tokenizer, "chat_template", None), options)
 
     pictures = renamed("image_processor")
 
@@ -167,6 +170,10 @@ class Chat:
         escaped = self._encoder.escape(messages, [t.schema for t in tools])
         return self._encoder.encode(self.render(escaped.messages, tools, add_generation_prompt=True), escaped)
 
+    def outline(self) -> Outline | None:
+        """Return the outline of an empty conversation, for `follow`; None where the template needs whole ones."""
+        return self._short.outline()
+
     def after_turn(self, new_messages: Sequence[Message]) -> list[int]:
         """Return the token ids that follow a turn's end-of-turn token: the new messages and the next turn's opening.
 
@@ -199,6 +206,7 @@ class Chat:
         new_messages: Sequence[Message],
         tools: Sequence[Tool] = (),
         stop: int | None = None,
+        outline: Outline | None = None,
     ) -> list[int] | None:
         """Return the token ids of new messages after the last turn; None where the conversation must be rendered anew.
 
@@ -206,10 +214,21 @@ class Chat:
         call of this; `stop` is the token that ended the turn, None where a limit did. None is returned where the
         template now writes anything before the new messages differently than when the model read it (thinking that is
         stripped once a user speaks), or where that cannot be shown: `open` all the messages then. As in
-        `chat_tools.extend`, a sampled stop token replaces the one that the template writes. Raises ValueError for media
-        and for messages that the template refuses.
+        `chat_tools.extend`, a sampled stop token replaces the one that the template writes. With the `outline` of
+        the messages (`self.outline`), or of the first of them, a turn of a long conversation costs what one of a short
+        one does. Raises ValueError for media and for messages that the template refuses.
         """
         check_text_only(new_messages)
+
+        def following(history: Sequence[Message]) -> list[int] | None:
+            return self._follow(history, new_messages, tools, stop)
+
+        return self._short.follow(following, messages, new_messages, outline, (bool(tools), stop))
+
+    def _follow(
+        self, messages: Sequence[Message], new_messages: Sequence[Message], tools: Sequence[Tool], stop: int | None
+    ) -> list[int] | None:
+        """Do the work of `follow` by renderings of all these messages."""
         count = len(messages)
         escaped = self._encoder.escape([*without_images(messages), *new_messages], [t.schema for t in tools])
         everything = escaped.messages

@@ -70,6 +70,7 @@ class Conversation:
         self.turns = 0
         self.calls = 0
         self.stop_reason: StopReason | None = None
+        self._outline = chat.outline()
         opened = chat.opening(messages, tools)
         if not self._fits(len(opened.ids)):
             raise ValueError(f"the prompt has {len(opened.ids)} tokens, which leaves none of max_tokens={max_tokens}")
@@ -133,7 +134,7 @@ class Conversation:
         """
         stream = self._streams[-1]
         stop = stream.ids[-1] if self.stop_reason == "stop" else None
-        following = self._chat.follow(self.messages, messages, self.tools, stop)
+        following = self._chat.follow(self.messages, messages, self.tools, stop, self._outline)
         if following is None:
             return self.go_on_from([*self.messages, *messages])
         if not self._fits(len(stream.ids) + len(following)):
@@ -151,6 +152,7 @@ class Conversation:
             return False
         self._begin(opened)
         self.messages = list(messages)
+        self._outline = self._chat.outline()
         return True
 
     def fork(self, agent: str) -> "Conversation":
@@ -159,6 +161,7 @@ class Conversation:
         branch.__dict__ |= self.__dict__
         branch.agent = agent
         branch.messages = list(self.messages)
+        branch._outline = None if self._outline is None else self._outline.copy()
         branch._streams = []
         branch._begin(RenderedPrompt(self._streams[-1].ids, self._streams[-1].media))
         if self._seed is not None:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 from rollout.chat.chat import Chat
 from rollout.chat.messages import Message
+from rollout.chat.outline import Outline
 from rollout.chat.segment import Segment, Stream
 from rollout.engine import Completion
 from rollout.gateway.chat_request import ChatRequest, tools_key
@@ -35,13 +36,15 @@ from rollout.tools.tool_stats import ToolStats
 class Mark:
     """The end of a sampled turn: the first `tokens` tokens of `stream`, which are these messages.
 
-    `stop` is the token that ended the turn, None where a limit or a stop text did.
+    `stop` is the token that ended the turn, None where a limit or a stop text did. `outline` is that of the first
+    messages, and is not changed.
     """
 
     stream: Stream
     tokens: int
     messages: tuple[Message, ...]
     stop: int | None
+    outline: Outline | None = None
 
 
 @dataclass
@@ -58,6 +61,7 @@ class Turn:
     key: bytes  # of the conversation up to the completion
     number: int  # of this session's requests
     tools: tuple[Tool, ...] = ()
+    outline: Outline | None = None  # of the first messages
 
 
 @dataclass
@@ -93,23 +97,26 @@ class Recorder:
         last = max((i for i, m in enumerate(request.messages) if m["role"] == "assistant"), default=-1)
         mark = self.marks.get(keys[last]) if last >= 0 else None
         messages, stream = request.messages, Stream()
-        prompt = None
+        prompt, outline = None, self.chat.outline()
         if mark is not None:
+            outline = mark.outline and mark.outline.copy()
             messages = (*mark.messages, *request.messages[last + 1 :])
-            prompt = self._extended(mark, request.messages[last + 1 :], request.tools)
+            prompt = self._extended(mark, request.messages[last + 1 :], request.tools, outline)
             if prompt is not None and mark.tokens == len(mark.stream.ids) and id(mark.stream) not in self.busy:
                 stream = mark.stream
         if prompt is None:
             prompt = self.chat.open(messages, request.tools)
         self.busy.add(id(stream))
         self.tally.count_results(request.messages[last + 1 :])
-        turn = Turn([*prompt, *given], given, messages, stream, keys[-1], self.requests, request.tools)
+        turn = Turn([*prompt, *given], given, messages, stream, keys[-1], self.requests, request.tools, outline)
         self.requests += 1
         return turn
 
-    def _extended(self, mark: Mark, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int] | None:
+    def _extended(
+        self, mark: Mark, messages: Sequence[Message], tools: Sequence[Tool], outline: Outline | None
+    ) -> list[int] | None:
         """Return the recorded tokens and those of new messages; None where the template would rewrite the former."""
-        following = self.chat.follow(mark.messages, messages, tools, mark.stop)
+        following = self.chat.follow(mark.messages, messages, tools, mark.stop, outline)
         return None if following is None else [*mark.stream.ids[: mark.tokens], *following]
 
     def commit(self, turn: Turn, choices: Sequence[tuple[Completion, Message]]) -> None:
@@ -121,7 +128,7 @@ class Recorder:
             stream.given(turn.prompt_ids[len(stream.ids) :])
             stream.sampled(completion)
             stop = completion.ids[-1] if completion.stop_reason == "stop" else None
-            mark = Mark(stream, len(stream.ids), (*turn.messages, answer), stop)
+            mark = Mark(stream, len(stream.ids), (*turn.messages, answer), stop, turn.outline)
             self.marks[next_key(turn.key, answer)] = mark
             if len(mark.messages) > len(self.messages):
                 self.messages = mark.messages
