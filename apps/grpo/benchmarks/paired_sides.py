@@ -94,7 +94,7 @@ def ours(config: GrpoConfig, folder: Path) -> Trained:
 
 def trl(config: GrpoConfig, folder: Path) -> Trained:
     """Train with TRL's GRPOTrainer from the warm model."""
-    from apps.grpo.benchmarks.paired_trl import trainer_of  # TRL is not among the project's packages
+    from apps.grpo.benchmarks.paired_trl import check_prompts, trainer_of  # TRL is not among the project's packages
 
     init_rank(config.threads, config.seed)
     tasks = tasks_of(config, folder / "warm")
@@ -104,7 +104,9 @@ def trl(config: GrpoConfig, folder: Path) -> Trained:
     model = folder / "trl" / "export"
     shutil.copytree(folder / "warm", model, dirs_exist_ok=True)
     trainer.model.save_pretrained(model)
-    return Trained(time.perf_counter() - begun, time.process_time() - cpu, model)
+    trained = Trained(time.perf_counter() - begun, time.process_time() - cpu, model)
+    check_prompts(trainer, config, tasks, folder / "warm")
+    return trained
 
 
 SIDES: dict[str, Callable[[GrpoConfig, Path], Trained]] = {"warm": warm, "ours": ours, "trl": trl}

@@ -23,11 +23,13 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from trl import GRPOConfig as TrlConfig
 from trl import GRPOTrainer
 from trl.chat_template_utils import qwen3_5_template
+from trl.data_utils import prepare_multimodal_messages
 
 from apps.common.data.answers import exact_reward
 from apps.common.data.tokenizer import load_tokenizer
 from apps.common.tasks import Tasks
 from apps.grpo.config import GrpoConfig
+from apps.grpo.sampling.chat import chat_of
 from apps.quickstart.tokenizer import TURN_END
 from engines import EngineConfig
 from engines.execution.lr_schedule import learning_rate
@@ -137,3 +139,15 @@ def trainer_of(config: GrpoConfig, tasks: Tasks, model: Path, folder: Path) -> G
         tools=[calculator] if with_tool else None,
         optimizers=optimizer_of(module, engine),
     )  # fmt: skip
+
+
+def check_prompts(trainer: GRPOTrainer, config: GrpoConfig, tasks: Tasks, model: Path) -> None:
+    """Raise ValueError unless the first step's prompts are the tokens that our sampler sees."""
+    chat = chat_of(config, load_tokenizer(model), model)
+    for task, row in zip(tasks.tasks(0, config.prompts_per_step), trainer.train_dataset, strict=False):
+        asked = tasks.environment(task)
+        images = [row["image"]] if "image" in row else None
+        prompt = row["prompt"] if images is None else prepare_multimodal_messages(row["prompt"], images=images)
+        theirs, ours = trainer._tokenize_prompts([prompt])[0][0], chat.opening(asked.messages, asked.tools).ids
+        if list(theirs) != list(ours):
+            raise ValueError(f"TRL is asked {theirs}, we are asked {ours}")
