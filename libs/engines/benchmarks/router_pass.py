@@ -1,10 +1,11 @@
-"""What a router's balancing loss costs a step: without it, with a pass that counts, and with forward passes ahead.
+"""What a router's balancing loss costs a step: without it, with a pass that counts, and with forward passes ahead; and
+a scoring pass with the step after it, which counts anew, or takes the counts of the scoring pass.
 
     python libs/engines/benchmarks/router_pass.py [--megatron]
 
 Of Megatron also with a pass that counts all micro-batches, as under pipeline stages.
 
-CPU seconds of this process, medians of turns in which the three take a step each; the result is printed as JSON.
+CPU seconds of this process, medians of turns in which each case takes a step; the result is printed as JSON.
 """
 
 import json
@@ -36,6 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
     "a pass that counts": {"router_aux_loss_coef": 0.1, "router_forwards_ahead": 0},
     "all forward passes ahead": {"router_aux_loss_coef": 0.1, "router_forwards_ahead": 100},
 }
+SCORED = "scored before, a pass that counts", "scored before, its counts"
+CASES |= dict.fromkeys(SCORED, CASES["a pass that counts"])
 MEGATRON = "--megatron" in sys.argv
 if MEGATRON:
     CASES["a pass that counts all"] = CASES["a pass that counts"]
@@ -63,6 +66,10 @@ def measured(micro_batches: int, recompute: bool) -> dict[str, float]:
     for turn in range(TURNS + 1):
         for case, engine in engines.items():
             begun = time.process_time()
+            if case in SCORED:
+                engine.forward(batch)
+            if case == SCORED[0]:
+                cast("Any", engine).scored_counts = None
             metrics = engine.train_batch(batch, SFT())
             assert metrics["micro_batches"] == micro_batches
             if turn:
@@ -71,7 +78,12 @@ def measured(micro_batches: int, recompute: bool) -> dict[str, float]:
     first = medians["no balancing loss"]
     return {
         **{f"{case}, seconds": round(median, 4) for case, median in medians.items()},
-        **{f"{case}, more": round(median / first - 1, 3) for case, median in [*medians.items()][1:]},
+        **{
+            f"{case}, more": round(median / first - 1, 3)
+            for case, median in medians.items()
+            if case not in ("no balancing loss", *SCORED)
+        },
+        f"{SCORED[1]}, less": round(1 - medians[SCORED[1]] / medians[SCORED[0]], 3),
     }
 
 

@@ -15,6 +15,7 @@ from engines.config import EngineConfig
 from engines.execution.executor import Executor
 from engines.nonfinite import FiniteGuard, finite_tensors
 from engines.scoring.rechecks import Rechecks
+from engines.scoring.router_counts import ScoredCounts
 from engines.storage.checkpoint import load_checkpoint
 from engines.storage.directories import fresh_temporary, replace_directory
 from engines.storage.writer import CheckpointWriter
@@ -40,6 +41,8 @@ class EngineState:
         self._writer = CheckpointWriter()
         self._accumulated: Tensor | None = None
         """This rank's share of the losses whose gradient waits for an update, f64[]; None where none does."""
+        self.scored_counts: ScoredCounts | None = None
+        """What routers chose in the last whole batch that these weights scored, where they add a balancing loss."""
 
     def export_weights(self, max_bytes: int = PIECE_BYTES, live: bool = False) -> Iterator[WeightPiece]:
         """Yield the weights as a checkpoint holds them, tied ones once; all ranks iterate to the end together.
@@ -94,7 +97,7 @@ class EngineState:
         check = partial(check_adapter, self.config, state)
         metadata = load_checkpoint(Path(directory), state, self.groups.world if shared else None, check)
         self.executor.load_state(state)
-        self.step, self._accumulated = int(metadata["step"]), None
+        self.step, self._accumulated, self.scored_counts = int(metadata["step"]), None, None
         self.guard = FiniteGuard(self.config, skipped=int(metadata.get("skipped_steps", 0)))
         self.rechecks = Rechecks(self.config, metadata.get("recheck_waited"), loaded=True)
         return dict(metadata.get("extra", {}))

@@ -43,8 +43,12 @@ def base_policy(engine: Any) -> Iterator[TrainEngine]:
     """
     reference = engine.reference
     if reference is None:
-        with engine.executor.without_adapters():
-            yield engine
+        counts = engine.scored_counts
+        try:
+            with engine.executor.without_adapters():
+                yield engine
+        finally:
+            engine.scored_counts = counts  # those of the base are not the policy's
         return
     try:
         reference.onload()

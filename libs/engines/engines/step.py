@@ -39,6 +39,7 @@ from engines.media.vision_settings import VisionSettings
 from engines.nonfinite import FailedStepError
 from engines.parallel.planning import Planner, StepPlan
 from engines.protocol import Batch, TrainEngine
+from engines.scoring.router_counts import ScoredCounts
 from engines.scoring.scored_batch import ScoredBatch
 from engines.scoring.several_check import check_several
 from engines.weights.model_weights import ModelWeights
@@ -115,7 +116,7 @@ class Engine(EngineState):
     ) -> dict[str, float]:
         """Step by the gradient, and return the metrics that `finish` reads with those of the update. Collective."""
         rate = adam.get("lr", learning_rate(self.config, self.step))
-        share, self._accumulated = self._accumulated, None
+        share, self._accumulated, self.scored_counts = self._accumulated, None, None
         assert share is not None, "there is a gradient"
         update = self.executor.optimizer_step(rate, share, replace(self.config, **adam) if adam else self.config)
         self._ahead.run()
@@ -149,7 +150,9 @@ class Engine(EngineState):
         scoring = scoring_of(objective, self.config.temperature)
         recheck = self.rechecks.begin(self.executor, work.batch, plan.ranks[self.groups.plan_index])
         tracked = loss if recheck is None else recheck.tracked(loss)
-        self.executor.train(micro_batches, tracked, scoring, add=earlier is not None)
+        known = None if self.scored_counts is None else self.scored_counts.counts_of(work.batch.view)
+        counted: dict[str, Any] = {} if known is None or isinstance(batch, LocalBatch) else {"counts": known}
+        self.executor.train(micro_batches, tracked, scoring, add=earlier is not None, **counted)
         try:
             recheck_metrics = {} if recheck is None else recheck.metrics(self.executor, self.step + 1)
         except FailedStepError as error:
@@ -299,7 +302,9 @@ class Engine(EngineState):
         keys = select_media(local.view, ("input_ids", "position_ids")) + [ROUTED_EXPERTS] * self.config.routing_replay
         scored = ScoredBatch(local, scoring, self.groups, self.device)
         keys += [] if tokens is None else [tokens]
-        self.executor.score(self._micro_batches(local, plan, keys), scored.take, scoring)
+        counts = self.executor.score(self._micro_batches(local, plan, keys), scored.take, scoring)
+        if counts is not None and not isinstance(batch, LocalBatch):
+            self.scored_counts = ScoredCounts.of(local.view, counts)
         return scored.rows(input_ids_of(batch))
 
     def supports(self, feature: str) -> Supported | Unsupported:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from engines.capability import Supported, Unsupported
 from engines.config import EngineConfig
 from engines.execution.micro_batches import MicroBatch, MicroBatches
+from engines.families.router import RouterCounts
 from engines.parallel.groups import ParallelGroups
 from seqpack.batches.packed import PackedBatch
 
@@ -109,11 +110,14 @@ class Executor(Protocol):
         ...
 
     def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring, add: bool = False) -> None:
-        """Compute the gradient, summed over micro-batches and ranks; it is added to an earlier one, or replaces it."""
+        """Compute the gradient, summed over micro-batches and ranks; it is added to an earlier one, or replaces it.
+
+        An executor whose `score` returns counts takes them by the name `counts`.
+        """
         ...
 
-    def score(self, micro_batches: MicroBatches, take: TakeScores, scoring: Scoring) -> None:
-        """Score every micro-batch without gradients."""
+    def score(self, micro_batches: MicroBatches, take: TakeScores, scoring: Scoring) -> RouterCounts | None:
+        """Score every micro-batch without gradients; return what its routers chose, where training will ask for it."""
         ...
 
     def optimizer_step(self, lr: float, loss: Tensor, adam: EngineConfig) -> SupportsFloat:

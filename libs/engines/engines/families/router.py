@@ -36,10 +36,14 @@ class Routing(NamedTuple):
 
 
 class RouterCounts(NamedTuple):
-    """`chosen` f32[E] and `rows` f32[] summed over the whole global batch, without gradients."""
+    """`chosen` f32[E] and `rows` f32[] summed over the whole global batch, without gradients.
+
+    `terms` are the sums of `Routing`, where what counts has them too.
+    """
 
     chosen: Tensor
     rows: Tensor
+    terms: Tensor | None = None
 
 
 @dataclass(frozen=True)

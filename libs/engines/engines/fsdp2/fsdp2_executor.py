@@ -132,6 +132,7 @@ class FSDP2Executor:
         self._run_ahead = config.router_forwards_ahead or 0
         check_forwards_ahead(self._run_ahead, self.router)
         self.adds_loss = self.router is not None
+        self._balances = trainable and self.router is not None and self.router.coefficient != 0
         self._host = HostCopies()
         self.sums: SumAcrossCopies | None = None
         self._shard(disk)
@@ -205,18 +206,28 @@ class FSDP2Executor:
             sequences_of(inputs.context, self.model.config.get_text_config())
         return inputs
 
-    def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring, add: bool = False) -> None:
+    def train(
+        self,
+        micro_batches: MicroBatches,
+        loss: LossFunction,
+        scoring: Scoring,
+        add: bool = False,
+        counts: RouterCounts | None = None,
+    ) -> None:
         """Run forward and backward of one micro-batch after another."""
         if not add:
             self._optimizer.zero_grad(set_to_none=True)
-        scored = self._scored(micro_batches, scoring)
+        scored = self._scored(micro_batches, scoring, counts)
         for micro_batch, scores in scored if self.sums is None else self.sums.each(scored, len(micro_batches)):
             loss(micro_batch, scores).backward()
             del scores  # else its graph would live through the next forward pass
 
-    def _scored(self, micro_batches: MicroBatches, scoring: Scoring) -> Iterator[tuple[MicroBatch, Scores]]:
+    def _scored(
+        self, micro_batches: MicroBatches, scoring: Scoring, counts: RouterCounts | None
+    ) -> Iterator[tuple[MicroBatch, Scores]]:
         """Yield the micro-batches of a step in order, each with its scores; see `engines.scoring.router_counts`."""
-        counts = None if self.router is None else self._known_counts(self.router, micro_batches)
+        if counts is None and self.router is not None:
+            counts = self._known_counts(self.router, micro_batches)
         ahead = 0 if self.router is None or counts is not None else 1 + self._run_ahead
         left = [self._counted(one) for one in islice(micro_batches, ahead, None)] if ahead else []
         coming = iter(self.ahead(micro_batches))
@@ -261,12 +272,16 @@ class FSDP2Executor:
         return self.builder.total(counts, forward.inputs) * forward.micro_batch.loss_weight
 
     @torch.no_grad()
-    def score(self, micro_batches: MicroBatches, take: TakeScores, scoring: Scoring) -> None:
-        """Run forward of one micro-batch after another."""
+    def score(self, micro_batches: MicroBatches, take: TakeScores, scoring: Scoring) -> RouterCounts | None:
+        """Run forward of one micro-batch after another; count for the balancing loss of a step."""
+        counts = []
         for micro_batch in self.ahead(micro_batches):
-            take(micro_batch, self._scores(micro_batch, scoring))
+            forward = self._forward(micro_batch, scoring, self._balances)
+            counts += [self._own_counts(forward)] if self._balances else []
+            take(micro_batch, self._collected(forward, None))
         if isinstance(self.scorer, FSDPModule):
             self.scorer.reshard()  # without a backward pass the outermost weights would stay gathered
+        return agreed(torch.stack(counts).sum(0), self.groups.plan) if counts else None
 
     @torch.no_grad()
     def score_plain(self, micro_batches: MicroBatches, take: TakeScores, scoring: Scoring) -> None:

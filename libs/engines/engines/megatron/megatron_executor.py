@@ -29,11 +29,12 @@ from engines.adapters.lora import is_adapter, set_trainable
 from engines.capability import Supported, Unsupported
 from engines.config import EngineConfig, parse_options
 from engines.devices.detect import devices_of
-from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores, collected
+from engines.execution.executor import LossFunction, Scores, Scoring, collected
 from engines.execution.learning_rates import rate_scales
 from engines.execution.memory import StateTensors, register_states
 from engines.execution.micro_batches import MicroBatch, MicroBatches
 from engines.families.registry import family_of
+from engines.families.router import RouterCounts
 from engines.fast.fused_log_probs import fused_log_probs
 from engines.inputs.model_inputs import InputBuilder, ModelInputs
 from engines.loading import compute_dtype, resolve_device
@@ -183,12 +184,19 @@ class MegatronExecutor(PlainScoring):
         """Return the micro-batches unchanged: nothing is prepared in the background."""
         return micro_batches
 
-    def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring, add: bool = False) -> None:
+    def train(
+        self,
+        micro_batches: MicroBatches,
+        loss: LossFunction,
+        scoring: Scoring,
+        add: bool = False,
+        counts: RouterCounts | None = None,
+    ) -> None:
         """Run megatron-core's schedule, which ends by summing gradients over ranks.
 
         A router's loss needs the counts of the whole step before the first backward pass. The first forward passes run
         ahead and give theirs; a pass without gradients counts the others (and all of them where there are stages, whose
-        schedule begins with backward passes early).
+        schedule begins with backward passes early). `counts` of a scoring pass spare both.
         """
         with fresh_gradients(self.chunks, add):
             if self.balance is None:
@@ -198,7 +206,10 @@ class MegatronExecutor(PlainScoring):
             balance, shares = self.balance, len(micro_batches) * self.groups.layout.plan_size
             balance.begin()
             ahead = 0 if self.groups.layout.pp > 1 else min(1 + self._run_ahead, len(micro_batches))
-            if not ahead:
+            if counts is not None:
+                ahead = 0
+                balance.take(counts)
+            elif not ahead:
                 self._count(balance, micro_batches)
 
             def with_auxiliary(micro_batch: MicroBatch, scores: Scores) -> Tensor:
@@ -214,16 +225,6 @@ class MegatronExecutor(PlainScoring):
         nothing = torch.zeros((), device=self.device)
         self._run(micro_batches, lambda *_: nothing, None, forward_only=True, counting=True)
         balance.counted_all(self.groups.world)
-
-    @torch.no_grad()
-    def score(self, micro_batches: MicroBatches, take: TakeScores, scoring: Scoring) -> None:
-        """Run the forward half of the schedule."""
-
-        def taken(micro_batch: MicroBatch, scores: Scores) -> Tensor:
-            take(micro_batch, scores)
-            return scores.log_probs.new_zeros(())
-
-        self._run(micro_batches, taken, scoring, forward_only=True)
 
     def _run(
         self,

@@ -20,6 +20,7 @@ from engines.execution.executor import LossFunction, Scoring
 from engines.execution.memory import StateTensors
 from engines.execution.micro_batches import MicroBatches
 from engines.families.registry import family_of
+from engines.families.router import RouterCounts
 from engines.fast.adamw import AdamW, control
 from engines.fsdp2.fsdp2_executor import FSDP2Executor
 from engines.fsdp2.host_offload import move_all
@@ -97,10 +98,17 @@ class ReplicatedExecutor(FSDP2Executor):
         """Build none: the masters have the moments."""
         return
 
-    def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring, add: bool = False) -> None:
+    def train(
+        self,
+        micro_batches: MicroBatches,
+        loss: LossFunction,
+        scoring: Scoring,
+        add: bool = False,
+        counts: RouterCounts | None = None,
+    ) -> None:
         """See `Executor`."""
         self.exchange.begin(len(micro_batches), add)
-        for micro_batch, scores in self._scored(micro_batches, scoring):
+        for micro_batch, scores in self._scored(micro_batches, scoring, counts):
             loss(micro_batch, scores).backward()
             del scores
             self.exchange.end_micro_batch()

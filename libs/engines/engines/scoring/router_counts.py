@@ -4,12 +4,15 @@ The loss is a sum over experts of count times probability (`engines.families.rou
 and the gradient of a micro-batch needs those of all others. No backward pass makes up for counts that come later, so:
 
 1. Without a balancing loss (the z-loss alone) tokens are counted, and with the experts of all tokens given (routing
-   replay) these too: no pass.
+   replay) these too: no pass. Nor is there one where the same weights have just scored the same batch
+   (`TrainEngine.forward`), which counted.
 2. Else the forward passes of the first micro-batches come before any backward pass and give their counts: of one, and
    of `router_forwards_ahead` more, whose activations stay meanwhile (`runplan` says how many fit).
 3. A pass without gradients, and without the head, runs over those that are left. A rank with no more micro-batches than
    run ahead needs none.
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,6 +20,38 @@ from torch import Tensor
 
 from engines.families.router import RouterCounts, RouterLoss
 from engines.inputs.model_inputs import ModelInputs
+from engines.media.media_batch import select_media
+from seqpack.batches.schema import ROUTED_EXPERTS
+from seqpack.batches.view import BatchView
+
+_READ = ("input_ids", "position_ids", ROUTED_EXPERTS)
+"""What the choices of a router depend on, of a batch without media."""
+
+
+@dataclass(frozen=True)
+class ScoredCounts:
+    """The counts of a whole batch that was scored, for an update of the same batch by the same weights."""
+
+    counts: RouterCounts
+    lengths: tuple[int, ...]
+    values: dict[str, Tensor]
+    """Copies of what the choices depend on: the caller may write into the batch."""
+
+    @classmethod
+    def of(cls, view: BatchView, counts: RouterCounts) -> "ScoredCounts | None":
+        """Return the counts of a batch; None of one with media, whose copies would be large."""
+        if select_media(view, ()):
+            return None
+        return cls(counts, view.lengths, {key: view.flat(key).clone() for key in _READ if key in view})
+
+    def counts_of(self, view: BatchView) -> RouterCounts | None:
+        """Return the counts where a batch is the one that was scored."""
+        if view.lengths != self.lengths or select_media(view, ()):
+            return None
+        if [key for key in _READ if key in view] != [*self.values]:
+            return None
+        same = all(torch.equal(view.flat(key), value) for key, value in self.values.items())
+        return self.counts if same else None
 
 
 def agreed(sums: Tensor, group: dist.ProcessGroup | None) -> RouterCounts:

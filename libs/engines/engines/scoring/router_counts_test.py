@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from engines import EngineConfig, build_engine
+from engines import EngineConfig, base_policy, build_engine
+from engines.lora_config import LoraConfig
 from engines.proofs.forked_ranks import launch_forked
 from engines.testing.one_rank import one_rank  # noqa: F401
 from engines.tiny import tiny_batch, tiny_model
@@ -15,6 +16,21 @@ from seqpack.batches.schema import ROUTED_EXPERTS
 
 LENGTHS = [37, 5, 9, 21, 2, 30]
 LAYERS = 4
+
+
+def built(options: dict[str, Any], cap: int = 40) -> tuple[Any, dict[str, int]]:
+    """Return an engine, and the calls of its layers so far."""
+    model: Any = tiny_model("moe", num_hidden_layers=LAYERS)
+    options = {"device": "cpu", "lr": 1e-2, "recheck_rows": 0, **options}
+    engine: Any = build_engine(EngineConfig(max_tokens_per_rank=cap, **options), model)
+    calls = {"layer": 0}
+    if engine.config.backend == "megatron":
+        layers = [layer for stage in engine.executor.stages for layer in stage.decoder.layers]
+    else:
+        layers = [*model.base_model.layers]
+    for layer in layers:
+        layer.register_forward_hook(lambda *_: calls.__setitem__("layer", calls["layer"] + 1))
+    return engine, calls
 
 
 def trained(options: dict[str, Any], replay: str = "", cap: int = 40) -> tuple[dict[str, float], int, int]:
@@ -110,3 +126,74 @@ def test_ranks_agree_on_what_needs_a_pass(replay: str, one_rank: None) -> None: 
     alone, two = metrics_of(options, replay), launch_forked(metrics_of, (options, replay), 2)
     for key in ("loss", "grad_norm", "auxiliary_loss"):
         assert two[key] == pytest.approx(alone[key], rel=3e-5), key
+
+
+BALANCED: dict[str, Any] = {"router_aux_loss_coef": 0.5, "router_forwards_ahead": 0}
+
+
+def updated(options: dict[str, Any], scored: bool) -> tuple[list[dict[str, float]], list[int]]:
+    """Return the metrics of two updates of a batch, and the calls of layers in each; `scored`: the batch, before."""
+    engine, calls = built({**BALANCED, **options})
+    batch, results, counts = tiny_batch(LENGTHS), [], []
+    if scored:
+        engine.forward(batch)
+    for _ in range(2):
+        before = calls["layer"]
+        results.append(engine.train_batch(batch, SFT()))
+        counts.append(calls["layer"] - before)
+    return results, counts
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
+def test_a_scoring_pass_counts_for_the_next_update(backend: str, one_rank: None) -> None:  # noqa: F811
+    """No layer runs beside those that train; a second update, by other weights, counts for itself."""
+    if backend == "megatron":
+        pytest.importorskip("megatron.core")
+    want, passes = updated({"backend": backend}, scored=False)
+    got, fewer = updated({"backend": backend}, scored=True)
+    count = int(got[0]["micro_batches"])
+    assert count > 2
+    assert fewer == [LAYERS * count, passes[1]]
+    assert passes[0] == passes[1] == LAYERS * (2 * count - 1)
+    assert got == want
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weights": "sharded"},
+        {"weights": "replicated"},
+        {"context_parallel": "static:2"},
+        {"backend": "megatron", "pipeline_parallel": 2},
+        {"backend": "megatron", "tensor_parallel": 2},
+    ],
+    ids=str,
+)
+def test_ranks_take_the_counts_of_a_scoring_pass(options: dict[str, Any], one_rank: None) -> None:  # noqa: F811
+    if options.get("backend") == "megatron":
+        pytest.importorskip("megatron.core")
+    alone = updated({}, scored=False)[0]
+    two, calls = launch_forked(updated, (options, True), 2)
+    assert calls[0] < calls[1]
+    for want, got in zip(alone, two, strict=True):
+        for key in ("loss", "grad_norm", "auxiliary_loss"):
+            assert got[key] == pytest.approx(want[key], rel=3e-5), key
+
+
+def test_counts_of_other_tokens_weights_or_a_base_are_not_taken(one_rank: None) -> None:  # noqa: F811
+    """Nor of a batch that was written into, nor of the base of an adapter."""
+    lora = LoraConfig(rank=4, targets=("q_proj", "v_proj"))
+    for change in ("tokens", "in place", "batch", "base"):
+        engine, calls = built({**BALANCED, **({"lora": lora} if change == "base" else {})})
+        batch, scored = tiny_batch(LENGTHS), tiny_batch(LENGTHS, seed=1)
+        if change == "base":
+            with base_policy(engine) as base:
+                base.forward(batch)
+        elif change == "in place":
+            engine.forward(batch)
+            batch["input_ids"].values()[3] += 1
+        else:
+            engine.forward(scored if change == "tokens" else tiny_batch([*reversed(LENGTHS)]))
+        before = calls["layer"]
+        count = int(engine.train_batch(batch, SFT())["micro_batches"])
+        assert calls["layer"] - before == LAYERS * (2 * count - 1), change

@@ -54,6 +54,7 @@ def sync_line(spec: RunSpec, shape: ModelShape) -> str:
 def step_of(spec: RunSpec, grid: Grid, batches: BatchPlan) -> StepWork:
     """Return the work of the run's step, were all sequences at full length."""
     again = spec.app == "grpo" and spec.mini_batches * spec.epochs > 1
+    scored = again and spec.mini_batches == 1  # that pass counts for the first update, if it is of the whole batch
     return StepWork(
         sequences=batches.sequences,
         length=spec.longest,
@@ -64,7 +65,7 @@ def step_of(spec: RunSpec, grid: Grid, batches: BatchPlan) -> StepWork:
         stages=grid.pp,
         chunks=spec.engine.virtual_pipeline_parallel,
         micro_batches=min(batches.micro_batches),
-        counting=spec.epochs * _counted_share(spec.engine, min(batches.micro_batches)),
+        counting=(spec.epochs - scored) * _counted_share(spec.engine, min(batches.micro_batches)),
     )
 
 

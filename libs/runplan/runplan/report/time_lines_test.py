@@ -125,3 +125,11 @@ def test_a_weight_sync_has_a_line() -> None:
         ray = replace(run, cluster=PlainCluster(rollout=rollout, apart="in actors"))
         assert f": {said_seconds(size * rate)} s by {name}, at the rate" in said(ray)
     assert not any(line.startswith("weight sync") for line in lines_of(SPEC)[0])
+
+
+@pytest.mark.parametrize(("mini_batches", "passes"), [(1, 2), (2, 3)])
+def test_the_pass_that_scores_a_whole_batch_counts_for_its_first_update(mini_batches: int, passes: int) -> None:
+    engine = EngineConfig(device="cuda", backend="megatron", pipeline_parallel=2, router_aux_loss_coef=0.01)
+    spec = replace(SPEC, app="grpo", engine=engine, epochs=3, mini_batches=mini_batches)
+    batches = plan_batches(spec.rows, mini_batches, spec.grid.dp, spec.longest, engine.max_tokens_per_rank)
+    assert step_of(spec, spec.grid, batches).counting == passes

@@ -5,15 +5,21 @@ convolution, recurrence and attention in plain torch, norms and gates as megatro
 weight that the bridge put into a wrong place is not seen here; exports and the families' own tests are for that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from engines.capability import Supported, Unsupported
-from engines.execution.executor import Scoring, TakeScores
-from engines.execution.micro_batches import MicroBatches
+from engines.execution.executor import Scores, Scoring, TakeScores
+from engines.execution.micro_batches import MicroBatch, MicroBatches
+from engines.families.router import RouterCounts
 from engines.inputs.model_inputs import PackedInputs
 from engines.megatron.model.even_inputs import EvenInputs
+from engines.megatron.model.router import Balance
+from engines.parallel.groups import ParallelGroups
 from engines.parallel.planning import PlannedRows
 from seqpack.adapters.context import LocalOps
 
@@ -21,15 +27,45 @@ PLAIN = LocalOps("torch")
 
 
 class PlainScoring:
-    """The part of the Megatron executor that scores so."""
+    """The part of the Megatron executor that scores: as it trains, or by plain operations."""
 
+    balance: Balance | None
     builder: EvenInputs
     compiled: Supported | Unsupported
+    groups: ParallelGroups
     stages: Sequence[Any]
+    trainable: bool
 
-    def score(self, micro_batches: MicroBatches, take: TakeScores, scoring: Scoring) -> None:
-        """See `engines.execution.executor.Executor`."""
+    def _run(
+        self,
+        micro_batches: MicroBatches,
+        finish: Callable[[MicroBatch, Any], Tensor],
+        scoring: Scoring | None,
+        forward_only: bool,
+        counting: bool = False,
+        ahead: int = 0,
+    ) -> None:
         raise NotImplementedError
+
+    @torch.no_grad()
+    def score(self, micro_batches: MicroBatches, take: TakeScores, scoring: Scoring) -> RouterCounts | None:
+        """Run the forward half of the schedule; count for the router's losses of a step."""
+        if self.balance is None or not self.trainable:
+            self._score(micro_batches, take, scoring)
+            return None
+        self.balance.begin()
+        self._score(micro_batches, take, scoring, counting=True)
+        return self.balance.counted_all(self.groups.world)
+
+    @torch.no_grad()
+    def _score(self, micro_batches: MicroBatches, take: TakeScores, scoring: Scoring, counting: bool = False) -> None:
+        """Run the forward half of the schedule, and no more."""
+
+        def taken(micro_batch: MicroBatch, scores: Scores) -> Tensor:
+            take(micro_batch, scores)
+            return scores.log_probs.new_zeros(())
+
+        self._run(micro_batches, taken, scoring, forward_only=True, counting=counting)
 
     def score_plain(self, micro_batches: MicroBatches, take: TakeScores, scoring: Scoring) -> None:
         """See `engines.scoring.rechecks.PlainScores`."""
@@ -43,7 +79,7 @@ class PlainScoring:
             self.builder = EvenInputs(PackedInputs(PLAIN, own.vision, own.replay), self.builder.multiple)
             self.compiled = Unsupported("scored by plain operations")
             try:
-                self.score(self._enough(micro_batches), take, scoring)
+                self._score(self._enough(micro_batches), take, scoring)
             finally:
                 self.builder, self.compiled = before
 

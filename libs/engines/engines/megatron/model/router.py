@@ -40,12 +40,18 @@ class Balance:
         self.counts = None
         self._sums = self._sums.new_zeros(2 * self.loss.experts + 2)
 
-    def counted_all(self, world: dist.ProcessGroup) -> None:
-        """Sum the counts over all ranks, which backward passes need. Collective."""
+    def counted_all(self, world: dist.ProcessGroup) -> RouterCounts:
+        """Sum the counts over all ranks, which backward passes need; return them. Collective."""
         dist.all_reduce(self._sums, group=world)
         chosen, terms, rows = self._sums.split([self.loss.experts, self.loss.experts + 1, 1])
-        self.counts = RouterCounts(chosen, rows.squeeze(0))
-        self.total = float(self.loss.loss(terms, self.counts))
+        return self.take(RouterCounts(chosen, rows.squeeze(0), terms))
+
+    def take(self, counts: RouterCounts) -> RouterCounts:
+        """Take the counts of a step, and the loss that they make; return them."""
+        assert counts.terms is not None, "routers sum all three"
+        self.counts = counts
+        self.total = float(self.loss.loss(counts.terms, counts))
+        return counts
 
     def see(self, logits: Tensor, counted: Tensor, given: Tensor | None) -> Tensor:
         """Count a layer's logits [..., experts] until all are counted; return them with its share of the loss.
