@@ -43,13 +43,14 @@ COUNTS = (
     "threads",
 )
 _WHOLE_VOCABULARY = "the trainer scores the whole vocabulary, so answers are sampled from all of it"
+_MODEL_ALONE = "the trainer scores what the model says without penalties, so answers are sampled from that"
 OWNED = {
     "engine.model": "use --model",
     "engine.temperature": "use --sampling.temperature",
     "sampling.seed": "use --seed",
     "sampling.greedy": "answers of one group must differ",
-    "sampling.top_k": _WHOLE_VOCABULARY,
-    "sampling.top_p": _WHOLE_VOCABULARY,
+    **dict.fromkeys(("sampling.top_k", "sampling.top_p", "sampling.min_p"), _WHOLE_VOCABULARY),
+    **{f"sampling.{name}_penalty": _MODEL_ALONE for name in ("presence", "frequency", "repetition")},
 }
 """Fields of the libraries' settings that have no flag here, and why."""
 

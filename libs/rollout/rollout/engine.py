@@ -23,12 +23,13 @@ OnTokens = Callable[[Sequence[int], Sequence[float]], None]
 class Completion:
     """The tokens sampled after one prompt; all sequences have one entry a token, in order.
 
-    `ids` include the stop token that ended them. `log_probs` are those of the distribution that was sampled from: at
-    the temperature used and renormalised over what top-k and top-p left (for greedy: the model's own, at temperature
-    1). `policy_versions` are the versions of the weights that sampled each token. A completion that was cut off
-    ("length", "abort", "deadline") holds what was sampled until then, perhaps nothing. `extras` is what an engine adds,
-    one entry a token where it is a sequence; "routed_experts" is a `rollout.experts.RoutedExperts` of the prompt's
-    tokens and of `ids`. The last token was sampled and not read, so its experts are unknown.
+    `ids` include the stop token that ended them. `log_probs` are those of the distribution that was sampled from:
+    after penalties, at the temperature used and renormalised over what min-p, top-k and top-p left (for greedy: the
+    model's own after penalties, at temperature 1). `policy_versions` are the versions of the weights that sampled
+    each token. A completion that was cut off ("length", "abort", "deadline") holds what was sampled until then,
+    perhaps nothing. `extras` is what an engine adds, one entry a token where it is a sequence; "routed_experts" is
+    a `rollout.experts.RoutedExperts` of the prompt's tokens and of `ids`. The last token was sampled and not read,
+    so its experts are unknown.
     """
 
     ids: tuple[int, ...]

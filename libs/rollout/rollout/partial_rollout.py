@@ -15,7 +15,8 @@ class ResumableEngine:
     The tokens of an interrupted completion become the end of its prompt: once the engine resumes, perhaps with other
     weights, the rest is sampled after them. So every token's log-prob is that of the weights whose version it has. A
     seeded request draws the rest with another seed, which follows from the number of its tokens: the first stream of
-    numbers is not used twice. A completion that is cancelled, or reaches its deadline, ends as in any engine.
+    numbers is not used twice. A completion that is cancelled, or reaches its deadline, ends as in any engine. Presence
+    and frequency penalties, which count the completion's own tokens alone, are refused.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
@@ -28,7 +29,15 @@ class ResumableEngine:
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, media: Mapping[str, Any] | None = None, **options: Any
     ) -> Completion:
-        """Sample one completion through any number of interruptions; see `RolloutEngine.generate`."""
+        """Sample one completion through any number of interruptions; see `RolloutEngine.generate`.
+
+        Raises ValueError for presence and frequency penalties besides.
+        """
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            raise ValueError(
+                "presence_penalty and frequency_penalty would not count what was sampled before an interruption: "
+                "take repetition_penalty, or sample without partial rollouts"
+            )
         request = options.get("request_id")
         done, rest = await self._part(prompt_ids, sampling, media, options)
         while rest and request not in self._cancelled:

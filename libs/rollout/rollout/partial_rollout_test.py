@@ -122,6 +122,13 @@ def test_other_ends_are_ends(reason: StopReason) -> None:
     assert len(inner.asked) == 1
 
 
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
+def test_penalties_that_count_the_completion_alone_are_refused(name: str) -> None:
+    engine = ResumableEngine(NativeEngine(tiny_model(VOCAB, layers=2)))
+    with pytest.raises(ValueError, match="take repetition_penalty"):
+        asyncio.run(engine.generate(PROMPT, Sampling(**{name: 1.0})))
+
+
 def test_a_cancelled_answer_is_not_continued() -> None:
     inner = Parts([([5], "interrupted")])
     inner.outer = engine = ResumableEngine(cast(RolloutEngine, inner))

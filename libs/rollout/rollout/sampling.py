@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose tokens. The fields act in this order: temperature, then top-k, then top-p.
+    """How to choose tokens. The fields act in vLLM's order: penalties, temperature, min-p, top-k, then top-p.
 
-    `top_k=0` and `top_p=1.0` leave the distribution whole. `greedy` takes the likeliest token and uses no randomness.
+    `min_p=0`, `top_k=0` and `top_p=1.0` leave the distribution whole. `greedy` takes the likeliest token and uses no
+    randomness.
     With a `seed`, a request draws the same numbers whatever else is in the batch; without one it draws from the
     engine's own generator.
     """
@@ -23,6 +24,25 @@ class Sampling:
     """Tokens that end a response, beside the model's own."""
     seed: int | None = None
     greedy: bool = False
+    min_p: float = 0.0
+    """Least probability of a token, as a share of the likeliest one's."""
+    presence_penalty: float = 0.0
+    """Subtrahend of the logits of tokens that the completion has."""
+    frequency_penalty: float = 0.0
+    """Subtrahend of the logit of a token for each time that the completion has it."""
+    repetition_penalty: float = 1.0
+    """Divisor of the positive logits, and factor of the negative ones, of tokens in prompt and completion."""
+
+    @property
+    def penalizes(self) -> bool:
+        """The penalties: whether any has an effect."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def is_whole(self) -> bool:
+        """The distribution: whether it is the model's own, or the likeliest token of it."""
+        filtered = self.temperature != 1 or self.top_k or self.top_p != 1 or self.min_p
+        return not (filtered or self.penalizes)
 
     def __post_init__(self) -> None:
         if problems := [*self.problems()]:
@@ -41,5 +61,13 @@ class Sampling:
             yield f"top_p must lie in (0, 1], got {self.top_p}"
         if self.max_new_tokens < 1:
             yield f"max_new_tokens must be at least 1, got {self.max_new_tokens}"
-        if self.greedy and (self.temperature != 1 or self.top_k or self.top_p != 1 or self.seed is not None):
-            yield "greedy ignores temperature, top_k, top_p and seed; leave them at their defaults"
+        if not 0 <= self.min_p <= 1:
+            yield f"min_p must lie in [0, 1], got {self.min_p}"
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                yield f"{name} must lie in [-2, 2], got {getattr(self, name)}"
+        if not 0 < self.repetition_penalty < float("inf"):
+            yield f"repetition_penalty must be above 0 and finite, got {self.repetition_penalty}; 1 is none"
+        drawn = self.temperature != 1 or self.top_k or self.top_p != 1 or self.min_p or self.seed is not None
+        if self.greedy and drawn:
+            yield "greedy ignores temperature, min_p, top_k, top_p and seed; leave them at their defaults"

@@ -21,16 +21,13 @@ IGNORED = (
 )
 # Parameters without effect here, with their neutral values.
 IDENTITY_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
     "logit_bias": ({},),
     "top_logprobs": (0,),
     "modalities": (["text"],),
 }
 READ = (
     *("model", "messages", "tools", "stream", "stream_options", "logprobs", "return_token_ids", "stop"),
+    *("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("temperature", "top_p", "top_k", "seed", "max_tokens", "max_completion_tokens", "n", "tool_choice"),
     *("parallel_tool_calls", *IGNORED),
 )
@@ -112,7 +109,8 @@ class ChatRequest:
         if settings.get("temperature") == 0:
             del settings["temperature"]
             limit = settings.get("max_new_tokens", default.max_new_tokens)
-            return Sampling(greedy=True, max_new_tokens=limit, stop_token_ids=default.stop_token_ids)
+            penalties = {name: value for name, value in settings.items() if name.endswith("_penalty")}
+            return Sampling(greedy=True, max_new_tokens=limit, stop_token_ids=default.stop_token_ids, **penalties)
         if default.greedy and settings.keys() - {"max_new_tokens"}:
             settings["greedy"] = False
         try:
@@ -324,7 +322,9 @@ def _elsewhere(**arguments: Any) -> NoReturn:
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `Sampling` that a request names."""
     settings: dict[str, Any] = {}
-    for name, least, most in (("temperature", 0.0, 100.0), ("top_p", 0.0, 1.0)):
+    bounds = {"temperature": (0.0, 100.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)}
+    bounds |= {"presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0), "repetition_penalty": (1e-3, 1e3)}
+    for name, (least, most) in bounds.items():
         if name in given:
             settings[name] = _number(given, name, (int, float), least, most)
     if "top_p" in settings and settings["top_p"] == 0:

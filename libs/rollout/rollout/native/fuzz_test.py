@@ -25,7 +25,19 @@ def test_cases_cover_what_there_is() -> None:
     cases = [draw(seed) for seed in range(CASES)]
     drawn = {(case.decoder, case.family) for case in cases}
     assert drawn == {("lean", name) for name in LEAN} | {("module", name) for name in MODULES}
-    for name in ("admit", "turns", "tools", "swaps", "group", "stride", "max_batch", "keep_tokens", "top_k"):
+    for name in (
+        "admit",
+        "turns",
+        "tools",
+        "swaps",
+        "group",
+        "stride",
+        "max_batch",
+        "keep_tokens",
+        "top_k",
+        "min_p",
+        "penalties",
+    ):
         counts = [[getattr(case, name) for case in cases].count(value) for value in {getattr(c, name) for c in cases}]
         assert len(counts) > 1, name
         assert min(counts) >= 5, name
@@ -43,6 +55,8 @@ def test_a_wrong_token_mask_version_or_log_prob_is_told() -> None:
     assert stream_problems(right, calls) == score_problems(right, models, Sampling()) == []
     assert score_problems(right, models[::-1], Sampling())  # of other weights
     assert score_problems(right, models, Sampling(temperature=0.9))
+    assert score_problems(right, models, Sampling(frequency_penalty=0.1))
+    assert score_problems(right, models, Sampling(repetition_penalty=1.1))
     assert stream_problems(replace(right, ids=(3, 9, *ids[2:])), calls)
     assert stream_problems(replace(right, ids=(*ids[:3], 9, *ids[4:])), calls)
     moved = replace(right, loss_mask=(False, True, True, True, False, False), policy_versions=(-1, 0, 0, 0, -1, -1))

@@ -11,10 +11,6 @@ from typing import Any, NamedTuple
 from rollout.engine import Sampling, StopReason
 
 IDENTITY_VALUES: Mapping[str, Any] = {
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "min_p": 0.0,
     "n": 1,
     "ignore_eos": True,
 }
@@ -47,6 +43,10 @@ def request_body(model: str, prompt_ids: Sequence[int], sampling: Sampling) -> d
         "temperature": 0.0 if sampling.greedy else sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
         "stop_token_ids": list(sampling.stop_token_ids),
         **IDENTITY_VALUES,
     }

@@ -185,12 +185,11 @@ class OpenAIEngine:
 
     def _check(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         check_request(prompt_ids, sampling, self._own.vocab_size, self._max_length)
-        changed = sampling.temperature != 1 or sampling.top_k or sampling.top_p != 1
-        if changed and not self._tells_sampled:
+        if not sampling.is_whole and not self._tells_sampled:
             raise ValueError(
                 f"{self._own.base_url} tells the log-probs of the model, not of the distribution that is sampled from: "
-                "leave temperature, top_k and top_p at their defaults, or start it so that it does (vLLM: "
-                "--logprobs-mode processed_logprobs)"
+                "leave temperature, min_p, top_k, top_p and penalties at their defaults, or start it so that it does "
+                "(vLLM: --logprobs-mode processed_logprobs)"
             )
 
     def _seeded(self, sampling: Sampling) -> Sampling:

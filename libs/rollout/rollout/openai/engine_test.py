@@ -88,10 +88,10 @@ def test_answers_are_those_of_the_engine_behind_the_server(engine: OpenAIEngine,
         replace(ANSWER, seed=1, temperature=0.5),
         replace(ANSWER, seed=2, top_k=3),
         replace(ANSWER, seed=3, top_p=0.5),
+        replace(ANSWER, seed=3, min_p=0.3, presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.5),
         Sampling(greedy=True, max_new_tokens=5),
         replace(ANSWER, seed=4, stop_token_ids=tuple(range(24))),
         replace(ANSWER, seed=5, max_new_tokens=1),
-        replace(ANSWER, seed=6),
     ]
     found = ask_all(engine, samplings)
     wanted = [behind.generate_batch([p], s)[0] for p, s in zip(PROMPTS, samplings, strict=True)]

@@ -91,7 +91,12 @@ def test_raw_log_probs_are_noticed_and_do_for_the_whole_distribution_alone(serve
     served.change = with_choice(logprobs={"token_logprobs": [-0.5, -0.25]})
     engine = engine_at(served.url)
     served.change = lambda event: event
-    for sampling in (replace(ANSWER, temperature=0.7), replace(ANSWER, top_k=4), replace(ANSWER, top_p=0.9)):
+    for sampling in (
+        replace(ANSWER, temperature=0.7),
+        replace(ANSWER, top_k=4),
+        replace(ANSWER, top_p=0.9),
+        replace(ANSWER, min_p=0.1),
+    ):
         with pytest.raises(ValueError, match="--logprobs-mode processed_logprobs"):
             asyncio.run(engine.generate(PROMPTS[0], sampling))
     assert len(asyncio.run(engine.generate(PROMPTS[0], ANSWER)).ids) == 8

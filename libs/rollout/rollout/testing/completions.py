@@ -124,9 +124,11 @@ class CompletionServer:
 def sampling_of(body: dict[str, Any]) -> Sampling:
     """Return the sampling settings of a request."""
     limit, stops = body["max_tokens"], tuple(body["stop_token_ids"])
+    penalties = {name: body[name] for name in ("presence_penalty", "frequency_penalty", "repetition_penalty")}
     if body["temperature"] == 0:
-        return Sampling(greedy=True, max_new_tokens=limit, stop_token_ids=stops)
-    return Sampling(body["temperature"], body["top_k"], body["top_p"], limit, stops, body.get("seed"))
+        return Sampling(greedy=True, max_new_tokens=limit, stop_token_ids=stops, **penalties)
+    drawn = {name: body[name] for name in ("temperature", "top_k", "top_p", "min_p")}
+    return Sampling(max_new_tokens=limit, stop_token_ids=stops, seed=body.get("seed"), **drawn, **penalties)
 
 
 def _event(ids: Any, log_probs: Any, reason: str | None) -> dict[str, Any]:

@@ -6,11 +6,13 @@ does not hold: tokens, masks, versions, log-probs.
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from rollout.chat.chat import Chat
@@ -68,13 +70,32 @@ class Case:
     keep_tokens: int
     temperature: float
     top_k: int
+    min_p: float
+    penalties: tuple[float, float, float]
+    """Presence, frequency and repetition penalty."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """The settings of all turns."""
+        presence, frequency, repetition = self.penalties
+        return Sampling(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            presence_penalty=presence,
+            frequency_penalty=frequency,
+            repetition_penalty=repetition,
+            max_new_tokens=24,
+            stop_token_ids=STOPS,
+            seed=self.seed,
+        )
 
 
 def draw(seed: int) -> Case:
     """Return the case of a seed."""
     rng = random.Random(seed)
     decoder: DecoderChoice = rng.choice(("lean", "module", "module"))
-    return Case(
+    case = Case(
         seed=seed,
         decoder=decoder,
         family=rng.choice(sorted(LEAN if decoder == "lean" else MODULES)),
@@ -88,7 +109,12 @@ def draw(seed: int) -> Case:
         keep_tokens=rng.choice((0, 200, 65536, 65536)),
         temperature=rng.choice((0.7, 1.0, 1.0, 1.3)),
         top_k=rng.choice((0, 0, 40)),
+        min_p=rng.choice((0.0, 0.0, 0.05)),
+        penalties=rng.choice(((0.0, 0.0, 1.0), (0.0, 0.0, 1.3), (0.8, 0.4, 1.0), (-0.5, 1.0, 0.8))),
     )
+    if case.swaps:  # an interrupted completion goes on as a prompt, for which the first two do not count
+        case = replace(case, penalties=(0.0, 0.0, case.penalties[2]))
+    return case
 
 
 def build_model(case: Case, tokenizer: PreTrainedTokenizerBase, version: int = 0) -> PreTrainedModel:
@@ -176,9 +202,7 @@ async def _played(
     tokenizer: PreTrainedTokenizerBase,
     versions: Sequence[PreTrainedModel],
 ) -> list[str]:
-    sampling = Sampling(
-        temperature=case.temperature, top_k=case.top_k, max_new_tokens=24, stop_token_ids=STOPS, seed=case.seed
-    )
+    sampling = case.sampling
     engine: RolloutEngine = recorder
     chat = Chat(tokenizer)
     playing = asyncio.ensure_future(
@@ -220,6 +244,19 @@ def stream_problems(segment: Segment, calls: Sequence[tuple[tuple[int, ...], Com
     return found
 
 
+def forced_log_probs(logits: Tensor, prompt: Sequence[int], ids: Sequence[int], sampling: Sampling) -> Tensor:
+    """Return log-probs (V,) of the token after a prompt and the `ids` of a completion, by each setting's definition."""
+    for token in {*prompt, *ids}:
+        logits[token] *= sampling.repetition_penalty ** (-1 if logits[token] > 0 else 1)
+    for token, count in Counter(ids).items():
+        logits[token] -= sampling.presence_penalty + count * sampling.frequency_penalty
+    logits = logits / sampling.temperature
+    left = logits.softmax(-1) >= sampling.min_p * logits.softmax(-1).max()
+    if sampling.top_k:
+        left &= logits >= logits.topk(sampling.top_k).values[-1]
+    return logits.masked_fill(~left, -torch.inf).log_softmax(-1)
+
+
 @torch.no_grad()
 def score_problems(segment: Segment, versions: Sequence[PreTrainedModel], sampling: Sampling) -> list[str]:
     """Return the tokens of a stream whose log-probs are not those of a plain pass of their version's weights."""
@@ -228,6 +265,7 @@ def score_problems(segment: Segment, versions: Sequence[PreTrainedModel], sampli
         for version in {v for v in segment.policy_versions if v >= 0}
     }
     found = []
+    begins = {at: begin for begin, end in spans(segment.loss_mask) for at in range(begin, end)}
     for at, (token, mask, version) in enumerate(
         zip(segment.ids, segment.loss_mask, segment.policy_versions, strict=True)
     ):
@@ -235,10 +273,10 @@ def score_problems(segment: Segment, versions: Sequence[PreTrainedModel], sampli
             if segment.log_probs[at] != 0 or version != -1:
                 found.append(f"token {at} was not sampled and has a log-prob or a version")
             continue
-        logits = rows[version][at - 1] / sampling.temperature
-        if sampling.top_k:
-            logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
-        expected = torch.log_softmax(logits, -1)[token].item()
+        begin = begins[at]
+        expected = forced_log_probs(rows[version][at - 1], segment.ids[:begin], segment.ids[begin:at], sampling)[
+            token
+        ].item()
         if not abs(expected - segment.log_probs[at]) < BOUND:
             found.append(f"token {at}, version {version}: log-prob {segment.log_probs[at]:.6f}, forced {expected:.6f}")
     return found

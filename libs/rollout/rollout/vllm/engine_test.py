@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout.engine import Completion, PauseMode, Sampling
+from rollout.testing.fuzz import forced_log_probs
 from rollout.vllm.engine import VllmEngine
 from rollout.vllm.testing.served import ANSWER, MEAN, MOST, PROMPTS, VOCAB, assert_agrees, config, sample, served
 from seqpack.capability import Unsupported
@@ -85,6 +86,29 @@ def test_log_probs_are_renormalised_over_what_top_k_and_top_p_leave(engine: Vllm
     assert len(apart) > len(PROMPTS) / 2
     assert sum(apart) / len(apart) < 2 * MEAN
     assert all(c.log_probs[0] == 0 for c in sample(engine, PROMPTS, Sampling(max_new_tokens=1, top_p=1e-6)))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(max_new_tokens=12, temperature=1.3, min_p=0.02),
+        Sampling(max_new_tokens=12, repetition_penalty=1.8),
+        Sampling(max_new_tokens=12, presence_penalty=1.5, frequency_penalty=-0.5, temperature=0.8, top_k=20),
+    ],
+)
+def test_log_probs_are_those_after_min_p_and_penalties(
+    engine: VllmEngine, model: PreTrainedModel, sampling: Sampling
+) -> None:
+    apart = []
+    for prompt, done in zip(PROMPTS, sample(engine, PROMPTS, sampling), strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *done.ids]])).logits[0, len(prompt) - 1 : -1].float()
+        for at, (token, found) in enumerate(zip(done.ids, done.log_probs, strict=True)):
+            expected = forced_log_probs(logits[at], prompt, done.ids[:at], sampling)[token].item()
+            if expected > -torch.inf:  # rounding may swap the tokens at an edge
+                apart.append(abs(found - expected))
+    assert len(apart) > 0.9 * 12 * len(PROMPTS)
+    assert sum(apart) / len(apart) < 2 * MEAN
 
 
 def test_a_stop_token_ends_and_is_kept(engine: VllmEngine) -> None:

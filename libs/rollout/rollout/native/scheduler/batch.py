@@ -32,6 +32,7 @@ from rollout.native.cache.prefill_cache import PrefillCache, PrefillEntry
 from rollout.native.cache.prefix_cache import CachedPrefix, PrefixCache, stream_of
 from rollout.native.decoders.decoder import Decoder
 from rollout.native.decoders.media import followed, shown
+from rollout.native.scheduler.penalties import apply_penalties
 from rollout.native.scheduler.request import SequenceRequest
 from rollout.native.scheduler.sampling import SamplingRows, choose
 from rollout.token_scores import CHUNK
@@ -184,7 +185,8 @@ class ContinuousBatch:
         joining = self._joining = [self._waiting.popleft() for _ in range(count)]
         known = self._read(joining)
         columns = SamplingRows.build([r.sampling for r in joining], self._device)
-        tokens, log_probs = choose(torch.stack([k.logits for k in known]), columns, self._uniforms(joining))
+        logits = torch.stack([k.logits for k in known])
+        tokens, log_probs = self._choose(logits, columns, joining)
         staying = []
         for request, place, token, log_prob in zip(joining, known, tokens.tolist(), log_probs.tolist(), strict=True):
             request.note(self.decoder.experts(place.past.pick, place.past.cache))
@@ -270,10 +272,16 @@ class ContinuousBatch:
         newest = torch.tensor([0 if r is None else r.ids[-1] for r in rows], device=self._device)
         logits = self.decoder.step(newest)
         self.decode_steps += 1
-        tokens, log_probs = choose(logits, self._columns, self._uniforms(rows))
+        tokens, log_probs = self._choose(logits, self._columns, rows)
         for request, token, log_prob in zip(rows, tokens.tolist(), log_probs.tolist(), strict=True):
             if request is not None:
                 self._take(request, token, log_prob)
+
+    def _choose(
+        self, logits: Tensor, columns: SamplingRows, rows: Sequence[SequenceRequest | None]
+    ) -> tuple[Tensor, Tensor]:
+        """Choose a token for each row; return the tokens and their log-probs."""
+        return choose(apply_penalties(logits, rows) if columns.penalizes else logits, columns, self._uniforms(rows))
 
     def _uniforms(self, rows: Sequence[SequenceRequest | None]) -> Tensor | None:
         if all(r is None or r.sampling.greedy for r in rows):

@@ -1,4 +1,4 @@
-"""From logits to tokens: temperature, top-k, top-p, inverse-CDF sampling. Pure functions on (n, V) logits."""
+"""From logits to tokens: temperature, min-p, top-k, top-p, inverse-CDF sampling. Pure functions on (n, V) logits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from rollout.engine import Sampling
 class SamplingRows:
     """The settings of n requests as columns: one tensor a field, so that a mixed batch costs no loop.
 
-    `temperature` (n, 1) float32; `top_k` (n, 1) int64 (0: off); `top_p` (n, 1) float32; `greedy` (n,) bool. A column
-    that no row needs is None.
+    `temperature` and `min_p` (n, 1) float32; `top_k` (n, 1) int64 (0: off); `top_p` (n, 1) float32; `greedy` (n,) bool.
+    A column that no row needs is None. `penalizes`: whether a row has penalties (`rollout.native.scheduler.penalties`).
     """
 
     temperature: Tensor | None
@@ -22,6 +22,8 @@ class SamplingRows:
     top_p: Tensor | None
     greedy: Tensor | None
     all_greedy: bool
+    min_p: Tensor | None = None
+    penalizes: bool = False
 
     @classmethod
     def build(cls, settings: Sequence[Sampling], device: torch.device) -> "SamplingRows":
@@ -35,14 +37,21 @@ class SamplingRows:
             top_p=torch.tensor([[s.top_p] for s in settings], device=device) if filters else None,
             greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
             all_greedy=all(greedy),
+            min_p=torch.tensor([[s.min_p] for s in settings], device=device)
+            if any(s.min_p for s in settings)
+            else None,
+            penalizes=any(s.penalizes for s in settings),
         )
 
 
 def sampled_log_probs(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Return log-probs (n, V) float32 of the distribution that is sampled from; -inf for filtered tokens."""
-    logits = logits.float()
+    """Return log-probs (n, V), float32 (float64 of such logits), of what is sampled from; -inf: filtered."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if rows.temperature is not None:
         logits = logits / rows.temperature
+    if rows.min_p is not None:
+        least = logits.amax(dim=-1, keepdim=True) + rows.min_p.log()
+        logits = logits.masked_fill(logits < least, -torch.inf)
     if rows.top_k is not None and rows.top_p is not None:
         logits = _filter(logits, rows.top_k, rows.top_p)
     return torch.log_softmax(logits, dim=-1)

@@ -58,6 +58,10 @@ class VllmRequest:
             "temperature": 0.0 if s.greedy else s.temperature,
             "top_k": s.top_k,
             "top_p": s.top_p,
+            "min_p": s.min_p,
+            "presence_penalty": s.presence_penalty,
+            "frequency_penalty": s.frequency_penalty,
+            "repetition_penalty": s.repetition_penalty,
             "stop_token_ids": list(s.stop_token_ids),
             "seed": self.seed,
         }

@@ -28,7 +28,16 @@ class Played:
 
     def ask(self, number: int, on_tokens: OnTokens | None = None, copy: int | None = None) -> VllmRequest:
         loop = asyncio.get_running_loop()
-        sampling = Sampling(max_new_tokens=9, top_k=3, top_p=0.5, temperature=0.7, stop_token_ids=(4,))
+        sampling = Sampling(
+            max_new_tokens=9,
+            top_k=3,
+            top_p=0.5,
+            temperature=0.7,
+            stop_token_ids=(4,),
+            min_p=0.25,
+            presence_penalty=0.5,
+            repetition_penalty=1.5,
+        )
         request = VllmRequest(number, (1, 2), sampling, 5, on_tokens, loop, loop.create_future(), copy=copy)
         self.table.add(request)
         return request
@@ -94,6 +103,7 @@ def test_requests_of_a_few_turns_go_in_one_message_as_the_server_reads_them() ->
         assert played.asked() == [[0, 1], [2]]
         assert played.table.counts() == (3, 0)
         how = {"max_tokens": 9, "temperature": 0.7, "top_k": 3, "top_p": 0.5, "stop_token_ids": [4], "seed": 5}
+        how |= {"min_p": 0.25, "presence_penalty": 0.5, "frequency_penalty": 0.0, "repetition_penalty": 1.5}
         assert played.sent[0]["ask"][0] == [0, [1, 2], how]
 
     asyncio.run(run())
