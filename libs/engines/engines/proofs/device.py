@@ -92,7 +92,7 @@ def prove_device(config: EngineConfig, model: Any, longest: int = 0, seed: int =
     settings = settings_of_proof(config, **SINGLE)
     device = resolve_device(settings)
     dtype = compute_dtype(settings, device)
-    few = layer_subset(part, device, longest)
+    few = layer_subset(part, device, longest, settings.max_tokens_per_rank or 0)
     lengths, family = few.lengths, registered_family(few.config) or generic_family(few.config)
     with admitted(few.config, family), exact_products():
         module = true_width(few.config, device, dtype, seed)

@@ -108,6 +108,18 @@ def test_a_threshold_that_memory_does_not_reach_is_told_and_a_model_that_does_no
         layer_subset(config, torch.device(cpu))
 
 
+def test_an_activation_of_more_elements_than_the_proofs_is_told() -> None:
+    """The proof's own activations have fewer than 2^31 elements, as its rows are few."""
+    config = tiny_config("moe", **SIZES)
+    cpu, each = torch.device("cpu"), true_width.widest(AutoModelForCausalLM.from_config(config))
+    assert each >= config.num_experts_per_tok * 2 * config.moe_intermediate_size  # gates and values of two experts
+    most = 2**31 // each
+    assert layer_subset(config, cpu, tokens=most - 1).not_crossed == ()
+    assert layer_subset(config, cpu, tokens=most + 1).not_crossed == (
+        f"2^31 elements: {most + 1} tokens of {each} values",
+    )
+
+
 def scaled(self: LocalOps, q: Any, k: Any, v: Any, context: Any, scale: float, window: Any, **more: Any) -> Tensor:
     """Attend with another scale."""
     return attention(self, q, k, v, context, 1.3 * scale, window, **more)

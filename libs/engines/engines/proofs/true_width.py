@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from engines.families.registry import checked_part
 from engines.private_api import attention_function
@@ -31,6 +32,8 @@ SCORES = 2**30
 """Scores of all heads of one sequence."""
 HOST_VALUE, HOST_LOGIT = 36, 16
 """Bytes of a value and of a logit where the device's memory is the host's."""
+INDEX = 2**31
+"""Elements of a tensor that an index of 32 bits does not reach."""
 LONGEST = 700
 """Length of the longest sequence where neither a threshold nor the run has a longer one."""
 
@@ -43,13 +46,15 @@ class LayerSubset:
     lengths: tuple[int, ...]
     """Lengths on both sides of its thresholds."""
     not_crossed: tuple[str, ...]
-    """Fields whose threshold no such length exceeds, and the run's longest row where memory takes none as long."""
+    """Fields whose threshold no such length exceeds, the run's longest row where memory takes none as long, and 2^31
+    elements where an activation of the run's micro-batch has as many, and none of the proof's."""
     experts: Mapping[str, int] = field(default_factory=dict)
     """Numbers of experts, where they are fewer than the config's."""
 
 
-def layer_subset(config: Any, device: torch.device, longest: int = 0) -> LayerSubset:
-    """Return a config with few layers for a device, and lengths up to `longest` and past its thresholds.
+def layer_subset(config: Any, device: torch.device, longest: int = 0, tokens: int = 0) -> LayerSubset:
+    """Return a config with few layers for a device, and lengths up to `longest` and past its thresholds. `tokens`: of
+    the run's micro-batch.
 
     Raises:
         ValueError: stock transformers cannot build it, no field says how many layers there are, or the host's memory
@@ -80,6 +85,8 @@ def layer_subset(config: Any, device: torch.device, longest: int = 0) -> LayerSu
     reached = max(lengths, default=0)
     wanted = {**edges, "the run's longest row": longest - 1}
     not_crossed = tuple(name for name, edge in wanted.items() if edge >= reached)
+    if sum(lengths) * (each := widest(model)) < INDEX <= tokens * each:
+        not_crossed += (f"2^31 elements: {tokens} tokens of {each} values",)
     return LayerSubset(few, lengths, not_crossed, experts)
 
 
@@ -96,6 +103,16 @@ def longest_that_fits(model: Any, logits: int = LOGITS) -> int:
     if attention_function(model.config) == "eager":
         most = min(most, math.isqrt(SCORES // text.num_attention_heads))
     return most
+
+
+def widest(model: Any) -> int:
+    """Return the most values of a token in what a layer computes: a linear layer's result, or those of the experts that
+    it chooses. Logits are made of few tokens at a time."""
+    text, head = model.config.get_text_config(), model.get_output_embeddings()
+    chosen = max((value for name in CHOSEN if isinstance(value := getattr(text, name, None), int)), default=1)
+    linear = [one.out_features for one in model.modules() if isinstance(one, nn.Linear) and one is not head]
+    stacked = [chosen * max(one.shape[1:]) for one in model.parameters() if one.dim() == 3]
+    return max([text.hidden_size, *linear, *stacked])
 
 
 def fit_experts(config: Any, values: int) -> dict[str, int]:
