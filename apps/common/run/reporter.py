@@ -11,6 +11,7 @@ from apps.common.run.lost_machine import lost_machine
 from apps.common.run.run_dir import resume_hint
 from engines.launch import RankError
 from runlog import Progress, RunLog, read_metrics, start_tracker, write_report
+from runlog.health import check_health
 from runlog.notices import row_notices, run_notices
 from runlog.report import flat_config
 from schedules.runtime.collectives import rank_and_world
@@ -47,6 +48,7 @@ class Reporter:
         self._stack = ExitStack()
         self._progress: Progress | None = None
         self._told: set[str] = set()
+        self._rows: list[Mapping[str, Any]] = []
 
     def __enter__(self) -> "Reporter":
         if self._log is not None:
@@ -72,7 +74,7 @@ class Reporter:
                     raise  # else what was written first has told it
 
     def step(self, step: int, metrics: Mapping[str, Any], shown: Mapping[str, float | int | str]) -> None:
-        """Log one row of metrics with `shown` on the progress line, and tell each kind of notice once.
+        """Log one row of metrics with `shown` on the progress line; tell each kind of notice, and of sickness, once.
 
         Raise a KeyboardInterrupt that was lost.
         """
@@ -80,7 +82,10 @@ class Reporter:
             if self._log is not None and self._progress is not None:
                 self._log.metrics(step, metrics)
                 self._progress.update(step, shown)
-                for kind, line in row_notices({"step": step, **metrics}).items():
+                row = {"step": step, **metrics}
+                self._rows.append(row)
+                sick = {one.name: f"step {step}: {one}" for one in check_health(self._rows) if not one.healthy}
+                for kind, line in (row_notices(row) | sick).items():
                     if kind not in self._told:
                         self._told.add(kind)
                         self.note(line)

@@ -11,7 +11,9 @@ from typing import Any
 
 from runlog import store
 from runlog.curves import charts, key_figures, series, unchanged
+from runlog.display import shown
 from runlog.episodes import view
+from runlog.health import check_health
 from runlog.notices import run_notices
 from runlog.page import render, size, write
 from runlog.proofs import read_proofs, read_untested, untested_lines
@@ -138,6 +140,7 @@ def _page(
         title=title or run_dir.resolve().name,
         tiles=key_figures(metrics, logged),
         notices=[*untested_lines(read_untested(run_dir)), *run_notices(metrics)],
+        health=health_rows(metrics),
         proofs=proofs,
         more_proofs=more_proofs,
         episodes=logged,
@@ -148,6 +151,19 @@ def _page(
         config=config,
         timeline=timeline_figure(read_timeline(run_dir)),
     )
+
+
+def health_rows(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of the table of a run's health by its last steps: name, number, threshold, what to change."""
+    return [
+        {
+            "name": check.name,
+            "value": shown(check.value),
+            "limit": f"{'at least' if check.least else 'at most'} {shown(check.limit)}",
+            "change": "" if check.healthy else check.change,
+        }
+        for check in check_health(metrics)
+    ]
 
 
 def split_config(run_dir: Path) -> tuple[list[tuple[str, str, str]], list[tuple[str, str]]]:
