@@ -25,7 +25,7 @@ from seqpack.batches.batch import jagged
 
 STEPS = 20
 QUICKSTART = recipes()["quickstart"].config
-SLOWER = "lower --learning-rate"
+LOWER_LR = "lower --learning-rate"
 
 
 def told(run_dir: Path) -> dict[str, str]:
@@ -69,7 +69,7 @@ def test_nothing_is_told_of_healthy_runs(healthy: Path, tmp_path: Path) -> None:
 def test_thirty_times_the_learning_rate(healthy: Path, tmp_path: Path, seed: int) -> None:
     config = again(healthy, tmp_path, seed)
     run(replace(config, engine=replace(config.engine, lr=30 * config.engine.lr), allow_idle_steps=None))
-    assert SLOWER in told(tmp_path).values()
+    assert LOWER_LR in told(tmp_path).values()
 
 
 def test_a_constant_reward(healthy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

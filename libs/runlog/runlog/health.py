@@ -95,9 +95,9 @@ BOUNDS = (
         "sample on more devices or copies (--rollout.data-parallel)",
     ),
 )
-SLOWER = "lower --learning-rate"
-SPIKE = 10.0
-"""Times the median of earlier steps' gradient norms that the present ones may be."""
+LOWER_LR = "lower --learning-rate"
+GRAD_NORM_RATIO = 10.0
+"""The ratio to the median of earlier steps' gradient norms that present ones may have."""
 DROP = 0.5
 """How far the mean reward may fall below its best, in deviations of a group's rewards."""
 RESPONSES = 256
@@ -139,7 +139,7 @@ def _gradients(steps: Sequence[Row]) -> Iterator[Check]:
     norms = [norm for norm in _values(steps, "train/grad_norm") if norm]  # none of steps without signal
     if len(norms) > 2 * WINDOW:
         times = median(norms[-WINDOW:]) / median(norms[:-WINDOW])
-        yield Check("gradient norm over its median before", times, SPIKE, SLOWER)
+        yield Check("gradient norm over its median before", times, GRAD_NORM_RATIO, LOWER_LR)
 
 
 def _reward(steps: Sequence[Row]) -> Iterator[Check]:
@@ -149,7 +149,7 @@ def _reward(steps: Sequence[Row]) -> Iterator[Check]:
     means = [tuple(map(fmean, zip(*known[end - window : end], strict=True))) for end in range(window, len(known) + 1)]
     best, std = max(means, default=(0.0, 0.0))
     if std > 0:
-        yield Check("fall of the reward below its best, deviations", (best - means[-1][0]) / std, DROP, SLOWER)
+        yield Check("fall of the reward below its best, deviations", (best - means[-1][0]) / std, DROP, LOWER_LR)
 
 
 def _components(steps: Sequence[Row]) -> Iterator[Check]:
