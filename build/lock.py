@@ -51,6 +51,8 @@ HUBS = {
     "tf517": Hub("requirements_tf517.in"),
     # trackio wants the fast parts of a web server, which runs where its pages are looked at, and an older pillow.
     "extras": Hub("requirements_extras.in", over="cpu", without=("httptools", "uvloop", "watchfiles")),
+    # Its servers import an older mcp than verifiers'; gradio is for pages to look at.
+    "openenv": Hub("requirements_openenv.in", over="cpu", without=("gradio", "httptools", "uvloop", "watchfiles")),
     "kernels": Hub("requirements_kernels.in", over="cpu"),
     "templates": Hub("requirements_templates.in", data_only=True),
     "corpus": Hub("requirements_corpus.in", data_only=True, sources={"llama-cpp-python": (), "vllm": ()}),

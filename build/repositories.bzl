@@ -39,6 +39,20 @@ def repositories():
         over_lock = "//build/locks:cpu.txt",
     )
 
+    # OpenEnv, which wants another mcp than those.
+    pip_hub(
+        name = "pypi_openenv",
+        lock = "//build/locks:openenv.txt",
+        over = "pypi",
+        over_lock = "//build/locks:cpu.txt",
+        without = [
+            "gradio",
+            "httptools",
+            "uvloop",
+            "watchfiles",
+        ],
+    )
+
     # Kernels for CUDA devices, over the packages of @pypi; --config=cuda adds them to what imports them.
     pip_hub(
         name = "pypi_kernels",

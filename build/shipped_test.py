@@ -38,6 +38,7 @@ EXTRAS = {
         "ray": ["workers/ray_*"],
         "math": ["rewards/math_*"],
         "gymnasium": ["environments/gymnasium_games.py"],
+        "openenv": ["environments/openenv_task.py"],
         "textarena": ["environments/textarena_games.py"],
         "mcp": ["tools/mcp_tools.py"],
         "verifiers": ["gateway/verifiers_agent.py"],

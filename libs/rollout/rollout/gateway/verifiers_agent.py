@@ -1,9 +1,9 @@
 """Environments of `verifiers` 0.4 (its v1 API: Taskset, Task, Harness, Agent, Env), played through a gateway.
 
 Needs the extra `verifiers`. Its default harnesses fetch uv and packages, and its default runtime is remote: here the
-program of an agent is either `InProcessHarness`, a chat loop in this process, or `ProgramHarness`, verifiers' own chat
-program in its subprocess runtime, run by this Python. Neither needs a network; the tools of a task are its MCP servers,
-which verifiers starts on this machine.
+program of an agent is `InProcessHarness`, a chat loop in this process, or one of verifiers' own in its subprocess
+runtime, run by this Python: its chat program (`ProgramHarness`), or another (`program_harness`). None needs a network;
+the tools of a task are its MCP servers, which verifiers starts on this machine.
 
 Strategy
 1. verifiers sends each model call through a proxy of its own to the gateway, with the trace's id as X-Session-ID.
@@ -108,18 +108,38 @@ async def _call_tool(live: Any, dispatch: Any, call: Any) -> Any:
     return await call_mcp(live, dispatch, name, json.loads(call.function.arguments))
 
 
-class ProgramHarness(NullHarness):
-    """verifiers' own chat program, in the subprocess runtime, run by this Python with the packages it has."""
-
-    def __init__(self, config: HarnessConfig | None = None) -> None:
-        super().__init__(config or HarnessConfig(id="null"))
+class _ProgramOfThisPython:
+    """What changes in a harness of verifiers whose program is a script: who runs it."""
 
     async def setup(self, runtime: Any) -> None:
         """Return at once: nothing has to be fetched."""
 
     async def launch(self, ctx: Any, trace: Any, runtime: Any, *arguments: Any, **options: Any) -> ProgramResult:
         """Run the program to its end."""
-        return await super().launch(ctx, trace, _ThisPython(runtime), *arguments, **options)
+        launched: ProgramResult = await super().launch(  # type: ignore[misc]
+            ctx, trace, _ThisPython(runtime), *arguments, **options
+        )
+        return launched
+
+
+def program_harness(
+    kind: type[vf.Harness[Any]], config: HarnessConfig, on_host: bool = False
+) -> Callable[[], vf.Harness[Any]]:
+    """Return the maker (`harness=`) of a harness of verifiers whose program, a script, is run by this Python.
+
+    verifiers' subprocess runtime confines nothing: what `BashHarness` and others execute for the model runs on this
+    machine, as this user. A kind for which verifiers therefore asks for a container runs only with `on_host`. The
+    packages that the script names have to be installed here.
+    """
+    made = type(kind.__name__, (_ProgramOfThisPython, kind), {"NEEDS_CONTAINER": kind.NEEDS_CONTAINER and not on_host})
+    return lambda: made(config)
+
+
+class ProgramHarness(_ProgramOfThisPython, NullHarness):
+    """verifiers' own chat program, in the subprocess runtime, run by this Python with the packages it has."""
+
+    def __init__(self, config: HarnessConfig | None = None) -> None:
+        super().__init__(config or HarnessConfig(id="null"))
 
 
 class _ThisPython:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import verifiers.v1 as vf
+from verifiers.v1.harnesses.bash import BashHarness, BashHarnessConfig
+from verifiers.v1.harnesses.mini_swe_agent import MiniSWEAgentHarness, MiniSWEAgentHarnessConfig
 
 from rollout.chat.chat import Chat
 from rollout.engine import Sampling
@@ -19,7 +21,7 @@ from rollout.environments.load_object import load_object
 from rollout.episodes.episode import Episode
 from rollout.gateway.agents import run_agents
 from rollout.gateway.server import TokenGateway
-from rollout.gateway.verifiers_agent import InProcessHarness, ProgramHarness, VerifiersAgent
+from rollout.gateway.verifiers_agent import InProcessHarness, ProgramHarness, VerifiersAgent, program_harness
 from rollout.testing.chat import tiny_tokenizer
 from rollout.testing.scripted import ScriptedEngine
 from rollout.testing.verifiers_adding import Sums
@@ -108,6 +110,50 @@ def test_a_task_with_tools_is_played_and_scored_by_verifiers(harness: Any) -> No
     text = TOKENIZER.decode(segment.ids)
     assert "<tool_response>\n8\n</tool_response>" in text
     assert "Use the tool." in text
+    check_tokens(engine, [episode])
+
+
+BASH = "<tool_call>\n<function=bash>\n<parameter=command>\n{}\n</parameter>\n</function>\n</tool_call>"
+SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo 42 > answer"
+
+
+class Written(vf.Task):
+    """A number has to stand in a file of the working folder."""
+
+    @vf.reward  # type: ignore[untyped-decorator]
+    async def right(self, trace: Any, runtime: Any) -> float:
+        return float((await runtime.read("answer")).strip() == b"42")
+
+
+class WrittenTasks(vf.Taskset):
+    """One of them."""
+
+    def load(self) -> Iterator[Written]:
+        yield Written(vf.TaskData(prompt="Write 42 into the file answer."))
+
+
+def test_a_harness_whose_agent_runs_commands() -> None:
+    """verifiers' bash agent, which tells the model what its commands print, and the reward that reads its files."""
+    config = BashHarnessConfig(id="bash", compaction=None)
+    agent = VerifiersAgent(WrittenTasks(vf.TasksetConfig(id="written")), program_harness(BashHarness, config))
+    engine, (episode,) = play(
+        agent,
+        lambda text: "Done." if "made it 42" in text else BASH.format("echo 42 > answer; echo made it $(cat answer)"),
+    )
+    assert (episode.error, episode.reward, episode.metrics["turns"]) == (None, 1.0, 2)
+    (segment,) = episode.segments
+    assert "<tool_response>\nmade it 42" in TOKENIZER.decode(segment.ids)
+    check_tokens(engine, [episode])
+
+
+def test_mini_swe_agent() -> None:
+    """A harness whose program is a package of the registry's; verifiers wants a container, unless it is told."""
+    config, tasks = MiniSWEAgentHarnessConfig(id="mini-swe-agent"), WrittenTasks(vf.TasksetConfig(id="written"))
+    _, (episode,) = play(VerifiersAgent(tasks, program_harness(MiniSWEAgentHarness, config)), lambda text: "Hello.")
+    assert "NEEDS_CONTAINER" in (episode.error or "")
+    agent = VerifiersAgent(tasks, program_harness(MiniSWEAgentHarness, config, on_host=True))
+    engine, (episode,) = play(agent, lambda text: BASH.format(SUBMIT if "looked" in text else "echo looked"))
+    assert (episode.error, episode.reward, episode.metrics["turns"]) == (None, 1.0, 2)
     check_tokens(engine, [episode])
 
 
