@@ -348,6 +348,18 @@ def test_weights_of_a_resume_or_a_replaced_sampler_are_proven_before_they_are_tr
     assert session.check.pending
 
 
+def test_a_sampler_that_sleeps_is_asked_once_a_step_while_it_is_awake() -> None:
+    events: list[object] = []
+    settings = replace(rollout_settings(CONFIG), sleep=True)
+    session: Any = Session(events, settings=settings, check=PendingCheck(pending=True))
+    trainer = GrpoTrainer(CONFIG, recorder())
+    sync_step(session, trainer, 7)
+    assert events == [("sample", 7), ("probed", 5, 2), ("sync", 1)]
+    assert not session.check.pending
+    sync_step(session, trainer, 8)
+    assert events[3:] == [("sample", 8), ("sync", 2)]
+
+
 def test_failed_and_retried_episodes_are_counted() -> None:
     one, two, *rest = episodes()
     sampled = [replace(one, attempt=1), replace(two, attempt=2), episode(None, 0), *rest[1:]]

@@ -8,7 +8,14 @@ from schedules.reporting.episode_metrics import rollout_metrics
 from schedules.reporting.timeline import Timeline
 from schedules.runtime.collectives import rank_and_world
 from schedules.sampling.ledger_files import check_ledgers
-from schedules.sampling.memory_turns import begin_first_batch, check_weights, run_pending_checks, sampling_memory
+from schedules.sampling.memory_turns import (
+    begin_first_batch,
+    check_weights,
+    compare_check,
+    run_pending_checks,
+    sample_check,
+    sampling_memory,
+)
 from schedules.sampling.refill import Rounds
 from schedules.sampling.session import Evaluation, RolloutSession
 from schedules.sampling.settings import RunState
@@ -65,13 +72,16 @@ def sync_step(
 ) -> TrainStepResult:
     """Do step number `step`, from 0; then the sampler has the new weights. `timeline` is told who was busy when.
 
-    Without `rounds` the step's groups are taken as they are.
+    Without `rounds` the step's groups are taken as they are. A sampler that sleeps wakes once a step: its weights are
+    checked while it samples the next one.
     """
-    begun = time.perf_counter()
+    begun, sleeps = time.perf_counter(), session.settings.sleep
     with sampling_memory(session, trainer):
         filled = None if rounds is None else rounds.step(lambda _, rows, __: session.play_groups(rows))
         # each with the reward that its task gave
         episodes = session.sample(step) if filled is None else filled.episodes
+        samples = sample_check(session, episodes) if sleeps and session.check.pending else None
+    checked = compare_check(session, trainer, samples)
     run_pending_checks(session, trainer, episodes)
     sampled = time.perf_counter()
     begin_first_batch(session, trainer, episodes)
@@ -84,7 +94,8 @@ def sync_step(
         timeline.add("sampler", "sample", begun, sampled)
         timeline.add("trainer", "train", sampled, trained)
         timeline.add("weights", "sync", trained, ended)
-    metrics = result.metrics | transfer.metrics | check_weights(session, trainer, episodes)
+    checked |= {} if sleeps else check_weights(session, trainer, episodes)
+    metrics = result.metrics | transfer.metrics | checked
     metrics |= {} if check is None else check.metrics
     metrics |= rollout_metrics(episodes, session.environment_of)
     metrics |= {} if filled is None else filled.metrics

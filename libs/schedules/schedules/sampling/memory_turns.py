@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -10,7 +12,7 @@ from schedules.protocols import OffloadingTrainer, SleepingEngine, Trainer
 from schedules.runtime.collectives import all_agree, gather_lists
 from schedules.sampling.first_batch import scored_difference
 from schedules.sampling.session import RolloutSession
-from schedules.weights.weight_checks import check_media_of, check_prompts_of, compare_checks
+from schedules.weights.weight_checks import Media, check_media_of, check_prompts_of, compare_checks
 
 
 @contextmanager
@@ -38,6 +40,36 @@ def sampling_memory(session: RolloutSession, trainer: Trainer) -> Iterator[None]
         all_agree(True)
 
 
+@dataclass(frozen=True)
+class CheckSamples:
+    """Responses of a sampler to prompts of a step, for a weight check: one dictionary a sampler of this rank."""
+
+    prompts: list[list[int]]
+    media: list[Media]
+    checks: list[dict[str, Any]]
+
+
+def sample_check(session: RolloutSession, episodes: Sequence[Episode]) -> CheckSamples | None:
+    """Return responses to some prompts of these episodes, of a sampler that is awake; None where there is no prompt."""
+    prompts, media = check_prompts_of(episodes), check_media_of(episodes)
+    if not prompts:
+        return None
+    session.check.pending = False
+    return CheckSamples(prompts, media, session.sample_checks(prompts, media))
+
+
+def compare_check(session: RolloutSession, trainer: Trainer, samples: CheckSamples | None) -> dict[str, float]:
+    """Return how far the responses of all ranks are from the trainer's present weights; collective.
+
+    Raises:
+        WeightsNotTakenError: see `check_weights`.
+    """
+    if samples is None:
+        return {}
+    every = gather_lists(samples.checks)
+    return compare_checks(trainer, samples.prompts, every, session.sampler.version, samples.media)
+
+
 def check_weights(session: RolloutSession, trainer: Trainer, episodes: Sequence[Episode]) -> dict[str, float]:
     """Sample some of the step's prompts again and compare the log-probs of the responses with the trainer's.
 
@@ -47,13 +79,11 @@ def check_weights(session: RolloutSession, trainer: Trainer, episodes: Sequence[
     Raises:
         WeightsNotTakenError: they are further apart than the sampler's arithmetic explains.
     """
-    prompts, media = check_prompts_of(episodes), check_media_of(episodes)
-    if not prompts:
+    if not check_prompts_of(episodes):
         return {}
-    session.check.pending = False
     with sampling_memory(session, trainer) if session.settings.sleep else nullcontext():
-        checks = session.sample_checks(prompts, media)
-    return compare_checks(trainer, prompts, gather_lists(checks), session.sampler.version, media)
+        samples = sample_check(session, episodes)
+    return compare_check(session, trainer, samples)
 
 
 def begin_first_batch(session: RolloutSession, trainer: Trainer, episodes: Sequence[Episode]) -> None:
