@@ -45,7 +45,7 @@ def test_cases_cover_what_there_is() -> None:
 
 def test_a_wrong_token_mask_version_or_log_prob_is_told() -> None:
     case = replace(draw(0), decoder="lean", family="qwen3")
-    models = [build_model(case, tiny_tokenizer(), version) for version in range(2)]
+    models = {version: build_model(case, tiny_tokenizer(), version) for version in range(2)}
     ids = (3, 4, 5, 6, 7, 8)
     scored = tuple(stock_log_probs(models[0], ids).tolist())
     mask = (False, False, True, True, False, False)
@@ -53,7 +53,7 @@ def test_a_wrong_token_mask_version_or_log_prob_is_told() -> None:
     calls = [((3, 4), Completion(ids[2:4], scored[2:4], "stop", (0, 0)))]
     assert spans(mask) == [(2, 4)]
     assert stream_problems(right, calls) == score_problems(right, models, Sampling()) == []
-    assert score_problems(right, models[::-1], Sampling())  # of other weights
+    assert score_problems(right, {0: models[1]}, Sampling())  # of other weights
     assert score_problems(right, models, Sampling(temperature=0.9))
     assert score_problems(right, models, Sampling(frequency_penalty=0.1))
     assert score_problems(right, models, Sampling(repetition_penalty=1.1))

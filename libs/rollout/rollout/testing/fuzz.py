@@ -7,8 +7,9 @@ does not hold: tokens, masks, versions, log-probs.
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -117,9 +118,11 @@ def draw(seed: int) -> Case:
     return case
 
 
-def build_model(case: Case, tokenizer: PreTrainedTokenizerBase, version: int = 0) -> PreTrainedModel:
-    """Return the case's model, with weights of this version, large enough to tell tokens apart."""
-    changes = (LEAN if case.decoder == "lean" else MODULES)[case.family]
+def build_model(
+    case: Case, tokenizer: PreTrainedTokenizerBase, version: int = 0, sizes: Mapping[str, Any] = MappingProxyType({})
+) -> PreTrainedModel:
+    """Return the case's model, with weights of this version, large enough to tell tokens apart, in other `sizes`."""
+    changes = {**(LEAN if case.decoder == "lean" else MODULES)[case.family], **sizes}
     torch.manual_seed(1000 * case.seed + version)
     config = AutoConfig.for_model(case.family, vocab_size=len(tokenizer), **{**SIZES, **changes})
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -165,15 +168,24 @@ class Turns:
 class Recorder:
     """An engine that keeps each prompt with its completion; all else is the wrapped engine's."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, counts: bool = False) -> None:
+        self.counts = counts
         self._engine = engine
+        self.streamed = 0
+        """Tokens so far, where it counts them."""
         self.calls: list[tuple[tuple[int, ...], Completion]] = []
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *args: Any, **options: Any) -> Completion:
         """Sample one completion."""
+        if self.counts:
+            options["on_tokens"] = self._count
         done: Completion = await self._engine.generate(prompt_ids, sampling, *args, **options)
         self.calls.append((tuple(prompt_ids), done))
         return done
+
+    def _count(self, ids: Sequence[int], log_probs: Sequence[float]) -> None:
+        del log_probs
+        self.streamed += len(ids)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -192,16 +204,39 @@ def problems(case: Case) -> list[str]:
         keep_tokens=case.keep_tokens,
     )
     recorder = Recorder(ResumableEngine(native) if case.swaps else native)
-    return asyncio.run(_played(case, native, recorder, tokenizer, versions))
+    return asyncio.run(
+        _played(case, recorder, lambda: native.decode_steps, tokenizer, dict(enumerate(versions)), BOUND)
+    )
+
+
+def engine_problems(case: Case, engine: RolloutEngine, sizes: Mapping[str, Any], bound: float) -> list[str]:
+    """Play a case on an engine of that family and `sizes`, which gets its weights; return what does not hold.
+
+    The case's decoder, admission and limits are the engine's own.
+    """
+    tokenizer = tiny_tokenizer()
+    first = engine.version + 1
+    versions = {first + at: build_model(case, tokenizer, at, sizes) for at in range(case.swaps + 1)}
+    recorder = Recorder(ResumableEngine(engine) if case.swaps else engine, counts=True)
+
+    async def play() -> list[str]:
+        await engine.pause("finish")
+        await engine.update_weights(first, pieces_of(versions[first].named_parameters()))
+        await engine.resume()
+        return await _played(case, recorder, lambda: recorder.streamed // case.group, tokenizer, versions, bound)
+
+    return asyncio.run(play())
 
 
 async def _played(
     case: Case,
-    native: NativeEngine,
     recorder: Recorder,
+    progress: Callable[[], int],
     tokenizer: PreTrainedTokenizerBase,
-    versions: Sequence[PreTrainedModel],
+    versions: Mapping[int, PreTrainedModel],
+    bound: float,
 ) -> list[str]:
+    """Play a case; new weights come after a few of the steps that `progress` counts."""
     sampling = case.sampling
     engine: RolloutEngine = recorder
     chat = Chat(tokenizer)
@@ -209,12 +244,12 @@ async def _played(
         run_group(lambda: Turns(case), engine, chat, sampling, size=case.group, max_turns=8, attempts=1)
     )
     rng = random.Random(case.seed)
-    for version in range(1, case.swaps + 1):
-        steps = native.decode_steps + rng.randrange(1, 12)
-        while native.decode_steps < steps and not playing.done():
+    for version in sorted(versions)[1:]:
+        steps = progress() + rng.randrange(1, 12)
+        while progress() < steps and not playing.done():
             await asyncio.sleep(0)
         await recorder.pause("abort")
-        await recorder.update_weights(version, pieces_of(versions[version].state_dict().items()))
+        await recorder.update_weights(version, pieces_of(versions[version].named_parameters()))
         await recorder.resume()
     episodes = await playing
     found = [f"episode {e.id}: {e.error}" for e in episodes if e.error is not None]
@@ -223,7 +258,7 @@ async def _played(
     if turns != len(recorder.calls):
         found.append(f"{turns} turns of {len(recorder.calls)} completions")
     for segment in segments:
-        found += stream_problems(segment, recorder.calls) + score_problems(segment, versions, sampling)
+        found += stream_problems(segment, recorder.calls) + score_problems(segment, versions, sampling, bound)
     return found
 
 
@@ -246,6 +281,7 @@ def stream_problems(segment: Segment, calls: Sequence[tuple[tuple[int, ...], Com
 
 def forced_log_probs(logits: Tensor, prompt: Sequence[int], ids: Sequence[int], sampling: Sampling) -> Tensor:
     """Return log-probs (V,) of the token after a prompt and the `ids` of a completion, by each setting's definition."""
+    logits = logits.clone()
     for token in {*prompt, *ids}:
         logits[token] *= sampling.repetition_penalty ** (-1 if logits[token] > 0 else 1)
     for token, count in Counter(ids).items():
@@ -258,7 +294,9 @@ def forced_log_probs(logits: Tensor, prompt: Sequence[int], ids: Sequence[int], 
 
 
 @torch.no_grad()
-def score_problems(segment: Segment, versions: Sequence[PreTrainedModel], sampling: Sampling) -> list[str]:
+def score_problems(
+    segment: Segment, versions: Mapping[int, PreTrainedModel], sampling: Sampling, bound: float = BOUND
+) -> list[str]:
     """Return the tokens of a stream whose log-probs are not those of a plain pass of their version's weights."""
     rows = {
         version: versions[version](input_ids=torch.tensor([segment.ids]), use_cache=False).logits[0].double()
@@ -277,6 +315,6 @@ def score_problems(segment: Segment, versions: Sequence[PreTrainedModel], sampli
         expected = forced_log_probs(rows[version][at - 1], segment.ids[:begin], segment.ids[begin:at], sampling)[
             token
         ].item()
-        if not abs(expected - segment.log_probs[at]) < BOUND:
+        if not abs(expected - segment.log_probs[at]) < bound:
             found.append(f"token {at}, version {version}: log-prob {segment.log_probs[at]:.6f}, forced {expected:.6f}")
     return found
