@@ -8,7 +8,7 @@ is the advice itself.
 from collections.abc import Mapping, Sequence
 
 KL = "--objective.kl-coef (the weights that the run starts from are the reference policy)"
-KL_IN_REWARD = "no penalty is put into the reward; --objective.kl-coef puts one into the loss"
+KL_IN_REWARD = "--kl-in-reward (the coefficient; --objective.kl-coef is that of a KL in the loss)"
 ALWAYS_LOGGED = "TensorBoard events, metrics.jsonl and report.html are always written: leave it out"
 PLANNED = "micro-batches are planned by tokens: --trainer.max-tokens-per-rank"
 STEPS = "--max-steps (not passes over the data: a step takes --prompts-per-step of its prompts)"
@@ -191,8 +191,10 @@ GRPO: dict[str, str] = (
             "--objective.entropy-coef (constant)",
         ),
         "reward-weights": "--reward FILE.py:NAME (one function; a rollout.Score names its components)",
-        "multi-objective-aggregation": "--reward FILE.py:NAME (one function; a rollout.Score names its components)",
-        "mask-truncated-completions": "--reward FILE.py:NAME (truncated answers earn 0 unless it takes `end`)",
+        "multi-objective-aggregation": "--advantage gdpo (compares each component that a rollout.Score names by itself)",
+        "mask-truncated-completions": "--overlong-filter",
+        "overlong-buffer.enable": "--overlong-buffer (its tokens)",
+        "overlong-buffer.len": "--overlong-buffer",
         "sync-ref-model": "the reference policy stays as it was at the start: leave it out",
         "ref-model-mixup-alpha": "the reference policy stays as it was at the start: leave it out",
         "ref-model-sync-steps": "the reference policy stays as it was at the start: leave it out",

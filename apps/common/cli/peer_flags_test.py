@@ -39,7 +39,7 @@ LINES = {
     ],
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2": ["is --parallel.tensor here"],
     "actor_rollout_ref.rollout.tensor_model_parallel_size=2": ["is --rollout.tensor-parallel"],
-    "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.1": ["into the loss"],
+    "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.1": ["--kl-in-reward (the coefficient"],
     "--lr_scheduler_type cosine --warmup_ratio 0.1": ["--trainer.lr-schedule", "--trainer.warmup-steps"],
     "actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.optim.lr=1e-6": ["--group-size", "--learning-rate"],
     "data.train_files=x.parquet data.train_batch_size=64": ["--data", "--prompts-per-step"],
@@ -149,6 +149,7 @@ SWITCHES = (
     "--trainer.reshard-after-forward",
     "--trainer.routing-replay",
     "--filter-groups.enable",
+    "--overlong-filter",
 )
 
 
