@@ -191,7 +191,7 @@ GRPO: dict[str, str] = (
             "--objective.entropy-coef (constant)",
         ),
         "reward-weights": "--reward FILE.py:NAME (one function; a rollout.Score names its components)",
-        "multi-objective-aggregation": "--advantage gdpo (compares each component that a rollout.Score names by itself)",
+        "multi-objective-aggregation": "--advantage gdpo (compares each component of a rollout.Score by itself)",
         "mask-truncated-completions": "--overlong-filter",
         "overlong-buffer.enable": "--overlong-buffer (its tokens)",
         "overlong-buffer.len": "--overlong-buffer",
