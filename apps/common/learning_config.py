@@ -6,6 +6,7 @@ from string import Formatter
 from typing import Literal
 
 from apps.common.cli.flags import flag
+from apps.common.named_values import named_values
 
 
 def refuse(problems: Iterator[str]) -> None:
@@ -14,6 +15,8 @@ def refuse(problems: Iterator[str]) -> None:
         raise ValueError(message)
 
 
+OTHER_REWARDS = {"gdpo": "its components", "turn_grpo": "those of turns"}
+"""Advantages that do not read the reward of a whole answer, and what they read."""
 SELF = "self"
 """Name of a teacher that is the policy itself."""
 
@@ -72,6 +75,9 @@ class RewardShaping:
     length_reward: float = 0.0
     """Weight of a reward from 0.5 for the shortest answer of a group to -0.5 for the longest; one without a reward gets
     0 at most (Kimi k1.5)."""
+    reward_weights: tuple[str, ...] = ()
+    """NAME=WEIGHT of reward components, 1 for those that are not named: their weighted sum is the reward that answers
+    are compared by, or with --advantage gdpo that of the advantages of each."""
     kl_in_reward: float = 0.0
     """Coefficient of the KL divergence from the model that the run starts from, taken from the reward of an answer, or
     of each token (--advantage reinforce_plus_plus)."""
@@ -84,6 +90,32 @@ class RewardShaping:
         for name in ("overlong_buffer", "length_reward", "kl_in_reward"):
             if not 0 <= getattr(self, name) < float("inf"):
                 yield f"{flag('shaping.' + name)} must be at least 0 and finite, got {getattr(self, name)}"
+        try:
+            weights = self.component_weights.items()
+        except ValueError as error:
+            yield str(error)
+            return
+        for name, weight in weights:
+            if not isinstance(weight, int | float) or not abs(weight) < float("inf"):
+                yield f"--reward-weights: the weight of {name} must be a finite number, got {weight!r}"
+
+    def apart(self, advantage: str) -> str | None:
+        """Return the flag by which other rewards are compared than those of whole answers, None without one."""
+        weighed = "--reward-weights" if self.reward_weights else None
+        return f"--advantage {advantage}" if advantage in OTHER_REWARDS else weighed
+
+    def of_the_reward(self, advantage: str) -> Iterator[str]:
+        """Yield texts of what changes the rewards of whole answers, where an advantage reads others."""
+        weights = ("reward_weights",) if advantage == "turn_grpo" else ()
+        for name in ("overlong_buffer", "length_reward", "kl_in_reward", *weights):
+            if advantage in OTHER_REWARDS and getattr(self, name):
+                reads = f"--advantage {advantage} reads {OTHER_REWARDS[advantage]}"
+                yield f"{flag('shaping.' + name)} changes the reward, and {reads}"
+
+    @property
+    def component_weights(self) -> dict[str, float]:
+        """The weights by the names of the components."""
+        return named_values(flag("shaping.reward_weights"), self.reward_weights, "correct=2")
 
 
 @dataclass(frozen=True)

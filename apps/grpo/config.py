@@ -308,12 +308,10 @@ class GrpoConfig:
         yield from allowed_problem(self.allow_idle_steps)
         if self.filter_groups.enable and self.cluster.schedule.mode not in get_args(Mode):
             yield "--filter-groups.enable has no effect with a schedule of your own: leave it out"
-        if self.filter_groups.enable and (self.advantage, self.filter_groups.metric) == ("gdpo", "reward"):
-            yield "--filter-groups.metric reward leaves out groups that --advantage gdpo learns from: set it to any"
-        if self.advantage == "gdpo":
-            for name in ("overlong_buffer", "length_reward", "kl_in_reward"):
-                if getattr(self.shaping, name):
-                    yield f"{flag('shaping.' + name)} changes the reward, and --advantage gdpo reads its components"
+        learns = self.shaping.apart(self.advantage)
+        if learns and self.filter_groups.enable and self.filter_groups.metric == "reward":
+            yield f"--filter-groups.metric reward leaves out groups that {learns} learns from: set it to any"
+        yield from self.shaping.of_the_reward(self.advantage)
         if self.control_run not in get_args(Control):
             yield f"--control-run must be one of {', '.join(get_args(Control))}, got {self.control_run!r}"
         if self.environment_processes is not None and self.environment_processes < 0:

@@ -13,8 +13,11 @@ from apps.grpo.shaping import shape
 from apps.grpo.step import advantages_of, train_on
 from apps.grpo.step_test import CONFIG, REWARDS, batch_with_advantages, episodes, recorder
 from objectives import GRPO
+from objectives.advantages import gdpo, per_token, turn_grpo
 from objectives.covariance_losses import high_covariance
+from objectives.token_advantages import at_turn_ends
 from rollout import Score, to_batch
+from schedules.config import FilterGroups
 from seqpack.batches.batch import jagged
 
 
@@ -94,9 +97,65 @@ def test_gdpo_compares_each_reward_component_of_its_own() -> None:
         advantages_of(batch, config, 0).unbind(), batch["loss_mask"].unbind(), want.tolist(), strict=True
     ):
         assert row[mask].tolist() == pytest.approx([value] * int(mask.sum()), rel=1e-5)
-    with pytest.raises(ValueError, match="every answer must have the same: there are answer, form and none"):
+    with pytest.raises(ValueError, match="the same of every answer: there are answer, form and none"):
         shape(batch, [replace(made[0], score=Score(1.0)), *made[1:]][::-1], config, recorder())
     with pytest.raises(
         ValueError, match="--length-reward changes the reward, and --advantage gdpo reads its components"
     ):
         replace(config, shaping=RewardShaping(length_reward=0.5))
+
+
+def test_reward_weights_make_the_reward_of_its_components_or_weigh_their_advantages() -> None:
+    parts = [(1.0, 10.0), (0.0, 10.0), (0.5, 40.0), (0.25, 0.0), (0.25, 5.0), (1.0, 0.0)]
+    made = [
+        replace(one, score=Score(-7.0, {"form": a, "answer": b})) for one, (a, b) in zip(episodes(), parts, strict=True)
+    ]
+    shaping = RewardShaping(reward_weights=("form=2", "answer=0.5"))
+    config = replace(CONFIG, advantage="dr_grpo", shaping=shaping)
+    batch = to_batch(made)
+    shape(batch, made, config, recorder())
+    assert batch["reward"].tolist() == pytest.approx([2 * a + 0.5 * b for a, b in parts])
+    weighed = to_batch(made)
+    shape(weighed, made, replace(config, advantage="gdpo"), recorder())
+    want = per_token(gdpo(torch.tensor(parts), weighed["group"], (2.0, 0.5)), weighed["loss_mask"])
+    for row, other in zip(
+        advantages_of(weighed, replace(config, advantage="gdpo"), 0).unbind(), want.unbind(), strict=True
+    ):
+        torch.testing.assert_close(row, other)
+    with pytest.raises(ValueError, match="--reward-weights: there is no reward component 'style', only answer, form"):
+        shape(batch, made, replace(config, shaping=RewardShaping(reward_weights=("style=1",))), recorder())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("form",), "--reward-weights 'form' is not NAME=VALUE, such as correct=2"),
+        (("form=heavy",), "--reward-weights: the weight of form must be a finite number"),
+        (("form=1e999",), "--reward-weights: the weight of form must be a finite number"),
+        (("form=1", "form=2"), "--reward-weights names form twice"),
+    ],
+)
+def test_weights_that_are_none_are_refused(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RewardShaping(reward_weights=words)
+
+
+def test_turn_grpo_learns_from_the_rewards_of_turns() -> None:
+    """The episodes of these tests have a call between two turns but for the shortest; turns without a reward get 0."""
+    given = [(1.0,), (0.0,), (0.5,), (0.0, 1.0), (1.0,), ()]
+    made = [replace(one, score=Score(9.0, turn_rewards=turns)) for one, turns in zip(episodes(), given, strict=True)]
+    config = replace(CONFIG, advantage="turn_grpo")
+    batch = to_batch(made)
+    shape(batch, made, config, recorder())
+    assert batch["reward"].tolist() == [9.0] * 6
+    want = turn_grpo(at_turn_ends(given, batch["loss_mask"]), batch["loss_mask"], batch["group"])
+    found = advantages_of(batch, config, 0)
+    for row, other in zip(found.unbind(), want.unbind(), strict=True):
+        assert torch.equal(row, other)
+    assert len(set(found.unbind()[3][batch["loss_mask"].unbind()[3]].tolist())) == 2
+    with pytest.raises(ValueError, match="no answer has any: give them to Score"):
+        shape(batch, episodes(), config, recorder())
+    with pytest.raises(ValueError, match="--reward-weights changes the reward, and --advantage turn_grpo reads those"):
+        replace(config, shaping=RewardShaping(reward_weights=("form=1",)))
+    with pytest.raises(ValueError, match="leaves out groups that --advantage turn_grpo learns from: set it to any"):
+        replace(config, filter_groups=FilterGroups(enable=True))

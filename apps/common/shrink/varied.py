@@ -86,7 +86,7 @@ class VariedEnvironment:
         """Return the environment's own score and the part."""
         score: Score = await self._environment.finish(end)
         part = self._text % PARTS / PARTS
-        return Score(score.reward + part, {**score.reward_components, "shrink": part})
+        return Score(score.reward + part, {**score.reward_components, "shrink": part}, score.turn_rewards)
 
     async def close(self) -> None:
         """Close the environment."""

@@ -161,7 +161,7 @@ def t_quantile(share: float, freedom: int) -> float:
     scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
 
     def below(end: float, parts: int = 2000) -> float:
-        points = [(1 + (end * i / parts) ** 2 / freedom) ** (-(freedom + 1) / 2) for i in range(parts + 1)]
+        points = [math.pow(1 + (end * i / parts) ** 2 / freedom, -(freedom + 1) / 2) for i in range(parts + 1)]
         total = points[0] + points[-1] + 4 * sum(points[1:-1:2]) + 2 * sum(points[2:-1:2])
         return 0.5 + scale * total * end / parts / 3
 

@@ -65,7 +65,7 @@ def tasks_of(config: GrpoConfig, model: Path) -> Tasks:
     refusals = Refusals()
     prepared = prepare(config, registered(config.recipe, ()), model, refusals)
     refusals.tell()
-    assert prepared is not None, "it was refused else"
+    assert prepared.tasks is not None, "it was refused else"
     return prepared.tasks
 
 

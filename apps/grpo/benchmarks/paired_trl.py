@@ -145,7 +145,7 @@ def check_prompts(trainer: GRPOTrainer, config: GrpoConfig, tasks: Tasks, model:
     """Raise ValueError unless the first step's prompts are the tokens that our sampler sees."""
     chat = chat_of(config, load_tokenizer(model), model)
     for task, row in zip(tasks.tasks(0, config.prompts_per_step), trainer.train_dataset, strict=False):
-        asked = tasks.environment(task)
+        asked: Any = tasks.environment(task)
         images = [row["image"]] if "image" in row else None
         prompt = row["prompt"] if images is None else prepare_multimodal_messages(row["prompt"], images=images)
         theirs, ours = trainer._tokenize_prompts([prompt])[0][0], chat.opening(asked.messages, asked.tools).ids

@@ -80,13 +80,9 @@ def compare_covariance(rows: Rows, core: Any, config: Callable[..., Any], loss_c
         )  # fmt: skip
         read = [rows.old, new, rows.advantages, rows.mask.double(), "token-mean", settings]
         want, _ = core.get_policy_loss_fn(name)(*read)
-        jagged = [
-            torch.nested.nested_tensor_from_jagged(x, ends.long())
-            for x in map(rows.packed, [rows.advantages, rows.new])
-        ]
-        chosen = losses.high_covariance(
-            *jagged, torch.nested.nested_tensor_from_jagged(mask, ends.long()), share, bounds
-        )
+        columns = rows.packed(rows.advantages), rows.packed(rows.new), mask
+        scores, policy, trained = (torch.nested.nested_tensor_from_jagged(x, ends.long()) for x in columns)
+        chosen = losses.high_covariance(scores, policy, trained, share, bounds)
         given = [rows.packed(x) for x in (again, rows.old, rows.advantages)]
         tokens = getattr(losses, name)(*given, chosen.values(), *((0.99, 99.0) if bounds else (0.7,))).loss
         got = losses.aggregate(tokens, mask, ends, "token", sum(LENGTHS), len(LENGTHS))

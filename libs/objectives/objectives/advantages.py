@@ -36,6 +36,7 @@ from torch import Tensor
 
 from objectives.choices import ESTIMATORS as ESTIMATORS
 from objectives.choices import check_group_size
+from objectives.token_advantages import later_sums
 from seqpack.batches.jagged import flattened, is_jagged, jagged_like, ragged
 from seqpack.batches.operations import index_select
 from seqpack.extensions.options import bound, inputs_of
@@ -44,6 +45,11 @@ BatchFunction = Callable[[TensorDict], Tensor]
 LENGTH = "response_length"
 COMPONENTS = "reward_components"
 """Key of a batch: f[B, K], the rewards that "gdpo" compares apart."""
+TOKEN_REWARDS = "token_rewards"
+"""Key of a batch: jagged (B, j), the reward of each turn at its last token and NaN elsewhere
+(`objectives.token_advantages.at_turn_ends`)."""
+WEIGHTS = "reward_weights"
+"""Key of a batch: f[B, K], alike in all rows, the weights of the reward components; 1 each without it."""
 INPUTS = {"rewards": "reward", "groups": "group", LENGTH: LENGTH, "batch": None}
 """What a function that is not registered may take, by its parameters' names, and the column that each is."""
 
@@ -107,6 +113,19 @@ def gdpo(rewards: Tensor, groups: Tensor, weights: Sequence[float] | None = None
     factors = [1.0] * rewards.shape[1] if weights is None else weights
     parts = [factor * grpo(column, groups, eps=eps) for factor, column in zip(factors, rewards.T, strict=True)]
     return grpo(torch.stack(parts).sum(0), torch.zeros_like(groups), eps=eps)
+
+
+def turn_grpo(token_rewards: Tensor, loss_mask: Tensor, groups: Tensor, eps: float = 1e-6) -> Tensor:
+    """Return the sum of the normalised rewards of a token's turn and of later ones, jagged f32 (B, j), 0 elsewhere.
+
+    DeepSeekMath's GRPO with process supervision (arXiv 2402.03300, section 4.1.3), with a turn as a step: `grpo` over
+    all rewards of all turns in a group. `token_rewards` jagged (B, j), NaN where none is (`token_advantages`).
+    """
+    values, lengths = _tokens(token_rewards)
+    given = ~values.isnan()
+    scores = torch.zeros_like(values)
+    scores[given] = grpo(values[given], groups[_row_of(lengths, values.device)][given], eps=eps).to(values)
+    return later_sums(jagged_like(scores, token_rewards), loss_mask)
 
 
 def reinforce_plus_plus(rewards: Tensor, lengths: Tensor | None = None, eps: float = 1e-6) -> Tensor:
@@ -308,7 +327,13 @@ def _maxrl(batch: TensorDict) -> Tensor:
 
 @register_estimator("gdpo", keys=(COMPONENTS, "group"))
 def _gdpo(batch: TensorDict) -> Tensor:
-    return gdpo(batch[COMPONENTS], batch["group"])
+    weights = batch[WEIGHTS][0].tolist() if WEIGHTS in batch.keys() else None  # noqa: SIM118
+    return gdpo(batch[COMPONENTS], batch["group"], weights)
+
+
+@register_estimator("turn_grpo", keys=(TOKEN_REWARDS, "group"))
+def _turn_grpo(batch: TensorDict) -> Tensor:
+    return turn_grpo(batch[TOKEN_REWARDS], batch["loss_mask"], batch["group"])
 
 
 @register_estimator("reinforce_plus_plus", min_group_size=1, keys=("reward", LENGTH))

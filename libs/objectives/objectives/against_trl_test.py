@@ -66,7 +66,7 @@ def of_trl(rows: Rows, entropy_coef: float, **settings: Any) -> Tensor:
     """TRL's loss of a whole step in one micro-batch: its method, with what it reads of a trainer in the trainer's
     place."""
     known = {"beta": 0.0, "importance_sampling_level": "token", "epsilon_low": 0.2, "epsilon_high": 0.28}
-    args = {"use_bias_correction_kl": False, "delta": None, "steps_per_generation": 1}
+    args: dict[str, Any] = {"use_bias_correction_kl": False, "delta": None, "steps_per_generation": 1}
     args |= {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
     accelerator = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)
     trainer = SimpleNamespace(
@@ -129,7 +129,7 @@ def test_loss_and_gradient_are_those_of_trl(name: str, seed: int) -> None:
     rows = Rows.drawn(seed)
     want = of_trl(rows, objective.entropy_coef, **settings)
     entropy = rows.one_after_another(rows.entropy) if objective.needs_entropy else None
-    totals = Totals(tokens=float(rows.trained.sum()), sequences=len(LENGTHS))
+    totals = Totals(tokens=int(rows.trained.sum()), sequences=len(LENGTHS))
     got, _ = objective(rows.one_after_another(rows.new), entropy, rows.packed(), totals)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     slopes = [torch.autograd.grad(loss, rows.new)[0] for loss in (got, want)]

@@ -44,6 +44,7 @@ GROUP_SIZES = {
     "rloo": 2,
     "maxrl": 2,
     "gdpo": 2,
+    "turn_grpo": 2,
     "reinforce_plus_plus": 1,
     "reinforce_plus_plus_baseline": 2,
 }

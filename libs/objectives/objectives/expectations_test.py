@@ -73,8 +73,8 @@ def test_k1_in_the_reward_has_the_gradient_of_the_penalised_reward() -> None:
 
     def loss_of(i: int, tokens: Tensor) -> Tensor:
         columns = torch.ones(len(tokens), dtype=torch.bool), tokens.detach(), log_probs(reference, ANSWERS[i]).detach()
-        jagged = [torch.nested.nested_tensor([column], layout=torch.jagged) for column in columns]
-        returns = returns_with_kl(REWARDS[i : i + 1], *jagged, COEF).values()
+        mask, new, ref = (torch.nested.nested_tensor([column], layout=torch.jagged) for column in columns)
+        returns = returns_with_kl(REWARDS[i : i + 1], mask, new, ref, COEF).values()
         return -(returns * tokens).sum()
 
     want = slope(-(probabilities(policy) * REWARDS).sum() + COEF * divergence(policy, reference), policy)

@@ -1,4 +1,10 @@
-"""Advantages that differ from token to token: returns with KL in the reward, and their normalisation over the batch."""
+"""Advantages that differ from token to token: rewards of turns, returns with KL in the reward, their normalisation.
+
+A *turn* is a run of trained tokens in a row, and its reward stands at the last of them.
+"""
+
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +32,33 @@ def returns_with_kl(
         reward.double() - values.flip(0).cumsum(0).flip(0)
         for reward, values in zip(rewards, cost.split(parts.lengths), strict=True)
     ]
+    return jagged_like(torch.where(mask, torch.cat(rows), 0.0).float(), loss_mask)
+
+
+def at_turn_ends(rewards: Sequence[Sequence[float]], loss_mask: Tensor) -> Tensor:
+    """Return the rewards of turns at their last tokens, jagged f32 (B, j) like `loss_mask`, and NaN elsewhere.
+
+    `rewards`: of each row, a number a turn; turns that have none get 0. Raises ValueError for more numbers than turns.
+    """
+    rows = []
+    for place, (given, mask) in enumerate(zip(rewards, loss_mask.unbind(), strict=True)):
+        ends = (mask & ~torch.cat([mask[1:], mask.new_zeros(1)])).nonzero()[:, 0]
+        if len(given) > len(ends):
+            raise ValueError(f"row {place} has {len(ends)} turns and {len(given)} turn rewards: give one a turn")
+        numbers = torch.zeros(len(ends))
+        numbers[: len(given)] = torch.tensor(given, dtype=torch.float32)
+        rows.append(torch.full((len(mask),), math.nan).index_put_((ends.cpu(),), numbers))
+    return jagged_like(torch.cat(rows).to(loss_mask.device), loss_mask)
+
+
+def later_sums(values: Tensor, loss_mask: Tensor) -> Tensor:
+    """Return the sum of each trained token's number and of those after it in its row, jagged f32 (B, j), 0 elsewhere.
+
+    `values`, `loss_mask` jagged (B, j); numbers of tokens that are not trained count too.
+    """
+    parts = ragged(values)
+    rows = [row.flip(0).cumsum(0).flip(0) for row in flattened(parts).double().split(parts.lengths)]
+    mask = flattened(ragged(loss_mask)).bool()
     return jagged_like(torch.where(mask, torch.cat(rows), 0.0).float(), loss_mask)
 
 

@@ -63,3 +63,12 @@ def test_a_negative_weight_is_refused() -> None:
     mask = jagged([[True]]).bool()
     with pytest.raises(ValueError, match="kl_coef must be a number at least 0"):
         returns_with_kl(torch.ones(1), mask, mask.float(), mask.float(), -math.pi)
+
+
+def test_reinforce_plus_plus_counts_tokens() -> None:
+    rewards, groups, lengths = torch.tensor([1.0, 0.0, 0.5]), torch.tensor([0, 0, 1]), torch.tensor([1, 3, 2])
+    tokens = rewards.repeat_interleave(lengths).double()
+    want = ((tokens - tokens.mean()) / (tokens.std() + 1e-6))[torch.tensor([0, 1, 4])]
+    torch.testing.assert_close(advantages.reinforce_plus_plus(rewards, lengths), want.float())
+    got = advantages.reinforce_plus_plus_baseline(rewards, groups, lengths)
+    torch.testing.assert_close(got, advantages.reinforce_plus_plus(torch.tensor([0.5, -0.5, 0.0]), lengths))

@@ -33,7 +33,7 @@ class FilterGroups:
     enable: bool = False
     """Leave groups whose rewards are all equal out of training, and sample other prompts in their place."""
     metric: str = "reward"
-    """What must differ in a group: reward, the name of a reward component, or any (the reward or a component)."""
+    """What must differ in a group: reward, the name of a reward component, or any (reward, component, turns)."""
     max_num_gen_batches: int = 10
     """Rounds of prompts that a step may sample; then it takes groups as they are. (fully_async: so many times the
     prompts of a step.)"""

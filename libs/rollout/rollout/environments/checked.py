@@ -33,7 +33,7 @@ def checked(value: object, kind: type[T], environment: object, method: str) -> T
     result: Any = value
     if isinstance(value, Score):
         components = {name: float(part) for name, part in value.reward_components.items()}
-        result = Score(float(value.reward), components)
+        result = Score(float(value.reward), components, map(float, value.turn_rewards))
     elif isinstance(value, StepResult):
         metrics = {name: float(number) for name, number in value.metrics.items()}
         result = replace(value, messages=tuple(value.messages), done=bool(value.done), metrics=metrics)
@@ -52,7 +52,8 @@ def where(environment: Any, method: str) -> str:
 def _problems(value: Observation | StepResult | Score) -> Iterator[str]:
     """Yield what is wrong with a result."""
     if isinstance(value, Score):
-        yield from _numbers({"a reward": value.reward} | dict(value.reward_components))
+        turns = {f"the reward of turn {turn}": number for turn, number in enumerate(value.turn_rewards, 1)}
+        yield from _numbers({"a reward": value.reward} | dict(value.reward_components) | turns)
         return
     yield from _messages(value.messages, "messages")
     if isinstance(value, Observation):

@@ -11,7 +11,7 @@ for `EpisodeFailed(reason, retryable=False)`, which is final. A run plays enviro
 (`rollout.environments.processes`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -101,30 +101,35 @@ class StepResult:
 
 @dataclass(frozen=True, init=False)
 class Score:
-    """Reward of an episode, and the components of it, for people.
+    """Reward of an episode, the components of it by name, and the rewards of its turns.
 
-    `parts` is the earlier name of `reward_components`. Raises ValueError, with the component's name, for what is not a
-    finite number.
+    An `--advantage turn_grpo` learns from `turn_rewards` alone: a number for each turn of the model's, in order; those
+    that have none get 0. `parts` is the earlier name of `reward_components`. Raises ValueError, with the component's
+    name, for what is not a finite number.
     """
 
     reward: float
     reward_components: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: tuple[float, ...] = ()
 
     def __init__(
         self,
         reward: float,
         reward_components: Mapping[str, float] | None = None,
+        turn_rewards: Iterable[float] = (),
         *,
         parts: Mapping[str, float] | None = None,
     ) -> None:
         components = next((mapping for mapping in (parts, reward_components) if mapping is not None), {})
         object.__setattr__(self, "reward", reward)
         object.__setattr__(self, "reward_components", components)
+        object.__setattr__(self, "turn_rewards", tuple(turn_rewards))
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        components = self.reward_components.items()
-        for name, value in (("reward", self.reward), *((f"reward component {n!r}", v) for n, v in components)):
+        components = [(f"reward component {name!r}", value) for name, value in self.reward_components.items()]
+        turns = [(f"the reward of turn {turn}", value) for turn, value in enumerate(self.turn_rewards, 1)]
+        for name, value in (("reward", self.reward), *components, *turns):
             if not isinstance(value, Real) or not abs(value) <= LARGEST:
                 raise ValueError(f"{name} is {value!r:.80}: a score is made of finite numbers, as float32 holds them")
 

@@ -88,6 +88,7 @@ class GymnasiumEnvironment:
         self._env: Any = None
         self._names: tuple[str, ...] = ()
         self._reward = 0.0
+        self._turn_rewards: list[float] = []
         self._unread = self._unread_in_a_row = 0
         self._cut_off = False  # by a limit of gymnasium's (`truncated`)
 
@@ -106,6 +107,12 @@ class GymnasiumEnvironment:
 
     async def step(self, reply: Reply) -> StepResult:
         """Return what follows the reply's action, or ask for an action."""
+        before = self._reward
+        result = await self._step(reply)
+        self._turn_rewards.append(self._reward - before)
+        return result
+
+    async def _step(self, reply: Reply) -> StepResult:
         if not reply.finished:
             return StepResult(metrics=self._metrics())
         action = self._action(reply.content)
@@ -121,11 +128,11 @@ class GymnasiumEnvironment:
         return StepResult(messages, done=done, metrics=self._metrics(), cut_off=self._cut_off)
 
     async def finish(self, end: End) -> Score:
-        """Return the sum of the rewards as the score."""
+        """Return the sum of the rewards as the score, with those of the turns."""
         reward = self._reward
         if end != "done" and self._task.cut_off_reward is not None:
             reward = self._task.cut_off_reward
-        return Score(reward, {"return": self._reward})
+        return Score(reward, {"return": self._reward}, self._turn_rewards)
 
     async def close(self) -> None:
         """Close the environment."""

@@ -109,6 +109,8 @@ def test_what_is_no_action_is_told_and_may_be_tried_again() -> None:
     answers = ["north", LAKE[0], "north", *LAKE[1:]]  # two, but not in a row
     (episode,) = play(task, lambda text, turn: answers[turn])
     assert (episode.reward, episode.metrics["unread_actions"]) == (1.0, 2)
+    assert episode.score is not None
+    assert episode.score.turn_rewards == (*[0.0] * (len(answers) - 1), 1.0)
     assert "write one of [left] [down] [right] [up]" in episode.messages[2]["content"]
 
 

@@ -44,7 +44,11 @@ def episodes(draw: st.DrawFn) -> Episode:
         task_id=draw(texts),
         attempt=draw(st.integers(0, 3)),
         segments=tuple(draw(st.lists(segments(), max_size=3))),
-        score=None if failed else Score(draw(rewards), draw(st.dictionaries(texts, rewards, max_size=2))),
+        score=None
+        if failed
+        else Score(
+            draw(rewards), draw(st.dictionaries(texts, rewards, max_size=2)), draw(st.lists(rewards, max_size=3))
+        ),
         end="failed" if failed else draw(st.sampled_from(["done", "length", "deadline"])),
         timings=draw(st.dictionaries(texts, floats, max_size=2)),
         error="broke" if failed else None,

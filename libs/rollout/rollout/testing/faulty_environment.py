@@ -37,9 +37,9 @@ class Faulty:
         return StepResult(metrics={"pid": os.getpid(), "home": float(os.getcwd() != "/")})
 
     async def finish(self, end: End) -> Score:
-        """Return 1."""
+        """Return 1, and the rewards of turns that the data names."""
         del end
-        return Score(1)
+        return Score(1, turn_rewards=self.context.data.get("turns", ()))
 
     async def close(self) -> None:
         """Do nothing."""

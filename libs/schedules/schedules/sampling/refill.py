@@ -36,7 +36,9 @@ def has_signal(group: Sequence[Episode], metric: str = "reward") -> bool:
     scores = [episode.score for episode in group if episode.score is not None]
     if metric in ("reward", "any"):
         components = [score.reward_components for score in scores] if metric == "any" else []
-        return len({score.reward for score in scores}) > 1 or any(part != components[0] for part in components)
+        turns = {reward for score in scores for reward in score.turn_rewards} if metric == "any" else ()
+        different = len({score.reward for score in scores}) > 1 or len(turns) > 1
+        return different or any(part != components[0] for part in components)
     if missing := [score for score in scores if metric not in score.reward_components]:
         names = ", ".join(missing[0].reward_components) or "none"
         raise ValueError(f"--filter-groups.metric {metric}: no such reward component; there are: {names}")

@@ -4,6 +4,7 @@ and go on."""
 import json
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -63,6 +64,8 @@ def test_a_group_has_signal_where_its_rewards_differ(rewards: Any, components: A
     found = group(0, *rewards, **components)
     assert {metric: has_signal(found, metric) for metric in signal} == signal
     if rewards[0] is not None:
+        turns = [replace(one, score=Score(1.0, turn_rewards=(0.0, 2.0))) for one in found]
+        assert [has_signal(turns, metric) for metric in ("reward", "any")] == [False, True]
         with pytest.raises(ValueError, match=r"--filter-groups.metric acc: no such reward component; there are: "):
             has_signal(found, "acc")
 

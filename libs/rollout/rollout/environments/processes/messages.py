@@ -112,7 +112,8 @@ def rebuild(plain: Any) -> Any:
 def pack_result(value: Observation | StepResult | Score) -> dict[str, Any]:
     """Return a checked result of an environment's method as plain data."""
     if isinstance(value, Score):
-        return {"reward": value.reward, "components": dict(value.reward_components)}
+        components = dict(value.reward_components)
+        return {"reward": value.reward, "components": components, "turns": list(value.turn_rewards)}
     head: dict[str, Any] = {"messages": pack_messages(value.messages)}
     if isinstance(value, Observation):
         tools = [[t.name, t.description, dict(t.parameters), t.timeout, t.max_characters] for t in value.tools]

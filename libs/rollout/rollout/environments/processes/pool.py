@@ -202,7 +202,7 @@ class ProcessEnvironment:
     async def finish(self, end: End) -> Score:
         """Return the environment's own score."""
         head = await self._call("finish", end=end)
-        return Score(head["reward"], head["components"])
+        return Score(head["reward"], head["components"], head["turns"])
 
     async def close(self) -> None:
         """Close the environment; a process of its own, or one in which something hangs, is killed with the last."""

@@ -47,6 +47,7 @@ def test_siblings_share_a_process_that_is_not_the_runs(shared: EnvironmentProces
     assert [e.score for e in episodes] == [Score(1.0)] * 4, [e.error for e in episodes]
     assert len({e.metrics["pid"] for e in episodes}) == 1
     assert episodes[0].metrics["pid"] != os.getpid()
+    assert [e.score for e in play(shared, turns=[0.5, 2])] == [Score(1.0, turn_rewards=(0.5, 2.0))] * 4
 
 
 @pytest.mark.parametrize(
