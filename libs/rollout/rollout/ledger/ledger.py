@@ -46,6 +46,7 @@ Fsync = Literal["always", "steps", "never"]
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SLACK = 1 << 20  # dead bytes from which a file is compacted
 _COPY_BYTES = 1 << 20
+_MEND = "put back the file that this run wrote, or begin a new run from its export (--model)"
 
 
 class RolloutLedger:
@@ -58,8 +59,8 @@ class RolloutLedger:
     After an error of a disk that is full, open it anew.
 
     Raises:
-        ValueError: another process holds it, a record is damaged, or the checkpoint is older than one that the ledger
-            knows to be whole.
+        ValueError: another process holds it, it is no ledger or damaged, the checkpoint is older than one that the
+            ledger knows to be whole, or of a step that it does not know. The text says what mends it.
     """
 
     def __init__(self, path: Path | str, step: int | None = None, fsync: Fsync = "steps") -> None:
@@ -189,12 +190,12 @@ class RolloutLedger:
             return len(MAGIC)
         with mmap.mmap(self._file, size, prot=mmap.PROT_READ) as data, memoryview(data) as view:
             if view[: len(MAGIC)] != MAGIC:
-                raise ValueError(f"{self.path} is not a ledger of this version: move it away")
+                raise ValueError(f"{self.path} is not a ledger of this version: {_MEND}")
             try:
                 with _without_gc():
                     end = self._fold(view)
             except ValueError as error:
-                raise ValueError(f"{self.path}: {error}") from error
+                raise ValueError(f"{self.path}: {error}; {_MEND}") from error
         os.ftruncate(self._file, end)
         return end
 
@@ -226,6 +227,11 @@ class RolloutLedger:
             raise ValueError(
                 f"{self.path} knows of a checkpoint of step {state.saved}, and the run would go on from step {step}: "
                 "bring that checkpoint back, or begin a new run"
+            )
+        if step > state.saved + len(state.batches):
+            raise ValueError(
+                f"{self.path} knows of no step {step}, whose checkpoint the run would go on from: it is another run's, "
+                f"an older copy, or was emptied; {_MEND}"
             )
         if step > state.saved:
             self.saved(step)  # the kill came between the checkpoint and its record

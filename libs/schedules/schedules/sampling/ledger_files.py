@@ -33,15 +33,24 @@ def refusal(names: Sequence[str], mode: Mode, world: int, done: int) -> str | No
         "one_step_off": sorted(PER_RANK.format(rank) for rank in range(world)),
         "fully_async": [SHARED],
     }
-    if list(names) == wanted[mode] or not (names or done):
+    if sorted(names) == sorted(wanted[mode]) or not (names or done):
         return None
-    before: Mode = "sync" if not names else "fully_async" if SHARED in names else "one_step_off"
+    lost = f"{', '.join(name for name in wanted[mode] if name not in names)} was deleted"
+    if not names:
+        return (
+            "this run's folder has no ledger: either it was begun under sync (go on with --schedule.mode sync), or "
+            f"{lost}: put it back, or begin a new run from its export (--model)"
+        )
+    before: Mode = "fully_async" if SHARED in names else "one_step_off"
     if before != mode:
         return (
             f"this run was begun under another schedule, and a checkpoint of {before} does not say what {mode} has "
             f"sampled ahead: go on with --schedule.mode {before}, or begin a new run from its export (--model)"
         )
+    if set(names) != {PER_RANK.format(rank) for rank in range(len(names))}:
+        return f"{lost}: put it back, or begin a new run from its export (--model)"
+    unless = f", unless {lost}: then put it back" if len(names) < world else ""
     return (
-        f"this run has {len(names)} ranks, and the answers that each sampled ahead are in its ledger: go on with "
-        f"--nproc-per-node {len(names)}, not {world}"
+        f"this run has {len(names)} ranks, and the answers that each sampled ahead are in its ledger{unless}: go on "
+        f"with --nproc-per-node {len(names)}, not {world}"
     )
