@@ -171,3 +171,10 @@ def test_experts_are_fewer_where_memory_is_short() -> None:
     changed = fit_experts(config, 40_000)
     assert changed["num_experts"] == config.num_experts < 64
     assert config.num_experts >= 2 * config.num_experts_per_tok
+
+
+def test_scores_of_plain_attention_on_an_accelerator_fit_its_memory() -> None:
+    """64 GiB of them were asked for at 32,768 tokens and 16 heads."""
+    few = layer_subset(tiny_config("attention", num_attention_heads=16, head_dim=16), torch.device("meta"), 32_768)
+    assert 16 * max(few.lengths) ** 2 <= true_width.PLAIN_SCORES < 16 * 32_768**2
+    assert few.not_crossed == ("the run's longest row",)

@@ -30,6 +30,8 @@ LOGITS = 2**30
 """Logits of one sequence that are in memory at once: longer ones are left out."""
 SCORES = 2**30
 """Scores of all heads of one sequence."""
+PLAIN_SCORES = 3 * 2**30
+"""The same in float32 on an accelerator, whose attention of grouped heads makes them all for the plain result."""
 HOST_VALUE, HOST_LOGIT = 36, 16
 """Bytes of a value and of a logit where the device's memory is the host's."""
 INDEX = 2**31
@@ -80,7 +82,7 @@ def layer_subset(config: Any, device: torch.device, longest: int = 0, tokens: in
                 f"{free / 1e9:.1f} GB are free: leave prove='full' out, or prove it on another machine"
             )
         logits = min(LOGITS, (free - HOST_VALUE * values) // HOST_LOGIT)
-    edges, fits = thresholds(text), longest_that_fits(model, logits)
+    edges, fits = thresholds(text), longest_that_fits(model, logits, None if free is not None else PLAIN_SCORES)
     lengths = tuple(one for one in proof_lengths(edges, min(max(longest, LONGEST), fits)) if one <= fits)
     reached = max(lengths, default=0)
     wanted = {**edges, "the run's longest row": longest - 1}
@@ -96,13 +98,13 @@ def free_host_memory() -> int:
     return 1024 * int(match[1]) if match else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def longest_that_fits(model: Any, logits: int = LOGITS) -> int:
+def longest_that_fits(model: Any, logits: int, scores: int | None) -> int:
     """Return the longest sequence whose logits fit memory, and whose scores do where stock attention makes them all."""
     text = model.config.get_text_config()
     most: int = logits // text.vocab_size
     if attention_function(model.config) == "eager":
-        most = min(most, math.isqrt(SCORES // text.num_attention_heads))
-    return most
+        scores = SCORES
+    return most if scores is None else min(most, math.isqrt(scores // text.num_attention_heads))
 
 
 def widest(model: Any) -> int:
