@@ -114,7 +114,8 @@ def widest(model: Any) -> int:
     chosen = max((value for name in CHOSEN if isinstance(value := getattr(text, name, None), int)), default=1)
     linear = [one.out_features for one in model.modules() if isinstance(one, nn.Linear) and one is not head]
     stacked = [chosen * max(one.shape[1:]) for one in model.parameters() if one.dim() == 3]
-    return max([text.hidden_size, *linear, *stacked])
+    most: int = max([text.hidden_size, *linear, *stacked])
+    return most
 
 
 def fit_experts(config: Any, values: int) -> dict[str, int]:
