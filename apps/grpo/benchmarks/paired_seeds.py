@@ -28,6 +28,11 @@ from typing import Any
 
 TASKS = ("quickstart", "tool", "image")
 SIDES = ("ours", "trl")
+COLUMNS = (
+    *("pairs", "ours %", "TRL %", "difference", "lower bound"),
+    *("ours s", "TRL s", "time ratio", "steps ratio", "CPU ratio"),
+)
+"""Of the table: accuracies are in percent, times the means of whole runs; a ratio is TRL's time over ours."""
 Row = dict[str, Any]
 
 
@@ -141,15 +146,15 @@ def read(folders: Iterable[Path]) -> list[Row]:
 
 
 def pairs_of(rows: Sequence[Row]) -> list[tuple[str, int, Row, Row]]:
-    """Return (task, seed, ours, TRL's) of each pair whose two sides ran at once; of several, the first."""
+    """Return (task, seed, ours, TRL's) of each pair whose two sides ran at once; of several of a length, the first."""
     sides: dict[tuple[str, int, float], dict[str, Row]] = {}
     for row in rows:
         if "error" not in row:
             sides.setdefault((row["task"], row["seed"], row["pair"]), {})[row["side"]] = row
-    found: dict[tuple[str, int], tuple[str, int, Row, Row]] = {}
+    found: dict[tuple[str, int, int], tuple[str, int, Row, Row]] = {}
     for (task, seed, _), of in sides.items():
         if set(SIDES) <= set(of):
-            found.setdefault((task, seed), (task, seed, of["ours"], of["trl"]))
+            found.setdefault((task, seed, of["ours"]["steps"]), (task, seed, of["ours"], of["trl"]))
     return list(found.values())
 
 
@@ -173,14 +178,15 @@ def t_quantile(share: float, freedom: int) -> float:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Return by task: pairs, mean accuracies and difference in points, its lower 95 % bound by a paired t, times."""
+    """Return by task and steps: pairs, mean accuracies, their difference and its lower 95 % bound (paired t), times."""
     out = {}
-    for task in dict.fromkeys(row["task"] for row in rows):
-        mine = [(ours, trl) for name, _, ours, trl in pairs_of(rows) if name == task]
-        if not mine:
-            continue
+    pairs = pairs_of(rows)
+    for kind in dict.fromkeys((task, ours["steps"]) for task, _, ours, _ in pairs):
+        task = "{}, {} steps".format(*kind)
+        mine = [(ours, trl) for name, _, ours, trl in pairs if (name, ours["steps"]) == kind]
         differences = [100 * (ours["accuracy"] - trl["accuracy"]) for ours, trl in mine]
         ours_s, trl_s = (sum(pair[side]["seconds"] for pair in mine) / len(mine) for side in (0, 1))
+        ours_steps, trl_steps = (sum(pair[side].get("steps_seconds", math.nan) for pair in mine) for side in (0, 1))
         ours_cpu, trl_cpu = (sum(pair[side]["cpu_seconds"] for pair in mine) for side in (0, 1))
         mean = statistics.fmean(differences)
         out[task] = {
@@ -191,6 +197,7 @@ def summary(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
             "ours s": ours_s,
             "TRL s": trl_s,
             "time ratio": trl_s / ours_s,
+            "steps ratio": trl_steps / ours_steps,
             "CPU ratio": trl_cpu / ours_cpu,
         }
         if len(mine) > 1:
@@ -201,10 +208,9 @@ def summary(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
 
 def table(rows: Sequence[Row]) -> str:
     """Return the summary as a table for people."""
-    columns = ("pairs", "ours %", "TRL %", "difference", "lower bound", "ours s", "TRL s", "time ratio", "CPU ratio")
-    lines = ["".join([f"{'task':<12}", *(f"{name:>13}" for name in columns)])]
+    lines = ["".join([f"{'task':<22}", *(f"{name:>13}" for name in COLUMNS)])]
     for task, row in summary(rows).items():
-        lines.append("".join([f"{task:<12}", *(f"{row.get(name, math.nan):>13.2f}" for name in columns)]))
+        lines.append("".join([f"{task:<22}", *(f"{row.get(name, math.nan):>13.2f}" for name in COLUMNS)]))
     return "\n".join(lines)
 
 

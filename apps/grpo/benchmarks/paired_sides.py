@@ -31,6 +31,7 @@ from apps.grpo.config import GrpoConfig, WarmStart
 from apps.grpo.main import run
 from apps.grpo.preflight import prepare
 from apps.grpo.registry import registered
+from runlog import read_metrics
 from schedules.runtime.interrupts import Runner
 
 Side = Literal["warm", "ours", "trl"]
@@ -49,6 +50,8 @@ class Trained:
     """Wall-clock time from the warm model on disk to the trained one, without the imports."""
     cpu_seconds: float
     model: Path
+    steps_seconds: float = 0.0
+    """Of `seconds`, those of the steps: without our checks, evaluations and report, and without the setup of either."""
 
 
 def settings(task: str, seed: int, steps: int) -> GrpoConfig:
@@ -89,7 +92,9 @@ def ours(config: GrpoConfig, folder: Path) -> Trained:
     begun, cpu = time.perf_counter(), time.process_time()
     nothing = WarmStart(steps=0)
     result = run(replace(config, model=folder / "warm", warm_start=nothing, run_dir=folder / "ours"))
-    return Trained(time.perf_counter() - begun, time.process_time() - cpu, result.run_dir / "export")
+    spent = time.perf_counter() - begun, time.process_time() - cpu
+    steps = sum(row.get("time/step_s", 0.0) for row in read_metrics(result.run_dir))
+    return Trained(*spent, result.run_dir / "export", steps)
 
 
 def trl(config: GrpoConfig, folder: Path) -> Trained:
@@ -100,11 +105,13 @@ def trl(config: GrpoConfig, folder: Path) -> Trained:
     tasks = tasks_of(config, folder / "warm")
     begun, cpu = time.perf_counter(), time.process_time()
     trainer = trainer_of(config, tasks, folder / "warm", folder / "trl")
+    stepping = time.perf_counter()
     trainer.train()
+    steps = time.perf_counter() - stepping
     model = folder / "trl" / "export"
     shutil.copytree(folder / "warm", model, dirs_exist_ok=True)
     trainer.model.save_pretrained(model)
-    trained = Trained(time.perf_counter() - begun, time.process_time() - cpu, model)
+    trained = Trained(time.perf_counter() - begun, time.process_time() - cpu, model, steps)
     check_prompts(trainer, config, tasks, folder / "warm")
     return trained
 
@@ -130,6 +137,7 @@ def result_of(task: str, seed: int, side: str, folder: Path, steps: int) -> dict
         "accuracy": accuracy(config, task, trained.model),
         "held_out": HELD_OUT[task],
         "seconds": round(trained.seconds, 2),
+        "steps_seconds": round(trained.steps_seconds, 2),
         "cpu_seconds": round(trained.cpu_seconds, 2),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "budget": {
