@@ -16,7 +16,7 @@ from apps.grpo.config import GrpoConfig, WarmStart
 from apps.grpo.main import run
 from apps.grpo.registry import recipes
 from apps.grpo.step import GrpoTrainer
-from rollout import Episode
+from rollout import Episode, to_batch
 from runlog.health import check_health
 from schedules.config import ScheduleConfig
 from schedules.protocols import WeightExport
@@ -88,7 +88,7 @@ def shift(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def test_a_shifted_mask(healthy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "to_batch", shift(step.to_batch))
+    monkeypatch.setattr(step, "to_batch", shift(to_batch))
     with pytest.raises(SamplerMismatchError, match=r"step 1: .* the sampler has another distribution"):
         run(again(healthy, tmp_path))
 

@@ -45,7 +45,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
 """Tokens of a micro-batch, rows of a step, and settings by name."""
 
 
-def measure(device: str, name: str) -> None:
+def measure(device: Any, name: str) -> None:
     """Print a JSON line of a case."""
     tokens, rows, settings = CASES[name]
     shape, cuda = SHAPE, device == "cuda"
