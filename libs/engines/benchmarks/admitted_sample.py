@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from engines import EngineConfig, build_engine
+from engines.proofs.every_type import MISSING_FIELDS
 from engines.prove.generic_family import is_inside
 from engines.prove.proof import small_config
 from engines.tiny import tiny_batch
@@ -22,7 +23,7 @@ SEED = 1234
 
 def largest_difference(kind: str) -> float:
     """Return the largest difference of a log-prob between an engine over packed rows and stock transformers."""
-    config = small_config(AutoConfig.for_model(kind))
+    config = small_config(AutoConfig.for_model(kind, **MISSING_FIELDS.get(kind, {})))
     auto: Any = AutoModelForImageTextToText if is_inside(config) else AutoModelForCausalLM
     torch.manual_seed(SEED)
     batch = tiny_batch(LENGTHS, vocab=60)

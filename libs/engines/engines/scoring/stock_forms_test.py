@@ -50,6 +50,18 @@ def test_recomputed_layers_find_the_context_of_their_own_pass(kind: str) -> None
         assert largest(got_gradients[name] - grad) <= 1e-3 * max(largest(grad), 1e-3), name
 
 
+def test_padding_has_no_keys_of_another_row() -> None:
+    """Layers that share chosen keys: those of the first token of 57 lie behind the end of rows of 26."""
+    config = small_config(AutoConfig.for_model("hy_v4"))
+    model: Any = random_model(config)
+    rows = sequences((57, 26, 18), 64)
+    row = pack_sequences(make_batch([{"input_ids": ids} for ids in rows]))
+    want = torch.cat([model(input_ids=ids[None], use_cache=False).logits[0] for ids in rows])
+    with torch.no_grad(), admitted(config, generic_family(config)), packed_layers(model):
+        got = packed_logits(model, row)
+    torch.testing.assert_close(got, want.detach(), atol=1e-4, rtol=0, check_dtype=False)
+
+
 def test_what_is_made_of_a_mask_carries_its_context() -> None:
     context = PackedContext(torch.tensor([0, 2, 5], dtype=torch.int32), 3)
     mask = ContextMask.of(context)

@@ -62,6 +62,9 @@ def _in_rows(
         options = {
             name: at_places(value, place, tokens, name) for name, value in given.items() if name != "attention_mask"
         }
+        for name, keys in options.items():
+            if _are_keys(keys, number):  # padding has no keys: those of another row may lie behind the end of this one
+                options[name] = keys.masked_fill((number == 0)[..., None], 0)
         below = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
         if window := getattr(layer, "sliding_window", None):
             below = below.triu(1 - window)
