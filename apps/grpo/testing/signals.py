@@ -60,7 +60,7 @@ def play(run_dir: Path, schedule: ScheduleConfig, moments: int, seed: int) -> li
     child, befell = started(), list[str]()
     for kind in kinds:
         _await_step(run_dir, child)
-        time.sleep(draw.uniform(0, 1))
+        time.sleep(draw.uniform(0, 3) * _await_step(run_dir, child))
         assert child.is_alive(), f"the run was whole too soon, after {befell}"
         _ACTS[kind](child, run_dir, draw)
         befell.append(kind)
@@ -74,13 +74,14 @@ def play(run_dir: Path, schedule: ScheduleConfig, moments: int, seed: int) -> li
     return befell
 
 
-def _await_step(run_dir: Path, child: ForkProcess, seconds: float = 300) -> None:
-    """Wait until the run has trained a step since its last start, and one more than now."""
-    before, until = _steps(run_dir), time.monotonic() + seconds
-    while _steps(run_dir) <= max(before, 0) and time.monotonic() < until:
+def _await_step(run_dir: Path, child: ForkProcess, seconds: float = 300) -> float:
+    """Wait until the run has trained a step since its last start, and one more than now; return how long that took."""
+    before, began = _steps(run_dir), time.monotonic()
+    while _steps(run_dir) <= max(before, 0) and time.monotonic() < began + seconds:
         assert child.is_alive(), f"the run ended with {child.exitcode}"
         time.sleep(0.01)
     assert _steps(run_dir) > 0
+    return time.monotonic() - began
 
 
 def _steps(run_dir: Path) -> int:
