@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.tools.sandbox import seccomp
+from rollout.tools.sandbox.bubblewrap import bubblewrap_command
 from rollout.tools.sandbox.run import encoded
 from rollout.tools.sandbox.sandbox import Limits, Program, Sandbox, SandboxDiedError
 
@@ -280,3 +281,13 @@ def test_the_bound_of_threads_is_each_programs_own() -> None:
     refused = "can't start new thread" in box.run(hold.replace("12", "20")).output
     assert refused is not runs_as_the_machines_root()
     box.close()
+
+
+def test_bubblewrap_shows_all_modules_of_the_server() -> None:
+    """Seen without that program: what the server imports of this library is what a run's root has."""
+    code = f"import sys; sys.path.append({ROOT!r}); from rollout.tools.sandbox import server; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True)
+    imported = {name.rpartition(".")[2] for name in done.stdout.split() if name.startswith("rollout.tools.sandbox.")}
+    command = bubblewrap_command("bwrap", Path(ROOT), [], 1, (), ())
+    shown = {Path(word).stem for word in command if word.startswith("/server/") and not word.endswith("__init__.py")}
+    assert imported <= shown
