@@ -159,6 +159,11 @@ def check_request(prompt_ids: Sequence[int], sampling: Sampling, vocab_size: int
     """
     if not len(prompt_ids):
         raise ValueError("an empty prompt cannot be continued; give at least one token")
+    if sampling.stop:
+        raise ValueError(
+            f"an engine has no text, so stop={sampling.stop!r} has no effect here: give stop_token_ids, or sample in a "
+            "conversation (run_episode, run_group), or by rollout.chat.stop_texts.generate_until"
+        )
     for what, ids in (("prompt", prompt_ids), ("sampling.stop_token_ids", sampling.stop_token_ids)):
         end = sys.maxsize if vocab_size is None else vocab_size
         if len(ids) and not (min(ids) >= 0 and max(ids) < end):

@@ -32,6 +32,8 @@ class Sampling:
     """Subtrahend of the logit of a token for each time that the completion has it."""
     repetition_penalty: float = 1.0
     """Divisor of the positive logits, and factor of the negative ones, of tokens in prompt and completion."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response, each with the token that completes it; in conversations, not in engines."""
 
     @property
     def penalizes(self) -> bool:
@@ -68,6 +70,8 @@ class Sampling:
                 yield f"{name} must lie in [-2, 2], got {getattr(self, name)}"
         if not 0 < self.repetition_penalty < float("inf"):
             yield f"repetition_penalty must be above 0 and finite, got {self.repetition_penalty}; 1 is none"
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            yield f"stop is a tuple of texts, none of them empty, got {self.stop!r}"
         drawn = self.temperature != 1 or self.top_k or self.top_p != 1 or self.min_p or self.seed is not None
         if self.greedy and drawn:
             yield "greedy ignores temperature, min_p, top_k, top_p and seed; leave them at their defaults"

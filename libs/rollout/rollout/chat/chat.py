@@ -287,8 +287,13 @@ class Chat:
             self._replies[known] = reply
         return reply
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens included."""
+        text = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text)
+
     def _read(self, sampled: Sequence[int], finished: bool, tools: Sequence[Tool], calls_before: int) -> Reply:
-        text = self.tokenizer.decode(list(sampled), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self.decode(sampled)
         schemas = [t.schema for t in tools]
         if getattr(self.tokenizer, "backend_tokenizer", None) is None:
             parsed = parse(text, self.tool_format, schemas, prefill=self.prefill)

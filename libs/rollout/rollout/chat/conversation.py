@@ -20,6 +20,7 @@ from rollout.chat.chat import Chat
 from rollout.chat.images import RenderedPrompt
 from rollout.chat.messages import Message, Reply
 from rollout.chat.segment import Segment, Stream
+from rollout.chat.stop_texts import generate_until
 from rollout.chat.token_budget import TokenBudget
 from rollout.engine import Completion, RolloutEngine, Sampling, StopReason
 from rollout.seeds import derive_seed
@@ -70,6 +71,7 @@ class Conversation:
         self.turns = 0
         self.calls = 0
         self.stop_reason: StopReason | None = None
+        self._stopped_by_text = False
         self._outline = chat.outline()
         opened = chat.opening(messages, tools)
         if not self._fits(len(opened.ids)):
@@ -111,8 +113,9 @@ class Conversation:
         self._streams[-1].sampled(completion)
         self.turns += 1
         self.stop_reason = completion.stop_reason
-        finished = completion.stop_reason == "stop"
+        finished = completion.stop_reason == "stop" and not self._stopped_by_text
         reply = self._chat.read(completion.ids, finished, self.tools, calls_before=self.calls)
+        reply = replace(reply, finished=True) if self._stopped_by_text else reply
         self.calls += len(reply.tool_calls)
         self.messages.append(_assistant_message(reply))
         return reply
@@ -125,7 +128,13 @@ class Conversation:
             seed=None if self._seed is None else derive_seed(self._seed, "turn", self.turns),
         )
         stream = self._streams[-1]
-        return await self._engine.generate(list(stream.ids), sampling, stream.media, deadline=self._deadline)
+        ids, deadline = list(stream.ids), self._deadline
+        if not sampling.stop:
+            return await self._engine.generate(ids, sampling, stream.media, deadline=deadline)
+        completion, self._stopped_by_text = await generate_until(
+            self._engine, self._chat.decode, ids, sampling, stream.media, deadline=deadline
+        )
+        return completion
 
     def add_messages(self, messages: Sequence[Message]) -> bool:
         """Add the messages of others after a turn. Return False, and add nothing, where `max_tokens` leaves no token.
@@ -133,7 +142,7 @@ class Conversation:
         Raises ValueError for messages that the template refuses.
         """
         stream = self._streams[-1]
-        stop = stream.ids[-1] if self.stop_reason == "stop" else None
+        stop = stream.ids[-1] if self.stop_reason == "stop" and not self._stopped_by_text else None
         following = self._chat.follow(self.messages, messages, self.tools, stop, self._outline)
         if following is None:
             return self.go_on_from([*self.messages, *messages])

@@ -110,7 +110,9 @@ class ChatRequest:
             del settings["temperature"]
             limit = settings.get("max_new_tokens", default.max_new_tokens)
             penalties = {name: value for name, value in settings.items() if name.endswith("_penalty")}
-            return Sampling(greedy=True, max_new_tokens=limit, stop_token_ids=default.stop_token_ids, **penalties)
+            return Sampling(
+                greedy=True, max_new_tokens=limit, stop_token_ids=default.stop_token_ids, stop=default.stop, **penalties
+            )
         if default.greedy and settings.keys() - {"max_new_tokens"}:
             settings["greedy"] = False
         try:

@@ -20,7 +20,7 @@ from rollout.episodes.runner import together
 from rollout.gateway.answers import Answer, CompletionHeader
 from rollout.gateway.chat_request import ChatRequest, RequestError, refuse
 from rollout.gateway.recorder import Turn
-from rollout.gateway.sampling_choice import Choice, ChoiceReader, decode
+from rollout.gateway.sampling_choice import Choice, ChoiceReader
 from rollout.gateway.session import LiveSession
 from rollout.seeds import derive_seed
 
@@ -70,12 +70,12 @@ class ChoiceTask:
         return Answer(self.head, self._turn.prompt_ids, choices)
 
     async def _choice(self, index: int, sampling: Sampling) -> tuple[Choice, list[dict[str, Any]]]:
-        request, turn = self.request, self._turn
+        request, turn = replace(self.request, stop=(*self.request.stop, *sampling.stop)), self._turn
         reader = ChoiceReader(
             self._chat,
             request,
             index,
-            prefill=self._chat.prefill + decode(self._chat, turn.given),
+            prefill=self._chat.prefill + self._chat.decode(turn.given),
             stop_ids=sampling.stop_token_ids,
             number=self._live.recorder.number_call,
         )
@@ -85,7 +85,7 @@ class ChoiceTask:
         completion = await sample(
             self._engine,
             turn.prompt_ids,
-            sampling,
+            replace(sampling, stop=()),  # the reader looks for them
             f"{self._number}.{index}",
             self._live.limits.deadline,
             partial(self._hear, reader) if listen else None,

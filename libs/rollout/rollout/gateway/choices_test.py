@@ -167,3 +167,18 @@ def test_all_that_a_session_samples_stays_within_its_tokens() -> None:
             return content
 
     serve(engine, agent)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_stop_texts_of_the_sessions_sampling_end_a_turn(temperature: float) -> None:
+    engine = Script("to the END and more<|im_end|>")
+    contents = []
+
+    async def agent(gateway: TokenGateway) -> None:
+        async with client(gateway) as api:
+            answer = await ask(api, QUESTION, temperature=temperature)
+            contents.append((answer.message.content, answer.finish_reason))
+
+    serve(engine, agent, sampling=Sampling(stop=("END",)))
+    assert contents == [("to the ", "stop")]
+    assert engine.samplings[0].stop == ()

@@ -2,16 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from chat_tools.parsing.formats import find_format
 from rollout.chat.chat import Chat
 from rollout.chat.messages import Message
+from rollout.chat.turn_detokenizer import TurnDetokenizer, min_tokens_with
 from rollout.engine import Completion
 from rollout.gateway.chat_request import ChatRequest, read_message
 from rollout.gateway.forced_call import openings
-from rollout.gateway.turn_detokenizer import TurnDetokenizer, min_tokens_with
 from rollout.gateway.turn_message import Delta, TurnMessage
 
 
@@ -46,7 +45,7 @@ class ChoiceReader:
         number: Callable[[], int],
     ) -> None:
         self._chat, self._request, self._index = chat, request, index
-        self._text = TurnDetokenizer(lambda ids: decode(chat, ids), request.stop, stop_ids)
+        self._text = TurnDetokenizer(chat.decode, request.stop, stop_ids)
         schemas = [tool.schema for tool in request.tools]
         self._message = TurnMessage(chat.tool_format, schemas, prefill, may_call=request.may_call, number=number)
         self._log_probs: list[float] = []
@@ -77,15 +76,13 @@ class ChoiceReader:
                 self._called = len(self._text.ids) if "tool_calls" in delta else self._called
             elif self._text.kept is None:
                 fmt, rest = find_format(self._chat.tool_format), self._text.ids[self._called :]
-                text = decode(self._chat, rest)
+                text = self._chat.decode(rest)
                 for opening in openings(fmt):
                     text = text.partition(opening)[0]
                 marks = [
                     mark for _, mark in (*fmt.calls, *([fmt.section] if fmt.section else [])) if mark and mark in text
                 ]
-                self._text.kept = self._called + (
-                    min_tokens_with(partial(decode, self._chat), rest, marks) if marks else 0
-                )
+                self._text.kept = self._called + (min_tokens_with(self._chat.decode, rest, marks) if marks else 0)
         return kept
 
     def finish(self, completion: Completion) -> tuple[Choice, list[dict[str, Any]]]:
@@ -143,16 +140,11 @@ class ChoiceReader:
         return piece
 
 
-def decode(chat: Chat, ids: Sequence[int]) -> str:
-    """Decode ids into text, special tokens included."""
-    return str(chat.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
 def log_prob_entries(chat: Chat, ids: Sequence[int], log_probs: Sequence[float]) -> list[dict[str, Any]]:
     """Return an entry for each sampled token, the stop token included; one that is no whole character has no bytes."""
     entries = []
     for token, log_prob in zip(ids, log_probs, strict=True):
-        text = decode(chat, [token])
+        text = chat.decode([token])
         whole = None if "\ufffd" in text else list(text.encode())
         entries.append({"token": text, "logprob": log_prob, "bytes": whole, "top_logprobs": []})
     return entries

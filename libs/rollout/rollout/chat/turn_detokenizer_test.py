@@ -1,13 +1,24 @@
 """A turn's text is the same however its tokens come, and a stop text ends it at the same token."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.gateway.turn_detokenizer import TurnDetokenizer
-from rollout.testing.gateway import decode, encode
+from rollout.chat.turn_detokenizer import TurnDetokenizer
+from rollout.testing.chat import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+
+
+def encode(text: str) -> list[int]:
+    return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+
+
+def decode(ids: Sequence[int]) -> str:
+    return str(TOKENIZER.decode(list(ids)))
+
 
 END = encode("<|im_end|>")
 TEXTS = st.text("abé😀 \n", max_size=14)
