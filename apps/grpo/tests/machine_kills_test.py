@@ -13,7 +13,7 @@ import pytest
 from apps.common.run.config_file import CONFIG_NAME
 from apps.common.testing.machines import machines, missing, start_torchrun
 from apps.grpo.testing.on_machines import SCHEDULES, config_of
-from apps.grpo.testing.schedules import assert_nothing_lost
+from apps.grpo.testing.schedules import assert_nothing_lost, log_of
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 MOMENTS = int(os.environ.get("MOMENTS", "1"))
@@ -34,8 +34,8 @@ def test_no_task_is_lost_or_trained_twice(mode: str, tmp_path: Path) -> None:
             resume = ["--resume"] if (run_dir / CONFIG_NAME).is_file() else []
             running = start_torchrun(order, 1, 29520, folder, [*program, *resume])
             if kills < MOMENTS:
-                _wait_for_steps(run_dir, 0 if number == 0 else 1)
-                time.sleep(draw.uniform(0, 6))
+                _wait_for_start(run_dir, number + 1)  # torchrun alone would wait for its peer by its own timeout
+                time.sleep(draw.uniform(0, 12))
                 if all(process.poll() is None for process in running):
                     victim = draw.randrange(2)
                     order[victim].kill()
@@ -50,9 +50,11 @@ def test_no_task_is_lost_or_trained_twice(mode: str, tmp_path: Path) -> None:
     assert_nothing_lost(run_dir, config_of(run_dir, mode, steps, 2))
 
 
-def _wait_for_steps(run_dir: Path, rows: int) -> None:
-    """Wait until a run has begun: it has its configuration, or as many rows of metrics."""
+def _wait_for_start(run_dir: Path, starts: int) -> None:
+    """Wait until rank 0 has written to the independent log that it begins for the time `starts`."""
     end = time.monotonic() + SECONDS
-    path = run_dir / ("metrics.jsonl" if rows else CONFIG_NAME)
-    while not path.is_file() and time.monotonic() < end:
+    while time.monotonic() < end:
+        if log_of(run_dir).is_file() and log_of(run_dir).read_text().count('"from"') >= starts:
+            return
         time.sleep(0.05)
+    raise AssertionError("the run did not begin")

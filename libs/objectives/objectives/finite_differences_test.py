@@ -80,8 +80,8 @@ def test_the_entropy_bonus_and_dpo() -> None:
     bonus = GRPO(entropy_coef=0.2)
     assert torch.autograd.gradcheck(lambda x: bonus(new.detach(), x, batch, totals)[0], [entropy], eps=1e-7, atol=1e-6)
     pairs = [x.clone().requires_grad_() for x in -torch.rand(2, 5, dtype=torch.float64)]
-    references = -torch.rand(2, 5, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda one, other: dpo_loss(one, other, *references, beta=0.7).sum(), pairs)
+    first, second = -torch.rand(2, 5, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda one, other: dpo_loss(one, other, first, second, beta=0.7).sum(), pairs)
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])

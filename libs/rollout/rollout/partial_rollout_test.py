@@ -3,6 +3,7 @@
 import asyncio
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -126,7 +127,7 @@ def test_other_ends_are_ends(reason: StopReason) -> None:
 def test_penalties_that_count_the_completion_alone_are_refused(name: str) -> None:
     engine = ResumableEngine(NativeEngine(tiny_model(VOCAB, layers=2)))
     with pytest.raises(ValueError, match="take repetition_penalty"):
-        asyncio.run(engine.generate(PROMPT, Sampling(**{name: 1.0})))
+        asyncio.run(engine.generate(PROMPT, replace(Sampling(), **cast(Any, {name: 1.0}))))
 
 
 def test_a_cancelled_answer_is_not_continued() -> None:

@@ -26,20 +26,20 @@ from rollout.testing.scripted import ScriptedEngine
 TOKENIZER = tiny_tokenizer()
 
 
-class Guess(Action):
+class Guess(Action):  # type: ignore[misc]
     """A number."""
 
     message: str
 
 
-class Hint(Observation):
+class Hint(Observation):  # type: ignore[misc]
     """What is said of it."""
 
     text: str
     number: int | None = None
 
 
-class Guessing(Environment[Guess, Hint, State]):
+class Guessing(Environment[Guess, Hint, State]):  # type: ignore[misc]
     """A number from 1 to 9 by the seed; each guess costs a tenth."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
