@@ -94,6 +94,7 @@ def _become_server(paths: list[str], channel: socket.socket, left: int, mapped: 
         proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY) if programs else -1
         if programs:
             Usage(proc)  # tries it
+            _try_bound_of_processes()
         namespaces.move_in(paths, programs)
         folder = namespaces.work_folder(paths)
         _try_confinement(folder)
@@ -111,6 +112,26 @@ def _become_server(paths: list[str], channel: socket.socket, left: int, mapped: 
         _start_run(folder, *descriptors)
 
     serve(channel, start)
+
+
+def _try_bound_of_processes() -> None:
+    """Raise OSError where the kernel does not bound the number of a program's processes, as it does for no program of
+    the machine's root: a fork bomb would take the machine."""
+    child = os.fork()
+    if child == 0:
+        with exit_on_error(2):
+            kernel.drop_capabilities(namespaces.NOBODY, count_apart=True)
+            resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+            try:
+                os.fork()
+            except BlockingIOError:
+                os._exit(0)
+        os._exit(1)
+    if os.waitpid(child, 0)[1]:
+        raise OSError(
+            "programs that start others need a bound of their number, and the kernel has none for the machine's root, "
+            "the only user here: run as another user, or outside of a container that maps root alone"
+        )
 
 
 def _try_confinement(folder: str) -> None:

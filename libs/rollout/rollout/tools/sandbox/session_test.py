@@ -5,6 +5,8 @@ The host's side (its processes, its files) is looked at besides.
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -153,6 +155,15 @@ def test_a_fork_bomb_is_bounded(sandbox: SessionSandbox, session: NamespaceSessi
     ran = session.python("import os\npids = []\nwhile True: pids.append(os.fork() or os._exit(0) or 0)")
     assert "BlockingIOError" in ran.output or ran.reason is not None
     assert session.shell("echo well").output == "well\n"
+
+
+def test_there_are_no_sessions_where_the_kernel_bounds_no_processes() -> None:
+    """As in a namespace that maps the machine's root alone."""
+    code = "from rollout.tools.sandbox.session import SessionSandbox; SessionSandbox().start()"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = ["unshare", "-U", "-r", sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert "SandboxRefusedError: programs that start others need a bound of their number" in done.stderr
 
 
 def test_nothing_runs_on_in_the_background(sandbox: SessionSandbox, session: NamespaceSession) -> None:
