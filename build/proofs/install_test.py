@@ -220,7 +220,7 @@ def test_a_tree_builds_with_what_it_asks_for(without_ours: Path, tmp_path: Path)
 def test_extras_ask_for_what_the_tests_ran_with(library: str) -> None:
     """The locks hold each requirement of each extra at a version that it allows, so that none is a guess."""
     versions: dict[str, str] = {}
-    for lock in ["extras", "cpu"]:
+    for lock in ["openenv", "extras", "cpu"]:
         text = (ROOT / "build/locks" / f"{lock}.txt").read_text()
         versions |= {normal(name): version for name, version in re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.M)}
     with zipfile.ZipFile(wheel_of(f"libs/{library}", VERSION)) as wheel:

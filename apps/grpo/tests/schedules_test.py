@@ -88,7 +88,7 @@ def test_one_step_off_goes_on_with_as_many_ranks(processes: tuple[int, int], tmp
 def test_what_runs_ahead_does_not_take_over_from_a_run_in_turn(schedule: ScheduleConfig, tmp_path: Path) -> None:
     config = small(tmp_path / "run", ScheduleConfig(), steps=2, save_every=2, eval_every=2)
     run(config, RECIPE)
-    with pytest.raises(ValueError, match=r"begun under another schedule.*go on with --schedule.mode sync"):
+    with pytest.raises(ValueError, match=r"has no ledger.*begun under sync \(go on with --schedule.mode sync\)"):
         run(replace(config, cluster=Cluster(schedule=schedule), resume=True, steps=3), RECIPE)
 
 

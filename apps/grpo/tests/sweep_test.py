@@ -87,6 +87,8 @@ CHANGES = {
     "engine.recheck_bound": Change(1e-12),
     "sampling.max_new_tokens": Change(3),
     "sampling.stop_token_ids": Change(()),
+    "sampling.stop": Change(("e",)),
+    "shaping.reward_weights": Change(("no_component=2",)),
     "cluster.rollout.cuda_graph_sizes": Change((1, 2)),
     "cluster.rollout.vllm": Change(("block_size=32",)),
     "cluster.env": Change(("NAME=value",)),

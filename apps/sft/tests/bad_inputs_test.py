@@ -203,7 +203,7 @@ def cut(name: str) -> Callable[[Path], None]:
         (without("config.json"), "no config.json"),
         (rewritten("config.json", "{"), "config.json is not JSON"),
         (rewritten("config.json", '{"model_type": "perceptron"}'), "can't be used"),
-        (rewritten("config.json", '{"model_type": "exaone4"}'), "accept that by name (allow_untested="),
+        (rewritten("config.json", '{"model_type": "falcon"}'), "accept that by name (allow_untested="),
         (rewritten("config.json", '{"model_type": "bert"}'), "it is no causal model: "),
         (without("model.safetensors"), "neither model.safetensors"),
         (cut("model.safetensors"), "model.safetensors is missing or damaged"),

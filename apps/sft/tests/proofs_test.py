@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer, DiffLlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, FalconConfig
 
 from apps.common.cli import command_line as cli
 from apps.quickstart.model import save_tiny_model
@@ -22,9 +22,9 @@ def argv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("TESSERA_CERTIFICATES", str(tmp_path / "cache"))
     model = save_tiny_model(tmp_path / "model", 0)
     (model / "model.safetensors").unlink()
-    config = DiffLlamaConfig(
-        vocab_size=len(AutoTokenizer.from_pretrained(model)), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, pad_token_id=0,
+    config = FalconConfig(
+        vocab_size=len(AutoTokenizer.from_pretrained(model)), hidden_size=32, ffn_hidden_size=48, num_hidden_layers=2,
+        num_attention_heads=4, pad_token_id=0,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(model)
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
@@ -46,8 +46,8 @@ def test_a_run_has_the_certificates_that_it_stands_on(
     found = re.search(r"accept that by name \(allow_untested=(\S+);", refusal([*argv, "--max-steps", "1"], capsys))
     assert found is not None
     unseen = found[1].split(",")
-    text = refusal([*argv, "--max-steps", "1", "--allow-untested", "lambda_std_devv"], capsys)
-    assert "--allow-untested lambda_std_devv: names are npu, nodes, sampler and fields" in text
+    text = refusal([*argv, "--max-steps", "1", "--allow-untested", "num_kv_headss"], capsys)
+    assert "--allow-untested num_kv_headss: names are npu, nodes, sampler and fields" in text
     assert f"untested here: {', '.join(unseen)}" in text
     old = "--engine.allow-untested"
     assert "--allow-untested x: names are npu, nodes" in refusal([*argv, old, "x"], capsys)
@@ -57,7 +57,7 @@ def test_a_run_has_the_certificates_that_it_stands_on(
     (written,) = (run / "certificates").iterdir()
     certificate = json.loads(written.read_text())
     assert written.name == f"packed-rows-{certificate['hash']}.json"
-    (line,) = (line for line in printed.splitlines() if line.startswith("proof of diffllama"))
+    (line,) = (line for line in printed.splitlines() if line.startswith("proof of falcon"))
     assert line.endswith(f"; certificate {certificate['hash']}")
     assert "--allow-untested nodes was not needed" in printed
     assert json.loads((run / "config.json").read_text())["engine"]["allow_untested"] == [*unseen, "nodes"]
