@@ -40,8 +40,9 @@ def test_tools_of_a_session_share_its_settings() -> None:
     try:
         shell, python = load_tools(["shell", "python"], ["seconds=5", "memory_mib=256"])
     except ValueError as error:  # where root is the only user; session_tools_test runs elsewhere
-        assert "--tool shell: programs that start others need a bound of their number" in str(error)
-        return
+        if "--tool shell: programs that start others need a bound of their number" in str(error):
+            return
+        raise
     assert (shell.name, python.name) == ("shell", "python")
     assert isinstance(shell, EpisodeTool)
     assert isinstance(python, EpisodeTool)
