@@ -25,7 +25,7 @@ def test_no_task_is_lost_or_trained_twice(mode: str, tmp_path: Path) -> None:
     draw = random.Random(f"{mode} 5")
     shared = tmp_path / "shared"
     shared.mkdir()
-    run_dir, steps, kills = shared / "run", 30 * MOMENTS, 0
+    run_dir, steps, kills = shared / "run", 100 * MOMENTS, 0
     program = ["-m", "apps.grpo.testing.on_machines", str(run_dir), mode, str(steps), "2"]
     for number in range(20 * MOMENTS):
         folder = tmp_path / str(number)
@@ -35,7 +35,7 @@ def test_no_task_is_lost_or_trained_twice(mode: str, tmp_path: Path) -> None:
             running = start_torchrun(order, 1, 29520, folder, [*program, *resume])
             if kills < MOMENTS:
                 _wait_for_start(run_dir, number + 1)  # torchrun alone would wait for its peer by its own timeout
-                time.sleep(draw.uniform(0, 12))
+                time.sleep(draw.uniform(0, 8))
                 if all(process.poll() is None for process in running):
                     victim = draw.randrange(2)
                     order[victim].kill()
