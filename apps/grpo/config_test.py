@@ -1,10 +1,12 @@
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from apps.common.cli.flags import flag, leaves
 from apps.common.run.config_file import dump_config, load_config
 from apps.grpo.config import DataConfig, GrpoConfig
 from apps.grpo.main import configure
@@ -13,6 +15,7 @@ from apps.grpo.step import correction_line
 from engines import EngineConfig
 from objectives.off_policy import Correction
 from rollout import Sampling
+from runlog import health
 
 RECIPES = {name: recipe.config for name, recipe in recipes().items()}
 
@@ -29,6 +32,12 @@ def test_every_recipe_survives_its_file(name: str, tmp_path: Path) -> None:
 def test_recipes_own_their_environment_and_the_runs_file_says_it(name: str) -> None:
     saved = json.loads(dump_config(RECIPES[name]))
     assert saved["cluster"]["env"] == ["CUDA_DEVICE_MAX_CONNECTIONS=1", "VLLM_ALLREDUCE_USE_SYMM_MEM=0"]
+
+
+def test_checks_of_health_name_flags_that_exist() -> None:
+    named = set(re.findall(r"--[a-z][\w.-]*\w", Path(health.__file__).read_text()))
+    assert len(named) > 8
+    assert named <= {flag(path) for path, _, _ in leaves(GrpoConfig())}
 
 
 def test_no_flags_mean_the_quickstart() -> None:

@@ -190,7 +190,6 @@ GRPO: dict[str, str] = (
             ("use-adaptive-entropy", "entropy-coef-min", "entropy-coef-max", "entropy-coef-delta", "entropy-target"),
             "--objective.entropy-coef (constant)",
         ),
-        "reward-weights": "--reward FILE.py:NAME (one function; a rollout.Score names its components)",
         "multi-objective-aggregation": "--advantage gdpo (compares each component of a rollout.Score by itself)",
         "mask-truncated-completions": "--overlong-filter",
         "overlong-buffer.enable": "--overlong-buffer (its tokens)",

@@ -1,5 +1,6 @@
 """The log of a run on rank 0; the other ranks have the same object and write nothing."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -16,6 +17,9 @@ from runlog.notices import row_notices, run_notices
 from runlog.report import flat_config
 from schedules.runtime.collectives import rank_and_world
 from schedules.runtime.interrupts import defer_interrupts, interrupted
+
+HISTORY = 500
+"""Steps that the terminal's checks of a run's health look back on; those of the report look at all."""
 
 
 class Reporter:
@@ -48,7 +52,7 @@ class Reporter:
         self._stack = ExitStack()
         self._progress: Progress | None = None
         self._told: set[str] = set()
-        self._rows: list[Mapping[str, Any]] = []
+        self._rows: deque[Mapping[str, Any]] = deque(maxlen=HISTORY)
 
     def __enter__(self) -> "Reporter":
         if self._log is not None:

@@ -22,13 +22,8 @@ WAITS = 30
 
 def config_of(run_dir: Path, mode: str, steps: int, machines: int) -> GrpoConfig:
     """Return the configuration of a run over machines of one rank each."""
-    changes = {
-        "steps": steps,
-        "save_every": 4,
-        "eval_every": steps,
-        "allow_idle_steps": None,
-    }  # the task is soon learned
-    config = small(run_dir, SCHEDULES[mode], **changes)
+    # the task is soon learned: the rest of the steps may teach nothing
+    config = small(run_dir, SCHEDULES[mode], steps=steps, save_every=4, eval_every=steps, allow_idle_steps=None)
     engine = replace(config.engine, allow_untested=("nodes",), collective_timeout_seconds=WAITS)
     pools = replace(config.cluster.pools, nodes=machines)
     return replace(config, engine=engine, cluster=replace(config.cluster, pools=pools))

@@ -83,10 +83,15 @@ BOUNDS = (
         "effective sample size of off-policy weights",
         "train/mismatch/ess",
         0.3,
-        "train on fresher responses (--staleness), or lower --learning-rate",
+        "train on fresher responses (--schedule.staleness-threshold), or lower --learning-rate",
         least=True,
     ),
-    Bound("staleness, versions", "schedule/staleness", 4.0, "lower --staleness, or sample on more devices"),
+    Bound(
+        "staleness, versions",
+        "schedule/staleness",
+        4.0,
+        "lower --schedule.staleness-threshold, or sample on more devices",
+    ),
     Bound("share of steps without an update", "train/skipped", 0.0, "lower --learning-rate, or set --trainer.dtype"),
     Bound(
         "share of time that training waits for responses",

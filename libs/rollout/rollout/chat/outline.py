@@ -9,7 +9,7 @@ Strategy
 4. A template that could count further is not shortened (`branch_texts` returns None): one with a larger number in it,
    another modulus, or a filter that groups.
 
-What an outline gives is compared with the whole conversation before it is relied on (`rollout.chat.following`).
+What an outline gives is compared with the whole conversation before it is relied on (`rollout.chat.short_history`).
 """
 
 import re

@@ -66,12 +66,15 @@ class Stream:
         self.policy_versions += [NOT_SAMPLED] * len(ids)
 
     def sampled(self, completion: Completion) -> None:
-        """Append the tokens of a sampled turn, exactly as the engine returned them."""
+        """Append the tokens of a sampled turn, as the engine returned them; some at its end may have been dropped."""
         self.ids += completion.ids
         self.loss_mask += [True] * len(completion.ids)
         self.log_probs += completion.log_probs
         self.policy_versions += completion.policy_versions
-        self.routed_experts = merged(self.routed_experts, completion.extras.get(ROUTED_EXPERTS))
+        experts: RoutedExperts | None = completion.extras.get(ROUTED_EXPERTS)
+        if experts is not None and len(experts) > len(self.ids):
+            experts = experts.resized(len(self.ids))  # others will stand where the dropped tokens were
+        self.routed_experts = merged(self.routed_experts, experts)
 
     def segment(self) -> Segment:
         """Return the stream so far as a segment."""

@@ -1,6 +1,6 @@
 """Planned peaks beside those that a GPU's allocator counted: {memory_gpu,step_kinds,qwen3_*}.json of docs/benchmarks.
 
-Nothing in the plan was fitted to them. Layers are kept, recomputed and compiled, with adapters and experts too; weights
+No number of the plan was fitted to them, though what it counts was completed once they were known. Layers are kept, recomputed and compiled, with adapters and experts too; weights
 sharded, over one device and two, and replicated.
 """
 

@@ -195,6 +195,21 @@ def test_a_cancelled_answer_tells_those_of_what_it_has() -> None:
     assert_own(MIXTURE, [3, 4], done)
 
 
+def test_tokens_that_a_stop_text_dropped_leave_no_experts_to_those_in_their_place() -> None:
+    engine = NativeEngine(MIXTURE, routed_experts=True)
+    stream = Stream()
+    stream.given([3, 4, 5])
+    (done,) = engine.generate_batch([stream.ids], Sampling(max_new_tokens=9, seed=1))
+    ids, log_probs, versions = done.ids[:3], done.log_probs[:3], done.policy_versions[:3]
+    stream.sampled(replace(done, ids=ids, log_probs=log_probs, policy_versions=versions))
+    stream.given([9, 10, 11, 12, 13, 14, 15])
+    stream.sampled(engine.generate_batch([stream.ids], Sampling(max_new_tokens=5, seed=1))[0])
+    experts = stream.segment().routed_experts
+    assert experts is not None
+    read = len(stream.ids) - 1
+    assert torch.equal(experts.tensor()[:read].long().sort(-1).values, choice(MIXTURE, stream.ids)[:read])
+
+
 def test_they_travel_through_an_episode_into_the_batch() -> None:
     """Two turns, written down and read again; the row of an engine that tells nothing has -1 throughout."""
     engine = build_rollout(RolloutConfig(routed_experts=True), MIXTURE)

@@ -47,7 +47,7 @@ class Ran:
     """The end of a run.
 
     `status` is the exit status, negative for a signal, None where the sandbox ended the run. `reason` is the limit that
-    ended it ("wall time", "CPU time", "memory", "tasks", "output" or "files"), if any. `output` is what it printed
+    ended it ("wall time", "CPU time", "memory", "output" or "files"), if any. `output` is what it printed
     (standard error too, cut at the limit), `results` the values of the evaluated expressions (`run.encoded`).
     """
 

@@ -180,8 +180,6 @@ class _Watched:
         self._cpu = used.cpu_seconds - self._cpu_before
         if used.memory_bytes > self._limits["memory_bytes"]:
             return "memory"
-        if used.tasks > self._limits["tasks"]:
-            return "tasks"
         if self._cpu > self._limits["cpu_seconds"]:
             return "CPU time"
         return "wall time" if time.monotonic() - self._began > self._limits["wall_seconds"] else None
