@@ -1,7 +1,7 @@
 """Planned peaks beside those that a GPU's allocator counted: {memory_gpu,step_kinds,qwen3_*}.json of docs/benchmarks.
 
-No number of the plan was fitted to them, though what it counts was completed once they were known. Layers are kept, recomputed and compiled, with adapters and experts too; weights
-sharded, over one device and two, and replicated.
+No number of the plan was fitted to them, though what it counts was completed once they were known. Layers are kept,
+recomputed and compiled, with adapters and experts too; weights sharded, over one device and two, and replicated.
 """
 
 from typing import Any
