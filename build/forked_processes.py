@@ -31,6 +31,9 @@ for number, file in enumerate({files!r}, 1):
     os.close(forkserver.get_inherited_fds()[file])
 if "torch" in sys.modules:
     sys.modules["torch"].manual_seed({seed})
+if "ray._raylet" in sys.modules:  # it has read its variables when it was imported
+    sys.modules["ray._raylet"].Config.initialize("")
+    sys.modules["ray._raylet"].AuthenticationTokenLoader.instance().reset_cache()
 """
 
 

@@ -38,6 +38,15 @@ OPTIONAL = {
 """Packages that a function, or a guard for types, may import where it needs them."""
 SPOKEN_TO = ("libs/rollout/rollout/", "libs/runlog/", "libs/chat_tools/")
 """Libraries that read what other processes and machines send."""
+OBJECT_COLLECTIVES = (
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "recv_object_list",
+    "scatter_object_list",
+    "send_object_list",
+)
+"""Collectives of torch that pickle what they send, and unpickle what comes."""
 UNPICKLERS = ("pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve")
 OLD_WORDS = re.compile(
     r"\b(silent_rows|PRICE_OF_A_MARK|solvent_at|homeless|dearest|made tasks?|Weights on the move|"
@@ -55,6 +64,8 @@ def check_house(texts: Mapping[str, str]) -> list[str]:
         complaints += check_docstrings(path, tree)
         if path.startswith(("libs/", "apps/")) and "/benchmarks/" not in path:
             complaints += check_imports(path, tree, shipped[path].splitlines())
+        if path.startswith(("libs/", "apps/")) and not {"testing", "benchmarks", "proofs"} & {*path.split("/")}:
+            complaints += check_collectives(path, tree)
         if path.startswith(SPOKEN_TO) and "/testing/" not in path:
             complaints += check_unpickled(path, tree)
     return sorted(complaints)
@@ -155,6 +166,22 @@ def check_unpickled(path: str, tree: ast.Module) -> list[str]:
     return [
         f"{path}:{line}: {what} runs what another process sends: take JSON, bytes or safetensors"
         for line, what in unsafe
+    ]
+
+
+def check_collectives(path: str, tree: ast.Module) -> list[str]:
+    """Return complaints about collectives that pickle: ranks of a run may be on several machines."""
+    return [
+        f"{path}:{node.lineno}: {name} pickles between ranks: take gather_plain or broadcast_plain (seqpack.comm)"
+        for node in ast.walk(tree)
+        for name in (
+            [node.attr]
+            if isinstance(node, ast.Attribute)
+            else [one.name for one in node.names]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+        if name in OBJECT_COLLECTIVES
     ]
 
 

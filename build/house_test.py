@@ -59,6 +59,8 @@ PLANTED = [
             ("numpy.load(path, allow_pickle=True)", "numpy.load"),
         )
     ),
+    ({SOME: "dist.all_gather_object(every, mine)"}, "some.py:1: all_gather_object pickles between ranks"),
+    ({SOME: "from torch.distributed import gather_object"}, "some.py:1: gather_object pickles between ranks"),
     ({SOME: "def f():\n    import json"}, "some.py:2: import json: move it to the top"),
     ({SOME: "if TYPE_CHECKING:\n    from a import b"}, "some.py:2: from a import b: move it to the top"),
     ({SOME: "class A:\n    def f(self):\n        if 1:\n            import json"}, "some.py:4: import json"),

@@ -53,6 +53,7 @@ HUBS = {
     "extras": Hub("requirements_extras.in", over="cpu", without=("httptools", "uvloop", "watchfiles")),
     # Its servers import an older mcp than verifiers'; gradio is for pages to look at.
     "openenv": Hub("requirements_openenv.in", over="cpu", without=("gradio", "httptools", "uvloop", "watchfiles")),
+    "agents": Hub("requirements_agents.in", over="cpu"),
     "kernels": Hub("requirements_kernels.in", over="cpu"),
     "templates": Hub("requirements_templates.in", data_only=True),
     "corpus": Hub("requirements_corpus.in", data_only=True, sources={"llama-cpp-python": (), "vllm": ()}),

@@ -53,6 +53,14 @@ def repositories():
         ],
     )
 
+    # Agent frameworks, which want another openai than those.
+    pip_hub(
+        name = "pypi_agents",
+        lock = "//build/locks:agents.txt",
+        over = "pypi",
+        over_lock = "//build/locks:cpu.txt",
+    )
+
     # Kernels for CUDA devices, over the packages of @pypi; --config=cuda adds them to what imports them.
     pip_hub(
         name = "pypi_kernels",

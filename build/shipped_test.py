@@ -32,6 +32,7 @@ EXTRAS = {
     "objectives": {},
     "rollout": {
         "native": ["native/*", "tools/escape_control_tokens.py", "testing/*"],
+        "guided": ["native/scheduler/grammars.py", "structured_outputs.py"],
         "vllm": ["vllm/weights/shared_weights.py"],
         "openai": ["openai/*"],
         "gateway": ["gateway/*"],
@@ -60,6 +61,7 @@ BY_OTHERS = {
     "megatron": {"psutil"},
     "mbridge": {"einops", "psutil", "megatron-core"},
     "gateway": {"tokenizers"},
+    "guided": {"tokenizers"},  # by the native engine
     "verifiers": {"starlette", "uvicorn", "tokenizers"},  # by the gateway that it plays through
 }
 # No extra can bring these: what comes with a device, what runs in vLLM's own environment, and what a command names when
@@ -83,7 +85,7 @@ ELSEWHERE = {
     },
     "rollout": {
         "environments/processes/messages.py": {"pillow"},  # where a task has images
-        "vllm/server/*": {"vllm", "packaging"},
+        "vllm/server/*": {"vllm", "packaging", "llguidance"},
         "private_api.py": {"ray"},
     },
     "seqpack": {"ops/fused.py": {"fla", "causal_conv1d", "flash_qla"}},

@@ -1,10 +1,12 @@
 """The tables of docs/certificates.md and of the engines' README are those of one JSON file, which has every type of
 transformers."""
 
+import re
 from pathlib import Path
 
 import pytest
 
+from apps.common.cli.untested import NAMES
 from engines.proofs.every_type import (
     LIBRARY_PAGE,
     VERDICTS,
@@ -60,3 +62,8 @@ def test_the_readme_counts_the_types_of_each_verdict() -> None:
 
 def test_a_proof_that_takes_too_long_is_stopped() -> None:
     assert apart("llama", limit=0.0).reason == "it took longer than 0 s"
+
+
+def test_the_page_has_each_name_that_a_run_can_accept() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| .+ \|$", (DOCS / "certificates.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(rows) == sorted(NAMES)

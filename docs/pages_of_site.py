@@ -27,7 +27,7 @@ PAGES: Mapping[str, Sequence[str]] = {
     ],
     "Reference": [
         "apps/README.md", "apps/sft/README.md", "docs/metrics.md", "docs/objectives.md", "docs/status.md",
-        "libs/engines/CAPABILITIES.md", "libs/rollout/CAPABILITIES.md",
+        "docs/real-size.md", "libs/engines/CAPABILITIES.md", "libs/rollout/CAPABILITIES.md",
     ],
     "Explanation": [
         "docs/architecture.md", "docs/the-batch.md", "docs/schedules.md", "docs/certificates.md", "docs/plans.md",

@@ -32,6 +32,7 @@ SOURCES = {
     "The loss is not finite": "libs/engines/engines/nonfinite.py",
     "No GPU is seen": "libs/engines/engines/loading.py",
     "A rank died": "libs/engines/engines/launch.py",
+    "A rank says nothing": "libs/engines/engines/heartbeats.py",
     "A sequence does not fit": "libs/runplan/runplan/layout/batches.py",
     "Ranks and parallel sizes": "libs/runplan/runplan/layout/grid.py",
     "No space left": "apps/common/run/full_disk.py",

@@ -28,7 +28,7 @@ PART = re.compile(
     r"^```python\n# (\w+\.py)\n(.*?)^```|^```text\n(.*?)^```|^ {4}(python \w+\.py|tessera-[^\n]*)$", re.M | re.S
 )
 RUNS = ("first", "differences", "second", "talks")
-NUMBER = re.compile(r"\d[\d.,:]*")
+NUMBER = re.compile(r"(?:(?<=\()[+-])?\d[\d.,:]*")  # `(+0.01)`: which way a score moved by chance is a number too
 MAINS: dict[str, Callable[[list[str]], object]] = {
     "tessera-grpo": grpo,
     "tessera-sft": sft,

@@ -91,6 +91,8 @@ class RolloutLayout:
     ray_gpus: float | None = None
     """CUDA devices that each of them has to itself. Without it, where samplers compute on CUDA, as many as its engine
     spans: 1, or vLLM's tp x dp; on a CPU none. A cluster that the run starts hands out those that no rank trains on."""
+    ray_nodes: int = 1
+    """Machines that each of them spans, with an equal part of its tp x pp workers and of its devices on each (vLLM)."""
     ray_address: str | None = None
     """The cluster's HOST:PORT; without it $RAY_ADDRESS, else one of this machine that lives as long as the run."""
     weight_transport: WeightTransport = "auto"
@@ -101,6 +103,9 @@ class RolloutLayout:
     admit: Admit | None = None
     """When the native engine lets a request begin: beside whatever runs ("any_step"), or with all that were asked while
     the last ones ran ("rounds"), in which equal runs give equal bits. Without it in rounds, fully_async at any step."""
+    kv_cache_memory_gib: float | None = None
+    """Memory of the native engine's caches: of running requests, each with all tokens that it may have, of prompts, and
+    of the prefix cache. Requests wait for room. Without it what the plan leaves, where they might need more."""
     dtype: Dtype = "auto"
     """What vLLM computes in; "auto": bfloat16 where the model has delta nets, else the model's own."""
     max_requests: int | None = None
@@ -118,14 +123,17 @@ class RolloutLayout:
     host memory either way."""
     engine_options: tuple[str, ...] = ()
     """NAME=VALUE options of a sampler of your own, by the arguments of its class."""
+    pp: int = 1
+    """Stages of layers, one after another, each of tp workers (vLLM on a CPU)."""
 
     def __post_init__(self) -> None:
         _refuse(self.problems())
 
     def problems(self) -> Iterator[str]:
         """Yield a text for each problem, most of which begin with a field's name."""
-        counts = ("tp", "dp", "copies_per_device", "ep", "max_model_tokens", "max_batched_tokens", "max_requests")
-        wrong = [*_below(self, 1, *counts), *_below(self, 0, "ray_workers"), *self._out_of_range()]
+        counts = ("tp", "pp", "dp", "copies_per_device", "ep", "max_model_tokens", "max_batched_tokens", "max_requests")
+        ray = [*_below(self, 1, "ray_nodes"), *_below(self, 0, "ray_workers")]
+        wrong = [*_below(self, 1, *counts), *ray, *self._out_of_range()]
         # what is wrong together may follow from a value that is wrong alone: that is told first
         yield from wrong or self._beside_each_other()
 
@@ -152,6 +160,8 @@ class RolloutLayout:
             yield 'weight_transport "hccl": nobody has run weights between NPUs; use "objects" or "gloo"'
         if self.ray_address is not None and not self.ray_address.strip():
             yield "ray_address is empty: leave it out"
+        if self.kv_cache_memory_gib is not None and not 0 < self.kv_cache_memory_gib < float("inf"):
+            yield f"kv_cache_memory_gib must be above 0 and finite, got {self.kv_cache_memory_gib}"
         if not 0 <= self.memory_share < 1:
             yield f"memory_share must lie in [0, 1), got {self.memory_share}"
         if any(size < 1 for size in self.cuda_graph_sizes or ()):
@@ -164,11 +174,14 @@ class RolloutLayout:
             yield f"{VLLM_FLAG} has no effect with engine {self.engine!r}: leave it out, or use engine {others}"
         elif self.vllm:
             yield from self.backend.layout_problems(self)
-        idle = {"ray_cpus": 1.0, "ray_gpus": None, "ray_address": None, "weight_transport": "auto"}
+        idle = {"ray_cpus": 1.0, "ray_gpus": None, "ray_nodes": 1, "ray_address": None, "weight_transport": "auto"}
         if not self.ray_workers and (said := [name for name, usual in idle.items() if getattr(self, name) != usual]):
             yield f"{', '.join(said)}: no effect without ray_workers, say how many"
         if self.weight_transport == "nccl" and self.ray_gpus is not None and self.ray_gpus < 1:
             yield f'weight_transport "nccl" needs a whole device for each sampler, and ray_gpus is {self.ray_gpus}'
+        if self.tp * self.pp % self.ray_nodes:
+            workers = f"tp {self.tp}" if self.pp == 1 else f"tp x pp = {self.tp * self.pp}"
+            yield f"{workers} is no multiple of ray_nodes {self.ray_nodes}, over which its workers are spread evenly"
         if self.ep not in (1, self.tp, self.tp * self.dp):
             sizes = f"1, tp = {self.tp} or tp x dp = {self.tp * self.dp}"
             yield f"rollout ep must be {sizes}, got {self.ep}: set it to {self.tp * self.dp}"
@@ -202,7 +215,7 @@ class RolloutLayout:
     @property
     def devices(self) -> int:
         """The number of devices that one engine spans."""
-        return self.tp * self.dp // self.copies_per_device
+        return self.tp * self.pp * self.dp // self.copies_per_device
 
     def ranks_each(self, ranks: int) -> int:
         """Return how many of `ranks` training ranks sample through one engine: as many as it spans, or one pool."""

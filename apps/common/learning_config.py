@@ -7,6 +7,7 @@ from typing import Literal
 
 from apps.common.cli.flags import flag
 from apps.common.named_values import named_values
+from apps.common.teacher_source import teacher_sources
 
 
 def refuse(problems: Iterator[str]) -> None:
@@ -17,8 +18,6 @@ def refuse(problems: Iterator[str]) -> None:
 
 OTHER_REWARDS = {"gdpo": "its components", "turn_grpo": "those of turns"}
 """Advantages that do not read the reward of a whole answer, and what they read."""
-SELF = "self"
-"""Name of a teacher that is the policy itself."""
 
 
 @dataclass(frozen=True)
@@ -118,12 +117,16 @@ class RewardShaping:
         return named_values(flag("shaping.reward_weights"), self.reward_weights, "correct=2")
 
 
+_IN_PROCESS = "or name the teacher's directory as it is, for a teacher in the process of training"
+
+
 @dataclass(frozen=True)
 class TeacherConfig:
     """On-policy distillation: the policy learns a teacher's distribution at its answers' tokens, not from rewards."""
 
     teacher: tuple[str, ...] = ()
-    """A teacher's model directory, with the model's tokenizer, or self, the policy as it is; of several environments
+    """A teacher's model directory, with the model's tokenizer: DIR in the process of training, native:DIR or vllm:DIR
+    in that engine beside it; http://HOST:PORT, a server of vLLM; or self, the policy as it is. Of several environments
     NAME=DIR for each."""
     teacher_top_k: int = 32
     """Number of tokens at each place that teacher and policy are compared on; all others count as one event."""
@@ -132,6 +135,11 @@ class TeacherConfig:
     teacher_prompt_template: str | None = None
     """What the teacher reads in place of a prompt's last message, such as "{prompt} Its solution: {solution}": {prompt}
     is that message, others are columns of --data (self-distillation: --teacher self)."""
+    teacher_answer_seconds: float = 600.0
+    """Seconds without a score after which a teacher that is asked (http, vllm, native) counts as lost, and the run
+    ends; until then a server that fails is asked again."""
+    teacher_gpu_memory_utilization: float = 0.0
+    """Share of a device's memory that vllm:DIR takes beside training; 0 on a CPU alone."""
     teacher_warm_start: TeacherWarmStart = field(default_factory=TeacherWarmStart)
     """In place of --teacher: supervised steps on a recipe's demonstrations that make one."""
 
@@ -145,8 +153,16 @@ class TeacherConfig:
 
     @property
     def frozen(self) -> bool:
-        """Whether there is one with weights of its own."""
-        return any(name.rpartition("=")[2] != SELF for name in self.teacher) or self.teacher_warm_start.steps > 0
+        """Whether there is one with weights of its own in the process of training."""
+        if self.teacher_warm_start.steps:
+            return True
+        return any(source.kind == "engine" for source in teacher_sources(self.teacher).values())
+
+    @property
+    def on_devices(self) -> tuple[str, ...]:
+        """Those that score on the run's devices beside training, as they are named."""
+        sources = teacher_sources(self.teacher).values()
+        return tuple(str(source) for source in sources if source.kind in ("native", "vllm"))
 
     def problems(self) -> Iterator[str]:
         """Yield texts of all that is wrong, each with a flag."""
@@ -156,11 +172,40 @@ class TeacherConfig:
             yield f"--teacher-top-k must be at least 1, got {self.teacher_top_k}"
         if self.teacher_tokens not in ("teacher", "policy"):
             yield f"--teacher-tokens must be one of teacher, policy, got {self.teacher_tokens!r}"
-        if self.teacher_prompt_template is None:
-            if any(name.rpartition("=")[2] == SELF for name in self.teacher):
-                yield "--teacher self learns nothing from itself: tell it more by --teacher-prompt-template"
-        else:
+        try:
+            yield from self._of_kinds()
+        except ValueError as error:  # of the names
+            yield str(error)
+        if self.teacher_prompt_template is not None:
             yield from _template_problems(self.teacher_prompt_template)
+
+    def _of_kinds(self) -> Iterator[str]:
+        """Yield what goes with no teacher of these."""
+        sources = [*teacher_sources(self.teacher).values()]
+        kinds, asked = {source.kind for source in sources}, [source for source in sources if source.uses_rollout]
+        for source in sources:
+            if source.kind != "server" and "://" in source.place:
+                yield f"--teacher {source} is no directory and no server: name DIR, http://HOST:PORT or https://HOST:PORT"
+        if "self" in kinds and self.teacher_prompt_template is None:
+            yield "--teacher self learns nothing from itself: tell it more by --teacher-prompt-template"
+        if asked and self.teacher_tokens == "policy":
+            yield f"--teacher-tokens policy: {asked[0]} tells its own likeliest alone: set teacher, {_IN_PROCESS}"
+        if not 0 < self.teacher_answer_seconds < float("inf"):
+            yield f"--teacher-answer-seconds must be above 0 and finite, got {self.teacher_answer_seconds}"
+        elif not asked and self.teacher_answer_seconds != TeacherConfig.teacher_answer_seconds:
+            yield "--teacher-answer-seconds is of --teacher http://HOST:PORT, vllm:DIR and native:DIR: leave it out"
+        if not 0 <= self.teacher_gpu_memory_utilization < 1:
+            yield f"--teacher-gpu-memory-utilization must lie in [0, 1), got {self.teacher_gpu_memory_utilization}"
+        elif self.teacher_gpu_memory_utilization and "vllm" not in kinds:
+            yield "--teacher-gpu-memory-utilization is of --teacher vllm:DIR: leave it out"
+
+    def beside(self, temperature: float, vision: str) -> Iterator[str]:
+        """Yield what a run can't have beside a teacher that a rollout engine scores for."""
+        asked = [source for source in teacher_sources(self.teacher).values() if source.uses_rollout]
+        if asked and temperature != 1:
+            yield f"--teacher {asked[0]} scores at temperature 1: set --sampling.temperature 1, {_IN_PROCESS}"
+        if asked and vision != "off":
+            yield f"--teacher {asked[0]} is shown no images: leave --trainer.vision at off"
 
 
 def _template_problems(template: str) -> Iterator[str]:

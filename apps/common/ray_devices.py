@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -12,6 +12,8 @@ from engines.devices.detect import devices_of
 from schedules.ray.cluster import RaySettings, Transport
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+TRAINING_NODES = "TESSERA_TRAINING_NODES"
+"""Variable with the ids of Ray's nodes that train, where Ray started the ranks (`--launch ray`)."""
 
 
 class PlacedRun(Protocol):
@@ -52,10 +54,13 @@ def ray_settings(config: PlacedRun, ranks: int) -> RaySettings | None:
         layout.ray_workers,
         cpus=layout.ray_cpus,
         gpus=gpus_each(config),
+        spans=layout.ray_nodes,
         address=cluster_address(config),
         devices=sampler_devices(config, ranks) if cluster_address(config) is None else None,
         transport=transport_of(config),
+        shards=shards_through(config, ranks),
         nodes=pools.rollout_nodes if pools.placement == "separate" else None,
+        training=tuple(filter(None, os.environ.get(TRAINING_NODES, "").split(","))),
         environment=variables,
     )
 
@@ -84,6 +89,21 @@ def transport_of(config: PlacedRun) -> Transport:
         return asked
     here = (cluster_address(config) or "localhost").rpartition(":")[0] in ("", "127.0.0.1", "localhost")
     return "nccl" if here and samples_on_cuda(config) and gpus_each(config) >= 1 else "objects"
+
+
+def shards_through(config: PlacedRun, ranks: int) -> Literal["gloo", "nccl"] | None:
+    """Return what the ranks' shards pass through to Ray's samplers; None where the first rank passes the weights on.
+
+    That is so without `--schedule.weight-sync shards`, with one rank, where somebody asks for the object store, and
+    where ranks on other machines would not reach samplers that are on this one's loopback.
+    """
+    asked, nodes = config.cluster.rollout.weight_transport, config.cluster.pools.nodes
+    alone = nodes > 1 and cluster_address(config) is None
+    if config.cluster.schedule.weight_sync != "shards" or nodes * ranks < 2 or asked == "objects" or alone:
+        return None
+    if asked != "auto":
+        return "nccl" if asked == "nccl" else "gloo"
+    return "nccl" if samples_on_cuda(config) and gpus_each(config) >= 1 else "gloo"
 
 
 def sampler_devices(config: PlacedRun, ranks: int) -> tuple[str, ...] | None:
@@ -129,7 +149,7 @@ def check_ray_devices(config: PlacedRun, device: torch.device) -> None:
     spans = _spans(config)
     if each < spans and spans > 1:
         raise ValueError(
-            f"--rollout.ray-gpus {each:g}: each sampler's vLLM spans {spans} devices (tp x dp over "
+            f"--rollout.ray-gpus {each:g}: each sampler's vLLM spans {spans} devices (tp x pp x dp over "
             f"copies-per-device): set it to {spans}, or leave it out"
         )
     if cluster_address(config) is None:

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from apps.common.cluster import RolloutLayout
-from apps.common.ray_devices import check_ray_devices, devices_left, gpus_each, sampler_devices, transport_of
+from apps.common.ray_devices import (
+    check_ray_devices,
+    devices_left,
+    gpus_each,
+    ray_settings,
+    sampler_devices,
+    transport_of,
+)
 from apps.grpo.config import GrpoConfig
 from apps.grpo.testing.schedules import small
 from engines import EngineConfig
@@ -100,3 +107,38 @@ def test_a_cluster_that_runs_already_counts_for_itself(monkeypatch: pytest.Monke
     check_ray_devices(asked(ray_workers=16, ray_address="10.0.0.5:6379"), CUDA)
     monkeypatch.setitem(os.environ, "RAY_ADDRESS", "10.0.0.5:6379")
     check_ray_devices(asked(ray_workers=16), CUDA)
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "through"),
+    [
+        (asked("cpu"), 2, "gloo"),
+        (asked("cpu"), 1, None),
+        (asked("cpu", weight_transport="objects"), 2, None),
+        (asked(), 2, "nccl"),
+        (asked(ray_address="10.0.0.5:6379"), 2, "nccl"),
+        (asked(ray_gpus=0.5), 2, "gloo"),
+        (asked(weight_transport="gloo"), 2, "gloo"),
+    ],
+)
+def test_shards_go_straight_to_samplers_unless_somebody_asks_for_the_store(
+    config: GrpoConfig, ranks: int, through: str | None
+) -> None:
+    sharded = replace(config.cluster, schedule=ScheduleConfig("sync", weight_sync="shards"))
+    for cluster, expected in ((sharded, through), (config.cluster, None)):
+        settings = ray_settings(replace(config, cluster=cluster), ranks)
+        assert settings is not None
+        assert settings.shards == expected
+
+
+def test_ranks_elsewhere_do_not_reach_samplers_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = asked("cpu")
+    sharded = replace(
+        config.cluster,
+        schedule=ScheduleConfig("sync", weight_sync="shards"),
+        pools=replace(config.cluster.pools, nodes=2),
+    )
+    settings = [ray_settings(replace(config, cluster=sharded), 2)]
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.5:6379")
+    settings.append(ray_settings(replace(config, cluster=sharded), 2))
+    assert [one and one.shards for one in settings] == [None, "gloo"]

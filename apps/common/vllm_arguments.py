@@ -20,12 +20,16 @@ INSTEAD = {
     "enable_return_routed_experts": "use --trainer.routing-replay",
     "enable_sleep_mode": "use --rollout.sleep",
     "gpu_memory_utilization": "use --rollout.gpu-memory-utilization",
+    **dict.fromkeys(("master_addr", "master_port", "nnodes", "node_rank"), "use --rollout.ray-nodes"),
     "max_model_len": "use --rollout.max-model-tokens",
     "max_num_batched_tokens": "use --rollout.max-batched-tokens",
     "max_num_seqs": "use --rollout.max-requests",
     "model": "use --model",
     "seed": "use --seed",
+    "skip_tokenizer_init": "tokens come in and go out",
+    "pipeline_parallel_size": "use --rollout.pipeline-parallel",
     "tensor_parallel_size": "use --rollout.tensor-parallel",
+    "tokenizer": "tokens come in and go out",
 }
 """What stands for an engine argument here; for others the reason of `rollout.vllm.settings.arguments.OWNED` holds."""
 

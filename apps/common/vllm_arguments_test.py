@@ -73,7 +73,7 @@ def test_an_argument_that_the_interpreters_vllm_lacks_is_refused_before_a_run(
     [
         (("model=there",), "can't hold model: use --model"),
         (("tensor_parallel_size=2",), "use --rollout.tensor-parallel"),
-        (("pipeline_parallel_size=2",), "one step at a time is what stamps a token"),
+        (("pipeline_parallel_size=2",), "use --rollout.pipeline-parallel"),
     ],
 )
 def test_an_argument_with_a_flag_of_its_own_is_refused_where_it_is_set(words: tuple[str, ...], reason: str) -> None:

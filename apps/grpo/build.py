@@ -4,7 +4,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,16 +19,18 @@ from apps.grpo.tasks.prompt_tasks import Conversation
 from apps.grpo.teachers import Teachers
 from apps.grpo.warm_start import warm_model, warm_start
 from engines import TrainEngine, build_engine, build_reference
-from engines.loading import LoadedModel
+from engines.loading import LoadedModel, open_model
 from rollout import RolloutEngine
-from schedules.ray.cluster import StartPool
+from schedules.protocols import SleepingEngine
+from schedules.ray.cluster import start_sampling
 from schedules.ray.follower import RayFollower, RayFollowerSession
 from schedules.ray.samplers import RaySamplers, RaySession
 from schedules.registry import ScheduleParts, build_schedule
 from schedules.runtime.collectives import rank_and_world
 from schedules.runtime.interrupts import Runner
+from schedules.sampling.early_start import begin_early, build_beside
 from schedules.sampling.remote_sampler import RemoteSampler
-from schedules.sampling.sampler_process import StartProcess, StartSampling
+from schedules.sampling.sampler_process import StartSampling
 from schedules.sampling.session import RolloutSession
 from schedules.sampling.settings import RunState
 from schedules.schedule import Schedule
@@ -78,7 +79,7 @@ class RunBuilder:
 
     def _made(self, settings: WarmStart, name: str, demonstrations: Demonstrations | None) -> Path:
         """Return the model that a warm start makes in a folder of the run; it is made where it is not whole."""
-        folder = self.run_dir / name
+        folder = self.run_dir.absolute() / name  # Ray's actors have another working directory
         if (model := warm_model(folder)) is not None:
             return model
         if demonstrations is None:
@@ -94,38 +95,65 @@ class RunBuilder:
     def components(self, stack: ExitStack) -> "RunComponents":
         """Return what trains and what samples, with the same weights; the stack closes what samples.
 
-        A sampler takes its device before the engine does, but for one that computes with the engine's weights.
+        A sampler that computes with the engine's weights comes after it. Any other begins before it, and one in a
+        process of its own starts while the engine is built (`build_beside`).
         """
         shared = self.given is None and self.source.backend.weights_apart(self.config) is None
         trained = self._engine() if shared else None
-        sampler = self._sampler(stack, trained)
+        begin = self._start_sampling(stack)
+        sampler = None if begin is not None else self._sampler(stack, trained)
+
+        def build(opened: LoadedModel | None) -> GrpoTrainer:
+            teachers = Teachers.of(self.config, self.tasks, self.source.chat, stack)
+            return GrpoTrainer(self.config, self._engine(opened) if trained is None else trained, teachers)
+
+        def ready() -> None:
+            if self.config.cluster.rollout.sleep and sampler is not self.given and isinstance(sampler, SleepingEngine):
+                self.runner.run(sampler.sleep())  # before training takes the device
+
+        trainer = build_beside(sampler, self._opened, build, ready, self._shares_device)
         session = None if sampler is None else self._session(sampler)
-        teachers = Teachers.of(self.config, self.tasks, self.source.chat)
-        trainer = GrpoTrainer(self.config, self._engine() if trained is None else trained, teachers)
         if session is not None and (self.checkpoint is not None or self.given is not None):
             session.sync(trainer)
-        return RunComponents(self, trainer, sampler, session)
+        return RunComponents(self, trainer, sampler, session, begin)
 
-    def _engine(self) -> TrainEngine:
+    @property
+    def _shares_device(self) -> bool:
+        """Whether the sampler takes memory of a device that training has: Ray's have devices of their own."""
+        layout = self.config.cluster.rollout
+        return not layout.ray_workers and layout.backend.shares_device(self.config)
+
+    def _opened(self) -> LoadedModel:
+        """Return the model, without memory for its values."""
+        return self.opened or open_model(engine_config(self.config, self.model))
+
+    def _start_sampling(self, stack: ExitStack) -> StartSampling | None:
+        """Return what starts processes that sample, where the schedule does; those of a new run begin now."""
+        config, world = self.config, rank_and_world()[1]
+        if config.cluster.schedule.mode != "fully_async":
+            return None
+        settings = rollout_settings(config, world)
+        begin = start_sampling(ray_settings(config, world), self.source, self.tasks, settings)
+        return begin_early(begin, self.tasks, stack, not self.done and not self._shares_device)
+
+    def _engine(self, opened: LoadedModel | None = None) -> TrainEngine:
         """Return what trains, at the checkpoint; beside it the reference model, where the KL penalty needs one."""
         settings = engine_config(self.config, self.model)
-        engine = build_engine(settings, self.opened)
+        engine = build_engine(settings, opened or self.opened)
         if self.config.needs_reference and not self.config.engine.lora.rank:
             engine.reference = build_reference(settings)
         if self.checkpoint is not None:
             engine.load(str(self.checkpoint))
         return engine
 
-    def _sampler(self, stack: ExitStack, trained: TrainEngine | None) -> Sampler | None:
-        """Return what this process samples with; None where the schedule starts a process that samples.
+    def _sampler(self, stack: ExitStack, trained: TrainEngine | None) -> Sampler:
+        """Return what this process samples with, which may be starting still.
 
         `trained`: the engine whose weights it computes with.
         """
         config, layout = self.config, self.config.cluster.rollout
         version = max(0, self.done - 1)
         rank, world = rank_and_world()
-        if config.cluster.schedule.mode == "fully_async":
-            return None
         if layout.ray_workers and rank:
             return RayFollower(version)
         if (ray := ray_settings(config, world)) is not None:
@@ -135,12 +163,12 @@ class RunBuilder:
             return self.given
         if rank % layout.ranks_each(world):
             return RemoteSampler(version)
-        engine = self.source.backend.build_sharing(config, self.model, version, trained)
+        backend = layout.backend
+        engine: RolloutEngine | None = backend.begin(config, self.model, version)
+        if engine is None:
+            engine = backend.build_sharing(config, self.model, version, trained)
         if isinstance(engine, AbstractContextManager):
             stack.enter_context(engine)
-        if layout.sleep:
-            sleeping: Any = engine
-            self.runner.run(sleeping.sleep())  # before training takes the device
         return engine
 
     def _session(self, sampler: Sampler) -> RolloutSession:
@@ -173,21 +201,16 @@ class RunComponents:
     trainer: GrpoTrainer
     sampler: Sampler | None
     session: RolloutSession | None
+    begin: StartSampling | None = None
+    """What starts processes that sample, where the schedule does."""
 
     def schedule(self, log: Reporter) -> Schedule:
         """Return who waits for whom, as the configuration says."""
         start, config = self.start, self.start.config
-        begin: StartSampling | None = None
-        if self.session is None:
-            world = rank_and_world()[1]
-            settings, ray = rollout_settings(config, world), ray_settings(config, world)
-            begin = StartProcess(start.source, start.tasks, settings)
-            if ray is not None:
-                begin = StartPool(ray, start.source, start.tasks, settings)
-        else:
+        if self.session is not None:
             self.session.live.show = log.live
         run = RunState(start.run_dir, config.steps, start.done, config.keep_checkpoints)
         parts = ScheduleParts(
-            config.cluster.schedule, start.tasks, self.trainer, run, start.runner, self.session, begin, log.live
+            config.cluster.schedule, start.tasks, self.trainer, run, start.runner, self.session, self.begin, log.live
         )
         return build_schedule(parts)

@@ -157,10 +157,10 @@ def test_a_warm_start_is_made_once_and_not_after_the_first_step(
     with pytest.raises(ValueError, match="a warm start needs demonstrations"):
         warming.warmed(None)
     assert start.warmed(None) is start
-    assert warming.warmed(lambda config, step: []).model == Path("run/warm-start/made")
+    assert warming.warmed(lambda config, step: []).model == Path("run/warm-start/made").absolute()
     assert replace(warming, done=1).warmed(None).model == MODEL
     monkeypatch.setattr(parts, "warm_model", lambda folder: folder / "whole")
-    assert warming.warmed(None).model == Path("run/warm-start/whole")
+    assert warming.warmed(None).model == Path("run/warm-start/whole").absolute()
 
 
 def test_a_sampler_of_ones_own_is_refused_beside_those_that_the_run_starts(tmp_path: Path) -> None:

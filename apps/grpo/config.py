@@ -1,7 +1,7 @@
 """Every setting of a GRPO run, one frozen dataclass a concern."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -24,7 +24,7 @@ from apps.common.tool_formats import format_of
 from engines import EngineConfig
 from objectives import GRPO, Distillation
 from objectives.choices import check_advantage_options, check_group_size
-from rollout import Sampling
+from rollout import Sampling, StructuredOutputs
 from schedules.config import FilterGroups, Mode
 
 Control = Literal["none", "shuffled-advantages"]
@@ -50,6 +50,7 @@ OWNED = {
     "sampling.seed": "use --seed",
     "sampling.greedy": "answers of one group must differ",
     **dict.fromkeys(("sampling.top_k", "sampling.top_p", "sampling.min_p"), _WHOLE_VOCABULARY),
+    **{f"sampling.structured_outputs.{each.name}": _WHOLE_VOCABULARY for each in fields(StructuredOutputs)},
     **{f"sampling.{name}_penalty": _MODEL_ALONE for name in ("presence", "frequency", "repetition")},
 }
 """Fields of the libraries' settings that have no flag here, and why."""
@@ -111,7 +112,8 @@ class PluginConfig:
     environment_column: str = "environment"
     """Says which of several environments a row of --tasks is for, by the last part of its name."""
     environment_shares: tuple[str, ...] = ()
-    """NAME=SHARE of a step's prompts for each of several environments; by default as many as each has rows."""
+    """NAME=SHARE of a step's prompts for each of several environments; by default as many as each has rows. One with 0
+    is evaluated and never trained: all of its rows are held out."""
     reward: str | None = None
     """Score of the answers to --data: a function of some of reply, reference, row, results, end. Answers that a limit
     cut off earn 0 and are not shown to it, unless it names `end` ("done", "limit", "length", "max_turns", "max_tokens",
@@ -232,8 +234,8 @@ class GrpoConfig:
     environment_servers: tuple[str, ...] = ()
     """HOST:PORT of machines that play environments (`python -m rollout.environments.processes.serve`)."""
     stall_seconds: float = 120.0
-    """A process that samples (fully_async) or plays environments and says nothing for so long, as one that was stopped,
-    is told, with its stack, and replaced."""
+    """A process that samples (fully_async, Ray) or plays environments and says nothing for so long, as a stopped one,
+    is told, with its stack, and replaced; a rank that does ends the run, whatever started it."""
     eval_every: int = 50
     """GRPO steps between held-out evaluations (also before the first and after the last)."""
     num_generations_eval: int = 1
@@ -338,7 +340,7 @@ class GrpoConfig:
         for path, value, default in leaves(self):
             if path.startswith(idle) and value != default:
                 yield f"{flag(path)} has no effect {'with' if taught else 'without'} --teacher: leave it out"
-
+        yield from self.teachers.beside(self.sampling.temperature, self.engine.vision)
         if self.teachers.teacher_prompt_template is not None:
             if self.max_turns > 1:
                 yield "--teacher-prompt-template is of answers of one turn: set --max-turns 1"

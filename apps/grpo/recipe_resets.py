@@ -1,4 +1,5 @@
-"""Settings of a recipe that flags leave without an effect: they get their defaults, and a line each says so.
+"""Settings of a recipe that flags leave without an effect: they get their defaults, and a line each says so. What goes
+along with a sampler that a flag chose is turned on, and told.
 
 Nobody set them on the command line. Were they refused, a recipe's sampler, say, could not be changed by one flag.
 """
@@ -15,12 +16,13 @@ from engines.capability import Unsupported
 from schedules.config import ScheduleConfig
 from seqpack.extensions.load_object import is_user_code
 
-RAY = ("ray_cpus", "ray_gpus", "ray_address", "weight_transport")
+RAY = ("ray_cpus", "ray_gpus", "ray_nodes", "ray_address", "weight_transport")
 CLIPS = ("clip_low", "clip_high", "dual_clip")
 
 
 def without_idle_settings(recipe: GrpoConfig, parsed: GrpoConfig) -> tuple[GrpoConfig, list[str]]:
-    """Return the recipe without its settings that the flags of `parsed` leave without an effect, and a line a flag.
+    """Return the recipe without its settings that the flags of `parsed` leave without an effect, with those that go
+    along with vLLM (`along_with_vllm`), and a line a flag.
 
     A setting whose own flag was given stays. Values are not checked here.
     """
@@ -38,7 +40,16 @@ def without_idle_settings(recipe: GrpoConfig, parsed: GrpoConfig) -> tuple[GrpoC
         + ", ".join(what)
         for cause, what in by_cause.items()
     ]
-    return with_values(recipe, values), lines
+    along: list[str] = []
+    if "cluster.rollout.engine" in given and parsed.cluster.rollout.engine == "vllm":
+        from apps.grpo.vllm_defaults import along_with_vllm  # slow to load
+
+        along = [*along_with_vllm(parsed)]
+        off = ", ".join(flag(path).replace("rollout.", "rollout.no-") for path in along)
+        lines += (
+            [f"--rollout.engine vllm turns on {' and '.join(map(flag, along))} on a GPU (off: {off})"] if along else []
+        )
+    return with_values(recipe, values | dict.fromkeys(along, True)), lines
 
 
 def idle_settings(config: GrpoConfig, of_sampler: bool = True) -> Iterator[tuple[str, str]]:
@@ -56,8 +67,11 @@ def idle_settings(config: GrpoConfig, of_sampler: bool = True) -> Iterator[tuple
         yield "cluster.pools.rollout_nodes", "cluster.pools.placement"
     if config.cluster.schedule.mode != "fully_async":
         for name in vars(ScheduleConfig()):
-            if name != "mode":
+            if name not in ("mode", "weight_sync"):
                 yield f"cluster.schedule.{name}", "cluster.schedule.mode"
+    if config.engine.lr_schedule == "constant":
+        for name in ("total_steps", "min_lr_ratio"):
+            yield f"engine.{name}", "engine.lr_schedule"
     if not objective.kl_coef:
         yield "objective.kl_estimator", "objective.kl_coef"
     if objective.off_policy in (None, "none"):

@@ -48,6 +48,15 @@ def test_what_goes_with_a_flag_goes_with_it(
     assert capsys.readouterr().err.count(" -> ") == len(paths)
 
 
+@pytest.mark.parametrize("name", ["quickstart", "quickstart-code", "quickstart-image"])
+def test_a_constant_rate_takes_the_end_of_its_decay_along(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = configure(["--recipe", name, "--trainer.lr-schedule", "constant"]).engine
+    assert (engine.lr_schedule, engine.total_steps, engine.min_lr_ratio) == ("constant", None, 0.0)
+    said = capsys.readouterr().err
+    assert f"--trainer.total-steps {recipes()[name].config.engine.total_steps} -> None" in said
+    assert "--trainer.min-lr-ratio" in said
+
+
 def test_a_setting_whose_flag_was_given_is_refused_as_ever(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SettingsError, match="kl-estimator='k2' has no effect"):
         parsed("--objective.kl-coef", "0", "--objective.kl-estimator", "k2")

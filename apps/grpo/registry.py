@@ -51,6 +51,7 @@ def spec_of(config: GrpoConfig, recipe: Recipe | None = None) -> RunSpec:
         epochs=config.epochs,
         longest=config.max_episode_tokens,
         reference_policy=config.needs_reference or config.teachers.frozen,
+        device_teachers=config.teachers.on_devices,
         held_out=config.data.eval_prompts,
         eval_share=0.0 if config.data.eval_data else config.data.eval_share,
         own=own,

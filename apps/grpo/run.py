@@ -1,7 +1,6 @@
 """A run of the grpo app: checks before anything starts, then training; and runs in small."""
 
 import functools
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,14 +10,15 @@ from apps.common.cli.refusals import Refusals
 from apps.common.data.model_files import available_files
 from apps.common.data.tokenizer import quiet_libraries
 from apps.common.run.config_file import write_configs
-from apps.common.run.forwards_ahead import planned_ahead, tell_ahead
+from apps.common.run.forwards_ahead import agreed_ahead, tell_ahead
 from apps.common.run.full_disk import writing
-from apps.common.run.moved_weights import check_moved
+from apps.common.run.ranks import ensure_secret
 from apps.common.run.reporter import report_on_stop
 from apps.common.run.run_dir import check_run_dir, resolve_run_dir, steps_done
 from apps.common.run.separate_disks import join_disks
 from apps.common.shrink.command import check_nothing_dropped, print_differences
 from apps.common.shrink.fields import Difference, ProcessLimit, by_flag
+from apps.common.shrink.machines import supplied_to_all, tell_moved
 from apps.common.shrink.npu import fake_npu_for, with_fake_npu
 from apps.common.shrink.varied import LINE
 from apps.grpo.config import GrpoConfig
@@ -58,6 +58,8 @@ def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
     directory, whole = refusals.of(functools.partial(available_files, config.model)) or (None, False)
     prepared = prepare(config, recipe, directory, refusals, whole) if directory else None
     refusals.of(functools.partial(check_run_dir, config.run_dir, RUNS, config.resume))
+    if config.cluster.schedule.weight_sync == "shards":
+        refusals.of(ensure_secret)
     if config.model is None and recipe.make_model is not None:
         if refusals.lines:
             check_made(config, recipe, refusals)
@@ -66,7 +68,7 @@ def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
     refusals.tell()
     if under_torchrun():
         # rank 0 makes the model and the folder, the others wait for it
-        ensure_group(config.engine.device, config.engine.collective_timeout_seconds)
+        ensure_group(config.engine.device, config.engine.collective_timeout_seconds, config.stall_seconds)
     run_dir = resolve_run_dir(config.run_dir, RUNS, config.recipe, config.resume)
     with writing("what other machines have of the run", run_dir):
         disks = join_disks(run_dir, config.resume)
@@ -79,7 +81,7 @@ def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
     refusals.tell()
     assert prepared.checked.opened is not None, "it was refused else"
     of_model = replace(config, model=model)
-    engine = broadcast_result(planned_ahead(config.engine, prepared.checked.opened, lambda: spec_of(of_model, recipe)))
+    engine = agreed_ahead(config.engine, prepared.checked.opened, lambda: spec_of(of_model, recipe))
     with writing("the configuration", run_dir):
         if disks.leads:
             write_configs(config, recipe.config, run_dir)
@@ -93,8 +95,8 @@ def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
         job = functools.partial(job, opened=prepared.checked.opened)
     with report_on_stop(run_dir, run_dir / "warm-start"):
         arguments = (replace(config, engine=engine), prepared.tasks)
-        waits = engine.collective_timeout_seconds
-        result: Result = launch(job, arguments, config.nproc_per_node, engine.device, config.threads, waits)
+        ranks = (config.nproc_per_node, engine.device, config.threads, engine.collective_timeout_seconds)
+        result: Result = launch(job, arguments, *ranks, config.stall_seconds)
         return result
 
 
@@ -141,8 +143,8 @@ def run_shrunk(config: GrpoConfig, most: ProcessLimit) -> Result:
     check_nothing_dropped(spec_of(small, recipe))
     run_dir = resolve_run_dir(config.run_dir, RUNS, f"{config.recipe}-shrunk", resume=False)
     with fake_npu_for(small.engine.device), nodes_for(small):
-        result = run(supplied(small, recipe, run_dir), recipe)
-    sys.stdout.write(f"{check_moved(run_dir, small.engine)}\n")
+        result = run(supplied_to_all(lambda: supplied(small, recipe, run_dir), run_dir, small.engine, small), recipe)
+    tell_moved(run_dir, small.engine)
     return result
 
 

@@ -12,12 +12,12 @@ from objectives.advantages import COMPONENTS, TOKEN_REWARDS, WEIGHTS, estimate, 
 from objectives.kl import k1
 from objectives.shaping import length_reward, overlong_filter, overlong_penalty
 from objectives.token_advantages import at_turn_ends, normalized, returns_with_kl
-from rollout import Episode
+from rollout.episodes.summary import AnyEpisode
 from schedules.reporting.episode_metrics import TRUNCATED
 from seqpack.batches.jagged import flattened, ragged
 
 
-def shape(batch: TensorDict, episodes: Sequence[Episode], config: GrpoConfig, engine: TrainEngine) -> None:
+def shape(batch: TensorDict, episodes: Sequence[AnyEpisode], config: GrpoConfig, engine: TrainEngine) -> None:
     """Change rewards and mask of a batch as `config.shaping` says, and score it where KL is in the reward. Collective
     then."""
     shaping = config.shaping
@@ -66,7 +66,7 @@ def estimated(batch: TensorDict, config: GrpoConfig) -> Tensor:
     return normalized(returns_with_kl(batch["reward"], mask, policy, reference, config.shaping.kl_in_reward), mask)
 
 
-def _weigh(batch: TensorDict, episodes: Sequence[Episode], config: GrpoConfig) -> None:
+def _weigh(batch: TensorDict, episodes: Sequence[AnyEpisode], config: GrpoConfig) -> None:
     """Add the reward components of each row's episode to the batch, with their weights, where they are compared apart;
     else take their weighted sum for the reward.
 
@@ -84,7 +84,7 @@ def _weigh(batch: TensorDict, episodes: Sequence[Episode], config: GrpoConfig) -
         batch["reward"] = components @ factors
 
 
-def _turn_rewards(episodes: Sequence[Episode], loss_mask: Tensor) -> Tensor:
+def _turn_rewards(episodes: Sequence[AnyEpisode], loss_mask: Tensor) -> Tensor:
     """Return the rewards of the rows' turns at their last tokens, jagged f32 (B, j) (`at_turn_ends`).
 
     Raises:
@@ -98,7 +98,7 @@ def _turn_rewards(episodes: Sequence[Episode], loss_mask: Tensor) -> Tensor:
     return at_turn_ends(given, loss_mask)
 
 
-def _components(episodes: Sequence[Episode]) -> tuple[list[str], Tensor]:
+def _components(episodes: Sequence[AnyEpisode]) -> tuple[list[str], Tensor]:
     """Return the names of the reward components of scored episodes, and them, f32[B, K], in the order of the names.
 
     Raises:

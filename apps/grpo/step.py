@@ -9,20 +9,25 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from apps.common.local_rows import add_log_probs, local_batches, outline_view, reason_of
 from apps.common.run.idle_reason import SIGNAL
 from apps.grpo.config import GrpoConfig
 from apps.grpo.shaping import estimated, shape
 from apps.grpo.teachers import Teachers
-from engines import SharedParameters, TrainEngine, Unsupported, base_policy, shared_parameters
+from engines import SharedParameters, TrainEngine, Unsupported, shared_parameters
 from engines.adapters.adapter_export import adapter_layout, adapter_pieces
+from engines.protocol import Batch
 from objectives.advantages import first_rows, per_sequence, per_token
 from objectives.choices import HIGH_COVARIANCE
 from objectives.covariance_losses import high_covariance
 from objectives.off_policy import mismatch_meter
-from rollout import Episode, to_batch
+from rollout import to_batch
+from rollout.episodes.row_batch import row_outline
+from rollout.episodes.summary import AnyEpisode, EpisodeSummary
 from rollout.seeds import derive_seed
 from rollout.sync import Adapter
 from schedules.protocols import TrainResult, WeightExport
+from schedules.rows.shared import fetch_all, summaries_of
 from seqpack import index_select, view_batch
 
 NOTHING = {"train/updates": 0.0, "train/trained_tokens": 0.0, SIGNAL: 0.0}
@@ -37,21 +42,23 @@ class GrpoTrainer:
     engine: TrainEngine
     teachers: Teachers | None = None
     measures_sampler: ClassVar[bool] = True
-    """Of `schedules.protocols.ScoringTrainer`."""
+    trains_rows: ClassVar[bool] = True
+    """Of `schedules.protocols.ScoringTrainer` and `RowTrainer`."""
 
-    def train(self, step: int, episodes: Sequence[Episode]) -> TrainResult:
+    def train(self, step: int, episodes: Sequence[AnyEpisode]) -> TrainResult:
         """Train on the episodes of step number `step`, from 0; collective. Where none of their tokens is trained, the
-        metrics are NOTHING."""
+        metrics are NOTHING. A rank gets no rows but those that it trains, unless there is a `whole_batch_reason`."""
         if all(episode.score is None for episode in episodes):
             return TrainResult(dict(NOTHING), [0.0] * len(episodes))
-        batch = to_batch(episodes)
+        summaries = None if whole_batch_reason(self.config) else summaries_of(episodes)
+        batch = to_batch(fetch_all(episodes)) if summaries is None else row_outline(summaries)
         if self.teachers is None:
             shape(batch, episodes, self.config, self.engine)
             batch["advantages"] = advantages_of(batch, self.config, step)
         else:  # every answer is learnt from, whatever its reward
             batch["advantages"] = per_token(torch.ones(len(batch)), batch["loss_mask"])
             self.teachers.score(batch, episodes, self.engine)
-        metrics = train_on(batch, self.config, self.engine)
+        metrics = train_on(batch, self.config, self.engine, summaries)
         difference = metrics.get("log_prob_difference") if metrics.get("train/computed_sequences", 1) else None
         return TrainResult(metrics, episode_advantages(batch, len(episodes)), difference)
 
@@ -64,7 +71,9 @@ class GrpoTrainer:
         """Return the present weights, or those of the adapter alone: a sampler begins with the base."""
         layout = adapter_layout(self.engine, module_names)
         if layout is None:
-            return WeightExport(self.engine.export_weights(live=module_names))
+            sharded = self.config.cluster.schedule.weight_sync == "shards"
+            shards = self.engine.export_shards(live=module_names) if sharded else None
+            return WeightExport(self.engine.export_weights(live=module_names), shards=shards)
         adapter = Adapter(layout.rank, layout.scale, layout.layers)
         return WeightExport(adapter_pieces(self.engine, module_names), adapter)
 
@@ -110,6 +119,11 @@ def episode_advantages(batch: TensorDict, count: int) -> list[float]:
     return of_episode
 
 
+def whole_batch_reason(config: GrpoConfig) -> str | None:
+    """Return why every rank needs the tokens of all rows; None where it trains with its own alone."""
+    return reason_of(config.teachers.any, config.shaping.kl_in_reward, config.objective.policy_loss, config.advantage)
+
+
 def correction_line(config: GrpoConfig) -> str | None:
     """Return what a run says once of off-policy weights that nobody asked for by name; None where there are none."""
     chosen = config.corrected_objective.off_policy
@@ -118,33 +132,31 @@ def correction_line(config: GrpoConfig) -> str | None:
     return f"off-policy weights: {chosen}, as answers are sampled ahead of training (else name --objective.off-policy)"
 
 
-def train_on(batch: TensorDict, config: GrpoConfig, engine: TrainEngine) -> dict[str, float]:
+def train_on(
+    batch: TensorDict, config: GrpoConfig, engine: TrainEngine, summaries: Sequence[EpisodeSummary] | None = None
+) -> dict[str, float]:
     """Make the optimizer steps of one batch, `epochs` times `mini_batches`; the means of their metrics.
 
     All rows of an episode are in one mini-batch; there are fewer than asked for where episodes are, or where no token
-    of one is trained.
+    of one is trained. `summaries`: of the episodes whose outline `batch` is; rows come to the ranks that train them.
     """
-    view = view_batch(batch)
+    view = view_batch(batch) if summaries is None else outline_view(batch)
     rows_trained = view.row_sums(view.trained) > 0
     if not rows_trained.any():
         return dict(NOTHING)
-    if config.epochs * config.mini_batches > 1:
-        # Later updates of this batch are off-policy: they need the log-probs of the policy that it started from.
-        batch["old_log_probs"] = engine.forward(batch)["log_probs"]
-    if config.objective.kl_coef and "ref_log_probs" not in batch.keys():  # noqa: SIM118
-        with base_policy(engine) as reference:
-            batch["ref_log_probs"] = reference.forward(batch)["log_probs"]
-    if config.objective.policy_loss in ("clip_cov", "kl_cov"):
-        _choose_tokens(batch, config, engine)
     _, _, episode_of = first_rows(batch["episode"])
     parts = [(episode_of % config.mini_batches == part).nonzero()[:, 0].tolist() for part in range(config.mini_batches)]
     parts = [part for part in parts if rows_trained[part].any()]
     objective = config.distillation if config.teachers.any else config.corrected_objective
-    results = [
-        engine.train_batch(index_select(batch, part) if len(parts) > 1 else batch, objective)
-        for _ in range(config.epochs)
-        for part in parts
-    ]
+    compared = config.epochs * config.mini_batches > 1, bool(config.objective.kl_coef)
+    if summaries is None:
+        add_log_probs(batch, batch, engine, *compared)
+        if config.objective.policy_loss in ("clip_cov", "kl_cov"):
+            _choose_tokens(batch, config, engine)
+        updates: list[Batch] = [index_select(batch, part) if len(parts) > 1 else batch for part in parts]
+    else:
+        updates = [*local_batches(batch, summaries, parts, engine, objective, compared)]
+    results = [engine.train_batch(update, objective) for _ in range(config.epochs) for update in updates]
     checks = {name for result in results for name in result if name.startswith("proof/")}  # of some updates alone
     proof = {name: max(result[name] for result in results if name in result) for name in sorted(checks)}
     means = {name: sum(result[name] for result in results) / len(results) for name in results[0] if name not in checks}

@@ -14,6 +14,7 @@ import torch
 
 from apps.common.data.evaluation import evaluation_metrics
 from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
+from apps.common.local_rows import whole_batch_line
 from apps.common.own_metrics import own_metrics
 from apps.common.ray_devices import ray_settings
 from apps.common.run.checkpoint_saver import CheckpointSaver
@@ -27,13 +28,15 @@ from apps.common.run.idle_steps import IdleSteps
 from apps.common.run.nonfinite_batch import save_batch_on_nonfinite
 from apps.common.run.ranks import init_rank
 from apps.common.run.reporter import Reporter
+from apps.common.run.result import Result as Result
+from apps.common.run.result import summary
 from apps.common.run.run_dir import steps_done
 from apps.common.sampler_certificate import SamplerRecord, unchecked
 from apps.common.tasks import Tasks
 from apps.grpo.build import Demonstrations, RunBuilder, samples_remotely
 from apps.grpo.config import GrpoConfig
 from apps.grpo.sampling.native import NativeBackend
-from apps.grpo.step import correction_line
+from apps.grpo.step import correction_line, whole_batch_reason
 from apps.grpo.warm_start import warm_start_metrics
 from apps.sft.best_checkpoint import HELD_OUT, RUN_STEP, BestCheckpoint, best_checkpoint_path, find_best_checkpoint
 from engines import TrainEngine
@@ -43,24 +46,12 @@ from runlog import read_metrics
 from schedules.protocols import environment_of
 from schedules.ray.cluster import in_cluster
 from schedules.reporting.episode_samples import Decode, EpisodeSamples, failure_note, token_decoder
+from schedules.rows.shared import on_first_rank
 from schedules.runtime.collectives import broadcast_result, rank_and_world
 from schedules.runtime.interrupts import Runner, note_termination
 from schedules.sampling.session import Evaluation, HeldOutMetric
 from schedules.schedule import Schedule, TrainStepResult
 from seqpack.memory import ledger
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run came to; `accuracy_before` is that of the first start, however often the run was resumed."""
-
-    accuracy_before: float
-    accuracy_after: float
-    seconds: float
-    run_dir: Path
-    steps: int
-    metric: HeldOutMetric = "accuracy"
-    """What the two are; a score is a mean reward."""
 
 
 def train(
@@ -104,7 +95,8 @@ def train(
             CheckpointSaver(engine, run_dir, config.keep_checkpoints, schedule.saving, schedule.saved) as saves,
             save_batch_on_nonfinite(run_dir),
         ):
-            for line in (NativeBackend().weights_line(config, parts.sampler, engine), correction_line(config)):
+            lines = (NativeBackend().weights_line(config, parts.sampler, engine), correction_line(config))
+            for line in (*lines, whole_batch_line(whole_batch_reason(config))):
                 if line is not None:
                     log.note(line)
             record = SamplerRecord(log, engine, config.cluster.rollout.engine, start.model)
@@ -116,7 +108,7 @@ def train(
     result = Result(
         held_out.before, held_out.after, time.perf_counter() - begun, run_dir, config.steps, held_out.metric
     )
-    log.close(_summary(result), f"GRPO, {config.recipe}")
+    log.close(summary(result), f"GRPO, {config.recipe}")
     return result
 
 
@@ -235,18 +227,21 @@ class _Steps:
     def _evaluated(self, evaluation: Evaluation, metric: HeldOutMetric) -> dict[str, float]:
         """Return the metrics of an evaluation, with those of several answers to a prompt."""
         count = self.config.num_generations_eval
-        return evaluation.metrics_as(metric) | (evaluation_metrics(evaluation.episodes, count) if count > 1 else {})
+        several = [*on_first_rank(evaluation.episodes).values()] if count > 1 else []
+        reward = getattr(self.tasks, "reward", None)
+        return evaluation.metrics_as(metric) | (evaluation_metrics(several, count, reward) if several else {})
 
     def _rows(self, step: int, result: TrainStepResult) -> Sequence[TaskRow]:
         """Return the tasks of a step, by group."""
         return self.tasks.tasks(step - 1, self.config.prompts_per_step) if result.rows is None else result.rows
 
     def _own_metrics(self, step: int, result: TrainStepResult, row: dict[str, Any]) -> dict[str, float]:
-        """Return the metrics of the user's, which rank 0 asks for."""
+        """Return the metrics of the user's, which rank 0 asks for; collective."""
+        episodes = [*on_first_rank(result.episodes).values()] if self.config.metric else []
         if rank_and_world()[0] or not self.config.metric:
             return {}
         given = {
-            "episodes": result.episodes,
+            "episodes": episodes,
             "advantages": result.advantages,
             "tasks": self._rows(step, result),
             "metrics": row,
@@ -255,9 +250,10 @@ class _Steps:
         return own_metrics(self.config.metric, self.config.metric_options, given)
 
     def _log_episodes(self, step: int, result: TrainStepResult | None, evaluation: Evaluation | None) -> None:
-        """Keep some of the step's groups and of what an evaluation found unsolved, and say why episodes failed."""
-        if rank_and_world()[0] != 0:
-            return
+        """Keep some of the step's groups and of what an evaluation found unsolved, and say why episodes failed.
+
+        Collective: what is shown comes to rank 0, whose log it is.
+        """
         config, log = self.config, self.log
         for place, played in ((f"step {step}", result), (f"step {step}, held out", evaluation)):
             if played is not None and (failed := failure_note(place, played.episodes)) is not None:
@@ -277,7 +273,7 @@ def _found_before(run_dir: Path) -> _HeldOut | None:
     first = next(iter(read_metrics(run_dir)), {})
     named = [(name, first[f"eval/{name}"]) for name in get_args(HeldOutMetric) if f"eval/{name}" in first]
     first_rows = [_HeldOut(name, value, value) for name, value in named if first.get("step") == 0]
-    return broadcast_result(first_rows[0] if first_rows else None)
+    return broadcast_result(first_rows[0] if first_rows else None, (_HeldOut,))
 
 
 def _shown(row: dict[str, Any]) -> dict[str, float | int | str]:
@@ -288,17 +284,3 @@ def _shown(row: dict[str, Any]) -> dict[str, float | int | str]:
         "tokens_per_second": "tokens/s",
     }
     return {short: row[name] for name, short in names.items() if name in row}
-
-
-def _summary(result: Result) -> list[tuple[str, Any]]:
-    before, after = result.accuracy_before, result.accuracy_after
-    told = (f"{before:.4g}", f"{after:.4g}  ({after - before:+.4g})")
-    if result.metric == "accuracy":
-        told = (f"{before:.1%}", f"{after:.1%}  ({100 * (after - before):+.1f} points)")
-    return [
-        (f"held-out {result.metric} before", told[0]),
-        (f"held-out {result.metric} after", told[1]),
-        ("steps", result.steps),
-        ("time", f"{result.seconds:.0f} s"),
-        ("open this", str(result.run_dir / "report.html")),
-    ]

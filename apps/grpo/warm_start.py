@@ -20,6 +20,7 @@ from apps.grpo.config import GrpoConfig
 from apps.grpo.tasks.prompt_tasks import Conversation
 from apps.sft.loop import fit, idle_reason
 from apps.sft.reading.samples import Sample, batch_of, sample_of, stop_tokens_of
+from chat_tools import Renderer
 from engines import EngineConfig, TrainEngine, build_engine
 from engines.loading import LoadedModel
 from engines.storage.disks import find_disks, share_files
@@ -95,12 +96,12 @@ def warm_start(
         shutil.rmtree(folder, ignore_errors=True)
     engine = build_engine(replace(warm_start_engine(config), model=str(model)), opened)
     session, trainer = session_of(engine)
-    stop_tokens, image_processor = stop_tokens_of(model, tokenizer), session.chat.image_processor
+    renderer, image_processor = Renderer(tokenizer, stop_tokens_of(model, tokenizer)), session.chat.image_processor
 
     @lru_cache(maxsize=1 << 16 if image_processor is None else 0)  # pictures are large, and seldom shown twice
     def sample_at(written: str) -> Sample:
         messages, tools = json.loads(written)
-        return sample_of(tokenizer, messages, tools, stop_tokens, image_processor)
+        return sample_of(renderer, messages, tools, image_processor)
 
     def batch_at(step: int) -> TensorDict:  # demonstrations of small tasks come again
         return batch_of([sample_at(json.dumps([c.messages, c.tools])) for c in demonstrations(config, step)])
@@ -131,7 +132,7 @@ def warm_start(
     share_files(export, find_disks(folder))  # every rank reads it
     if rank_and_world()[0] == 0:
         (folder / FINISHED).write_text(json.dumps(asdict(WarmStartResult(done, accuracy))) + "\n", encoding="utf-8")
-    return export
+    return broadcast_result(export)  # once the first rank has written all of it: its tokenizer, say
 
 
 def _told(accuracy: float, metric: HeldOutMetric | None) -> str:

@@ -4,6 +4,7 @@ import itertools
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -34,8 +35,7 @@ class ImageTasks:
 
     def held_out(self) -> list[TaskRow]:
         """Return pictures that are never trained on."""
-        stream = image_problems(random.Random(0), held_out=True)
-        return [_row(problem) for problem in itertools.islice(stream, self.eval_prompts)]
+        return [_row(problem) for problem in _held_out(self.eval_prompts)]
 
     def environment(self, row: TaskRow) -> Task:
         """Return the task of one picture."""
@@ -80,6 +80,12 @@ def demonstrations(config: GrpoConfig, step: int) -> list[Conversation]:
 def _question(problem: ImageProblem) -> dict[str, Any]:
     parts = [{"type": "image", "image": problem.image}, {"type": "text", "text": problem.question}]
     return {"role": "user", "content": parts}
+
+
+@cache
+def _held_out(count: int) -> list[ImageProblem]:
+    """Return the first held-out problems: one of many that are drawn."""
+    return list(itertools.islice(image_problems(random.Random(0), held_out=True), count))
 
 
 def _step_problems(seed: int, step: int, count: int) -> list[ImageProblem]:

@@ -4,6 +4,7 @@ import itertools
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 from apps.common.cli.flags import flag
@@ -41,8 +42,7 @@ class SumTasks:
 
     def held_out(self) -> list[TaskRow]:
         """Return different sums that are never trained on."""
-        stream = problems(random.Random(0), self.digits, held_out=True)
-        return [_row(problem) for problem in distinct(stream, self.eval_prompts)]
+        return [*_held_out(self.digits, self.eval_prompts)]
 
     def environment(self, row: TaskRow) -> Task:
         """Return the task of one sum."""
@@ -54,6 +54,12 @@ class SumTasks:
 
     def restore(self, cursor: Mapping[str, Any]) -> None:
         """Do nothing: there is no state."""
+
+
+@lru_cache
+def _held_out(digits: int, count: int) -> tuple[TaskRow, ...]:
+    stream = problems(random.Random(0), digits, held_out=True)
+    return tuple(_row(problem) for problem in distinct(stream, count))
 
 
 def _rows(name: str, chosen: Iterable[Problem]) -> list[TaskRow]:

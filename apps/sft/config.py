@@ -200,6 +200,9 @@ class SftConfig:
     """Steps between checkpoints (also after the last)."""
     keep_checkpoints: int = 2
     """Checkpoints that are kept before the last one; older ones are deleted."""
+    stall_seconds: float = 120.0
+    """A rank that says nothing for so long, as a stopped one, is told, with its stack, and ends the run, whatever
+    started it."""
     allow_idle_steps: int | None = ALLOWED
     """Steps in a row that may train nothing: so many stop the run, which has a checkpoint then. None: no limit."""
     tracker: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
@@ -236,6 +239,8 @@ class SftConfig:
             if value is not None and value < least:
                 yield f"{flag(name)} must be at least {least}, got {value}"
         yield from allowed_problem(self.allow_idle_steps)
+        if not 0 < self.stall_seconds < math.inf:
+            yield f"--stall-seconds must be above 0 and finite, got {self.stall_seconds}"
         if self.epochs is not None:
             if not 0 < self.epochs < math.inf:
                 yield f"--epochs must be a number above 0, got {self.epochs}"

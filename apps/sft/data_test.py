@@ -21,6 +21,7 @@ from apps.sft.reading.conversations import Conversation
 from apps.sft.reading.examples import Columns, read_examples
 from apps.sft.reading.samples import Sample, sample_of, stop_tokens_of
 from apps.sft.reading.sources import Source
+from chat_tools import Renderer
 
 TOKENIZER = build_tokenizer()
 ARGUMENTS = {"expression": "1+2"}
@@ -48,12 +49,12 @@ def trained_text(sample: Sample) -> str:
 
 
 def test_the_assistants_tokens_alone_are_trained() -> None:
-    sample = sample_of(TOKENIZER, demonstration(addition(37, 58), "arithmetic"))
+    sample = sample_of(Renderer(TOKENIZER), demonstration(addition(37, 58), "arithmetic"))
     assert trained_text(sample) == "\\boxed{95}<|im_end|>"
 
 
 def test_both_turns_of_a_tool_conversation_are_trained_and_the_result_is_not() -> None:
-    sample = sample_of(TOKENIZER, demonstration(addition(37, 58), "calculator"))
+    sample = sample_of(Renderer(TOKENIZER), demonstration(addition(37, 58), "calculator"))
     text = trained_text(sample)
     assert text.startswith("<tool_call>")
     assert text.endswith("\\boxed{95}<|im_end|>")

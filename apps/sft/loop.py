@@ -4,12 +4,15 @@ from collections.abc import Callable, Iterator, Mapping
 
 from tensordict import TensorDict
 
-from engines import TrainEngine
+from engines import LocalBatch, TrainEngine
 from seqpack import Objective, view_batch
 
 
-def is_trained(batch: TensorDict) -> bool:
-    """Return whether some token of a batch is trained."""
+def is_trained(batch: TensorDict | LocalBatch) -> bool:
+    """Return whether some token of a batch is trained, on whatever rank."""
+    if isinstance(batch, LocalBatch):
+        assert batch.stats is not None
+        return bool(batch.stats.totals.tokens)
     return bool(view_batch(batch).trained.any())
 
 
@@ -24,7 +27,7 @@ def idle_reason(metrics: Mapping[str, float]) -> str | None:
 
 def fit(
     engine: TrainEngine,
-    batch_at: Callable[[int], TensorDict],
+    batch_at: Callable[[int], TensorDict | LocalBatch],
     objective: Objective,
     steps: int,
     start: int = 0,
@@ -42,11 +45,12 @@ def fit(
     batch = batch_at(start) if start < steps else None
     for step in range(start, steps):
         following = batch_at(step + 1) if ahead and step + 1 < steps else None
-        if following is not None and is_trained(following):
+        if isinstance(following, TensorDict) and is_trained(following):
             engine.prefetch(following, objective)
         assert batch is not None
         if is_trained(batch):
             yield step + 1, engine.train_batch(batch, objective)
         else:
-            yield step + 1, {"trained_tokens": 0.0, "tokens": float(sum(view_batch(batch).lengths))}
+            lengths = batch.lengths if isinstance(batch, LocalBatch) else view_batch(batch).lengths
+            yield step + 1, {"trained_tokens": 0.0, "tokens": float(sum(lengths))}
         batch = following if following is not None or step + 1 == steps else batch_at(step + 1)

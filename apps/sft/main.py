@@ -17,6 +17,9 @@ from apps.common.cli.peer_flags import SFT as PEERS
 from apps.common.cli.plan_command import answer_without_running
 from apps.common.cli.recipes import beside_own_model
 from apps.common.cli.untested import FLAG_TYPE
+from apps.common.importing import without_collections
+from apps.common.launch.flag import HELP as LAUNCH_HELP
+from apps.common.launch.flag import parse_launch_flag
 from apps.common.program import program
 from apps.common.shrink.flag import parse_shrink_flag
 from apps.sft.config import OWNED, SftConfig
@@ -41,6 +44,7 @@ COMMANDS = {
     "--print-config": "Print all settings as such a file, and start nothing.",
     "--plan": "Print memory, time, ranks and what keeps the run from starting. It needs no GPU and no weights.",
     "--shrink[=PROCESSES]": "Run the recipe in small, here: a tiny random model, two ranks of each parallelism.",
+    **LAUNCH_HELP,
     "--recipe list": "List the recipes; with --plan, which of them can be run today.",
     "--help-all": "All flags.",
 }
@@ -93,7 +97,8 @@ def main(argv: Sequence[str], own_process: bool = False) -> None:
 
     `own_process`: this is the program's own process, which starts again with the variables that a recipe owns.
     """
-    typed, (argv, most) = argv, parse_shrink_flag(argv)
+    typed, (argv, launched) = argv, parse_launch_flag(argv)
+    argv, most = parse_shrink_flag(argv)
 
     def planned(rest: Sequence[str]) -> RunSpec:
         config = configure(rest)
@@ -104,6 +109,11 @@ def main(argv: Sequence[str], own_process: bool = False) -> None:
     answer_without_running(argv, recipes, lambda: _run_module().specs_of_recipes(most), planned, typed)
     share_between_machines(argv, SftConfig)
     config = configure(argv)
+    if launched:
+        from apps.common.launch.ray_ranks import launch_ranks  # imports torch
+
+        launch_ranks("sft", argv, config, RUNS)
+        return
     if own_process:
         restart_with(config.cluster.env)
     if most is not None:
@@ -115,7 +125,8 @@ def main(argv: Sequence[str], own_process: bool = False) -> None:
 
 def _run_module() -> Any:
     """Return the module that runs, which imports torch: help and errors come without."""
-    from apps.sft import run as module  # slow to load
+    with without_collections():
+        from apps.sft import run as module  # slow to load
 
     return module
 

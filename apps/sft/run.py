@@ -16,14 +16,14 @@ from apps.common.data.images import image_processor_of
 from apps.common.data.model_files import available_files
 from apps.common.data.tokenizer import quiet_libraries
 from apps.common.run.config_file import write_configs
-from apps.common.run.forwards_ahead import planned_ahead, tell_ahead
+from apps.common.run.forwards_ahead import agreed_ahead, tell_ahead
 from apps.common.run.full_disk import writing
-from apps.common.run.moved_weights import check_moved
 from apps.common.run.reporter import report_on_stop
 from apps.common.run.run_dir import check_run_dir, resolve_run_dir, steps_done
 from apps.common.run.separate_disks import join_disks
 from apps.common.shrink.command import check_nothing_dropped, print_differences
 from apps.common.shrink.fields import Difference, ProcessLimit, by_flag
+from apps.common.shrink.machines import supplied_to_all, tell_moved
 from apps.common.shrink.npu import fake_npu_for, with_fake_npu
 from apps.quickstart.model import ensure_tiny_model
 from apps.sft.config import SftConfig
@@ -74,7 +74,7 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
     refusals.tell()
     if under_torchrun():
         # rank 0 makes the model and the folder, the others wait for it
-        ensure_group(config.engine.device, config.engine.collective_timeout_seconds)
+        ensure_group(config.engine.device, config.engine.collective_timeout_seconds, config.stall_seconds)
     run_dir = resolve_run_dir(config.run_dir, RUNS, config.recipe, config.resume)
     with writing("what other machines have of the run", run_dir):
         disks = join_disks(run_dir, config.resume)
@@ -94,7 +94,7 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
     if config.resume and (checkpoint := steps_done(run_dir, plan.steps)[1]) is not None:
         check_row_order(checkpoint, row_order(config, conversations), run_dir)
     of_model = replace(config, model=model)
-    engine = broadcast_result(planned_ahead(config.engine, opened, lambda: spec_of(of_model, recipe)))
+    engine = agreed_ahead(config.engine, opened, lambda: spec_of(of_model, recipe))
     with writing("the configuration", run_dir):
         if disks.leads:
             write_configs(config, (recipe or registered(config.recipe, config.recipe_options)).config, run_dir)
@@ -107,8 +107,8 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
     with report_on_stop(run_dir):
         given = opened if runs_in_this_process(config.nproc_per_node) else None
         job = (replace(config, engine=engine), conversations, model, run_dir, given)
-        waits = engine.collective_timeout_seconds
-        result: Result = launch(train, job, config.nproc_per_node, engine.device, config.threads, waits)
+        ranks = (config.nproc_per_node, engine.device, config.threads, engine.collective_timeout_seconds)
+        result: Result = launch(train, job, *ranks, config.stall_seconds)
         return result
 
 
@@ -144,8 +144,8 @@ def run_shrunk(config: SftConfig, most: ProcessLimit) -> Result:
     check_nothing_dropped(spec_of(small, recipe))
     run_dir = resolve_run_dir(config.run_dir, RUNS, f"{config.recipe}-shrunk", resume=False)
     with fake_npu_for(small.engine.device):
-        result = run(supplied(small, recipe, run_dir), recipe)
-    sys.stdout.write(f"{check_moved(run_dir, small.engine)}\n")
+        result = run(supplied_to_all(lambda: supplied(small, recipe, run_dir), run_dir, small.engine, small), recipe)
+    tell_moved(run_dir, small.engine)
     return result
 
 

@@ -1,5 +1,7 @@
 """A supervised run from start to end: steps, held-out loss, checkpoints, export, report."""
 
+import math
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -35,15 +37,17 @@ from apps.sft.best_checkpoint import (
 from apps.sft.config import SftConfig
 from apps.sft.data import Conversations
 from apps.sft.loop import fit, idle_reason
+from apps.sft.own_rows import is_shared, read_ahead, scored_batch, step_batch
 from apps.sft.reading.samples import Sample, batch_of
 from apps.sft.row_order import ORDER, row_order
 from apps.sft.step_plan import StepPlan, plan_steps
-from engines import TrainEngine, build_engine
+from engines import LocalBatch, TrainEngine, build_engine
 from engines.config import parse_context_parallel
 from engines.loading import LoadedModel
 from runlog import read_metrics
 from schedules.reporting.episode_samples import Decode, token_decoder
-from schedules.runtime.collectives import broadcast_result, rank_and_world
+from schedules.runtime.collectives import broadcast_result, gather_lists, rank_and_world
+from schedules.runtime.interrupts import note_termination
 from seqpack.memory import ledger
 
 SHOWN_ROWS = 4  # in the report: of the first batch, and held out at each evaluation
@@ -72,6 +76,7 @@ def train(
     Raises:
         DivergenceError, engines.NonFiniteError: the run diverged; checkpoints stay, there is no export.
         IdleRunError: so many steps in a row trained nothing as the configuration allows; likewise.
+        SystemExit: SIGTERM came; the run has a checkpoint.
         ValueError: the best weights of the run's first part can't be read, or are not those that were kept.
     """
     started = time.perf_counter()
@@ -91,9 +96,11 @@ def train(
         Reporter(run_dir, as_plain(config), plan.steps, "sft", resume_step, config.tracker) as log,
         CheckpointSaver(engine, run_dir, config.keep_checkpoints) as saves,
         save_batch_on_nonfinite(run_dir),
+        note_termination() as terminated,
     ):
         decode = token_decoder(tokenizer)
-        measured = _Steps(config, conversations, plan, engine, log, saves, len(tokenizer), decode).run(earlier)
+        steps = _Steps(config, conversations, plan, engine, log, saves, len(tokenizer), decode, terminated)
+        measured = steps.run(earlier)
     if config.export == "best":
         engine.load(str(best_checkpoint_path(run_dir)))
         check_best_checkpoint(run_dir, measured.best, engine.state_summary()["step"])
@@ -121,15 +128,20 @@ def held_out_loss(
     """
     total, tokens = 0.0, 0
     for first in range(0, len(samples), rows):
-        batch = batch_of([samples[i] for i in range(first, min(first + rows, len(samples)))])
-        scores = engine.forward(batch)["log_probs"]
+        given, counted = scored_batch(engine, samples, range(first, min(first + rows, len(samples))))
+        batch = given.view.to_batch() if isinstance(given, LocalBatch) else given
+        scores = engine.forward(given)["log_probs"]
         if show is not None and not first:
             show(batch, scores)
         log_probs, mask = scores.values(), batch["loss_mask"].values()
+        mask = mask & torch.tensor(counted).repeat_interleave(torch.tensor([len(row) for row in batch["loss_mask"]]))
         if "loss_weights" in batch.keys():  # noqa: SIM118  a TensorDict iterates over its rows
             log_probs = log_probs * batch["loss_weights"].values()
         total -= log_probs[mask].sum(dtype=torch.float64).item()
         tokens += int(mask.sum())
+    if is_shared(samples):
+        parts = gather_lists([(total, tokens)])
+        total, tokens = math.fsum(loss for loss, _ in parts), sum(count for _, count in parts)
     if not tokens:
         raise ValueError(f"no token of the {len(samples)} held-out rows is trained: there is nothing to evaluate")
     return total / tokens
@@ -179,6 +191,8 @@ class _Steps:
     saves: CheckpointSaver
     vocab_size: int
     decode: Decode
+    terminated: Callable[[], bool]
+    """Whether SIGTERM came."""
 
     def run(self, earlier: _Earlier) -> _HeldOutLosses:
         """Run the steps that are left; measure the held-out loss before the run's first step and at each evaluation."""
@@ -188,7 +202,9 @@ class _Steps:
         log.note("layers compiled: {compiled}\noptimizer: {optimizer}".format_map(engine.state_summary()))
         measured = self._begin(earlier)
         if not earlier.done:
-            self._show(1, "training", self._batch(0))
+            self._show(
+                1, "training", batch_of([self.conversations.train[row] for row in self.plan.rows(0)[:SHOWN_ROWS]])
+            )
         idle = IdleSteps.resumed(config.allow_idle_steps, log.run_dir, earlier.done)
         ahead = parse_context_parallel(config.engine.context_parallel) == 1
         clock = time.perf_counter()
@@ -207,6 +223,7 @@ class _Steps:
             reason = idle_reason(metrics)
             row |= idle.row(reason)
             stops = idle.too_many and not last
+            ends = broadcast_result(self.terminated()) and not last
             if last or step % self.plan.eval_every == 0:
                 row["eval/loss"] = shown["held-out loss"] = measured.losses[step] = self._held_out_loss(step)
             log.step(step, row, shown)
@@ -215,10 +232,13 @@ class _Steps:
             if step in measured.losses:
                 check_loss(step, measured.losses[step], self.vocab_size)
             self.saves.look()
-            if directories := self._directories(step, measured, last or stops):
+            if directories := self._directories(step, measured, last or stops or ends):
                 self._save(step, directories, measured)
             if stops:
                 raise idle.error(step, reason, log.run_dir)
+            if ends:
+                log.note(f"SIGTERM: stopped after step {step}; --resume --run-dir {log.run_dir} goes on")
+                raise SystemExit(128 + signal.SIGTERM)
             clock = time.perf_counter()
         return measured
 
@@ -250,8 +270,12 @@ class _Steps:
             if step > 0 and loss < best.loss:
                 self.log.note(f"step {step} had a held-out loss of {loss:.4f}, but its weights were not kept")
 
-    def _batch(self, step: int) -> TensorDict:
-        return batch_of([self.conversations.train[i] for i in self.plan.rows(step)])
+    def _batch(self, step: int) -> TensorDict | LocalBatch:
+        samples, objective = self.conversations.train, self.config.objective
+        batch = step_batch(self.engine, samples, self.plan.rows(step), objective)
+        if step + 1 < self.plan.steps:
+            read_ahead(self.engine, samples, self.plan.rows(step + 1), objective)
+        return batch
 
     def _held_out_loss(self, step: int) -> float:
         samples = self.conversations.held_out[: self.config.eval_rows]

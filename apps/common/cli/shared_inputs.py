@@ -79,9 +79,10 @@ def _of_config(argv: Sequence[str], kind: type) -> Iterator[str]:
 
 
 def _places(word: str) -> Iterator[str]:
-    """Yield the paths that a word may mean: PATH, PATH:NAME (code, a split, a weight), or NAME=PATH."""
+    """Yield the paths that a word may mean: PATH, PATH:NAME (code, a split, a weight), NAME=PATH, or a teacher's
+    vllm:PATH and native:PATH."""
     whole = word.partition("=")[2] or word
-    for text in dict.fromkeys((whole, whole.rpartition(":")[0])):
+    for text in dict.fromkeys((whole, whole.rpartition(":")[0], whole.removeprefix("vllm:").removeprefix("native:"))):
         if glob.has_magic(text):
             yield from sorted(glob.glob(text, recursive=True))
         elif text:

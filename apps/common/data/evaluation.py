@@ -4,7 +4,7 @@ Intervals hold 95 % of a bootstrap over prompts (percentiles of `RESAMPLES` mean
 depend on one another, prompts do not.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from math import comb
 from statistics import fmean
 
@@ -13,13 +13,15 @@ import numpy as np
 from apps.common.data.answers import final_answer, same_answer
 from rollout import Episode
 
+Classes = Callable[[Sequence[str]], list[int]]
+"""Function of different answers to a prompt: the number of each one's class, alike for those that are the same."""
 RESAMPLES = 2000
 INTERVAL = (2.5, 97.5)
 """Percentiles of an interval's ends."""
 
 
 def pass_at_k(answers: int, right: int, k: int) -> float:
-    """Return the unbiased estimate of the chance that one of `k` answers is right (Chen et al., arXiv 2107.03374).
+    """Return the unbiased estimate of the chance that one of `k` answers is right (arXiv 2107.03374, equation 1).
 
     That is the share of all sets of `k` of these answers that hold a right one.
     """
@@ -52,30 +54,40 @@ def marked_answer(episode: Episode) -> str | None:
     return final_answer(content) if isinstance(content, str) else None
 
 
-def merged(answers: Sequence[str | None]) -> list[str | None]:
-    """Return answers with equal ones (`same_answer`) written as the first of them."""
+def equal_numbers(answers: Sequence[str]) -> list[int]:
+    """Return the number of each answer's class: equal texts and equal numbers (`same_answer`) are one."""
     first: list[str] = []
-    written: list[str | None] = []
+    numbers: list[int] = []
     for answer in answers:
-        known = None if answer is None else next((a for a in first if same_answer(answer, a)), None)
-        if answer is not None and known is None:
+        known = next((place for place, other in enumerate(first) if same_answer(answer, other)), len(first))
+        if known == len(first):
             first.append(answer)
-        written.append(answer if known is None else known)
-    return written
+        numbers.append(known)
+    return numbers
 
 
-def evaluation_metrics(episodes: Sequence[Episode], k: int) -> dict[str, float]:
+def merged(answers: Sequence[str | None], classes: Classes = equal_numbers) -> list[str | None]:
+    """Return answers with those of a class written as the first of it."""
+    different = sorted({answer for answer in answers if answer is not None})
+    class_of = dict(zip(different, classes(different), strict=True))
+    first: dict[int, str] = {}
+    return [None if answer is None else first.setdefault(class_of[answer], answer) for answer in answers]
+
+
+def evaluation_metrics(episodes: Sequence[Episode], k: int, reward: object = None) -> dict[str, float]:
     """Return `eval/mean@k`; where every reward is 0 or 1 also `eval/pass@1`, `@2`, `@4`, ... up to k, and `eval/maj@k`
     where answers are marked. Each has `/low` and `/high`, the ends of its interval.
 
     Failed episodes do not count; a prompt with fewer than k scored answers counts in what needs no more than it has.
+    `reward`: what scored them; its attribute `answer_classes`, if any, says which answers are one vote (`Classes`).
     """
+    classes: Classes = getattr(reward, "answer_classes", equal_numbers)
     groups: dict[int, list[Episode]] = {}
     for episode in episodes:
         if episode.score is not None:
             groups.setdefault(episode.group, []).append(episode)
     rewards = {place: [episode.reward for episode in group] for place, group in groups.items()}
-    answers = {place: merged([marked_answer(episode) for episode in group]) for place, group in groups.items()}
+    answers = {place: merged([*map(marked_answer, group)], classes) for place, group in groups.items()}
     values: dict[str, list[float]] = {f"mean@{k}": [fmean(of_prompt) for of_prompt in rewards.values()]}
     if all(reward in (0, 1) for of_prompt in rewards.values() for reward in of_prompt):
         for size in sorted({2**power for power in range(k.bit_length())} | {k}):

@@ -13,6 +13,7 @@ from apps.common.data.evaluation import evaluation_metrics, interval, maj_at_k, 
 from apps.grpo.commands.evaluate import main
 from apps.grpo.commands.evaluate_model import evaluate_model
 from apps.grpo.main import configure
+from apps.grpo.recipes.math import reward as math_reward
 from apps.quickstart.model import save_tiny_model
 from rollout import Episode, Score
 from rollout.chat.messages import Message
@@ -42,6 +43,15 @@ def test_the_majority_votes_without_those_that_mark_nothing(answers: Any, reward
 
 def test_equal_numbers_are_one_answer() -> None:
     assert merged(["1,200", "x", "1200.0", None, "$1200", "x"]) == ["1,200", "x", "1,200", None, "1,200", "x"]
+
+
+def test_answers_that_the_scorer_holds_equal_are_one_vote() -> None:
+    """Two right answers, each written in its way, outvote a wrong one that was given twice."""
+    episodes = answered(0, *[(f"\\boxed{{{text}}}", 1.0) for text in (r"\frac12", "0.5", r"\dfrac{1}{2}")])
+    episodes += answered(0, *[("\\boxed{2}", 0.0)] * 2)
+    assert evaluation_metrics(episodes, 5)["eval/maj@5"] == 0.0
+    assert evaluation_metrics(episodes, 5, math_reward)["eval/maj@5"] == 1.0
+    assert math_reward.answer_classes([r"\frac12", "1,200", "0.5", "1200"]) == [0, 1, 0, 1]
 
 
 def test_an_interval_holds_the_mean_as_often_as_it_says() -> None:

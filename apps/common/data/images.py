@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from engines import EngineConfig
+from engines.media.image_cache import CachedReader
 from engines.media.image_reader import ImageReader
 from rollout.chat.images import ImageProcessor
 
@@ -16,4 +17,4 @@ def image_processor_of(engine: EngineConfig, model: Path | None) -> ImageProcess
     if engine.vision == "off" or model is None:
         return None
     reader = ImageReader.of(model)
-    return ImageProcessor(reader, reader.numbers, reader.merge_size)
+    return ImageProcessor(CachedReader(reader), reader.numbers, reader.merge_size, measure=reader.grids)

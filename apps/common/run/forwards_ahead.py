@@ -10,6 +10,13 @@ from engines.loading import LoadedModel
 from runplan.checks.machine import device_memory_gib
 from runplan.report.forwards_ahead import with_forwards_ahead
 from runplan.run_spec import RunSpec
+from schedules.runtime.collectives import broadcast_result
+
+
+def agreed_ahead(engine: EngineConfig, opened: LoadedModel, spec: Callable[[], RunSpec]) -> EngineConfig:
+    """Return what `planned_ahead` does on the first rank, on every rank; collective."""
+    ahead = planned_ahead(engine, opened, spec).router_forwards_ahead
+    return replace(engine, router_forwards_ahead=broadcast_result(ahead))
 
 
 def planned_ahead(engine: EngineConfig, opened: LoadedModel, spec: Callable[[], RunSpec]) -> EngineConfig:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from objectives import GRPO
 from objectives.losses import POLICY_LOSSES
-from rollout import Episode, Task, TaskRow
+from rollout import Task, TaskRow
+from rollout.episodes.summary import AnyEpisode
 from runlog.notices import NOT_CALLED
 from schedules.protocols import Tasks
 from schedules.reporting.episode_metrics import TRUNCATED
@@ -21,7 +22,9 @@ LIMITS = {
 """The flags of the run's own limits, by the ends that they bring about."""
 
 
-def idle_reason(episodes: Sequence[Episode], metrics: dict[str, float], objective: GRPO, advantage: str) -> str | None:
+def idle_reason(
+    episodes: Sequence[AnyEpisode], metrics: dict[str, float], objective: GRPO, advantage: str
+) -> str | None:
     """Return why no reward changed the policy in a step, with the counts; None where one did.
 
     A KL penalty and an entropy bonus teach nothing by themselves, and do not count. A policy loss of a user that needs
@@ -44,7 +47,7 @@ def idle_reason(episodes: Sequence[Episode], metrics: dict[str, float], objectiv
     return "the gradient is 0, although advantages are not"
 
 
-def _without_advantages(scored: Sequence[Episode], metrics: dict[str, float], advantage: str) -> str:
+def _without_advantages(scored: Sequence[AnyEpisode], metrics: dict[str, float], advantage: str) -> str:
     """Return why every advantage is 0."""
     groups: dict[int, set[float]] = {}
     for episode in scored:
@@ -64,7 +67,7 @@ def _without_advantages(scored: Sequence[Episode], metrics: dict[str, float], ad
     return same
 
 
-def reward_called(episodes: Sequence[Episode], rows: Sequence[TaskRow], tasks: Tasks) -> dict[str, float]:
+def reward_called(episodes: Sequence[AnyEpisode], rows: Sequence[TaskRow], tasks: Tasks) -> dict[str, float]:
     """Return {"reward/called": 0} where the tasks' reward function has scored none of the episodes, else nothing.
 
     A task's function is not called for a response that a limit cut off, unless it takes that as an argument

@@ -60,11 +60,19 @@ def moved_weights(run_dir: Path, engine: EngineConfig) -> MovedWeights:
         names = {name for name in names if not TOWER.search(name)}
     if engine.lora.rank:
         factors = (name.partition(".lora_")[0] for name in load_tensors(run_dir / "adapter"))
-        adapted = {name.removeprefix("base_model.model.") for name in factors}
-        names = {name for name in names if name.removesuffix(".weight") in adapted}
+        adapted = {name.removeprefix("base_model.model.").removesuffix(".base_layer") for name in factors}
+        stacks = [target.rpartition(".")[2] for target in engine.lora.target_parameters]
+        names = {name for name in names if name.removesuffix(".weight") in adapted or _stacked(name, adapted, stacks)}
     names = {name for name in names if not _held(name, engine)}
     same = {name for name in names if torch.equal(before[name].to(after[name].dtype), after[name])}
     return MovedWeights(frozenset(names), frozenset(same))
+
+
+def _stacked(name: str, adapted: set[str], stacks: list[str]) -> bool:
+    """Return whether a weight is of stacked experts with adapters; on disk gate and up may be apart."""
+    module, experts, own = name.rpartition(".experts.")
+    kind = re.sub(r"^(gate|up)_proj$", "gate_up_proj", own.removesuffix(".weight").rpartition(".")[2])
+    return f"{module}{experts}".removesuffix(".") in adapted and kind in stacks
 
 
 def _held(name: str, engine: EngineConfig) -> bool:

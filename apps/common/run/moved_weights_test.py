@@ -55,6 +55,17 @@ def test_what_is_not_trained_may_stay(tmp_path: Path) -> None:
     assert "1 of 1 trained" in check_moved(lora, EngineConfig(lora=LoraConfig(rank=1)))
 
 
+def test_of_experts_those_with_adapters_have_to_move(tmp_path: Path) -> None:
+    before = "model.layers.0.mlp.experts."
+    names = tuple(f"{before}{name}" for name in ("0.gate_proj.weight", "0.down_proj.weight", "gate_up_proj"))
+    for stacks, trained in ((("experts.gate_up_proj",), 2), (("experts.down_proj", "experts.gate_up_proj"), 3)):
+        run_dir = run_of(tmp_path / str(trained), dict.fromkeys(names, 1.0), names)
+        inside = ".base_layer" if trained == 3 else ""
+        write(run_dir, "adapter", {f"base_model.model.{before[:-1]}{inside}.lora_A.weight": torch.ones(1)})
+        lora = LoraConfig(rank=1, target_parameters=stacks)
+        assert f"{trained} of {trained} trained" in check_moved(run_dir, EngineConfig(lora=lora))
+
+
 def test_an_expert_without_tokens_may_stay_beside_one_that_moved(tmp_path: Path) -> None:
     names = tuple(f"model.layers.{layer}.mlp.experts.{n}.up_proj.weight" for layer in (0, 1) for n in (0, 1))
     some = run_of(tmp_path / "some", {names[0]: 1.0, names[3]: 1.0}, names)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tensordict import TensorDict
 from torch import Tensor
 
-from engines import FailedStepError, LogProbDifferenceError
+from engines import FailedStepError, LocalBatch, LogProbDifferenceError
 from schedules.runtime.collectives import rank_and_world
 from seqpack import make_batch
 
@@ -25,7 +25,8 @@ DIFFERENCE = "log-prob-difference.safetensors"
 
 @contextmanager
 def save_batch_on_nonfinite(run_dir: Path) -> Iterator[None]:
-    """Let rank 0 write the batch, which all ranks have, of a step that raises FailedStepError; name the file.
+    """Let rank 0 write the batch of a step that raises FailedStepError where all ranks have it, else each rank the rows
+    that it has, in a file of its own; name the file.
 
     Raises:
         FailedStepError: what was raised inside (NonFiniteError, LogProbDifferenceError), which names the file then.
@@ -33,11 +34,14 @@ def save_batch_on_nonfinite(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except FailedStepError as error:
-        if not isinstance(error.batch, TensorDict):
-            raise
+        batch, rank = error.batch, rank_and_world()[0]
         path = run_dir / (DIFFERENCE if isinstance(error, LogProbDifferenceError) else NAME)
-        if rank_and_world()[0] == 0:
-            save_batch(error.batch, path)
+        if isinstance(batch, LocalBatch):
+            save_batch(batch.view.to_batch(), path := path.with_stem(f"{path.stem}-rank-{rank}"))
+        elif not isinstance(batch, TensorDict):
+            raise
+        elif rank == 0:
+            save_batch(batch, path)
         raise type(error)(f"{error}. The batch is in {path}") from error
 
 

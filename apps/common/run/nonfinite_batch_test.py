@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from apps.common.run.nonfinite_batch import DIFFERENCE, NAME, load_batch, save_batch, save_batch_on_nonfinite
-from engines import EngineConfig, LogProbDifferenceError, NonFiniteError, TrainEngine, build_engine
+from engines import EngineConfig, LocalBatch, LogProbDifferenceError, NonFiniteError, TrainEngine, build_engine
 from engines.tiny import tiny_batch, tiny_model
 from objectives import GRPO, SFT
 from seqpack import index_select
@@ -50,6 +50,19 @@ def test_the_batch_of_a_failed_step_is_kept_and_fails_again(tmp_path: Path) -> N
     engine().train_batch(index_select(read, [0, 1, 3]), GRPO())
     with pytest.raises(NonFiniteError):
         engine().train_batch(index_select(read, [2]), GRPO())
+
+
+def test_rows_that_a_rank_holds_are_kept_in_a_file_of_its_own(tmp_path: Path) -> None:
+    built, batch = engine(), poisoned()
+    rows = (2, 0, 1, 3)
+    part = LocalBatch(index_select(batch, rows), rows, tuple(LENGTHS), built.row_stats(batch, GRPO()))
+    with (
+        pytest.raises(NonFiniteError, match=r"The batch is in .*/not-finite-rank-0\.safetensors"),
+        save_batch_on_nonfinite(tmp_path),
+    ):
+        built.train_batch(part, GRPO())
+    read = load_batch(tmp_path / "not-finite-rank-0.safetensors")
+    assert [row.tolist() for row in read["input_ids"].unbind()] == [batch["input_ids"][row].tolist() for row in rows]
 
 
 def test_an_error_without_a_batch_passes_and_leaves_nothing(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import random
 
 from apps.common.run.host_memory import keep_freed_memory, use_huge_pages
 from engines.torchrun import under_torchrun
+from rollout.workers.authentication import make_secret, run_secret
 
 
 def ranks_of_node(processes: int, nodes: int) -> int:
@@ -31,11 +32,24 @@ def ranks_of_node(processes: int, nodes: int) -> int:
     return ranks
 
 
+def ensure_secret() -> None:
+    """Make the secret by which the ranks authenticate, where this process starts them.
+
+    Raises:
+        ValueError: torchrun started them, and its environment has none.
+    """
+    if under_torchrun():
+        run_secret()
+    else:
+        make_secret()
+
+
 def init_rank(threads: int, seed: int) -> None:
     """Set this rank's threads and global seeds, before anything is built."""
     import torch  # slow to load, and a command line asks for the ranks of a node alone
 
     torch.set_num_threads(threads)
+    torch.set_flush_denormal(True)  # a delta net's decays end below 1e-38, where a CPU multiplies many times slower
     torch.manual_seed(seed)
     random.seed(seed)
     freeze_gc()

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -10,13 +10,13 @@ from typing import Any
 from apps.common.run.full_disk import FullDiskError, named_by_rank, writing
 from apps.common.run.lost_machine import lost_machine
 from apps.common.run.run_dir import resume_hint
-from engines.launch import RankError
+from engines.launch import RankError, under_torchrun
 from runlog import Progress, RunLog, read_metrics, start_tracker, write_report
-from runlog.health import check_health
+from runlog.health import check_health, health_row
 from runlog.notices import row_notices, run_notices
 from runlog.report import flat_config
 from schedules.runtime.collectives import rank_and_world
-from schedules.runtime.interrupts import defer_interrupts, interrupted
+from schedules.runtime.interrupts import defer_interrupts, interrupted, note_termination
 
 HISTORY = 500
 """Steps that the terminal's checks of a run's health look back on; those of the report look at all."""
@@ -87,7 +87,7 @@ class Reporter:
                 self._log.metrics(step, metrics)
                 self._progress.update(step, shown)
                 row = {"step": step, **metrics}
-                self._rows.append(row)
+                self._rows.append(health_row(row))
                 sick = {one.name: f"step {step}: {one}" for one in check_health(self._rows) if not one.healthy}
                 for kind, line in (row_notices(row) | sick).items():
                     if kind not in self._told:
@@ -120,6 +120,13 @@ class Reporter:
             self._log.summary_table(rows, title)
 
 
+def _write_reports(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        with suppress(FullDiskError), writing("the report", folder):
+            if read_metrics(folder):
+                write_report(folder)
+
+
 @contextmanager
 def report_on_stop(run_dir: Path, *folders: Path) -> Iterator[None]:
     """Write a report of the rows so far where a run is stopped, and say after Ctrl-C how to resume it.
@@ -133,13 +140,15 @@ def report_on_stop(run_dir: Path, *folders: Path) -> Iterator[None]:
         LostMachineError: another machine no longer answers.
     """
     try:
-        yield
+        # torchrun sends SIGTERM to all ranks where one has failed
+        with note_termination() if under_torchrun() else nullcontext():
+            try:
+                yield
+            except BaseException:
+                if rank_and_world()[0] == 0:
+                    _write_reports((run_dir, *folders))
+                raise
     except BaseException as error:
-        if rank_and_world()[0] == 0:
-            for folder in (run_dir, *folders):
-                with suppress(FullDiskError), writing("the report", folder):
-                    if read_metrics(folder):
-                        write_report(folder)
         if interrupted() or isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt(resume_hint(run_dir)) from None
         if isinstance(error, RankError) and (full := named_by_rank(error)) is not None:

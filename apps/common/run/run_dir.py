@@ -37,7 +37,7 @@ def resolve_run_dir(requested: Path | None, runs: Path, recipe: str, resume: boo
     Raises:
         ValueError: see `check_run_dir`; or the folder can't be made.
     """
-    run_dir = check_run_dir(requested, runs, resume) or _new_run_dir(runs, recipe)
+    run_dir = check_run_dir(requested, runs, resume) or new_run_dir(runs, recipe)
     if resume:
         return run_dir
     try:
@@ -74,7 +74,8 @@ def newest_run(runs: Path) -> Path | None:
     return max(runs_with_config, key=lambda path: (path / CONFIG_NAME).stat().st_mtime, default=None)
 
 
-def _new_run_dir(runs: Path, recipe: str) -> Path:
+def new_run_dir(runs: Path, recipe: str) -> Path:
+    """Return a folder under `runs` that is not there yet, by the recipe and the time."""
     name = Path(recipe.rpartition(":")[0]).name.removesuffix(".py") or recipe  # of FILE.py:NAME the file's
     stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     path, n = runs / stem, 1

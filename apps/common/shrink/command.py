@@ -1,5 +1,6 @@
 """The command `--shrink`: the lines that list every difference, or the reasons why a recipe can't be shrunk."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -22,7 +23,9 @@ LEFT_OUT = {
 
 
 def print_differences(recipe: str, differences: Sequence[Difference | str]) -> None:
-    """Print how the run differs from its recipe, by flags and by shrinking."""
+    """Print how the run differs from its recipe, by flags and by shrinking; of torchrun's ranks the first does."""
+    if int(os.environ.get("RANK", "0")):
+        return
     lines = [f"{recipe}, shrunk: the recipe's settings but for these", *map(str, differences)]
     sys.stdout.write("\n".join(lines) + "\n")
 

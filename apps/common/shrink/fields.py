@@ -10,7 +10,7 @@ parallelism as far as the processes go); a shrunk recipe shrinks to itself.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from apps.common.cli.flags import changed, flag
@@ -34,6 +34,8 @@ class ProcessLimit:
     """A limit of the processes of a shrunk run: `ranks`; without it `RANKS`, or as many as it needs."""
 
     ranks: int | None = None
+    machines: int | None = None
+    """Machines on which torchrun has started exactly so many ranks; None: the run starts its own, on this one."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class ShrunkLayout:
     ranks: int
     stages: int
     tokens: int
+    machines: int = 1
 
     @staticmethod
     def of(engine: EngineConfig, ranks: int, longest: int, short: int, most: ProcessLimit) -> "ShrunkLayout":
@@ -90,13 +93,19 @@ class ShrunkLayout:
         `short`.
 
         Raises:
-            ValueError: `most.ranks` are too few for two ranks of each parallelism, or the run's own are.
+            ValueError: `most.ranks` are too few for two ranks of each parallelism, or the run's own are; or torchrun
+                has started others.
         """
         most_ranks = most.ranks or RANKS
         if most.ranks is None and not _fits(engine, ranks, longest, short, RANKS):
             more = range(RANKS + 1, MANY + 1)
             most_ranks = next((n for n in more if _fits(engine, ranks, longest, short, n)), RANKS)
         small = ShrunkLayout.layout(engine, ranks, longest, short, most_ranks)
+        if most.machines is not None and small.ranks != most.ranks:
+            raise ValueError(
+                f"torchrun started {most.ranks} ranks, and the shrunk run has {small.ranks}: start as many on its "
+                f"{most.machines} machines"
+            )
         if small.ranks > most_ranks:
             raise ValueError(
                 f"two ranks of each parallelism are {small.ranks} processes: allow them by --shrink={small.ranks}"
@@ -106,7 +115,7 @@ class ShrunkLayout:
                 f"{small.ranks} processes leave {small.ranks // small.stages} a stage, too few for two ranks of each "
                 f"parallelism of experts: {_room_for_experts(engine, ranks, longest, short, most_ranks)}"
             )
-        return small
+        return replace(small, machines=most.machines or 1)
 
     @property
     def holds_experts(self) -> bool:
@@ -140,7 +149,8 @@ class ShrunkLayout:
 def engine_changes(small: ShrunkLayout, engine: EngineConfig, cluster: Cluster) -> list[Change]:
     """Return the changes of the ranks and the engine of a run."""
     return [
-        Change("nproc_per_node", "ranks", small.ranks),
+        Change("nproc_per_node", "ranks", small.ranks // small.machines),
+        Change("cluster.pools.nodes", "ranks", small.machines),
         Change("engine.device", "device", "npu" if engine.device == "npu" else "cpu"),
         Change("engine.max_tokens_per_rank", "size", small.tokens),
         *(Change(f"engine.{name}", "ranks", value) for name, value in small.sizes.items()),
@@ -202,15 +212,16 @@ def _stages(engine: EngineConfig) -> int:
 
 def _cluster_changes(cluster: Cluster) -> list[Change]:
     pools, rollout = cluster.pools, cluster.rollout
-    tp, dp = min(2, rollout.tp), min(2, rollout.dp)
+    tp, dp, ray_nodes = min(2, rollout.tp), min(2, rollout.dp), min(2, rollout.ray_nodes)
     return [
-        Change("cluster.pools.nodes", "ranks", 1),
-        Change("cluster.pools.rollout_nodes", "ranks", min(1, pools.rollout_nodes)),
+        Change("cluster.pools.rollout_nodes", "ranks", min(ray_nodes, pools.rollout_nodes)),
         Change("cluster.pools.device_memory_gib", "device", None),
         Change("cluster.rollout.ray_workers", "ranks", min(2, rollout.ray_workers)),
         Change("cluster.rollout.ray_gpus", "device", None),
+        Change("cluster.rollout.ray_nodes", "ranks", ray_nodes),
         Change("cluster.rollout.weight_transport", "device", "auto"),
         Change("cluster.rollout.tp", "ranks", tp),
+        Change("cluster.rollout.pp", "ranks", min(2, rollout.pp)),
         Change("cluster.rollout.dp", "ranks", dp),
         Change("cluster.rollout.ep", "ranks", _spread_experts(rollout, tp, dp)),
         Change("cluster.rollout.memory_share", "device", 0.0),

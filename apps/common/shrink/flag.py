@@ -1,5 +1,6 @@
 """The flags `--shrink` and `--no-vllm`."""
 
+import os
 from collections.abc import Sequence
 
 from apps.common.cluster import RolloutLayout
@@ -15,17 +16,21 @@ def parse_shrink_flag(argv: Sequence[str]) -> tuple[list[str], ProcessLimit | No
     """Return the command line without `--shrink` or `--shrink=PROCESSES`, and its limit of processes; None without it.
 
     Raises:
-        ValueError: PROCESSES is no number above 0, or torchrun started this process.
+        ValueError: PROCESSES is no number above 0, or not that of the ranks that torchrun started.
     """
     rest = [word for word in argv if word != "--shrink" and not word.startswith("--shrink=")]
     limits = [word.partition("=")[2] for word in argv if word not in rest]
     if not limits:
         return rest, None
-    if under_torchrun():
-        raise ValueError("--shrink starts its own processes: leave torchrun out")
     if limits[-1] and not (limits[-1].isdigit() and int(limits[-1])):
         raise ValueError(f"--shrink={limits[-1]} must be the most processes that may be started, such as --shrink=4")
-    return rest, ProcessLimit(int(limits[-1])) if limits[-1] else ProcessLimit()
+    limit = int(limits[-1]) if limits[-1] else None
+    if not under_torchrun():
+        return rest, ProcessLimit(limit)
+    ranks = int(os.environ["WORLD_SIZE"])
+    if limit not in (None, ranks):
+        raise ValueError(f"torchrun started {ranks} ranks, --shrink={limit} asks for others: leave the number out")
+    return rest, ProcessLimit(ranks, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
 
 
 def without_vllm(argv: Sequence[str]) -> list[str]:

@@ -62,11 +62,19 @@ def missing() -> str | None:
 
 
 @contextmanager
-def machines(count: int, folder: Path, shared: Path | None = None, rate: str | None = None) -> Iterator[list[Machine]]:
+def machines(
+    count: int,
+    folder: Path,
+    shared: Path | None = None,
+    rate: str | None = None,
+    delay: float = 0.0,
+    loss: float = 0.0,
+) -> Iterator[list[Machine]]:
     """Make `count` machines whose disks are at `folder`/disk, each machine's own and empty.
 
     `shared`: a folder that all of them see at its path; others of the host they see too, to read the same tree.
-    `rate`: what each can send, in words of `tc` ("200mbit").
+    `rate`: what each can send, in words of `tc` ("200mbit"). `delay`: seconds that a frame needs to leave a machine,
+    and again to reach one; `loss`: the share that is lost each time.
     """
     disk = folder / "disk"
     disk.mkdir(parents=True, exist_ok=True)
@@ -78,7 +86,9 @@ def machines(count: int, folder: Path, shared: Path | None = None, rate: str | N
         for number in range(count):
             machine = Machine(_holder(stack, ["-n", "-m", "-p", "-i", "-u", "--mount-proc"]), number, disk)
             _connect(switch, machine, rate)
-            _mount(machine, shared)
+            if delay or loss:
+                _relay(stack, switch, machine, delay, loss)
+            _mount(machine, count, shared)
             made.append(machine)
         yield made
 
@@ -95,8 +105,27 @@ def _connect(switch: int, machine: Machine, rate: str | None) -> None:
         _run(machine.pid, "-n", f"tc qdisc add dev eth0 root tbf rate {rate} burst 256kb latency 100ms")
 
 
-def _mount(machine: Machine, shared: Path | None) -> None:
-    """Mount the disk and shared memory, and write the host name, which resolves."""
+def _relay(stack: ExitStack, switch: int, machine: Machine, delay: float, loss: float) -> None:
+    """Put a relay between a machine's port and the bridge (`apps.common.testing.relay`)."""
+    port, inner, outer = (f"{name}{machine.number}" for name in ("port", "inner", "outer"))
+    for command in (
+        f"ip link add {inner} type veth peer name {outer}",
+        f"ip link set {port} nomaster",
+        f"ip link set {outer} master bridge0",
+        f"ip link set {inner} up",
+        f"ip link set {outer} up",
+    ):
+        _run(switch, "-n", command)
+    program = [sys.executable, "-S", str(Path(__file__).with_name("relay.py"))]
+    _run(machine.pid, "-n", [*program, "plain", "eth0"])
+    inside = ["nsenter", "-t", str(switch), "-n", *program, "relay", port, inner, str(delay), str(loss)]
+    process = subprocess.Popen(inside, env=_ENV)
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+
+
+def _mount(machine: Machine, count: int, shared: Path | None) -> None:
+    """Mount the disk and shared memory, and write the host name, which resolves as those of the others do."""
     if shared is not None and shared.is_relative_to(machine.disk):
         raise ValueError(f"{shared} lies on the disks, which are each machine's own: choose a folder beside them")
     name = f"machine{machine.number}"
@@ -105,9 +134,8 @@ def _mount(machine: Machine, shared: Path | None) -> None:
     _run(machine.pid, "-u", f"hostname {name}")
     hosts = machine.disk / ".hosts"
     _run(machine.pid, "-m", f"mkdir {machine.disk}/tmp")
-    _run(
-        machine.pid, "-m", ["sh", "-c", f"echo 127.0.0.1 localhost > {hosts}; echo {machine.address} {name} >> {hosts}"]
-    )
+    names = "".join(f"{_NETWORK}.{number + 1} machine{number}\\n" for number in range(count))
+    _run(machine.pid, "-m", ["sh", "-c", f"printf '127.0.0.1 localhost\\n{names}' > {hosts}"])
     _run(machine.pid, "-m", f"mount --bind {hosts} /etc/hosts")
 
 
@@ -134,16 +162,22 @@ def _run(pid: int, namespace: str, command: str | Sequence[str]) -> None:
 
 
 def start_torchrun(
-    order: Sequence[Machine], ranks: int, port: int, folder: Path, program: Sequence[str]
+    order: Sequence[Machine],
+    ranks: int,
+    port: int,
+    folder: Path,
+    program: Sequence[str],
+    env: Mapping[int, Mapping[str, str]] | None = None,
 ) -> list["subprocess.Popen[bytes]"]:
-    """Start torchrun on each machine, in this order of ranks; what they print goes to `folder`/logN."""
+    """Start torchrun on each machine, in this order of ranks; what they print goes to `folder`/logN. `env`: further
+    variables of a machine, by its number."""
     place = ["--nnodes", str(len(order)), "--nproc-per-node", str(ranks), "--master-addr", order[0].address]
     torchrun = [sys.executable, "-m", "torch.distributed.run", *place, "--master-port", str(port)]
     return [
         machine.start(
             [*torchrun, "--node-rank", str(rank), *program],
             folder / f"log{machine.number}",
-            {"PYTHONPATH": ":".join(sys.path)},
+            {"PYTHONPATH": ":".join(sys.path), **(env or {}).get(machine.number, {})},
         )
         for rank, machine in enumerate(order)
     ]

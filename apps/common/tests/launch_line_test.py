@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from apps.common.cli.command_line import CommandLine
 from apps.common.cli.flags import changed, flag, leaves, plain_type
+from apps.common.launch.flag import parse_launch_flag
 from apps.common.run.config_file import write_config
 from apps.grpo import main as grpo
 from apps.grpo import registry as grpo_registry
@@ -133,7 +134,7 @@ def assert_copied(app: str, config: Any) -> None:
     line = plan.sections["Launch"][-1]
     run = [word for word in shlex.split(line) if word not in ("RUN", "--run-dir") or config.run_dir is not None]
     after = run.index("--") + 1 if "--" in run else run.index(f"apps.{app}.main") + 1
-    words = run[after:]
+    words, _ = parse_launch_flag(run[after:])
     assert (words[0], words[1]) == ("--recipe", config.recipe)
     again = command_line(app).parse(words)
     assert again == config, changed(again, config)

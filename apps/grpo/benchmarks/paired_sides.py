@@ -59,7 +59,7 @@ def settings(task: str, seed: int, steps: int) -> GrpoConfig:
     config = registered(RECIPES[task], ()).config
     engine = config.engine
     if engine.total_steps is not None:
-        engine = replace(engine, total_steps=steps)
+        engine = replace(engine, total_steps=steps, warmup_steps=min(engine.warmup_steps, steps - 1))
     return replace(config, seed=seed, steps=steps, eval_every=steps, save_every=steps, engine=engine)
 
 

@@ -27,6 +27,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from apps.grpo.commands.prepare_data import Prepare, prepare
 from apps.quickstart.tokenizer import PAD, TURN_END, TURN_START, chat_template
 
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 64, 8, 128, 256
@@ -77,7 +78,8 @@ def prompt_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 
 
 def make(folder: Path, small: bool) -> None:
-    """Write model, tokenizer, raw questions of digits, which are a token each, and the reward."""
+    """Write model, tokenizer, questions of digits, which are a token each, raw and as the app reads them, and the
+    reward."""
     torch.manual_seed(0)
     random.seed(0)
     sizes = SHAPE | SMALL | {"num_key_value_heads": 1, "head_dim": 32} if small else SHAPE
@@ -95,6 +97,7 @@ def make(folder: Path, small: bool) -> None:
             rows.append(json.dumps({"question": text, "answer": f"so many\n#### {random.randrange(100)}"}))
         (folder / "raw" / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
     (folder / "reward.py").write_text(REWARD)
+    prepare(Prepare(str(folder / "raw"), folder / "data"))
 
 
 def ours(folder: Path, mode: str, steps: int, own: list[str]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from apps.grpo.sampling.chat import chat_of
 from apps.grpo.sampling.source import rollout_settings
 from apps.grpo.tasks.prompt_tasks import PromptTasks
 from schedules.reporting.episode_samples import expected_answer
+from schedules.rows.shared import fetch_all
 from schedules.runtime.interrupts import Runner
 from schedules.sampling.session import Evaluation, RolloutSession
 
@@ -88,7 +89,9 @@ def evaluate_model(
             stack.enter_context(Runner()),
         )
         evaluation = session.evaluate()
-    metrics = evaluation.metrics | evaluation_metrics(evaluation.episodes, config.num_generations_eval)
+    metrics = evaluation.metrics | evaluation_metrics(
+        fetch_all(evaluation.episodes), config.num_generations_eval, getattr(tasks, "reward", None)
+    )
     evaluated = Evaluated(evaluation, metrics, Path(config.recipe) if config.model is None else model)
     if out is not None:
         _write(out, evaluated, config)
@@ -101,7 +104,7 @@ def _write(out: Path, evaluated: Evaluated, config: GrpoConfig) -> None:
     facts["config"] = as_plain(config)
     (out / "evaluation.json").write_text(json.dumps(facts, indent=1) + "\n")
     with (out / "answers.jsonl").open("w", encoding="utf-8") as file:
-        for episode in evaluated.evaluation.episodes:
+        for episode in fetch_all(evaluated.evaluation.episodes):
             row = {
                 "task": episode.task_id,
                 "expected": expected_answer(evaluated.evaluation.rows[episode.group]),

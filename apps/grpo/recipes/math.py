@@ -20,18 +20,34 @@ if TYPE_CHECKING:  # slow to load, and a command line needs none of it
     from rollout.tools.tool import ToolResult
 
 
-def reward(reply: Reply, reference: str, row: Mapping[str, Any], results: Sequence[ToolResult]) -> float:
-    r"""Return 1.0 where the answer that the reply marks is the reference's, else 0.0.
+class MathReward:
+    """The reward of an answer that the reply marks, against the reference's."""
 
-    Equal numbers are seen at once; the rest is math-verify's to judge (\frac{1}{2} is 0.5, 18\text{ dollars} is 18).
-    """
-    from apps.common.data.answers import final_answer, same_answer  # slow to load
+    def __call__(self, reply: Reply, reference: str, row: Mapping[str, Any], results: Sequence[ToolResult]) -> float:
+        r"""Return 1.0 where the answer that the reply marks is the reference's, else 0.0.
 
-    del row, results
-    answer, expected = final_answer(reply.content or reply.text), final_answer(reference) or reference
-    if answer is None:
-        return 0.0
-    return float(same_answer(answer, expected) or _checker().equal(expected, answer))
+        Equal numbers are seen at once; the rest is math-verify's to judge: \frac{1}{2} is 0.5, 18\text{ dollars} is 18.
+        """
+        from apps.common.data.answers import final_answer, same_answer  # slow to load
+
+        del row, results
+        answer, expected = final_answer(reply.content or reply.text), final_answer(reference) or reference
+        if answer is None:
+            return 0.0
+        return float(same_answer(answer, expected) or _checker().equal(expected, answer))
+
+    def answer_classes(self, answers: Sequence[str]) -> list[int]:
+        """Return the number of each answer's class, for the votes of maj@k: those that are equal as this reward sees
+        it."""
+        from apps.common.data.evaluation import equal_numbers  # slow to load
+
+        numbers = equal_numbers(answers)
+        first = {number: answers[numbers.index(number)] for number in numbers}
+        found = dict(zip(first, _checker().classes([*first.values()]), strict=True))
+        return [found[number] for number in numbers]
+
+
+reward = MathReward()
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Two-digit sums: a tiny model made on the spot learns them on two CPU cores within four minutes."""
+"""Two-digit sums: a tiny model made on the spot learns them on a CPU core within two minutes."""
 
 from __future__ import annotations
 
@@ -50,8 +50,13 @@ RECIPE = Recipe(
         max_episode_tokens=64,
         eval_every=40,
         save_every=60,
-        warm_start=WarmStart(steps=800, until_accuracy=0.4, eval_every=10, batch_size=64, lr=6e-3, warmup_steps=30),
-        engine=EngineConfig(device="cpu", lr=8e-4),
+        warm_start=WarmStart(
+            steps=800, until_accuracy=0.45, eval_every=5, eval_prompts=256, batch_size=64, lr=4e-3, warmup_steps=30
+        ),
+        # From 2e-3 the reward falls at once; from 1e-3 it does where samples are a step old.
+        engine=EngineConfig(
+            device="cpu", lr=8e-4, warmup_steps=10, lr_schedule="linear", total_steps=120, min_lr_ratio=0.1
+        ),
         sampling=Sampling(max_new_tokens=7),
     ),
     make_tasks=make_tasks,

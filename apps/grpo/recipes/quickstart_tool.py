@@ -44,7 +44,7 @@ RECIPE = Recipe(
         max_turns=2,
         max_episode_tokens=160,
         warm_start=WarmStart(
-            steps=800, until_accuracy=0.25, eval_every=5, eval_prompts=64, batch_size=32, lr=6e-3, warmup_steps=30
+            steps=1500, until_accuracy=0.5, eval_every=5, eval_prompts=64, batch_size=32, lr=6e-3, warmup_steps=30
         ),
         engine=EngineConfig(device="cpu", lr=8e-4, warmup_steps=5),
         # Cooler than 1: one wrong digit of a copied number spoils an episode of 20 sampled tokens.

@@ -1,4 +1,4 @@
-"""The quickstart's sums, sampled by vLLM in a process and an environment of its own; all else is the same."""
+"""The quickstart's sums, sampled by vLLM in a process and an environment of its own: its own heads, and their rates."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,6 +6,9 @@ from pathlib import Path
 from apps.common.cluster import Cluster, RolloutLayout
 from apps.grpo.recipe import Recipe
 from apps.grpo.recipes import quickstart
+from engines import EngineConfig
+
+_SHOWN = quickstart.RECIPE.config.warm_start
 
 
 def make_model(directory: Path, seed: int) -> Path:
@@ -19,7 +22,9 @@ RECIPE = Recipe(
     config=replace(
         quickstart.RECIPE.config,
         recipe="quickstart-vllm",
-        warm_start=replace(quickstart.RECIPE.config.warm_start, until_accuracy=0.3),  # these heads learn in leaps
+        # These heads learn in leaps.
+        warm_start=replace(_SHOWN, until_accuracy=0.3, eval_every=10, eval_prompts=128, lr=6e-3),
+        engine=EngineConfig(device="cpu", lr=8e-4),
         cluster=Cluster(rollout=RolloutLayout(engine="vllm")),
     ),
     make_tasks=quickstart.make_tasks,

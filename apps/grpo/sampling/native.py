@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from apps.common.data.tokenizer import load_tokenizer
+from apps.common.sampler_memory import cache_bytes
 from apps.grpo.config import GrpoConfig
 from engines import EngineConfig, SharedParameters, TrainEngine, Unsupported, shared_parameters
 from engines.families.torch_operations import choose_torch_operations
@@ -30,10 +31,12 @@ class NativeBackend(SamplerBackend):
         device = resolve_device(wanted)
         dtype = compute_dtype(wanted, device)
         options: dict[str, Any] = {
-            "pad_token_id": load_tokenizer(model).pad_token_id or 0,
+            "tokenizer": (tokenizer := load_tokenizer(model)),
+            "pad_token_id": tokenizer.pad_token_id or 0,
             "seed": config.seed,
             "admit": admission(config),
             "routed_experts": wanted.routing_replay,
+            "kv_cache_memory_bytes": cache_bytes(config.cluster.rollout),
         }
         shared = (
             Unsupported("nothing is trained beside it") if trained is None else self.shared_parameters(config, trained)
@@ -54,6 +57,10 @@ class NativeBackend(SamplerBackend):
     def weights_apart(self, config: GrpoConfig) -> str | None:
         """Return why it cannot compute with its training process's weights; None where it may."""
         return config.cluster.weights_apart(config.engine)
+
+    def shares_device(self, config: GrpoConfig) -> bool:
+        """Return whether a sampling process takes memory of training's device: not on a CPU."""
+        return resolve_device(config.engine).type != "cpu"
 
     def dtype(self, config: GrpoConfig, model: Path, engine: RolloutEngine) -> str:
         """Return what its module computes in."""

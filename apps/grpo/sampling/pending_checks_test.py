@@ -1,7 +1,7 @@
 """Probes are asked again of whoever is in the place of a dead sampler, and held to the weights that it was handed."""
 
+from collections.abc import Sequence
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from apps.grpo.step import GrpoTrainer
 from apps.grpo.testing.recipe import RECIPE
 from engines import EngineConfig, build_engine
 from engines.tiny import tiny_model
+from rollout import Episode, Score, Segment
 from rollout.workers.process import WorkerDied
 from schedules.fully_async.follower import Leader
 from schedules.fully_async.pending_checks import PendingChecks, WeightCheck
@@ -36,13 +37,16 @@ class Answering:
         return [future]
 
 
+def episode(prompt: Sequence[int], group: int) -> Episode:
+    """One of a prompt, with a token that was sampled after it."""
+    before = len(prompt)
+    segment = Segment((*prompt, 4), (*(False for _ in prompt), True), (0.0,) * (before + 1), (*(-1 for _ in prompt), 0))
+    return Episode(f"{group}/0/1", str(group), 1, (segment,), Score(0.0), "done", group=group)
+
+
 def episodes() -> list[Any]:
-    """One for each prompt, as far as probes look at them."""
-    segments = [
-        SimpleNamespace(ids=[*prompt, 4], loss_mask=[False] * len(prompt) + [True], sampled=1, media=None)
-        for prompt in PROMPTS
-    ]
-    return [SimpleNamespace(group=group, segments=[segment]) for group, segment in enumerate(segments)]
+    """One for each prompt."""
+    return [episode(prompt, group) for group, prompt in enumerate(PROMPTS)]
 
 
 @pytest.mark.parametrize("deaths", [0, 2])

@@ -12,6 +12,7 @@ from engines.loading import resolve_device
 from rollout import RolloutConfig, RolloutEngine, VllmConfig, VllmEngine
 from rollout.vllm.client.process import VARIABLE, find_python, known_arguments
 from rollout.vllm.limits.cpu import arguments_refusal, chosen_dtype, refusal
+from rollout.vllm.node import vllm_engine
 from rollout.vllm.settings.arguments import check_arguments
 from rollout.vllm.weights.shared_weights import checkpoint_shapes
 from runplan.samplers.vllm import VllmPlan
@@ -31,13 +32,22 @@ class VllmBackend(SamplerBackend):
 
     def build(self, config: GrpoConfig, model: Path, version: int) -> VllmEngine:
         """Return vLLM, started from the weights in `model`; to be closed."""
-        return VllmEngine(model, rollout_config(config), version)
+        return vllm_engine(model, rollout_config(config), version)
+
+    def begin(self, config: GrpoConfig, model: Path, version: int) -> VllmEngine:
+        """Return vLLM, whose process has begun to start."""
+        return vllm_engine(model, rollout_config(config), version, wait=False)
+
+    def shares_device(self, config: GrpoConfig) -> bool:
+        """Return whether vLLM takes memory of training's devices, or in turn with training: not on a CPU, where its
+        caches have a set size."""
+        return config.cluster.rollout.sleep or not samples_on_a_cpu(config)
 
     def dtype(self, config: GrpoConfig, model: Path, engine: RolloutEngine) -> str:
         """Return what vLLM says that it computes in."""
         del config, model
         assert isinstance(engine, VllmEngine)
-        return str(engine.facts["dtype"])
+        return str(engine.info["dtype"])
 
     def devices(self, layout: RolloutLayout) -> int:
         """Return how many devices one vLLM spans."""
@@ -129,7 +139,9 @@ def rollout_config(config: GrpoConfig) -> RolloutConfig:
             device=layout.device,
             dtype=layout.dtype,
             tensor_parallel=layout.tp,
+            pipeline_parallel=layout.pp,
             data_parallel=layout.dp,
+            nodes=layout.ray_nodes,
             copies_per_device=layout.copies_per_device,
             weights_on_device=layout.weights_on_device,
             sleep=layout.sleep,

@@ -14,7 +14,7 @@ from apps.grpo.step import GrpoTrainer
 from engines import EngineConfig, build_engine
 from engines.launch import launch
 from engines.tiny import tiny_model
-from rollout import Completion, NativeEngine, Sampling, Segment
+from rollout import Completion, Episode, NativeEngine, Sampling, Score, Segment
 from schedules.runtime.collectives import gather_lists, rank_and_world
 from schedules.sampling.memory_turns import check_weights
 from schedules.sampling.session import PendingCheck
@@ -50,7 +50,10 @@ def prove_on_a_rank(scales: tuple[float, ...]) -> list[Any]:
         sample_checks=lambda prompts, media: [answers],
         check=PendingCheck(),
     )
-    episodes: Any = [SimpleNamespace(group=i, segments=[segment_of(prompt)]) for i, prompt in enumerate(PROMPTS)]
+    episodes: Any = [
+        Episode(f"{i}/0/1", str(i), 1, (segment_of(prompt),), Score(0.0), "done", group=i)
+        for i, prompt in enumerate(PROMPTS)
+    ]
     try:
         return gather_lists([check_weights(session, GrpoTrainer(GrpoConfig(), engine), episodes)["weights/check/abs"]])
     except WeightsNotTakenError as error:

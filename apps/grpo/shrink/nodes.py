@@ -28,7 +28,8 @@ def nodes_for(config: GrpoConfig) -> Iterator[None]:
         yield
         return
     local = ray_module("rollout.workers.ray_local")
-    each = -(-rollout.ray_workers // pools.rollout_nodes) * rollout.ray_cpus
+    parts = -(-rollout.ray_workers * rollout.ray_nodes // pools.rollout_nodes)
+    each = parts * rollout.ray_cpus / rollout.ray_nodes
     with paths_of_children(), local.local_nodes([1.0, *[each] * pools.rollout_nodes]) as address:
         sys.stdout.write(f"Ray: 1 + {pools.rollout_nodes} nodes, all of this machine, at {address}\n")
         sys.stdout.flush()

@@ -45,7 +45,13 @@ COUNTS = {
     *("nproc_per_node", "engine.tensor_parallel", "engine.pipeline_parallel", "engine.virtual_pipeline_parallel"),
     *("engine.expert_parallel", "engine.expert_tensor_parallel", "engine.context_parallel"),
     *("engine.first_stage_layers", "engine.last_stage_layers", "cluster.pools.nodes", "cluster.pools.rollout_nodes"),
-    *("cluster.rollout.tp", "cluster.rollout.dp", "cluster.rollout.ep", "cluster.rollout.ray_workers"),
+    *(
+        "cluster.rollout.tp",
+        "cluster.rollout.pp",
+        "cluster.rollout.dp",
+        "cluster.rollout.ep",
+        "cluster.rollout.ray_workers",
+    ),
 }
 DEVICE = {
     *("engine.device", "cluster.pools.device_memory_gib", "cluster.rollout.memory_share"),

@@ -24,7 +24,7 @@ from apps.common.plugins import environment_loader, environment_name, load_envir
 from apps.common.tasks import Tasks
 from apps.grpo.config import DataConfig, GrpoConfig
 from rollout import RowSource, TaskRow, TaskSource
-from rollout.environments.mixed_tasks import EnvironmentPart, EnvironmentTasks, NumberedTasks
+from rollout.environments.mixed_tasks import EnvironmentPart, EnvironmentTasks, HeldOutTasks, NumberedTasks
 
 
 def make_environment_tasks(settings: GrpoConfig, wrap: Callable[[Any], Any] | None = None) -> Tasks:
@@ -60,15 +60,12 @@ def make_environment_tasks(settings: GrpoConfig, wrap: Callable[[Any], Any] | No
     if own.tasks is None and others and settings.data.eval_share != DataConfig.eval_share:
         raise ValueError("--eval-share has no effect without --tasks: numbered tasks have no end; use --eval-prompts")
     filed = {} if own.tasks is None else _rows_by_name(own.tasks, others, own.environment_column)
-    sources: list[TaskSource] = []
-    sizes: list[int] = []
-    for name in names:
-        rows = brought[name] or filed.get(name)
-        sizes.append(len(rows) if rows else 1)
-        numbered = NumberedTasks(name, settings.data.eval_prompts)
-        sources.append(_source(settings, name, rows) if rows else numbered)
-    shares = _shares(own.environment_shares, names, sizes)
-    parts = [EnvironmentPart(*each) for each in zip(names, own.environment, sources, shares, strict=True)]
+    rows = {name: brought[name] or filed.get(name) for name in names}
+    shares = _shares(own.environment_shares, names, [len(found) if found else 1 for found in rows.values()])
+    parts = [
+        EnvironmentPart(name, spec, _source(settings, name, rows[name], share), share)
+        for name, spec, share in zip(names, own.environment, shares, strict=True)
+    ]
     return EnvironmentTasks(parts, load, wrap)
 
 
@@ -115,8 +112,13 @@ def _rows_by_name(path: Path, names: Sequence[str], column: str) -> dict[str, li
     return rows_of
 
 
-def _source(settings: GrpoConfig, name: str, rows: Sequence[TaskRow]) -> RowSource:
-    """Return a source of the rows; the held-out ones are chosen by their data, or by their ids where they have none."""
+def _source(settings: GrpoConfig, name: str, rows: Sequence[TaskRow] | None, share: float) -> TaskSource:
+    """Return a source of the rows, all held out where none trains, or of numbered tasks; held-out rows are chosen by
+    their data, or by their ids where they have none."""
+    if rows is None:
+        return NumberedTasks(name, settings.data.eval_prompts)
+    if not share:
+        return HeldOutTasks(name, tuple(rows[: settings.data.eval_prompts]))
     keys = [json.dumps(row.data, sort_keys=True, default=str) if row.data else row.id for row in rows]
     chosen = held_out_keys(keys, settings.data.eval_share, settings.data.eval_prompts)
     sides: tuple[list[TaskRow], list[TaskRow]] = ([], [])
@@ -139,10 +141,12 @@ def _shares(words: Sequence[str], names: Sequence[str], sizes: Sequence[int]) ->
                 named[name] = float(text)
             except ValueError:
                 named[name] = -1.0
-            if not 0 < named[name] < float("inf"):
-                raise ValueError(f"--environment-shares {word!r} is not NAME=NUMBER with a number above 0")
+            if not 0 <= named[name] < float("inf"):
+                raise ValueError(f"--environment-shares {word!r} is not NAME=NUMBER with a number of at least 0")
         if set(named) != set(names):
             raise ValueError(f"--environment-shares names {', '.join(named)}; give one for each of {', '.join(names)}")
+        if not any(named.values()):
+            raise ValueError("--environment-shares leaves nothing to train: give one environment a share above 0")
         weights = named
     total = sum(weights.values())
     return [weights[name] / total for name in names]

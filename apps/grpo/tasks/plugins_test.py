@@ -21,7 +21,7 @@ from apps.grpo.tasks.prompt_tasks import PromptTasks
 from apps.grpo.testing.plugins import Digits
 from rollout import EpisodeContext, Reply, Score, TaskRow
 from rollout.environments.environment import End
-from rollout.environments.mixed_tasks import EnvironmentTasks, prompts_per_environment
+from rollout.environments.mixed_tasks import EnvironmentTasks, HeldOutTasks, prompts_per_environment
 from rollout.environments.system_prompt import SystemPrompt, with_system_prompt
 
 EXAMPLES = "apps.grpo.testing.plugins"
@@ -160,6 +160,23 @@ def test_several_environments_share_a_file_by_a_column(tmp_path: Path) -> None:
     assert names_of(make_environment_tasks(by_words).tasks(0, 8)) == {"Digits": 2, "Letters": 6}
 
 
+def test_an_environment_of_share_0_is_evaluated_on_all_its_rows_and_never_trained(tmp_path: Path) -> None:
+    """By rows of a file, and by numbered tasks."""
+    path = write(tmp_path / "a.jsonl", {"Digits": 60, "Letters": 3})
+    made = (
+        make_environment_tasks(settings("Digits", "Letters", tasks=file, environment_shares=("Digits=2", "Letters=0")))
+        for file in (path, None)
+    )
+    for tasks, many in zip(made, (3, 4), strict=True):
+        assert names_of(tasks.held_out())["Letters"] == many
+        assert [names_of(tasks.tasks(step, 5)) for step in range(3)] == [{"Digits": 5}] * 3
+        again = pickle.loads(pickle.dumps(tasks))
+        again.restore(json.loads(json.dumps(tasks.cursor())))
+        assert again.tasks(3, 4) == tasks.tasks(3, 4)
+    with pytest.raises(ValueError, match="the tasks of 'Letters' are held out: none trains at step 0"):
+        HeldOutTasks("Letters", ()).tasks(0, 1)
+
+
 def test_an_environment_that_brings_its_tasks_is_asked_for_them_by_its_own_ids(tmp_path: Path) -> None:
     """Beside one that has its rows in a file."""
     path = write(tmp_path / "a.jsonl", {"Digits": 8})
@@ -201,7 +218,10 @@ def test_a_resumed_run_asks_what_the_first_would_have_asked(with_file: bool, tmp
     assert pickle.loads(pickle.dumps(first)).tasks(5, 3) == first.tasks(5, 3)
 
 
-@given(st.lists(st.floats(0.01, 1), min_size=1, max_size=5), st.lists(st.integers(0, 40), min_size=1, max_size=6))
+@given(
+    st.lists(st.just(0.0) | st.floats(0.01, 1), min_size=1, max_size=5).filter(any),
+    st.lists(st.integers(0, 40), min_size=1, max_size=6),
+)
 def test_every_environment_has_its_share_to_within_one(weights: list[float], counts: list[int]) -> None:
     shares = [weight / sum(weights) for weight in weights]
     dealt = [0] * len(shares)
@@ -223,6 +243,8 @@ def test_every_environment_has_its_share_to_within_one(weights: list[float], cou
         (lambda path: settings("Digits", "Letters", tasks=path, environment_column="kind"), "no column 'kind'"),
         (lambda path: settings("Digits", "Letters", tasks=path, environment_shares=("Digits=1",)), "one for each of"),
         (lambda path: settings("Digits", "Letters", environment_shares=("Digits=x", "Letters=1")), "NAME=NUMBER"),
+        (lambda path: settings("Digits", "Letters", environment_shares=("Digits=-1", "Letters=1")), "of at least 0"),
+        (lambda path: settings("Digits", "Letters", environment_shares=("Digits=0", "Letters=0")), "nothing to train"),
         (lambda path: settings("Digits", environment_shares=("Digits=1",)), "no effect with one environment"),
         (lambda path: settings("Digits", reward=f"{EXAMPLES}:by_reference"), "--reward goes with --data"),
         (lambda path: settings("Digits", "Letters", "Closed", tasks=path), "no row for the environment 'Closed'"),

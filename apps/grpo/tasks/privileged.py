@@ -11,7 +11,8 @@ from apps.common.data.prompts import Prompt
 from apps.common.tasks import Tasks
 from apps.grpo.config import GrpoConfig
 from apps.grpo.tasks.prompt_tasks import PromptTasks
-from rollout import Chat, Episode
+from rollout import Chat
+from rollout.episodes.summary import AnyEpisode
 from seqpack import make_batch
 from seqpack.batches.jagged import samples_of
 
@@ -42,7 +43,7 @@ class PrivilegedPrompts:
         return max(len(self.ids(prompt)) for prompt in self._prompts.values())
 
     def extended(
-        self, batch: TensorDict, episodes: Sequence[Episode], tokens: str | None
+        self, batch: TensorDict, episodes: Sequence[AnyEpisode], tokens: str | None
     ) -> tuple[TensorDict, list[tuple[int, int]]]:
         """Return the rows with privileged prompts, and the tokens of each row's prompt as it is and privileged.
 

@@ -24,6 +24,7 @@ from engines.tiny import tiny_model
 from objectives import Distillation
 from rollout import Chat, Episode, Score, to_batch
 from rollout.chat.segment import Segment
+from rollout.testing.stock_server import stock_server
 from seqpack import make_batch
 from seqpack.batches.schema import SEVERAL
 
@@ -145,7 +146,8 @@ def test_only_another_model_takes_memory_of_its_own() -> None:
     assert TeacherConfig(("DIR",)).frozen
 
 
-def test_a_run_teaches_itself(tmp_path: Path) -> None:
+def losses_of(tmp_path: Path, name: str, teacher: str) -> list[float]:
+    """The losses of a run whose teacher is told the hints of its prompts."""
     rows = [{"question": f"Say {n}.", "answer": str(n), "hint": str(n) * 5} for n in range(24)]
     data = tmp_path / "a.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -154,7 +156,7 @@ def test_a_run_teaches_itself(tmp_path: Path) -> None:
         SHALLOW.config,
         recipe="math",
         model=SHALLOW.make_model(tmp_path / "model", 0),
-        run_dir=tmp_path / "run",
+        run_dir=tmp_path / name,
         data=DataConfig(data=data, eval_prompts=4, eval_share=0.2, max_prompt_tokens=48),
         max_turns=1,
         max_episode_tokens=128,
@@ -162,8 +164,20 @@ def test_a_run_teaches_itself(tmp_path: Path) -> None:
         save_every=2,
         eval_every=2,
         group_size=1,
-        teachers=TeacherConfig(("self",), teacher_prompt_template="{prompt} It is {hint}."),
+        teachers=TeacherConfig((teacher,), teacher_prompt_template="{prompt} It is {hint}."),
     )
     run(config, math.RECIPE)
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[1:]
-    assert all(json.loads(line)["train/distill/divergence"] > 0 for line in lines)
+    lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()[1:]
+    return [json.loads(line)["train/distill/divergence"] for line in lines]
+
+
+def test_a_run_teaches_itself(tmp_path: Path) -> None:
+    assert min(losses_of(tmp_path, "run", "self")) > 0
+
+
+def test_a_served_teacher_reads_the_privileged_prompt_as_one_in_this_process_does(tmp_path: Path) -> None:
+    assert SHALLOW.make_model is not None
+    teacher = SHALLOW.make_model(tmp_path / "teacher", 7)
+    here = losses_of(tmp_path, "here", str(teacher))
+    with stock_server(teacher) as server:
+        assert losses_of(tmp_path, "served", server.url) == pytest.approx(here, rel=1e-4)

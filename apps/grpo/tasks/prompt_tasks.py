@@ -216,15 +216,14 @@ def _for_other_processes(image: str) -> str:
 def _with_image_tokens(
     path: Path, settings: GrpoConfig, prompts: Sequence[Prompt], lengths: Sequence[int]
 ) -> list[int]:
-    """Return the lengths of prompts with their images' tokens; all images are read, so that none fails later."""
+    """Return the lengths of prompts with their images' tokens, of which the headers are read."""
     if settings.model is None:
         raise ValueError("images need a model that sees them: add --model DIR")
     reader = ImageReader.of(model_directory(settings.model))
 
     def more(prompt: Prompt) -> int:
         images = images_of(prompt.messages)
-        grids = reader(images)[1].tolist() if images else []
-        return sum(grid_tokens(grid, reader.merge_size) - 1 for grid in grids)
+        return sum(grid_tokens(grid, reader.merge_size) - 1 for grid in reader.grids(images).tolist())
 
     return [length + added for length, added in zip(lengths, for_each(path, prompts, more), strict=True)]
 

@@ -6,6 +6,7 @@ in each rank and act there.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from apps.grpo.testing.recipe import SHALLOW as RECIPE
 from apps.grpo.testing.recipe import AsciiTasks
 from apps.grpo.testing.schedules import ASYNC, Prepare, assert_nothing_lost, note_start, nothing, small, watched
 from engines import TrainEngine
-from rollout import Episode
+from rollout.episodes.summary import AnyEpisode
 from schedules.fully_async.follower import TrainBatch
+from schedules.protocols import Trainer, TrainResult
 
 
 @dataclass(frozen=True)
@@ -109,16 +111,15 @@ def _log_of(run_dir: Path, rank: int) -> Path:
 
 
 def _tell_batches(run_dir: Path) -> None:
-    """Make each rank record the batch that it is about to train."""
-    real, log = TrainBatch.episodes, _log_of(run_dir, dist.get_rank())
+    """Make each rank record the step that it is about to train."""
+    real, log = TrainBatch.train, _log_of(run_dir, dist.get_rank())
 
-    def episodes_of(self: TrainBatch) -> list[Episode]:
-        episodes = real(self)
+    def train_told(self: TrainBatch, trainer: Trainer, episodes: Sequence[AnyEpisode], scored: Any) -> TrainResult:
         segments = [segment for episode in episodes for segment in episode.segments]
-        oldest = min(min(v for v in segment.policy_versions if v >= 0) for segment in segments)
+        oldest = min(version for segment in segments for version, _ in segment.spans if version >= 0)
         with log.open("a") as file:
             tasks = [episode.task_id for episode in episodes]
             file.write(json.dumps({"step": self.step, "tasks": tasks, "oldest": oldest}) + "\n")
-        return episodes
+        return real(self, trainer, episodes, scored)
 
-    TrainBatch.episodes = episodes_of  # type: ignore[method-assign]
+    TrainBatch.train = train_told  # type: ignore[method-assign]

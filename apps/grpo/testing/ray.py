@@ -1,10 +1,14 @@
 """Helpers of tests whose samplers are actors of a real Ray cluster on this machine."""
 
+import os
+import signal
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from apps.common.cluster import Pools, RolloutLayout
 from apps.grpo.config import GrpoConfig
@@ -21,6 +25,8 @@ from apps.grpo.testing.schedules import (
     watched,
     without_recording,
 )
+from rollout.sync.pieces import Bucket
+from rollout.workers.ray_pool import RayPool
 from schedules.config import ScheduleConfig
 
 SCHEDULES = pytest.mark.parametrize("schedule", [SYNC, ONE, ASYNC], ids=lambda schedule: schedule.mode)
@@ -45,3 +51,29 @@ def go_in_ray(config: GrpoConfig, sampler: Prepare = nothing) -> None:
     with without_recording():
         watched(config.run_dir)
         run(replace(config, resume=note_start(config.run_dir)), sampled_recipe(sampler))
+
+
+def note_buckets(path: Path) -> None:
+    """Make this process note the kind of each bucket that its pool gets."""
+    real = RayPool.receive
+
+    async def receive(self: RayPool, bucket: Bucket) -> int:
+        with path.open("a") as file:
+            file.write(f"{type(bucket).__name__}\n")
+        return await real(self, bucket)
+
+    RayPool.receive = receive  # type: ignore[method-assign]
+
+
+def kill_sampler(name: str, which: int) -> None:
+    """Make this process kill the sampler that its pools call for the time `which` by this name."""
+    calls, real = 0, RayPool._ask
+
+    def ask(self: RayPool, index: int, asked: str, arguments: Mapping[str, Any], data: Any = None) -> Any:
+        nonlocal calls
+        calls += asked == name
+        if asked == name and calls == which:
+            os.kill(ray.get(self._actors[index].process.remote()), signal.SIGKILL)
+        return real(self, index, asked, arguments, data)
+
+    RayPool._ask = ask  # type: ignore[method-assign, assignment]

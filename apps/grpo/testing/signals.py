@@ -1,10 +1,11 @@
-"""What befalls a run at random moments: signals, a clock that jumps, files that are deleted. Drawn by a seed."""
+"""What befalls a run at random moments: signals, a clock that jumps, a full disk, deleted files. Drawn by a seed."""
 
 import contextlib
 import json
 import multiprocessing.process
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -19,7 +20,11 @@ from apps.common.testing.process_kills import start_child, wait_for_exit
 from apps.grpo.testing.schedules import assert_nothing_lost, go, log_of, small
 from schedules.config import ScheduleConfig
 
-KINDS = ("stop", "term", "kill", "clock", "deleted")
+KINDS = ("stop", "term", "kill", "clock", "full", "deleted")
+CODES = {"term": 128 + signal.SIGTERM, "kill": -signal.SIGKILL, "full": 1}
+"""Exit status of a run by what ends it; the other kinds end none."""
+FULL_DISK = re.compile("no space is left on the disk of|cannot grow")
+"""What a run says of a disk that is full."""
 STOPPED = 1.5
 """Seconds for which a process is stopped."""
 DERIVED = ("report.html", "timeline.jsonl", "episodes.jsonl", "tensorboard", "certificates")
@@ -45,8 +50,8 @@ def prepare() -> None:
 def play(run_dir: Path, schedule: ScheduleConfig, moments: int, seed: int) -> list[str]:
     """Run a schedule to its end through `moments` moments of each kind; return what befell it, in order.
 
-    Asserts against the independent log that every task was trained once, and that SIGTERM ends with a checkpoint. After
-    each moment the run trains again before the next one.
+    Asserts against the independent log that every task was trained once, that SIGTERM ends with a checkpoint and that
+    a full disk is told. After each moment the run trains again before the next one.
     """
     draw = random.Random(seed)
     kinds = [kind for kind in KINDS for _ in range(moments)]
@@ -64,12 +69,13 @@ def play(run_dir: Path, schedule: ScheduleConfig, moments: int, seed: int) -> li
         assert child.is_alive(), f"the run was whole too soon, after {befell}"
         _ACTS[kind](child, run_dir, draw)
         befell.append(kind)
-        if kind in ("term", "kill"):
-            expected = {"term": 128 + signal.SIGTERM, "kill": -signal.SIGKILL}[kind]
+        if kind in CODES:
             code = wait_for_exit(child)
-            assert code == expected, f"{kind} ended the run with {code}, after {befell}"
+            said = _errors(run_dir).read_text()
+            assert code == CODES[kind], f"{kind} ended the run with {code}, after {befell}: {said[-2000:]}"
+            assert kind != "full" or FULL_DISK.search(said), said[-2000:]
             child = started()
-    assert wait_for_exit(child, 1500) == 0, (run_dir.parent / f"{run_dir.name}.err").read_text()[-2000:]
+    assert wait_for_exit(child, 1500) == 0, _errors(run_dir).read_text()[-2000:]
     assert_nothing_lost(run_dir, small(run_dir, schedule, **changes))
     return befell
 
@@ -94,16 +100,25 @@ def _steps(run_dir: Path) -> int:
     return len(lines)
 
 
+def _errors(run_dir: Path) -> Path:
+    """Return the path of what the run's processes write to standard error."""
+    return run_dir.parent / f"{run_dir.name}.err"
+
+
 def _stop(child: ForkProcess, run_dir: Path, draw: random.Random) -> None:
     """Stop the driver or a process of its, for a while."""
     del run_dir
-    assert child.pid is not None
-    victims = [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
-    victim = draw.choice(victims)
+    victim = draw.choice(_processes(child))
     with contextlib.suppress(psutil.NoSuchProcess):
         victim.suspend()
         time.sleep(STOPPED)
         victim.resume()
+
+
+def _processes(child: ForkProcess) -> list[psutil.Process]:
+    """Return the driver and all processes of its."""
+    assert child.pid is not None
+    return [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
 
 
 def _send(number: int) -> Callable[[ForkProcess, Path, random.Random], None]:
@@ -113,6 +128,16 @@ def _send(number: int) -> Callable[[ForkProcess, Path, random.Random], None]:
         os.kill(child.pid, number)
 
     return send
+
+
+def _fill(child: ForkProcess, run_dir: Path, draw: random.Random) -> None:
+    """Let no file grow beyond a random size, as if its disk were full: all but the test's own log and the errors."""
+    kept = max(path.stat().st_size for path in (log_of(run_dir), _errors(run_dir))) + (1 << 16)
+    largest = max(path.stat().st_size for path in run_dir.rglob("*") if path.is_file())
+    limit = draw.randrange(kept, max(kept + 1, largest))
+    for process in _processes(child):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.rlimit(psutil.RLIMIT_FSIZE, (limit, process.rlimit(psutil.RLIMIT_FSIZE)[1]))
 
 
 def _delete(child: ForkProcess, run_dir: Path, draw: random.Random) -> None:
@@ -132,5 +157,6 @@ _ACTS: dict[str, Callable[[ForkProcess, Path, random.Random], None]] = {
     "term": _send(signal.SIGTERM),
     "kill": _send(signal.SIGKILL),
     "clock": _send(signal.SIGUSR2),
+    "full": _fill,
     "deleted": _delete,
 }

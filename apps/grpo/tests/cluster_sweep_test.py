@@ -44,6 +44,7 @@ OBEYED = {
     "rollout.max_requests": Change(8, VLLM),
     "rollout.vllm": Change(("block_size=32",), VLLM),
     "rollout.tp": Change(2, VLLM),
+    "rollout.pp": Change(2, VLLM),
     "rollout.dp": Change(2, VLLM),
     "rollout.copies_per_device": Change(2, VLLM | {"rollout.dp": 2}),
     "rollout.weights_on_device": Change(True, VLLM),
@@ -54,8 +55,10 @@ OBEYED = {
     "rollout.memory_share": Change(0.5, VLLM),
     "rollout.cuda_graph_sizes": Change((1, 2), VLLM),
     "rollout.admit": Change("any_step"),
+    "rollout.kv_cache_memory_gib": Change(1e-6),
     "rollout.ray_workers": Change(1),
     "rollout.ray_cpus": Change(2.0, RAY),
+    "rollout.ray_nodes": Change(2, VLLM | RAY | {"rollout.tp": 2}),
     "rollout.ray_gpus": Change(1.0, RAY),
     "rollout.weight_transport": Change("gloo", RAY),
     "rollout.ray_address": Change("127.0.0.1:6379", RAY),
@@ -64,6 +67,7 @@ OBEYED = {
 SIZED = {"pools.device_memory_gib": Change(2000.0)}
 """Obeyed by the plan of a recipe that knows its model's sizes."""
 REFUSED = {
+    "schedule.weight_sync": Change("shards"),
     "pools.nodes": Change(2),
     "media.images_column": Change("images"),
 }

@@ -16,12 +16,14 @@ from apps.grpo.main import run
 from apps.grpo.testing.images import NATIVE, assert_tower_moved, image_config
 from apps.grpo.testing.schedules import proofs, rows
 from rollout import Episode
+from rollout.episodes.summary import AnyEpisode
 from rollout.sync.pieces import Bucket
 from rollout.workers.bucket_messages import bucket_message, plain_bytes
 from rollout.workers.process import WorkerProcess
 from rollout.workers.ray_local import SMALL_STORE, local_ray
 from rollout.workers.ray_pool import RayPool
 from schedules.config import Mode
+from schedules.rows.shared import held_here
 from schedules.sampling.session import RolloutSession
 from schedules.weights.weight_checks import WeightsNotTakenError
 
@@ -48,11 +50,12 @@ def media_of(media: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def test_a_run_on_pictures_is_the_same_with_ray_as_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Episode for episode with the tokens, grids and patches of each, and the weights bit for bit."""
-    sampled, plain = [], RolloutSession.gather
+    sampled, plain = list[list[Episode]](), RolloutSession.gather
 
-    def gather(self: RolloutSession, episodes: list[Episode]) -> list[Episode]:
-        sampled.append(plain(self, episodes))
-        return sampled[-1]
+    def gather(self: RolloutSession, episodes: list[Episode]) -> list[AnyEpisode]:
+        known = plain(self, episodes)
+        sampled.append(held_here(known))
+        return known
 
     monkeypatch.setattr(RolloutSession, "gather", gather)
     run(image_config(tmp_path / "plain", engine="native"), NATIVE)

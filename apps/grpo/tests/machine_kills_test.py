@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from apps.common.run.checkpoints import last_checkpoint
 from apps.common.run.config_file import CONFIG_NAME
 from apps.common.testing.machines import machines, missing, start_torchrun
 from apps.grpo.testing.on_machines import SCHEDULES, config_of
@@ -26,12 +27,14 @@ def test_no_task_is_lost_or_trained_twice(mode: str, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     run_dir, steps, kills = shared / "run", 100 * MOMENTS, 0
-    program = ["-m", "apps.grpo.testing.on_machines", str(run_dir), mode, str(steps), "2"]
     for number in range(20 * MOMENTS):
         folder = tmp_path / str(number)
         with machines(2, folder, shared) as pair:
             order = draw.sample(pair, 2)
             resume = ["--resume"] if (run_dir / CONFIG_NAME).is_file() else []
+            if kills == MOMENTS:
+                steps = (last_checkpoint(run_dir) or (0, None))[0] + 20
+            program = ["-m", "apps.grpo.testing.on_machines", str(run_dir), mode, str(steps), "2"]
             running = start_torchrun(order, 1, 29520, folder, [*program, *resume])
             if kills < MOMENTS:
                 _wait_for_start(run_dir, number + 1)  # torchrun alone would wait for its peer by its own timeout

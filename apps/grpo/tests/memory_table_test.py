@@ -1,6 +1,7 @@
 """A run's memory table is the plan's: the same rows with the same bytes, and nothing large that nobody registered."""
 
 import gc
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -91,6 +92,18 @@ def unregistered() -> list[tuple[int, tuple[int, ...]]]:
     return sorted(sizes.values(), reverse=True)
 
 
+def lasting(most: float) -> list[tuple[int, tuple[int, ...]]]:
+    """Return what nobody registered; where that is more than so many bytes, after two seconds in which it stays: a
+    sampler that reads new weights beside this thread registers them once it has them."""
+    for _ in range(20):
+        left = unregistered()
+        if sum(size for size, _ in left) < most:
+            break
+        time.sleep(0.1)
+        gc.collect()
+    return left
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_a_runs_table_is_the_plans_and_nothing_large_is_missing(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
@@ -102,7 +115,7 @@ def test_a_runs_table_is_the_plans_and_nothing_large_is_missing(
         gc.collect()
         found = memory_metrics(device)
         total = sum(row.device + row.host for row in ledger.rows() if row.name != ledger.SAMPLER_CACHES)
-        seen.append((total, unregistered()))
+        seen.append((total, lasting(TOLERANCE * total)))
         return found
 
     gc.collect()

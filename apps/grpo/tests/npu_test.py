@@ -25,9 +25,11 @@ from apps.sft.recipes import quickstart
 from engines import EngineConfig
 from engines.fake_npu.build import reason_against
 from engines.fake_npu.path import fake_npu_on_path
-from engines.fsdp2 import fsdp2_executor as executor
+from engines.fsdp2 import fsdp2_executor, prepared_model
 from engines.megatron.runtime.process_groups import release
 from engines.proofs.forked_ranks import launch_forked
+from rollout.native.lean import rotary, slots
+from seqpack.ops import gated_delta_rule_step
 
 pytestmark = pytest.mark.skipif(reason_against() is not None, reason=str(reason_against()))
 RUNS: dict[str, tuple[Any, Any]] = {"grpo": (run, RECIPE), "sft": (supervised, quickstart.RECIPE)}
@@ -43,6 +45,12 @@ def whole_runs(device: Literal["cpu", "npu"], folder: Path) -> None:
     for number, (app, options) in enumerate(CASES[dist.get_world_size()]):
         whole_run(app, device, folder / str(number) / device, options)
         release()
+
+
+def step_of_every_device(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
+) -> torch.Tensor:
+    return gated_delta_rule_step(q, k, v, g, beta, state, inplace=True)[0]
 
 
 def whole_run(app: str, device: Literal["cpu", "npu"], run_dir: Path, options: dict[str, Any]) -> None:
@@ -61,7 +69,11 @@ def whole_run(app: str, device: Literal["cpu", "npu"], run_dir: Path, options: d
         config = replace(config, cluster=Cluster(offload=True))
     # Nothing is compiled on either device: the compiler's code for a CPU rounds differently.
     with sdpa_kernel(SDPBackend.MATH), set_stance("force_eager"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "use_host_norms", lambda model: None)
+        patch.setattr(prepared_model, "use_host_norms", lambda model: None)
+        patch.setattr(fsdp2_executor, "shares_prefixes", lambda model: False)  # a CPU alone does so
+        patch.setattr(slots, "recur_newest", step_of_every_device)
+        patch.setattr(rotary, "has_pairs", lambda like, head_dim: False)
+        patch.setattr(slots, "LEAST_SPAN", 1)
         function(replace(config, nproc_per_node=int(world), **({"batch_size": 8} if app == "sft" else {})), recipe)
 
 

@@ -26,6 +26,7 @@ from apps.quickstart.vision import save_vision_model
 SAME = {
     "gsm8k": {"1,000": "1000", "12": "12.0", "7": "7"},
     "math": {r"\frac{1}{2}": "0.5", r"3\sqrt{2}": r"\sqrt{18}", "x^2+1": "1+x^2"},
+    "aime": {"033": "33", "204": "204.0", "070": "70"},
     "geo3k": {r"\frac{7}{2}": "3.5", r"2 \sqrt { 2 }": r"\sqrt{8}", "20": "20"},
 }
 """Of each layout, what its files say, and how a model says the same."""
@@ -34,13 +35,16 @@ TAUGHT = 150
 
 
 def row(layout: str, number: int, answer: str) -> dict[str, Any]:
-    """A row with the columns of openai/gsm8k, EleutherAI/hendrycks_math and hiyouga/geometry3k."""
+    """A row with the columns of gsm8k, hendrycks_math, aime_2024 and geometry3k as the hub has them."""
     if layout == "gsm8k":
         worked = f"Twice {number} is <<{number}*2={2 * number}>>{2 * number} eggs.\nSo many are left.\n#### {answer}"
         return {"question": f"Ann has {number} eggs. How many are left?", "answer": worked}
     if layout == "math":
         worked = f"We see that $x = {number}$ fails, so it is $\\boxed{{{answer}}}$."
         return {"problem": f"Find $x_{{{number}}}$.", "level": "Level 2", "type": "Algebra", "solution": worked}
+    if layout == "aime":
+        known = {"id": number, "solution": f"It is {int(answer)}.", "url": "...", "year": "2024"}
+        return {**known, "problem": f"Find the least integer, number {number}.", "answer": answer}
     png = io.BytesIO()
     Image.new("RGB", (48, 40), (5 * number % 256, 40, 90)).save(png, format="PNG")
     images = [{"bytes": png.getvalue(), "path": None}]

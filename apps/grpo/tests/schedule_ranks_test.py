@@ -135,7 +135,7 @@ def test_an_error_of_a_rank_ends_all_and_their_sampler(tmp_path: Path, monkeypat
 
 def test_who_waits_for_orders_hears_that_answers_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(schedule_async_ranks, "broadcast", told.append)
+    monkeypatch.setattr(schedule_async_ranks, "broadcast", lambda order, kinds: told.append(order))
     monkeypatch.setattr(schedule_async_ranks, "EVERY", 0.01)
     lead = Leader()
     answer: Future[None] = Future()
@@ -143,7 +143,8 @@ def test_who_waits_for_orders_hears_that_answers_are_waited_for(monkeypatch: pyt
     assert told == []  # they heard something a moment ago
     monkeypatch.setattr(schedule_async_ranks, "QUIET_SECONDS", 0.0)
 
-    def send(order: Any) -> None:
+    def send(order: Any, kinds: Any) -> None:
+        assert type(order) in kinds
         told.append(order)
         if len(told) == 3:
             answer.set_result(None)

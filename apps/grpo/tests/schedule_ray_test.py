@@ -20,11 +20,13 @@ from apps.grpo.testing.ray import SCHEDULES, go_in_ray, in_ray
 from apps.grpo.testing.recipe import RECIPE
 from apps.grpo.testing.schedules import ASYNC, ONE, SYNC, assert_nothing_lost, proofs, rows, same_weights, small
 from rollout import Episode
+from rollout.episodes.summary import AnyEpisode
 from rollout.sync.pieces import Bucket
 from rollout.workers.bucket_messages import bucket_message, plain_bytes
 from rollout.workers.ray_local import SMALL_STORE, local_ray
 from rollout.workers.ray_pool import RayPool
 from schedules.config import ScheduleConfig
+from schedules.rows.shared import held_here
 from schedules.sampling.session import RolloutSession
 from schedules.weights.weight_checks import WeightsNotTakenError
 
@@ -42,11 +44,14 @@ def cluster() -> Iterator[None]:
 @pytest.fixture
 def sampled(monkeypatch: pytest.MonkeyPatch) -> list[list[Episode]]:
     """The episodes that a run trains on, as they come to the trainer."""
-    found, plain = [], RolloutSession.gather
+    found, plain = list[list[Episode]](), RolloutSession.gather
 
-    def gather(self: RolloutSession, episodes: list[Episode]) -> list[Episode]:
-        found.append(plain(self, episodes))
-        return found[-1]
+    def gather(self: RolloutSession, episodes: list[Episode]) -> list[AnyEpisode]:
+        known = plain(self, episodes)
+        held = held_here(known)
+        if len(held) > len({episode.group for episode in held}):  # an evaluation has one answer a prompt
+            found.append(held)
+        return known
 
     monkeypatch.setattr(RolloutSession, "gather", gather)
     return found

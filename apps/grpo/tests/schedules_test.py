@@ -21,6 +21,7 @@ from apps.grpo.testing.recipe import HeldTasks, make_hang_tasks
 from apps.grpo.testing.schedules import ASYNC, ONE, assert_timed, rows, small
 from engines.launch import RankError
 from rollout.control.staleness import Train
+from rollout.episodes.summary import AnyEpisode
 from rollout.sync.pieces import Bucket
 from rollout.workers.process import WorkerProcess
 from runlog.timeline import bubble_shares, read_timeline
@@ -206,7 +207,7 @@ def test_hung_environment_and_tool_timeout(tmp_path: Path, monkeypatch: pytest.M
     limits = {"max_episode_seconds": 8.0, "environment_processes": 0}  # no start of a process counts against the limit
     config = small(tmp_path / "run", ASYNC, steps=3, max_turns=1, **limits)
     config = replace(config, data=replace(config.data, eval_prompts=2), save_every=3, eval_every=3)
-    trained, plain = [], FullyAsyncSchedule._train
+    trained, plain = list[AnyEpisode](), FullyAsyncSchedule._train
 
     def train(self: FullyAsyncSchedule, decision: Train, begun: float) -> TrainStepResult:
         result = plain(self, decision, begun)

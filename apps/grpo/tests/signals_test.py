@@ -1,6 +1,6 @@
-"""A run of each schedule that is stopped, ended, killed, misled about the time and robbed of files: no task is lost.
+"""A run of each schedule that is stopped, ended, killed, misled about the time, out of disk and robbed of files.
 
-One random moment of each kind, by a seed; ten of each by hand (`signals_by_hand_test`).
+No task is lost. One random moment of each kind, by a seed; ten of each by hand (`signals_by_hand_test`).
 """
 
 from pathlib import Path

@@ -64,7 +64,7 @@ def test_either_has_the_device_alone_and_each_steps_weights_arrive_asleep(
     def started(self: VllmBackend, config: GrpoConfig, model: Path, version: int) -> VllmEngine:
         layout = replace(config.cluster.rollout, sleep=False)
         awake = replace(config, cluster=replace(config.cluster, rollout=layout))
-        sampler = Drowsy(model, rollout_config(awake), version)
+        sampler = Drowsy(model, rollout_config(awake), version, wait=False)
         made.append(sampler)
         return sampler
 
@@ -79,7 +79,7 @@ def test_either_has_the_device_alone_and_each_steps_weights_arrive_asleep(
 
     monkeypatch.setattr(command, "check_machine", lambda config: None)  # it refuses this setting on a CPU
     monkeypatch.setattr(parts, "build_engine", built)
-    monkeypatch.setattr(VllmBackend, "build", started)
+    monkeypatch.setattr(VllmBackend, "begin", started)
     watched(VllmEngine, "generate")
     watched(RolloutSession, "sync")
     watched(Engine, "train_batch")

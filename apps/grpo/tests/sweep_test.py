@@ -79,6 +79,7 @@ CHANGES = {
     "engine.grad_clip": Change(None, {"engine.grad_clip": 1e-3}),
     "engine.warmup_steps": Change(3),
     "engine.lora.targets": Change(("q_proj",)),
+    "engine.lora.target_parameters": Change(("experts.down_proj",)),
     "engine.transformer_options": Change(("deallocate_pipeline_outputs=true",)),
     "engine.learning_rates": Change(("embed_tokens=1e-2",)),
     "engine.recheck_every": Change(1),

@@ -1,19 +1,15 @@
 """Every wrong flag of a command line is told at once, a line each, whichever parts of the settings they belong to."""
 
-import contextlib
-import io
-import re
-from collections.abc import Iterable
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apps.common.cli import command_line as cli
+from apps.common.testing import wrong_flags
+from apps.common.testing.wrong_flags import assert_each_is_reported
 from apps.grpo.main import main
 
 WRONG = {
-    "--max-steps": "0",
+    **wrong_flags.WRONG,
     "--group-size": "0",
     "--logging.groups": "-1",
     "--environment-memory-gib": "0",
@@ -35,39 +31,8 @@ WRONG = {
     "--objective.off-policy-cap": "3",
     "--objective.max-tokens": "3",
     "--warm-start.eval-every": "0",
-    "--learning-rate": "nan",
-    "--trainer.eps": "0",
-    "--parallel.context": "ring",
-    "--trainer.logit-chunk": "0",
-    "--lora.rank": "-1",
-    "--lora.alpha": "0",
-    "--pools.nodes": "0",
-    "--pools.device-memory-gib": "0",
-    "--rollout.tensor-parallel": "0",
-    "--rollout.gpu-memory-utilization": "1",
-    "--rollout.vllm": "x",
-    "--schedule.required-batches": "0",
-    "--schedule.staleness-threshold": "-1",
-    "--media.images-column": "",
-    "--env": "x",
 }
 """A value that its flag can't have, whatever the others are."""
-
-
-def told(flags: Iterable[str], *more: str) -> list[str]:
-    """The lines that the program ends with, with status 2."""
-    printed = io.StringIO()
-    argv = [word for name in flags for word in (name, WRONG[name])]
-    with contextlib.redirect_stderr(printed), pytest.raises(SystemExit) as stop:
-        cli.main(lambda: main([*argv, *more]))
-    assert stop.value.code == 2
-    return printed.getvalue().splitlines()
-
-
-def assert_all_are_named(flags: Iterable[str], lines: list[str]) -> None:
-    for name in flags:
-        assert [line for line in lines if re.match(rf"error: {name}(?![-.\w])", line)], (name, lines)
-    assert all(line.startswith("error: ") for line in lines)
 
 
 @settings(max_examples=15)
@@ -75,13 +40,9 @@ def assert_all_are_named(flags: Iterable[str], lines: list[str]) -> None:
     st.lists(st.sampled_from(sorted(WRONG)), min_size=1, max_size=6, unique=True), st.sampled_from([(), ("--plan",)])
 )
 def test_each_of_several_wrong_flags_has_its_line(flags: list[str], more: tuple[str, ...]) -> None:
-    lines = told(flags, *more)
-    assert_all_are_named(flags, lines)
-    assert len(lines) == len(flags)
+    assert_each_is_reported(main, WRONG, flags, more)
 
 
 @pytest.mark.parametrize("more", [(), ("--plan",)])
 def test_all_of_them_are_told(more: tuple[str, ...]) -> None:
-    lines = told(WRONG, *more)
-    assert_all_are_named(WRONG, lines)
-    assert len(lines) == len(WRONG)
+    assert_each_is_reported(main, WRONG, WRONG, more)

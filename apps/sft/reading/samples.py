@@ -56,16 +56,16 @@ def encode_messages(
 
     The renderer's stop tokens are those that stop the model (`stop_tokens_of`), which a turn may end with and is
     trained to; without them, those that the tokenizer and the template tell of. `trained`: what is trained, by default
-    all that the assistant wrote. `image_processor` reads its images, where it may have some.
+    all that the assistant wrote. `image_processor` reads the headers of its images, where it may have some.
 
     Raises:
-        ImageError: an image can't be read.
+        ImageError: an image is none.
         UnverifiedMaskError: the mask can't be trusted, or the ids are not those of `apply_chat_template`.
         ValueError, jinja2.TemplateError: the template refuses the messages.
     """
     images = images_of(messages) if image_processor is not None else []
     if image_processor is not None and images:
-        rendered = _rendered(renderer, messages, tools, image_processor, _read(image_processor, images)[1])
+        rendered = _rendered(renderer, messages, tools, image_processor, _grids(image_processor, images))
     else:
         rendered = renderer(messages, tools)
     if rendered.problems:
@@ -101,14 +101,12 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, prompt: str, text: str, ever
 
 
 def sample_of(
-    tokenizer: PreTrainedTokenizerBase,
+    renderer: Renderer,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Any] | None = None,
-    stop_tokens: Sequence[str] | None = None,
     image_processor: ImageProcessor | None = None,
 ) -> Sample:
     """Return one conversation as a sample; see `encode_messages`. `image_processor` reads its images."""
-    renderer = Renderer(tokenizer, stop_tokens)
     if image_processor is not None:
         return _seen_sample(renderer, messages, tools, image_processor)
     encoded = encode_messages(renderer, messages, tools)
@@ -154,6 +152,14 @@ def _read(image_processor: ImageProcessor, images: Sequence[Any]) -> tuple[Tenso
         return torch.empty(0, image_processor.numbers), torch.empty(0, 3, dtype=torch.int64)
     try:
         return image_processor.read(images)
+    except ValueError as error:
+        raise ImageError(str(error)) from error
+
+
+def _grids(image_processor: ImageProcessor, images: Sequence[Any]) -> Tensor:
+    """Return the grids of images from their headers."""
+    try:
+        return image_processor.grids(images)
     except ValueError as error:
         raise ImageError(str(error)) from error
 

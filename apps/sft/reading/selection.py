@@ -99,6 +99,13 @@ class Samples(Sequence[Sample]):
     def __getitem__(self, index: int | slice) -> "Sample | Samples":
         if isinstance(index, slice):
             return Samples(self.files, self.places[index], self.image_processor)
+        sample = self.text(index)
+        if self.image_processor is None:
+            return sample
+        return {**sample, **self._media(index, len(sample["input_ids"]))}
+
+    def text(self, index: int) -> Sample:
+        """Return a sample without its images."""
         file, entry = (int(part) for part in self.places[index])
         store, max_tokens, truncation = self.files[file]
         columns: tuple[np.ndarray, ...] = store.tokens(entry)
@@ -110,15 +117,24 @@ class Samples(Sequence[Sample]):
             for name, column in zip(names, cut(columns, max_tokens, truncation), strict=False)
         }
         sample["position_ids"] = torch.arange(len(sample["input_ids"]))
-        return sample if self.image_processor is None else {**sample, **self._media(store, entry, len(columns[0]))}
+        return sample
 
     @cached_property
     def _weighted(self) -> bool:
         """Whether a row has weights of its own: then all samples have a column of them."""
         return any(store.weighted for store, _, _ in self.files)
 
-    def _media(self, store: Store, entry: int, length: int) -> dict[str, Tensor]:
+    def read_ahead(self, indices: Sequence[int]) -> None:
+        """Begin to read the images of samples that will be asked for, where the reader can (`CachedReader`)."""
+        ahead = getattr(self.image_processor and self.image_processor.read, "ahead", None)
+        if ahead is not None:
+            for file, entry in self.places[np.asarray(indices, dtype=np.int64)].tolist():
+                ahead(self.files[file][0].images(entry)[1])
+
+    def _media(self, index: int, length: int) -> dict[str, Tensor]:
         assert self.image_processor is not None
+        file, entry = (int(part) for part in self.places[index])
+        store = self.files[file][0]
         types, images = store.images(entry)
         try:
             return media_of(types if images else [0] * length, images, self.image_processor)

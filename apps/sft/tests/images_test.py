@@ -5,13 +5,16 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForImageTextToText
 
 from apps.common.data.images import image_processor_of
@@ -22,11 +25,15 @@ from apps.quickstart.vision import IMAGE, ensure_vision_model
 from apps.sft.config import SftConfig
 from apps.sft.data import Conversations, load_conversations
 from apps.sft.main import configure, run
+from apps.sft.own_rows import read_ahead, step_batch
 from apps.sft.reading.row_images import with_row_images
 from apps.sft.reading.samples import Sample, sample_of
 from apps.sft.reading.sources import Source
-from engines import EngineConfig
+from chat_tools import Renderer
+from engines import EngineConfig, LocalBatch, build_engine
 from engines.media.image_reader import ImageReader
+from engines.proofs.forked_ranks import launch_forked
+from seqpack.comm.collectives import gather_plain
 
 SIZES = [(32, 32), (48, 40), (24, 56)]
 
@@ -132,7 +139,8 @@ def test_every_layout_of_rows_gives_the_samples_of_grpo(model: Path, tmp_path: P
     ]
     assert_same(*by_ids)
     image_processor = image_processor_of(EngineConfig(vision="frozen"), model)
-    direct = [sample_of(load_tokenizer(model), row["messages"], image_processor=image_processor) for row in in_parts()]
+    renderer = Renderer(load_tokenizer(model))
+    direct = [sample_of(renderer, row["messages"], image_processor=image_processor) for row in in_parts()]
     direct.sort(key=lambda s: (s["input_ids"].tolist(), s["pixel_values"].sum().item()))
     assert_same(by_ids[0], direct)
     counts = [int((s["input_ids"] == load_tokenizer(model).convert_tokens_to_ids(IMAGE)).sum()) for s in direct]
@@ -187,6 +195,44 @@ def test_a_runs_losses_are_those_of_stock_transformers_one_at_a_time(model: Path
     tower = {name for name in before if name.startswith("model.visual.")}
     assert (same & tower == tower) if vision == "frozen" else not same & tower
     assert not same - tower
+
+
+def test_each_rank_reads_the_pictures_of_its_own_rows(model: Path, tmp_path: Path) -> None:
+    """Two ranks' losses are one's, and no picture of a step is read by both."""
+    if dist.is_initialized():  # an engine of an earlier test, in this process
+        dist.destroy_process_group()
+    data, held_out = write(tmp_path / "data.jsonl", in_parts(36)), write(tmp_path / "held-out.jsonl", in_parts(48)[36:])
+    options = ("--eval-data", str(held_out), "--trainer.vision", "trained", "--eval-share", "None")
+    alone = run(config(model, data, tmp_path / "one", *options))
+    shared = run(config(model, data, tmp_path / "two", *options, "--nproc-per-node", "2"))
+    assert shared.loss_before == pytest.approx(alone.loss_before, rel=1e-6)
+    assert shared.loss_after == pytest.approx(alone.loss_after, rel=1e-4)
+    read = launch_forked(read_by_ranks, (model, data), world_size=2)
+    assert all(read)
+    assert sorted(itertools.chain(*read)) == sorted(set(itertools.chain(*read)))
+    assert len(set(itertools.chain(*read))) == 16  # of 20 rows, each fifth is text alone
+
+
+def read_by_ranks(model: Path, data: Path) -> list[list[str]]:
+    """Return the pictures that each rank reads for a step of the first 20 rows."""
+    conversations = load(model, data)
+    settings = config(model, data, data.parent / "run", "--trainer.vision", "frozen")
+    engine = build_engine(replace(settings.engine, model=str(model)))
+    asked: list[str] = []
+    plain = ImageReader.__call__
+
+    def counted(self: ImageReader, pictures: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.extend(pictures)
+        return plain(self, pictures)
+
+    every = replace(conversations.train, places=np.array([[0, entry] for entry in range(20)]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ImageReader, "__call__", counted)
+        read_ahead(engine, every, range(20), settings.objective)
+        batch = step_batch(engine, every, range(20), settings.objective)
+    assert isinstance(batch, LocalBatch)
+    assert set(batch.rows) < set(range(20))
+    return [*gather_plain(asked)]
 
 
 def broken(rows: list[dict[str, Any]], number: int, change: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -111,8 +112,11 @@ def test_a_best_that_was_changed_is_not_exported(tmp_path: Path, monkeypatch: py
     def swap(step: int, loss: float, vocab_size: int) -> None:
         check_loss(step, loss, vocab_size)
         if step == 6:
+            third, deadline = run_dir / "checkpoints" / "step-000003", time.monotonic() + 60
+            while not third.exists() and time.monotonic() < deadline:  # it is written beside the steps
+                time.sleep(0.01)
             shutil.rmtree(best_checkpoint_path(run_dir))
-            shutil.copytree(run_dir / "checkpoints" / "step-000003", best_checkpoint_path(run_dir))
+            shutil.copytree(third, best_checkpoint_path(run_dir))
 
     monkeypatch.setattr(train_module, "check_loss", swap)
     with pytest.raises(ValueError, match=r"checkpoints/best holds step 3.*step 1 is the best.*--resume"):

@@ -28,10 +28,10 @@ BASE = replace(
     engine=replace(quickstart.RECIPE.config.engine, warmup_steps=0),
 )
 NAMED = {"recipe", "model", "run_dir", "resume", "threads", "engine.collective_timeout_seconds", "allow_idle_steps"}
-NAMED |= {"engine.prove", "engine.allow_untested", "recipe_options"}
+NAMED |= {"engine.prove", "engine.allow_untested", "recipe_options", "stall_seconds"}
 """What a run is of and where it is, changed in run_test and bad_inputs_test; threads have a test below, how long ranks
 wait has one in engines (collective_timeout_test), how many steps may train nothing one in idle_test, what admits a
-model one in engines (prove/proof_test)."""
+model one in engines (prove/proof_test), how long a rank may be silent one in stopped_run_test."""
 METRIC = "apps.common.testing.setting_effects:step_times"
 CHANGES = {
     "metric": Change((METRIC,)),
@@ -62,6 +62,7 @@ CHANGES = {
     "engine.grad_clip": Change(None, {"engine.grad_clip": 1e-3}),
     "engine.warmup_steps": Change(3),
     "engine.lora.targets": Change(("q_proj",)),
+    "engine.lora.target_parameters": Change(("experts.down_proj",)),
     "engine.transformer_options": Change(("deallocate_pipeline_outputs=true",)),
     "engine.learning_rates": Change(("embed_tokens=1e-2",)),
     "engine.recheck_every": Change(1),

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from step_gpu import SHAPE, batch_of, lengths_of, model
+from step_kinds import attention, inputs_of
 from torch.nn.functional import cross_entropy
 
 from engines import EngineConfig, build_engine
@@ -208,33 +209,13 @@ def correctness() -> None:
 def stock(what: str, tokens: int, checkpointing: bool = False) -> None:
     """Measure stock transformers under FSDP2, with torch's variable-length attention, packed sequences kept apart."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.nn.attention.varlen import varlen_attn
-    from transformers import AttentionInterface, AttentionMaskInterface, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-    def attend(
-        module: Any,  # noqa: ARG001
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *unused: Any,  # noqa: ARG001
-        scaling: float | None = None,
-        cu_seq_lens_q: Any = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        longest = kwargs["max_length_q"]
-        q, k, v = (x.squeeze(0).transpose(0, 1).contiguous() for x in (query, key, value))
-        out: Any = varlen_attn(
-            q, k, v, cu_seq_lens_q, cu_seq_lens_q, longest, longest, scale=scaling, window_size=(-1, 0)
-        )
-        return out[None], None
-
-    AttentionInterface.register("varlen", attend)
-    AttentionMaskInterface.register("varlen", lambda *args, **kwargs: None)  # noqa: ARG005
     clear()
     with torch.device("cuda"):
         torch.manual_seed(0)
         config = Qwen3_5TextConfig(**SHAPE, use_cache=False)
-        net = Qwen3_5ForCausalLM._from_config(config, attn_implementation="varlen", dtype=torch.float32).train()
+        net = Qwen3_5ForCausalLM._from_config(config, attn_implementation=attention(), dtype=torch.float32).train()
     if checkpointing:
         net.gradient_checkpointing_enable()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -243,20 +224,12 @@ def stock(what: str, tokens: int, checkpointing: bool = False) -> None:
     fully_shard(net, mp_policy=policy)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-5, fused=True)
     lengths = lengths_of(tokens, 8192)
-    edges = torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32)
     ids = torch.randint(0, SHAPE["vocab_size"], (1, tokens), device="cuda")
-    positions = torch.cat([torch.arange(n) for n in lengths]).cuda()[None]
-    number = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths)).cuda()[None]
+    inputs = inputs_of(lengths, "cuda")
     mask = torch.cat([torch.arange(n) >= max(1, int(n * 0.3)) for n in lengths]).cuda()[1:]
-    packed = {
-        "cu_seq_lens_q": edges,
-        "cu_seq_lens_k": edges,
-        "max_length_q": max(lengths),
-        "max_length_k": max(lengths),
-    }
 
     def step() -> float:
-        logits = net(input_ids=ids, position_ids=positions, seq_idx=number, use_cache=False, **packed).logits[0]
+        logits = net(input_ids=ids, use_cache=False, **inputs).logits[0]
         losses = cross_entropy(logits[:-1].float(), ids[0, 1:], reduction="none")
         ((losses * mask).sum() / mask.sum()).backward()
         norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)

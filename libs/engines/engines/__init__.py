@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from engines.config import EngineConfig as EngineConfig
     from engines.execution.executor import Executor as Executor
     from engines.execution.local_batch import LocalBatch as LocalBatch
+    from engines.execution.local_batch import RowStats as RowStats
     from engines.lora_config import LoraConfig as LoraConfig
     from engines.parallel.layout import ParallelLayout as ParallelLayout
     from engines.parallel.planning import StepPlan as StepPlan
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from engines.step_errors import NonFiniteError as NonFiniteError
     from engines.weight_sharing import SharedParameters as SharedParameters
     from engines.weight_sharing import shared_parameters as shared_parameters
+    from engines.weights.shard_export import WeightShard as WeightShard
     from engines.weights.weight_pieces import WeightPiece as WeightPiece
     from seqpack.adapters.context import PackedContext as PackedContext
     from seqpack.adapters.mixers import Adaptation as Adaptation
@@ -43,6 +45,7 @@ _EXPORTS = {
     "Engine": "engines.step",
     "Executor": "engines.execution.executor",
     "LocalBatch": "engines.execution.local_batch",
+    "RowStats": "engines.execution.local_batch",
     "FailedStepError": "engines.step_errors",
     "LogProbDifferenceError": "engines.step_errors",
     "NonFiniteError": "engines.step_errors",
@@ -53,6 +56,7 @@ _EXPORTS = {
     "TrainBackend": "engines.backends",
     "TrainEngine": "engines.protocol",
     "WeightPiece": "engines.weights.weight_pieces",
+    "WeightShard": "engines.weights.shard_export",
     "Supported": "engines.capability",
     "Unsupported": "engines.capability",
     "adapt_for_packing": "engines.scoring.packed_model",
@@ -82,6 +86,7 @@ __all__ = [
     "NonFiniteError",
     "PackedContext",
     "ParallelLayout",
+    "RowStats",
     "SharedParameters",
     "SharedWeights",
     "StepPlan",
@@ -90,6 +95,7 @@ __all__ = [
     "TrainEngine",
     "Unsupported",
     "WeightPiece",
+    "WeightShard",
     "Yes",
     "adapt_for_packing",
     "base_policy",

@@ -6,7 +6,8 @@ can do, and the test that shows it. prove DIR: the certificate of a model direct
 with --prove full one layer of each kind at true width and true lengths on this machine's device (minutes on a CPU),
 with --engine.NAME VALUE ... or --ranks N that of these options on ranks (of the CPU; with --prove full and --ranks of
 this machine's devices). prove --all: the tables of all types of transformers, for docs/certificates.md and the README.
-prove --published: the configs of published checkpoints.
+prove --published: the configs of published checkpoints. warm-kernels DIR [--engine.NAME VALUE ...]: compile what a run
+of these options compiles, so that it finds it on disk.
 """
 
 import argparse
@@ -24,8 +25,8 @@ COMMANDS = {
 def main() -> int:
     """Run a command of the library; return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m engines", description=__doc__)
-    parser.add_argument("command", choices=[*COMMANDS, "prove"])
-    parser.add_argument("model", nargs="?", help="prove: a model directory, or OWNER/NAME of one in the cache")
+    parser.add_argument("command", choices=[*COMMANDS, "prove", "warm-kernels"])
+    parser.add_argument("model", nargs="?", help="prove, warm-kernels: a model directory, or OWNER/NAME in the cache")
     parser.add_argument("--ranks", type=int, help="prove: number of the run's ranks")
     parser.add_argument("--longest", type=int, default=0, help="prove --prove full: tokens of the run's longest row")
     parser.add_argument("--prove", choices=["small", "full"], default="small", help="prove: widths and lengths")
@@ -45,6 +46,12 @@ def main() -> int:
 
         return prove(parser, arguments, options)
     given = [name for name, value in vars(arguments).items() if name != "command" and value != parser.get_default(name)]
+    if arguments.command == "warm-kernels":
+        from engines.prove_command import warm  # torch and transformers
+
+        if given != ["model"]:
+            parser.error("warm-kernels takes a model directory, and --engine.NAME VALUE ...")
+        return warm(parser, arguments.model, options)
     if options or given:
         parser.error(f"{arguments.command} takes no {options[0] if options else f'--{given[0]}'}")
     status: int = import_module(COMMANDS[arguments.command]).main()

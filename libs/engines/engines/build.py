@@ -19,6 +19,7 @@ from engines.parallel.configured_layout import layout_of
 from engines.parallel.groups import ParallelGroups, refuse_other_timeout
 from engines.protocol import TrainEngine
 from engines.prove.options_admission import admit_on_ranks
+from engines.prove.traced import traced_refusal
 from engines.reference_policy import reference_config
 from engines.replicated.replicated_executor import ReplicatedExecutor
 from engines.step import Engine
@@ -89,6 +90,6 @@ def executor_of(
     """
     device = device_of(config, module)
     replicated = use_replicated_weights(config, device, groups.layout.world_size)
-    compiled = use_compiled_layers(config, module.config, device)
+    compiled = use_compiled_layers(config, module.config, device, traced_refusal)
     kind = ReplicatedExecutor if replicated else FSDP2Executor
     return kind(config, groups, module, inputs, trainable, compiled, disk, names)

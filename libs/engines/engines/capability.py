@@ -53,10 +53,13 @@ FSDP2: dict[str, Supported | Unsupported] = {
     "distributed_optimizer": Unsupported("FSDP2 shards optimizer states over all ranks already: leave it out"),
     "own_rows": Supported("step_two_test.py::test_ranks_that_hold_their_own_rows_give_the_whole_batchs_steps"),
     "dropout": Unsupported("the model is trained as it is scored: no dropout, whatever its config says"),
+    "muon": Supported("muon/muon_test.py::test_steps_are_those_of_torchs_muon"),
     "learning_rates": Supported(
         "execution/learning_rates_test.py::test_steps_are_those_of_torchs_adamw_with_a_group_for_each_rate"
     ),
     "lora": Supported("adapters/lora_test.py::test_log_probs_and_gradients_are_those_of_peft"),
+    "mtp": Supported("mtp/engine_test.py::test_the_heads_loss_and_gradient_are_those_of_one_sequence_at_a_time"),
+    "lora_experts": Supported("adapters/lora_test.py::test_log_probs_and_gradients_are_those_of_peft"),
     "async_save": Supported("storage/writer_test.py::test_training_goes_on_while_a_checkpoint_is_written"),
     "vision": Supported("media/engine_test.py::test_packed_rows_equal_stock_transformers_one_at_a_time"),
     "trained_vision": Supported("media/engine_test.py::test_packed_rows_equal_stock_transformers_one_at_a_time"),
@@ -110,10 +113,15 @@ MEGATRON: dict[str, Supported | Unsupported] = {
     "distributed_optimizer": Supported(LAYOUTS),
     "own_rows": Supported("proofs/megatron_layouts_test.py::test_ranks_that_hold_their_own_rows_give_the_same_steps"),
     "dropout": Unsupported("the model is trained as it is scored: no dropout, whatever its config says"),
+    "muon": Supported("megatron/optimizers/muon_layouts_test.py::test_every_layout_gives_the_steps_of_torchs_muon"),
     "learning_rates": Supported(
         "megatron/rates_test.py::test_parameters_have_the_learning_rates_that_patterns_give_them"
     ),
     "lora": Supported(LAYOUTS),
+    "mtp": Supported("megatron/mtp_test.py::test_every_layout_gives_the_steps_of_one_fsdp2_process"),
+    "lora_experts": Supported(
+        "megatron/expert_adapters_test.py::test_every_layout_gives_the_steps_and_files_of_one_process"
+    ),
     "async_save": Supported("megatron/engine_test.py::test_a_checkpoint_is_written_while_training_goes_on"),
     "vision": Supported("megatron/model/vision_test.py::test_every_layout_gives_the_steps_of_one_process"),
     "trained_vision": Supported("megatron/model/vision_test.py::test_every_layout_gives_the_steps_of_one_process"),
@@ -144,6 +152,8 @@ def core_optimizer(config: EngineConfig) -> Supported | Unsupported:
         return Unsupported("megatron-core's optimizers have not been run on an NPU", untested="npu")
     if config.optimizer_on_host:
         return Unsupported("masters that are on the host (optimizer_on_host) step there, by torch's AdamW")
+    if config.optimizer == "muon":
+        return Unsupported("Muon is over torch's AdamW here: megatron-core's wants a package of its own")
     if config.learning_rates:
         return Unsupported("learning_rates by name are of torch's AdamW")
     return MEGATRON["core_optimizer"]
@@ -168,7 +178,10 @@ def features_of(config: EngineConfig) -> list[str]:
     requested["router_z_loss"] = config.router_z_loss_coef > 0
     requested["routing_replay"] = config.routing_replay
     requested["learning_rates"] = bool(config.learning_rates)
+    requested["muon"] = config.optimizer == "muon"
     requested["lora"] = config.lora.rank > 0
+    requested["mtp"] = config.mtp_loss_scaling_factor is not None
+    requested["lora_experts"] = bool(config.lora.target_parameters)
     requested["vision"] = config.vision != "off"
     requested["trained_vision"] = config.vision == "trained"
     requested["bfloat16"] = "bfloat16" in (config.dtype, config.master_dtype)
@@ -203,6 +216,7 @@ def conflicts(config: EngineConfig, trainable: bool = True) -> Iterator[str]:
         yield from untested_options(config, trainable)
     if config.backend == "fsdp2" and config.expert_parallel > 1 and config.weights == "replicated":
         yield "weights='replicated' keeps all experts on every rank, so expert_parallel has no effect: leave one out"
+    yield from _of_adapted_experts(config)
     if config.backend == "megatron" and not config.reshard_after_forward:
         yield "reshard_after_forward is FSDP2's, Megatron gathers no weights: leave it at its default"
     if config.backend != "megatron" and config.transformer_options:
@@ -217,8 +231,25 @@ def conflicts(config: EngineConfig, trainable: bool = True) -> Iterator[str]:
         yield "virtual_pipeline_parallel has no effect without pipeline_parallel: set that above 1"
     if config.backend == "megatron" and config.router_forwards_ahead and config.pipeline_parallel > 1:
         yield "router_forwards_ahead: stages begin with backward passes early, a pass counts all before: leave it out"
+    if config.mtp_loss_scaling_factor and config.vision != "off" and config.context_parallel not in ("off", "static:1"):
+        yield "mtp_loss_scaling_factor: ranks that share a row lack the other's images: set context_parallel='off'"
+    if config.mtp_loss_scaling_factor and config.vision != "off" and config.backend == "megatron":
+        yield "mtp_loss_scaling_factor: Megatron's last stage sees no images, which the head reads: set backend='fsdp2'"
     if config.context_parallel not in ("off", "static:1") and config.batching != "packed":
         yield "context parallelism shards packed sequences: set batching='packed'"
+
+
+def _of_adapted_experts(config: EngineConfig) -> Iterator[str]:
+    """Yield what adapters on experts are not beside."""
+    if not config.lora.target_parameters:
+        return
+    what = "lora.target_parameters puts adapters on experts"
+    if config.backend == "fsdp2" and config.expert_parallel > 1:
+        yield f"{what}, which no ranks share under FSDP2: leave expert_parallel at 1, or set backend='megatron'"
+    if config.expert_tensor_parallel > 1:
+        yield f"{what}, whose matrices are not cut: leave expert_tensor_parallel at 1"
+    if config.device == "npu":
+        yield f"{what}, which have not been run on an NPU: leave it out"
 
 
 def untested_options(config: EngineConfig, trainable: bool = True) -> Iterator[str]:

@@ -68,7 +68,8 @@ class EngineConfig:
     groups with equal rewards. Metrics then speak of the computed rows alone."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Run decoder layers and head as compiled functions over fused kernels: "auto" where that can be (but behind
-    a vision tower), "on" or an error with the reason."""
+    a vision tower). "on" compiles other types' layers as they are, once they equal plain ones in small, or is an error
+    with the reason."""
     weights: Literal["auto", "sharded", "replicated"] = "auto"
     """"sharded" over all ranks (FSDP2), or whole on each with float32 values and moments sharded: faster, two bytes
     a parameter more. "auto" replicates on a single GPU, and leaves the weights of a single CPU process as they are."""
@@ -110,6 +111,10 @@ class EngineConfig:
     """Send every token to the experts that the batch's `routed_experts` names (those that it was sampled through),
     where it names some; in `forward` too."""
 
+    mtp_loss_scaling_factor: float | None = None
+    """Train the head for multi-token prediction (`mtp.*`) by this multiple of its cross entropy, on detached hidden
+    states: the model's own gradient stays as it is. None: the head goes into every export as it was."""
+
     lr: float = 1e-5
     """Learning rate after the warmup."""
     learning_rates: tuple[str, ...] = ()
@@ -124,6 +129,11 @@ class EngineConfig:
     """Step at which "linear" and "cosine" end; None for "constant"."""
     min_lr_ratio: float = 0.0
     """Share of the learning rate at which "linear" and "cosine" end."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """"muon" updates the matrices of decoder layers by Muon (Jordan et al. 2024), with the learning rate and decay that
+    AdamW would have, and all else by AdamW: 4 bytes of moments a parameter of a matrix in place of 8."""
+    muon_momentum: float = 0.95
+    """Momentum of Muon (Nesterov's)."""
     betas: tuple[float, float] = (0.9, 0.98)
     """AdamW's beta1 and beta2."""
     eps: float = 1e-8
@@ -155,7 +165,7 @@ class EngineConfig:
     both are kept."""
     allow_untested: tuple[str, ...] = ()
     """Names of what may go untested: config fields of such a model that no part of its proof exercised, and hardware
-    that was not at hand ("npu", "nodes")."""
+    that was not at hand ("npu", "nodes", "teacher")."""
 
     recheck_every: int = 50
     """The first batch, then one every so many, is checked while it trains: some of its sequences are scored alone by
@@ -227,10 +237,16 @@ class EngineConfig:
             yield "optimizer_on_host keeps float32 moments: set moments_dtype='auto', or leave it out"
         if self.parameters_on_host and not self.optimizer_on_host:
             yield "parameters_on_host keeps optimizer states there too: set optimizer_on_host=True"
+        if self.optimizer != "muon" and self.muon_momentum != EngineConfig.muon_momentum:
+            yield "muon_momentum has no effect with optimizer 'adamw': leave it out, or set optimizer='muon'"
+        if self.optimizer == "muon" and self.lora.rank:
+            yield "optimizer='muon' is for whole weights, adapters are trained by AdamW: leave one of both out"
         if self.activation_offload and not self.gradient_checkpointing:
             yield "activation_offload moves what gradient_checkpointing keeps: set that too"
         if self.vision == "trained" and self.lora.rank:
             yield "adapters are on the text part alone: set vision='frozen', or lora.rank=0"
+        if self.mtp_loss_scaling_factor is not None and self.lora.rank:
+            yield "mtp_loss_scaling_factor trains the head's weights, adapters leave all as they are: leave one out"
         if self.shard_ranks is not None and self.weights == "replicated":
             yield "shard_ranks is for sharded weights: leave it out, or set weights='sharded'"
         if parse_learning_rates(self.learning_rates) and not self.lr:
@@ -335,9 +351,11 @@ _WEIGHTS = (
 _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (_COUNTS, lambda size: size >= 1, "must be at least 1, got {}"),
     (_WEIGHTS, lambda value: value >= 0, "must be at least 0, got {}"),
+    (("mtp_loss_scaling_factor",), lambda value: value > 0, "must be above 0, or None to train no head, got {}"),
     (("temperature",), lambda value: value > 0, "must be above 0, got {} (for greedy answers use 1.0 here)"),
     (("eps",), lambda value: value > 0, "must be above 0, got {}: a gradient of zero would divide by it"),
     (("min_lr_ratio",), lambda value: 0 <= value <= 1, "must be between 0 and 1, got {}"),
+    (("muon_momentum",), lambda value: 0 <= value < 1, "must be at least 0 and below 1, got {}"),
     (("betas",), lambda betas: all(0 <= beta < 1 for beta in betas), "must be at least 0 and below 1, got {}"),
     (("recheck_bound",), lambda value: value > 0, "must be above 0, or None for the dtype's own, got {}"),
     (("grad_clip",), lambda value: value > 0, "must be above 0, or None to clip nothing, got {}"),

@@ -13,6 +13,7 @@ from engines import EngineConfig, LoraConfig, build_engine
 from engines.adapters.lora import is_adapter
 from engines.launch import ensure_group
 from engines.media.vision_settings import VisionSettings
+from engines.mtp.head import add_head
 from engines.testing.images import media_sample
 from engines.testing.vision import fused_vision_model
 from engines.tiny import FUSED_SIZES, tiny_batch, tiny_model
@@ -52,6 +53,10 @@ def group() -> Iterator[None]:
 def made(kind: str) -> Any:
     if kind == "vision":
         return fused_vision_model()
+    if kind == "headed":
+        model = tiny_model("dense", scale=1.0, **FUSED_SIZES, mtp_num_hidden_layers=1)
+        add_head(model)
+        return model
     return tiny_model(kind, scale=1.0, **FUSED_SIZES, **(EXPERTS if kind == "moe" else {}))
 
 
@@ -83,6 +88,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("moe", {}),
     "experts, recomputed": ("moe", {"gradient_checkpointing": True}),
     "replayed": ("moe", {"routing_replay": True, "router_aux_loss_coef": 0.0}),
+    "head for multi-token prediction": ("headed", {"mtp_loss_scaling_factor": 0.5}),
+    "head for multi-token prediction, sharded": ("headed", {"mtp_loss_scaling_factor": 0.5, "weights": "sharded"}),
     "images": ("vision", {"vision": "trained"}),
     "images, padded": ("vision", {"vision": "trained", "batching": "padded"}),
     "images, frozen tower": ("vision", {"vision": "frozen"}),
@@ -110,6 +117,8 @@ def test_same_curve_as_on_the_cpu(case: str, dtype: str) -> None:
         assert right["skipped"] == 0.0
         assert right["loss"] == pytest.approx(left["loss"], rel=loss, abs=loss)
         assert right["grad_norm"] == pytest.approx(left["grad_norm"], rel=norm)
+        if "mtp_loss" in left:
+            assert right["mtp_loss"] == pytest.approx(left["mtp_loss"], rel=loss, abs=loss)
 
 
 @pytest.mark.parametrize("vision", ["trained", "frozen"])

@@ -13,6 +13,7 @@ from torch import Tensor
 from engines.adapters.resume import adapter_metadata, check_adapter
 from engines.config import EngineConfig
 from engines.execution.executor import Executor
+from engines.mtp.head import is_of_head
 from engines.nonfinite import FiniteGuard, finite_tensors
 from engines.scoring.rechecks import Rechecks
 from engines.scoring.router_counts import ScoredCounts
@@ -21,6 +22,7 @@ from engines.storage.directories import fresh_temporary, replace_directory
 from engines.storage.writer import CheckpointWriter
 from engines.weights.model_weights import ModelWeights
 from engines.weights.saving import save_configuration, save_weights
+from engines.weights.shard_export import ShardedExecutor, WeightShard, export_shards
 from engines.weights.sizes import PIECE_BYTES
 from engines.weights.weight_pieces import WeightPiece, pieces
 
@@ -49,12 +51,31 @@ class EngineState:
 
         Names, split experts and dtypes are those of the checkpoint that the model came from, and what it held besides
         is carried along; `live` gives names, shapes and dtypes of the module that is trained, for a sampler over the
-        same transformers class. A piece may be a view of the weights: read it before the next step.
+        same transformers class (which has no head for multi-token prediction). A piece may be a view of the weights:
+        read it before the next step.
         `NonFiniteError` for a weight that is not finite.
         """
         self._check_onloaded()
         tensors = finite_tensors(self.executor.tensors())
-        return pieces(tensors if live else self.weights.export(tensors), max_bytes)
+        if not live:
+            return pieces(self.weights.export(tensors), max_bytes)
+        return pieces((pair for pair in tensors if not is_of_head(self.executor.model, pair[0])), max_bytes)
+
+    def export_shards(self, live: bool = False) -> Iterator[WeightShard]:
+        """Yield what this rank holds of `export_weights`, in place and without any collective: it may be read until the
+        next step. Each element is some rank's, and ranks that hold the same have equal values.
+
+        ValueError for an executor that cannot say, and for one with adapters.
+        """
+        self._check_onloaded()
+        if self.config.lora.rank:
+            raise ValueError("weights with adapters are not sent in shards: send the adapters (adapter_pieces)")
+        if not isinstance(self.executor, ShardedExecutor):
+            raise ValueError(f"{type(self.executor).__name__} has no shards(): use export_weights")
+        held = self.executor.shards()
+        if live:
+            held = (one for one in held if not is_of_head(self.executor.model, one.name))
+        return export_shards(self.weights, held, dist.get_rank(), live)
 
     def save(
         self,

@@ -21,10 +21,12 @@ import torch
 import torch.distributed as dist
 
 from engines.devices.detect import devices_of
+from engines.heartbeats import begin_heartbeats, end_heartbeats, tell_late_ranks
 from engines.torchrun import under_torchrun as under_torchrun
 
 _STOP_SECONDS = 5.0
 _GRACE_SECONDS = 0.2
+_BEAT_SECONDS = 1.0
 _FAULTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 """Signals after which faulthandler has printed the stack of each thread."""
 
@@ -48,30 +50,34 @@ def launch(
     device: str = "auto",
     threads: int | None = None,
     timeout_seconds: float | None = None,
+    stall_seconds: float | None = None,
 ) -> Any:
     """Run fn(*args) on `world_size` ranks with an initialised process group, and return what rank 0 returned.
 
     One rank runs in this process. More are spawned on this machine and talk over loopback; `fn`, `args` and the result
     must then be picklable, and `fn` importable. Under torchrun this process joins as the rank it is, and `world_size`
-    must be 1 or torchrun's. The first rank that raises ends all others and becomes a RankError here, a ValueError a
-    RankRefusedError, which is a ValueError too; no process outlives the call, nor this process. A rank may start
-    processes of its own. `threads` sets torch's CPU threads of spawned ranks (1 by default). `timeout_seconds`: how
-    long a collective of the default group waits, and of those that engines make; torch's own where it is not given.
+    must be 1 or torchrun's, of all machines or of this one. The first rank that raises ends all others and becomes a
+    RankError here, a ValueError a RankRefusedError, which is a ValueError too; no process outlives the call, nor this
+    process. A rank may start processes of its own. `threads` sets torch's CPU threads of spawned ranks (1 by default).
+    `timeout_seconds`: how long a collective of the default group waits, and of those that engines make; torch's own
+    where it is not given. A spawned rank that says nothing for `stall_seconds` (stopped, or in code that holds the
+    interpreter) ends the call with a RankError, its stack in its standard error; each beats every second. Under
+    torchrun the ranks look after one another, and a silent one ends all of their processes (`engines.heartbeats`).
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     if under_torchrun():
         ranks = int(os.environ["WORLD_SIZE"])
-        if world_size not in (1, ranks):
-            raise ValueError(
-                f"torchrun started {ranks} ranks, world_size={world_size} was asked for: drop one of the two"
-            )
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        if world_size not in (1, here, ranks):
+            told = f"{ranks} ranks" + (f", {here} of them here" if here != ranks else "")
+            raise ValueError(f"torchrun started {told}, world_size={world_size} was asked for: drop one of the two")
     if runs_in_this_process(world_size):
-        return _in_process(fn, args, device, timeout_seconds)
+        return _in_process(fn, args, device, timeout_seconds, stall_seconds)
     if dist.is_initialized():
         raise ValueError("this process is in a process group already: launch more ranks from outside of it")
     context = multiprocessing.get_context("spawn")
-    return run_ranks(context, fn, args, world_size, device, threads or 1, timeout_seconds)
+    return run_ranks(context, fn, args, world_size, device, threads or 1, timeout_seconds, None, stall_seconds)
 
 
 def runs_in_this_process(world_size: int) -> bool:
@@ -79,10 +85,22 @@ def runs_in_this_process(world_size: int) -> bool:
     return under_torchrun() or world_size == 1
 
 
-def ensure_group(device: str = "auto", timeout_seconds: float | None = None) -> bool:
-    """Initialise the process group where there is none: torchrun's, or a group of one. Return whether it did."""
-    if dist.is_initialized():
-        return False
+def ensure_group(
+    device: str = "auto", timeout_seconds: float | None = None, stall_seconds: float | None = None
+) -> bool:
+    """Initialise the process group where there is none: torchrun's, or a group of one. Return whether it did.
+
+    `stall_seconds`: in a group of torchrun that this makes, all ranks end when one is silent for so long; see `launch`.
+    """
+    made = not dist.is_initialized()
+    if made:
+        _make_group(device, timeout_seconds)
+        if under_torchrun():
+            begin_heartbeats(stall_seconds)
+    return made
+
+
+def _make_group(device: str, timeout_seconds: float | None) -> None:
     if under_torchrun():
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         _set_device(device, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), here)
@@ -92,19 +110,28 @@ def ensure_group(device: str = "auto", timeout_seconds: float | None = None) -> 
         with _loopback(device):
             waits = _time(timeout_seconds)
             dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1, timeout=waits)
-    return True
 
 
 def _time(seconds: float | None) -> timedelta | None:
     return None if seconds is None else timedelta(seconds=seconds)
 
 
-def _in_process(fn: Callable[..., Any], args: Sequence[Any], device: str, timeout_seconds: float | None) -> Any:
-    made = ensure_group(device, timeout_seconds)
+def _in_process(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    device: str,
+    timeout_seconds: float | None,
+    stall_seconds: float | None,
+) -> Any:
+    made = ensure_group(device, timeout_seconds, stall_seconds)
     try:
         return fn(*args)
+    except RuntimeError as error:
+        tell_late_ranks(error)
+        raise
     finally:
         if made:
+            end_heartbeats()
             dist.destroy_process_group()
 
 
@@ -117,6 +144,7 @@ def run_ranks(
     threads: int,
     timeout_seconds: float | None,
     within_seconds: float | None = None,
+    stall_seconds: float | None = None,
 ) -> Any:
     """Run fn(*args) on ranks that a multiprocessing context starts, and return what rank 0 returned; see `launch`.
     TimeoutError where they have not answered `within_seconds`; they are ended."""
@@ -138,23 +166,32 @@ def run_ranks(
                 there.close()
                 processes.append(process)
                 pipes.append(here)
-            return _await(processes, pipes, within_seconds)
+            return _await(processes, pipes, within_seconds, stall_seconds)
         finally:
             _stop(processes)
             for pipe in pipes:
                 pipe.close()
 
 
-def _await(processes: Sequence[Any], pipes: Sequence[Connection], seconds: float | None = None) -> Any:
-    """Return rank 0's result once all have answered. RankError for the first that fails or dies silently, TimeoutError
-    where some have not answered after `seconds`."""
+def _await(
+    processes: Sequence[Any], pipes: Sequence[Connection], seconds: float | None, stall_seconds: float | None
+) -> Any:
+    """Return rank 0's result once all have answered. RankError for the first that fails, dies silently or says nothing
+    for `stall_seconds`, TimeoutError where some have not answered after `seconds`."""
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
-    end = None if seconds is None else time.monotonic() + seconds
-    result = None
+    end = float("inf") if seconds is None else time.monotonic() + seconds
+    heard: dict[int, float] = {}
+    clock, before, result = 0.0, time.monotonic(), None
     while open_pipes:
-        answered = wait(list(open_pipes), None if end is None else max(0.0, end - time.monotonic()))
-        if not answered:
+        answered = wait(list(open_pipes), min(_BEAT_SECONDS, max(0.0, end - time.monotonic())))
+        clock += min(time.monotonic() - before, 2 * _BEAT_SECONDS)  # not while this process is stopped itself
+        before = time.monotonic()
+        if not answered and time.monotonic() >= end:
             raise TimeoutError(f"{len(open_pipes)} of {len(pipes)} ranks have not answered within {seconds:.0f} s")
+        heard |= {open_pipes[ready]: clock for ready in answered}  # type: ignore[index]
+        for rank in set(heard) & set(open_pipes.values()):
+            if stall_seconds is not None and clock - heard[rank] > stall_seconds:
+                raise _silence(rank, processes[rank].pid, stall_seconds)
         for ready in answered:
             rank = open_pipes[ready]  # type: ignore[index]
             try:
@@ -162,6 +199,8 @@ def _await(processes: Sequence[Any], pipes: Sequence[Connection], seconds: float
             except EOFError:
                 processes[rank].join(_STOP_SECONDS)
                 raise RankError(f"rank {rank} {_end(processes[rank].exitcode)}") from None
+            if kind == "beat":
+                continue
             if kind == "error":
                 raise _first_error(rank, value, open_pipes, processes)
             result = value if rank == 0 else result
@@ -169,6 +208,16 @@ def _await(processes: Sequence[Any], pipes: Sequence[Connection], seconds: float
     for process in processes:
         process.join(_STOP_SECONDS)
     return result
+
+
+def _silence(rank: int, pid: int, seconds: float) -> RankError:
+    """Return what is told of a rank that is silent, once it has written its stacks, which one that is stopped can't."""
+    os.kill(pid, signal.SIGUSR1)
+    time.sleep(_BEAT_SECONDS)
+    return RankError(
+        f"rank {rank} said nothing for {seconds:g} s; the stacks of its threads are in its standard error, unless it "
+        "is stopped"
+    )
 
 
 def _end(code: int | None) -> str:
@@ -186,7 +235,7 @@ def _first_error(
     """Return the cause among errors that arrive together: a rank that died silently, else the earliest error."""
     errors = [(*error, rank)]
     for pipe, other in pipes.items():
-        if other != rank and pipe.poll(_GRACE_SECONDS):
+        while other != rank and pipe.poll(_GRACE_SECONDS):
             try:
                 kind, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
@@ -196,6 +245,8 @@ def _first_error(
                 )
             if kind == "error":
                 errors.append((*value, other))
+            if kind != "beat":
+                break
     _, text, refusal, first = min(errors, key=lambda each: each[0])
     if refusal is not None:
         return RankRefusedError(f"{refusal} (told by rank {first})", text)
@@ -225,6 +276,9 @@ def _rank_main(
 ) -> None:
     _end_with_parent(pipe)
     faulthandler.enable(2)  # a fault of native code says where it was, in every thread
+    faulthandler.register(signal.SIGUSR1, 2)
+    ended = threading.Lock()  # held while the pipe is written to, and for good before the last words
+    threading.Thread(target=_beat, args=(pipe, ended), daemon=True).start()
     multiprocessing.current_process().daemon = False  # who starts it ends it; it may start processes of its own
     try:
         torch.set_num_threads(threads)
@@ -237,11 +291,26 @@ def _rank_main(
         answer = ("ok", fn(*args))
     except BaseException as error:  # noqa: BLE001 (handed to the parent, whatever it is: torch's checkpoint errors are no Exception)
         refusal = str(error) if isinstance(error, ValueError) else None
+        ended.acquire()
         pipe.send_bytes(pickle.dumps(("error", (time.monotonic(), traceback.format_exc(), refusal))))
         os._exit(1)  # the other ranks may wait for this one in a collective: no orderly end
     dist.barrier()
     dist.destroy_process_group()
+    ended.acquire()
     pipe.send_bytes(pickle.dumps(answer if rank == 0 else ("ok", None)))
+
+
+def _beat(pipe: Connection, ended: threading.Lock) -> None:
+    """Send a sign of life every second, until the end of this rank."""
+    beat = pickle.dumps(("beat", None))
+    while ended.acquire(blocking=False):
+        try:
+            pipe.send_bytes(beat)
+        except OSError:
+            return  # the launcher is gone
+        finally:
+            ended.release()
+        time.sleep(_BEAT_SECONDS)
 
 
 def _end_with_parent(pipe: Connection) -> None:

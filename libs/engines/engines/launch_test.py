@@ -3,6 +3,7 @@
 import multiprocessing
 import multiprocessing.context
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -96,6 +97,29 @@ def test_a_failing_rank_ends_the_others(tmp_path: Path) -> None:
 def test_a_rank_that_dies_silently_is_named() -> None:
     with pytest.raises(RankError, match="rank 1 died with exit code 7"):
         launch(die_silently, world_size=2)
+
+
+def stop_one() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
+
+def test_a_rank_that_is_stopped_is_named() -> None:
+    with pytest.raises(RankError, match="rank 1 said nothing for 8 s; the stacks"):
+        launch(stop_one, world_size=2, stall_seconds=8.0)  # the other one waits longer, and beats
+
+
+def hold_the_interpreter() -> None:
+    if dist.get_rank() == 1:
+        re.search(r"(a+)+$", "a" * 60 + "b")
+    dist.barrier()
+
+
+def test_a_rank_that_hangs_says_where(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RankError, match="rank 1 said nothing for 8 s"):
+        launch(hold_the_interpreter, world_size=2, stall_seconds=8.0)
+    assert "in hold_the_interpreter" in capfd.readouterr().err
 
 
 def fault(number: int) -> None:

@@ -1,7 +1,7 @@
 """Load a causal LM from a directory, a config or a module, with what its exports are to hold."""
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from engines.dtypes import DTYPES as DTYPES
 from engines.dtypes import compute_dtype as compute_dtype
 from engines.families.family import Family
 from engines.families.own_family import use_own_family
+from engines.mtp.head import add_head, head_of, refuse_head, trains_head
 from engines.prove.admission import admitted_family
 from engines.weights.disk_names import names_in
 from engines.weights.disk_weights import DiskWeights
@@ -66,17 +67,18 @@ class LoadedModel:
 def load_model(
     config: EngineConfig, model: Any = None, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> Any:
-    """Load the module alone (see `load`) with parameters in the master dtype or in `dtype`, on the CPU or `device`.
+    """Load the module alone (see `load`) with parameters in the master dtype or in `dtype`, on the CPU or `device`; of
+    transformers' own class, without a head for multi-token prediction, which is there to be trained.
 
     It is read there one tensor at a time; buffers keep their dtype (rotary frequencies must stay float32).
     """
-    return _whole(open_model(config, model), dtype, device).module
+    return _whole(open_model(replace(config, mtp_loss_scaling_factor=None), model), dtype, device).module
 
 
 def empty_module(config: EngineConfig, dtype: torch.dtype) -> Any:
     """Make the module of `config.model` without memory for what a checkpoint holds (parameters on the meta device, of
     this dtype), for one that shares them (`engines.shared_parameters`); its other buffers are filled, on the CPU."""
-    return cast_parameters(open_model(config).module, dtype)
+    return cast_parameters(open_model(replace(config, mtp_loss_scaling_factor=None)).module, dtype)
 
 
 def load(config: EngineConfig, model: Any = None) -> LoadedModel:
@@ -107,6 +109,8 @@ def open_model(config: EngineConfig, model: Any = None) -> LoadedModel:
         family = admitted_family(model, config.prove, config.allow_untested, config.batching)
         vision = family.check_vision(model) if seeing else None
         part = model if seeing else text_config(model, family)
+        if trains_head(config):
+            refuse_head(family, model)
         module = model_of(part, vision is not None or family.inside)
         family.reduce(module)
     elif isinstance(model, nn.Module):
@@ -118,6 +122,13 @@ def open_model(config: EngineConfig, model: Any = None) -> LoadedModel:
     family = admitted_family(module.config, config.prove, config.allow_untested, config.batching)
     family.check_module(module)
     _check_replay(config, family, module.config)
+    if trains_head(config):
+        refuse_head(family, module.config)
+        add_head(module)
+    elif head_of(module) is not None:
+        raise ValueError(
+            "the module has a head (mtp) that nothing would train: set mtp_loss_scaling_factor, or take it off"
+        )
     if seeing:
         family.check_vision(module.config)
     if family.sees(module) != seeing:
@@ -154,10 +165,14 @@ def _from_directory(config: EngineConfig, directory: Path, dtype: torch.dtype, s
         )
     _check_replay(config, family, read)
     vision = family.check_vision(read) if seeing else None
+    if trains_head(config):
+        refuse_head(family, read)
     source = ModelDirectory.read(directory)
     text = read if seeing else text_config(read, family)
     module = empty_model(text, dtype, vision is not None or family.inside, family)
     family.check_module(module)
+    if trains_head(config):
+        add_head(module, dtype)
     stock = module if text is read and not family.inside else meta_model(read, dtype, family.inside)
     names = names_in(source.tensors, module, stock)
     untie_what_differs(module, source, names)

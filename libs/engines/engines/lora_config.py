@@ -18,6 +18,9 @@ class LoraConfig:
     """Numerator of the adapters' scale alpha / rank."""
     targets: tuple[str, ...] = ()
     """Last names of the linear layers with adapters, such as q_proj; by default all in the decoder layers."""
+    target_parameters: tuple[str, ...] = ()
+    """Stacked parameters with adapters beside those of `targets`, as peft's: `experts.gate_up_proj` and
+    `experts.down_proj` are the routed experts, each with an adapter of its own."""
     rank_stabilized: bool = False
     """Whether the scale is alpha / sqrt(rank) instead (Kalajdzievski 2023, arXiv 2312.03732)."""
 
@@ -30,7 +33,7 @@ class LoraConfig:
         wrong = {name: text for name, holds, text in self._wanted() if not holds}
         for name, text in wrong.items():
             yield f"{name} must be {text}, got {getattr(self, name)!r}"
-        for name in ("alpha", "targets", "rank_stabilized"):
+        for name in ("alpha", "targets", "target_parameters", "rank_stabilized"):
             if not self.rank and not {"rank", name} & set(wrong) and getattr(self, name) != getattr(LoraConfig, name):
                 yield f"{name} has no effect without an adapter: set lora rank, such as 16"
 
@@ -43,6 +46,9 @@ class LoraConfig:
         yield "alpha", number and 0 < alpha < math.inf, "a finite number above 0"
         names = isinstance(targets, tuple) and all(isinstance(name, str) and name for name in targets)
         yield "targets", names, "a tuple of names such as ('q_proj',)"
+        stacks = self.target_parameters
+        names = isinstance(stacks, tuple) and all(isinstance(name, str) and name for name in stacks)
+        yield "target_parameters", names, "a tuple of names such as ('experts.gate_up_proj',)"
         yield "rank_stabilized", isinstance(self.rank_stabilized, bool), "true or false"
 
     @property

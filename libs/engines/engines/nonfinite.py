@@ -64,6 +64,7 @@ class FiniteGuard:
 def finite_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors. `NonFiniteError` names the first that is not finite: an extreme is NaN where an element is."""
     for name, tensor in tensors:
-        if tensor.is_floating_point() and tensor.numel() and not bool(torch.stack(tensor.aminmax()).isfinite().all()):
+        known = tensor.is_floating_point() and tensor.numel() > 0
+        if known and not all(map(math.isfinite, torch.stack(tensor.aminmax()).tolist())):
             raise NonFiniteError(f"{name} has values that are not finite: training diverged, nothing was exported")
         yield name, tensor

@@ -20,6 +20,7 @@ from engines.loading import LoadedModel, resolve_device
 from engines.media.vision_settings import VisionSettings
 from engines.parallel.configured_layout import layout_of
 from engines.prove.options_admission import admit_options
+from engines.prove.traced import traced_refusal
 from engines.scoring.router_counts import check_forwards_ahead
 
 
@@ -74,7 +75,7 @@ def _of_module(config: EngineConfig, opened: LoadedModel, ranks: int) -> Iterato
     """Yield the checks that read the names and shapes of a module."""
     module = opened.module
     if config.backend == "fsdp2":  # whose layers are compiled is asked of a family that is known by now
-        yield lambda: use_compiled_layers(config, module.config, resolve_device(config))
+        yield lambda: use_compiled_layers(config, module.config, resolve_device(config), traced_refusal)
     if config.router_forwards_ahead:
         yield partial(_check_forwards_ahead, config, module)
     if config.backend == "fsdp2" and config.expert_parallel > 1:

@@ -1,9 +1,10 @@
-"""Private names of torch, transformers, megatron-core and mbridge that engines uses: a new version may break these.
+"""Private names of Python, torch, transformers, megatron-core and mbridge in engines: a new version may break these.
 
 Replacements of functions in other packages are `engines.devices.adaptations`, each for the versions that it names.
 """
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from torch.distributed.tensor._utils import (
 )
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
+current_frames = sys._current_frames
 foreach_add = torch._foreach_add_
 foreach_copy = torch._foreach_copy_
 foreach_mul = torch._foreach_mul_
@@ -44,6 +46,12 @@ def mark_dynamic(tensor: Tensor, dimension: int) -> None:
     """Mark a dimension as one whose size changes from call to call; once for each tensor."""
     if not hasattr(tensor, "_dynamo_dynamic_indices"):
         torch._dynamo.mark_dynamic(tensor, dimension)
+
+
+def maybe_mark_dynamic(tensor: Tensor, dimension: int) -> None:
+    """Mark a dimension as `mark_dynamic` does, where a graph that takes it for a constant is no error."""
+    if not hasattr(tensor, "_dynamo_weak_dynamic_indices"):
+        torch._dynamo.maybe_mark_dynamic(tensor, dimension)
 
 
 def init_weights(model: Any, module: nn.Module) -> None:

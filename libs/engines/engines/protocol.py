@@ -1,6 +1,6 @@
 """The interface of an engine for its users."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, Unpack
 
@@ -9,8 +9,9 @@ from tensordict import TensorDict
 
 from engines.capability import Supported, Unsupported
 from engines.config import Adam
-from engines.execution.local_batch import LocalBatch
+from engines.execution.local_batch import LocalBatch, RowStats
 from engines.parallel.planning import StepPlan
+from engines.weights.shard_export import WeightShard
 from engines.weights.weight_pieces import WeightPiece
 from seqpack.batches.objective import Objective
 from seqpack.batches.view import BatchView
@@ -24,7 +25,7 @@ Batch: TypeAlias = TensorDict | BatchView | LocalBatch
 class TrainEngine(Protocol):
     """One policy and its optimizer over all ranks. Every method is collective: all ranks call it, in the same order.
 
-    (Not `plan`, `prefetch`, `supports` and `state_summary`, which are local.)
+    (Not `plan`, `rows_by_rank`, `row_stats`, `prefetch`, `supports` and `state_summary`, which are local.)
     """
 
     reference: "TrainEngine | None"
@@ -50,8 +51,16 @@ class TrainEngine(Protocol):
         """Name the batch after the next, to be packed while the device works on the next."""
         ...
 
-    def plan(self, lengths: Sequence[int]) -> StepPlan:
-        """Plan a step from the lengths of all rows of a batch: which rank needs which rows."""
+    def plan(self, lengths: Sequence[int], without: Collection[int] = ()) -> StepPlan:
+        """Plan a step from the lengths of all rows of a batch, `without` some of them: which rank needs which rows."""
+        ...
+
+    def rows_by_rank(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
+        """Return the rows that each rank must hold for a plan."""
+        ...
+
+    def row_stats(self, batch: TensorDict | BatchView, objective: Objective) -> RowStats:
+        """Return the counts of a batch, and its rows without a gradient; see `LocalBatch.stats`."""
         ...
 
     def forward(
@@ -73,6 +82,10 @@ class TrainEngine(Protocol):
 
         A piece may be a view of the weights: read it before the next step.
         """
+        ...
+
+    def export_shards(self, live: bool = False) -> Iterator[WeightShard]:
+        """Yield what this rank holds of `export_weights`, in place and without any collective; see `Engine`."""
         ...
 
     def save(

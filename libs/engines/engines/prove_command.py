@@ -19,6 +19,7 @@ from engines.proofs.device import device_certificate
 from engines.proofs.every_type import all_types
 from engines.proofs.every_type import main as write_tables
 from engines.proofs.published_configs import measure
+from engines.proofs.warm_kernels import warm_kernels
 from engines.prove.admission import make_certificate
 from engines.prove.certificate import Certificate
 from engines.prove.options_admission import make_options_certificate
@@ -44,6 +45,17 @@ def main(parser: argparse.ArgumentParser, arguments: argparse.Namespace, options
     print(json.dumps(certificate.as_json(), indent=1))
     print(certificate, file=sys.stderr)
     return int(not certificate.holds)
+
+
+def warm(parser: argparse.ArgumentParser, model: str, options: Sequence[str]) -> int:
+    """Print as JSON what it took to warm the kernels of a model directory with these options; return 0."""
+    try:
+        config = parse_engine_options(options)
+        refuse_unsupported(config)
+        print(json.dumps(warm_kernels(config, read_config(model_directory(model)))))
+    except ValueError as error:
+        parser.error(str(error))
+    return 0
 
 
 def _certificate(arguments: argparse.Namespace, options: Sequence[str]) -> Certificate:

@@ -102,3 +102,25 @@ def test_other_commands_take_none_of_these_words(
     with pytest.raises(SystemExit):
         main()
     assert "families takes no --prove" in capsys.readouterr().err
+
+
+def test_warmed_kernels_are_not_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = SmolLM3Config(
+        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    words = ["engines", "warm-kernels", str(tmp_path), "--engine.device", "cpu", "--engine.max-tokens-per-rank", "999"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert main() == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told.keys() == {"tokens", "layers", "first_s", "second_s", "graphs", "later_graphs"}
+    assert 700 <= told["tokens"] <= 999
+    assert told["layers"] < 6
+    assert told["later_graphs"] == 0
+    monkeypatch.setattr(sys, "argv", [*words, "--ranks", "2"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "warm-kernels takes a model directory" in capsys.readouterr().err

@@ -23,14 +23,17 @@ def reference_config(config: EngineConfig) -> EngineConfig:
     Replicated weights have float32 values; a reference model has none, and is sharded over several ranks.
     """
     if config.backend != "fsdp2":  # Megatron keeps a frozen model's weights in the dtype of its layers by itself
-        return replace(config, lora=LoraConfig())
+        return replace(config, lora=LoraConfig(), mtp_loss_scaling_factor=None)
     narrow = DTYPES["bfloat16"] in (compute_dtype(config, resolve_device(config)), DTYPES[config.master_dtype])
     return replace(
         config,
         master_dtype="bfloat16" if narrow else "float32",
         moments_dtype="auto",
+        optimizer="adamw",
+        muon_momentum=EngineConfig.muon_momentum,
         weights="auto" if config.weights == "replicated" else config.weights,
         lora=LoraConfig(),
+        mtp_loss_scaling_factor=None,
     )
 
 

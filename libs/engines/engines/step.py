@@ -13,7 +13,7 @@ rank runs as many micro-batches as the others; a step that fails leaves weights,
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, SupportsFloat, Unpack
 
@@ -146,8 +146,9 @@ class Engine(EngineState):
         plan, totals = work.plan, work.stats.totals
         if not totals.tokens:
             raise ValueError("no token of the batch is trained: loss_mask is False everywhere")
-        loss = StepLoss(objective, totals)
-        scoring = scoring_of(objective, self.config.temperature)
+        factor = self.config.mtp_loss_scaling_factor
+        loss = StepLoss(objective, totals, factor)
+        scoring = replace(scoring_of(objective, self.config.temperature), mtp=factor is not None)
         recheck = self.rechecks.begin(self.executor, work.batch, plan.ranks[self.groups.plan_index])
         tracked = loss if recheck is None else recheck.tracked(loss)
         known = None if self.scored_counts is None else self.scored_counts.counts_of(work.batch.view)
@@ -206,29 +207,51 @@ class Engine(EngineState):
         self._check_agreement("whole", prepared[0].plan.hash, prepared[0].stats.totals)
         return prepared
 
-    def plan(self, lengths: Sequence[int]) -> StepPlan:
-        """Plan a step from the lengths of all rows: pure, the same on every rank. ValueError for a row over the cap."""
-        return self.planner.plan(lengths)
+    def plan(self, lengths: Sequence[int], without: Collection[int] = ()) -> StepPlan:
+        """Plan a step from the lengths of all rows: pure, the same on every rank. ValueError for a row over the cap.
+
+        `without`: rows that no rank computes.
+        """
+        if not without:
+            return self.planner.plan(lengths)
+        computed = tuple(row for row in range(len(lengths)) if row not in without)
+        planned = computed or (0,)  # nothing to compute: a plan for one row, without it
+        plan = self.planner.plan([lengths[row] for row in planned]).with_rows(planned, tuple(lengths))
+        return plan.without(() if computed else planned)
+
+    def rows_by_rank(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
+        """Return the rows that each rank of the run must hold for a plan; pure."""
+        layout = self.groups.layout
+        return tuple(plan.rows_of(layout.plan_index(rank)) for rank in range(layout.world_size))
+
+    def row_stats(self, batch: TensorDict | BatchView, objective: Objective) -> RowStats:
+        """Return the counts of a batch, and its rows without a gradient, of which a step computes nothing. Pure.
+
+        Of all rows `loss_mask` is read, `group` and `episode` where they are there, and `advantages` where an
+        objective's gradient is 0 without one.
+        """
+        view = view_batch(batch)
+        return row_stats(view, self._zero_gradient_rows(view, objective))
 
     def _agree_on(self, batch: Batch, objective: Objective) -> _Work:
         """Check the batch, leave out rows without a gradient, and plan. Collective."""
-        if isinstance(batch, LocalBatch):
+        if isinstance(batch, LocalBatch) and batch.stats is None:
             return self._agree_on_parts(batch, objective)
-        work = self._work(view_batch(batch), objective)
-        self._check_agreement("whole", work.plan.hash, work.stats.totals)
+        work = self._work(batch if isinstance(batch, LocalBatch) else view_batch(batch), objective)
+        self._check_agreement("known" if isinstance(batch, LocalBatch) else "whole", work.plan.hash, work.stats.totals)
+        if isinstance(batch, LocalBatch):
+            check_held(work.batch, self._needed(work.plan), self.groups, self.device)
         self.planner.prepare(work.plan)
         return work
 
-    def _work(self, view: BatchView, objective: Objective) -> _Work:
-        """Check a whole batch, leave out rows without a gradient and plan."""
-        local = self._checked(_whole(view), ("loss_mask", *objective.required_keys))
-        check_several(view, scoring_of(objective, 1.0), self.executor.model)
-        stats = row_stats(view, self._zero_gradient_rows(view, objective))
-        computed = tuple(row for row in range(len(view)) if row not in stats.zero_gradient)
-        planned = computed or (0,)  # nothing to compute: a plan for one row, without it
-        plan = self.planner.plan([view.lengths[row] for row in planned])
-        plan = plan.with_rows(planned, view.lengths).without(() if computed else planned)
-        return _Work(local, plan, stats, computed)
+    def _work(self, batch: BatchView | LocalBatch, objective: Objective) -> _Work:
+        """Check a batch of which all rows are known, leave out rows without a gradient and plan."""
+        local = batch if isinstance(batch, LocalBatch) else _whole(batch)
+        local = self._checked(local, ("loss_mask", *objective.required_keys))
+        check_several(local.view, scoring_of(objective, 1.0), self.executor.model)
+        stats = local.stats or self.row_stats(local.view, objective)
+        computed = tuple(row for row in range(len(local.lengths)) if row not in stats.zero_gradient)
+        return _Work(local, self.plan(local.lengths, stats.zero_gradient), stats, computed)
 
     def _agree_on_parts(self, batch: LocalBatch, objective: Objective) -> _Work:
         """Check and plan where ranks hold parts: the plan is of all lengths, then loses rows without a gradient."""
@@ -294,8 +317,8 @@ class Engine(EngineState):
         scoring = Scoring(self.config.temperature if temperature is None else temperature, entropy, tokens, top_k)
         local = self._checked(local, ())
         check_several(local.view, scoring, self.executor.model)
-        plan = self.planner.plan(local.lengths)
-        self._check_agreement("scores", plan.hash, isinstance(batch, LocalBatch))
+        plan = self.plan(local.lengths, local.stats.zero_gradient if local.stats else ())
+        self._check_agreement("scores", plan.hash, isinstance(batch, LocalBatch), local.stats is None)
         if isinstance(batch, LocalBatch):
             check_held(batch, self._needed(plan), self.groups, self.device)
         self.planner.prepare(plan)

@@ -99,8 +99,8 @@ def test_ranks_compare_the_kind_of_call_the_plan_and_the_counts(agreements: list
     assert first == [
         agreed_number(("whole", hash_, totals)),
         agreed_number(("parts", hash_, (5, 7))),
-        agreed_number(("scores", hash_, False)),
-        agreed_number(("scores", hash_, True)),
+        agreed_number(("scores", hash_, False, True)),
+        agreed_number(("scores", hash_, True, True)),
     ]
     for call in calls:
         call(batch)

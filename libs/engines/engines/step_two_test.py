@@ -24,6 +24,7 @@ STEPS = 3
 KINDS = ["dense", "moe"]
 BUILD: dict[str, Callable[..., Any]] = {"fsdp2": build_engine, "plain": build_plain_engine}
 OBJECTIVE = GRPO(off_policy="mask")
+IDLE_ROWS = {1, 4, 5, 8}
 
 
 def engine(kind: str = "dense", seed: int = 0, executor: str = "fsdp2", **options: Any) -> Any:
@@ -48,10 +49,10 @@ def added(built: Any) -> list[dict[str, float]]:
 
 
 def batch_with_idle_rows(seed: int) -> TensorDict:
-    """Rows 1, 4, 5 and 8 have no advantage: they need not be computed, and their groups count all the same."""
+    """`IDLE_ROWS` have no advantage: they need not be computed, and their groups count all the same."""
     batch = tiny_batch(LENGTHS, seed=seed)
     rows = enumerate(batch["advantages"].unbind())
-    batch["advantages"] = jagged([row * (i not in (1, 4, 5, 8)) for i, row in rows])
+    batch["advantages"] = jagged([row * (i not in IDLE_ROWS) for i, row in rows])
     return batch
 
 
@@ -62,12 +63,22 @@ def own_rows(built: Any, batch: TensorDict, order: int = 1) -> LocalBatch:
     return LocalBatch(index_select(batch, list(rows)), rows, tuple(lengths))
 
 
+def known_rows(
+    built: Any, batch: TensorDict, order: int = 1, objective: Objective = OBJECTIVE, of: int | None = None
+) -> LocalBatch:
+    """What the plan without idle rows gives a rank (this one), where every rank knows the counts of all rows."""
+    lengths = [len(row) for row in batch["input_ids"].unbind()]
+    stats = built.row_stats(batch, objective)
+    rows = built.rows_by_rank(built.plan(lengths, stats.zero_gradient))[dist.get_rank() if of is None else of][::order]
+    return LocalBatch(index_select(batch, list(rows)), rows, tuple(lengths), stats)
+
+
 def parts(executor: str) -> dict[tuple[str, str], Any]:
     """Steps and scores from whole batches and from each rank's own rows."""
     out: dict[tuple[str, str], Any] = {}
-    for how in ("whole", "parts"):
+    ways = {"whole": lambda built, batch, order=1: batch, "parts": own_rows, "known": known_rows}
+    for how, give in ways.items():
         built = engine(executor=executor)
-        give = own_rows if how == "parts" else lambda built, batch, order=1: batch
         batches = [batch_with_idle_rows(seed) for seed in range(STEPS)]
         out[how, "curve"] = [built.train_batch(give(built, batch, -1), OBJECTIVE) for batch in batches]
         out[how, "lonely"] = [built.train_batch(give(built, tiny_batch([9]), 1), SFT())]
@@ -75,7 +86,7 @@ def parts(executor: str) -> dict[tuple[str, str], Any]:
         batch = batches[0]
         part = give(built, batch)
         scored = built.forward(part, entropy=True)
-        rows = part.rows if how == "parts" else range(len(LENGTHS))
+        rows = range(len(LENGTHS)) if how == "whole" else part.rows
         out[how, "scores"] = {row: [scored[key][i] for key in scored.keys()] for i, row in enumerate(rows)}  # noqa: SIM118
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, out[how, "scores"])
@@ -107,6 +118,8 @@ def refusals() -> list[Any]:
         "kinds": refused(engine(), part(range(4)) if rank else batch, SFT()),
         "lacking": refused(engine(), part((0,)) if rank else part(range(4)), SFT()),
         "scores": refused(engine(), part((0,)) if rank else part(range(4))),
+        "known": refused(engine(), known_rows(engine(), batch, objective=SFT()) if rank else batch, SFT()),
+        "held": refused(engine(), known_rows(engine(), batch, objective=SFT(), of=0), SFT()),
         "numbers": refused(engine(), part(range(4), source=other if rank else batch), SFT()),
     }
     everyone = [None] * dist.get_world_size()
@@ -245,12 +258,33 @@ def test_ranks_that_hold_their_own_rows_give_the_whole_batchs_steps(results: tup
                 torch.testing.assert_close(value, want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("executor", BUILD)
+def test_ranks_that_know_all_counts_make_the_whole_batchs_steps_to_the_bit(
+    results: tuple[Any, ...], executor: str
+) -> None:
+    found = results[1]["parts", executor]
+    assert found["known", "curve"] == found["whole", "curve"]
+    assert found["known", "lonely"] == found["whole", "lonely"]
+    for name, value in found["whole", "weights"].items():
+        assert torch.equal(found["known", "weights"][name], value), name
+    whole, known = found["whole", "scores"][0], found["known", "scores"]
+    held = [row for rows in known for row in rows]
+    assert len(held) == len(set(held))
+    assert set(range(len(LENGTHS))) - set(held) == IDLE_ROWS  # nobody scores what nobody trains
+    for rows in known:
+        for row, values in rows.items():
+            for value, want in zip(values, whole[row], strict=True):
+                torch.testing.assert_close(value, want, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("what", "message"),
     [
         ("lengths", "RuntimeError: ranks disagree on the plan"),
         ("masks", "RuntimeError: ranks disagree on the plan"),
         ("kinds", "RuntimeError: ranks disagree on the plan"),
+        ("known", "RuntimeError: ranks disagree on the plan"),
+        ("held", "ValueError: rank 1 of the plan lacks a row"),
         ("lacking", "ValueError: rank 1 of the plan lacks a row"),
         ("scores", "ValueError: rank 1 of the plan lacks a row"),
         ("numbers", "ValueError: ranks hold different rows under the number 0"),

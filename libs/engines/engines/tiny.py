@@ -13,6 +13,7 @@ from transformers import (
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     Qwen3NextConfig,
 )
 
@@ -60,7 +61,8 @@ def tiny_config(kind: str = "dense", **changes: Any) -> Any:
     """Return a transformers config of a hybrid model: alternating gated delta net and full attention layers.
 
     `kind`: "dense" (Qwen3.5), "vision" (Qwen3.5 with a vision tower; `changes` are of its text part), "moe"
-    (Qwen3.5 MoE), "vision_moe" (that with a tower), "next" (Qwen3-Next) or "attention" (Qwen3, no delta net).
+    (Qwen3.5 MoE), "vision_moe" (that with a tower), "next" (Qwen3-Next), "attention" (Qwen3, no delta net) or
+    "attention_moe" (Qwen3 MoE, that with experts).
     """
     shared: dict[str, Any] = {
         "vocab_size": 48,
@@ -99,7 +101,11 @@ def tiny_config(kind: str = "dense", **changes: Any) -> Any:
         return Qwen3NextConfig(**{**shared, **hybrid, **experts, **changes})
     if kind == "attention":
         return Qwen3Config(**{**shared, **changes})
-    raise ValueError(f"kind must be 'dense', 'vision', 'moe', 'vision_moe', 'next' or 'attention', got {kind!r}")
+    if kind == "attention_moe":
+        del experts["shared_expert_intermediate_size"]
+        return Qwen3MoeConfig(**{**shared, **experts, "norm_topk_prob": True, **changes})
+    kinds = ("dense", "vision", "moe", "vision_moe", "next", "attention", "attention_moe")
+    raise ValueError(f"kind must be one of {', '.join(map(repr, kinds))}, got {kind!r}")
 
 
 def tiny_model(kind: str = "dense", seed: int = 0, scale: float = 4.0, **changes: Any) -> nn.Module:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from engines.capability import Unsupported
 from engines.dtypes import compute_dtype
+from engines.mtp.head import is_of_head
 from engines.nonfinite import finite_tensors
 from engines.weights.row_shards import sharding_axes
 
@@ -45,7 +46,8 @@ def shared_parameters(engine: Any) -> SharedParameters | Unsupported:
     if engine._offloaded:
         return Unsupported("the engine is offloaded: its weights are in host memory")
     dtype = compute_dtype(engine.config, engine.device)
-    tensors = engine.executor.held()
+    model = engine.executor.model
+    tensors = {name: tensor for name, tensor in engine.executor.held().items() if not is_of_head(model, name)}
     reason = next(_reasons(tensors.items(), dtype, engine.device), None)
     if reason is not None:
         return Unsupported(reason)

@@ -131,8 +131,9 @@ def turn_grpo(token_rewards: Tensor, loss_mask: Tensor, groups: Tensor, eps: flo
 def reinforce_plus_plus(rewards: Tensor, lengths: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """Return (reward - mean) / (std + eps) over the trained tokens of the batch: REINFORCE++ (arXiv 2501.03262).
 
-    There are no groups. `lengths` i[B]: the trained tokens of each answer, as often as which its reward counts; None:
-    once each. With KL in the reward the advantages of an answer's tokens differ: `objectives.token_advantages`.
+    Its normalisation is equation 6 (`objectives.token_advantages.normalized`). There are no groups. `lengths` i[B]: the
+    trained tokens of each answer, as often as which its reward counts; None: once each. With KL in the reward the
+    advantages of an answer's tokens differ: `objectives.token_advantages`.
     """
     value, group, _ = _check(rewards, torch.zeros_like(rewards))
     weight = torch.ones_like(value) if lengths is None else lengths.to(value)

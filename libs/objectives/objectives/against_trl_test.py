@@ -1,4 +1,5 @@
-"""Losses against TRL's own code: `GRPOTrainer._compute_loss` on given log-probs, in float64, values and gradients."""
+"""Losses against TRL's own code, in float64, values and gradients: `GRPOTrainer._compute_loss` on given log-probs, and
+`GKDTrainer.generalized_jsd_loss` of whole vocabularies."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -9,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 from trl import GRPOTrainer
+from trl.experimental.gkd import GKDTrainer
 
 from objectives import GRPO, Totals
+from objectives.choices import Divergence
+from objectives.divergence import divergence, events
 from seqpack import PackedBatch, make_batch, pack_sequences
 
 LENGTHS = (7, 3, 5, 1, 6)
@@ -134,4 +138,22 @@ def test_loss_and_gradient_are_those_of_trl(name: str, seed: int) -> None:
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     slopes = [torch.autograd.grad(loss, rows.new)[0] for loss in (got, want)]
     assert slopes[0].count_nonzero() > 3
+    torch.testing.assert_close(*slopes, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "weight", "beta"), [("forward", 0.5, 0.0), ("reverse", 0.5, 1.0), ("jsd", 0.5, 0.5), ("jsd", 0.1, 0.1)]
+)
+def test_divergences_are_those_of_trl(kind: Divergence, weight: float, beta: float) -> None:
+    """With one token of the vocabulary as the rest."""
+    policy, teacher = torch.randn(2, 6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    policy.requires_grad_()
+    tokens = torch.arange(4)[:, None].expand(4, 6)
+    tables = (torch.log_softmax(table, -1).T for table in (policy, teacher))
+    mine, given = (events(table[:4], table[4], tokens) for table in tables)
+    got = divergence(mine, given, kind, weight).sum()
+    want = GKDTrainer.generalized_jsd_loss(policy[None], teacher[None], beta=beta, reduction="sum")
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    slopes = [torch.autograd.grad(loss, policy)[0] for loss in (got, want)]
+    assert slopes[0].abs().max() > 1e-3
     torch.testing.assert_close(*slopes, rtol=1e-12, atol=1e-12)

@@ -48,7 +48,10 @@ def high_covariance(
 def kl_cov(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, chosen: Tensor, coef: float = 1.0
 ) -> TokenLoss:
-    """Return -rho A, and coef |log rho| more at the chosen tokens, bool[T]: KL-Cov. Metrics: ratio, clip/covariance."""
+    """Return -rho A, and coef |log rho| more at the chosen tokens, bool[T]: KL-Cov (arXiv 2505.22617).
+
+    Metrics: ratio, clip/covariance.
+    """
     check_weight("coef", coef)
     gap = log_ratio(log_probs, old_log_probs.detach())
     ratio = ratio_of(log_probs, old_log_probs.detach())

@@ -24,8 +24,8 @@ class Distillation:
 
     The batch has the teacher's `teacher_tokens` i64 (B, K, j) (-1: none), `teacher_log_probs` f32 (B, K, j) and
     `teacher_rest` f32 (B, j), the log-prob of all other tokens: what `TrainEngine.forward(batch, top_k=K)` of a teacher
-    gives. On-policy distillation (arXiv 2306.13649) has rows that the policy sampled; no gradient flows to which tokens
-    were sampled. See `objectives.divergence`.
+    gives. On-policy distillation (arXiv 2306.13649, algorithm 1) has rows that the policy sampled; no gradient flows to
+    which tokens were sampled. See `objectives.divergence`.
     """
 
     divergence: Divergence = "forward"

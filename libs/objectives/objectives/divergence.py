@@ -24,8 +24,8 @@ def events(log_probs: Tensor, rest: Tensor, tokens: Tensor) -> Tensor:
 def divergence(policy: Tensor, teacher: Tensor, kind: Divergence = "forward", jsd_weight: float = 0.5) -> Tensor:
     """Return f[T] of log-probs f[K + 1, T] of events; the gradient flows to the policy.
 
-    - "forward": KL(teacher || policy), which a policy must cover (Hinton et al., arXiv 1503.02531).
-    - "reverse": KL(policy || teacher), which seeks modes (MiniLLM, arXiv 2306.08543).
+    - "forward": KL(teacher || policy), which a policy must cover (Hinton et al., arXiv 1503.02531, section 2).
+    - "reverse": KL(policy || teacher), which seeks modes (MiniLLM, arXiv 2306.08543, equation 1).
     - "jsd": w KL(teacher || m) + (1 - w) KL(policy || m) with m = w teacher + (1 - w) policy, the generalised
       Jensen-Shannon divergence (GKD, arXiv 2306.13649, equation 1).
     """

@@ -1,9 +1,10 @@
 """Gradients of losses, KL terms and distillation against finite differences of their values, in float64.
 
 Of what the papers put behind a stop-gradient (CISPO's and DPPO's weights, the value of k1+ and k3+) the value has
-another slope than the gradient: those are left to the tests of their formulas.
+another slope than the gradient: there the differences are of the formula with what is stopped held where it is.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -72,6 +73,37 @@ def test_a_stop_gradient_has_another_slope() -> None:
             lambda x, loss=loss: loss(x, None, batch, totals)[0], [new], eps=1e-7, atol=1e-6, raise_exception=False
         )
         assert not same, name
+
+
+def held(name: str, at: Tensor, batch: PackedBatch) -> Callable[[Tensor], Tensor]:
+    """The loss of a token by the paper's formula, its weights those of the log-probs `at`; or k2, whose slope it is."""
+    old, ref, advantage = (batch.values[key] for key in ("old_log_probs", "ref_log_probs", "advantages"))
+    if name in ("k1+", "k3+"):
+        return lambda new: 0.5 * (new - ref).square()
+    ratio, sign = (at - old).exp(), advantage.sign()
+    if name == "cispo":
+        return lambda new: -ratio.clamp(0, 1.28) * advantage * new
+    p, q = old.exp(), at.exp()
+    moved = (q - p).abs() if name == "dppo_tv" else p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    cut = (moved > (0.2 if name == "dppo_tv" else 0.05)) & ((q - p) * sign > 0)
+    return lambda new: -(ratio * ~cut).clamp(max=20) * advantage * new
+
+
+@pytest.mark.parametrize("name", sorted([*STOPPED, "k1+", "k3+"]))
+@pytest.mark.parametrize("seed", range(3))
+def test_with_what_is_stopped_held_it_is_the_slope(name: str, seed: int) -> None:
+    """Central differences of the formula, a token at a time."""
+    new, batch, totals = packed(seed)
+    penalty = name not in STOPPED
+    # without an advantage the policy's loss has no gradient, and what is left is the penalty's
+    batch = batch.with_values(advantages=batch.values["advantages"] * (not penalty))
+    objective = GRPO(kl_coef=1.0, kl_estimator=name) if penalty else GRPO(policy_loss=name)  # type: ignore[arg-type]
+    (got,) = torch.autograd.grad(objective(new, None, batch, totals)[0], new)
+    formula, step = held(name, new.detach(), batch), 1e-6
+    above, below = (formula(new.detach() + side * step) for side in (1, -1))
+    want = (above - below) / (2 * step) * batch.values["loss_mask"] / totals.tokens
+    assert got.count_nonzero() > 2
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-8)
 
 
 def test_the_entropy_bonus_and_dpo() -> None:

@@ -45,8 +45,8 @@ class GRPO:
     - DAPO: `GRPO(clip_high=0.28)` with "grpo"
     - MiniMax-M1: `GRPO(policy_loss="cispo")` with "grpo"
     - GSPO, GMPO, SAPO: `GRPO(policy_loss="gspo", aggregation="sequence")`, "gmpo" or "sapo", with "grpo"
-    - decoupled PPO (AReaL, arXiv 2505.24298): `GRPO(off_policy="truncate")`, whose old policy is the one that
-      the update starts from, not the sampler
+    - decoupled PPO (AReaL, arXiv 2505.24298, section 5.2): `GRPO(off_policy="truncate")`, whose old policy is the one
+      that the update starts from, not the sampler
     - IcePop: `GRPO(off_policy="mask", off_policy_cap=5, off_policy_floor=0.5)`
 
     Raises ValueError for an unknown choice, a number out of range, and an option that has no effect beside the others.
@@ -73,7 +73,7 @@ class GRPO:
     kl_estimator: Estimator | None = None
     """The estimator of that penalty: k2, k3, or k1+ and k3+, which have the gradient of k2; None: k3."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus; 0 computes no entropy."""
+    """Weight of the entropy bonus (arXiv 1707.06347, equation 9); 0 computes no entropy."""
     off_policy: Correction | None = None
     """Weights between the policy the update starts from and the sampler (`rollout_log_probs`); None: none."""
     off_policy_cap: float | None = None

@@ -32,7 +32,8 @@ from objectives.trust_losses import sapo as sapo
 
 
 def policy_gradient(log_probs: Tensor, advantages: Tensor) -> Tensor:
-    """Return -A log pi: REINFORCE, the gradient of expected reward with samples of the current policy."""
+    """Return -A log pi: REINFORCE (Williams 1992, theorem 1), the gradient of expected reward with samples of the
+    current policy."""
     return -wide(advantages.detach()) * wide(log_probs)
 
 
@@ -93,9 +94,9 @@ def clip_cov(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> TokenLoss:
-    """Return PPO's clipped loss, and 0 at the chosen tokens, bool[T]: Clip-Cov (`objectives.covariance_losses`).
+    """Return PPO's clipped loss, and 0 at the chosen tokens, bool[T]: Clip-Cov (arXiv 2505.22617).
 
-    Metrics: PPO's, and clip/covariance.
+    The tokens are those of `objectives.covariance_losses`. Metrics: PPO's, and clip/covariance.
     """
     loss, metrics = ppo_clip(log_probs, old_log_probs, advantages, clip_low, clip_high)
     return TokenLoss(loss * ~chosen, {**metrics, "clip/covariance": chosen})
@@ -136,7 +137,8 @@ def aggregate(
     - "sequence": mean over each sequence's trained tokens, then over sequences (GRPO, arXiv 2402.03300, equation 3).
       An answer of several sequences counts once: `sequences` is then the number of answers, and `row_tokens` i64[n]
       the trained tokens of the whole answer that each sequence is of.
-    - "constant": sum / (sequences * max_tokens) with a fixed `max_tokens` (Dr. GRPO, arXiv 2503.20783): no length bias.
+    - "constant": sum / (sequences * max_tokens) with a fixed `max_tokens` (Dr. GRPO, arXiv 2503.20783, section
+      3.2): no length bias.
     """
     masked = torch.where(loss_mask, wide(per_token), 0.0)
     if how == "token":

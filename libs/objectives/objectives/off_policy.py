@@ -49,10 +49,11 @@ def sequence_weights(
 ) -> Tensor:
     """Return one weight a sequence: the product of its trained tokens' ratios, truncated at cap.
 
-    f[T] again. Unbiased before truncation, unlike token weights, and of far higher variance for long sequences.
+    f[T] again. Unbiased before truncation, unlike token weights, and of far higher variance for long sequences
+    (importance weights of trajectories: Precup et al. 2000).
     `mask`: 0 above cap and, where it is given, below `floor`. `geometric_mean`: the root of the number of tokens in
-    place of the product (as GSPO's ratio), which does not grow with the length; with `mask`, `floor` is 1 / cap where
-    it is not given, and a sequence that drifted is left out whole.
+    place of the product (GSPO's ratio, arXiv 2507.18071, equation 7), which does not grow with the length; with `mask`,
+    `floor` is 1 / cap where it is not given, and a sequence that drifted is left out whole.
     """
     low = check_bounds(cap, floor)
     weight = sequence_ratios(

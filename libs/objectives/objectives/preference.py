@@ -46,7 +46,8 @@ def dpo_advantages(
 ) -> Tensor:
     """Return advantages with which `GRPO(aggregation="constant", max_tokens=1)` has the gradient of the mean DPO loss.
 
-    `log_probs`, `ref_log_probs`, `loss_mask` jagged (B, j); `pair` i[B], equal for the two rows of a pair; `chosen`
+    The weight is that of DPO's gradient (arXiv 2305.18290, section 4, where it has no number). `log_probs`,
+    `ref_log_probs`, `loss_mask` jagged (B, j); `pair` i[B], equal for the two rows of a pair; `chosen`
     bool[B]. The result is jagged f32 (B, j). Raises ValueError for a pair that has not one chosen and one other row.
     """
     order = torch.argsort(pair.long() * 2 + ~chosen.bool(), stable=True)

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from rollout.rewards.code_answer import code_answer as code_answer
     from rollout.rewards.math_answer import math_answer as math_answer
     from rollout.sampling import Sampling as Sampling
+    from rollout.structured_outputs import StructuredOutputs as StructuredOutputs
     from rollout.sync.manifest import Manifest as Manifest
     from rollout.sync.pieces import Bucket as Bucket
     from rollout.sync.pieces import Piece as Piece
@@ -111,6 +112,7 @@ _EXPORTS = {
     "StalenessController": "rollout.control.staleness",
     "StalenessSettings": "rollout.control.settings",
     "StepResult": "rollout.environments.environment",
+    "StructuredOutputs": "rollout.structured_outputs",
     "Task": "rollout.environments.task",
     "TaskRow": "rollout.environments.sources",
     "TaskSource": "rollout.environments.sources",

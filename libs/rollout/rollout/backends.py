@@ -45,13 +45,23 @@ ENGINE_BACKENDS = {
         "rollout.vllm.limits.capability:VLLM",
         "rollout.vllm.settings.config:VllmConfig",
         "rollout.vllm.settings.config:check_routed_experts",
-        ignored=("compact_below", "decoder", "admit", "keep_tokens"),
+        ignored=("compact_below", "decoder", "admit", "keep_tokens", "kv_cache_memory_bytes"),
     ),
     "openai": EngineBackend(
         "rollout.openai.backend:build",
         "rollout.openai.settings.capability:OPENAI",
         "rollout.openai.settings.config:OpenAIConfig",
-        ignored=("prefill_tokens", "compact_below", "decoder", "on_commit", "admit", "keep_tokens", "routed_experts"),
+        ignored=(
+            "prefill_tokens",
+            "compact_below",
+            "decoder",
+            "on_commit",
+            "admit",
+            "keep_tokens",
+            "kv_cache_memory_bytes",
+            "routed_experts",
+            "tokenizer",
+        ),
     ),
 }
 

@@ -1,6 +1,7 @@
 """Configurations are checked when they are made, and what is built is what was asked for."""
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from rollout.capability import BACKENDS, NATIVE, supports
 from rollout.config import RolloutConfig
 from rollout.engine import RolloutEngine, Sampling
 from rollout.native.engine import NativeEngine
+from rollout.testing.chat import tiny_tokenizer
 from rollout.testing.model import tiny_model
 from seqpack.capability import Unsupported
 
@@ -23,7 +25,9 @@ BAD: dict[str, list[Any]] = {
     "on_commit": ["", "drop"],
     "admit": ["", "drop"],
     "keep_tokens": [-1, 0.5, True, None],
+    "kv_cache_memory_bytes": [0, -1, 1.5, True],
     "routed_experts": [None, 1, "yes"],
+    "tokenizer": ["folder", 3],
     "seed": [None, 0.5, True],
     "vllm": [None, {}],
     "openai": [None, {}],
@@ -73,10 +77,15 @@ def test_vllm_is_refused_a_module() -> None:
         build_rollout(RolloutConfig(backend="vllm"), tiny_model(48))
 
 
-def test_features_are_answered_before_anything_is_built() -> None:
-    engine = build_rollout(RolloutConfig(), tiny_model(48))
+def test_features_are_answered_before_anything_is_built(tmp_path: Path) -> None:
+    tiny_tokenizer().save_pretrained(tmp_path)
+    config = RolloutConfig(tokenizer=tmp_path)
+    engine, plain = build_rollout(config, tiny_model(300)), build_rollout(RolloutConfig(), tiny_model(300))
     for feature, answer in NATIVE.items():
-        assert supports(RolloutConfig(), feature) == answer == engine.supports(feature)
+        assert supports(config, feature) == answer == engine.supports(feature)
+        told = supports(RolloutConfig(), feature)
+        assert told == plain.supports(feature)
+        assert told == answer or (feature == "structured_outputs" and not told)
     assert all(len(a.reason) > 20 for a in (BACKENDS["native"], BACKENDS["openai"]) if isinstance(a, Unsupported))
     with pytest.raises(ValueError, match="known are"):
         supports(RolloutConfig(), "teleport")

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from rollout.backends import EachBackend
 from rollout.config import RolloutConfig
+from rollout.structured_outputs import NO_TOKENIZER
 from seqpack.capability import Supported, Unsupported
 
 NATIVE: dict[str, Supported | Unsupported] = {
@@ -27,6 +28,7 @@ NATIVE: dict[str, Supported | Unsupported] = {
     "prefix_continuation": Supported("native/continuation_test.py::test_a_turn_reads_what_is_new_alone"),
     "media": Supported("native/decoders/media_test.py::test_greedy_answers_are_those_of_the_modules_generate"),
     "tensor_parallel": Unsupported("the native engine holds a whole model in one process"),
+    "structured_outputs": Supported("native/scheduler/grammars_test.py::test_log_probs_are_of_what_the_grammar_leaves"),
     "routed_experts": Supported("native/decoders/routers_test.py::test_the_experts_told_are_the_modules_own_choice"),
 }
 
@@ -47,6 +49,8 @@ def supports(config: RolloutConfig, feature: str) -> Supported | Unsupported:
 
     Raises ValueError with all features for an unknown name.
     """
+    if feature == "structured_outputs" and config.tokenizer is None and config.backend != "openai":
+        return Unsupported(NO_TOKENIZER)
     return backend_supports(config.backend, feature)
 
 

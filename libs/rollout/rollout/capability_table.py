@@ -1,7 +1,6 @@
 """The table of `python -m rollout capabilities`: each backend's answers to `supports`, the text of CAPABILITIES.md."""
 
-from rollout.capability import FEATURES, supports
-from rollout.config import RolloutConfig
+from rollout.capability import FEATURES, backend_supports
 from seqpack.capability import Supported, Unsupported, capability_table
 
 TEXT = """# What the rollout engines can do
@@ -16,8 +15,7 @@ backend was never asked for has no answer.
 def answers() -> dict[str, dict[str, Supported | Unsupported]]:
     """Return whether each feature is supported, by backend."""
     return {
-        name: {feature: supports(RolloutConfig(backend=name), feature) for feature in features}  # type: ignore[arg-type]
-        for name, features in FEATURES.items()
+        name: {feature: backend_supports(name, feature) for feature in features} for name, features in FEATURES.items()
     }
 
 

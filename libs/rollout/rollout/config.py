@@ -1,6 +1,7 @@
 """Every setting of a rollout engine, checked when it is made."""
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from rollout.backends import ENGINE_BACKENDS, OwnSettings, load
@@ -14,6 +15,8 @@ DecoderChoice = Literal["auto", "lean", "module"]
 OnCommit = Literal["keep", "recompute"]
 Admission = Literal["any_step", "rounds"]
 KEEP_TOKENS = 65536
+CACHE_PART = 4
+"""Where the native engine's caches have a bound, its prefix cache and the prompts that it holds get this part each."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,12 @@ class RolloutConfig:
     """When a request may begin: beside running ones, or in "rounds", in which equal runs give equal bits."""
     keep_tokens: int = KEEP_TOKENS
     """Size of the prefix cache in tokens: states of finished requests for next turns; 0: prompts are read anew."""
+    kv_cache_memory_bytes: int | None = None
+    """Bytes of all caches: of running requests, of prompts and of the prefix cache; None: no bound but `max_batch`."""
     routed_experts: bool = False
     """Whether completions say which experts of a mixture read their tokens, for a trainer that replays them."""
+    tokenizer: Path | None = None
+    """Directory of the model's tokenizer, for structured outputs alone; without it they are refused."""
     seed: int = 0
     """Seed for requests that bring none of their own."""
     vllm: OwnSettings["VllmConfig"] = OwnSettings()  # noqa: RUF009  a descriptor
@@ -58,14 +65,17 @@ class RolloutConfig:
             value = getattr(self, name)
             if value not in get_args(choices):
                 raise ValueError(f"{name} is one of {', '.join(get_args(choices))}, got {value!r}")
-        for name, least in (("max_batch", 1), ("max_length", 1), ("prefill_tokens", 1), ("keep_tokens", 0)):
+        counts = (("max_batch", 1), ("max_length", 1), ("prefill_tokens", 1), ("keep_tokens", 0))
+        for name, least in (*counts, ("kv_cache_memory_bytes", 1)):
             value = getattr(self, name)
-            if value is None and name == "max_length":
+            if value is None and name in ("max_length", "kv_cache_memory_bytes"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
         if not isinstance(self.routed_experts, bool):
             raise ValueError(f"routed_experts is true or false, got {self.routed_experts!r}")
+        if not isinstance(self.tokenizer, Path | None):
+            raise ValueError(f"tokenizer is a pathlib.Path of a directory, got {self.tokenizer!r}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ValueError(f"seed must be a whole number, got {self.seed!r}")
         if not 0 <= self.compact_below <= 1:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # it checks tokens as requests are checked
     from rollout.token_scores import TokenScores
 
 StopReason = Literal["stop", "length", "abort", "deadline"]
+_STOP_REASONS = get_args(StopReason)
 PauseMode = Literal["finish", "abort"]
 OnTokens = Callable[[Sequence[int], Sequence[float]], None]
 """Function of the ids of newly sampled tokens, and their log-probs."""
@@ -39,11 +40,11 @@ class Completion:
     extras: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        lengths = {len(self.ids), len(self.log_probs), len(self.policy_versions)}
-        if len(lengths) != 1:
-            raise ValueError(f"ids, log_probs and policy_versions differ in length: {sorted(lengths)}")
-        if self.stop_reason not in get_args(StopReason):
-            raise ValueError(f"stop_reason is one of {', '.join(get_args(StopReason))}, got {self.stop_reason!r}")
+        if not len(self.ids) == len(self.log_probs) == len(self.policy_versions):
+            lengths = sorted({len(self.ids), len(self.log_probs), len(self.policy_versions)})
+            raise ValueError(f"ids, log_probs and policy_versions differ in length: {lengths}")
+        if self.stop_reason not in _STOP_REASONS:
+            raise ValueError(f"stop_reason is one of {', '.join(_STOP_REASONS)}, got {self.stop_reason!r}")
 
 
 @dataclass(frozen=True)

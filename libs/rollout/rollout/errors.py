@@ -1,7 +1,13 @@
 """Errors of rollouts: an episode that cannot be scored, a policy that diverged, and errors passed between threads."""
 
 from collections.abc import Callable
+from traceback import TracebackException
 from types import TracebackType
+
+
+def error_text(error: BaseException) -> str:
+    """Return the class of an error and its text, also where its own `__str__` raises."""
+    return f"{type(error).__name__}: {TracebackException(type(error), error, None, compact=True)}"
 
 
 class EpisodeFailed(Exception):  # noqa: N818  it names the event, as CancelledError's kin do
@@ -12,6 +18,7 @@ class EpisodeFailed(Exception):  # noqa: N818  it names the event, as CancelledE
     """
 
     def __init__(self, reason: str, retryable: bool) -> None:
+        reason = reason.encode(errors="backslashreplace").decode()  # it is printed, and stands in files
         super().__init__(reason)
         self.reason = reason
         self.retryable = retryable
@@ -20,8 +27,16 @@ class EpisodeFailed(Exception):  # noqa: N818  it names the event, as CancelledE
         return type(self), (self.reason, self.retryable)
 
 
+class ServerError(RuntimeError):
+    """A server that broke off, or failed by itself: the same request may succeed later."""
+
+
 class NotFiniteError(ValueError):
     """NaN or infinity in the model's logits, or in weights that are synced."""
+
+
+class GrammarError(ValueError):
+    """A grammar of structured outputs that is too complex to go on with."""
 
 
 class ForwardErrors:

@@ -42,7 +42,7 @@ class ResumableEngine:
         done, rest = await self._part(prompt_ids, sampling, media, options)
         while rest and request not in self._cancelled:
             self.interrupted += 1
-            left = replace(sampling, max_new_tokens=sampling.max_new_tokens - len(done.ids))
+            left = sampling.after(len(done.ids))
             if done.ids and sampling.seed is not None:
                 left = replace(left, seed=derive_seed(sampling.seed, "continued", len(done.ids)))
             more, rest = await self._part([*prompt_ids, *done.ids], left, media, options)

@@ -1,12 +1,15 @@
 """Sampling of tokens: the settings of a request, which import no torch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from rollout.structured_outputs import StructuredOutputs
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose tokens. The fields act in vLLM's order: penalties, temperature, min-p, top-k, then top-p.
+    """How to choose tokens. The fields act in vLLM's order: structured outputs, penalties, temperature, min-p, top-k,
+    then top-p.
 
     `min_p=0`, `top_k=0` and `top_p=1.0` leave the distribution whole. `greedy` takes the likeliest token and uses no
     randomness.
@@ -34,6 +37,8 @@ class Sampling:
     """Divisor of the positive logits, and factor of the negative ones, of tokens in prompt and completion."""
     stop: tuple[str, ...] = ()
     """Texts that end a response, each with the token that completes it; in conversations, not in engines."""
+    structured_outputs: StructuredOutputs = StructuredOutputs()  # noqa: RUF009  frozen
+    """What the completion has to be: an instance of a JSON schema, a match of an expression, ..."""
 
     @property
     def penalizes(self) -> bool:
@@ -44,7 +49,13 @@ class Sampling:
     def is_whole(self) -> bool:
         """The distribution: whether it is the model's own, or the likeliest token of it."""
         filtered = self.temperature != 1 or self.top_k or self.top_p != 1 or self.min_p
-        return not (filtered or self.penalizes)
+        return not (filtered or self.penalizes or self.structured_outputs)
+
+    def after(self, count: int) -> "Sampling":
+        """Return the settings of the rest of a completion, whose first `count` tokens are the end of its prompt now."""
+        wanted = self.structured_outputs
+        read = replace(wanted, num_read=wanted.num_read + count) if wanted else wanted
+        return replace(self, max_new_tokens=self.max_new_tokens - count, structured_outputs=read)
 
     def __post_init__(self) -> None:
         if problems := [*self.problems()]:
@@ -72,6 +83,8 @@ class Sampling:
             yield f"repetition_penalty must be above 0 and finite, got {self.repetition_penalty}; 1 is none"
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
             yield f"stop is a tuple of texts, none of them empty, got {self.stop!r}"
+        if self.stop and self.structured_outputs:
+            yield "stop would end a structured output before it is whole: leave stop or structured_outputs out"
         drawn = self.temperature != 1 or self.top_k or self.top_p != 1 or self.min_p or self.seed is not None
         if self.greedy and drawn:
             yield "greedy ignores temperature, min_p, top_k, top_p and seed; leave them at their defaults"

@@ -11,6 +11,8 @@ from rollout.engine import Sampling, check_request
 
 CHUNK = 1024
 """Tokens whose logits are in memory at once."""
+RESOLUTION = 1e-6
+"""The least that float32 log-probs let the others have: what K of them lack of 1 is rounding below it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +59,14 @@ def scores_of(ids: Sequence[int], k: int, logits: Iterable[Tensor]) -> TokenScor
     return scores
 
 
-def scores_of_rows(ids: Sequence[int], k: int, rows: Sequence[Mapping[int, float] | None]) -> TokenScores:
+def scores_of_rows(
+    ids: Sequence[int], k: int, rows: Sequence[Mapping[int, float] | None], vocab_size: int | None = None
+) -> TokenScores:
     """Score tokens by what vLLM returns as `prompt_logprobs`: log-probs by token at each place, its own among them.
 
-    What all others have is what the K lack of 1: of float32 log-probs, so below 1e-6 it is rounding.
+    What all others have is what the K lack of 1, and at least `RESOLUTION`, as what is below it is rounding: a
+    probability of 0, where it is only small, would cost a policy that gives them some as if it could not be. Where the
+    K are the whole vocabulary (`vocab_size`), others have none.
 
     Raises:
         ValueError: it returned fewer.
@@ -74,7 +80,7 @@ def scores_of_rows(ids: Sequence[int], k: int, rows: Sequence[Mapping[int, float
             )
         scores.log_probs[place] = row[ids[place]]
         left = 1 - math.fsum(math.exp(log_prob) for _, log_prob in best)
-        scores.rest[place] = math.log(left) if left > 0 else -math.inf
+        scores.rest[place] = -math.inf if k == vocab_size else math.log(max(left, RESOLUTION))
         if k:
             scores.top_tokens[:, place], scores.top_log_probs[:, place] = map(torch.tensor, zip(*best, strict=True))
     return scores

@@ -107,6 +107,12 @@ DROP = 0.5
 """How far the mean reward may fall below its best, in deviations of a group's rewards."""
 RESPONSES = 256
 """Responses of which a mean reward is taken at least: fewer fall by chance."""
+PART = "reward/part/"
+"""Beginning of the names of a reward's components."""
+_READ = {bound.metric for bound in BOUNDS} | {
+    *("step", "reward", "reward/std", "reward/mixed_groups", "rollout/episodes", "train/grad_norm"),
+    *("time/wait_for_rollout_s", "time/step_s", "train/computed_sequences"),
+}
 
 
 def check_health(rows: Sequence[Row]) -> list[Check]:
@@ -116,6 +122,11 @@ def check_health(rows: Sequence[Row]) -> list[Check]:
         return []
     checks = [*_bounds(steps), *_gradients(steps), *_reward(steps), *_components(steps)]
     return sorted(checks, key=lambda check: check.healthy)
+
+
+def health_row(row: Row) -> Row:
+    """Return the metrics of a row that `check_health` reads, for a loop that calls it after each step."""
+    return {name: value for name, value in row.items() if name in _READ or name.startswith(PART)}
 
 
 def _with_shares(row: Row) -> Row:
@@ -159,10 +170,10 @@ def _reward(steps: Sequence[Row]) -> Iterator[Check]:
 
 def _components(steps: Sequence[Row]) -> Iterator[Check]:
     """Yield the share of reward components that never differ, where there are several."""
-    names = sorted({name for row in steps for name in row if name.startswith("reward/part/")})
+    names = sorted({name for row in steps for name in row if name.startswith(PART)})
     if len(names) > 1:
         constant = [name for name in names if len(set(_values(steps, name))) == 1]
-        named = ", ".join(name.removeprefix("reward/part/") for name in constant)
+        named = ", ".join(name.removeprefix(PART) for name in constant)
         change = f"look at --reward: {named or 'each'} tells no response from another"
         yield Check("reward components that never differ", float(len(constant)), 0.0, change)
 

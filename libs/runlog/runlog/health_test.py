@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from runlog import RunLog, write_report
-from runlog.health import BOUNDS, WINDOW, Check, check_health
+from runlog.health import BOUNDS, WINDOW, Check, check_health, health_row
 
 FINE: dict[str, Any] = {
     "reward": 0.5,
@@ -99,3 +99,12 @@ def test_the_report_has_a_table_at_its_head(tmp_path: Path) -> None:
     assert "1 of 12 numbers over a threshold" in head
     assert "0.001, healthy at least 0.005: lower --learning-rate" in head
     assert head.count('class="sick"') == 1
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_a_loop_may_keep_of_its_rows_what_the_checks_read(name: str) -> None:
+    part = {"reward/part/form": 1.0, "reward/part/answer": 0.5, "loss": 1.0, "eval/accuracy": 0.5}
+    whole = rows(*[FINE | part] * 8, *[FINE | part | SICK[name]] * WINDOW)
+    kept = [health_row(row) for row in whole]
+    assert check_health(kept) == check_health(whole)
+    assert not any("loss" in row for row in kept)

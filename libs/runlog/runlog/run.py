@@ -15,6 +15,9 @@ from runlog.episodes import table_row
 from runlog.sampling import ordered
 from runlog.trackers import Tracker
 
+FLUSH_SECONDS = 2.0
+"""Seconds between two writes of TensorBoard's events to the disk."""
+
 
 class RunLog:
     """A writer of a run directory: `config.json`, `metrics.jsonl`, `episodes.jsonl`, TensorBoard events in
@@ -22,9 +25,9 @@ class RunLog:
 
     Use it as a context manager. With `resume_step=n` the rows after step n are dropped first and the rest is kept, so a
     resumed run has every step once; without it an existing metrics file is refused (ValueError). `tensorboard=True`
-    needs the extra `tessera-runlog[tensorboard]`. Every line is flushed as it is written. `trackers` get the numbers of
-    each row, the episodes of a step as a table, and how the run ended (`runlog.trackers`). `defaults`: a configuration
-    against which the report marks the settings that differ.
+    needs the extra `tessera-runlog[tensorboard]`. Every line is flushed as it is written, TensorBoard's events at most
+    every `FLUSH_SECONDS`. `trackers` get the numbers of each row, the episodes of a step as a table, and how the run
+    ended (`runlog.trackers`). `defaults`: a configuration against which the report marks the settings that differ.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class RunLog:
         self._writer: Any = None
         self._files: dict[str, IO[str]] = {}
         self._last_step = -1
+        self._flushed = 0.0
         self._untold: list[Mapping[str, Any]] = []
         """Episodes of one step that the trackers have yet to get."""
 
@@ -100,9 +104,10 @@ class RunLog:
             if isinstance(value, int | float) and not isinstance(value, bool)
         }
         if self._writer is not None:
-            for name, number in numbers.items():
-                self._writer.add_scalar(name, number, step)
-            self._writer.flush()
+            self._writer.file_writer.add_summary(_summary(numbers), step)  # one event, not one a number
+            if time.monotonic() - self._flushed > FLUSH_SECONDS:  # each waits for the disk
+                self._writer.flush()
+                self._flushed = time.monotonic()
         for tracker in self._trackers:
             tracker.metrics(step, numbers)
 
@@ -149,3 +154,11 @@ def _event_writer(folder: Path, resume_step: int | None) -> Any:
     # The event of the start goes through the writer's queue, so that all its threads run before the first row: a thread
     # that Ctrl-C interrupts in its start never runs, and closing the writer would wait for it without an end.
     return SummaryWriter(str(folder), purge_step=0 if resume_step is None else resume_step + 1)
+
+
+def _summary(numbers: Mapping[str, float]) -> Any:
+    """Return the scalars of a step as one summary of TensorBoard's."""
+    from tensorboardX.proto.summary_pb2 import Summary
+    from tensorboardX.summary import scalar
+
+    return Summary(value=[value for name, number in numbers.items() for value in scalar(name, number).value])

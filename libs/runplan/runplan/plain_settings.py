@@ -24,14 +24,17 @@ class PlainRollout:
 
     engine: str = "native"
     tp: int = 1
+    pp: int = 1
     dp: int = 1
     ep: int = 1
     copies_per_device: int = 1
     memory_share: float = 0.0
     max_model_tokens: int | None = None
     ray_workers: int = 0
+    ray_nodes: int = 1
     weight_transport: str = "auto"
     admit: str | None = None
+    kv_cache_memory_gib: float | None = None
     weights_on_device: bool = False
     sleep: bool = False
     device: Literal["auto", "cpu"] = "auto"
@@ -39,7 +42,7 @@ class PlainRollout:
     @property
     def devices(self) -> int:
         """Number of devices that one engine spans."""
-        return self.tp * self.dp // self.copies_per_device
+        return self.tp * self.pp * self.dp // self.copies_per_device
 
     @property
     def experts_over_copies(self) -> bool:
@@ -54,6 +57,7 @@ class PlainSchedule:
     mode: Literal["sync", "one_step_off", "fully_async"] = "sync"
     stale_share: float = 0.0
     parameter_sync_step: int = 1
+    weight_sync: Literal["whole", "shards"] = "whole"
     required_batches: int = 1
     interrupts: bool = False
 

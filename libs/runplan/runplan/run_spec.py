@@ -30,6 +30,8 @@ class RunSpec:
     epochs: int = 1
     reference_policy: bool = False
     """Whether a step is scored by the reference model too: a frozen one, or the base under an adapter."""
+    device_teachers: tuple[str, ...] = ()
+    """Teachers that score on the devices beside training, as `--teacher` names them: the native engine's and vLLM's."""
     held_out: int = 0
     """Held-out prompts of an evaluation."""
     needs_model: bool = True

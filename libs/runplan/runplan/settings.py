@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # they import one another
 FLAGS = {
     "rollout.engine_options": "sampler-options",
     "rollout.tp": "rollout.tensor-parallel",
+    "rollout.pp": "rollout.pipeline-parallel",
     "rollout.dp": "rollout.data-parallel",
     "rollout.ep": "rollout.expert-parallel",
     "rollout.memory_share": "rollout.gpu-memory-utilization",
@@ -55,6 +56,10 @@ class RolloutSettings(Protocol):
         """Number of workers that share each matrix."""
 
     @property
+    def pp(self) -> int:
+        """Number of stages of layers, each of `tp` workers."""
+
+    @property
     def dp(self) -> int:
         """Number of copies of the model in one engine."""
 
@@ -87,12 +92,20 @@ class RolloutSettings(Protocol):
         """Number of samplers in actors of a Ray cluster; 0 without Ray."""
 
     @property
+    def ray_nodes(self) -> int:
+        """Number of machines that each of them spans."""
+
+    @property
     def weight_transport(self) -> str:
         """Transport of weight sync to Ray's samplers."""
 
     @property
     def admit(self) -> str | None:
         """When the native engine lets a request begin: "rounds" or "any_step"."""
+
+    @property
+    def kv_cache_memory_gib(self) -> float | None:
+        """GiB of the native engine's caches at most; None: whatever its requests need."""
 
     @property
     def weights_on_device(self) -> bool:
@@ -121,6 +134,10 @@ class ScheduleSettings(Protocol):
     @property
     def parameter_sync_step(self) -> int:
         """Optimizer steps between two weight syncs."""
+
+    @property
+    def weight_sync(self) -> Literal["whole", "shards"]:
+        """Whether ranks gather tensors for a weight sync, or send their own shards."""
 
     @property
     def required_batches(self) -> int:

@@ -27,6 +27,20 @@ class SamplerBackend(ABC):
     def build(self, config: Any, model: Path, version: int) -> RolloutEngine:
         """Return an engine with the weights in a model directory, which count as number `version`."""
 
+    def begin(self, config: Any, model: Path, version: int) -> Any:
+        """Begin to start an engine that has a process of its own, and return it (`schedules.protocols.StartingEngine`);
+        None: `build` returns it whole. Training's engine is built while the process starts."""
+        del config, model, version
+        return None
+
+    def shares_device(self, config: Any) -> bool:
+        """Return whether an engine in another process takes memory of a device that training has.
+
+        Such an engine measures free memory as it starts, so nothing else is built on the device meanwhile.
+        """
+        del config
+        return True
+
     def build_sharing(self, config: Any, model: Path, version: int, trained: Any) -> RolloutEngine:
         """Return an engine that computes with the weights of a train engine of this process where it can."""
         del trained

@@ -84,6 +84,9 @@ class ScheduleConfig:
     partial_rollout: bool | None = None
     """Interrupt generation for new weights and go on with the same tokens (fully_async, which does unless this is
     False: new weights then wait until nothing is sampled)."""
+    weight_sync: Literal["whole", "shards"] = "whole"
+    """What ranks do for a weight sync: gather tensors, each whole on every rank, or send their own shards to the ranks
+    that have a sampler, in a group that authenticates by the run's secret (TESSERA_GROUP_SECRET)."""
     options: tuple[str, ...] = ()
     """NAME=VALUE options of a schedule of your own, by the signature of what makes it."""
 
@@ -101,6 +104,8 @@ class ScheduleConfig:
             problems.append(f"mode must be one of {known}, or FILE.py:NAME, got {self.mode!r}")
         elif self.options and self.mode in get_args(Mode):
             problems.append(f"options: mode {self.mode!r} has none, {', '.join(self.options)} has no effect")
+        if self.weight_sync not in ("whole", "shards"):
+            problems.append(f"weight_sync must be 'whole' or 'shards', got {self.weight_sync!r}")
         for name in ("parameter_sync_step", "required_batches"):
             if getattr(self, name) < 1:
                 problems += [f"{name} must be at least 1, got {getattr(self, name)}"]

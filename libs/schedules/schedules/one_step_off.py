@@ -17,18 +17,20 @@ from types import TracebackType
 
 from rollout import Episode, RolloutLedger, TaskRow
 from rollout.episodes.codec import decode_episodes, encode_episodes
+from rollout.episodes.summary import AnyEpisode
 from rollout.workers.process import WorkerDied
 from schedules.protocols import Trainer
 from schedules.reporting.episode_metrics import rollout_metrics
 from schedules.reporting.timeline import Timeline
 from schedules.rollout_thread import RolloutThread
-from schedules.runtime.collectives import all_agree, rank_and_world
+from schedules.rows.shared import train_step
+from schedules.runtime.collectives import all_agree, broadcast_result, rank_and_world
 from schedules.sampling.ledger_files import PER_RANK, check_ledgers
 from schedules.sampling.memory_turns import begin_first_batch, check_weights, run_pending_checks
 from schedules.sampling.refill import Filled, Rounds, with_signal
 from schedules.sampling.session import Evaluation, RolloutSession
 from schedules.sampling.settings import RunState
-from schedules.sampling.task_state import save_cursor
+from schedules.sampling.task_state import run_number, save_cursor
 from schedules.schedule import TrainStepResult
 
 
@@ -41,7 +43,8 @@ class OneStepOffSchedule:
         check_ledgers(run.run_dir, "one_step_off", world, run.done)
         self._rounds = Rounds(session.tasks, session.settings, run)
         self._place = self._rounds.place()
-        self._ledger = RolloutLedger(run.run_dir / PER_RANK.format(rank), run.done)
+        number = broadcast_result(run_number(run.run_dir) if rank == 0 else None)
+        self._ledger = RolloutLedger(run.run_dir / PER_RANK.format(rank), run.done, run=number)
         self._timeline = Timeline(run.run_dir, run.done) if rank == 0 else None
         self._sampling: RolloutThread[list[Episode]] | None = None
         self._next: Filled | None = None
@@ -71,7 +74,7 @@ class OneStepOffSchedule:
         if step + 1 < self._run.steps:
             self._begin()
         self._ledger.train(step + 1, [n for n in filled.rounds if n in self._ledger.state.sampled])
-        result = trainer.train(step, episodes)
+        result = train_step(trainer, step, episodes)
         check = session.first.end(step, result)
         trained = time.perf_counter()
         if step + 1 < self._run.steps:
@@ -125,7 +128,7 @@ class OneStepOffSchedule:
         meanwhile."""
         return self._rounds.step(lambda number, rows, final: self._play(number, rows, final, trained))
 
-    def _play(self, number: int, rows: Sequence[TaskRow], final: bool, trained: bool) -> list[Episode]:
+    def _play(self, number: int, rows: Sequence[TaskRow], final: bool, trained: bool) -> list[AnyEpisode]:
         """Return the episodes of a round, of all ranks; `final`: its groups are taken as they are."""
         ledger, mine = self._ledger, list[Episode]()
         there = number in ledger.state.done

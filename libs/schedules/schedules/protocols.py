@@ -9,8 +9,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rollout import Chat, Completion, EnvironmentFactory, Episode, RolloutEngine, Sampling, TaskRow, TaskSource
+from rollout.episodes.summary import AnyEpisode
 from rollout.sync import Adapter
 from rollout.sync.pieces import BucketPiece
+from rollout.workers.shard_exchange import HeldShard
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,15 @@ class TrainResult:
 
 @dataclass(frozen=True)
 class WeightExport:
-    """Pieces of a trainer's weights (`rollout.sync.pieces.Piece`), or of its adapter alone."""
+    """Pieces of a trainer's weights (`rollout.sync.pieces.Piece`), or of its adapter alone.
+
+    `shards`: what this rank holds of the same tensors (`rollout.workers.shard_exchange.HeldShard`), where the ranks are
+    to send those; the pieces are then not read. On all ranks or on none.
+    """
 
     pieces: Iterable[Any]
     adapter: Adapter | None = None
+    shards: Iterable[HeldShard] | None = None
 
     @classmethod
     def of_tensors(cls, tensors: Iterable[tuple[str, Tensor]]) -> "WeightExport":
@@ -75,6 +82,18 @@ class ScoringTrainer(Protocol):
 
 
 @runtime_checkable
+class RowTrainer(Protocol):
+    """Trainer of several ranks that needs no more rows on a rank than that rank trains."""
+
+    trains_rows: bool
+    """True: its `train` takes summaries too, and fetches what each rank trains (`schedules.rows.shared`)."""
+
+    def train(self, step: int, episodes: Sequence[AnyEpisode]) -> TrainResult:
+        """Train on the episodes of step number `step`, whole or by their summaries."""
+        ...
+
+
+@runtime_checkable
 class OffloadingTrainer(Protocol):
     """Trainer that can leave the device while samplers use it."""
 
@@ -91,17 +110,12 @@ class Tasks(TaskSource, Protocol):
         ...
 
 
-@runtime_checkable
-class MixedTasks(Protocol):
-    """Tasks of one or several environments, a part each; the ids of tasks begin with the environment's name."""
-
-    parts: Sequence[Any]
-
-
 def environment_of(tasks: object, task_id: str) -> str | None:
-    """Return the environment that a task belongs to, or None where a run has one alone."""
-    several = isinstance(tasks, MixedTasks) and len(tasks.parts) > 1
-    return task_id.partition("/")[0] if several else None
+    """Return the environment that a task belongs to, or None where a run has one alone.
+
+    Tasks of several have a part of each (`parts`), and their ids begin with the environment's name.
+    """
+    return task_id.partition("/")[0] if len(getattr(tasks, "parts", ())) > 1 else None
 
 
 class SamplerSource(Protocol):
@@ -136,6 +150,15 @@ class ProcessEngine(Protocol):
     @property
     def alive(self) -> bool:
         """Whether it can still be asked."""
+        ...
+
+
+@runtime_checkable
+class StartingEngine(Protocol):
+    """Sampler in a process of its own that may still be starting; it is closed as a context manager."""
+
+    def wait_until_ready(self) -> None:
+        """Wait until it can be asked; do nothing where it can. Raise what keeps it from starting."""
         ...
 
 
@@ -189,6 +212,15 @@ class TimedEngine(Protocol):
     @property
     def transfer(self) -> Any:
         """Seconds and rate of the last one (`staged_s`, `paused_s`, `link_share`); None before it."""
+        ...
+
+
+@runtime_checkable
+class DraftingEngine(Protocol):
+    """Sampler whose tokens may be drafted (speculative decoding)."""
+
+    def take_accepted(self) -> float | None:
+        """Return how many drafted tokens a step accepted on average since the last call; None where nothing drafts."""
         ...
 
 

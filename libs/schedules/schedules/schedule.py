@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
-from rollout import Episode, TaskRow
+from rollout import TaskRow
+from rollout.episodes.summary import AnyEpisode
 from schedules.protocols import Tasks
 from schedules.runtime.collectives import broadcast_result, rank_and_world
 from schedules.sampling.first_batch import SamplerCheck
@@ -18,10 +19,11 @@ from schedules.sampling.task_state import load_cursor
 class TrainStepResult:
     """Episodes of a step, the advantage of each (0 where it failed), its metrics, and its tasks by group.
 
-    `rows` is None where they are the tasks of that step's number.
+    `rows` is None where they are the tasks of that step's number. In a run of several ranks the episodes are summaries
+    (`schedules.rows.shared`).
     """
 
-    episodes: list[Episode]
+    episodes: Sequence[AnyEpisode]
     advantages: list[float]
     metrics: dict[str, float]
     rows: Sequence[TaskRow] | None = None

@@ -6,6 +6,7 @@ from types import TracebackType
 from schedules.protocols import Trainer
 from schedules.reporting.episode_metrics import rollout_metrics
 from schedules.reporting.timeline import Timeline
+from schedules.rows.shared import train_step
 from schedules.runtime.collectives import rank_and_world
 from schedules.sampling.ledger_files import check_ledgers
 from schedules.sampling.memory_turns import (
@@ -85,7 +86,7 @@ def sync_step(
     run_pending_checks(session, trainer, episodes)
     sampled = time.perf_counter()
     begin_first_batch(session, trainer, episodes)
-    result = trainer.train(step, episodes)
+    result = train_step(trainer, step, episodes)
     check = session.first.end(step, result)
     trained = time.perf_counter()
     transfer = session.sync(trainer)

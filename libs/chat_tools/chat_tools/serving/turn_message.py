@@ -6,7 +6,7 @@
 3. What can't be read as a call, or is one where none may be made, is content as the model wrote it. Where it ends is
    known at the end of the turn, so content waits from there on.
 4. OpenAI's stream takes nothing back. Of a call that was begun and is dropped (CallDropped) a client keeps a name, and
-   arguments that break off: no JSON. Told again, it is the next entry, under the same id.
+   arguments that break off: no JSON. ShardMetadata again, it is the next entry, under the same id.
 
 Invariants (tests): the deltas, but for entries whose arguments are no JSON, add up to the message, and this is the
 whole text's `to_openai()`, however the text is cut.

@@ -24,10 +24,10 @@ class AdapterExport:
 
 
 def adapter_layout(engine: Any, live: bool = False) -> AdapterExport | None:
-    """Return the layout of what `adapter_pieces` yields; None for an engine without an adapter. `live`: see
-    `Engine.export_weights`."""
+    """Return the layout of what `adapter_pieces` yields; None for an engine without an adapter, and for one with
+    adapters on experts, whose merged weights are exported. `live`: see `Engine.export_weights`."""
     config = engine.config.lora
-    if not config.rank:
+    if not config.rank or config.target_parameters:
         return None
     adapted = [name for name, module in linear_layers(engine.executor.model).items() if hasattr(module, "lora_on")]
     return AdapterExport(config.rank, config.scale, tuple(_export_name(engine, name, live) for name in adapted))

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engines.adapters.lora import linear_layers
+from engines.adapters.stacked import peft_tensors
 from engines.lora_config import LoraConfig
 from engines.nonfinite import finite_tensors
 from engines.storage.directories import fresh_temporary, replace_directory
@@ -34,11 +35,14 @@ def save_adapter(engine: Any, directory: str | Path) -> None:
     engine.guard.check_export()
     model, target = engine.executor.model, Path(directory)
     names: DiskNames = engine.weights.names
+    live = {
+        name: tensor.detach().to("cpu", torch.float32, copy=True)
+        for name, tensor in finite_tensors(engine.executor.adapter_tensors())
+    }
     tensors: dict[str, Tensor] = {}
-    for live, tensor in finite_tensors(engine.executor.adapter_tensors()):
-        for name in names.in_classes(live):
-            whole = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
-            tensors[f"base_model.model.{name}.weight"] = whole
+    for own, whole in peft_tensors(live):
+        for name in names.in_classes(own):
+            tensors[f"base_model.model.{name}.weight"] = whole.clone().contiguous()
     if dist.get_rank() == 0:
         made = fresh_temporary(target)
         save_file(tensors, made / WEIGHTS, metadata={"format": "pt"})
@@ -60,6 +64,7 @@ def _peft_config(config: LoraConfig, model: Any, names: DiskNames, base: str | N
         "lora_alpha": config.alpha,
         "use_rslora": config.rank_stabilized,
         "target_modules": decoder if names.text_prefix else targets,
+        "target_parameters": list(config.target_parameters) or None,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional
 
+from engines.adapters.stacked import adapted_stacks, add_stacked
 from engines.families.registry import family_of
 from engines.lora_config import LoraConfig
 from engines.weights.model_weights import ModelWeights, live_tensors
@@ -34,14 +35,15 @@ _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 def is_adapter(name: str) -> bool:
     """Return whether a parameter of this name belongs to an adapter."""
-    return name.rpartition(".")[2] in PARTS
+    last = name.rpartition(".")[2]
+    return last in PARTS or last.endswith(("_lora_A", "_lora_B"))
 
 
 def add_adapters(model: Any, config: LoraConfig, weights: ModelWeights, dtype: torch.dtype) -> tuple[str, ...]:
     """Add adapters of this dtype to a model, and freeze the rest in the dtypes that it has on disk.
 
-    Returns the names of the layers that have one now. ValueError for a target that is no linear layer of the decoder,
-    or a rank that is larger than a layer.
+    Returns the names of the linear layers that have one now. ValueError for a target that is no linear layer of the
+    decoder, or a rank that is larger than a layer; for experts as `engines.adapters.stacked`.
     """
     chosen = adapted_layers(model, config)
     _keep_dtypes(model, weights)
@@ -52,11 +54,13 @@ def add_adapters(model: Any, config: LoraConfig, weights: ModelWeights, dtype: t
         module.lora_B = nn.Parameter(torch.zeros(module.out_features, config.rank, **options))
         module.lora_scale, module.lora_on = config.scale, True
         set_mixin(module, LowRankLinear)
+    add_stacked(model, config, dtype)
     return tuple(chosen)
 
 
 def adapted_layers(model: Any, config: LoraConfig) -> dict[str, Any]:
-    """Return the layers that are to have adapters, by name; ValueError as `add_adapters`."""
+    """Return the linear layers that are to have adapters, by name; ValueError as `add_adapters`."""
+    adapted_stacks(model, config)
     layers = linear_layers(model)
     for target in config.targets:
         if target not in {name.rpartition(".")[2] for name in layers}:
@@ -108,7 +112,7 @@ def initial_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
     full = torch.zeros(tuple(shape))
     if name.endswith("lora_A"):
         own = int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest(), "big")
-        full.uniform_(-1, 1, generator=torch.Generator().manual_seed(own)).div_(math.sqrt(full.shape[1]))
+        full.uniform_(-1, 1, generator=torch.Generator().manual_seed(own)).div_(math.sqrt(full.shape[-1]))
     return full
 
 
@@ -139,10 +143,17 @@ def merged_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, 
         full = whole(tensor)
         if isinstance(tensor, nn.Parameter):
             full = full.to(dtype)
-        if name.endswith(".weight") and hasattr(module, "lora_on"):
-            delta = (whole(module.lora_B).to(dtype) @ whole(module.lora_A).to(dtype)) * module.lora_scale
-            full = full + delta
+        if (pair := _pair_of(module, name.rpartition(".")[2])) is not None:
+            a, b = (whole(part).to(dtype) for part in pair)
+            full = full + (b @ a) * module.lora_scale
         yield name, full.detach()
+
+
+def _pair_of(module: Any, parameter: str) -> tuple[Tensor, Tensor] | None:
+    """Return A and B of a module's parameter; None where it has no adapter."""
+    before = "" if parameter == "weight" else f"{parameter}_"
+    a, b = (getattr(module, f"{before}{part}", None) for part in PARTS)
+    return None if a is None or b is None else (a, b)
 
 
 def whole(tensor: Tensor) -> Tensor:

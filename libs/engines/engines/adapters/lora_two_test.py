@@ -15,6 +15,8 @@ from objectives import SFT
 
 LENGTHS = [29, 3, 12, 5, 17, 2, 1, 6, 4]
 MODES = ["off", "static:2", "dynamic"]
+EXPERTS = "experts"
+STACKED = LoraConfig(rank=3, target_parameters=("experts.gate_up_proj", "experts.down_proj"))
 
 
 Found = tuple[dict[str, Any], dict[str, Any], float]  # of one rank, of two by mode, and of one that goes on
@@ -28,11 +30,11 @@ def engine(mode: Any = "off") -> TrainEngine:
         lr=1e-2,
         eps=1e-2,
         max_tokens_per_rank=32,
-        context_parallel=mode,
+        context_parallel="off" if mode == EXPERTS else mode,
         weight_decay=0.1,
-        lora=LoraConfig(rank=3),
+        lora=STACKED if mode == EXPERTS else LoraConfig(rank=3),
     )
-    return build_engine(config, tiny_model("dense", scale=2.0, num_hidden_layers=2))
+    return build_engine(config, tiny_model("moe" if mode == EXPERTS else "dense", scale=2.0, num_hidden_layers=2))
 
 
 def results_of(built: TrainEngine, folder: Path | None = None) -> dict[str, Any]:
@@ -50,6 +52,7 @@ def results_of(built: TrainEngine, folder: Path | None = None) -> dict[str, Any]
 
 def on_two(folder: Path) -> dict[str, Any]:
     results: dict[str, Any] = {mode: results_of(engine(mode), folder if mode == "off" else None) for mode in MODES}
+    results[EXPERTS] = results_of(engine(EXPERTS))
     again = engine()
     again.load(folder / "one")  # what one rank wrote
     results["next"] = again.train_batch(tiny_batch(LENGTHS, seed=9), SFT())["loss"]
@@ -60,6 +63,7 @@ def alone(folder: Path) -> dict[str, Any]:
     built = engine()
     out = results_of(built)
     built.save(folder / "one")
+    out[EXPERTS] = results_of(engine(EXPERTS))
     out["next"] = built.train_batch(tiny_batch(LENGTHS, seed=9), SFT())["loss"]
     return out
 
@@ -79,9 +83,9 @@ def loaded(folder: Path) -> float:
     return built.train_batch(tiny_batch(LENGTHS, seed=9), SFT())["loss"]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, EXPERTS])
 def test_two_ranks_equal_one(found: Found, mode: str) -> None:
-    one, two = found[0], found[1][mode]
+    one, two = found[0][EXPERTS] if mode == EXPERTS else found[0], found[1][mode]
     assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
     torch.testing.assert_close(two["scores"], one["scores"], atol=1e-4, rtol=0)
     for kind in ("adapters", "weights"):

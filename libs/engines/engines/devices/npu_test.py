@@ -20,7 +20,7 @@ from engines.devices.detect import accelerators_here, devices_of
 from engines.execution.micro_batches import MicroBatch, MicroBatches
 from engines.fake_npu.build import reason_against
 from engines.fake_npu.path import fake_npu_on_path
-from engines.fsdp2 import fsdp2_executor as executor
+from engines.fsdp2 import prepared_model
 from engines.launch import RankError
 from engines.megatron.megatron_executor import MegatronExecutor
 from engines.megatron.runtime.process_groups import release
@@ -97,7 +97,7 @@ def run_all(device: Literal["cpu", "npu"]) -> list[tuple[Any, ...]]:
     with (
         sdpa_kernel(SDPBackend.MATH),
         planted(dist, "all_reduce", all_reduce_of_hccl),
-        planted(executor, "use_host_norms", lambda model: None),
+        planted(prepared_model, "use_host_norms", lambda model: None),
     ):
         return [run(device, **case) for case in cases()]
 

@@ -64,7 +64,7 @@ class BFloat16AdamW(torch.optim.AdamW):
 def _narrow(optimizer: torch.optim.Optimizer) -> None:
     """Cast loaded moments back to bfloat16: torch casts what it loads to the weights' dtype. No bit changes."""
     for state in optimizer.state.values():
-        for name in ("exp_avg", "exp_avg_sq"):
+        for name in state.keys() - {"step"}:
             state[name] = state[name].to(torch.bfloat16)
 
 

@@ -24,6 +24,8 @@ class Scoring:
     entropy: bool = False
     tokens: str | None = None
     top_k: int = 0
+    mtp: bool = False
+    """Whether the head for multi-token prediction scores too."""
 
     def several(self, packed: PackedBatch, slots: Tensor) -> Tensor | int:
         """Return which tokens are asked for at these tokens of a micro-batch, i64[N, K], or how many likeliest."""
@@ -39,6 +41,14 @@ class Several(NamedTuple):
     rest: Tensor
 
 
+class MTPScores(NamedTuple):
+    """The scores of a head for multi-token prediction, f32[N]: log-probs of tokens, and 1 where the token is the one
+    that it finds likeliest; both are 0 of tokens without two before them."""
+
+    log_probs: Tensor
+    hits: Tensor
+
+
 @dataclass(frozen=True)
 class Scores:
     """Scores of the T tokens of a micro-batch, whole on every rank that shares it.
@@ -46,6 +56,7 @@ class Scores:
     `log_probs`, `entropy` f32[T]: right where `MicroBatch.wanted`, 0 elsewhere. `auxiliary`: a scalar that the model
     adds to the loss by itself (a router's balancing loss), this micro-batch's share of the step. `load` f32[layers, E]:
     how many of the tokens that this rank computed went to each expert. `several`: of K tokens at each, where asked for.
+    `mtp`: those of the head for multi-token prediction, f32[T] each, where it is trained.
     """
 
     log_probs: Tensor
@@ -53,6 +64,7 @@ class Scores:
     auxiliary: Tensor | None = None
     load: Tensor | None = None
     several: Several | None = None
+    mtp: MTPScores | None = None
 
 
 def collected(

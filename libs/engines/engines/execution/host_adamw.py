@@ -49,7 +49,7 @@ class HostAdamW(torch.optim.AdamW):
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=_device(parameter))
-            state |= {name: _on_host(parameter) for name in MOMENTS}
+            state |= {name: on_host(parameter) for name in MOMENTS}
         return state
 
     def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -91,13 +91,14 @@ def _to_host(optimizer: torch.optim.Optimizer) -> None:
     """Move loaded moments to the host, and `step` to the device: torch loads both to where the weights are."""
     for parameter, state in optimizer.state.items():
         state["step"] = state["step"].to(_device(parameter))
-        for name in MOMENTS:
-            moment = _on_host(parameter)
+        for name in state.keys() - {"step"}:
+            moment = on_host(parameter)
             _local(moment).copy_(_local(state[name]))
             state[name] = moment
 
 
-def _on_host(parameter: Tensor) -> Tensor:
+def on_host(parameter: Tensor) -> Tensor:
+    """Return zeros like a parameter in host memory."""
     return torch.zeros_like(parameter, device="cpu", pin_memory=_pins(parameter))
 
 

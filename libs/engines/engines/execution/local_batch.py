@@ -1,7 +1,7 @@
 """The rows of a global batch that one rank holds, and what ranks tell one another about the rows that they hold."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -19,6 +19,14 @@ _ABSENT = -(2**62)
 
 
 @dataclass(frozen=True)
+class RowStats:
+    """Counts of all rows that a step needs, and the rows without a gradient."""
+
+    totals: Totals
+    zero_gradient: frozenset[int]
+
+
+@dataclass(frozen=True)
 class LocalBatch:
     """Some rows of a global batch, for `train_batch` and `forward`: every rank passes the rows that it holds.
 
@@ -26,11 +34,16 @@ class LocalBatch:
     must hold at least `engine.plan(lengths).rows_of(rank)` (rank: `ParallelGroups.plan_index`, the rank's number where
     there is data parallelism alone); more is allowed. ValueError for rows that do not exist, come twice, or have
     another length than `lengths` says.
+
+    `stats`, the same on every rank: what all of them know of all rows (`TrainEngine.row_stats`). Then rows without a
+    gradient are nobody's: a rank holds those of `engine.plan(lengths, stats.zero_gradient)`, trains what a whole batch
+    would, and `forward` scores those rows alone, so that nothing of a row travels between ranks.
     """
 
     batch: TensorDict | BatchView
     rows: tuple[int, ...]
     lengths: tuple[int, ...]
+    stats: RowStats | None = None
 
     def __post_init__(self) -> None:
         view = self.view
@@ -61,7 +74,7 @@ class LocalBatch:
 
     def with_positions(self, settings: VisionSettings) -> "LocalBatch":
         """Return the rows with their media checked and positions on several axes; see `engines.media.media_batch`."""
-        return LocalBatch(with_positions(self.view, settings), self.rows, self.lengths)
+        return replace(self, batch=with_positions(self.view, settings))
 
     def require(self, keys: Sequence[str], sees: bool = False) -> None:
         """Raise ValueError naming the keys that are missing, or images where the model `sees` none."""
@@ -81,14 +94,6 @@ def input_ids_of(batch: TensorDict | BatchView | LocalBatch) -> Tensor | None:
     """Return the jagged `input_ids` of a batch as it was given; None of a view, which holds no jagged tensors."""
     given = batch.batch if isinstance(batch, LocalBatch) else batch
     return given.get("input_ids") if isinstance(given, TensorDict) else None
-
-
-@dataclass(frozen=True)
-class RowStats:
-    """Counts of all rows that a step needs, and the rows without a gradient."""
-
-    totals: Totals
-    zero_gradient: frozenset[int]
 
 
 def row_stats(view: BatchView, zero: Tensor | None) -> RowStats:

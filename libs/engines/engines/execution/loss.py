@@ -38,6 +38,7 @@ def scoring_of(objective: Objective, temperature: float) -> Scoring:
 
 STEP_METRICS = frozenset(
     (
+        *("mtp_loss", "mtp_accuracy"),
         *("loss", "auxiliary_loss", "grad_norm", "lr", "step", "tokens", "sequences", "trained_tokens"),
         *("computed_tokens", "computed_sequences", "micro_batches", "fill", "plan_hash", "skipped", "skipped_steps"),
     )
@@ -48,9 +49,11 @@ STEP_METRICS = frozenset(
 class StepLoss:
     """An `engines.execution.executor.LossFunction` that collects metrics as it is called."""
 
-    def __init__(self, objective: Objective, totals: Totals) -> None:
+    def __init__(self, objective: Objective, totals: Totals, mtp_factor: float | None = None) -> None:
+        """Take the totals of the step; `mtp_factor` weighs the loss of a head for multi-token prediction."""
         self.objective = objective
         self.totals = totals
+        self.mtp_factor = mtp_factor
         self.metrics = MetricSum()
         self._load: Tensor | None = None
 
@@ -82,6 +85,11 @@ class StepLoss:
         if scores.auxiliary is not None:
             loss = loss + scores.auxiliary
             metrics = {**metrics, "auxiliary_loss": scores.auxiliary}
+        if scores.mtp is not None and self.mtp_factor is not None:
+            # Cross entropy of the tokens that are trained, whatever the objective makes of them.
+            mtp_loss = -scores.mtp.log_probs.sum() / self.totals.tokens
+            loss = loss + self.mtp_factor * mtp_loss
+            metrics = {**metrics, "mtp_loss": mtp_loss, "mtp_accuracy": scores.mtp.hits.sum() / self.totals.tokens}
         if not loss.requires_grad:  # an objective that ignored the log-probs of a dummy
             loss = loss + 0.0 * log_probs.sum()
         if scores.load is not None:

@@ -1,4 +1,4 @@
-"""AdamW with decay on matrices alone, and gradient clipping over local shards."""
+"""AdamW with decay on matrices alone, or Muon beside it, and gradient clipping over local shards."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,61 +14,103 @@ from engines.config import EngineConfig
 from engines.execution.bfloat16_adamw import BFloat16AdamW
 from engines.execution.host_adamw import HostAdamW
 from engines.execution.learning_rates import LR_SCALE, scale_of
+from engines.execution.muon import MUON, Held, MatrixUpdates, Place, with_matrices
 from engines.execution.reductions import reduce_float64
+from engines.muon.matrices import muon_matrices
 from engines.private_api import foreach_mul, foreach_norm
+from engines.weights.box import Box
+from engines.weights.row_shards import counts_once
+from engines.weights.shard_export import rows_held
 
 DECAYS = "decays"
 """Key of an optimizer's group: 1 where weights decay, else 0."""
 
 
 def build_optimizer(
-    module: nn.Module, config: EngineConfig, scales: Mapping[str, float] | None = None
+    module: nn.Module,
+    config: EngineConfig,
+    scales: Mapping[str, float] | None = None,
+    place: Place | None = None,
 ) -> torch.optim.AdamW:
     """Build AdamW with two parameter groups: matrices decay, vectors (norms, biases, decay rates) do not. Each takes
-    one fused kernel call a step; `scales` (multiples of the learning rate, by name) split them further."""
+    one fused kernel call a step; `scales` (multiples of the learning rate, by name) split them further. `place`: where
+    Muon, if that is asked for, updates the matrices of the model in the scorer `module`. Collective with that."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not trained:
         raise ValueError("no parameter of the model is trainable: build the engine with trainable=False instead")
     multiples = scales or {}
-    return adamw([Updated(p, p.ndim >= 2, multiples.get(name, 1.0)) for name, p in trained.items()], config)
+    muon = config.optimizer == "muon" and place is not None
+    matrices = {f"model.{name}" for name in muon_matrices(config, module.model)} if muon else set()
+    updated = [
+        Updated(p, p.ndim >= 2, multiples.get(name, 1.0), _held(name, p) if name in matrices else None)
+        for name, p in trained.items()
+    ]
+    return optimizer_of(updated, config, place)
+
+
+def _held(name: str, parameter: Tensor) -> Held:
+    """Return what a parameter, whole or in FSDP2's shards, holds of matrices."""
+
+    def boxes(tensor: Tensor) -> list[tuple[str, Box, Tensor]]:
+        own = rows_held(name, tensor)
+        return [] if own is None else [own]
+
+    return Held(boxes, counts_once(parameter))
 
 
 @dataclass(frozen=True, eq=False)
 class Updated:
-    """A tensor to update, whether it decays, and its multiple of the learning rate."""
+    """A tensor to update, whether it decays, and its multiple of the learning rate; what it holds of matrices, where
+    Muon updates it."""
 
     parameter: Tensor
     decays: bool
     scale: float = 1.0
+    held: Held | None = None
 
 
-def adamw(updated: Sequence[Updated], config: EngineConfig) -> torch.optim.AdamW:
-    """Make AdamW over groups with one decay and one learning rate each; one rank of several may update nothing."""
+def optimizer_of(updated: Sequence[Updated], config: EngineConfig, place: Place | None = None) -> torch.optim.AdamW:
+    """Make AdamW, or Muon beside it, over groups with one decay and one learning rate each; one rank of several may
+    update nothing. `place`: of matrices. Collective under Muon."""
     scales = {1.0: None} | {one.scale: None for one in updated}
     groups: list[dict[str, Any]] = [
         {
-            "params": [one.parameter for one in updated if (one.scale, one.decays) == (scale, decays)],
+            "params": [one.parameter for one in updated if _group_of(one) == (scale, decays, muon)],
             "weight_decay": config.weight_decay if decays else 0.0,
             "lr": config.lr * scale,
             LR_SCALE: scale,
             DECAYS: float(decays),
+            **({MUON: 1.0, "momentum": config.muon_momentum} if muon else {}),
         }
         for scale in scales
-        for decays in (True, False)
+        for decays, muon in ((True, False), (False, False), (True, True))
     ]
     groups = [group for group in groups if group["params"]] or groups
     options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    kind: type[torch.optim.AdamW] = torch.optim.AdamW
     if config.moments_dtype == "bfloat16":
-        return BFloat16AdamW(groups, **options)
-    if config.optimizer_on_host and config.backend == "fsdp2":  # Megatron's masters are on the host themselves
-        return HostAdamW(groups, **options)
-    return torch.optim.AdamW(groups, **options, fused=True)
+        kind = BFloat16AdamW
+    elif config.optimizer_on_host and config.backend == "fsdp2":  # Megatron's masters are on the host themselves
+        kind = HostAdamW
+    else:
+        options["fused"] = True
+    if config.optimizer == "adamw" or place is None:
+        return kind(groups, **options)
+    optimizer = with_matrices(kind)(groups, **options)
+    optimizer.use({one.parameter: one.held for one in updated if one.held is not None}, place)
+    return optimizer
+
+
+def _group_of(one: Updated) -> tuple[float, bool, bool]:
+    return one.scale, one.decays, one.held is not None
 
 
 def name_of(optimizer: torch.optim.Optimizer | None) -> str:
     """Return an optimizer's name for logs: its package and its class."""
     if optimizer is None:
         return "none: the engine only scores"
+    if isinstance(optimizer, MatrixUpdates):
+        return str(optimizer)
     return f"{type(optimizer).__module__.partition('.')[0]}'s {type(optimizer).__name__}"
 
 

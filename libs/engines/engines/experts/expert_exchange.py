@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from engines.experts.grouped_experts import Run, routed_experts
+
 WEIGHTS = ("gate_up_proj", "down_proj")
 """Weights of a module of experts: [E, 2 I, H] and [E, H, I]."""
 
@@ -83,23 +85,31 @@ class ExpertExchange:
     num_experts: int
     group: dist.ProcessGroup
 
-    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return [T, H] of hidden states [T, H], experts i64[T, k] and their weights [T, k]. Collective."""
+    def __call__(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, run: Run | None = None
+    ) -> Tensor:
+        """Return [T, H] of hidden states [T, H], experts i64[T, k] and their weights [T, k]. Collective.
+
+        `run`: see `engines.experts.grouped_experts.routed_experts`, which computes then in place of `stock`.
+        """
         way = routes(top_k_index, self.num_experts, self.group)
         each = top_k_index.shape[-1]
         came: Any = _Exchange.apply(hidden_states[way.order // each], way.sent, way.received, self.group)
-        back: Any = _Exchange.apply(self._compute(came, way.experts), way.received, way.sent, self.group)
+        back: Any = _Exchange.apply(self._compute(came, way.experts, run), way.received, way.sent, self.group)
         place = torch.empty_like(way.order)
         place[way.order] = torch.arange(len(place), device=place.device)
         weighted = back[place] * top_k_weights.reshape(-1, 1)
         result: Tensor = weighted.view(*top_k_index.shape, -1).sum(1).to(hidden_states.dtype)
         return result
 
-    def _compute(self, rows: Tensor, experts: Tensor) -> Tensor:
+    def _compute(self, rows: Tensor, experts: Tensor, run: Run | None) -> Tensor:
         own = _OwnExperts(self.module, self.num_experts // dist.get_world_size(self.group))
         if not len(rows):  # nothing came: weights must get a gradient all the same, FSDP's collectives match then
             return rows + 0.0 * (own.gate_up_proj.sum() + own.down_proj.sum())
-        return self.stock(own, rows, experts[:, None], rows.new_ones(len(rows), 1))
+        ones = rows.new_ones(len(rows), 1)
+        if run is not None:
+            return routed_experts(rows, experts[:, None], ones, own.gate_up_proj, own.down_proj, run)
+        return self.stock(own, rows, experts[:, None], ones)
 
 
 class _OwnExperts:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from engines.experts.expert_exchange import WEIGHTS, ExpertExchange
 from engines.families.registry import family_of
 from engines.parallel.groups import mesh_of
+from seqpack.adapters.subclasses import stock_class
 
 ROWS, EXPERTS = "rows", "experts"
 
@@ -37,7 +38,7 @@ def place_experts(model: Any, ranks: int, device: str) -> tuple[list[nn.Module],
     mesh = mesh_of(device, (rows, ranks), (ROWS, EXPERTS))
     modules = expert_modules(model)
     for module in modules:
-        stock: Any = type(module).forward  # before FSDP2 gives the module another class
+        stock: Any = stock_class(module).forward  # before FSDP2 gives the module another class
         number = getattr(module, WEIGHTS[0]).shape[0]
         for name in WEIGHTS:
             _keep_own(module, name, mesh[EXPERTS])

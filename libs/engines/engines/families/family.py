@@ -93,6 +93,9 @@ class Family:
     """Patterns (names on disk) of tensors that are not trained and go into every export as they are, each with the
     config fields that describe them: these are left out of an export that has no such tensor."""
 
+    mtp: bool = False
+    """Whether its checkpoints' head for multi-token prediction is that of `engines.mtp.head`."""
+
     inside: bool = False
     """Whether the text part is trained inside of a multi-modal model, whose other parts are taken out: there is no
     model of the text part alone, or its checkpoints have the names of the whole."""

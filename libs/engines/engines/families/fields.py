@@ -35,7 +35,7 @@ DELTA_NET: Fields = {
     "output_gate_type": ("swish",),
     "mamba_ssm_dtype": ("float32",),
 }
-# A head that predicts further tokens: carried, not trained.
+# A head that predicts further tokens: carried, or trained where a run asks for it (`engines.mtp`).
 MULTI_TOKEN_PREDICTION = any_value("mtp_num_hidden_layers num_mtp_layers mtp_use_dedicated_embeddings mtp_layer_types")
 MTP_TENSORS = {"mtp.*": tuple(MULTI_TOKEN_PREDICTION)}
 # Sizes of the vision tower that the stock code alone honours. `deepstack_visual_indexes` names layers whose features

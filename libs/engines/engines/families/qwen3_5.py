@@ -30,4 +30,5 @@ QWEN3_5 = Family(
     },
     float32=("*.linear_attn.A_log", "*.linear_attn.norm.weight"),
     carried={**MTP_TENSORS, **VISION_TENSORS},
+    mtp=True,
 )

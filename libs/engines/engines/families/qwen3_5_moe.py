@@ -37,4 +37,5 @@ QWEN3_5_MOE = Family(
     experts="Qwen3_5MoeExperts",
     float32=("*.linear_attn.A_log", "*.linear_attn.norm.weight"),
     carried={**MTP_TENSORS, **VISION_TENSORS},
+    mtp=True,
 )

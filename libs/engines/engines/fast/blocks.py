@@ -55,6 +55,15 @@ class MLPWeights(NamedTuple):
     down: Weight
 
 
+class SharedExpertWeights(NamedTuple):
+    """The weights of a gated MLP that every token goes to, and of the one feature that its result is switched by."""
+
+    gate: Weight
+    up: Weight
+    down: Weight
+    switch: Weight
+
+
 class DeltaNetWeights(NamedTuple):
     """The weights of a gated delta net layer and the norm before it; `conv` [D, K]."""
 
@@ -104,6 +113,36 @@ def mlp_grad(
         x, w.norm, norm, to_float32(input_grad(d_p, w.gate)) + to_float32(input_grad(d_u, w.up))
     )
     return (d_x + to_float32(grad)).to(x.dtype), MLPWeights(d_norm, d_gate, d_up, d_down)
+
+
+def shared_expert(n: Tensor, w: SharedExpertWeights, where: Where, norm: Norm) -> tuple[Tensor, Tensors]:
+    """Return down(silu(gate(n)) * up(n) * sigmoid(switch(n))); kept: gate, up and switch. Not residual: n is normed."""
+    del where, norm
+    p, u, z = project(n, w.gate), project(n, w.up), project(n, w.switch)
+    return project(_switched(p, u, z), w.down), (p, u, z)
+
+
+def shared_expert_grad(
+    grad: Tensor, n: Tensor, w: SharedExpertWeights, kept: Tensors, where: Where, norm: Norm
+) -> tuple[Tensor, SharedExpertWeights]:
+    """Return (d n, d weights) of `shared_expert`."""
+    del where, norm
+    p, u, z = kept
+    s, d_a = to_float32(z).sigmoid(), to_float32(input_grad(grad, w.down))
+    d_s = (d_a * swiglu(to_float32(p), to_float32(u))).sum(-1, keepdim=True)
+    d_z = (d_s * s * (1.0 - s)).to(z.dtype)
+    d_p, d_u = swiglu_grad(p, u, d_a * s)
+    d_n = to_float32(input_grad(d_p, w.gate)) + to_float32(input_grad(d_u, w.up))
+    d_n = d_n + to_float32(input_grad(d_z, w.switch))
+    d_down = weight_grad(grad, _switched(p, u, z), w.down)
+    d_weights = SharedExpertWeights(
+        weight_grad(d_p, n, w.gate), weight_grad(d_u, n, w.up), d_down, weight_grad(d_z, n, w.switch)
+    )
+    return d_n.to(n.dtype), d_weights
+
+
+def _switched(p: Tensor, u: Tensor, z: Tensor) -> Tensor:
+    return (swiglu(to_float32(p), to_float32(u)) * to_float32(z).sigmoid()).to(p.dtype)
 
 
 def delta_net(x: Tensor, w: DeltaNetWeights, where: Where, norm: Norm) -> tuple[Tensor, Tensors]:

@@ -28,10 +28,10 @@ def compilations() -> int:
 
 
 @cache
-def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
-    """Return the function compiled whole, the same one for the whole process."""
+def compiled(function: Callable[..., Any], backend: str = "inductor", whole: bool = True) -> Callable[..., Any]:
+    """Return the function compiled, the same one for the whole process; `whole`: as one graph, or an error."""
     options = ONE_FOR_ALL_SIZES if backend == "inductor" else None
-    return torch.compile(function, fullgraph=True, backend=backend, options=options)
+    return torch.compile(function, fullgraph=whole, backend=backend, options=options)
 
 
 def mark_tokens(tensors: Sequence[Tensor]) -> None:

@@ -20,14 +20,19 @@ from engines.fast.compiling import compilations
 from engines.fast.convolution import conv_heads, conv_heads_grad
 from engines.fast.log_prob_kernels import gradient, gradient_plain, statistics, statistics_plain
 from engines.launch import ensure_group
+from engines.testing.gradients import error
+from engines.testing.gradients import gradients as gradients_of
 from engines.tiny import FUSED_SIZES, tiny_batch, tiny_model
 from objectives import SFT
+from seqpack.batches.batch import jagged
+from seqpack.batches.schema import ROUTED_EXPERTS
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 LENGTHS = [700, 5, 333, 64, 1, 945]
+LAYERS, EXPERTS, TOP_K = 4, 16, 4
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -40,37 +45,36 @@ def group() -> Iterator[None]:
 
 def engine(kind: str = "dense", **options: Any) -> Any:
     config = {"device": "cuda", "lr": 1e-3, "max_tokens_per_rank": 2048, **options}
-    hybrid = kind == "dense"
+    hybrid = kind in ("dense", "moe")
     sizes = {name: size for name, size in FUSED_SIZES.items() if hybrid or not name.startswith(("linear", "rope"))}
+    if kind.endswith("moe"):
+        sizes |= {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 128}
+        config |= {"routing_replay": True, "router_aux_loss_coef": 0.01, **options}
     return build_engine(EngineConfig(**config), tiny_model(kind, scale=1.0, **sizes))
 
 
-def batch(seed: int = 0, lengths: list[int] = LENGTHS) -> TensorDict:
-    return tiny_batch(lengths, seed=seed, vocab=512)
+def batch(seed: int = 0, lengths: list[int] = LENGTHS, kind: str = "dense") -> TensorDict:
+    """`kind`: of the model; tokens of one with experts go to given ones, which no rounding of a router changes."""
+    data = tiny_batch(lengths, seed=seed, vocab=512)
+    if kind.endswith("moe"):
+        rng = torch.Generator().manual_seed(seed)
+        given = [torch.rand(n, LAYERS, EXPERTS, generator=rng).topk(TOP_K).indices.to(torch.int16) for n in lengths]
+        data[ROUTED_EXPERTS] = jagged(given, 0)
+    return data
 
 
 def gradients(built: Any, data: TensorDict) -> tuple[float, dict[str, torch.Tensor]]:
-    """(loss, gradients by name) of a step that is not made."""
-    work = built._agree_on(data, SFT())
-    loss = StepLoss(SFT(), work.stats.totals)
-    built.executor.train(built._micro_batches(work.batch, work.plan), loss, Scoring())
-    shards = {name: p.grad for name, p in built.executor.scorer.named_parameters() if p.requires_grad}
-    whole = {name: (g.full_tensor() if hasattr(g, "full_tensor") else g).double() for name, g in shards.items()}
-    return float(loss.share(built.device)), whole
-
-
-def error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
-    squares = sum(float((found[name] - value).square().sum()) for name, value in exact.items())
-    return float((squares / sum(float(value.square().sum()) for value in exact.values())) ** 0.5)
+    return gradients_of(built, data, SFT())
 
 
 @pytest.mark.parametrize("weights", ["sharded", "replicated"])
-@pytest.mark.parametrize("kind", ["dense", "attention"])
+@pytest.mark.parametrize("kind", ["dense", "attention", "moe", "attention_moe"])
 def test_compiled_layers_equal_plain_ones(kind: str, weights: str) -> None:
     """Gradient errors against float32: no larger than the plain path's."""
-    exact_loss, exact = gradients(engine(kind, dtype="float32", weights="sharded"), batch())
-    plain_loss, plain = gradients(engine(kind, compile="off", weights="sharded"), batch())
-    fast_loss, fast = gradients(engine(kind, compile="on", weights=weights), batch())
+    data = batch(kind=kind)
+    exact_loss, exact = gradients(engine(kind, dtype="float32", weights="sharded"), data)
+    plain_loss, plain = gradients(engine(kind, compile="off", weights="sharded"), data)
+    fast_loss, fast = gradients(engine(kind, compile="on", weights=weights), data)
     print({"loss": (exact_loss, plain_loss, fast_loss), "plain": error(plain, exact), "fast": error(fast, exact)})
     assert fast_loss == pytest.approx(exact_loss, rel=2e-3)
     assert error(fast, exact) <= 1.05 * error(plain, exact)
@@ -108,6 +112,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "sharded": {"weights": "sharded"},
     "recomputed": {"gradient_checkpointing": True},
     "attention": {"kind": "attention"},
+    "experts": {"kind": "moe"},
     "adapters": {},
 }
 
@@ -120,11 +125,12 @@ def test_compiled_once_whatever_the_batch(way: str, tmp_path: Path) -> None:
         built = adapted(str(tmp_path), compile="on")
     else:
         built = engine(compile="on", **WAYS[way])
-    built.train_batch(batch(), SFT())
+    kind = WAYS[way].get("kind", "dense")
+    built.train_batch(batch(kind=kind), SFT())
     before = compilations()
     for seed, lengths in enumerate(SHORT):
-        built.train_batch(batch(seed, lengths), SFT())
-        built.forward(batch(seed, lengths))
+        built.train_batch(batch(seed, lengths, kind), SFT())
+        built.forward(batch(seed, lengths, kind))
     assert compilations() == before
 
 

@@ -19,6 +19,11 @@ CHUNK = 64
 """Tokens in a chunk of FlashQLA's kernels on Hopper."""
 
 
+def has_delta_nets(text: Any) -> bool:
+    """Return whether a text model's configuration has gated delta nets."""
+    return "linear_attention" in (getattr(text, "layer_types", None) or ())
+
+
 @torch.library.custom_op("engines::delta_rule", mutates_args=())
 def delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, boundaries: Tensor

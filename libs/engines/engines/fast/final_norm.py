@@ -58,8 +58,13 @@ class FunctionNorm(nn.Module):
         if hidden.dim() != 3 or hidden.shape[0] != 1:
             unpacked: Tensor = super().forward(hidden)
             return unpacked
-        result: Tensor = _Norm.apply(hidden.squeeze(0), self.weight, *self.function_options).unsqueeze(0)
-        return result
+        return normed(hidden.squeeze(0), self.weight, *self.function_options).unsqueeze(0)
+
+
+def normed(x: Tensor, weight: Tensor, norm: Norm, backend: str | None) -> Tensor:
+    """Return x [T, H] normalised by the function, under autograd."""
+    result: Tensor = _Norm.apply(x, weight, norm, backend)
+    return result
 
 
 class _Norm(Function):

@@ -1,4 +1,4 @@
-"""Decoder layers of one model that run as two functions each, mixer and MLP, under autograd, with adapters or without.
+"""Decoder layers of one model that run as functions under autograd: mixer and MLP, or experts; with adapters or not.
 
 `use_layer_functions(model)` gives each decoder layer instance a subclass of its class, whose forward differs for calls
 that carry a `PackedContext` alone; hooks of FSDP and recomputation stay outside. The adaptation of
@@ -20,6 +20,7 @@ from engines.fast.blocks import (
     AttentionWeights,
     DeltaNetWeights,
     MLPWeights,
+    SharedExpertWeights,
     Where,
     attention,
     attention_grad,
@@ -27,16 +28,19 @@ from engines.fast.blocks import (
     delta_net_grad,
     mlp,
     mlp_grad,
+    shared_expert,
+    shared_expert_grad,
 )
 from engines.fast.compiling import MIN_TOKENS, compiled, mark_tokens
-from engines.fast.delta_rule import prepare_delta_rule
-from engines.fast.final_norm import undo_final_norm, use_final_norm
+from engines.fast.delta_rule import has_delta_nets, prepare_delta_rule
+from engines.fast.final_norm import normed, undo_final_norm, use_final_norm
 from engines.fast.pointwise import Norm
+from engines.fast.routed_layers import is_routed, routed_sum, undo_routed_functions, use_routed_functions
 from engines.fast.sequence_bounds import Sequences
 from seqpack.adapters.context import CONTEXT_KEY, PackedContext
 from seqpack.adapters.subclasses import remove_mixin, set_mixin
 
-ZERO_CENTERED = ("qwen3_5",)
+ZERO_CENTERED = ("qwen3_5", "qwen3_5_moe")
 """Families whose norms add 1 to their weights."""
 
 
@@ -66,6 +70,7 @@ class LayerFunctions:
         for layer in self.layers:
             remove_mixin(layer, FunctionLayer)
             vars(layer).pop("functions", None)
+            undo_routed_functions(layer)
         undo_final_norm(self.norm)
 
 
@@ -83,6 +88,8 @@ def use_layer_functions(model: Any, backend: str | None = "inductor") -> LayerFu
     for layer in layers:
         mixer = next(iter(family.mixers(layer)))[0]
         set_mixin(layer, FunctionLayer)
+        if is_routed(layer):
+            use_routed_functions(layer)
         vars(layer)["functions"] = _Functions(names[id(mixer)], text, norm, backend)
     last = family.decoder(model).norm
     use_final_norm(last, norm, backend)
@@ -95,7 +102,7 @@ def sequences_of(context: PackedContext, text: Any) -> Sequences:
     if sequences is None:
         edges = context.edges if context.edges is not None else tuple(context.cu_seqlens.tolist())
         sequences = context.derived["sequences"] = Sequences.of(context.cu_seqlens, edges, context.positions)
-        if "linear_attention" in text.layer_types:
+        if has_delta_nets(text):
             prepare_delta_rule(sequences.boundaries, edges, text.linear_num_value_heads)
     return sequences
 
@@ -131,7 +138,13 @@ class _Functions:
         weights = delta_net_weights(norm, layer.linear_attn) if delta else attention_weights(norm, layer.self_attn)
         where = Where(sequences.cu_seqlens, sequences.boundaries, sequences.position, sequences.longest, cos, sin)
         x = self._apply(weights, where, x)
-        return self._apply(mlp_weights(layer.post_attention_layernorm.weight, layer.mlp), where, x)
+        second = layer.post_attention_layernorm.weight
+        if not is_routed(layer):
+            return self._apply(mlp_weights(second, layer.mlp), where, x)
+        n = normed(x, second, self.norm, self.backend)
+        if hasattr(layer.mlp, "shared_expert"):
+            x = x + self._apply(shared_expert_weights(layer.mlp), where, n)
+        return x + routed_sum(layer, n, self.backend)
 
     def _apply(self, weights: Any, where: Where, x: Tensor) -> Tensor:
         frozen = not any(base(weight).requires_grad for weight in weights)
@@ -154,6 +167,13 @@ def linear_weight(module: Any) -> Weight:
 def mlp_weights(norm: Tensor, gated: Any) -> MLPWeights:
     """Return the weights of a gated MLP and the norm before it."""
     return MLPWeights(norm, *(linear_weight(one) for one in (gated.gate_proj, gated.up_proj, gated.down_proj)))
+
+
+def shared_expert_weights(block: Any) -> SharedExpertWeights:
+    """Return the weights of the shared expert of a `Qwen3_5MoeSparseMoeBlock`."""
+    one = block.shared_expert
+    linears = (one.gate_proj, one.up_proj, one.down_proj, block.shared_expert_gate)
+    return SharedExpertWeights(*map(linear_weight, linears))
 
 
 def delta_net_weights(norm: Tensor, net: Any) -> DeltaNetWeights:
@@ -187,6 +207,7 @@ def attention_weights(norm: Tensor, mixer: Any) -> AttentionWeights:
 
 _FUNCTIONS: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {
     MLPWeights: (mlp, mlp_grad),
+    SharedExpertWeights: (shared_expert, shared_expert_grad),
     DeltaNetWeights: (delta_net, delta_net_grad),
     AttentionWeights: (attention, attention_grad),
 }

@@ -50,6 +50,12 @@ def inputs(
     return ids, torch.randn(sum(lengths), 48, generator=generator, dtype=dtype)
 
 
+def stock_model(**changes: Any) -> Any:
+    model: Any = tiny_model(**changes).double().eval()
+    model.set_experts_implementation("eager")  # the loop over experts
+    return model
+
+
 def fast_model(backend: str | None, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     model = tiny_model(**changes).to(dtype).eval()
     adapt_for_packing(model)
@@ -70,12 +76,16 @@ def largest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
         {"hidden_size": 24},
         {"kind": "attention"},
         {"kind": "attention", "num_key_value_heads": 4, "tie_word_embeddings": True},
+        {"kind": "moe"},
+        {"kind": "moe", "num_experts": 9, "num_experts_per_tok": 3},
+        {"kind": "attention_moe"},
+        {"kind": "attention_moe", "norm_topk_prob": False, "tie_word_embeddings": True, "mlp_only_layers": [1]},
     ],
 )
 def test_equals_stock_transformers(changes: dict[str, Any]) -> None:
     ids, weights = inputs(LENGTHS)
     with KeepFloat64():
-        expected = run_stock(tiny_model(**changes).double().eval(), ids, LENGTHS, weights)
+        expected = run_stock(stock_model(**changes), ids, LENGTHS, weights)
         got = run_packed(fast_model(None, **changes), ids, LENGTHS, weights)
     assert largest_error(got, expected) < 1e-9
 
@@ -92,7 +102,14 @@ def test_equals_the_packed_path_in_float64() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "kind", "graphs"), [("eager", "dense", 8), ("aot_eager", "dense", 8), ("aot_eager", "attention", 6)]
+    ("backend", "kind", "graphs"),
+    [
+        ("eager", "dense", 8),
+        ("aot_eager", "dense", 8),
+        ("aot_eager", "attention", 6),
+        ("aot_eager", "moe", 10),
+        ("aot_eager", "attention_moe", 6),
+    ],
 )
 def test_traced_whole_and_once(backend: str, kind: str, graphs: int) -> None:
     """Whatever the batch, each function and gradient is traced once (the norm's too), without a graph break."""
@@ -118,16 +135,20 @@ def test_one_token_runs_uncompiled() -> None:
     assert compilations() == before
 
 
-def test_calls_without_a_context_and_after_undo_are_stock() -> None:
-    model: Any = tiny_model().eval()
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_calls_without_a_context_and_after_undo_are_stock(kind: str) -> None:
+    model: Any = tiny_model(kind).eval()
     ids = inputs((9,))[0][None]
     expected = model(ids).logits
     adapt_for_packing(model)
     functions = use_layer_functions(model, None)
     assert torch.equal(model(ids).logits, expected)
     functions.undo()
-    stock: Any = tiny_model()
-    changed = [(one.base_model.norm, *one.base_model.layers) for one in (model, stock)]
+    stock: Any = tiny_model(kind)
+    changed = [
+        (one.base_model.norm, *one.base_model.layers, *(m for x in one.base_model.layers for m in x.mlp.modules()))
+        for one in (model, stock)
+    ]
     assert [type(module) for module in changed[0]] == [type(module) for module in changed[1]]
     assert [set(vars(module)) for module in changed[0]] == [set(vars(module)) for module in changed[1]]
 

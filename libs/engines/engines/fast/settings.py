@@ -10,6 +10,8 @@ def settings_refusal(config: EngineConfig) -> str | None:
     """Return why layers cannot be compiled under these settings, on any machine; None where they can."""
     if config.vision != "off" and config.compile != "on":
         return "layers behind a vision tower are compiled where compile='on' asks for it"
+    if config.lora.target_parameters:
+        return "experts with adapters are not compiled: leave lora.target_parameters out"
     if config.activation_offload:
         return "the inputs of compiled layers are not moved to the host"
     if config.batching != "packed":
@@ -17,6 +19,15 @@ def settings_refusal(config: EngineConfig) -> str | None:
     if config.context_parallel not in ("off", "static:1"):
         return "layers whose ranks share sequences are not compiled"
     return None
+
+
+def traced_settings_refusal(config: EngineConfig) -> str | None:
+    """Return why layers cannot be compiled as they are (`engines.fast.traced_layers`) under these settings."""
+    if config.activation_offload:
+        return "the inputs of compiled layers are not moved to the host"
+    return (
+        "layers are compiled for packed batches alone: set batching='packed'" if config.batching != "packed" else None
+    )
 
 
 def replication_refusal(config: EngineConfig) -> str | None:
@@ -27,6 +38,8 @@ def replication_refusal(config: EngineConfig) -> str | None:
         return "a vision tower is sharded: set weights='sharded'"
     if config.lora.rank:
         return "adapters and the weights under them are sharded: set weights='sharded'"
+    if config.optimizer != "adamw":
+        return "replicated weights are updated by AdamW: set weights='sharded', or optimizer='adamw'"
     if config.moments_dtype != "auto":
         return "replicated weights keep float32 moments: set moments_dtype='auto', or weights='sharded'"
     if config.parameters_on_host:

@@ -1,5 +1,6 @@
 """The decision whether the fast path can run, before it is switched on: Supported, or Unsupported with the reason."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -10,13 +11,18 @@ from engines.capability import Supported, Unsupported
 from engines.config import EngineConfig
 from engines.dtypes import compute_dtype
 from engines.families.registry import family_of
-from engines.fast.settings import replication_refusal, settings_refusal
+from engines.fast.delta_rule import has_delta_nets
+from engines.fast.settings import replication_refusal, settings_refusal, traced_settings_refusal
 from engines.fast.triton_kernels import has_triton
 
 LAYERS = Supported("fast/cuda_test.py::test_compiled_layers_equal_plain_ones")
+TRACED = Supported("fast/traced_layers_test.py::test_equals_plain_packed_layers")
+"""Stock layers compiled as they are (`engines.fast.traced_layers`)."""
 KERNELS = ("flash_qla", "triton")
 """The first is of delta nets alone."""
-FAMILIES = ("qwen3_5", "qwen3")
+FAMILIES = ("qwen3_5", "qwen3", "qwen3_5_moe", "qwen3_moe")
+Refusal = Callable[[Any], str | None]
+"""Why the layers of a model's config cannot be compiled as they are; None where they can."""
 REPLICATED = Supported("replicated/replicated_two_test.py::test_two_ranks_equal_one")
 
 
@@ -39,11 +45,22 @@ class Machine:
         return Machine("cuda", compute_dtype(config, device), torch.cuda.get_device_capability(device)[0], missing)
 
 
-def compiled_layers(config: EngineConfig, model_config: Any, device: torch.device) -> Supported | Unsupported:
-    """Return whether decoder layers and head can run as compiled functions over fused kernels."""
+def compiled_layers(
+    config: EngineConfig, model_config: Any, device: torch.device, refusal: Refusal = lambda _: "not compared"
+) -> Supported | Unsupported:
+    """Return whether decoder layers and head can run as compiled functions over fused kernels; else, where it is asked
+    for, whether stock layers can be compiled as they are: `refusal` compares them (`engines.prove.traced`)."""
+    machine, asked = Machine.of(config, device), config.compile == "on"
     reason = settings_refusal(config) or model_refusal(model_config)
-    reason = reason or machine_refusal(Machine.of(config, device), model_config.get_text_config())
-    return LAYERS if reason is None else Unsupported(reason)
+    if reason is None and not asked and family_of(model_config).routed:
+        reason = "layers with experts are compiled where compile='on' asks for it"
+    reason = reason or machine_refusal(machine, model_config.get_text_config())
+    if reason is None:
+        return LAYERS
+    if not asked:
+        return Unsupported(reason)
+    other = traced_settings_refusal(config) or traced_machine_refusal(machine) or refusal(model_config)
+    return TRACED if other is None else Unsupported(reason if other == reason else f"{reason}; {other}")
 
 
 def replicated_weights(config: EngineConfig, device: torch.device) -> Supported | Unsupported:
@@ -55,11 +72,13 @@ def replicated_weights(config: EngineConfig, device: torch.device) -> Supported 
     return REPLICATED
 
 
-def use_compiled_layers(config: EngineConfig, model_config: Any, device: torch.device) -> Supported | Unsupported:
+def use_compiled_layers(
+    config: EngineConfig, model_config: Any, device: torch.device, refusal: Refusal
+) -> Supported | Unsupported:
     """Return whether `config.compile` compiles the layers here; ValueError where it is "on" and cannot."""
     if config.compile == "off":
         return Unsupported("compile='off'")
-    answer = compiled_layers(config, model_config, device)
+    answer = compiled_layers(config, model_config, device, refusal)
     if config.compile == "on" and isinstance(answer, Unsupported):
         raise ValueError(f"compile='on' cannot be had: {answer.reason}; use compile='auto'")
     return answer
@@ -85,14 +104,24 @@ def model_refusal(model_config: Any) -> str | None:
     """Return why layers of this model have no compiled functions; None where they have."""
     family, text = family_of(model_config), model_config.get_text_config()
     if family.name not in FAMILIES:
-        return f"only the layers of Qwen3.5 and Qwen3 (dense) are written as functions, not those of {family.name}"
+        return f"the layers of {family.name} are compiled where compile='on' asks for it"
     if text.attention_bias:
         return "attention with biases is not written as a function"
-    if "sliding_attention" in text.layer_types:
+    kinds = getattr(text, "layer_types", None)  # Qwen3 MoE has none, and one window for all
+    if "sliding_attention" in kinds if kinds else text.sliding_window:
         return "attention in windows is not written as a function"
     if text.hidden_act != "silu":
         return f"the activation is {text.hidden_act}, the functions are written for silu"
     return None
+
+
+def traced_machine_refusal(machine: Machine) -> str | None:
+    """Return why this machine cannot compile layers as they are."""
+    if machine.kind != "cuda":
+        return "on a CPU the plain layers are as fast"
+    if machine.capability < 8:
+        return "compiled layers attend by flash attention, for compute capability 8.0 and newer"
+    return "triton is not installed" if "triton" in machine.missing else None
 
 
 def machine_refusal(machine: Machine, text: Any) -> str | None:
@@ -101,7 +130,7 @@ def machine_refusal(machine: Machine, text: Any) -> str | None:
         return "on a CPU the plain layers are as fast"
     if machine.dtype != torch.bfloat16:
         return "the fused kernels compute in bfloat16"
-    delta_nets = "linear_attention" in text.layer_types
+    delta_nets = has_delta_nets(text)
     if machine.capability != 9 and delta_nets:
         return "the delta rule's kernels are FlashQLA's for Hopper (compute capability 9.0)"
     if machine.capability != 9:
@@ -113,4 +142,7 @@ def machine_refusal(machine: Machine, text: Any) -> str | None:
         return f"FlashQLA's kernels have heads of 128 features, the model {sorted(sizes)}"
     if text.head_dim > 256 or text.head_dim % 8:
         return f"flash attention has heads of at most 256 features, a multiple of 8; the model {text.head_dim}"
+    inner = getattr(text, "moe_intermediate_size", None)
+    if inner and (inner % 8 or text.hidden_size % 8):
+        return f"grouped products have sizes that are multiples of 8, the model {inner} and {text.hidden_size}"
     return None

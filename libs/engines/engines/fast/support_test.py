@@ -9,15 +9,25 @@ from engines import EngineConfig, LoraConfig
 from engines.capability import Supported, Unsupported
 from engines.fast.settings import settings_refusal
 from engines.fast.support import (
+    TRACED,
     Machine,
+    Refusal,
     compiled_layers,
     machine_refusal,
     model_refusal,
     replicated_weights,
+    traced_machine_refusal,
     use_compiled_layers,
     use_replicated_weights,
 )
 from engines.tiny import FUSED_SIZES, tiny_config
+
+
+def proven(config: Any) -> str | None:
+    """Say that compiled layers equal plain ones: `engines.prove.traced` compares them."""
+    del config
+    return None
+
 
 HOPPER = Machine("cuda", torch.bfloat16, 9)
 MACHINES: list[tuple[Machine, str]] = [
@@ -56,6 +66,14 @@ def test_heads_of_another_size_are_named(changes: dict[str, Any], reason: str) -
         raise ValueError(machine_refusal(HOPPER, text(**changes)))
 
 
+def test_sizes_of_experts_that_no_grouped_product_takes_are_named() -> None:
+    sizes = {**FUSED_SIZES, "shared_expert_intermediate_size": 20}  # the shared one is no grouped product
+    assert machine_refusal(HOPPER, tiny_config("moe", **sizes)) is None
+    assert "multiples of 8, the model 20 and 256" in str(
+        machine_refusal(HOPPER, tiny_config("moe", **FUSED_SIZES, moe_intermediate_size=20))
+    )
+
+
 def test_layers_of_attention_alone_need_no_heads_of_the_delta_rule() -> None:
     sizes = {"linear_key_head_dim": 64, "layer_types": ["full_attention"] * text().num_hidden_layers}
     assert machine_refusal(HOPPER, text(**sizes)) is None
@@ -68,8 +86,8 @@ def test_layers_of_attention_alone_need_no_heads_of_the_delta_rule() -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
-        ("moe", {}, r"only the layers of Qwen3.5 and Qwen3 \(dense\) are .* functions, not those of qwen3_5_moe"),
-        ("next", {}, "not those of qwen3_next"),
+        ("next", {}, "the layers of qwen3_next are compiled where compile='on' asks for it"),
+        ("attention_moe", {"use_sliding_window": True, "sliding_window": 8}, "attention in windows"),
         ("dense", {"attention_bias": True}, "attention with biases"),
         ("dense", {"hidden_act": "gelu"}, "the activation is gelu"),
         ("attention", {"use_sliding_window": True, "max_window_layers": 2}, "attention in windows"),
@@ -77,7 +95,8 @@ def test_layers_of_attention_alone_need_no_heads_of_the_delta_rule() -> None:
 )
 def test_another_model_is_named(kind: str, changes: dict[str, Any], reason: str) -> None:
     assert model_refusal(tiny_config("dense")) is None
-    assert model_refusal(tiny_config("attention")) is None
+    for other in ("attention", "moe", "attention_moe"):
+        assert model_refusal(tiny_config(other)) is None
     with pytest.raises(ValueError, match=reason):
         raise ValueError(model_refusal(tiny_config(kind, **changes)))
 
@@ -99,12 +118,53 @@ def test_settings_are_named(options: dict[str, Any], reason: str) -> None:
         raise ValueError(settings_refusal(EngineConfig(**options)))
 
 
+@pytest.mark.parametrize(
+    ("machine", "reason"),
+    [
+        (Machine("cuda", torch.bfloat16, 8), None),
+        (Machine("cuda", torch.float32, 9, ("flash_qla",)), None),
+        (Machine("cuda", torch.bfloat16, 7), "compute capability 8.0 and newer"),
+        (Machine("cuda", torch.bfloat16, 9, ("triton",)), "triton is not installed"),
+        (Machine("cpu"), "on a CPU the plain layers are as fast"),
+    ],
+)
+def test_layers_are_compiled_as_they_are_on_any_gpu_with_flash_attention(machine: Machine, reason: str | None) -> None:
+    assert reason == (traced := traced_machine_refusal(machine)) or (reason is not None and reason in str(traced))
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_another_type_is_compiled_where_it_is_asked_for(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Machine, "of", staticmethod(lambda *_: Machine(device, torch.bfloat16, 8)))
+
+    def answer(kind: str, refusal: Refusal = proven, **options: Any) -> Supported | Unsupported:
+        return compiled_layers(EngineConfig(**options), tiny_config(kind), torch.device("cpu"), refusal)
+
+    assert "compile='on' asks for it" in str(answer("next"))
+    expected = TRACED if device == "cuda" else Unsupported("on a CPU the plain layers are as fast")
+    assert type(answer("next", compile="on")) is type(expected)
+    assert (answer("dense", compile="on", context_parallel="static:2") == TRACED) is (device == "cuda")
+    for options in ({"batching": "padded"}, {"gradient_checkpointing": True, "activation_offload": True}):
+        assert isinstance(answer("next", compile="on", **options), Unsupported)
+    unequal = answer("next", lambda _: "they differ", compile="on")
+    assert isinstance(unequal, Unsupported)
+    assert ("they differ" in unequal.reason) is (device == "cuda")
+
+
+@pytest.mark.parametrize("kind", ["moe", "attention_moe"])
+def test_layers_with_experts_are_compiled_where_it_is_asked_for(kind: str) -> None:
+    cpu, config = torch.device("cpu"), tiny_config(kind)
+    answer = compiled_layers(EngineConfig(), config, cpu)
+    assert answer == Unsupported("layers with experts are compiled where compile='on' asks for it")
+    with pytest.raises(ValueError, match="compile='on' cannot be had: on a CPU the plain layers are as fast"):
+        use_compiled_layers(EngineConfig(compile="on"), config, cpu, proven)
+
+
 def test_what_is_asked_for_is_had_or_refused_with_the_reason() -> None:
     cpu, config = torch.device("cpu"), tiny_config("dense")
-    assert use_compiled_layers(EngineConfig(compile="off"), config, cpu) == Unsupported("compile='off'")
-    assert use_compiled_layers(EngineConfig(), config, cpu) == compiled_layers(EngineConfig(), config, cpu)
+    assert use_compiled_layers(EngineConfig(compile="off"), config, cpu, proven) == Unsupported("compile='off'")
+    assert use_compiled_layers(EngineConfig(), config, cpu, proven) == compiled_layers(EngineConfig(), config, cpu)
     with pytest.raises(ValueError, match="compile='on' cannot be had: on a CPU the plain layers are as fast; use"):
-        use_compiled_layers(EngineConfig(compile="on"), config, cpu)
+        use_compiled_layers(EngineConfig(compile="on"), config, cpu, proven)
 
 
 @pytest.mark.parametrize(

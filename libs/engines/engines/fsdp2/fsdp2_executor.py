@@ -19,7 +19,6 @@ from engines.adapters.lora import (
     is_adapter,
     merged_tensors,
     reset_adapters,
-    set_trainable,
     whole,
     without_adapters,
 )
@@ -27,38 +26,39 @@ from engines.capability import Supported, Unsupported
 from engines.config import EngineConfig
 from engines.devices.detect import devices_of
 from engines.devices.host_copies import HostCopies
-from engines.devices.host_layers import use_host_norms
-from engines.devices.npu_layers import npu_operators_enabled, use_npu_operators
 from engines.execution.early_host_read import EarlyRead
 from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores, collected
 from engines.execution.learning_rates import rate_scales
 from engines.execution.memory import StateTensors, register_states
 from engines.execution.micro_batches import MicroBatch, MicroBatches
+from engines.execution.muon import Place
 from engines.execution.optimizer import build_optimizer, clip_and_step, gradient_norm, name_of
 from engines.execution.prefetch import PrefetchedMicroBatches
 from engines.experts.placement import place_experts
 from engines.families.registry import family_of
 from engines.families.router import RouterCounts, RouterLoss
-from engines.families.torch_operations import choose_torch_operations
-from engines.fast.fused_log_probs import fused_log_probs
-from engines.fast.layers import sequences_of, use_layer_functions
-from engines.fsdp2.activations import recompute_layers
+from engines.fast.layers import sequences_of
+from engines.fast.support import LAYERS
 from engines.fsdp2.host_offload import moments, move_all, move_moments
+from engines.fsdp2.prepared_model import prepare_model
 from engines.fsdp2.sharding import SumAcrossCopies, copies_in, lies_whole, move_buffers, weight_mesh
 from engines.fsdp2.sharding import whole as whole_shards
+from engines.inputs.equal_rows import inputs_of_distinct_rows, merges_rows
 from engines.inputs.model_inputs import InputBuilder, ModelInputs, PackedInputs, PaddedInputs
+from engines.inputs.shared_prefixes import shares_prefixes, with_shared_prefixes
 from engines.loading import DTYPES, compute_dtype, device_of
+from engines.mtp.head import trains_head, units_of
 from engines.parallel.groups import ParallelGroups
-from engines.scoring.log_probs import token_log_probs
-from engines.scoring.packed_model import adapt_for_packing
+from engines.scoring.compiled_model import log_probs_by
+from engines.scoring.mtp_scores import collected_mtp
 from engines.scoring.plain_scores import stock_modules
-from engines.scoring.read_rows import compute_read_rows
 from engines.scoring.router_counts import agreed, can_be_given, check_forwards_ahead, given_counts
 from engines.scoring.token_scorer import ModelScores, TokenScorer
 from engines.weights.disk_names import OWN_NAMES, DiskNames
 from engines.weights.disk_weights import DiskWeights
 from engines.weights.empty_model import allocate
 from engines.weights.model_weights import live_tensors
+from engines.weights.shard_export import LiveShard, rows_held
 from seqpack.memory import ledger
 
 PLAIN = Unsupported("not asked for")
@@ -104,34 +104,20 @@ class FSDP2Executor:
         self.model: Any = model
         self._digest: Tensor | None = None
         self.device = device_of(config, model)
-        self.npu_operators = use_npu_operators(model) if npu_operators_enabled(config, self.device) else None
-        if self.device.type == "cpu":
-            use_host_norms(model)
-        self.packing = adapt_for_packing(model) if config.batching == "packed" else None
-        if self.packing is None:
-            choose_torch_operations(model)
+        self._merges = merges_rows(inputs, model, self.device)
+        self._shares = self._merges and shares_prefixes(model)
         self.compiled = compiled
-        if compiled:
-            use_layer_functions(model)
-        elif config.batching == "packed":
-            compute_read_rows(model)
-        model.eval()
-        if config.gradient_checkpointing:
-            recompute_layers(model, config.activation_offload)
-        set_trainable(model, trainable)
-        tower = family_of(model.config).tower(model)
-        if tower is not None and config.vision == "frozen":
-            tower.requires_grad_(False)
+        self.npu_operators, self.packing = prepare_model(config, model, self.device, compiled, trainable)
         scales = rate_scales(config, model, names) if trainable else {}
         self.scales = {f"model.{name}": scale for name, scale in scales.items()}  # as the scorer names them
-        log_probs = fused_log_probs if compiled else token_log_probs
+        log_probs = log_probs_by(compiled, model.config)
         coefficients = config.router_aux_loss_coef, config.router_z_loss_coef
         self.scorer: Any = TokenScorer(model, config.logit_chunk, log_probs, *coefficients)
         self.scorer.training = False
         self.router: RouterLoss | None = self.scorer.router
         self._run_ahead = config.router_forwards_ahead or 0
         check_forwards_ahead(self._run_ahead, self.router)
-        self.adds_loss = self.router is not None
+        self.adds_loss = self.router is not None or trains_head(config)
         self._balances = trainable and self.router is not None and self.router.coefficient != 0
         self._host = HostCopies()
         self.sums: SumAcrossCopies | None = None
@@ -157,7 +143,7 @@ class FSDP2Executor:
         )
 
     def _build_optimizer(self) -> torch.optim.AdamW | None:
-        return build_optimizer(self.scorer, self.config, self.scales)
+        return build_optimizer(self.scorer, self.config, self.scales, Place(self.groups.world, self.device))
 
     def _shard(self, disk: DiskWeights | None) -> None:
         dtype = compute_dtype(self.config, self.device)
@@ -178,7 +164,7 @@ class FSDP2Executor:
                 fully_shard(
                     module, mesh=rows, reshard_after_forward=free, shard_placement_fn=lambda _: Shard(1), **options
                 )
-        for layer in family_of(self.model.config).units(self.model):
+        for layer in (*family_of(self.model.config).units(self.model), *units_of(self.model)):
             fully_shard(layer, mesh=mesh, reshard_after_forward=free, **options)
         fully_shard(self.scorer, mesh=mesh, reshard_after_forward=False, **options)
         for module in self.scorer.modules():
@@ -202,7 +188,7 @@ class FSDP2Executor:
     def _inputs(self, micro_batch: MicroBatch) -> ModelInputs:
         """Build the model's inputs, with what compiled layers need of them."""
         inputs = self.builder.inputs(micro_batch)
-        if self.compiled and inputs.context is not None:
+        if self.compiled == LAYERS and inputs.context is not None:
             sequences_of(inputs.context, self.model.config.get_text_config())
         return inputs
 
@@ -300,9 +286,13 @@ class FSDP2Executor:
         return self._collected(self._forward(micro_batch, scoring, counts is not None), counts)
 
     def _forward(self, micro_batch: MicroBatch, scoring: Scoring, routing: bool) -> _Forward:
-        inputs = micro_batch.inputs or self._inputs(micro_batch)
+        inputs = micro_batch.inputs
+        if inputs is None and self._merges and scoring.tokens is None:
+            inputs = inputs_of_distinct_rows(micro_batch, self._inputs)
+            inputs = with_shared_prefixes(inputs) if self._shares else inputs
+        inputs = inputs or self._inputs(micro_batch)
         several = scoring.several(micro_batch.packed, inputs.slots)
-        options = {"routing": routing, "several": several}
+        options = {"routing": routing, "several": several, "mtp": scoring.mtp}
         return _Forward(micro_batch, inputs, self.scorer(inputs, scoring.temperature, scoring.entropy, **options))
 
     def _collected(self, forward: _Forward, counts: RouterCounts | None) -> Scores:
@@ -310,7 +300,8 @@ class FSDP2Executor:
         if counts is not None and self.router is not None and scores.routing is not None:
             auxiliary = self.router.loss(self.builder.total(scores.routing.terms, inputs), counts)
         every = collected(lambda x: self.builder.collect(x, inputs), scores.log_probs, scores.entropy, scores.several)
-        return replace(every, auxiliary=auxiliary, load=scores.load)
+        mtp = collected_mtp(self.builder, inputs, scores.mtp)
+        return replace(every, auxiliary=auxiliary, load=scores.load, mtp=mtp)
 
     def optimizer_step(self, lr: float, loss: Tensor, adam: EngineConfig) -> SupportsFloat:
         """Clip the gradient, and update by AdamW where the norm is finite."""
@@ -328,6 +319,12 @@ class FSDP2Executor:
             return
         for name, tensor in live_tensors(self.model).items():
             yield name, whole_shards(tensor)
+
+    def shards(self) -> Iterator[LiveShard]:
+        """Yield this rank's rows of every tensor, in place."""
+        for name, tensor in live_tensors(self.model).items():
+            if (held := rows_held(name, tensor)) is not None:
+                yield held
 
     def held(self) -> dict[str, Tensor]:
         """Return the live tensors by name, this rank's part of each in place (`engines.weight_sharing`)."""

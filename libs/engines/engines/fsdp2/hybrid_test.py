@@ -51,8 +51,9 @@ LONG: Cases = {
     "bfloat16 moments": ("dense", {"moments_dtype": "bfloat16"}),
 }
 """Cases of hybrid_long_test."""
-TOLERANCES = {"bfloat16 masters": (2e-3, 0.03), "bfloat16": (2e-3, 0.03)}
-"""Relative of losses and norms, and of all else, where other sums are rounded to bfloat16 (2^-9 = 0.002 each)."""
+TOLERANCES = {"bfloat16 masters": (2e-3, 0.03), "bfloat16": (3e-3, 0.03)}
+"""Relative of losses and norms, and of all else, where other sums are rounded to bfloat16 (2^-9 = 0.002 each): with
+AVX2 a norm of four ranks differs by 0.0023."""
 ON_TWO = ("dense", "experts", "adapters")
 ADAPTERS = (("one", "adapters"), ("four", "adapters"))
 LOADED_BY_TWO = (*((name, "dense") for name in ("one", "two", "copies", "four")), *ADAPTERS)

@@ -26,7 +26,7 @@ from dyncp.planning.sizes import Layout, sequence_align
 from dyncp.sharding.layout import Sharding
 from engines.config import EngineConfig, parse_context_parallel
 from engines.execution.micro_batches import MicroBatch
-from engines.inputs.model_inputs import ModelInputs, PackedInputs
+from engines.inputs.model_inputs import ModelInputs, MTPInputs, PackedInputs
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.planning import PlannedRows, StepPlan
 from seqpack.adapters.context import PackedContext, positions_of
@@ -193,6 +193,19 @@ class ShardedInputs(PackedInputs):
             *(ids[index], positions, rows, ids[slots], slots, packed.num_tokens, real, context),
             vision=seen,
             experts=experts,
+            mtp=self._mtp(micro_batch, index, real) if self.mtp else None,
+        )
+
+    @staticmethod
+    def _mtp(micro_batch: MicroBatch, index: Tensor, real: Tensor) -> MTPInputs:
+        """Return the head's inputs: this rank's hidden states t (token index[t], where real[t]) score token t + 2."""
+        packed, last = micro_batch.packed, micro_batch.packed.num_tokens - 1
+        ids, second = packed.values["input_ids"], (index + 2).clamp(max=last)
+        whole = (index + 2 <= last) & (packed.positions[second] >= 2)
+        rows = (real & whole & micro_batch.wanted[second]).nonzero().squeeze(1)
+        slots = second[rows]
+        return MTPInputs(
+            ids[(index + 1).clamp(max=last)], rows, ids[slots], slots, torch.ones_like(slots, dtype=torch.bool)
         )
 
     def collect(self, scores: Tensor, inputs: ModelInputs) -> Tensor:

@@ -18,6 +18,21 @@ from seqpack.batches.schema import ROUTED_EXPERTS
 
 
 @dataclass(frozen=True)
+class MTPInputs:
+    """The inputs of a head for multi-token prediction: `ids`, shaped as `input_ids`, is the token after each.
+
+    Hidden state `rows[i]` predicts `targets[i]`, two tokens on, whose score belongs to token `slots[i]` of the packed
+    micro-batch; where `valid` (bool) is not set no row has it two tokens before.
+    """
+
+    ids: Tensor
+    rows: Tensor
+    targets: Tensor
+    slots: Tensor
+    valid: Tensor
+
+
+@dataclass(frozen=True)
 class ModelInputs:
     """The model's inputs for one micro-batch, and which of its hidden states score which tokens.
 
@@ -25,7 +40,9 @@ class ModelInputs:
     `attention_mask` (padded). Hidden state `rows[i]` (flattened tokens) predicts `targets[i]`, whose score belongs to
     token `slots[i]` of the packed micro-batch of `tokens` tokens. `counted` (bool, as many as hidden states) are the
     tokens that are no padding and no dummy's: those that a router's loss counts. `vision`: what a vision-language model
-    sees, and where. `experts` i16[hidden states, layers, k]: those to take, -1 where the router chooses.
+    sees, and where. `experts` i16[hidden states, layers, k]: those to take, -1 where the router chooses. `copies`
+    i64[slots]: which of the scores belongs to each slot, where several slots share one. `read`: the distinct ones of
+    `rows`, where several tokens are scored by one hidden state.
     """
 
     input_ids: Tensor
@@ -39,6 +56,9 @@ class ModelInputs:
     attention_mask: Tensor | None = None
     vision: VisionInputs | None = None
     experts: Tensor | None = None
+    copies: Tensor | None = None
+    read: Tensor | None = None
+    mtp: MTPInputs | None = None
 
 
 class InputBuilder(Protocol):
@@ -66,6 +86,8 @@ class PackedInputs:
     """Settings of a model that sees images: it then gets some in every call."""
     replay: bool = False
     """Whether tokens go to the experts that the batch names."""
+    mtp: bool = False
+    """Whether a head for multi-token prediction gets inputs."""
 
     def seen(self, micro_batch: MicroBatch) -> VisionInputs | None:
         """Return the images of a micro-batch; None for a text model."""
@@ -84,13 +106,20 @@ class PackedInputs:
         counted = packed.token_mask & (not micro_batch.dummy)
         seen = self.seen(micro_batch)
         experts = packed.values[ROUTED_EXPERTS] if self.replay else None
+        # The id after a row's last token is another row's: no hidden state that scores a token sees it.
+        before = slots - 2
+        mtp = MTPInputs(ids.roll(-1), before.clamp(min=0), ids[slots], slots, packed.positions[slots] >= 2)
         return ModelInputs(
-            ids, positions, slots - 1, ids[slots], slots, ids.numel(), counted, context, vision=seen, experts=experts
+            *(ids, positions, slots - 1, ids[slots], slots, ids.numel(), counted, context),
+            vision=seen,
+            experts=experts,
+            mtp=mtp if self.mtp else None,
         )
 
     def collect(self, scores: Tensor, inputs: ModelInputs) -> Tensor:
         """See `InputBuilder`."""
-        return scores.new_zeros(inputs.tokens, *scores.shape[1:]).index_put((inputs.slots,), scores)
+        each = scores if inputs.copies is None else scores.index_select(0, inputs.copies)
+        return each.new_zeros(inputs.tokens, *each.shape[1:]).index_put((inputs.slots,), each)
 
     def total(self, value: Tensor, inputs: ModelInputs) -> Tensor:
         """See `InputBuilder`."""
@@ -123,6 +152,9 @@ class PaddedInputs(PackedInputs):
             attention_mask=mask.view(rows, width),
             vision=None if flat.vision is None else flat.vision.moved(place),
             experts=None if flat.experts is None else _padded_experts(flat.experts, place, rows * width),
+            mtp=None
+            if flat.mtp is None
+            else replace(flat.mtp, ids=_scatter(flat.mtp.ids, place, rows, width), rows=place[flat.mtp.rows]),
         )
 
 

@@ -6,6 +6,7 @@ from engines.config import EngineConfig
 from engines.inputs.context_parallel import ContextParallel, ContextParallelPlanner, ShardedInputs
 from engines.inputs.model_inputs import InputBuilder, PackedInputs, PaddedInputs
 from engines.media.vision_settings import VisionSettings
+from engines.mtp.head import trains_head
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.planning import DataParallelPlanner, Planner
 
@@ -16,7 +17,7 @@ def planner_and_inputs(config: EngineConfig, model_config: Any, groups: Parallel
     if config.context_parallel in ("off", "static:1"):
         planner = DataParallelPlanner(config.max_tokens_per_rank, groups.layout.plan_size)
         kind = PackedInputs if config.batching == "packed" else PaddedInputs
-        return planner, kind(vision=vision, replay=config.routing_replay)
+        return planner, kind(vision=vision, replay=config.routing_replay, mtp=trains_head(config))
     shared = ContextParallel.of(config, model_config, groups.layout.plan_size)
     return ContextParallelPlanner(shared, groups), ShardedInputs(
         plan_index=groups.plan_index,
@@ -25,4 +26,5 @@ def planner_and_inputs(config: EngineConfig, model_config: Any, groups: Parallel
         tensor_parallel=shared.tensor_parallel,
         vision=vision,
         replay=config.routing_replay,
+        mtp=trains_head(config),
     )

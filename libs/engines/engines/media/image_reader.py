@@ -3,10 +3,12 @@
 import base64
 import binascii
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,8 +70,45 @@ class ImageReader:
                 raise ValueError(f"picture {number}: {error}") from error
         if not opened:
             raise ValueError("there is no picture to read")
-        patches = self.processor(images=opened, return_tensors="pt")
-        return patches["pixel_values"].to(torch.float32), patches["image_grid_thw"].to(torch.int64)
+        patches, grids = zip(*map(self._cut, opened), strict=True)
+        return torch.from_numpy(np.concatenate(patches)), torch.tensor(grids, dtype=torch.int64)
+
+    def _cut(self, image: Image.Image) -> tuple[Any, tuple[int, int, int]]:
+        """Return patches and grid of an RGB picture: the processor's own steps, without what it does around them."""
+        processor = self.processor
+        grid, size = self._grid_of(*image.size), processor.patch_size
+        if processor.do_resize and image.size != (wanted := (grid[2] * size, grid[1] * size)):
+            image = image.resize(wanted, processor.resample)
+        pixels = np.asarray(image).transpose(2, 0, 1)
+        if processor.do_rescale:
+            pixels = processor.rescale(pixels, processor.rescale_factor)
+        if processor.do_normalize:
+            pixels = processor.normalize(pixels, processor.image_mean, processor.image_std)
+        patches, *_ = processor.patchify(pixels, size, processor.merge_size, processor.temporal_patch_size)
+        return patches, grid
+
+    def grids(self, images: Sequence[Any]) -> Tensor:
+        """Return the grids i64[n, 3] of pictures from their sizes: of files, headers alone are read, so that a torn
+        one is not noticed. ValueError names one that is no picture."""
+        grids = [self._grid(number, image) for number, image in enumerate(images)]
+        return torch.tensor(grids, dtype=torch.int64).view(-1, 3)
+
+    def _grid(self, number: int, image: Any) -> tuple[int, int, int]:
+        try:
+            return self._grid_of(*size_of(image))
+        except ValueError as error:
+            raise ValueError(f"picture {number}: {error}") from error
+
+    def _grid_of(self, width: int, height: int) -> tuple[int, int, int]:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize  # slow to load
+
+        processor = self.processor
+        if processor.do_resize:
+            factor = processor.patch_size * processor.merge_size
+            height, width = smart_resize(
+                height, width, factor, processor.size["shortest_edge"], processor.size["longest_edge"]
+            )
+        return 1, height // processor.patch_size, width // processor.patch_size
 
 
 def as_text(image: Any) -> str:
@@ -88,6 +127,19 @@ def open_image(image: Any) -> Image.Image:
 
     ValueError for anything else, or a file that is no picture.
     """
+    with _opened(image) as opened:
+        return opened.convert("RGB")
+
+
+def size_of(image: Any) -> tuple[int, int]:
+    """Return (width, height) of a picture, as `open_image` takes it; ValueError as there, but for torn files."""
+    with _opened(image) as opened:
+        return opened.size
+
+
+@contextmanager
+def _opened(image: Any) -> Iterator[Image.Image]:
+    """Open a picture, of which nothing but its header is read yet, and close its file; errors are ValueError."""
     if isinstance(image, Mapping):  # as the datasets library writes images to Parquet
         image = image.get("bytes") or image.get("path")
     if isinstance(image, str) and image.startswith("data:"):
@@ -99,8 +151,11 @@ def open_image(image: Any) -> Image.Image:
     if isinstance(image, bytes):
         image = io.BytesIO(image)
     try:
-        opened = image if isinstance(image, Image.Image) else Image.open(image)
-        return opened.convert("RGB")
+        if isinstance(image, Image.Image):
+            yield image
+        else:
+            with Image.open(image) as opened:
+                yield opened
     except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"it cannot be read ({error})") from error
     except AttributeError as error:

@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageFile
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from engines.media.image_reader import ImageReader, as_text, open_image
 
@@ -49,6 +52,41 @@ def test_patches_are_the_pixels_of_merged_blocks(reader: ImageReader) -> None:
                     want = one[:, None].expand(3, 2, 4, 4).flatten()
                     assert (patches[at] - want).abs().max() < 1e-5
                     at += 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 300), st.integers(2, 300), st.sampled_from([1024, 4096, 30_000]), st.booleans())
+def test_grids_are_read_off_headers(width: int, height: int, most: int, resized: bool) -> None:
+    """Held to the reader that decodes the picture."""
+    reader = ImageReader(Qwen2VLImageProcessorPil(**SETTINGS, size={"shortest_edge": 64, "longest_edge": most}))
+    reader.processor.do_resize = resized
+    if not resized:
+        width, height = (max(8, side // 8 * 8) for side in (width, height))
+    data = png(picture(width, height))
+    assert torch.equal(reader.grids([data]), reader([data])[1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Image.Image, "convert", None)
+        patch.setattr(ImageFile.ImageFile, "load", None)  # nothing is decoded
+        assert reader.grids([data, data]).shape == (2, 3)
+
+
+@pytest.mark.parametrize("change", [{}, {"do_rescale": False}, {"do_normalize": False}, {"image_std": [0.3, 0.4, 0.5]}])
+def test_patches_are_those_of_the_processor(change: dict[str, Any]) -> None:
+    """Bit for bit, of pictures that are resized and of one that is not."""
+    processor = Qwen2VLImageProcessorPil(**SETTINGS | change, size={"shortest_edge": 64, "longest_edge": 4096})
+    pictures = [picture(*size) for size in ((24, 16), (100, 90), (17, 5), (31, 64))]
+    want = processor(images=pictures, return_tensors="pt")
+    patches, grids = ImageReader(processor)(pictures)
+    assert torch.equal(patches, want["pixel_values"].to(torch.float32))
+    assert torch.equal(grids, want["image_grid_thw"])
+
+
+def test_headers_of_no_picture_are_named(reader: ImageReader) -> None:
+    assert reader.grids([]).shape == (0, 3)
+    with pytest.raises(ValueError, match="picture 1: it cannot be read"):
+        reader.grids([picture(), b"no picture"])
+    with pytest.raises(ValueError, match="picture 0: absolute aspect ratio must be smaller than 200"):
+        reader.grids([picture(2000, 8)])
 
 
 def test_every_form_of_a_picture_is_the_same_one(reader: ImageReader, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engines.media.media_batch import KINDS, TYPES
+from engines.media.media_batch import KINDS, TYPES, bytes_of
 from engines.media.vision_settings import VisionSettings
 from seqpack.batches.packed import PackedBatch
 
@@ -57,6 +57,22 @@ class VisionInputs:
     def moved(self, places: Tensor) -> "VisionInputs":
         """Return these inputs where token t of the call has become token places[t]."""
         return replace(self, slots=places[self.slots])
+
+    def distinct(self) -> "VisionInputs":
+        """Return these inputs with each of several equal images once, whose features all their tokens take.
+
+        Of inputs on the host. The gradient of that one pass is then the sum of theirs.
+        """
+        known: dict[tuple[bytes, ...], int] = {}
+        images = zip(self.grid_thw, self.patches.split(self.grid_thw.prod(-1).tolist()), strict=True)
+        first = [known.setdefault(tuple(map(bytes_of, image)), place) for place, image in enumerate(images)]
+        if len(known) == len(first):
+            return self
+        sizes = torch.tensor(self.tokens)
+        begins, owner = sizes.cumsum(0) - sizes, torch.repeat_interleave(sizes)
+        moved = begins[torch.tensor(first)] - begins
+        features = self.features + moved[owner[self.features]]
+        return self._with(torch.tensor([*known.values()]), owner, self.slots, features)
 
     def shard(self, source: Tensor, real: Tensor, tokens: int, settings: VisionSettings) -> "VisionInputs":
         """Return the inputs of a rank whose token t is token source[t] of the call's `tokens`, where real[t] (bool).

@@ -25,6 +25,7 @@ from engines.extras import missing_extra_message
 from engines.megatron.megatron_executor import MegatronExecutor
 from engines.megatron.runtime.cuda_calls import VERSIONS, adapted
 from engines.megatron.weights.parameters import zero_padding
+from engines.mtp.head import is_of_head
 from engines.protocol import TrainEngine
 from engines.step import Engine
 
@@ -99,6 +100,8 @@ def _executor(engine: TrainEngine) -> MegatronExecutor:
         raise ValueError("megatron-core's checkpoints are for backend='megatron': use engine.save, or save_hf")
     if executor.adapters is not None or executor.tower is not None:
         raise ValueError("megatron-core's model has no names for adapters and image towers: use engine.save")
+    if is_of_head(executor.model, "mtp.fc.weight"):
+        raise ValueError("a head for multi-token prediction has other names in megatron-core: use engine.save")
     engine._check_onloaded()
     return executor
 

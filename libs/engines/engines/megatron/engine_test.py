@@ -333,8 +333,7 @@ def test_another_version_of_megatron_core_is_refused_on_a_cpu(monkeypatch: pytes
 
 
 def test_refusals_come_before_weights_are_touched() -> None:
-    config = EngineConfig(backend="megatron", **OPTIONS)
-    model = tiny_model("next")
+    config, model = EngineConfig(backend="megatron", **OPTIONS), tiny_model("next")
     want = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match="'qwen3_next' has no Megatron layer specification"):
         build_engine(config, model)
@@ -343,12 +342,14 @@ def test_refusals_come_before_weights_are_touched() -> None:
         build_engine(EngineConfig(backend="megatron", tensor_parallel=2, **OPTIONS), tiny_model("dense"))
     for option, words in (
         ("hidden_size=8", "follows from the model"),
-        ("hiden_size=8", "did you mean hidden_size"),
+        ("moe_router_dtyp=fp32", "did you mean moe_router_dtype or moe_router_"),
+        ("moe_router_dtype=fp32", "moe_router_dtype follows from the model or from other settings"),
         ("fp8=hybrid", "fp8 changes what the model computes, by sizes, chance, fewer bits or a loss"),
         ("moe_expert_capacity_factor=2.0", "moe_expert_capacity_factor changes what the model computes"),
         ("batch_p2p_sync=1", "batch_p2p_sync must be bool, got 1"),
         ("max_seqlen_per_dp_cp_rank=8", "is set by max_tokens_per_rank, the one cap on a rank's tokens"),
         ("hybrid_context_parallel=true", "is set by context_parallel='dynamic'"),
+        ("moe_flex_dispatcher_backend=hybridep", "is of megatron-core's flexible dispatcher"),
         ("seq_length=8", "has no field seq_length"),
     ):
         with pytest.raises(ValueError, match=words):

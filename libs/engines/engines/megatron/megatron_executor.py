@@ -12,16 +12,14 @@ Invariant, tested over layouts: losses, norms, scores, weights and exports are t
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from engines.adapters.base_digest import BASE
@@ -29,13 +27,11 @@ from engines.adapters.lora import is_adapter, set_trainable
 from engines.capability import Supported, Unsupported
 from engines.config import EngineConfig, parse_options
 from engines.devices.detect import devices_of
-from engines.execution.executor import LossFunction, Scores, Scoring, collected
+from engines.execution.executor import LossFunction, Scores, Scoring
 from engines.execution.learning_rates import rate_scales
 from engines.execution.memory import StateTensors, register_states
 from engines.execution.micro_batches import MicroBatch, MicroBatches
-from engines.families.registry import family_of
 from engines.families.router import RouterCounts
-from engines.fast.fused_log_probs import fused_log_probs
 from engines.inputs.model_inputs import InputBuilder, ModelInputs
 from engines.loading import compute_dtype, resolve_device
 from engines.megatron.config.model_sizes import ModelSizes, refuse_unsupported_model, stage_sizes
@@ -44,9 +40,10 @@ from engines.megatron.external_mappings.weight_map import weight_map
 from engines.megatron.gpu.fused_layers import fused_pieces, use_fused_pieces
 from engines.megatron.model.attention import PackedTokens
 from engines.megatron.model.even_inputs import EvenInputs, even_rounds
+from engines.megatron.model.mtp_head import share_embedding
 from engines.megatron.model.packed_gpt import PackedGPT, angles, build_stages, rotary_of
 from engines.megatron.model.plain_scoring import PlainScoring
-from engines.megatron.model.router import Balance, Router
+from engines.megatron.model.router import Balance, Router, balance_of
 from engines.megatron.model.vision import Tower, frozen_in, taken_over, tower_shapes, trained_in
 from engines.megatron.npu.layers import use_npu_operators
 from engines.megatron.optimizers.optimizer_selection import updates_for
@@ -57,21 +54,29 @@ from engines.megatron.runtime.process_groups import ensure_groups
 from engines.megatron.weights.adapter_weights import (
     Adapters,
     FirstValues,
-    adapted_linears,
     frozen_digest,
     frozen_values,
     with_adapters,
 )
 from engines.megatron.weights.bridge import MappedParameter, Place, Shape
-from engines.megatron.weights.parameters import Part, boxed, fill, match, whole_tensors, zero_padding
+from engines.megatron.weights.parameters import (
+    HeldParameter,
+    Part,
+    boxed,
+    fill,
+    live_shards,
+    match,
+    whole_tensors,
+    zero_padding,
+)
+from engines.mtp.head import trains_head
+from engines.muon.matrices import muon_matrices
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.stages import Split
-from engines.scoring.log_probs import scored, token_log_probs
-from engines.scoring.router_counts import check_forwards_ahead
 from engines.weights.disk_names import OWN_NAMES, DiskNames
 from engines.weights.disk_weights import DiskTensors, DiskWeights
 from engines.weights.model_weights import live_tensors
-from seqpack.batches.packed import PackedBatch
+from engines.weights.shard_export import LiveShard
 
 
 class MegatronExecutor(PlainScoring):
@@ -99,15 +104,10 @@ class MegatronExecutor(PlainScoring):
         self.trainable = trainable
         self.builder = EvenInputs(inputs, groups.layout.tp)
         self.device = resolve_device(config)
-        coefficients = config.router_aux_loss_coef, config.router_z_loss_coef
-        router = family_of(model.config).auxiliary_loss(model.config, *coefficients)
         dtype = _dtype(config, model, self.device)
-        self.balance = None if router is None else Balance(router, self.device, dtype)
-        self.adds_loss = self.balance is not None
-        check_forwards_ahead(config.router_forwards_ahead or 0, router)
-        # Where layers are recomputed a pass that counts costs no more than the first one ahead.
-        default = -1 if config.gradient_checkpointing else 0
-        self._run_ahead = default if config.router_forwards_ahead is None else config.router_forwards_ahead
+        self.balance = balance_of(config, model.config, self.device, dtype)
+        self.adds_loss = self.balance is not None or trains_head(config)
+        self._run_ahead = _forwards_ahead(config)
         self.compiled: Supported | Unsupported = fused_pieces(config, model.config, self.device, dtype)
         self.rotary = copy.deepcopy(rotary_of(model)).to(self.device)
         sizes = (weights := weight_map(model)).sizes
@@ -115,6 +115,7 @@ class MegatronExecutor(PlainScoring):
         self.adapters = Adapters(config.lora) if any(map(is_adapter, self.shapes)) else None
         set_trainable(model, trainable)
         scales = rate_scales(config, model, names) if trainable else None
+        matrices = muon_matrices(config, model)
         self._dtypes = {name: p.dtype for name, p in model.named_parameters() if not is_adapter(name)}
         self._digest: Tensor | None = None
         self.place = Place.of(groups.layout, groups.rank)
@@ -124,17 +125,11 @@ class MegatronExecutor(PlainScoring):
         split = stages.split(len(sizes.layer_types), groups.layout.pp)
         with adapted(self.device):
             self.stages = self._built(sizes, split)
-            mapped = self._add_adapters(weights.held(self.stages, self.place, split))
             self.tower = Tower.of(model, self.place, dtype, self.device, trainable and config.vision == "trained")
-            self.parameters = match(self.stages, (*mapped, *trained_in(self.stages[0], self.tower)))
-            zero_padding(self.parameters)
-            self.chunks = (
-                with_buffers(self.stages, self.settings, config.distributed_optimizer)
-                if trainable
-                else [stage.requires_grad_(False) for stage in self.stages]
-            )
+            self.parameters = self._matched(weights.held(self.stages, self.place, split))
+            self.chunks = self._made_chunks()
             trained, frozen = ([p for p in self.parameters if p.parameter.requires_grad is x] for x in (True, False))
-            self.updates, self.updated_by = updates_for(config, self.chunks, trained, groups.world, scales)
+            self.updates, self.updated_by = updates_for(config, self.chunks, trained, groups.world, scales, matrices)
             disk_dtypes = self._dtypes if trainable else {}
             self.seeing = [frozen_values(one, disk_dtypes) for one in frozen_in(self.tower)]
             self.frozen = [*(frozen_values(one, disk_dtypes) for one in frozen), *self.seeing]
@@ -167,13 +162,19 @@ class MegatronExecutor(PlainScoring):
                     module.balance = self.balance
         return stages
 
-    def _add_adapters(self, held: tuple[MappedParameter, ...]) -> tuple[MappedParameter, ...]:
-        """Add adapters to the stages, and return this rank's map of parameters with them."""
-        if self.adapters is None:
-            return held
-        linears = adapted_linears(held, self.shapes, self.place)
-        self.adapters.add(self.stages, linears)
-        return (*held, *(part for linear in linears for part in (linear.a, linear.b)))
+    def _matched(self, mapped: Sequence[MappedParameter]) -> tuple[HeldParameter, ...]:
+        """Match this rank's parameters with the weights that they hold, adapters and a trained tower among them."""
+        if self.adapters is not None:
+            mapped = self.adapters.added(self.stages, mapped, self.shapes, self.place)
+        parameters = match(self.stages, (*mapped, *trained_in(self.stages[0], self.tower)))
+        zero_padding(parameters)
+        return parameters
+
+    def _made_chunks(self) -> list[Any]:
+        """Return the stages in megatron-core's gradient buffers, or frozen where nothing is trained."""
+        if not self.trainable:
+            return [stage.requires_grad_(False) for stage in self.stages]
+        return with_buffers(self.stages, self.settings, self.config.distributed_optimizer)
 
     def _fill(self, tensors: Mapping[str, Any]) -> None:
         """Fill every part, and frozen parameters from their more exact copies."""
@@ -198,6 +199,8 @@ class MegatronExecutor(PlainScoring):
         ahead and give theirs; a pass without gradients counts the others (and all of them where there are stages, whose
         schedule begins with backward passes early). `counts` of a scoring pass spare both.
         """
+        if scoring.mtp:
+            share_embedding(self.stages, self.stages[0].share_embeddings_and_output_weights)
         with fresh_gradients(self.chunks, add):
             if self.balance is None:
                 self._run(micro_batches, loss, scoring, forward_only=False)
@@ -302,19 +305,6 @@ class MegatronExecutor(PlainScoring):
             experts=self._own_tokens(inputs.experts),
         )
 
-    def _scores(self, hidden: Tensor, packed: PackedBatch, inputs: ModelInputs, scoring: Scoring) -> Scores:
-        """Compute scores from the last stage's hidden states [T, 1, H] (a part of T under sequence parallelism)."""
-        group = parallel_state.get_tensor_model_parallel_group()
-        if self.settings.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-        chosen = hidden.squeeze(1).index_select(0, inputs.rows)
-        head = self.stages[-1].head[: self.vocabulary.stop - self.vocabulary.start]
-        args = scoring.several(packed, inputs.slots), scoring.temperature, self.config.logit_chunk, scoring.entropy
-        options = {"group": group, "first": self.vocabulary.start} if group.size() > 1 else {}
-        plain = fused_log_probs if isinstance(self.compiled, Supported) and not options else token_log_probs
-        scores = scored(plain, (chosen, head, inputs.targets), *args, **options)
-        return collected(lambda x: self.builder.collect(x, inputs), *scores)
-
     def optimizer_step(self, lr: float, loss: Tensor, adam: EngineConfig) -> Tensor:
         """Clip the gradient, and update by AdamW where the norm is finite."""
         assert self.updates is not None, "the engine refuses to train without an optimizer"
@@ -325,6 +315,10 @@ class MegatronExecutor(PlainScoring):
         """Join one tensor after another from the ranks' parts, with adapters merged into their weights."""
         every = self._whole(self.shapes)
         return every if self.adapters is None else self.adapters.merged(every)
+
+    def shards(self) -> Iterator[LiveShard]:
+        """Yield this rank's boxes of every tensor, in place."""
+        return live_shards(self._parts())
 
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Join the adapters from the ranks' parts, one tensor after another."""
@@ -398,3 +392,9 @@ def _dtype(config: EngineConfig, model: Any, device: torch.device) -> torch.dtyp
     """Return the dtype that the layers compute in: a model that is more exact than float32 keeps its own."""
     own: torch.dtype = next(model.parameters()).dtype
     return own if own == torch.float64 else compute_dtype(config, device)
+
+
+def _forwards_ahead(config: EngineConfig) -> int:
+    """Return how many passes run ahead: all where layers are recomputed, as a pass that counts costs as much there."""
+    default = -1 if config.gradient_checkpointing else 0
+    return default if config.router_forwards_ahead is None else config.router_forwards_ahead

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dyncp.comm.process_groups import world_timeout
 from engines.config import EngineConfig
 from engines.parallel.layout import ParallelLayout
+from seqpack.comm.collectives import broadcast_plain
 
 T = TypeVar("T")
 
@@ -50,6 +51,10 @@ class ParallelGroups:
         """Reduce the last stages' values over the plan's ranks, in place, and send them to all stages."""
         if self.layout.plan_size > 1:
             dist.all_reduce(values, op=op, group=self.plan)
+        return self.to_stages(values)
+
+    def to_stages(self, values: Tensor) -> Tensor:
+        """Send the last stage's values to all stages, in place."""
         if self.layout.pp > 1:
             dist.broadcast(values, src=self.layout.pipeline_ranks(self.rank)[-1], group=self.pipeline)
         return values
@@ -58,9 +63,8 @@ class ParallelGroups:
         """Return the last stage's value (plain data) on every stage."""
         if self.layout.pp == 1:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, src=self.layout.pipeline_ranks(self.rank)[-1], group=self.pipeline)
-        return box[0]
+        result: T = broadcast_plain(value, self.layout.pipeline_ranks(self.rank)[-1], self.pipeline)
+        return result
 
 
 def mesh_of(device: str, sizes: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 from torch import Tensor
 
 from engines.config import EngineConfig
@@ -26,6 +27,7 @@ from engines.proofs.plain_router import PlainRouterExecutor
 from engines.step import Engine
 from engines.tiny import tiny_batch
 from engines.weights.model_weights import ModelWeights
+from seqpack.batches.jagged import jagged
 from seqpack.batches.objective import Objective
 
 CONFIG = EngineConfig(**{**OPTIONS, "grad_clip": None})
@@ -79,5 +81,23 @@ def _module(model: str) -> Any:
 
 
 def _run(engine: Engine, objective: Objective) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    curve = [engine.train_batch(tiny_batch(list(LENGTHS), seed=step), objective) for step in range(STEPS)]
+    model: Any = engine.executor.model
+    vocabulary = model.config.get_text_config().vocab_size
+    curve = [engine.train_batch(teacher_batch(step, vocabulary), objective) for step in range(STEPS)]
     return curve, exported_by(engine)
+
+
+def teacher_batch(seed: int, vocabulary: int) -> TensorDict:
+    """Return the batch of a step with a random teacher's keys: its four likeliest tokens, at some places fewer."""
+    batch, draw = tiny_batch(list(LENGTHS), seed=seed), torch.Generator().manual_seed(seed)
+    columns: tuple[list[Tensor], ...] = ([], [], [])
+    for length in LENGTHS:
+        table = torch.log_softmax(3 * torch.randn(length, vocabulary, generator=draw), -1)
+        tokens = table.topk(4).indices.masked_fill(torch.rand(length, 4, generator=draw) < 0.1, -1)
+        taken = torch.zeros(length, vocabulary + 1).scatter(1, tokens % (vocabulary + 1), 1)[:, :-1].bool()
+        columns[0].append(tokens.t())
+        columns[1].append(table.gather(1, tokens.clamp(min=0)).masked_fill(tokens < 0, 0).t())
+        columns[2].append(table.masked_fill(taken, -torch.inf).logsumexp(-1))
+    for name, rows in zip(("teacher_tokens", "teacher_log_probs", "teacher_rest"), columns, strict=True):
+        batch[name] = jagged(rows)
+    return batch

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from engines.capability import Supported, Unsupported
 from engines.config import EngineConfig
-from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
+from engines.execution.executor import LossFunction, Scores, Scoring, Several, TakeScores
 from engines.execution.micro_batches import MicroBatch, MicroBatches
 from engines.execution.optimizer import finite_on_all_ranks
 from engines.families.registry import family_of
@@ -81,7 +81,7 @@ class PlainExecutor:
             take(micro_batch, self._scores(micro_batch, scoring))
 
     def _scores(self, micro_batch: MicroBatch, scoring: Scoring) -> Scores:
-        log_probs, entropies = [], []
+        log_probs, entropies, several = [], [], []
         packed = micro_batch.packed
         for start, end in pairwise(packed.cu_seqlens.tolist()):
             ids = packed.values["input_ids"][start:end]
@@ -90,8 +90,14 @@ class PlainExecutor:
             first = 0 * logits[:1, 0]
             log_probs += [first, table[:-1].gather(1, ids[1:, None]).squeeze(1)]
             entropies += [first, -(table.exp() * table).sum(-1)[:-1]]
+            before = torch.cat([table[:1], table[:-1]])  # nothing reads what a first token has
+            if scoring.tokens is not None:
+                several.append(_of_several(before, packed.values[scoring.tokens][:, start:end].t()))
+            elif scoring.top_k:
+                several.append(_of_several(before, before.topk(scoring.top_k).indices))
         scores = [torch.where(micro_batch.wanted, torch.cat(rows), 0.0) for rows in (log_probs, entropies)]
-        return Scores(scores[0], scores[1] if scoring.entropy else None)
+        asked = Several(*map(torch.cat, zip(*several, strict=True))) if several else None
+        return Scores(scores[0], scores[1] if scoring.entropy else None, several=asked)
 
     def optimizer_step(self, lr: float, loss: Tensor, adam: EngineConfig) -> Tensor:
         """Sum the gradients of all ranks, clip and update with torch's own functions."""
@@ -129,3 +135,11 @@ class PlainExecutor:
     def move(self, device: torch.device) -> None:
         """Move the parameters; moments stay."""
         self.model.to(device)
+
+
+def _of_several(table: Tensor, tokens: Tensor) -> Several:
+    """Return the scores of tokens i64[N, K] (-1: none) by log-probs [N, V] of the whole vocabulary."""
+    there = tokens >= 0
+    taken = (torch.nn.functional.one_hot(tokens.clamp(min=0), table.shape[1]) * there[..., None]).sum(1).bool()
+    chosen = table.gather(1, tokens.clamp(min=0)).masked_fill(~there, 0)
+    return Several(tokens, chosen, table.masked_fill(taken, -torch.inf).logsumexp(-1))

@@ -60,6 +60,8 @@ def settings_of_proof(config: EngineConfig, **changes: Any) -> EngineConfig:
         "min_lr_ratio": 0.0,
         "master_dtype": "float32",
         "moments_dtype": "auto",
+        "optimizer": "adamw",
+        "muon_momentum": EngineConfig.muon_momentum,
         "temperature": 1.0,
         "recheck_rows": 0,
     }

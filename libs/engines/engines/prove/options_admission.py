@@ -11,6 +11,7 @@ from engines.config import EngineConfig
 from engines.prove.admission import Mode, keep_certificate
 from engines.prove.certificate import Certificate, cached_at, code, place
 from engines.prove.options import compared_options, prove_options, small_layout
+from seqpack.comm.collectives import broadcast_plain
 
 _PACKAGES = ("engines", "dyncp", "seqpack")
 """Packages whose code an engine's own step runs."""
@@ -37,6 +38,8 @@ def options_certificate(
     texts = [*untested_options(config, trainable)]
     if not texts or config.prove == "off":
         return None
+    if config.lora.target_parameters:
+        raise ValueError(f"{'; '.join(texts)}. A proof has no adapters on experts: leave lora.target_parameters out")
     if config.vision != "off":
         raise ValueError(f"{'; '.join(texts)}. A proof is of text alone: set vision='off' for it")
     return make_options_certificate(config, model, world_size, seconds)
@@ -78,16 +81,16 @@ def admit_on_ranks(config: EngineConfig, model: Any, trainable: bool = True) -> 
     wait `WAIT` seconds at most. Collective; ValueError on every rank, as `admit_options`."""
     if config.prove == "off" or not [*untested_options(config, trainable)]:
         return
-    answer: list[str | None] = [None]
+    refusal = None
     if dist.get_rank() == 0:
         allowed = 0.8 * min(WAIT, config.collective_timeout_seconds or WAIT) if dist.get_world_size() > 1 else None
         try:
             admit_options(config, model, dist.get_world_size(), trainable, allowed)
         except ValueError as error:
-            answer = [str(error)]
-    dist.broadcast_object_list(answer, src=0)
-    if answer[0] is not None:
-        raise ValueError(answer[0])
+            refusal = str(error)
+    refusal = broadcast_plain(refusal)
+    if refusal is not None:
+        raise ValueError(refusal)
 
 
 def engine_code() -> str:

@@ -84,6 +84,20 @@ def test_options_of_megatron_that_no_test_has_run_are_proven() -> None:
         refuse_unsupported(replace(wrong, prove="off"))
 
 
+def test_options_of_experts_are_proven_for_the_run() -> None:
+    """Scores of another function for the router fail with the number; names of groups in metrics change nothing."""
+    shared: dict[str, Any] = {"backend": "megatron", "device": "cpu"}
+    right = EngineConfig(**shared, transformer_options=("moe_per_layer_logging=true",))
+    certificate = options_certificate(right, EXPERTS, 1)
+    assert certificate is not None
+    assert certificate.holds, certificate
+    wrong = EngineConfig(**shared, transformer_options=("moe_router_score_function=sigmoid",))
+    with pytest.raises(
+        ValueError, match=r"moe_router_score_function has not been run: leave it out.*differ from stock"
+    ):
+        admit_options(wrong, EXPERTS, 1)
+
+
 def of_rank(engine: Any, name: str) -> torch.Tensor:
     parameter = dict(engine.executor.model.named_parameters())[name]
     assert isinstance(parameter, DTensor)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from engines.families.registry import admitted, checked_part, digest, registered_family
 from engines.inputs.model_inputs import PackedInputs, PaddedInputs
 from engines.private_api import attention_function, set_experts
-from engines.prove.certificate import Certificate, versions
+from engines.prove.certificate import Certificate, place, versions
 from engines.prove.comparison import (
     Difference,
     Result,
@@ -117,7 +117,7 @@ def prove(config: Any) -> Certificate:
     planted |= {f"config field {name}": most for name, most in moved.items() if name not in unseen and most < INFINITE}
     return Certificate(
         part.model_type, digest(part), "small", lengths, got.log_probs, got.gradients, padded, planted, unseen,
-        (problem,) if problem else (), time.perf_counter() - start, versions(),
+        (problem,) if problem else (), time.perf_counter() - start, versions(), place=place(),
     )  # fmt: skip
 
 

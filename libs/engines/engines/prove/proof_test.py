@@ -127,6 +127,14 @@ def test_each_changed_field_moves_a_log_prob_a_hundred_tolerances() -> None:
     assert (certificate.padded or 0.0) <= proof.LOG_PROBS
 
 
+def test_a_field_is_changed_to_a_value_that_the_model_can_have() -> None:
+    """No more of a head is rotated than it has: half as much again, the first value that is tried, is none."""
+    certificate = prove(AutoConfig.for_model("phi3"))
+    moved = certificate.sensitivity["config field rope_parameters.partial_rotary_factor"]
+    assert moved > proof.MARGIN * proof.LOG_PROBS
+    assert certificate.place["device"] == "cpu"
+
+
 def test_fields_of_layers_that_a_model_lacks_are_not_asked_for() -> None:
     assert not prove(AutoConfig.for_model("smollm3")).not_exercised  # none of its layers has a window
     kinds = ["full_attention", "sliding_attention"]

@@ -45,7 +45,11 @@ class Flip:
     field: str
     value: Any
     moved: float
-    """The largest change of a log-prob; infinite where the model has other shapes, or cannot be built."""
+    """The largest change of a log-prob; infinite where each model that moves has other shapes, or cannot be built."""
+
+    def is_number_above(self, enough: float) -> bool:
+        """Return whether it moved a log-prob further than `enough`, by a model that could run with these weights."""
+        return enough < self.moved < float("inf")
 
 
 @dataclass(frozen=True)
@@ -136,9 +140,9 @@ def flips(
         flip = None
         for other in _others(path, value):
             for changed in _changed_configs(config, path, other):
-                if flip is None or not flip.moved > enough:
-                    moved = _moved(changed, make, model, rows, want, enough)
-                    flip = max(filter(None, (flip, Flip(path, other, moved))), key=lambda one: one.moved)
+                if flip is None or not flip.is_number_above(enough):
+                    one = Flip(path, other, _moved(changed, make, model, rows, want, enough))
+                    flip = one if flip is None or one.is_number_above(enough) or one.moved > flip.moved else flip
         if flip is not None:
             yield flip
 

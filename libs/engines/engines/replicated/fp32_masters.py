@@ -101,6 +101,20 @@ class Master:
         return DTensor.from_local(rows, mesh, (Shard(0),), run_check=False, shape=whole.shape, stride=whole.stride())
 
 
+class ExactRows:
+    """A master's rows in float32, of which an index makes a part, and no more."""
+
+    dtype = torch.float32
+
+    def __init__(self, master: Master) -> None:
+        self._master = master
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Return a part of the rows, exactly."""
+        weight, rest = self._master.weight[index], self._master.rest
+        return weight if rest is None else join(weight, rest[index])
+
+
 def optimizer_state(masters: list[Master], config: EngineConfig, mesh: DeviceMesh, step: Tensor) -> dict[str, Any]:
     """Return the moments as torch's distributed checkpoint takes them, like those of a torch.optim.AdamW."""
     state: dict[str, Any] = {}

@@ -28,10 +28,12 @@ from engines.loading import cast_parameters, compute_dtype
 from engines.parallel.groups import mesh_of, second_world
 from engines.private_api import foreach_norm
 from engines.replicated.bucket_exchange import Exchange
-from engines.replicated.fp32_masters import Master, optimizer_state
+from engines.replicated.fp32_masters import ExactRows, Master, optimizer_state
+from engines.weights.box import Box
 from engines.weights.disk_weights import DiskWeights
 from engines.weights.empty_model import allocate
 from engines.weights.model_weights import live_tensors
+from engines.weights.shard_export import LiveShard, rows_held
 from seqpack.memory import ledger
 
 
@@ -150,6 +152,21 @@ class ReplicatedExecutor(FSDP2Executor):
         for name, tensor in live_tensors(self.model).items():
             one = by_parameter.get(tensor)
             yield name, tensor if one is None else one.spread(one.exact(), self.mesh).full_tensor()
+
+    def shards(self) -> Iterator[LiveShard]:
+        """Yield this rank's rows of every tensor, exact in float32; buffers whole."""
+        self.exchange.settle()
+        by_parameter: dict[Tensor, Master] = {one.parameter: one for one in self.masters}
+        for name, tensor in live_tensors(self.model).items():
+            one = by_parameter.get(tensor)
+            if one is None:
+                whole = rows_held(name, tensor)
+                assert whole is not None, "a buffer is whole on every rank"
+                yield whole
+            elif one.rows.stop > one.rows.start:
+                start = (one.rows.start, *(0 for _ in tensor.shape[1:]))
+                size = (one.rows.stop - one.rows.start, *tensor.shape[1:])
+                yield LiveShard(name, Box(start, size), ExactRows(one))
 
     def held(self) -> dict[str, Tensor]:
         """Return the weights of the compute dtype, whole, once every gather is done."""

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from engines.families.registry import family_of
+from engines.mtp.head import pack_head
 from seqpack.adapters.context import PackedContext, PackedOps
 from seqpack.adapters.mixers import Adaptation, adapt_mixers, packed_hidden
 from seqpack.batches.packed import PackedBatch
@@ -22,6 +23,7 @@ def adapt_for_packing(model: Any) -> Adaptation:
     if not family.packs:
         raise ValueError(f"packed rows of {config.model_type} differ from stock transformers: set batching='padded'")
     family.check_module(model)
+    pack_head(model)
     mixers = [mixer for layer in family.layers(model) for mixer in family.mixers(layer)]
     return adapt_mixers(model, mixers, family.decoder(model), by_mask=not family.registered)
 

@@ -1,5 +1,7 @@
 """Scores of micro-batches in the rows of the batch that they came from."""
 
+from itertools import accumulate
+
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -19,17 +21,22 @@ class ScoredBatch:
     def __init__(self, batch: LocalBatch, scoring: Scoring, groups: ParallelGroups, device: torch.device) -> None:
         self.batch = batch
         self.groups = groups
-        self.starts = torch.tensor([0, *batch.lengths]).cumsum(0).to(device)
+        self.own = batch.stats is not None
+        """Whether the rows that are held are all that is kept."""
+        places = dict(zip(batch.rows, accumulate(batch.view.lengths, initial=0), strict=False))
+        starts = [places.get(row, 0) for row in range(len(batch.lengths))]
+        self.starts = torch.tensor(starts if self.own else [0, *accumulate(batch.lengths)]).to(device)
+        tokens = sum(batch.view.lengths if self.own else batch.lengths)
         k = scoring.top_k if scoring.tokens is None else batch.view.parts(scoring.tokens).values.shape[0]
         self.widths = {"log_probs": 1, **({"entropy": 1} if scoring.entropy else {})}
         self.widths |= dict(zip(SEVERAL, (k, k, 1), strict=True)) if k else {}
         # Tokens are numbers too: float32 has all integers to 2^24.
-        self.flat = torch.zeros((sum(self.widths.values()), sum(batch.lengths)), dtype=torch.float32, device=device)
+        self.flat = torch.zeros((sum(self.widths.values()), tokens), dtype=torch.float32, device=device)
 
     def take(self, micro_batch: MicroBatch, scores: Scores) -> None:
         """Take the scores of a micro-batch."""
         # Ranks that share a micro-batch all have its scores, and they are added over ranks: the first gives them.
-        if micro_batch.dummy or micro_batch.ranks[0] != self.groups.plan_index:
+        if micro_batch.dummy or not (self.own or micro_batch.ranks[0] == self.groups.plan_index):
             return
         columns = [scores.log_probs, scores.entropy, *(scores.several or ())]
         rows = [x.float().view(len(x), -1).t() for x in columns if x is not None]
@@ -37,11 +44,13 @@ class ScoredBatch:
 
     def rows(self, like: Tensor | None) -> TensorDict:
         """Return the rows that are held, which compose with `like`. Collective."""
-        flat, batch = self.groups.sum(self.flat), self.batch
+        batch = self.batch
+        flat = self.groups.to_stages(self.flat) if self.own else self.groups.sum(self.flat)
         lengths, parts = batch.view.lengths, dict(zip(self.widths, flat.split([*self.widths.values()]), strict=True))
         if SEVERAL[0] in parts:
-            parts[SEVERAL[0]][:, self.starts[:-1]] = -1  # nothing is scored at first tokens
-        if batch.rows != tuple(range(len(batch.lengths))):
+            firsts = self.starts[list(batch.rows)] if self.own else self.starts[:-1]
+            parts[SEVERAL[0]][:, firsts] = -1  # nothing is scored at first tokens
+        if not self.own and batch.rows != tuple(range(len(batch.lengths))):
             rows, sizes = torch.tensor(batch.rows, device=flat.device), torch.tensor(lengths, device=flat.device)
             ends = sizes.cumsum(0)
             index = torch.repeat_interleave(self.starts[rows] - ends + sizes, sizes)

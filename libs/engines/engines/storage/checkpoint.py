@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -26,8 +25,11 @@ from engines.storage.directories import existing, fresh_temporary, repeat_direct
 from engines.storage.disks import Disks, find_disks, share_files
 from engines.storage.manifest import check_files, hash_files, read_manifest, write_manifest
 from engines.storage.together import Group, gathered, this_rank, this_world_size, together
+from seqpack.comm.collectives import broadcast_bytes, gather_plain
 
 _INDEX = ".metadata"  # of torch's format: which file has which part of which tensor
+OPTIMIZERS = {"adamw": "exp_avg", "muon": "momentum_buffer"}
+"""A moment that tells each optimizer of `EngineConfig.optimizer`, for a matrix."""
 Check = Callable[[Path, Mapping[str, Any]], None]
 """A check of a whole checkpoint and its facts, before anything is read; it raises ValueError to refuse it."""
 
@@ -126,10 +128,9 @@ def _share_index(temporary: Path, disks: Disks, group: Group) -> None:
     """Write the index, which the coordinator alone has, to the disks of the others too."""
     if not disks.several:
         return
-    index = [(temporary / _INDEX).read_bytes() if this_rank() == 0 else b""]
-    dist.broadcast_object_list(index, src=0, group=group)
+    index = broadcast_bytes((temporary / _INDEX).read_bytes() if this_rank() == 0 else b"", group=group)
     write = disks.leads and this_rank() > 0
-    together(group, lambda: (temporary / _INDEX).write_bytes(index[0]) if write else None)
+    together(group, lambda: (temporary / _INDEX).write_bytes(index) if write else None)
 
 
 def _random_file() -> str:
@@ -141,9 +142,7 @@ def _shapes(model: Mapping[str, torch.Tensor], parts: Group) -> dict[str, tuple[
     own = {name: tuple(tensor.shape) for name, tensor in model.items()}
     if parts is None:
         return own
-    every: list[Any] = [None] * dist.get_world_size(parts)
-    dist.all_gather_object(every, own, group=parts)
-    return {name: shape for shapes in every for name, shape in shapes.items()}
+    return {name: shape for shapes in gather_plain(own, parts) for name, shape in shapes.items()}
 
 
 def _check_tensors(directory: Path, state: Mapping[str, Any], model: Mapping[str, tuple[int, ...]]) -> None:
@@ -173,6 +172,12 @@ def _check_tensors(directory: Path, state: Mapping[str, Any], model: Mapping[str
     for name, moments in state["optimizer"].get("state", {}).items():
         for key in moments:
             if f"optimizer.state.{name}.{key}" not in entries:
+                for optimizer, other in OPTIMIZERS.items():
+                    if f"optimizer.state.{name}.{other}" in entries:
+                        raise ValueError(
+                            f"{directory} has {other} of {name} and no {key}: it was trained with optimizer "
+                            f"{optimizer!r}: set optimizer={optimizer!r}, or begin anew from an export of its weights"
+                        )
                 raise ValueError(f"{directory} has no {key} of {name}: other parameters were trained; {build}")
 
 

@@ -29,7 +29,7 @@ def as_machines(work: Callable[..., Any], folder: Path, order: tuple[int, ...], 
 
 
 def run(work: Callable[..., Any], folder: Path, *args: Any, order: tuple[int, ...] = ORDER) -> Any:
-    return launch(as_machines, (work, folder, order, *args), len(order), timeout_seconds=60)
+    return launch(as_machines, (work, folder, order, *args), len(order), timeout_seconds=300)
 
 
 def placed(disk: Path) -> tuple[Disks, list[str]]:

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from seqpack.comm.collectives import gather_plain
+
 Group = dist.ProcessGroup | None
 
 
@@ -16,7 +18,7 @@ def together(group: Group, work: Callable[[], Any], what: str = "cannot write th
     result, error = None, None
     try:
         result = work()
-    except (OSError, RuntimeError) as caught:
+    except (OSError, RuntimeError, ValueError) as caught:
         error = caught
     answers = gathered(group, (result if error is None else None, error and f"{type(error).__name__}: {error}"))
     if error is not None:
@@ -28,12 +30,10 @@ def together(group: Group, work: Callable[[], Any], what: str = "cannot write th
 
 
 def gathered(group: Group, value: Any) -> list[Any]:
-    """Return the values of all ranks; all of them wait here."""
+    """Return the values of all ranks, plain ones (`seqpack.comm.plain`); all of them wait here."""
     if this_world_size() == 1:
         return [value]
-    every: list[Any] = [None] * (dist.get_world_size(group) if group is not None else this_world_size())
-    dist.all_gather_object(every, value, group=group)
-    return every
+    return gather_plain(value, group)
 
 
 def this_rank() -> int:

@@ -20,6 +20,7 @@ from torch import Tensor
 from engines.weights.stock_names import StockName, stock_names
 
 _BASE, _TEXT, _TOWER = "model.", "model.language_model.", "model.visual."
+_MTP = "mtp."
 _TEXT_BASE = "language_model."
 _EXPERTS = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)")
 _ONE_EXPERT = re.compile(r"(?:model\.|language_model\.|layers\.).*\bmlp\.experts\.(\d+\.(?:gate|up|down)_proj\.weight)")
@@ -55,6 +56,8 @@ class DiskNames:
     """Whether the model lies under `model.language_model.`."""
     split_experts: bool = True
     """Whether each expert has tensors of its own."""
+    split_mtp: bool = True
+    """The same of the head for multi-token prediction, which may differ there."""
     others: Mapping[str, str] = field(default_factory=dict)
     """Names on disk of parts that do not have the name of this form there."""
     joined: Mapping[str, tuple[DiskPart, ...]] = field(default_factory=dict)
@@ -65,7 +68,8 @@ class DiskNames:
         """Read the form off the names of a checkpoint."""
         names = tuple(names)
         text = any(name.startswith((_TEXT, _TEXT_BASE)) for name in names)
-        return DiskNames(text, any(_ONE_EXPERT.fullmatch(name) for name in names))
+        joined = any(name.startswith(_MTP) and _EXPERTS.fullmatch(name) for name in names)
+        return DiskNames(text, any(_ONE_EXPERT.fullmatch(name) for name in names), not joined)
 
     def in_classes(self, name: str) -> tuple[str, ...]:
         """Return a live name in the class of the checkpoint and, of a vision-language one, in that of its text part."""
@@ -85,7 +89,8 @@ class DiskNames:
         if disk in self.joined:
             return self.joined[disk]
         experts = _EXPERTS.fullmatch(disk)
-        if experts is None or not self.split_experts:
+        split = self.split_mtp if disk.startswith(_MTP) else self.split_experts
+        if experts is None or not split:
             return (DiskPart(disk),)
         before, projection = experts.groups()
         if projection == "down_proj":

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 
+from seqpack.comm.collectives import broadcast_plain
+
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 _DESCRIPTION = ["*.json", "*.jinja", "*.txt", "*.model"]
 _FILES = ["*.safetensors", *_DESCRIPTION]
@@ -30,9 +32,7 @@ def model_directory(model: str | Path) -> Path:
     many = dist.is_initialized() and dist.get_world_size() > 1
     if not many:
         return _result(_fetched(str(model)))
-    fetched: list[Any] = [_fetched(str(model)) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(fetched, src=0)
-    first = _result(fetched[0])
+    first = _result(broadcast_plain(_fetched(str(model)) if dist.get_rank() == 0 else None))
     return first if first.is_dir() else _result(_fetched(str(model)))
 
 

@@ -76,6 +76,10 @@ class ModelWeights:
         """Return whether a tensor of this name on disk is carried along."""
         return any(fnmatchcase(name, pattern) for name in self.carried)
 
+    def holds(self, pattern: str) -> bool:
+        """Return whether an export has a tensor of this name on disk, carried along or trained."""
+        return self.carries(pattern) or any(fnmatchcase(name, pattern) for name in self.dtypes)
+
     def export(
         self, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None, carried: bool = True
     ) -> Iterator[tuple[str, Tensor]]:

@@ -44,7 +44,7 @@ def save_weights(tensors: Iterable[tuple[str, Tensor]], directory: Path, file_by
 def save_configuration(weights: ModelWeights, model: Any, directory: Path, dtype: torch.dtype | None = None) -> None:
     """Write everything beside the weights: the source's files as they are, or the model's configuration.
 
-    Config fields of carried tensors that are not there are left out; the config names the dtype that was asked for.
+    Config fields of tensors that are neither carried nor trained are left out; the config names the dtype asked for.
     """
     if weights.source is None:
         config = copy.deepcopy(model.config)
@@ -65,7 +65,7 @@ def save_configuration(weights: ModelWeights, model: Any, directory: Path, dtype
 
 def _edited(config: Mapping[str, Any], weights: ModelWeights, dtype: torch.dtype | None) -> dict[str, Any]:
     gone = {
-        field for pattern, fields in weights.family.carried.items() if not weights.carries(pattern) for field in fields
+        field for pattern, fields in weights.family.carried.items() if not weights.holds(pattern) for field in fields
     }
     out = {key: value for key, value in config.items() if key not in gone}
     for key in {"dtype", "torch_dtype"} & out.keys():

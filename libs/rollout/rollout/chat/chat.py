@@ -19,6 +19,7 @@ from chat_tools.sampled_turn import parse_ids
 from rollout.chat.images import ImageProcessor, RenderedPrompt, expanded, images_of, without_image_parts, without_images
 from rollout.chat.messages import Message, Reply
 from rollout.chat.outline import Outline
+from rollout.chat.repeated import Repeated
 from rollout.chat.short_history import ShortHistories
 from rollout.tools.escape_control_tokens import SafeEncoder
 from rollout.tools.tool import Tool, ToolCall, call_id
@@ -50,7 +51,7 @@ MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 MAX_OPENINGS = 4096  # cached renderings of conversations' beginnings
 MAX_SEEN = 64  # conversations with images whose patches are cached
 MAX_TEXTS = 512  # cached renderings of running conversations
-SHORT = 32  # tokens of a turn that is cached: the episodes of a group often share short ones
+SHORT = 128  # tokens of a turn that is cached: the episodes of a group often share short ones
 
 
 def check_text_only(messages: Sequence[Message]) -> None:
@@ -117,7 +118,8 @@ class Chat:
         self._seen: dict[Hashable, RenderedPrompt] = {}
         self._texts: dict[str, tuple[str, tuple[Tool, ...]]] = {}
         self._turns: dict[tuple[tuple[str, str], ...], str] = {}
-        self._replies: dict[tuple[tuple[int, ...], bool], Reply] = {}
+        self._replies = Repeated[Reply](MAX_OPENINGS)
+        self._following = Repeated[list[int] | None](MAX_TEXTS)
         self._short = ShortHistories(getattr(tokenizer, "chat_template", None), options)
 
     pictures = renamed("image_processor")
@@ -221,9 +223,11 @@ class Chat:
         check_text_only(new_messages)
 
         def following(history: Sequence[Message]) -> list[int] | None:
-            return self._follow(history, new_messages, tools, stop)
+            key = [[dict(m) for m in history], [dict(m) for m in new_messages], [t.schema for t in tools], stop]
+            return self._following.of(key, lambda: self._follow(history, new_messages, tools, stop))
 
-        return self._short.follow(following, messages, new_messages, outline, (bool(tools), stop))
+        ids = self._short.follow(following, messages, new_messages, outline, (bool(tools), stop))
+        return None if ids is None else list(ids)
 
     def _follow(
         self, messages: Sequence[Message], new_messages: Sequence[Message], tools: Sequence[Tool], stop: int | None
@@ -277,15 +281,18 @@ class Chat:
         conversation, of which `calls_before` came in earlier turns.
         """
         sampled = tuple(ids[:-1] if finished else ids)
-        known = (sampled, finished)
-        if not tools and known in self._replies:
-            return self._replies[known]
-        reply = self._read(sampled, finished, tools, calls_before)
-        if len(sampled) <= SHORT and not tools and not reply.tool_calls:  # calls are numbered in their conversation
-            if len(self._replies) >= MAX_OPENINGS:
-                self._replies.clear()
-            self._replies[known] = reply
-        return reply
+        if len(sampled) > SHORT:
+            return self._read(sampled, finished, tools, calls_before)
+        key = (sampled, finished, [t.schema for t in tools], calls_before)  # calls are numbered in their conversation
+        return self._replies.of(key, lambda: self._read(sampled, finished, tools, calls_before))
+
+    def structured_problem(self) -> str | None:
+        """Return why a structured output would be no content of a turn, which thinking begins; None where it is."""
+        if parse("{}", self.tool_format, [], prefill=self.prefill).content == "{}":
+            return None
+        return (
+            "the chat template begins turns with thinking, which no structured output is: turn it off (enable_thinking)"
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens included."""

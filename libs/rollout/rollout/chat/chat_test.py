@@ -9,6 +9,7 @@ from chat_tools.parsing.parser import parse
 from chat_tools.rendering.continuation import extend
 from chat_tools.rendering.render import render
 from rollout.chat.chat import Chat, check_text_only
+from rollout.chat.messages import Message, Reply
 from rollout.testing.chat import tiny_tokenizer
 from rollout.tools.arithmetic import calculator
 from rollout.tools.tool import Tool
@@ -77,6 +78,7 @@ def test_memory_is_bounded_and_not_handed_out(monkeypatch: pytest.MonkeyPatch) -
         expected = Chat(TOKENIZER).follow(said, QUESTION, (), chat.end_of_turn_id)
         assert chat.follow(said, QUESTION, (), chat.end_of_turn_id) == expected
         assert len(chat._texts) <= 3
+        assert len(chat._following.known) <= 3
     unknown = [{"role": "user", "content": "hi", "id": object()}]
     assert chat.open(unknown) == chat.open([{"role": "user", "content": "hi"}])
 
@@ -123,10 +125,52 @@ def test_an_answer_that_came_before_is_read_as_if_it_were_new(monkeypatch: pytes
         for text in ("95", "9", "95<|im_end|>", "", "x", "y"):
             for finished in (True, False):
                 assert chat.read(encode(text), finished) == Chat(TOKENIZER).read(encode(text), finished)
-                assert len(chat._replies) <= 3
+                assert len(chat._replies.known) <= 3
     call = encode('<tool_call>{"name":"f","arguments":{}}</tool_call>')
     with_calls = Chat(TOKENIZER, tool_format="hermes")
     for before in (0, 3):
         reply = with_calls.read(call, False, calls_before=before)
         assert reply == Chat(TOKENIZER, tool_format="hermes").read(call, False, calls_before=before)
         assert reply.tool_calls
+
+
+def counted(patch: pytest.MonkeyPatch, chat: Chat, name: str) -> list[int]:
+    """A list that grows with each call of a method."""
+    calls: list[int] = []
+    plain = getattr(chat, name)
+
+    def called(*arguments: Any) -> Any:
+        calls.append(1)
+        return plain(*arguments)
+
+    patch.setattr(chat, name, called)
+    return calls
+
+
+def test_episodes_that_say_the_same_cost_one_reading_and_one_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a call, its result and what follows, with tools of a task each: equal schemas are one."""
+
+    def played(chat: Chat, number: int, value: str = "95") -> tuple[Reply, list[int] | None]:
+        tools = (calculator(),)
+        reply = chat.read(encode(CALL.replace("37", str(number))), False, tools)
+        function = {"name": "calculator", "arguments": {"expression": f"{number}+58"}}
+        calls = [{"type": "function", "id": reply.tool_calls[0].id, "function": function}]
+        said: list[Message] = [*QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}]
+        result = {"role": "tool", "name": "calculator", "content": value}
+        return reply, chat.follow(said, [result], tools, chat.end_of_turn_id)
+
+    chat = Chat(TOKENIZER)
+    read, rendered = (counted(monkeypatch, chat, name) for name in ("_read", "_follow"))
+    first = played(chat, 37)
+    assert first[0].tool_calls
+    assert first[1]
+    before = len(read), len(rendered)
+    for _ in range(3):
+        reply, ids = played(chat, 37)
+        assert (reply, ids) == first
+        assert ids is not None
+        ids.append(7)  # the caller's own
+    assert (len(read), len(rendered)) == before
+    for number, value in ((2, "95"), (37, "96")):
+        assert played(chat, number, value) == played(Chat(TOKENIZER), number, value)
+    assert len(rendered) > before[1]

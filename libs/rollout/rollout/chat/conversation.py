@@ -72,6 +72,8 @@ class Conversation:
         self.calls = 0
         self.stop_reason: StopReason | None = None
         self._stopped_by_text = False
+        if sampling.structured_outputs and (why := chat.structured_problem()):
+            raise ValueError(why)
         self._outline = chat.outline()
         opened = chat.opening(messages, tools)
         if not self._fits(len(opened.ids)):

@@ -26,6 +26,12 @@ class ImageProcessor:
     """Of a patch."""
     merge_size: int = 2
     token: str = "<|image_pad|>"
+    measure: Callable[[Sequence[Any]], Tensor] | None = None
+    """Function from pictures to their grids alone, which is cheaper; None where there is none."""
+
+    def grids(self, images: Sequence[Any]) -> Tensor:
+        """Return the grids i64[n, 3] of pictures."""
+        return self.read(images)[1] if self.measure is None else self.measure(images)
 
 
 @dataclass(frozen=True)

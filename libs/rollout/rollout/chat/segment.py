@@ -1,7 +1,9 @@
 """Exact token streams: the tokens that a model read and those it sampled, in their order."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from rollout.engine import Completion
@@ -44,6 +46,21 @@ class Segment:
     def sampled(self) -> int:
         """Number of sampled tokens."""
         return sum(self.loss_mask)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return len(self.ids)
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """The policy versions in order, each with the number of tokens in a row that it is of."""
+        return tuple((version, len(list(tokens))) for version, tokens in groupby(self.policy_versions))
+
+    @property
+    def nll(self) -> float:
+        """Sum of -log p over the sampled tokens."""
+        return math.fsum(-p for p, on in zip(self.log_probs, self.loss_mask, strict=True) if on)
 
 
 @dataclass

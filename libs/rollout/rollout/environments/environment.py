@@ -130,7 +130,7 @@ class Score:
         components = [(f"reward component {name!r}", value) for name, value in self.reward_components.items()]
         turns = [(f"the reward of turn {turn}", value) for turn, value in enumerate(self.turn_rewards, 1)]
         for name, value in (("reward", self.reward), *components, *turns):
-            if not isinstance(value, Real) or not abs(value) <= LARGEST:
+            if not isinstance(value, (float, Real)) or not abs(value) <= LARGEST:
                 raise ValueError(f"{name} is {value!r:.80}: a score is made of finite numbers, as float32 holds them")
 
     @property

@@ -45,8 +45,33 @@ class NumberedTasks:
 
 
 @dataclass(frozen=True)
+class HeldOutTasks:
+    """Tasks that are evaluated and never trained, a `TaskSource`."""
+
+    name: str
+    rows: tuple[TaskRow, ...]
+
+    def tasks(self, step: int, count: int) -> list[TaskRow]:
+        """Return nothing; raise ValueError where a task is asked for."""
+        if count:
+            raise ValueError(f"the tasks of {self.name!r} are held out: none trains at step {step}")
+        return []
+
+    def held_out(self) -> list[TaskRow]:
+        """Return all tasks."""
+        return list(self.rows)
+
+    def cursor(self) -> dict[str, Any]:
+        """Return no position."""
+        return {}
+
+    def restore(self, cursor: Mapping[str, Any]) -> None:
+        """Continue, from wherever it was."""
+
+
+@dataclass(frozen=True)
 class EnvironmentPart:
-    """One environment of a run: its name in tables, its spec, its tasks, its share of the prompts."""
+    """One environment of a run: its name in tables, its spec, its tasks, its share of the prompts (0: none trains)."""
 
     name: str
     spec: str

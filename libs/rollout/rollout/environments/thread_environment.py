@@ -28,7 +28,7 @@ from rollout.environments.environment import (
     Score,
     StepResult,
 )
-from rollout.errors import EpisodeFailed
+from rollout.errors import EpisodeFailed, error_text
 from rollout.tools.tool import Tool
 from rollout.tools.workers import Ended, RefusedError
 from seqpack.renamed import renamed
@@ -122,7 +122,7 @@ class ThreadEnvironment:
         if isinstance(ended.error, Exception):
             raise ended.error
         if ended.error is not None:  # SystemExit and the like must not end the run
-            raise EpisodeFailed(f"{what} raised {type(ended.error).__name__}: {ended.error}", False) from ended.error
+            raise EpisodeFailed(f"{what} raised {error_text(ended.error)}", False) from ended.error
         return ended.value
 
     def _start_call(self, function: Callable[..., Any], arguments: Sequence[Any]) -> "asyncio.Future[Ended]":

@@ -2,14 +2,36 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from rollout.chat.messages import Message
 from rollout.chat.segment import Segment
 from rollout.environments.environment import End, Score
 
 
+class ScoredSegments:
+    """Token streams with a score, or the reason why there is none: an episode, or its summary."""
+
+    id: str
+    segments: tuple[Any, ...]
+    score: Score | None
+    error: str | None
+
+    @property
+    def reward(self) -> float:
+        """Reward of the episode. Raises ValueError where it failed."""
+        if self.score is None:
+            raise ValueError(f"episode {self.id} failed and has no reward: {self.error}")
+        return self.score.reward
+
+    @property
+    def sampled(self) -> int:
+        """Number of tokens sampled in the episode."""
+        return sum(segment.sampled for segment in self.segments)
+
+
 @dataclass(frozen=True)
-class Episode:
+class Episode(ScoredSegments):
     """One episode, played or failed.
 
     `id` is the task's id, the number in its group and the attempt. `segments` are its exact token streams, sub-agents'
@@ -37,20 +59,17 @@ class Episode:
                 f"end={self.end!r}, error={self.error!r}"
             )
 
-    @property
-    def reward(self) -> float:
-        """Reward of the episode. Raises ValueError where it failed."""
-        if self.score is None:
-            raise ValueError(f"episode {self.id} failed and has no reward: {self.error}")
-        return self.score.reward
+
+class HasError(Protocol):
+    """Anything that may have failed: an episode, or its summary."""
 
     @property
-    def sampled(self) -> int:
-        """Number of tokens sampled in the episode."""
-        return sum(segment.sampled for segment in self.segments)
+    def error(self) -> str | None:
+        """The reason of the failure; None without one."""
+        ...
 
 
-def failures(episodes: Sequence[Episode]) -> dict[str, int]:
+def failures(episodes: Sequence[HasError]) -> dict[str, int]:
     """Count failed episodes by reason, the most frequent first."""
     counts: dict[str, int] = {}
     for episode in episodes:

@@ -33,13 +33,14 @@ from rollout.environments.environment import (
 from rollout.environments.sources import TaskRow
 from rollout.environments.thread_environment import host
 from rollout.episodes.episode import Episode
-from rollout.errors import EpisodeFailed
+from rollout.errors import EpisodeFailed, error_text
 from rollout.seeds import derive_seed
 from rollout.tools.tool import Tool, as_tools
 from rollout.tools.tool_stats import ToolStats, summed_metrics
 from rollout.tools.workers import REWARDS, OverrunError, RefusedError
 
 T = TypeVar("T")
+R = TypeVar("R", Observation, StepResult, Score)
 GROUP_SCORE_TIMEOUT = 600.0  # seconds
 CLOSE_TIMEOUT = 60.0
 
@@ -102,7 +103,7 @@ class _Play:
         except Exception as error:
             if limit is not None and isinstance(error, TimeoutError) and limit.expired():
                 raise _DeadlinePassed from None
-            raise EpisodeFailed(f"{what} raised {type(error).__name__}: {error}", retryable=True) from error
+            raise EpisodeFailed(f"{what} raised {error_text(error)}", retryable=True) from error
         finally:
             self.environment_s += time.monotonic() - start
 
@@ -222,9 +223,11 @@ async def _play(
     play, budget = _Play(replace(context, converse=converse), group), TokenBudget(max_tokens)
     try:
         end, score = await _in_environment(play, factory, engine, begin, max_turns, deadline)
+        return play.ended(end, score, None), False
     except EpisodeFailed as failed:
         return play.ended("failed", None, failed.reason), failed.retryable
-    return play.ended(end, score, None), False
+    finally:
+        play.context, play.conversations = context, []  # no references in a circle, of which a step has thousands
 
 
 class _Timed(Conversation):
@@ -277,13 +280,17 @@ async def _in_environment(
     try:
         with request_scope(engine):
             end = await _turns(play, environment, begin, max_turns, deadline)
-        score = checked(await play.ask(environment.finish(end), "finish()"), Score, environment, "finish")
+        score = await play.ask(_checked(environment.finish(end), Score, environment, "finish"), "finish()")
         whole = True
     finally:
         problem = await _close(play, environment, None if getattr(factory, "instant", False) else CLOSE_TIMEOUT)
         if whole and problem:
             raise problem
     return end, score
+
+
+async def _checked(answer: Awaitable[Any], kind: type[R], environment: Environment, method: str) -> R:
+    return checked(await answer, kind, environment, method)
 
 
 def request_scope(engine: RolloutEngine) -> AbstractContextManager[None]:
@@ -306,8 +313,8 @@ async def _close(play: _Play, environment: Environment, limit: float | None) -> 
 async def _turns(play: _Play, environment: Environment, begin: Begin, max_turns: int, deadline: float | None) -> End:
     """Play turn by turn and return how the episode ended."""
     try:
-        opened = await play.ask(environment.open(play.context), "open()", deadline)
-        opening = checked(opened, Observation, environment, "open")
+        opened = _checked(environment.open(play.context), Observation, environment, "open")
+        opening = await play.ask(opened, "open()", deadline)
         try:
             conversation = begin(opening.messages, opening.tools, "")
         except ValueError as error:
@@ -315,8 +322,8 @@ async def _turns(play: _Play, environment: Environment, begin: Begin, max_turns:
         for turn in range(max_turns):
             limit = conversation.limit
             reply = await conversation.reply()
-            stepped = await play.ask(environment.step(reply), "step()", deadline)
-            outcome = checked(stepped, StepResult, environment, "step")
+            stepped = _checked(environment.step(reply), StepResult, environment, "step")
+            outcome = await play.ask(stepped, "step()", deadline)
             play.metrics.update(outcome.metrics)
             conversation.tally.count_results(outcome.messages)  # here, as a last turn's messages never reach the model
             reason = conversation.stop_reason
@@ -356,7 +363,7 @@ async def score_together(factory: object, episodes: list[Episode]) -> list[Episo
         return episodes
     try:
         ended = await REWARDS.run("score_group", GROUP_SCORE_TIMEOUT, score_group, played)
-        problem = f"score_group raised {type(ended.error).__name__}: {ended.error}" if ended.error is not None else None
+        problem = f"score_group raised {error_text(ended.error)}" if ended.error is not None else None
         value = ended.value
         if problem is None and inspect.isawaitable(value):
             value = await value

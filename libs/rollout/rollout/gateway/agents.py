@@ -21,7 +21,7 @@ from rollout.environments.environment import End, EpisodeContext, Score
 from rollout.environments.sources import TaskRow
 from rollout.episodes.episode import Episode
 from rollout.episodes.runner import score_together, together
-from rollout.errors import EpisodeFailed
+from rollout.errors import EpisodeFailed, error_text
 from rollout.gateway.result import SessionRecord
 from rollout.gateway.server import TokenGateway
 from rollout.gateway.session import SessionLimits
@@ -227,7 +227,7 @@ async def _run_agent(agent: Agent, slot: AgentSlot, deadline: float | None) -> t
     if error is not None:
         if limit is not None:  # the refusal of a request past the limit ended it
             return limit, None
-        raise EpisodeFailed(f"the agent raised {type(error).__name__}: {error}", retryable=True) from error
+        raise EpisodeFailed(f"the agent raised {error_text(error)}", retryable=True) from error
     value = ended.value
     if isinstance(value, bool | int | float):
         value = _score(float(value))

@@ -11,13 +11,17 @@ from typing import Any, Literal, NoReturn
 
 from rollout.chat.messages import Message
 from rollout.engine import Sampling
+from rollout.gateway.request_error import RequestError as RequestError
+from rollout.gateway.request_error import refuse as refuse
+from rollout.gateway.response_format import FORMAT, STRUCTURED, read_structured
 from rollout.tools.tool import Tool
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Parameters that speak of OpenAI's service, or of a form that nothing here enforces; frameworks send them unasked.
 IGNORED = (
     *("user", "safety_identifier", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
-    *("reasoning_effort", "verbosity", "prediction", "response_format"),
+    "prompt_cache_options",
+    *("reasoning_effort", "verbosity", "prediction"),
 )
 # Parameters without effect here, with their neutral values.
 IDENTITY_VALUES: Mapping[str, tuple[Any, ...]] = {
@@ -29,7 +33,7 @@ READ = (
     *("model", "messages", "tools", "stream", "stream_options", "logprobs", "return_token_ids", "stop"),
     *("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("temperature", "top_p", "top_k", "seed", "max_tokens", "max_completion_tokens", "n", "tool_choice"),
-    *("parallel_tool_calls", *IGNORED),
+    *("parallel_tool_calls", FORMAT, STRUCTURED, *IGNORED),
 )
 # Keys of a message that clients send back as they got them; ignored when empty.
 EMPTY_KEYS = (
@@ -47,27 +51,6 @@ MAX_CHOICES = 128
 
 
 ToolChoice = Literal["auto", "none", "required", "function"]
-
-
-class RequestError(Exception):
-    """A request that gets an error as its response: HTTP status, message, and the parameter."""
-
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
-
-    def body(self) -> dict[str, Any]:
-        """Return the error in OpenAI's format."""
-        kinds = {401: "authentication_error", 429: "rate_limit_error"}
-        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
-
-
-def refuse(message: str, param: str | None = None, code: str | None = None) -> NoReturn:
-    """Raise the RequestError of an invalid request (400)."""
-    raise RequestError(400, message, param, code)
 
 
 @dataclass(frozen=True)
@@ -103,15 +86,23 @@ class ChatRequest:
         """Whether the completion has to begin with a call."""
         return self.tool_choice in ("required", "function")
 
+    def without_structured(self) -> "ChatRequest":
+        """Return the request with its structured outputs among what is ignored."""
+        if STRUCTURED not in self.settings:
+            return self
+        settings = {name: value for name, value in self.settings.items() if name != STRUCTURED}
+        return replace(self, settings=settings, ignored=(*self.ignored, FORMAT))
+
     def sampling(self, default: Sampling) -> Sampling:
         """Return `default` with the request's own settings; a temperature of 0 is greedy."""
         settings = dict(self.settings)
         if settings.get("temperature") == 0:
             del settings["temperature"]
             limit = settings.get("max_new_tokens", default.max_new_tokens)
-            penalties = {name: value for name, value in settings.items() if name.endswith("_penalty")}
+            others = {name: value for name, value in settings.items() if name.endswith("_penalty")}
+            others[STRUCTURED] = settings.get(STRUCTURED, default.structured_outputs)
             return Sampling(
-                greedy=True, max_new_tokens=limit, stop_token_ids=default.stop_token_ids, stop=default.stop, **penalties
+                greedy=True, max_new_tokens=limit, stop_token_ids=default.stop_token_ids, stop=default.stop, **others
             )
         if default.greedy and settings.keys() - {"max_new_tokens"}:
             settings["greedy"] = False
@@ -162,7 +153,7 @@ def read_request(body: Any, model: str) -> ChatRequest:
     strict = any(tool["function"].get("strict") for tool in parameters.get("tools", []))
     ignored = [name for name in IGNORED if parameters.get(name) not in (None, False, {}, {"type": "text"})]
     ignored += ["tools.strict"] * strict + ["messages.name"] * named
-    return ChatRequest(
+    request = ChatRequest(
         model=model,
         messages=messages,
         tools=tools,
@@ -178,6 +169,7 @@ def read_request(body: Any, model: str) -> ChatRequest:
         parallel_calls=parameters.get("parallel_tool_calls") is None or read_flag(parameters, "parallel_tool_calls"),
         ignored=tuple(ignored),
     )
+    return request.without_structured() if request.may_call else request
 
 
 def read_messages(given: Any) -> tuple[Message, ...]:
@@ -229,19 +221,32 @@ def read_message(message: Mapping[str, Any], where: str, names: dict[str, str]) 
     return read
 
 
-def _content(content: Any, where: str) -> str:
-    """Return the text of a content. Raise RequestError for media."""
+def _content(content: Any, where: str) -> str | list[dict[str, str]]:
+    """Return the text of a content; its parts where one is an image. Raise RequestError for other media."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         refuse(f"{where} must be text or a list of parts", where)
-    texts = []
-    for index, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            refuse(f"{where}[{index}] is {kind!r}: parts of text alone are supported", f"{where}[{index}]")
-        texts.append(part["text"])
-    return "".join(texts)
+    parts = [_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
+    return parts if any("image" in part for part in parts) else "".join(part["text"] for part in parts)
+
+
+def _part(part: Any, where: str) -> dict[str, str]:
+    """Return a text, or an image, as `Chat` has them."""
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind != "image_url":
+        refuse(f"{where} is {kind!r}: parts of text and image_url are supported", where)
+    given = part.get("image_url")
+    return {"type": "image", "image": read_image_url(given.get("url") if isinstance(given, dict) else None, where)}
+
+
+def read_image_url(url: Any, where: str) -> str:
+    """Return the address of an image, which holds the image itself: the gateway opens no file and no address."""
+    if not isinstance(url, str) or not url.startswith("data:image/"):
+        refuse(f"{where} must hold its image as a data: URI, got {url!r:.80}: nothing is fetched here", where)
+    return url
 
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
@@ -338,6 +343,8 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     limits = [name for name in ("max_completion_tokens", "max_tokens") if name in given]
     if len(limits) == 2 and given["max_tokens"] != given["max_completion_tokens"]:
         refuse("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
+    if wanted := read_structured(given):
+        settings[STRUCTURED] = wanted
     if limits:
         settings["max_new_tokens"] = int(_number(given, limits[0], (int,), 1, 2**31))
     return settings

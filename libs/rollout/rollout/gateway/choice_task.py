@@ -9,7 +9,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from rollout.gateway.recorder import Turn
 from rollout.gateway.sampling_choice import Choice, ChoiceReader
 from rollout.gateway.session import LiveSession
 from rollout.seeds import derive_seed
+from seqpack.capability import Unsupported
 
 MAX_IDLE_ABORTS = 3  # aborts in a row without a token, after which a request fails
 
@@ -49,6 +50,9 @@ class ChoiceTask:
     async def run(self, samplings: Sequence[Sampling]) -> Answer:
         """Sample the choices and record them. Raise RequestError where the engine refuses, or the budget is spent."""
         live, limit = self._live, samplings[0].max_new_tokens
+        able = self._engine.supports("structured_outputs") if samplings[0].structured_outputs else None
+        if isinstance(able, Unsupported):
+            refuse(able.reason, "response_format", "unsupported_parameter")
         granted = await live.budget.take(limit * len(samplings))
         used, started = 0, time.monotonic()
         try:
@@ -86,6 +90,7 @@ class ChoiceTask:
             self._engine,
             turn.prompt_ids,
             replace(sampling, stop=()),  # the reader looks for them
+            turn.stream.media,
             f"{self._number}.{index}",
             self._live.limits.deadline,
             partial(self._hear, reader) if listen else None,
@@ -110,6 +115,7 @@ async def sample(
     engine: RolloutEngine,
     prompt_ids: Sequence[int],
     sampling: Sampling,
+    media: Mapping[str, Any] | None,
     request_id: str,
     deadline: float | None,
     on_tokens: OnTokens | None = None,
@@ -126,7 +132,7 @@ async def sample(
     rest, idle, part = sampling, 0, 0
     while True:
         completion = await _generate(
-            engine, [*prompt_ids, *ids], rest, f"{request_id}.{part}", deadline, on_tokens, stopped
+            engine, [*prompt_ids, *ids], rest, media, f"{request_id}.{part}", deadline, on_tokens, stopped
         )
         idle = 0 if completion.ids else idle + 1
         part += 1
@@ -140,13 +146,14 @@ async def sample(
         if idle >= MAX_IDLE_ABORTS:
             raise RequestError(503, "the engine broke off the answer again and again; try later", code="engine_aborted")
         seed = None if sampling.seed is None else derive_seed(sampling.seed, "part", part)
-        rest = replace(rest, max_new_tokens=sampling.max_new_tokens - len(ids), seed=seed)
+        rest = replace(sampling.after(len(ids)), seed=seed)
 
 
 async def _generate(
     engine: RolloutEngine,
     prompt_ids: Sequence[int],
     sampling: Sampling,
+    media: Mapping[str, Any] | None,
     request_id: str,
     deadline: float | None,
     on_tokens: OnTokens | None,
@@ -154,7 +161,7 @@ async def _generate(
 ) -> Completion:
     """Sample one request of the engine's, and cancel it once `stopped` is true."""
     if on_tokens is None:
-        return await engine.generate(prompt_ids, sampling, request_id=request_id, deadline=deadline)
+        return await engine.generate(prompt_ids, sampling, media, request_id=request_id, deadline=deadline)
     ending: list[asyncio.Task[bool]] = []
 
     def heard(ids: Sequence[int], log_probs: Sequence[float]) -> None:
@@ -163,6 +170,7 @@ async def _generate(
             ending.append(asyncio.ensure_future(engine.cancel(request_id)))
 
     try:
-        return await engine.generate(prompt_ids, sampling, request_id=request_id, deadline=deadline, on_tokens=heard)
+        options: dict[str, Any] = {"request_id": request_id, "deadline": deadline}
+        return await engine.generate(prompt_ids, sampling, media, **options, on_tokens=heard)
     finally:
         await asyncio.gather(*ending)

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rollout.chat.chat import Chat
+from rollout.chat.images import images_of
 from rollout.chat.messages import Message
 from rollout.chat.outline import Outline
 from rollout.chat.segment import Segment, Stream
@@ -96,16 +97,18 @@ class Recorder:
         keys = conversation_keys(request)
         last = max((i for i, m in enumerate(request.messages) if m["role"] == "assistant"), default=-1)
         mark = self.marks.get(keys[last]) if last >= 0 else None
-        messages, stream = request.messages, Stream()
+        messages, stream = request.messages, None
         prompt, outline = None, self.chat.outline()
         if mark is not None:
             outline = mark.outline and mark.outline.copy()
             messages = (*mark.messages, *request.messages[last + 1 :])
             prompt = self._extended(mark, request.messages[last + 1 :], request.tools, outline)
-            if prompt is not None and mark.tokens == len(mark.stream.ids) and id(mark.stream) not in self.busy:
-                stream = mark.stream
-        if prompt is None:
-            prompt = self.chat.open(messages, request.tools)
+            if prompt is not None:
+                is_end = mark.tokens == len(mark.stream.ids) and id(mark.stream) not in self.busy
+                stream = mark.stream if is_end else Stream(media=mark.stream.media)
+        if prompt is None or stream is None:
+            opened = self.chat.opening(messages, request.tools)
+            prompt, stream = opened.ids, Stream(media=opened.media)
         self.busy.add(id(stream))
         self.tally.count_results(request.messages[last + 1 :])
         turn = Turn([*prompt, *given], given, messages, stream, keys[-1], self.requests, request.tools, outline)
@@ -115,14 +118,17 @@ class Recorder:
     def _extended(
         self, mark: Mark, messages: Sequence[Message], tools: Sequence[Tool], outline: Outline | None
     ) -> list[int] | None:
-        """Return the recorded tokens and those of new messages; None where the template would rewrite the former."""
+        """Return the recorded tokens and those of new messages; None where the template would rewrite the former, and
+        for new images, with which a stream begins."""
+        if images_of(messages):
+            return None
         following = self.chat.follow(mark.messages, messages, tools, mark.stop, outline)
         return None if following is None else [*mark.stream.ids[: mark.tokens], *following]
 
     def commit(self, turn: Turn, choices: Sequence[tuple[Completion, Message]]) -> None:
         """Record a turn: its prompt, and of each choice the sampled tokens and the message that the client gets."""
         for index, (completion, answer) in enumerate(choices):
-            stream = turn.stream if index == 0 else Stream()
+            stream = turn.stream if index == 0 else Stream(media=turn.stream.media)
             if not stream.ids:
                 self.streams.append(stream)
             stream.given(turn.prompt_ids[len(stream.ids) :])

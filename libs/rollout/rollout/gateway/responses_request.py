@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollout.gateway.chat_request import ChatRequest, read_flag, read_request, refuse
+from rollout.gateway.chat_request import ChatRequest, read_flag, read_image_url, read_request, refuse
 
 # Parameters that mean the same under these names of chat completions.
 _SAME = {
@@ -18,10 +18,11 @@ _SAME = {
 # Parameters that speak of OpenAI's service, or of a form that nothing here enforces.
 IGNORED = (
     *("user", "safety_identifier", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
+    "prompt_cache_options",
     *("reasoning", "text", "truncation", "stream_options"),
 )
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "truncation": ("disabled",), "text": ({}, {"format": {"type": "text"}}), "metadata": ({},), "reasoning": ({},),
+    "truncation": ("disabled",), "text": ({},), "metadata": ({},), "reasoning": ({},),
 }  # fmt: skip
 # Parameters without effect here, with their neutral values.
 _IDENTITY: Mapping[str, tuple[Any, ...]] = {"background": (False,), "top_logprobs": (0,)}
@@ -73,11 +74,16 @@ def read_responses_request(
     chat = {name: given[own] for own, name in _SAME.items() if own in given}
     chat["tools"] = _tools(given.get("tools", []))
     chat["tool_choice"] = _tool_choice(given.get("tool_choice"))
+    asked = given.get("text")
+    if isinstance(asked, dict) and isinstance(form := asked.get("format"), dict):
+        chat["response_format"] = _format(form)
+        asked = {name: value for name, value in asked.items() if name != "format" and value is not None}
     instructions = given.get("instructions")
     if instructions is not None and not isinstance(instructions, str):
         refuse("instructions must be text", "instructions")
     chat["messages"] = [*([{"role": "system", "content": instructions}] if instructions else []), *messages]
-    ignored = [n for n in IGNORED if n in given and given[n] not in _NEUTRAL.get(n, ())]
+    without = {**given, "text": asked or {}}
+    ignored = [n for n in IGNORED if n in without and without[n] not in _NEUTRAL.get(n, ())]
     read = read_request(chat, model)
     names = tuple(dict.fromkeys([*ignored, *read.ignored, *(["include"] if included else [])]))
     return ResponsesRequest(replace(read, ignored=names), given, messages)
@@ -99,7 +105,7 @@ def read_items(given: Any) -> list[dict[str, Any]]:
             content = _texts(item.get("output"), f"{where}.output")
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
         elif kind == "message" and item.get("role") != "assistant":
-            messages.append({"role": item.get("role"), "content": _texts(item.get("content"), f"{where}.content")})
+            messages.append({"role": item.get("role"), "content": _content(item.get("content"), f"{where}.content")})
         elif kind in ("message", "function_call", "reasoning"):
             _add_to_turn(messages, kind, item, where)
         else:
@@ -123,6 +129,21 @@ def _add_to_turn(messages: list[dict[str, Any]], kind: str, item: Mapping[str, A
         text = _texts(item.get("content") or item.get("summary") or [], f"{where}.content")
         if text:
             turn[key] = text
+
+
+def _content(given: Any, where: str) -> Any:
+    """Return the content of a message as chat completions have it. Raise RequestError for media but images."""
+    kinds = [part.get("type") for part in given if isinstance(part, dict)] if isinstance(given, list) else []
+    if "input_image" not in kinds:
+        return _texts(given, where)
+    parts: list[dict[str, Any]] = []
+    for index, part in enumerate(given):
+        if isinstance(part, dict) and part.get("type") == "input_image":
+            url = read_image_url(part.get("image_url"), f"{where}[{index}]")
+            parts.append({"type": "image_url", "image_url": {"url": url}})
+        else:
+            parts.append({"type": "text", "text": _texts([part], f"{where}, from part {index}")})
+    return parts
 
 
 def _texts(given: Any, where: str) -> str:
@@ -150,6 +171,12 @@ def _tools(given: Any) -> list[dict[str, Any]]:
         function = {name: value for name, value in tool.items() if name != "type" and value is not None}
         tools.append({"type": "function", "function": function})
     return tools
+
+
+def _format(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the format of a text as chat completions have it."""
+    kind, schema = given.get("type"), {name: value for name, value in given.items() if name != "type"}
+    return {"type": kind, "json_schema": schema} if kind == "json_schema" else {"type": kind, **schema}
 
 
 def _tool_choice(given: Any) -> Any:

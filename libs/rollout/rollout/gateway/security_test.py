@@ -12,12 +12,14 @@ import pytest
 
 import rollout
 from rollout.chat.chat import Chat
+from rollout.gateway import server
 from rollout.gateway.server import SESSION_HEADER, TokenGateway
 from rollout.testing.chat import tiny_tokenizer
 from rollout.testing.scripted import ScriptedEngine
 
 CHAT = Chat(tiny_tokenizer())
 TOKEN = "a-token-of-the-test"
+JSON = {"Content-Type": "application/json"}
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -117,10 +119,9 @@ def test_json_of_bounded_size_alone() -> None:
             yield big[:500]
             yield big[500:]
 
-        json_type = {"Content-Type": "application/json"}
-        is_error(await http.post("chat/completions", content=big, headers=json_type), 413)
-        is_error(await http.post("chat/completions", content=pieces(), headers=json_type), 413)
-        is_error(await http.post("chat/completions", content=b"\x80\x04K*.", headers=json_type), 400)
+        is_error(await http.post("chat/completions", content=big, headers=JSON), 413)
+        is_error(await http.post("chat/completions", content=pieces(), headers=JSON), 413)
+        is_error(await http.post("chat/completions", content=b"\x80\x04K*.", headers=JSON), 400)
         for kind in ("application/octet-stream", "application/x-www-form-urlencoded", "text/plain"):
             is_error(await http.post("chat/completions", content=b"{}", headers={"Content-Type": kind}), 415)
         is_error(await http.get("chat/completions"), 405)
@@ -129,6 +130,28 @@ def test_json_of_bounded_size_alone() -> None:
         assert gateway.open_sessions == 0
 
     requests(body, max_body_bytes=1000)
+
+
+def test_a_body_that_does_not_come_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that sends the half of a body and then nothing gets an answer, and others meanwhile theirs."""
+    monkeypatch.setattr(server, "BODY_TIMEOUT", 0.2)
+
+    async def body(http: httpx.AsyncClient, gateway: TokenGateway) -> None:
+        url = httpx.URL(gateway.base_url)
+        head = (
+            f"POST {url.path.rstrip('/')}/chat/completions HTTP/1.1",
+            f"Host: {url.host}",
+            "Content-Type: application/json",
+        )
+        lines = (*head, f"Authorization: Bearer {TOKEN}", f"{SESSION_HEADER}: s", "Content-Length: 100", "", '{"model"')
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write("\r\n".join(lines).encode())
+        assert (await http.post("chat/completions", json=BODY)).status_code == 200
+        said = await asyncio.wait_for(reader.readuntil(b"\r\n"), 60)
+        assert said.startswith(b"HTTP/1.1 408 ")
+        writer.close()
+
+    requests(body)
 
 
 def test_no_more_sessions_than_allowed() -> None:

@@ -62,9 +62,9 @@ class TokenGateway:
     """An OpenAI-compatible server over `engine`, in the running event loop: `async with TokenGateway(...) as gateway`.
 
     `gateway.base_url` and `gateway.key(session_id)` are what a client needs. `sampling` holds the defaults of a
-    request; with `own_sampling` a session's temperature, top_p, top_k and seed win over what an agent asks for, so that
-    a trainer sees one distribution. `model` is the name that requests give, `token` (None: a fresh one) opens all
-    sessions.
+    request; with `own_sampling` a session's temperature, top_p, top_k, seed and structured outputs win over what an
+    agent asks for, so that a trainer sees one distribution. `model` is the name that requests give, `token` (None: a
+    fresh one) opens all sessions.
 
     Raises ValueError for a host that is not this machine's own, unless `allow_remote`, and for a short token.
     """
@@ -280,6 +280,7 @@ class TokenGateway:
         self, session_id: str, chat_request: ChatRequest, number: str, large: bool
     ) -> "tuple[LiveSession, ChoiceTask, asyncio.Task[Answer]]":
         """Start the work of a request; its session opens with the first one."""
+        chat_request = chat_request.without_structured() if self._own_sampling else chat_request
         if chat_request.ignored:
             names = ", ".join(chat_request.ignored)
             warnings.warn(f"agents send what has no effect on the policy: {names}", RuntimeWarning, stacklevel=2)

@@ -70,6 +70,8 @@ class LiveSession:
         if self.own_sampling:  # from the request, only the length of the completion
             settings = {name: value for name, value in settings.items() if name == "max_new_tokens"}
         sampling = replace(request, settings=settings).sampling(self.sampling)
+        if sampling.structured_outputs and (why := chat.structured_problem()):
+            refuse(why, "response_format")
         if sampling.greedy and request.n > 1:
             refuse(f"n={request.n} likeliest answers would be one and the same: n=1, or a temperature above 0", "n")
         try:

@@ -16,9 +16,12 @@ PUT_BACK = "put back the file that this run wrote, or begin a new run from its e
 Damage = Callable[[Path], None]
 
 
-def written(path: Path, steps: int, saved: int) -> None:
+RUN, TWIN = 7, 2**47 + 11
+
+
+def written(path: Path, steps: int, saved: int, run: int = RUN) -> None:
     """A run of two groups a step, one group sampled ahead, one that was being sampled."""
-    with RolloutLedger(path) as ledger:
+    with RolloutLedger(path, run=run) as ledger:
         for step in range(1, steps + 1):
             for group in (2 * step, 2 * step + 1):
                 ledger.started(group, step)
@@ -76,6 +79,18 @@ def longer_run(path: Path) -> None:
     written(path, steps=9, saved=8)
 
 
+def twin(path: Path) -> None:
+    """The ledger of another run with the same steps."""
+    path.unlink()
+    written(path, steps=5, saved=4, run=TWIN)
+
+
+def compacted_twin(path: Path) -> None:
+    twin(path)
+    with RolloutLedger(path, 4, run=TWIN) as ledger:
+        assert ledger.compact()
+
+
 def trailing(path: Path) -> None:
     """Zeros that a file system adds after a crash."""
     with path.open("ab") as file:
@@ -88,6 +103,8 @@ TABLE: dict[str, tuple[Damage, str | None]] = {
     "emptied": (emptied, f"knows of no step 4, .* or was emptied; {re.escape(PUT_BACK)}"),
     "older copy": (older_copy, f"knows of no step 4, .* an older copy, .*; {re.escape(PUT_BACK)}"),
     "longer run": (longer_run, "knows of a checkpoint of step 8, and the run would go on from step 4: bring that"),
+    "twin": (twin, f"was written by another run, though its steps may be as many: {re.escape(PUT_BACK)}"),
+    "compacted twin": (compacted_twin, f"was written by another run, .*: {re.escape(PUT_BACK)}"),
     "flipped bit": (flipped, rf"the record at byte \d+ is damaged, and others follow it; {re.escape(PUT_BACK)}"),
     "hole": (holed, rf"the record at byte \d+ is damaged, and others follow it; {re.escape(PUT_BACK)}"),
     "twice": (twice, f"was begun already: .*; {re.escape(PUT_BACK)}"),
@@ -107,16 +124,30 @@ def test_a_damage_is_told_and_its_remedy_works(tmp_path: Path, name: str) -> Non
     if told is not None:
         before = path.read_bytes()
         with pytest.raises(ValueError, match=told) as refused:
-            RolloutLedger(path, 4)
+            RolloutLedger(path, 4, run=RUN)
         assert str(path) in str(refused.value)
         assert path.read_bytes() == before or name == "emptied"
         shutil.copy(kept, path)
-    with RolloutLedger(path, 4) as ledger:
+    with RolloutLedger(path, 4, run=RUN) as ledger:
         state = ledger.state
         assert (state.saved, state.batches, state.done.pairs()) == (4, {5: (10, 11)}, [2, 10])
         assert ledger.payload(100) == b"ahead"
         assert 101 not in state.running
         ledger.train(6, [100])
+
+
+def test_a_ledger_without_a_number_goes_on(tmp_path: Path) -> None:
+    """One of a run that began before ledgers had numbers, and one that nobody gave a number to check."""
+    path = tmp_path / "ledger.bin"
+    with RolloutLedger(path) as ledger:
+        ledger.started(0, 0)
+    with RolloutLedger(path, 0, run=RUN) as ledger:
+        assert ledger.state.run is None
+    written(tmp_path / "other.bin", steps=1, saved=1)
+    with RolloutLedger(tmp_path / "other.bin", 1) as ledger:
+        assert ledger.state.run == RUN
+    with pytest.raises(ValueError, match="run is a number in"):
+        RolloutLedger(path, 0, run=2**48)
 
 
 def test_a_disk_that_is_full_when_the_ledger_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from rollout.ledger.records import (
     HEAD_BYTES,
     MAGIC,
     NUMBER_BYTES,
+    NUMBER_LIMIT,
     Kind,
     frame,
     number_body,
@@ -56,14 +57,20 @@ class RolloutLedger:
     ledger. Groups that were being sampled when the run ended are in `state.missing()`, steps that were recorded after
     the checkpoint in `state.batches`.
 
+    `run`: the number of the run, below 2**48, which a new ledger records; None: of none.
+
     After an error of a disk that is full, open it anew.
 
     Raises:
-        ValueError: another process holds it, it is no ledger or damaged, the checkpoint is older than one that the
-            ledger knows to be whole, or of a step that it does not know. The text says what mends it.
+        ValueError: another process holds it, it is no ledger or damaged, another run wrote it, the checkpoint is older
+            than one that the ledger knows to be whole, or of a step that it does not know. The text says what mends it.
     """
 
-    def __init__(self, path: Path | str, step: int | None = None, fsync: Fsync = "steps") -> None:
+    def __init__(
+        self, path: Path | str, step: int | None = None, fsync: Fsync = "steps", run: int | None = None
+    ) -> None:
+        if run is not None and not 0 <= run < NUMBER_LIMIT:
+            raise ValueError(f"run is a number in [0, {NUMBER_LIMIT}), got {run}")
         if fsync not in get_args(Fsync):
             raise ValueError(f"fsync is one of {', '.join(get_args(Fsync))}, got {fsync!r}")
         self.path = Path(path)
@@ -75,6 +82,7 @@ class RolloutLedger:
         opened = False
         try:
             self._end = self._read()
+            self._check_run(run)
             self._go_on_from(self.state.saved if step is None else step)
             opened = True
         finally:
@@ -216,10 +224,20 @@ class RolloutLedger:
                 state.again(read_number(data, begin))
             elif kind == Kind.NO_SIGNAL:
                 state.drop(read_number(data, begin))
+            elif kind == Kind.RUN:
+                state.run = read_number(data, begin)
             else:
                 state.saved, pairs = read_numbers(data, begin, end)
                 state.done.begins, state.done.ends = list(pairs[::2]), list(pairs[1::2])
         return end
+
+    def _check_run(self, run: int | None) -> None:
+        """Record the run's number in a ledger that is new. Raise ValueError where another run wrote it."""
+        if run is not None and self._end == len(MAGIC):
+            self.state.run = run
+            self._append(Kind.RUN, number_body(run))
+        if None not in (run, self.state.run) and run != self.state.run:
+            raise ValueError(f"{self.path} was written by another run, though its steps may be as many: {_MEND}")
 
     def _go_on_from(self, step: int) -> None:
         state = self.state
@@ -287,6 +305,8 @@ class RolloutLedger:
             del view
             buffer.clear()
 
+        if state.run is not None:
+            buffer += frame(Kind.RUN, number_body(state.run))
         buffer += frame(Kind.BASE, numbers_body(state.saved, state.done.pairs()))
         for group, entry in state.sampled.items():
             buffer += frame(Kind.STARTED, started_body(group, entry.version))

@@ -69,7 +69,7 @@ def _of_kind(kinds: NDArray[np.uint8], lengths: NDArray[np.int64]) -> NDArray[np
     possible: NDArray[np.bool_] = (
         ((kinds == Kind.FINISHED) & (lengths >= NUMBER_BYTES))
         | ((kinds == Kind.STARTED) & (lengths == STARTED_BYTES))
-        | (np.isin(kinds, (Kind.AGAIN, Kind.SAVED, Kind.NO_SIGNAL)) & (lengths == NUMBER_BYTES))
+        | (np.isin(kinds, (Kind.AGAIN, Kind.SAVED, Kind.NO_SIGNAL, Kind.RUN)) & (lengths == NUMBER_BYTES))
         | (((kinds == Kind.TRAIN) | (kinds == Kind.BASE)) & numbers)
     )
     return possible

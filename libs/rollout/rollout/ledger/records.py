@@ -18,6 +18,8 @@ HEAD_BYTES = HEAD.size
 _NUMBER = struct.Struct("<q")
 _STARTED = struct.Struct("<qi")
 NUMBER_BYTES, STARTED_BYTES = _NUMBER.size, _STARTED.size
+NUMBER_LIMIT = 1 << 8 * (NUMBER_BYTES - 2)
+"""Bound of the numbers that records begin with, by which `rollout.ledger.reading` knows what can be one."""
 
 
 class Kind(IntEnum):
@@ -37,6 +39,8 @@ class Kind(IntEnum):
     """A checkpoint of this step is whole."""
     NO_SIGNAL = 7
     """A group is sampled, and nothing of it is trained: it is done."""
+    RUN = 8
+    """The number of the run that writes the file."""
 
 
 def frame(kind: Kind, body: bytes) -> bytes:
@@ -45,12 +49,12 @@ def frame(kind: Kind, body: bytes) -> bytes:
 
 
 def number_body(number: int, payload: bytes = b"") -> bytes:
-    """Return the body of FINISHED (with its payload), AGAIN, SAVED and NO_SIGNAL."""
+    """Return the body of FINISHED (with its payload), AGAIN, SAVED, NO_SIGNAL and RUN."""
     return _NUMBER.pack(number) + payload
 
 
 def started_body(number: int, version: int) -> bytes:
-    """Return the body of BEGUN."""
+    """Return the body of STARTED."""
     return _STARTED.pack(number, version)
 
 

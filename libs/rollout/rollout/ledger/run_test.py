@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,19 +58,28 @@ def note(folder: Path, line: dict[str, Any]) -> None:
         file.write(json.dumps(line) + "\n")
 
 
+class Points:
+    """Named calls of a process, counted, which dies at `kill_at`: (point, its number, "before" or "after")."""
+
+    def __init__(self, kill_at: tuple[str, int, str] | None) -> None:
+        self.kill_at = kill_at
+        self.calls = Counter[str]()
+
+    def __call__(self, point: str, act: Callable[..., Any], *arguments: Any) -> Any:
+        self.calls[point] += 1
+        self._reach(point, "before")
+        result = act(*arguments)
+        self._reach(point, "after")
+        return result
+
+    def _reach(self, point: str, when: str) -> None:
+        if (point, self.calls[point], when) == self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def play(folder: Path, seed: int, kill_at: tuple[str, int, str] | None = None, pace: float = 0.0) -> None:
-    """The child: go on from the checkpoint to the end; `kill_at`: (point, its number, "before" or "after")."""
-    draw, calls = random.Random(seed), dict[str, int]()
-
-    def at(point: str, act: Callable[..., Any], *arguments: Any) -> Any:
-        calls[point] = calls.get(point, 0) + 1
-        if (point, calls[point], "before") == kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        found = act(*arguments)
-        if (point, calls[point], "after") == kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return found
-
+    """The child: go on from the checkpoint to the end; see `Points` for `kill_at`."""
+    draw, at = random.Random(seed), Points(kill_at)
     start = checkpoint_of(folder)
     note(folder, {"from": start["step"]})
     ledger = RolloutLedger(folder / "ledger", start["step"], fsync="never")

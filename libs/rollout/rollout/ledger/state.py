@@ -56,6 +56,8 @@ class LedgerState:
 
     saved: int = 0
     """The step of the last checkpoint."""
+    run: int | None = None
+    """The number of the run that writes the ledger; None where it has none."""
     done: Ranges = field(default_factory=Ranges)
     running: dict[int, int] = field(default_factory=dict)
     """Version of the weights that a running group began with, by group."""

@@ -3,6 +3,7 @@
 from typing import Any
 
 from torch import nn
+from transformers import AutoTokenizer
 
 from rollout.config import RolloutConfig
 from rollout.native.engine import NativeEngine
@@ -29,5 +30,7 @@ def build(config: RolloutConfig, model: Any, pad_token_id: int, version: int) ->
         on_commit=config.on_commit,
         admit=config.admit,
         keep_tokens=config.keep_tokens,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         routed_experts=config.routed_experts,
+        tokenizer=None if config.tokenizer is None else AutoTokenizer.from_pretrained(config.tokenizer),
     )

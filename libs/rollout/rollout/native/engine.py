@@ -18,7 +18,7 @@ from torch import nn
 from rollout.extras import missing_extra_message
 
 try:
-    import transformers  # noqa: F401  what the decoders below are made of
+    from transformers import PreTrainedTokenizerBase
 except ImportError as error:
     raise ImportError(missing_extra_message("the native engine needs transformers", "native")) from error
 
@@ -27,14 +27,16 @@ from rollout.config import KEEP_TOKENS, Admission, DecoderChoice, OnCommit
 from rollout.engine import Completion, Load, OnTokens, PauseMode, Sampling, StopReason, check_request
 from rollout.length_limit import longest_of
 from rollout.native.choose_decoder import decoder_of
-from rollout.native.decoders.media import SeenPrompt, seen_prompt
+from rollout.native.decoders.media import SeenPrompt, SeenPrompts
 from rollout.native.module_weights import named_tensors, stage
 from rollout.native.scheduler.batch import ContinuousBatch
 from rollout.native.scheduler.decode_thread import DecodeThread
 from rollout.native.scheduler.fair_lock import FairLock
 from rollout.native.scheduler.gang_scheduling import GangScheduler
-from rollout.native.scheduler.request import SequenceRequest
+from rollout.native.scheduler.grammars import Grammars
+from rollout.native.scheduler.request import SequenceRequest, seeds_of
 from rollout.native.scheduler.result_delivery import ResultDelivery
+from rollout.native.settings import check_settings
 from rollout.open_requests import OpenRequests, check_pause, settle
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, Piece
@@ -69,7 +71,9 @@ class NativeEngine:
             all tokens of one (the next turn of a conversation) is read from there. Least recently used ones are dropped
             first, and all of them when the weights change or no prompt of a round continues any. A delta net's state
             counts as the tokens whose keys and values take as much. 0: no cache.
+        kv_cache_memory_bytes: bytes of all caches, for which requests wait (`MemoryBound`); None: rows alone are bound.
         routed_experts: completions have the experts of their tokens (`rollout.experts`); ValueError without routers.
+        tokenizer: the model's, a fast one, for structured outputs alone.
     """
 
     def __init__(
@@ -86,27 +90,23 @@ class NativeEngine:
         on_commit: OnCommit = "keep",
         admit: Admission = "any_step",
         keep_tokens: int = KEEP_TOKENS,
+        kv_cache_memory_bytes: int | None = None,
         routed_experts: bool = False,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        if min(max_batch, prefill_tokens) < 1:
-            raise ValueError(f"max_batch and prefill_tokens must be at least 1, got {max_batch} and {prefill_tokens}")
-        if keep_tokens < 0:
-            raise ValueError(f"keep_tokens is a count of tokens, 0 to keep nothing, got {keep_tokens}")
-        if not 0 <= compact_below <= 1:
-            raise ValueError(f"compact_below is a share of rows in [0, 1], got {compact_below}")
-        if on_commit not in ("keep", "recompute"):
-            raise ValueError(f'on_commit is "keep" or "recompute", got {on_commit!r}')
-        if admit not in ("any_step", "rounds"):
-            raise ValueError(f'admit is "any_step" or "rounds", got {admit!r}')
+        check_settings(max_batch, prefill_tokens, keep_tokens, compact_below, on_commit, admit, kv_cache_memory_bytes)
         config = model.config.get_text_config()  # type: ignore[operator, union-attr]
         self._model = model
+        self._seen = SeenPrompts(model)
         self._max_length = longest_of(config.to_dict(), max_length)
         self._generator = torch.Generator().manual_seed(seed)
         self._on_commit = on_commit
         self._weights = WeightStaging(*named_tensors(model), version=version)
         self._lock = FairLock()
         decoding = decoder_of(model, pad_token_id, decoder, routed_experts)
-        self._batch = ContinuousBatch(decoding, max_batch, prefill_tokens, compact_below, version, keep_tokens)
+        sizes = (max_batch, prefill_tokens, compact_below, version, keep_tokens, kv_cache_memory_bytes)
+        self._batch = ContinuousBatch(decoding, *sizes)
+        self._grammars = Grammars(tokenizer, decoding.vocab_size)
         self._thread = DecodeThread(self._turn, self._failed)
         self._exchange = ThreadPoolExecutor(1, "rollout-weights")
         self._asked: set[SequenceRequest] = set()
@@ -128,6 +128,8 @@ class NativeEngine:
 
     def supports(self, feature: str) -> Supported | Unsupported:
         """Return whether this engine has the feature. Raise ValueError with all features for an unknown name."""
+        if feature == "structured_outputs" and (why := self._grammars.problem):
+            return Unsupported(why)
         return feature_of(NATIVE, feature)
 
     def load(self) -> Load:
@@ -163,9 +165,10 @@ class NativeEngine:
         next step. `media` is of a vision-language model (`rollout.native.decoders.media.seen_prompt`)."""
         self._check(prompt_ids, sampling)
         if media:
-            prompt_ids = seen_prompt(self._model, prompt_ids, media)
+            prompt_ids = self._seen.prompt(prompt_ids, media)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        request = self._request(prompt_ids, sampling, lambda answer: self._answers.put(future, answer))
+        (seed,) = seeds_of([sampling], self._generator)
+        request = self._request(prompt_ids, sampling, seed, lambda answer: self._answers.put(future, answer))
         if on_tokens is not None:
             request.on_token = self._answers.stream(future, on_tokens)
         with self._open.opened(request, request_id, deadline):
@@ -347,17 +350,13 @@ class NativeEngine:
         settings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
         if len(settings) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(settings)} sampling settings; give one, or one each")
-        for prompt, s in zip(prompts, settings, strict=True):
-            self._check(prompt, s)
+        for prompt, s in {(id(p), id(s)): (p, s) for p, s in zip(prompts, settings, strict=True)}.values():
+            self._check(prompt, s)  # a group's once
         answers: dict[int, Completion | BaseException] = {}
-
-        def answer_to(index: int) -> Callable[[Completion | BaseException], None]:
-            return lambda answer: answers.__setitem__(index, answer)
-
-        requests = [self._request(p, s, answer_to(i)) for i, (p, s) in enumerate(zip(prompts, settings, strict=True))]
+        asked = zip(prompts, settings, seeds_of(settings, self._generator), strict=True)
+        requests = [self._request(*one, functools.partial(answers.__setitem__, i)) for i, one in enumerate(asked)]
         self._asked.update(requests)
-        for request in requests:
-            self._thread.post(functools.partial(self._batch.add, request))
+        self._thread.post(functools.partial(self._batch.extend, requests))
         done = False
         try:
             while len(answers) < len(requests):
@@ -388,13 +387,12 @@ class NativeEngine:
             if training:
                 self._model.train()
 
-    def _request(
-        self, prompt: Sequence[int], sampling: Sampling, answer: Callable[[Completion | BaseException], None]
-    ) -> SequenceRequest:
-        seed = 0 if sampling.greedy else sampling.seed
-        if seed is None:
-            seed = int(torch.randint(2**63 - 1, (), generator=self._generator))
-        return SequenceRequest(prompt if isinstance(prompt, SeenPrompt) else tuple(prompt), sampling, seed, answer)
-
     def _check(self, prompt: Sequence[int], sampling: Sampling) -> None:
         check_request(prompt, sampling, self._batch.decoder.vocab_size, self._max_length)
+        self._batch.check(len(prompt), sampling)
+
+    def _request(
+        self, prompt: Sequence[int], sampling: Sampling, seed: int, answer: Callable[[Completion | BaseException], None]
+    ) -> SequenceRequest:
+        prompt = prompt if isinstance(prompt, SeenPrompt) else tuple(prompt)
+        return SequenceRequest(prompt, sampling, seed, answer, matcher=self._grammars.matcher(prompt, sampling))

@@ -1,5 +1,6 @@
 """Settings drawn at random: what is sampled is what a teacher-forced pass says, in every combination."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 
 from rollout.chat.segment import Segment
 from rollout.engine import Completion, Sampling
+from rollout.native.decoders.module_decoder import ModuleDecoder
+from rollout.native.decoders.module_rows import Rows
 from rollout.testing.chat import tiny_tokenizer
 from rollout.testing.forced import stock_log_probs
 from rollout.testing.fuzz import LEAN, MODULES, build_model, draw, problems, score_problems, spans, stream_problems
@@ -37,10 +40,28 @@ def test_cases_cover_what_there_is() -> None:
         "top_k",
         "min_p",
         "penalties",
+        "words",
     ):
         counts = [[getattr(case, name) for case in cases].count(value) for value in {getattr(c, name) for c in cases}]
         assert len(counts) > 1, name
         assert min(counts) >= 5, name
+
+
+def test_a_decoder_that_cannot_place_two_prefills_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stood here until 76cd66d4: the first turn of several conversations passed, a later one ended the run."""
+
+    def place(self: ModuleDecoder, cache: Rows, picks: Sequence[int], slots: Sequence[int]) -> None:
+        picked = cache.pick(torch.tensor(picks))
+        if self._rows is None:
+            assert list(slots) == list(range(len(slots))), "slots"
+            self._rows = picked
+        else:
+            self._rows.put(picked, slots)
+
+    monkeypatch.setattr(ModuleDecoder, "place", place)
+    cases = [case for case in map(draw, range(CASES)) if case.decoder == "module" and case.turns > 1]
+    with pytest.raises(AssertionError, match="slots"):  # which meets it hangs on the order in which turns go on
+        list(map(problems, cases))
 
 
 def test_a_wrong_token_mask_version_or_log_prob_is_told() -> None:

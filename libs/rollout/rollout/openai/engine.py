@@ -23,6 +23,7 @@ except ImportError as error:
 from rollout.capability import feature_of
 from rollout.config import RolloutConfig
 from rollout.engine import Completion, Load, OnTokens, PauseMode, Sampling, StopReason, check_request
+from rollout.errors import ServerError
 from rollout.open_requests import OpenRequests, check_pause
 from rollout.openai.completion_stream import (
     CompletionChunk,
@@ -34,7 +35,7 @@ from rollout.openai.completion_stream import (
     request_body,
 )
 from rollout.openai.gate import Gate
-from rollout.openai.settings.capability import NO_MEDIA, NO_WEIGHTS, OPENAI
+from rollout.openai.settings.capability import NO_GRAMMARS, NO_MEDIA, NO_WEIGHTS, OPENAI
 from rollout.openai.settings.config import OpenAIConfig
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, Piece
@@ -95,6 +96,11 @@ class OpenAIEngine:
             raise ValueError(f"{self._own.base_url} does not tell how long a sequence may be: set max_length")
         self._max_length = min(n for n in (config.max_length, longest) if n is not None)
 
+    @property
+    def max_length(self) -> int:
+        """Most tokens of prompt and completion together."""
+        return self._max_length
+
     def supports(self, feature: str) -> Supported | Unsupported:
         """Return whether this engine has the feature. Raise ValueError with all features for an unknown name."""
         return feature_of(OPENAI, feature)
@@ -125,7 +131,8 @@ class OpenAIEngine:
 
         Raises:
             ValueError: as in the protocol; what the server refuses; settings whose log-probs it does not return.
-            RuntimeError: the server broke off, or sent an invalid response.
+            ServerError: the server broke off, or failed by itself.
+            RuntimeError: it sent an invalid response.
         """
         if media:
             raise ValueError(f"media can't be sampled from: {NO_MEDIA}")
@@ -158,12 +165,12 @@ class OpenAIEngine:
             asked = body | {"stream": False, "prompt_logprobs": k}
             response = await self._client_here().post(self._own.url("completions"), json=asked)
         except httpx2.TransportError as error:
-            raise RuntimeError(f"{self._own.base_url} broke off: {type(error).__name__} {error}") from error
+            raise ServerError(f"{self._own.base_url} broke off: {type(error).__name__} {error}") from error
         if response.status_code != 200:
             _refused(response, self._own)
         rows = response.json()["choices"][0].get("prompt_logprobs") or []
         told = [{int(token): one["logprob"] for token, one in (row or {}).items()} for row in rows]
-        return scores_of_rows(ids, k, told)
+        return scores_of_rows(ids, k, told, self._own.vocab_size)
 
     async def cancel(self, request_id: str) -> bool:
         """End a request: its `generate` returns the tokens so far, with stop_reason "abort". Return False where no such
@@ -185,6 +192,8 @@ class OpenAIEngine:
 
     def _check(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         check_request(prompt_ids, sampling, self._own.vocab_size, self._max_length)
+        if sampling.structured_outputs:
+            raise ValueError(f"structured outputs: {NO_GRAMMARS}")
         if not sampling.is_whole and not self._tells_sampled:
             raise ValueError(
                 f"{self._own.base_url} tells the log-probs of the model, not of the distribution that is sampled from: "
@@ -218,7 +227,7 @@ class OpenAIEngine:
                     async for part in stream:
                         yield part
         except httpx2.TransportError as error:
-            raise RuntimeError(f"{self._own.base_url} broke off: {type(error).__name__} {error}") from error
+            raise ServerError(f"{self._own.base_url} broke off: {type(error).__name__} {error}") from error
 
     def _client_here(self) -> httpx2.AsyncClient:
         """Return the connections of the running event loop; those of an earlier loop ended with it."""
@@ -310,12 +319,12 @@ def _asked(client: httpx2.Client, own: OpenAIConfig, path: str, body: dict[str, 
 
 
 def _refused(response: httpx2.Response, own: OpenAIConfig) -> NoReturn:
-    """Raise ValueError for what the caller can fix, RuntimeError for the server's own failure."""
+    """Raise ValueError for what the caller can fix, ServerError for the server's own failure."""
     try:
         text = error_text(response.json())
     except ValueError:
         text = response.text[:500]
     if response.status_code in (401, 403):
         raise ValueError(f"{own.base_url} refuses the key: put the server's into ${own.key_variable}")
-    kind = ValueError if response.status_code < 500 else RuntimeError
+    kind = ValueError if response.status_code < 500 else ServerError
     raise kind(f"{own.base_url} refuses a request ({response.status_code}): {text}")

@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rollout.config import RolloutConfig
 from rollout.engine import Completion, Sampling
 from rollout.openai.engine import OpenAIEngine
 from rollout.openai.settings.config import OpenAIConfig
+from rollout.openai.vocabulary import check_vocabulary
+from rollout.scoring import score_all
 from rollout.testing.chat import tiny_tokenizer
 from rollout.vllm.client.process import environment
 from rollout.vllm.settings.config import VllmConfig
-from rollout.vllm.testing.served import ANSWER, PROMPTS, VOCAB, assert_agrees, sample, served
+from rollout.vllm.testing.served import ANSWER, MEAN, MOST, PROMPTS, VOCAB, assert_agrees, sample, served
 
 pytestmark = pytest.mark.skipif(
     "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"
@@ -158,3 +161,25 @@ def test_a_server_with_a_tokenizer_refuses_an_unknown_id_itself(folder: Path, mo
         with pytest.raises(ValueError, match=r"refuses a request \(400\): .*out of vocabulary"):
             asyncio.run(engine.generate([3, VOCAB], ANSWER))
         assert_agrees(served(), PROMPTS, sample(engine, PROMPTS))
+        check_teacher(engine, url)
+
+
+def check_teacher(engine: OpenAIEngine, url: str) -> None:
+    """Its scores are the module's, its tokens the tokenizer's, and what it does not tell is refused."""
+    tokenizer, model = tiny_tokenizer(), served()
+    check_vocabulary(OpenAIConfig(url), sorted(tokenizer.get_vocab().values()), tokenizer.decode)
+    with pytest.raises(ValueError, match=r"token 70 is .*serve a model of the same family"):
+        check_vocabulary(OpenAIConfig(url), range(64, 90), lambda ids: tokenizer.decode([i + (i == 70) for i in ids]))
+    found = asyncio.run(score_all(engine, PROMPTS, 20, name="it", seconds=120))
+    apart = []
+    for prompt, scores in zip(PROMPTS, found, strict=True):
+        with torch.no_grad():
+            table = model(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
+        told = scores.top_log_probs[:, 1:].t()
+        apart.append((scores.log_probs[1:] - table.gather(1, torch.tensor(prompt)[1:, None])[:, 0]).abs())
+        apart.append((told - table.gather(1, scores.top_tokens[:, 1:].t())).abs().flatten())
+        torch.testing.assert_close(scores.rest[1:].exp(), 1 - told.exp().sum(-1), atol=2e-6, rtol=0)
+    assert torch.cat(apart).max() < MOST
+    assert torch.cat(apart).mean() < MEAN
+    with pytest.raises(ValueError, match=r"refuses a request \(400\): .*21.*20"):
+        asyncio.run(engine.score(PROMPTS[0], 21))

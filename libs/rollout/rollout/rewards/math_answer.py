@@ -3,6 +3,7 @@ r"""Rewards for answers in mathematics: \boxed{\frac{1}{2}} is 0.5, and \boxed{1
 math-verify (the extra `tessera-rollout[math]`) decides, in processes of its own that can be ended; see `math_worker`.
 """
 
+import itertools
 import json
 import os
 import select
@@ -26,6 +27,7 @@ from rollout.tools.workers import waiting
 
 MAX_CHARACTERS = 2000  # most characters of an answer; a longer one is not read
 MAX_WAIT = 3600.0  # seconds for a free process; every comparison ends, so that a queue of hostile answers moves on
+_FAILURES = 3  # comparisons of two answers that can't be told, after which a group's others count as different
 _START_SECONDS = 60.0
 _PATIENCE = 10  # how many times its seconds of computing a comparison may last on a busy machine
 
@@ -55,10 +57,39 @@ class MathChecker:
 
         Raises EpisodeFailed, to be tried again, where no process starts or none is free within MAX_WAIT seconds.
         """
+        return bool(self._compared(answer, found)["equal"])
+
+    def classes(self, answers: Sequence[str]) -> list[int]:
+        """Return the number of each answer's class: those that `equal` holds to be the same, in either direction, and
+        what is the same as one of them. It depends on no order.
+
+        One that cannot be read in time is alone, and after some comparisons that end in no time the others differ. Each
+        answer is read once; of n different ones at most n^2 are compared.
+        """
+        texts = sorted({_plain(answer) for answer in answers})
+        numbers = {answer: texts.index(_plain(answer)) for answer in sorted(set(answers))}
+        able = [one for one in numbers if len(one) <= MAX_CHARACTERS and "ended" not in self._verdict(one, one)]
+        failures = 0
+        for one, other in itertools.combinations(able, 2):
+            if numbers[one] == numbers[other] or failures >= _FAILURES:
+                continue
+            verdicts = [self._compared(one, other), self._compared(other, one)]
+            failures += any("ended" in verdict for verdict in verdicts)
+            if any(verdict["equal"] for verdict in verdicts):
+                low, high = sorted((numbers[one], numbers[other]))
+                numbers = {answer: low if number == high else number for answer, number in numbers.items()}
+        return [numbers[answer] for answer in answers]
+
+    def _compared(self, answer: str, found: str) -> dict[str, Any]:
+        """Return whether two answers are `equal`, by their texts where those tell; see `_verdict`."""
         if _plain(answer) == _plain(found):
-            return True
+            return {"equal": True}
         if max(len(answer), len(found)) > MAX_CHARACTERS:
-            return False
+            return {"equal": False}
+        return self._verdict(answer, found)
+
+    def _verdict(self, answer: str, found: str) -> dict[str, Any]:
+        """Return what a process says of two answers: `equal`, and `ended` where it took too long or too much memory."""
         with waiting():
             if not self._free.acquire(timeout=MAX_WAIT):
                 raise EpisodeFailed(f"no process that compares answers came free in {MAX_WAIT:g} s", retryable=True)
@@ -68,9 +99,9 @@ class MathChecker:
             verdict = process.ask({"answer": answer, "found": found}, _PATIENCE * self.timeout)
             if verdict is None:
                 process.close()
-                return False
+                return {"equal": False, "ended": "it gave no response"}
             self._idle.append(process)
-            return bool(verdict["equal"])
+            return verdict
         finally:
             self._free.release()
 

@@ -227,3 +227,32 @@ def test_settings_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'tessera-rollout\[math\]'"):
         MathChecker()
+
+
+def test_classes_of_answers_depend_on_no_order(checker: MathChecker) -> None:
+    written = [
+        [r"\frac12", "0.5", r"\dfrac{1}{2}", "1/2"],
+        ["x = 5", "5"],
+        ["Paris"],
+        ["7"],
+        [r"2\sqrt 2", r"\sqrt{8}"],
+    ]
+    answers = [answer for group in written for answer in group] + ["7", "0.5"]
+    wanted = [number for number, group in enumerate(written) for _ in group] + [3, 0]
+    for order in (range(len(answers)), reversed(range(len(answers))), [5, 0, 9, 3, 8, 1, 6, 2, 7, 4, 11, 10]):
+        places = [*order]
+        found = checker.classes([answers[place] for place in places])
+        assert [found.index(number) for number in found] == [
+            next(at for at, other in enumerate(places) if wanted[other] == wanted[place]) for place in places
+        ]
+    assert checker.classes([]) == []
+
+
+def test_an_answer_that_takes_for_ever_is_alone() -> None:
+    quick = MathChecker(processes=1, timeout=1)
+    try:
+        found = quick.classes(["0.5", "9^{9^{9^9}}", r"\frac12", "x" * (MAX_CHARACTERS + 1)])
+    finally:
+        quick.close()
+    assert found[0] == found[2]
+    assert len(set(found)) == 3

@@ -17,7 +17,8 @@ import os
 import resource
 import signal
 import sys
-from typing import NoReturn
+from functools import lru_cache
+from typing import Any, NoReturn
 
 from math_verify import LatexExtractionConfig, parse, verify
 
@@ -26,11 +27,14 @@ MEMORY_BYTES = 4 << 30
 
 def equal(answer: str, found: str) -> bool:
     """Return whether two answers in LaTeX are the same number or expression; units are ignored."""
-    read = [
-        parse(f"\\boxed{{{text}}}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None)
-        for text in (answer, found)
-    ]
-    return bool(verify(read[0], read[1], timeout_seconds=None))
+    return bool(verify(_read(answer), _read(found), timeout_seconds=None))
+
+
+@lru_cache(maxsize=256)
+def _read(text: str) -> list[Any]:
+    settings = [LatexExtractionConfig(boxed_match_priority=0)]
+    found: list[Any] = parse(f"\\boxed{{{text}}}", settings, parsing_timeout=None)
+    return found
 
 
 def main(seconds: float) -> None:
@@ -49,7 +53,7 @@ def main(seconds: float) -> None:
             return
         if busy[0]:
             busy[0] = 0
-            print(json.dumps({"equal": False, "error": "ended: it took too long or too much memory"}), flush=True)
+            print(json.dumps({"equal": False, "ended": "it took too long or too much memory"}), flush=True)
 
 
 def _serve(seconds: float, busy: mmap.mmap) -> NoReturn:

@@ -1,13 +1,15 @@
 """Assembly of whole tensors from pieces, each of which is checked."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from rollout.errors import NotFiniteError
+from rollout.sync.boxes import Box
 from rollout.sync.manifest import TensorSpec
-from rollout.sync.pieces import Piece
+from rollout.sync.pieces import Piece, box_of
 
 Allocate = Callable[[str, Tensor], Tensor]
 
@@ -34,6 +36,7 @@ class WeightAssembler:
         self.staged: dict[str, Tensor] = {}
         """Flat tensors so far, by name."""
         self._filled: dict[str, list[tuple[int, int]]] = {}
+        self._boxes: dict[str, list[Box]] = {}
 
     def check(self, spec: TensorSpec) -> None:
         """Raise ValueError for a tensor of unknown name, wrong shape or kind of type."""
@@ -58,8 +61,11 @@ class WeightAssembler:
         if piece.flat.dtype != piece.dtype:
             raise ValueError(f"{piece.name}: {piece.flat.dtype} (said to be {piece.dtype})")
         end = piece.offset + piece.flat.numel()
+        box = box_of(piece)
         if piece.offset < 0 or end > target.numel():
             raise ValueError(f"{piece.name}: elements {piece.offset}..{end} lie outside its {target.numel()}")
+        if box is not None and not (box.fits(target.shape) and piece.offset == 0 and box.numel == end):
+            raise ValueError(f"{piece.name}: {end} elements of {box} do not fit its {tuple(target.shape)}")
         run = piece.flat.to(dtype=target.dtype)  # on its own device: a GPU checks it faster than the host
         if not is_good(run, infinities=name in self._optional):
             at = int((run.isnan() if name in self._optional else ~run.isfinite()).nonzero()[0])
@@ -69,16 +75,24 @@ class WeightAssembler:
             )
         if piece.name not in self.staged:  # nothing is written before it is known to be good
             self.staged[piece.name] = self._allocate(piece.name, target)
-            self._filled[piece.name] = []
-        self.staged[piece.name][piece.offset : end].copy_(run)
-        self._filled[piece.name].append((piece.offset, end))
+            self._filled[piece.name], self._boxes[piece.name] = [], []
+        if box is None:
+            self.staged[piece.name][piece.offset : end].copy_(run)
+            self._filled[piece.name].append((piece.offset, end))
+        else:
+            self.staged[piece.name].view(target.shape)[box.index].copy_(run.view(box.size))
+            self._boxes[piece.name].append(box)
 
     def finish(self) -> dict[str, Tensor]:
         """Return all tensors by name, in the targets' shapes. Raise ValueError where any is missing, overlapping or
         contradictory."""
         whole: dict[str, Tensor] = {}
         for arrived, flat in self.staged.items():
-            at = 0
+            at = sum(box.numel for box in self._boxes[arrived])
+            if at and self._filled[arrived]:
+                raise ValueError(f"{arrived}: it arrived in runs and in boxes, which are not told apart")
+            if (twice := _overlap(self._boxes[arrived])) is not None:
+                raise ValueError(f"{arrived}: {twice} arrived twice")
             for start, end in sorted(self._filled[arrived]):
                 if start != at:
                     what = "twice" if start < at else "never"
@@ -101,14 +115,26 @@ class WeightAssembler:
             raise ValueError(f"weights never arrived: {', '.join(missing[:3])}{more}")
 
 
+def _overlap(boxes: list[Box]) -> Box | None:
+    """Return what two of the boxes have in common, or None."""
+    ordered = sorted(boxes)
+    for number, box in enumerate(ordered):
+        for other in ordered[number + 1 :]:
+            if box.start and other.start[0] >= box.start[0] + box.size[0]:
+                break  # nor has any that begins later
+            if (both := box.overlap(other)) is not None:
+                return both
+    return None
+
+
 def is_good(run: Tensor, infinities: bool) -> bool:
     """Return whether no element is NaN, nor infinite but where that is allowed. The extremes show it in one pass
     without memory of its own: both are NaN where any element is (on a CPU `isfinite` of bfloat16 takes fifty times as
     long)."""
     if not run.is_floating_point() or run.numel() == 0:
         return True
-    extremes = torch.stack(torch.aminmax(run))
-    return not bool(extremes.isnan().any() if infinities else (~extremes.isfinite()).any())
+    extremes = torch.stack(torch.aminmax(run)).tolist()
+    return not any(map(math.isnan, extremes)) if infinities else all(map(math.isfinite, extremes))
 
 
 def _new_memory(name: str, target: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Units of a weight sync: pieces of flattened tensors, buckets of pieces, checksums.
 
 A training engine flattens each tensor and cuts it into pieces (`engines.WeightPiece`, or anything of the shape of
-`Piece`); a receiver writes the pieces at their offsets. `buckets` joins many small pieces into few contiguous buffers,
-for transports that are fast on large ones.
+`Piece`); a receiver writes the pieces at their offsets. A piece of a `box` (`rollout.workers.shard_exchange`) has
+the elements of that rectangle, row by row, and is written there. `buckets` joins many small pieces into few contiguous
+buffers, for transports that are fast on large ones.
 """
 
 import hashlib
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from rollout.sync.boxes import Box
 
 
 class Piece(Protocol):
@@ -52,6 +55,7 @@ class BucketPiece(NamedTuple):
     dtype: torch.dtype
     offset: int
     flat: Tensor
+    box: Box | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class Header:
     offset: int
     numel: int
     start: int
+    box: Box | None = None
 
 
 @dataclass(frozen=True)
@@ -73,11 +78,16 @@ class Bucket:
     headers: tuple[Header, ...]
     buffer: Tensor
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of weights that a sampler gets by it."""
+        return self.buffer.numel()
+
     def pieces(self) -> Iterator[BucketPiece]:
         """Yield the pieces again, as views of the buffer."""
         for h in self.headers:
             end = h.start + h.numel * h.dtype.itemsize
-            yield BucketPiece(h.name, h.shape, h.dtype, h.offset, self.buffer[h.start : end].view(h.dtype))
+            yield BucketPiece(h.name, h.shape, h.dtype, h.offset, self.buffer[h.start : end].view(h.dtype), h.box)
 
 
 def buckets(pieces: Iterable[Piece], max_bytes: int) -> Iterator[Bucket]:
@@ -97,9 +107,15 @@ def buckets(pieces: Iterable[Piece], max_bytes: int) -> Iterator[Bucket]:
         yield _join(waiting)
 
 
+def box_of(piece: Piece) -> Box | None:
+    """Return the box of a piece that has the elements of one."""
+    return piece.box if isinstance(piece, BucketPiece) else None
+
+
 def bucket_of(piece: Piece) -> Bucket:
     """Return one piece as a bucket that is a view of its memory, for a receiver in the same process."""
-    header = Header(piece.name, tuple(piece.shape), piece.dtype, piece.offset, piece.flat.numel(), 0)
+    shape, size = tuple(piece.shape), piece.flat.numel()
+    header = Header(piece.name, shape, piece.dtype, piece.offset, size, 0, box_of(piece))
     return Bucket((header,), piece.flat.detach().contiguous().view(torch.uint8))
 
 
@@ -111,7 +127,7 @@ def _join(pieces: list[Piece]) -> Bucket:
     headers: list[Header] = []
     start = 0
     for p in pieces:
-        headers.append(Header(p.name, tuple(p.shape), p.dtype, p.offset, p.flat.numel(), start))
+        headers.append(Header(p.name, tuple(p.shape), p.dtype, p.offset, p.flat.numel(), start, box_of(p)))
         start += _aligned(p.flat.numel() * p.dtype.itemsize)
     buffer = torch.zeros(start, dtype=torch.uint8, device=pieces[0].flat.device)
     for h, p in zip(headers, pieces, strict=True):

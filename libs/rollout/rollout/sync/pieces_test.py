@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.sync.assembler import WeightAssembler, assemble
+from rollout.sync.boxes import Box
 from rollout.sync.pieces import BucketPiece, buckets, checksum
 from rollout.testing.pieces import pieces_of
 
@@ -117,3 +118,37 @@ def test_a_faulty_stream_is_read_to_its_end() -> None:
     with pytest.raises(ValueError, match="unknown weight 'v'"):
         assemble(WeightAssembler({"w": torch.zeros(2)}), stream())
     assert read == ["v", "w", "x"]
+
+
+def box_piece(box: Box, value: float = 1.0) -> BucketPiece:
+    return BucketPiece("w", (4, 6), torch.float32, 0, torch.full((box.numel,), value), box)
+
+
+def test_boxes_fill_a_tensor_in_any_order() -> None:
+    """Columns beside each other, and a row: what each has lies at its place."""
+    assembler = WeightAssembler({"w": torch.empty(4, 6)})
+    for number, box in enumerate([Box((1, 4), (3, 2)), Box((0, 0), (1, 6)), Box((1, 0), (3, 4))]):
+        assembler.add(box_piece(box, float(number)))
+    expected = torch.zeros(4, 6)
+    expected[0], expected[1:, :4] = 1.0, 2.0
+    assert torch.equal(assembler.finish()["w"], expected)
+
+
+def test_boxes_that_overlap_lack_something_or_do_not_fit_are_refused() -> None:
+    def filled(*boxes: Box) -> WeightAssembler:
+        made = WeightAssembler({"w": torch.empty(4, 6)})
+        for box in boxes:
+            made.add(box_piece(box))
+        return made
+
+    with pytest.raises(ValueError, match="arrived twice"):
+        filled(Box((0, 0), (2, 6)), Box((1, 0), (3, 6))).finish()
+    with pytest.raises(ValueError, match="never arrived"):
+        filled(Box((0, 0), (2, 6))).finish()
+    for box in (Box((3, 0), (2, 6)), Box((0,), (24,))):
+        with pytest.raises(ValueError, match="do not fit"):
+            filled(box)
+    mixed = filled(Box((0, 0), (2, 6)))
+    mixed.add(BucketPiece("w", (4, 6), torch.float32, 12, torch.zeros(12)))
+    with pytest.raises(ValueError, match="in runs and in boxes"):
+        mixed.finish()

@@ -70,6 +70,11 @@ class Faulty:
             self.eaten.append(os.urandom(8 << 20))
             time.sleep(0.01)
 
+    async def _burn(self) -> None:
+        end = time.thread_time() + 0.2
+        while time.thread_time() < end:
+            pass
+
     async def _none(self) -> Any:
         raise SystemExit(4)
 

@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -25,6 +26,7 @@ from rollout.environments.environment import End, EpisodeContext, Observation, S
 from rollout.episodes.runner import run_group
 from rollout.native.engine import NativeEngine
 from rollout.partial_rollout import ResumableEngine
+from rollout.structured_outputs import StructuredOutputs
 from rollout.testing.chat import tiny_tokenizer
 from rollout.testing.pieces import pieces_of
 from rollout.tools.tool import Tool
@@ -49,6 +51,8 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
     "mistral": {"sliding_window": 8},
 }  # fmt: skip
 STOPS = tuple(range(20, 60))
+WORD = "[a-q]{3,20}"
+"""Expression that turns with structured outputs match."""
 BOUND = 1e-4
 
 
@@ -74,6 +78,8 @@ class Case:
     min_p: float
     penalties: tuple[float, float, float]
     """Presence, frequency and repetition penalty."""
+    words: bool = False
+    """Whether each turn is a word (`WORD`)."""
 
     @property
     def sampling(self) -> Sampling:
@@ -87,8 +93,9 @@ class Case:
             frequency_penalty=frequency,
             repetition_penalty=repetition,
             max_new_tokens=24,
-            stop_token_ids=STOPS,
+            stop_token_ids=() if self.words else STOPS,
             seed=self.seed,
+            structured_outputs=StructuredOutputs(regex=WORD if self.words else None),
         )
 
 
@@ -112,6 +119,7 @@ def draw(seed: int) -> Case:
         top_k=rng.choice((0, 0, 40)),
         min_p=rng.choice((0.0, 0.0, 0.05)),
         penalties=rng.choice(((0.0, 0.0, 1.0), (0.0, 0.0, 1.3), (0.8, 0.4, 1.0), (-0.5, 1.0, 0.8))),
+        words=rng.random() < 0.25,
     )
     if case.swaps:  # an interrupted completion goes on as a prompt, for which the first two do not count
         case = replace(case, penalties=(0.0, 0.0, case.penalties[2]))
@@ -202,6 +210,7 @@ def problems(case: Case) -> list[str]:
         seed=case.seed,
         max_batch=case.max_batch,
         keep_tokens=case.keep_tokens,
+        tokenizer=tokenizer,
     )
     recorder = Recorder(ResumableEngine(native) if case.swaps else native)
     return asyncio.run(
@@ -279,9 +288,19 @@ def stream_problems(segment: Segment, calls: Sequence[tuple[tuple[int, ...], Com
     return found
 
 
+@cache
+def word_tokens(length: int) -> frozenset[int]:
+    """Return the tokens that may come after so many letters of a word, by the definition of `WORD`."""
+    tokenizer = tiny_tokenizer()
+    letters = tokenizer("abcdefghijklmnopq", add_special_tokens=False)["input_ids"]
+    return frozenset([*(letters if length < 20 else []), *([tokenizer.eos_token_id] if length >= 3 else [])])
+
+
 def forced_log_probs(logits: Tensor, prompt: Sequence[int], ids: Sequence[int], sampling: Sampling) -> Tensor:
     """Return log-probs (V,) of the token after a prompt and the `ids` of a completion, by each setting's definition."""
     logits = logits.clone()
+    if sampling.structured_outputs:
+        logits[[token for token in range(len(logits)) if token not in word_tokens(len(ids))]] = -torch.inf
     for token in {*prompt, *ids}:
         logits[token] *= sampling.repetition_penalty ** (-1 if logits[token] > 0 else 1)
     for token, count in Counter(ids).items():

@@ -93,10 +93,9 @@ def forced_vision(model: Any, prompt: Prompt, ids: Sequence[int]) -> Tensor:
 def forced_by_types(model: Any, prompt: Prompt, ids: Sequence[int]) -> Tensor:
     """Return log-probs as `forced_vision` does, by the native engine's embeddings: image tokens of type 0 are text."""
     tokens, media = prompt
-    row = torch.tensor([[*tokens, *ids[:-1]]])
-    seen = followed(seen_prompt(model, tokens, media), ids[:-1])
-    inputs = seen_inputs(model, row, torch.ones_like(row), [seen])
-    logits = model(inputs_embeds=inputs.embeddings, position_ids=inputs.positions, use_cache=False).logits
+    inputs = seen_inputs(model, [followed(seen_prompt(model, tokens, media), ids[:-1])])
+    states, places = inputs.embeddings[None], inputs.positions[:, None]
+    logits = model(inputs_embeds=states, position_ids=places, use_cache=False).logits
     logits = logits[0, len(tokens) - 1 :].float()
     result: Tensor = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
     return result

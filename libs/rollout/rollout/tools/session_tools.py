@@ -22,11 +22,14 @@ _PYTHON = (
 )
 
 
-def shell_tool(seconds: float = 30.0, memory_mib: int = 1024, output_kib: int = 64) -> EpisodeTool:
+def shell_tool(
+    seconds: float = 30.0, memory_mib: int = 1024, output_kib: int = 64, backend: str = "auto", image: str | None = None
+) -> EpisodeTool:
     """Return a tool `shell(command: string)`, by bash in a session that lasts an episode.
 
     A `python_session_tool` with the same limits shares its files. A command that fails or meets a limit (`seconds`,
-    of processors too; `memory_mib` of all its processes) gets that as its result. Raises SandboxRefusedError, now
+    of processors too; `memory_mib` of all its processes) gets that as its result. `backend` and `image` as for
+    `SessionSandbox`. Raises SandboxRefusedError, now
     rather than in an episode, where the kernel refuses the sandbox.
     """
     limits = _limits(seconds, memory_mib, output_kib)
@@ -36,10 +39,12 @@ def shell_tool(seconds: float = 30.0, memory_mib: int = 1024, output_kib: int = 
         told = describe(ran, limits)
         return f"{ran.output}[exit status {ran.status}]" if ran.status is not None and ran.status > 0 else told
 
-    return _tool("shell", _SHELL, ("command", "The command"), run, limits)
+    return _tool("shell", _SHELL, ("command", "The command"), run, limits, (backend, image))
 
 
-def python_session_tool(seconds: float = 30.0, memory_mib: int = 1024, output_kib: int = 64) -> EpisodeTool:
+def python_session_tool(
+    seconds: float = 30.0, memory_mib: int = 1024, output_kib: int = 64, backend: str = "auto", image: str | None = None
+) -> EpisodeTool:
     """Return a tool `python(code: string)` whose variables last an episode; see `shell_tool`."""
     limits = _limits(seconds, memory_mib, output_kib)
 
@@ -51,7 +56,7 @@ def python_session_tool(seconds: float = 30.0, memory_mib: int = 1024, output_ki
         told = f"{ran.output}\n[Python ended {how}]" if how else describe(ran, limits)
         return f"{told}\n[Variables are lost, files are kept]"
 
-    return _tool("python", _PYTHON, ("code", "The code"), run, limits)
+    return _tool("python", _PYTHON, ("code", "The code"), run, limits, (backend, image))
 
 
 def _limits(seconds: float, memory_mib: int, output_kib: int) -> Limits:
@@ -59,8 +64,15 @@ def _limits(seconds: float, memory_mib: int, output_kib: int) -> Limits:
     return replace(SESSION_LIMITS, wall_seconds=seconds, cpu_seconds=max(1, round(seconds)), **bytes_of)
 
 
-def _tool(name: str, says: str, argument: tuple[str, str], run: Callable[..., str], limits: Limits) -> EpisodeTool:
-    sandbox = _sandbox(tuple(asdict(limits).items()))
+def _tool(
+    name: str,
+    says: str,
+    argument: tuple[str, str],
+    run: Callable[..., str],
+    limits: Limits,
+    where: tuple[str, str | None],
+) -> EpisodeTool:
+    sandbox = _sandbox(tuple(asdict(limits).items()), *where)
     sandbox.start()
     word, meaning = argument
     schema = {"type": "object", "properties": {word: {"type": "string", "description": meaning}}, "required": [word]}
@@ -69,9 +81,9 @@ def _tool(name: str, says: str, argument: tuple[str, str], run: Callable[..., st
 
 
 @functools.cache
-def _sandbox(limits: tuple[tuple[str, Any], ...]) -> SessionSandbox:
+def _sandbox(limits: tuple[tuple[str, Any], ...], backend: str, image: str | None) -> SessionSandbox:
     """Return the sandbox of these limits, one a process: its tools share a session."""
-    return SessionSandbox(Limits(**dict(limits)))
+    return SessionSandbox(Limits(**dict(limits)), backend=backend, image=image)
 
 
 def _ran(name: str, run: Callable[[str], Ran], text: str) -> Ran:

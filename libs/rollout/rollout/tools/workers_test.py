@@ -133,7 +133,7 @@ def test_an_awaiting_call_is_cancelled_at_its_limit() -> None:
                 events.append("cancelled")
 
         with pytest.raises(OverrunError):
-            await pool.run("k", 0.01, waits)
+            await pool.run("k", 0.5, waits)
         await until(lambda: pool.abandoned("k") == 0)
         assert events == ["cancelled"]
 

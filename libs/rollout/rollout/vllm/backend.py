@@ -5,6 +5,7 @@ from typing import Any
 
 from rollout.config import RolloutConfig
 from rollout.vllm.engine import VllmEngine
+from rollout.vllm.node import vllm_engine
 
 
 def build(config: RolloutConfig, model: Any, pad_token_id: int, version: int) -> VllmEngine:
@@ -17,4 +18,4 @@ def build(config: RolloutConfig, model: Any, pad_token_id: int, version: int) ->
     del pad_token_id
     if not isinstance(model, Path):
         raise ValueError("backend 'vllm' reads a model's directory: hand build_rollout its pathlib.Path")
-    return VllmEngine(model, config, version)
+    return vllm_engine(model, config, version)

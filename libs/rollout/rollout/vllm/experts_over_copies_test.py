@@ -74,7 +74,7 @@ def of_copy(engine: VllmEngine, copy: int, prompts: Sequence[Sequence[int]] = PR
 
 def test_each_copy_has_the_modules_log_probs_before_and_after_an_update(engine: VllmEngine, files: Path) -> None:
     """One copy is asked while the other has nothing to do, then both; in each the proof looked at its own experts."""
-    assert engine.facts["experts"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert engine.info["experts"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     update(engine, files, 0)
     old = [of_copy(engine, copy) for copy in (0, 1)]
     update(engine, files, NEW)
@@ -124,10 +124,10 @@ def test_all_copies_keep_the_old_weights_where_one_does_not_take_the_new(
     usual = engine._load_message
     others = f"/proc/self/task/{engine.pids[1 - copy]}/root"  # found by the other alone
 
-    def seen_by_one(before: int | None) -> dict[str, Any]:
-        message = usual(before)
+    def seen_by_one(fall_back: bool) -> dict[str, Any]:
+        message = usual(fall_back)
         path = message["path"].replace("/proc/self/", f"{others}/proc/{os.getpid()}/")
-        return message if before is None else message | {"path": path}
+        return message | {"path": path} if fall_back else message
 
     async def run() -> list[Completion]:
         begun = [asyncio.Event(), asyncio.Event()]
@@ -204,7 +204,7 @@ def test_a_dead_copy_ends_the_engine_and_leaves_nothing(engine: VllmEngine, file
 def test_copies_of_several_workers(files: Path) -> None:
     """Two copies of two workers each, which have a quarter of the experts each."""
     with VllmEngine(files / "0", config(tensor_parallel=2, **SPREAD)) as engine:
-        assert engine.facts["experts"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        assert engine.info["experts"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
         old = [of_copy(engine, copy) for copy in (0, 1)]
         update(engine, files, NEW)
         for copy in (0, 1):

@@ -18,7 +18,7 @@ from rollout.testing.model import SERVED, tiny_mixture
 from rollout.testing.vision_model import Prompt, served_vision_model, shown, vision_distances
 from rollout.vllm.engine import VllmEngine
 from rollout.vllm.testing.gpu_served import ARGUMENTS, CLOSE, FAR, REASON, SIZES
-from rollout.vllm.testing.served import PROMPTS, VERSIONS, changed, config, distances, pieces, sample, served
+from rollout.vllm.testing.served import PROMPTS, VERSIONS, changed, config, distances, forced, pieces, sample, served
 from rollout.vllm.weights.shared_weights import checkpoint_pieces
 
 pytestmark = [
@@ -108,6 +108,45 @@ def test_pause_ends_or_finishes_what_runs(engine: VllmEngine, mode: PauseMode) -
         return await running
 
     assert asyncio.run(ask()).stop_reason == {"abort": "abort", "finish": "length"}[mode]
+
+
+def test_tokens_are_of_the_version_that_they_name_while_steps_overlap(tmp_path: Path) -> None:
+    """vLLM prepares a step while the one before runs; weights are replaced under way, twice."""
+    models = [served(**SIZES).to(DEVICE), *(changed(served(**SIZES).to(DEVICE), seed) for seed in (2, 5))]
+    models[0].save_pretrained(tmp_path)
+    prompts, counts = PROMPTS[:8], [0] * 8
+
+    async def ask(engine: VllmEngine) -> list[Completion]:
+        def count(number: int) -> Any:
+            def note(*_: Any) -> None:
+                counts[number] += 1
+
+            return note
+
+        asked = [engine.generate(p, replace(LONG, seed=None), on_tokens=count(i)) for i, p in enumerate(prompts)]
+        running = asyncio.gather(*asked)
+        for version, model in enumerate(models[1:], 1):
+            while min(counts) < 100 * version:
+                await asyncio.sleep(0.001)
+            await engine.update_weights(version, pieces(model))
+        return await running
+
+    overlapping = ON_DEVICE | {"arguments": ARGUMENTS | {"async_scheduling": True}}
+    swapping = replace(config(prefix_cache=True, **overlapping), on_commit="recompute")
+    with VllmEngine(tmp_path, swapping) as engine:
+        assert engine.info["overlaps"]
+        answers = asyncio.run(ask(engine))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert set(answer.policy_versions) == {0, 1, 2}
+        rows = torch.stack([forced(model, prompt, answer.ids) for model in models])
+        versions = torch.tensor(answer.policy_versions)
+        near = (torch.tensor(answer.log_probs) - rows.gather(0, versions[None])[0]).abs()
+        other = (torch.tensor(answer.log_probs) - rows.gather(0, ((versions + 1) % 3)[None])[0]).abs()
+        edges = [i for i in range(1, len(versions)) if versions[i] != versions[i - 1]]
+        print("versions", near.mean(), near.max(), other.mean(), [near[i - 2 : i + 2].tolist() for i in edges])
+        assert near.mean() < CLOSE
+        assert other.mean() > FAR
+        assert all(near[i - 2 : i + 2].mean() < 4 * CLOSE for i in edges), "at the swaps too"
 
 
 def test_the_experts_told_are_those_of_the_module_before_and_after_an_update(tmp_path: Path) -> None:

@@ -40,8 +40,9 @@ def case_of(family: str, seed: int) -> Case:
 def test_what_vllm_samples_is_exact(family: str, tmp_path: Path) -> None:
     sizes, dtype, bound = FAMILIES[family]
     build_model(case_of(family, 0), tiny_tokenizer(), 0, sizes).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
     interrupted = 0
-    with VllmEngine(tmp_path, config(dtype=dtype)) as engine:
+    with VllmEngine(tmp_path, replace(config(dtype=dtype), tokenizer=tmp_path)) as engine:
         for seed in range(CASES):
             case = case_of(family, seed)
             assert engine_problems(case, engine, sizes, bound) == [], case

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from rollout.engine import Completion, Sampling
-from rollout.testing.vision_model import Prompt, served_vision_model, served_vision_moe, shown, vision_distances
+from rollout.engine import Sampling
+from rollout.testing.vision_model import served_vision_model, served_vision_moe, vision_distances
 from rollout.vllm import engine as engine_module
 from rollout.vllm.client.images import Shown, shown_in
 from rollout.vllm.engine import VllmEngine
-from rollout.vllm.testing.served import ANSWER, MEAN, MOST, VERSIONS, config, pieces
+from rollout.vllm.testing.served import ANSWER, MEAN, VERSIONS, config, pieces
+from rollout.vllm.testing.served_images import GREEDY, PROMPTS, SEEN, ask, assert_images_agree, other_images
 from rollout.vllm.weights.shared_weights import checkpoint_pieces
 
 pytestmark = pytest.mark.skipif(
@@ -27,9 +28,6 @@ HEADS = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-LIKELIEST = Sampling(max_new_tokens=8, greedy=True)
-SEEN = [shown(i, *grids) for i, grids in enumerate([[(1, 4, 6)], [(1, 2, 2), (1, 6, 2), (1, 4, 4)], [(1, 8, 8)]])]
-PROMPTS: list[Prompt] = [*SEEN, ([5, 60, 70, 80, 90], {}), shown(9, (1, 4, 2), before=shown(8, (1, 2, 6)))]
 
 
 def model_of(seed: int = 0) -> PreTrainedModel:
@@ -41,39 +39,17 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
     folder = tmp_path_factory.mktemp("model")
     model_of().save_pretrained(folder)
     with VllmEngine(folder, config(tensor_parallel=2)) as engine:
-        assert len(engine.facts["workers"]) == 2
+        assert len(engine.info["workers"]) == 2
         yield engine
 
 
-def ask(engine: VllmEngine, prompts: Sequence[Prompt] = PROMPTS, sampling: Sampling = ANSWER) -> list[Completion]:
-    async def all_of_them() -> list[Completion]:
-        return await asyncio.gather(
-            *[
-                engine.generate(ids, sampling if sampling.greedy else replace(sampling, seed=i), media or None)
-                for i, (ids, media) in enumerate(prompts)
-            ]
-        )
-
-    return asyncio.run(all_of_them())
-
-
-def assert_agrees(model: PreTrainedModel, prompts: Sequence[Prompt], done: Sequence[Completion]) -> None:
-    distance = vision_distances(model, prompts, done)
-    assert distance.mean() < MEAN
-    assert distance.max() < MOST
-
-
-def other_pictures(prompts: Sequence[Prompt]) -> list[Prompt]:
-    return [(ids, {**media, "pixel_values": -media["pixel_values"]}) for ids, media in prompts]
-
-
-@pytest.mark.parametrize("sampling", [ANSWER, LIKELIEST], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("sampling", [ANSWER, GREEDY], ids=["sampled", "greedy"])
 def test_log_probs_are_those_of_the_stock_module(engine: VllmEngine, sampling: Sampling) -> None:
     """One image, several, one in a later turn; a prompt of text in the same batch; each also alone."""
     done = ask(engine, sampling=sampling)
-    assert_agrees(model_of(), PROMPTS, done)
-    assert vision_distances(model_of(), other_pictures(SEEN), done[: len(SEEN)]).mean() > 2 * MEAN  # it can tell
-    assert_agrees(model_of(), PROMPTS, [ask(engine, [prompt], sampling)[0] for prompt in PROMPTS])
+    assert_images_agree(model_of(), PROMPTS, done)
+    assert vision_distances(model_of(), other_images(SEEN), done[: len(SEEN)]).mean() > 2 * MEAN  # it can tell
+    assert_images_agree(model_of(), PROMPTS, [ask(engine, [prompt], sampling)[0] for prompt in PROMPTS])
 
 
 def test_positions_that_are_not_the_trainers_are_refused(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,12 +66,12 @@ def test_both_workers_see_by_the_new_tower_after_an_update(engine: VllmEngine) -
     old, new = ask(engine), model_of(seed=1)
     asyncio.run(engine.update_weights(next(VERSIONS), pieces(new)))
     done = ask(engine)
-    assert_agrees(new, PROMPTS, done)
+    assert_images_agree(new, PROMPTS, done)
     assert vision_distances(new, SEEN, old[: len(SEEN)]).mean() > 5 * MEAN
     tower = model_of(seed=1)
     tower.model.visual.load_state_dict(model_of().model.visual.state_dict())
     asyncio.run(engine.update_weights(next(VERSIONS), pieces(tower)))
-    assert_agrees(tower, PROMPTS, ask(engine))
+    assert_images_agree(tower, PROMPTS, ask(engine))
     assert vision_distances(tower, SEEN, done[: len(SEEN)]).mean() > 2 * MEAN
 
 
@@ -116,8 +92,8 @@ def test_mixtures_see_what_the_stock_module_sees(tmp_path: Path, spread: dict[st
         model.save_pretrained(tmp_path / name)
     with VllmEngine(tmp_path / "old", config(**spread)) as engine:
         before = ask(engine)
-        assert_agrees(old, PROMPTS, before)
-        assert vision_distances(old, other_pictures(SEEN), before[: len(SEEN)]).mean() > 2 * MEAN  # it can tell
+        assert_images_agree(old, PROMPTS, before)
+        assert vision_distances(old, other_images(SEEN), before[: len(SEEN)]).mean() > 2 * MEAN  # it can tell
         asyncio.run(engine.update_weights(1, checkpoint_pieces(tmp_path / "new")))
-        assert_agrees(new, PROMPTS, ask(engine))
+        assert_images_agree(new, PROMPTS, ask(engine))
         assert vision_distances(new, PROMPTS, before).mean() > 5 * MEAN

@@ -61,7 +61,7 @@ def test_each_device_has_its_part_and_samples_from_the_weights_in_use(tmp_path: 
     before = [torch.cuda.mem_get_info(device)[0] for device in range(DEVICES)]
     with VllmEngine(tmp_path, config(**SPREAD[spread], memory_share=SHARE, arguments=ARGUMENTS)) as engine:
         assert len(set(engine.pids)) == engine.config.data_parallel
-        assert len(engine.facts["workers"]) == (2 if spread == "workers" else 0)
+        assert len(engine.info["workers"]) == (2 if spread == "workers" else 0)
         assert all(abs(share - SHARE) < 0.1 for share in taken(before))
         for answers in of_copies(engine):
             assert distances(model, PROMPTS, answers).mean() < CLOSE

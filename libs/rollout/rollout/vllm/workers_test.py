@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from rollout.engine import Completion, Sampling
-from rollout.testing.model import SERVED, tiny_mixture
 from rollout.testing.processes import abandoned, alive_processes, assert_ends, leftover_files
 from rollout.vllm.engine import VllmEngine
 from rollout.vllm.testing.served import (
     ANSWER,
+    HEADS,
     MEAN,
     PROMPTS,
     VERSIONS,
@@ -29,35 +28,18 @@ from rollout.vllm.testing.served import (
     pieces,
     sample,
     served,
+    served_mixture,
 )
 from rollout.vllm.weights.shared_weights import checkpoint_pieces
 
 pytestmark = pytest.mark.skipif(
     "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"
 )
-HEADS = {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
 LONG = Sampling(max_new_tokens=1000)
 
 
 def dense(seed: int = 0) -> PreTrainedModel:
     return served(seed=seed, **HEADS)
-
-
-def mixture(seed: int = 0) -> PreTrainedModel:
-    """Experts that matter: in a wrong order they move log-probs by units."""
-    model = tiny_mixture(300, layers=4, seed=seed, **{**SERVED, **HEADS, "moe_intermediate_size": 64})
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):
-                parameter.fill_(-2)
-            if ".experts." in name:
-                parameter.mul_(0.4)
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +61,7 @@ def update(engine: VllmEngine, model: PreTrainedModel) -> None:
 
 
 def test_log_probs_are_those_of_the_module_before_and_after_an_update(engine: VllmEngine) -> None:
-    assert len(engine.facts["workers"]) == 2
+    assert len(engine.info["workers"]) == 2
     update(engine, dense())
     old = sample(engine, PROMPTS)
     assert_agrees(dense(), PROMPTS, old)
@@ -98,12 +80,12 @@ def test_all_workers_keep_the_old_weights_where_one_does_not_take_the_new(
     update(engine, dense())
     version = engine.version
     usual = engine._load_message
-    own = f"/proc/self/task/{engine.facts['workers'][1 - rank]}/root"  # the other's alone
+    own = f"/proc/self/task/{engine.info['workers'][1 - rank]}/root"  # the other's alone
 
-    def seen_by_one(before: int | None) -> dict[str, Any]:
-        message = usual(before)
+    def seen_by_one(fall_back: bool) -> dict[str, Any]:
+        message = usual(fall_back)
         path = message["path"].replace("/proc/self/", f"{own}/proc/{engine.pid}/")
-        return message if before is None else message | {"path": path}
+        return message | {"path": path} if fall_back else message
 
     monkeypatch.setattr(engine, "_load_message", seen_by_one)
     with pytest.raises(RuntimeError, match=f"^worker {rank} of 2: RuntimeError: unable to open file"):
@@ -156,13 +138,13 @@ def test_a_closed_engine_has_no_worker_left(tmp_path: Path) -> None:
     """Whoever opens the next one finds their devices free."""
     dense().save_pretrained(tmp_path)
     with VllmEngine(tmp_path, config(tensor_parallel=2)) as engine:
-        session, workers = os.getsid(engine.pid), {str(pid) for pid in engine.facts["workers"]}
+        session, workers = os.getsid(engine.pid), {str(pid) for pid in engine.info["workers"]}
         assert workers <= set(alive_processes(session))
     assert not workers & set(alive_processes(session))
 
 
 def test_a_killed_worker_ends_the_engine_and_leaves_nothing(engine: VllmEngine, files: set[str]) -> None:
-    asyncio.run(killed(engine, engine.facts["workers"][1], "worker 1 of 2 is gone"))
+    asyncio.run(killed(engine, engine.info["workers"][1], "worker 1 of 2 is gone"))
     engine.close()
     assert {path for path in abandoned(files) if "vllm_dist" in path or "/psm_" in path} == set()
 
@@ -171,7 +153,7 @@ def test_a_killed_worker_ends_the_engine_and_leaves_nothing(engine: VllmEngine, 
 def test_mixtures_have_the_modules_log_probs_before_and_after_an_update(
     tmp_path: Path, by_experts: bool, files: set[str]
 ) -> None:
-    old, new = mixture(), mixture(seed=3)
+    old, new = served_mixture(), served_mixture(seed=3)
     for model, name in ((old, "old"), (new, "new")):
         model.save_pretrained(tmp_path / name)
     with VllmEngine(tmp_path / "old", config(tensor_parallel=2, expert_parallel=by_experts)) as engine:

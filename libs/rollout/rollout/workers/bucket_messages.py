@@ -6,7 +6,7 @@ A bucket in host memory has the CRC of its bytes, one on a device the digest tha
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rollout.sync.adapter import Adapter
+from rollout.sync.boxes import Box
 from rollout.sync.manifest import Manifest, TensorSpec
 from rollout.sync.pieces import Bucket, Header
 from rollout.sync.tensor_digest import digest_of
@@ -80,7 +81,10 @@ def plain_bytes(bucket: Bucket) -> Tensor:
 
 def bucket_message(bucket: Bucket, data: Tensor) -> dict[str, Any]:
     """Return the headers of a bucket with these bytes, uint8, and their checksum."""
-    headers = [[h.name, list(h.shape), _name(h.dtype), h.offset, h.numel, h.start] for h in bucket.headers]
+    headers = [
+        [h.name, list(h.shape), _name(h.dtype), h.offset, h.numel, h.start, None if h.box is None else astuple(h.box)]
+        for h in bucket.headers
+    ]
     kind = "crc" if data.device.type == "cpu" else "digest"
     return {"bytes": data.numel(), kind: CHECKSUMS[kind](data), "headers": headers}
 
@@ -91,8 +95,8 @@ def bucket_from(message: Mapping[str, Any], data: Tensor) -> Bucket:
     if data.numel() != message["bytes"] or CHECKSUMS[kind](data) != message[kind]:
         raise ValueError("a bucket of weights came damaged: its checksum differs")
     headers = tuple(
-        Header(name, tuple(shape), DTYPES[dtype], offset, numel, start)
-        for name, shape, dtype, offset, numel, start in message["headers"]
+        Header(name, tuple(shape), DTYPES[dtype], offset, numel, start, None if box is None else Box(*map(tuple, box)))
+        for name, shape, dtype, offset, numel, start, box in message["headers"]
     )
     return Bucket(headers, data)
 

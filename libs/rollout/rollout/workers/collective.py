@@ -2,6 +2,7 @@
 
 1. The sender holds a `RendezvousStore`: a store that listens on one address and nowhere else. Its `Rendezvous`
    reaches the samplers by the calls that they answer anyway, and with it all of them `join`: the sender as rank 0.
+   Before anything else they prove to each other that they were told of it (`rollout.workers.authentication`).
 2. `WeightGroup.send` and `take` are the two ends of a broadcast, of plain bytes: gloo's through host memory, NCCL's
    from device to device. What the bytes are, and their checksum, travels with the call
    (`rollout.workers.bucket_messages`).
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rollout.private_api import gloo_options, set_timeout
+from rollout.workers.authentication import AuthenticationError, Exchange, authenticate, exchange_in_store, mac
 
 T = TypeVar("T")
 Backend = Literal["gloo", "nccl"]
@@ -54,7 +56,7 @@ class Rendezvous:
     size: int
     """Number of processes: the sender and its samplers."""
     token: str
-    """First broadcast of the sender: a process that gets another one is in a wrong group."""
+    """Secret of this meeting: processes prove to each other that they were told it (`authenticate`)."""
     seconds: float = SECONDS
 
     def __post_init__(self) -> None:
@@ -78,8 +80,8 @@ class Rendezvous:
 class RendezvousStore:
     """The sender's store on `host` alone, where `receivers` samplers find it.
 
-    `host`: an address of this machine that they reach, loopback where all are on it. Beyond loopback only the network
-    keeps strangers from the store and from the group's own sockets.
+    `host`: an address of this machine that they reach, loopback where all are on it. A stranger who reaches the store
+    can spoil a meeting, not join it.
     """
 
     def __init__(self, backend: Backend, receivers: int, host: str = LOOPBACK, seconds: float = SECONDS) -> None:
@@ -95,21 +97,15 @@ class RendezvousStore:
             master_listen_fd=listen_addresses.detach(),  # it is torch's now
         )
 
-    def join(self, device: torch.device | None = None) -> "WeightGroup":
-        """Wait for all samplers, as rank 0. `device`: NCCL's. Raise BrokenGroup where one does not come."""
-        return WeightGroup(self.rendezvous, 0, self._store, self.rendezvous.host, device)
+    def join(self, device: torch.device | None = None, secret: bytes = b"") -> "WeightGroup":
+        """Wait for all samplers, as rank 0. `device`: NCCL's. Raise what `join` does."""
+        return WeightGroup(self.rendezvous, 0, self._store, self.rendezvous.host, device, secret)
 
 
-def join(rendezvous: Rendezvous, rank: int, host: str = LOOPBACK, device: torch.device | None = None) -> "WeightGroup":
-    """Join all others as sampler number `rank` (from 1).
-
-    `host`: an address of this process's machine that the others reach. `device`: of NCCL, each process's its own.
-
-    Raises:
-        BrokenGroup: there is no sender, or not all came in time.
-    """
+def connect(rendezvous: Rendezvous) -> "dist.Store":
+    """Return a connection to the sender's store. Raise BrokenGroup where there is none."""
     try:
-        store = dist.TCPStore(
+        return dist.TCPStore(
             rendezvous.host,
             rendezvous.port,
             is_master=False,
@@ -118,31 +114,73 @@ def join(rendezvous: Rendezvous, rank: int, host: str = LOOPBACK, device: torch.
         )
     except RuntimeError as error:
         raise BrokenGroup(f"no sender of weights at {rendezvous.host}:{rendezvous.port}: {_first(error)}") from error
-    return WeightGroup(rendezvous, rank, store, host, device)
+
+
+def join(
+    rendezvous: Rendezvous,
+    rank: int,
+    host: str = LOOPBACK,
+    device: torch.device | None = None,
+    secret: bytes = b"",
+) -> "WeightGroup":
+    """Join all others as sampler number `rank` (from 1).
+
+    `host`: an address of this process's machine that the others reach. `device`: of NCCL, each process's its own.
+    `secret`: of the run (`rollout.workers.authentication.run_secret`), where the rendezvous itself is none.
+
+    Raises:
+        BrokenGroup: there is no sender, or not all came in time.
+        AuthenticationError: one of them was not told of this rendezvous, or does not know the secret.
+    """
+    store = connect(rendezvous)
+    return WeightGroup(rendezvous, rank, store, host, device, secret)
 
 
 class WeightGroup:
     """A process's end of a group, from `RendezvousStore.join` or `join`. Its calls block: event loops use `waited`."""
 
     def __init__(
-        self, rendezvous: Rendezvous, rank: int, store: "dist.Store", host: str, device: torch.device | None
+        self,
+        rendezvous: Rendezvous,
+        rank: int,
+        store: "dist.Store",
+        host: str,
+        device: torch.device | None,
+        secret: bytes = b"",
     ) -> None:
         if rendezvous.backend == "nccl" and (device is None or device.type != "cuda"):
             raise ValueError(f"NCCL passes weights between CUDA devices, and this process gave {device}")
         self.device = device if rendezvous.backend == "nccl" and device is not None else torch.device("cpu")
-        self._seconds = rendezvous.seconds
+        self.rank, self.seconds = rank, rendezvous.seconds
         self._aborted = threading.Event()
         self._store = store  # of the sender it is the server
-        prefixed = dist.PrefixStore(rendezvous.token, store)
+        self._known = mac(secret, rendezvous.token.encode())
+        prefixed = dist.PrefixStore(mac(b"", rendezvous.token.encode()).hex(), store)  # the token itself is not sent
+        limit = timedelta(seconds=rendezvous.seconds)
         try:
+            self.key = authenticate(exchange_in_store(prefixed, rank, rendezvous.size, limit), rank, self._known)
             self._group = _group_of(rendezvous, rank, prefixed, host)
-            token = self._exchange_token(rendezvous.token, rank)
+            mark = mac(self.key, b"met").hex()  # the key itself is not sent
+            met = self._exchange_token(mark, rank)
         except RuntimeError as error:
-            if isinstance(error, BrokenGroup):
+            if isinstance(error, BrokenGroup | AuthenticationError):
                 raise
             raise BrokenGroup(f"{rendezvous.size} processes did not all meet: {_first(error)}") from error
-        if token != rendezvous.token:
-            raise BrokenGroup("the group is not the one that was meant: its sender told another token")
+        if met != mark:
+            raise BrokenGroup("the group is not the one that was meant: its sender has another key")
+
+    @property
+    def process_group(self) -> Any:
+        """The group of torch, for sends between two of its processes (`rollout.workers.shard_exchange`)."""
+        return self._group
+
+    def new_key(self, exchange: Exchange) -> bytes:
+        """Return the key of this time, once all have authenticated again; `exchange`: through the group.
+
+        Raises:
+            AuthenticationError: a process does not know what it was told.
+        """
+        return authenticate(exchange, self.rank, self._known)
 
     def send(self, data: Tensor) -> None:
         """Broadcast bytes, uint8, contiguous, on `device`. Raise BrokenGroup where that takes too long."""
@@ -165,7 +203,7 @@ class WeightGroup:
         mine = torch.frombuffer(bytearray(token.encode()), dtype=torch.uint8).to(self.device)
         data = mine if rank == 0 else torch.zeros_like(mine)
         # A hanging one can't be aborted before NCCL has made its connections: callers go on without it.
-        limit = None if self.device.type == "cpu" else self._seconds
+        limit = None if self.device.type == "cpu" else self.seconds
         with _nccl_of(self.device, self._store):
             try:
                 waited(lambda: self._broadcast(data), "weights: meet").result(limit)
@@ -180,7 +218,7 @@ class WeightGroup:
             raise BrokenGroup("the group of weights was ended")
         try:
             if self.device.type == "cpu":
-                self._group.broadcast([data], _from_sender()).wait(timedelta(seconds=self._seconds))
+                self._group.broadcast([data], _from_sender()).wait(timedelta(seconds=self.seconds))
             else:
                 self._broadcast_on_device(data)
         except BrokenGroup:
@@ -205,11 +243,11 @@ class WeightGroup:
             self._passed(done)
 
     def _passed(self, done: "torch.cuda.Event") -> None:
-        limit = time.monotonic() + self._seconds
+        limit = time.monotonic() + self.seconds
         while not done.query():
             if time.monotonic() > limit:
                 self.abort()
-                raise BrokenGroup(f"a broadcast of weights did not end in {self._seconds:g} s")
+                raise BrokenGroup(f"a broadcast of weights did not end in {self.seconds:g} s")
             if self._aborted.is_set():
                 break
             time.sleep(2e-4)

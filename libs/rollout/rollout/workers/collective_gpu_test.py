@@ -127,7 +127,7 @@ def test_a_sampler_that_ends_or_hangs_in_mid_broadcast_is_an_error_in_bounded_ti
         await doomed.broadcast.meet()
         doomed.broadcast._seconds = SECONDS
         assert doomed.broadcast._group is not None
-        doomed.broadcast._group._seconds = SECONDS
+        doomed.broadcast._group.seconds = SECONDS
         await doomed.announced(1)
         sent = await doomed.stopped(large(LARGE, DEVICE), 1.0)
         if killed:

@@ -1,6 +1,6 @@
 """The resources that a pool of samplers needs, and whether a cluster can ever give them: pure functions of numbers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -10,17 +10,20 @@ class NoCapacity(ValueError):  # noqa: N818  what happened, in the words of a lo
 
 @dataclass(frozen=True)
 class Demand:
-    """A number of workers, each with all of its resources on one node."""
+    """A number of workers, each with all of its resources on one node, or in equal parts on several."""
 
     workers: int = 1
     cpus: float = 1.0
     gpus: float = 0.0
     resources: Mapping[str, float] = field(default_factory=dict)
     """Other resources by Ray's names, such as NPU or a mark that some nodes carry."""
+    nodes: int = 1
+    """Nodes that each worker spans, with an equal part of its resources on each."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.workers, bool) or not isinstance(self.workers, int) or self.workers < 1:
-            raise ValueError(f"workers must be a whole number of at least 1, got {self.workers!r}")
+        for name, count in {"workers": self.workers, "nodes": self.nodes}.items():
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {count!r}")
         for name, amount in {"cpus": self.cpus, "gpus": self.gpus, **self.resources}.items():
             if not 0 <= amount < float("inf"):
                 raise ValueError(f"{name} must be at least 0 and finite, got {amount}")
@@ -32,19 +35,26 @@ class Demand:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """Resources of one worker, by Ray's names."""
+        """Resources of one worker, or of its part on a node, by Ray's names."""
         amounts = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
-        return {name: float(amount) for name, amount in amounts.items() if amount > 0}
+        return {name: amount / self.nodes for name, amount in amounts.items() if amount > 0}
+
+    @property
+    def parts(self) -> int:
+        """Number of the workers' parts, each on one node."""
+        return self.workers * self.nodes
 
 
 def room(demand: Demand, nodes: Sequence[Mapping[str, float]]) -> int:
-    """Count how many of the workers fit on nodes with these resources."""
+    """Count how many of the workers' parts fit on nodes with these resources."""
     bundle = demand.bundle
     return sum(int(min(node.get(name, 0.0) / amount + 1e-9 for name, amount in bundle.items())) for node in nodes)
 
 
-def nodes_apart(demand: Demand, nodes: Mapping[str, Mapping[str, float]], own: str, count: int) -> tuple[str, ...]:
-    """Return the `count` nodes besides `own` for the workers: those with the most free resources for them.
+def nodes_apart(
+    demand: Demand, nodes: Mapping[str, Mapping[str, float]], own: Collection[str], count: int
+) -> tuple[str, ...]:
+    """Return the `count` nodes besides `own`, which train, for the workers: those with the most resources for them.
 
     `nodes`: resources of each, by its id.
 
@@ -52,12 +62,12 @@ def nodes_apart(demand: Demand, nodes: Mapping[str, Mapping[str, float]], own: s
         ValueError: they are more than the workers.
         NoCapacity: there are not so many, or they can't hold the workers.
     """
-    if count > demand.workers:
+    if count > demand.parts:
         raise ValueError(f"{demand.workers} samplers can't fill {count} nodes: ask for as many nodes at most")
-    others = sorted((name for name in nodes if name != own), key=lambda name: -room(demand, [nodes[name]]))
+    others = sorted((name for name in nodes if name not in own), key=lambda name: -room(demand, [nodes[name]]))
     if len(others) < count:
         raise NoCapacity(
-            f"a pool of {count} nodes apart from training's: the cluster has {len(others)} besides this one; add nodes "
+            f"a pool of {count} nodes apart from training's: the cluster has {len(others)} besides; add nodes "
             "to the Ray cluster, or let both share the present ones"
         )
     chosen = others[:count]
@@ -73,14 +83,15 @@ def refusal(demand: Demand, nodes: Sequence[Mapping[str, float]]) -> str | None:
     As all workers are alike, filling node after node places as many as possible.
     """
     places = room(demand, nodes)
-    if places >= demand.workers:
+    if places >= demand.parts:
         return None
+    what = f"{demand.workers} samplers" if demand.nodes == 1 else f"{demand.parts} parts of {demand.workers} samplers"
     each = " and ".join(f"{amount:g} {name}" for name, amount in demand.bundle.items())
     has = "; ".join(
         ", ".join(f"{node.get(name, 0.0):g} {name}" for name in demand.bundle) + f" on node {i}"
         for i, node in enumerate(nodes)
     )
     return (
-        f"{demand.workers} samplers of {each} each find {places} places on {len(nodes)} nodes ({has or 'none'}): ask "
+        f"{what} of {each} each find {places} places on {len(nodes)} nodes ({has or 'none'}): ask "
         "for fewer, or add nodes to the Ray cluster"
     )

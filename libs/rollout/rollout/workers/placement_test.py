@@ -40,16 +40,25 @@ def test_a_part_of_a_resource_fits_as_often_as_its_share_says() -> None:
     assert room(Demand(cpus=0.3), [{"CPU": 1.0}, {"CPU": 0.5}]) == 4
 
 
+def test_a_worker_over_two_nodes_has_half_of_its_resources_on_each() -> None:
+    demand = Demand(2, cpus=2, gpus=4, nodes=2)
+    assert (demand.bundle, demand.parts) == ({"CPU": 1.0, "GPU": 2.0}, 4)
+    assert refusal(demand, [{"CPU": 2.0, "GPU": 4.0}] * 2) is None
+    why = refusal(demand, [{"CPU": 2.0, "GPU": 2.0}] * 2)
+    assert why is not None
+    assert "4 parts of 2 samplers of 1 CPU and 2 GPU each find 2 places on 2 nodes" in why
+
+
 def test_nodes_apart_are_those_with_the_most_room_and_never_the_own() -> None:
     nodes = {"a": {"CPU": 9.0}, "b": {"CPU": 1.0}, "c": {"CPU": 4.0}, "d": {"CPU": 2.0}}
-    assert nodes_apart(Demand(3), nodes, "a", 1) == ("c",)
-    assert set(nodes_apart(Demand(6), nodes, "a", 2)) == {"c", "d"}
+    assert nodes_apart(Demand(3), nodes, {"a"}, 1) == ("c",)
+    assert set(nodes_apart(Demand(6), nodes, {"a"}, 2)) == {"c", "d"}
     with pytest.raises(ValueError, match="7 samplers of 1 CPU each find 6 places on 2 nodes"):
-        nodes_apart(Demand(7), nodes, "a", 2)
+        nodes_apart(Demand(7), nodes, {"a"}, 2)
     with pytest.raises(ValueError, match="a pool of 4 nodes apart from training's: the cluster has 3"):
-        nodes_apart(Demand(7), nodes, "a", 4)
+        nodes_apart(Demand(7), nodes, {"a"}, 4)
     with pytest.raises(ValueError, match="1 samplers can't fill 2 nodes"):
-        nodes_apart(Demand(1), nodes, "a", 2)
+        nodes_apart(Demand(1), nodes, {"a"}, 2)
 
 
 def test_the_refusal_has_the_numbers() -> None:

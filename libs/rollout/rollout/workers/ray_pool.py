@@ -4,7 +4,8 @@
    would silently wait for ever; what it could hold and others have is refused after `patience` seconds.
 2. A call goes to the sampler with the fewest open calls; weights go to all of them, in two phases, so that all have the
    new ones or all keep the old (`rollout.sync.transfer_weights`). A bucket is put into Ray's object store once, or is
-   broadcast once in a process group of the pool's own (`transport`, `rollout.workers.collective`).
+   broadcast once in a process group of the pool's own (`transport`, `rollout.workers.collective`), or comes from the
+   ranks that have its shards (`shards`, `rollout.workers.pool_shards`).
 3. When one sampler dies the pool counts as dead: waiting calls raise `WorkerDied`, or `NodeLost` where its machine is
    gone. The owner of the pool closes it and starts another; what was being sampled begins again. So it does where a
    broadcast does not reach all of them in time.
@@ -16,11 +17,12 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, TypeVar, get_args
 
 from rollout.extras import missing_extra_message
+from rollout.node_place import NodePlace, free_port
 
 try:
     import ray
@@ -34,9 +36,11 @@ from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket
 from rollout.workers.bucket_messages import bucket_message, manifest_message, plain_bytes
 from rollout.workers.channel import Message
-from rollout.workers.collective import SECONDS
+from rollout.workers.collective import SECONDS, Backend
 from rollout.workers.collective_pool import PoolBroadcast
+from rollout.workers.heartbeat import HEARTBEAT
 from rollout.workers.placement import Demand, NoCapacity, nodes_apart, refusal
+from rollout.workers.pool_shards import PoolShards, SentShards
 from rollout.workers.process import WorkerDied
 from rollout.workers.serve import Handler, answer_call, settle_answer, settle_error
 
@@ -85,11 +89,15 @@ class RayPool:
         demand: how many, and what each needs.
         strategy: how Ray lays them out over nodes.
         patience: seconds until a place that others have counts as refused.
-        apart: on so many nodes that are not this process's; None: on any, this one's too.
+        apart: on so many nodes that are neither this process's nor in `training`; None: on any, this one's too.
+        training: ids of further nodes that train.
         environment: environment variables of the actors.
         transport: what buckets of weights pass through: Ray's object store, or a process group of this process and the
             samplers, with gloo through host memory or with NCCL between CUDA devices that each has to itself.
+        shards: what passes the shards of a trainer's ranks straight to the samplers, in a process group of them all
+            (`transport` has no effect then); None where weights come from this process alone.
         seconds: that one bucket may take through a process group, or the making of the group.
+        stall_seconds: the longest that a sampler may not answer when it is asked, once a second, whether it is there.
 
     Raises:
         ValueError: this process is in no cluster, or there is no place; the text has the numbers.
@@ -104,41 +112,48 @@ class RayPool:
         strategy: Strategy = "PACK",
         patience: float = 30.0,
         apart: int | None = None,
+        training: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         transport: Transport = "objects",
+        shards: Backend | None = None,
         seconds: float = SECONDS,
+        stall_seconds: float = 120.0,
     ) -> None:
         if transport not in get_args(Transport):
             raise ValueError(f"transport must be one of {', '.join(get_args(Transport))}, got {transport!r}")
-        self._broadcast = (
-            None if transport == "objects" else PoolBroadcast(transport, self._ask, demand.workers, seconds)
-        )
-        self.through_host = transport != "nccl"
-        self._group = _placed(demand, strategy, patience, apart)
+        collective = None if shards or transport == "objects" else transport
+        self._broadcast = collective and PoolBroadcast(collective, self._ask, demand.parts, seconds)
+        self.shards = None
+        if shards is not None:
+            self.shards = PoolShards(shards, self._ask, self._addresses, lambda: self.alive, self._mark_dead, seconds)
+        self.through_host = (shards or transport) != "nccl"
+        self._group = _placed(demand, strategy, patience, apart, training)
         self._places: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
         self._lock = threading.Lock()
         self._dead = False
         self.why: BaseException | None = None
         self._waiting: set[Future[Message]] = set()
         kind = ray.remote(_Sampler)
+        self._heads, given = range(0, demand.parts, demand.nodes), dict(environment or {})
         self._actors = [
             kind.options(
-                num_cpus=demand.cpus,
-                num_gpus=demand.gpus,
-                resources=dict(demand.resources) or None,
+                num_cpus=demand.bundle.get("CPU", 0),
+                num_gpus=demand.bundle.get("GPU", 0),
+                resources={name: amount / demand.nodes for name, amount in demand.resources.items()} or None,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
-                runtime_env={"env_vars": dict(environment)} if environment else None,
+                runtime_env={"env_vars": given | own} if given or own else None,
             ).remote(target, args)
-            for index in range(demand.workers)
+            for index, own in enumerate(_node_variables(demand, self._group, self._places, given))
         ]
-        self._busy = [0] * demand.workers
-        self._nodes: list[str | None] = [None] * demand.workers
+        self._busy = [0] * demand.parts
+        self._nodes: list[str | None] = [None] * demand.parts
         self.ready: Future[Message] = Future()
-        self._lacking = demand.workers
+        self._lacking = demand.parts
         for index, actor in enumerate(self._actors):
             actor.node.remote().future().add_done_callback(lambda node, index=index: self._on_started(index, node))
-        threading.Thread(target=self._watch_nodes, daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, args=(stall_seconds,), daemon=True)
+        self._watcher.start()
 
     @property
     def alive(self) -> bool:
@@ -153,16 +168,25 @@ class RayPool:
     def call(self, name: str, **arguments: Any) -> "Future[Message]":
         """Call the sampler with the fewest open calls; see `WorkerProcess.call`."""
         with self._lock:
-            index = min(range(len(self._busy)), key=self._busy.__getitem__)
+            index = min(self._heads, key=self._busy.__getitem__)
         return self._ask(index, name, arguments)
 
     def call_all(self, name: str, **arguments: Any) -> "list[Future[Message]]":
         """Call every sampler, in order."""
-        return [self._ask(index, name, arguments) for index in range(len(self._actors))]
+        return [self._ask(index, name, arguments) for index in self._heads]
 
-    async def ask_all(self, name: str, data: Any = None, **arguments: Any) -> list[Any]:
-        """Call every sampler and wait for all results; what one raises is raised once all have ended."""
-        calls = [asyncio.wrap_future(self._ask(i, name, arguments, data)) for i in range(len(self._actors))]
+    async def _ask_heads_last(self, name: str, **arguments: Any) -> None:
+        """Call the samplers once their parts on further nodes have done it: they use what those then have."""
+        if further := [index for index in range(len(self._actors)) if index not in self._heads]:
+            await self.ask_all(name, workers=further, **arguments)
+        await self.ask_all(name, workers=self._heads, **arguments)
+
+    async def ask_all(
+        self, name: str, data: Any = None, workers: Sequence[int] | None = None, **arguments: Any
+    ) -> list[Any]:
+        """Call every sampler and its parts, or those `workers`; what one raises is raised once all have ended."""
+        workers = range(len(self._actors)) if workers is None else workers
+        calls = [asyncio.wrap_future(self._ask(i, name, arguments, data)) for i in workers]
         results = await asyncio.gather(*calls, return_exceptions=True)
         for one in results:
             if isinstance(one, BaseException):
@@ -177,6 +201,8 @@ class RayPool:
 
     async def receive(self, bucket: Bucket) -> int:
         """Stage a bucket on all samplers; return the largest number of missing elements."""
+        if isinstance(bucket, SentShards):
+            return await bucket.missing()
         if self._broadcast is not None:
             return await self._in_group(self._broadcast.send(bucket))
         data = plain_bytes(bucket)
@@ -185,11 +211,11 @@ class RayPool:
 
     async def commit(self, version: int) -> None:
         """Swap the staged weights in."""
-        await self.ask_all("commit", version=version)
+        await self._ask_heads_last("commit", version=version)
 
     async def abort(self) -> None:
         """Drop what is staged, or restore the old weights."""
-        await self.ask_all("abort")
+        await self._ask_heads_last("abort")
 
     async def pause(self, mode: Literal["finish", "abort"] = "finish") -> None:
         """Pause sampling."""
@@ -202,11 +228,13 @@ class RayPool:
     def close(self) -> None:
         """End the actors and free their resources; what they still sample is lost."""
         self._mark_dead(WorkerDied("the pool of samplers was closed"))
-        if self._broadcast is not None:
-            self._broadcast.close()
+        for part in (self._broadcast, self.shards):
+            if part is not None:
+                part.close()
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
         remove_placement_group(self._group)
+        self._watcher.join(NODE_SECONDS)  # Ray ends a process that speaks to it after its shutdown
 
     async def _in_group(self, work: Coroutine[Any, Any, T]) -> T:
         """Await work of the pool's process group; where that breaks, mark the pool as dead."""
@@ -252,8 +280,9 @@ class RayPool:
         else:
             settle_error(future, error)
 
-    def _watch_nodes(self) -> None:
-        """Check the nodes until all samplers have begun: Ray waits silently for a node that goes before."""
+    def _watch(self, stall_seconds: float) -> None:
+        """Check the nodes until all samplers have begun: Ray waits silently for a node that goes before. Then check the
+        samplers: one that is stopped ends no call, and Ray says nothing of it."""
         while not self.ready.done() and not self._dead and ray.is_initialized():
             living = _living_nodes()
             for index, node in self._places.items():
@@ -261,6 +290,14 @@ class RayPool:
                     self._mark_dead(_lost(index, node))
                     settle_error(self.ready, _lost(index, node))
             time.sleep(LOOK_SECONDS)
+        while not self._dead and ray.is_initialized():
+            asked = silent = [actor.process.remote() for actor in self._actors]
+            end = time.monotonic() + stall_seconds
+            while silent and not self._dead and time.monotonic() < end:
+                _, silent = ray.wait(asked, num_returns=len(asked), timeout=HEARTBEAT)
+            if silent and not self._dead:
+                self._mark_dead(WorkerDied(f"sampler {asked.index(silent[0])} said nothing for {stall_seconds:g} s"))
+            time.sleep(HEARTBEAT)
 
     def _on_started(self, index: int, node: "Future[str]") -> None:
         """Record that a sampler is there, or could not begin."""
@@ -277,6 +314,8 @@ class RayPool:
             self._mark_dead(death)
             settle_error(self.ready, death)
         elif whole:
+            for index in set(range(len(self._actors))) - set(self._heads):
+                self._ask(index, "stay", {})  # answered by its end: nothing else waits for it
             settle_answer(self.ready, {}, b"")
 
     def _fail_call(self, index: int, future: "Future[Message]", error: RayError) -> None:
@@ -294,7 +333,9 @@ class RayPool:
         node = self._nodes[index] or self._places[index]
         if isinstance(error, RayActorError | ActorUnavailableError) and node not in _living_nodes():
             return _lost(index, node)
-        return WorkerDied(f"sampler {index} ended before it answered: {str(error).strip().splitlines()[0]}")
+        first, *others = str(error).strip().splitlines()
+        cause = f" ... {others[-1].strip()}" if others else ""  # of a creation that failed, the last line says why
+        return WorkerDied(f"sampler {index} ended before it answered: {first}{cause}")
 
     def _mark_dead(self, why: WorkerDied) -> None:
         """Fail all waiting calls: a sampler is gone."""
@@ -305,6 +346,24 @@ class RayPool:
             settle_error(future, why)
 
 
+def _node_variables(
+    demand: Demand, group: Any, places: Mapping[int, str], environment: dict[str, str]
+) -> list[dict[str, str]]:
+    """Return the variables by which each actor knows its place among the nodes of its sampler; none on one node."""
+    if demand.nodes == 1:
+        return [{}] * demand.workers
+    addresses = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes()}
+    hosts = [addresses[places[index]] for index in range(demand.parts)]
+    asked, variables = ray.remote(free_port), []
+    for head in range(0, demand.parts, demand.nodes):
+        where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=head)
+        set_up = {"num_cpus": 0, "scheduling_strategy": where, "runtime_env": {"env_vars": environment}}
+        port = ray.get(asked.options(**set_up).remote())
+        own = hosts[head : head + demand.nodes]
+        variables += [NodePlace(rank, demand.nodes, host, own[0], port).variables for rank, host in enumerate(own)]
+    return variables
+
+
 def _lost(index: int, node: str) -> NodeLost:
     return NodeLost(f"sampler {index} was on node {node[:12]}, which left the Ray cluster")
 
@@ -313,20 +372,20 @@ def _living_nodes() -> dict[str, dict[str, float]]:
     return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
 
 
-def _placed(demand: Demand, strategy: Strategy, patience: float, apart: int | None) -> Any:
+def _placed(demand: Demand, strategy: Strategy, patience: float, apart: int | None, training: Sequence[str]) -> Any:
     """Return a placement group with its resources. Raise NoCapacity, with the numbers, where there are none."""
     if not ray.is_initialized():
         raise ValueError("this process is in no Ray cluster: call ray.init first")
     while True:
         until = time.monotonic() + patience
         nodes = _living_nodes()
-        where, chosen = None, frozenset(nodes)
+        where, chosen, own = None, frozenset(nodes), ray.get_runtime_context().get_node_id()
         if apart is not None:
-            chosen = frozenset(nodes_apart(demand, nodes, ray.get_runtime_context().get_node_id(), apart))
-            where = [{"ray.io/node-id": f"in({','.join(sorted(chosen))})"}] * demand.workers
+            chosen = frozenset(nodes_apart(demand, nodes, {own, *training}, apart))
+            where = [{"ray.io/node-id": f"in({','.join(sorted(chosen))})"}] * demand.parts
         elif (why := refusal(demand, list(nodes.values()))) is not None:
             raise NoCapacity(why)
-        group = placement_group([demand.bundle] * demand.workers, strategy=strategy, bundle_label_selector=where)
+        group = placement_group([demand.bundle] * demand.parts, strategy=strategy, bundle_label_selector=where)
         while not (placed := group.wait(LOOK_SECONDS)) and time.monotonic() < until and chosen <= set(_living_nodes()):
             pass
         if placed:
@@ -336,6 +395,6 @@ def _placed(demand: Demand, strategy: Strategy, patience: float, apart: int | No
             break
     free = ", ".join(f"{ray.available_resources().get(name, 0.0):g} {name}" for name in demand.bundle)
     raise NoCapacity(
-        f"{demand.workers} samplers of {demand.bundle} found no place in {patience:g} s under {strategy}: the "
+        f"{demand.parts} samplers of {demand.bundle} found no place in {patience:g} s under {strategy}: the "
         f"cluster has {free} left; end what holds the rest, or ask for fewer"
     )

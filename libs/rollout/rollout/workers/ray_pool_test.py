@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Never
 
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 
 from rollout.engine import Sampling
 from rollout.native.engine import NativeEngine
+from rollout.node_place import node_place
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, buckets
 from rollout.sync.transfer import transfer_weights
@@ -25,6 +27,7 @@ from rollout.testing.listen_addresses import listen_addresses
 from rollout.testing.model import tiny_model
 from rollout.testing.pieces import pieces_of
 from rollout.workers import ray_pool
+from rollout.workers.heartbeat import HEARTBEAT
 from rollout.workers.placement import Demand, NoCapacity
 from rollout.workers.process import WorkerDied
 from rollout.workers.ray_local import LOOPBACK, SMALL_STORE, connect, on_loopback
@@ -54,13 +57,18 @@ def sampling(seed: int) -> dict[str, Handler]:
         text: str = call["text"]
         return text.encode()
 
+    async def place(call: dict[str, Any]) -> dict[str, Any]:
+        where = node_place()
+        assert where is not None
+        return asdict(where)
+
     async def fail(call: dict[str, Any]) -> Never:
         raise ValueError(call["text"])
 
     async def end(call: dict[str, Any]) -> None:
         os._exit(3)
 
-    return {**weight_handlers(engine), "say": say, "echo": echo, "fail": fail, "end": end}
+    return {**weight_handlers(engine), "say": say, "echo": echo, "place": place, "fail": fail, "end": end}
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +121,22 @@ def test_a_pool_apart_from_training_is_on_other_nodes_alone(cluster: Cluster) ->
         pool_of(Demand(2), apart=1)
     with pytest.raises(ValueError, match="a pool of 2 nodes apart from training's: the cluster has 1 besides"):
         pool_of(Demand(2, cpus=0.5), apart=2)
+
+
+def test_a_sampler_over_two_nodes_is_called_on_the_first_and_takes_weights_on_both(cluster: Cluster) -> None:
+    pool = pool_of(Demand(1, nodes=2), strategy="STRICT_SPREAD")
+    try:
+        pool.ready.result(120)
+        assert len({*pool.nodes}) == 2
+        (called,) = [future.result(60)[0]["answer"] for future in pool.call_all("place")]
+        first, further = asyncio.run(pool.ask_all("place"))
+        assert called == first == further | {"node_rank": 0}
+        assert (further["node_rank"], further["nnodes"], further["address"]) == (1, 2, LOOPBACK)
+        asyncio.run(transfer_weights([pool], Manifest(1), buckets(pieces_of(small(5).named_parameters()), 1 << 14)))
+        told = asyncio.run(pool.ask_all("say", prompt=PROMPT))
+        assert [set(answer["versions"]) for answer in told] == [{1}, {1}]
+    finally:
+        pool.close()
 
 
 def test_two_samplers_share_calls_and_take_weights_together(cluster: Cluster, tmp_path: Path) -> None:
@@ -184,6 +208,30 @@ def test_two_samplers_on_two_nodes_take_weights_that_are_broadcast_to_them(clust
                 answer = future.result(60)[0]["answer"]
                 assert (answer["ids"], set(answer["versions"])) == (list(expected.ids), {version})
         assert set[str]().union(*listen_addresses(psutil.Process()).values()) == {LOOPBACK}
+    finally:
+        pool.close()
+
+
+def test_a_closed_pool_speaks_to_ray_no_more(cluster: Cluster) -> None:
+    """Also where a sampler does not answer: its process may be ended for speaking to it after Ray's shutdown."""
+    for stopped in (False, True):
+        pool = pool_of(Demand(1, cpus=0.5), stall_seconds=600.0)
+        pool.ready.result(120)
+        if stopped:
+            os.kill(ray.get(pool._actors[0].process.remote()), signal.SIGSTOP)
+        time.sleep(2 * HEARTBEAT)  # it asks again
+        pool.close()
+        assert not pool._watcher.is_alive()
+
+
+def test_a_sampler_that_is_stopped_is_told_while_it_samples(cluster: Cluster) -> None:
+    pool = pool_of(Demand(2, cpus=0.5), stall_seconds=20.0)
+    try:
+        pool.ready.result(120)
+        os.kill(ray.get(pool._actors[1].process.remote()), signal.SIGSTOP)
+        with pytest.raises(WorkerDied, match="sampler 1 said nothing for 20 s"):
+            pool.call_all("echo", text="x")[1].result(120)
+        assert not pool.alive
     finally:
         pool.close()
 

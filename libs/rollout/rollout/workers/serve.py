@@ -41,6 +41,9 @@ def weight_handlers(engine: RolloutEngine) -> dict[str, Handler]:
         bucket = await grouped.take(call) if grouped.is_broadcast(call) else taken.take(call)
         return {"missing": await engine.receive(bucket)}
 
+    async def exchange(call: dict[str, Any]) -> dict[str, Any]:
+        return {"missing": await grouped.exchange(call, engine)}
+
     async def commit(call: dict[str, Any]) -> None:
         await engine.commit(int(call["version"]))
 
@@ -55,10 +58,16 @@ def weight_handlers(engine: RolloutEngine) -> dict[str, Handler]:
         del call
         await engine.resume()
 
+    async def stay(call: dict[str, Any]) -> None:
+        del call
+        await asyncio.Event().wait()  # who asks learns of this process's end
+
     return {
+        "stay": stay,
         "join": join,
         "prepare": prepare,
         "receive": receive,
+        "exchange": exchange,
         "commit": commit,
         "abort": abort,
         "pause": pause,

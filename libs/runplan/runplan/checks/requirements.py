@@ -5,6 +5,7 @@ from typing import Any
 
 from engines.capability import Supported, Unsupported, features_of, supports
 from engines.families.model_types import MODEL_TYPES
+from runplan.checks.machine import kind_here
 from runplan.run_spec import RunSpec
 from runplan.samplers.base import OVERLAP
 from runplan.settings import FLAGS
@@ -22,10 +23,23 @@ NO_SAMPLING = Unsupported("a supervised run samples nothing: leave it at its def
 UNKNOWN_SIZE = Unsupported(
     "the recipe does not know the model's sizes, so that nothing can be held against it: leave it out"
 )
+SHARDS = Supported("apps/common/tests/weight_shards_test.py")
+NO_SHARDS = {
+    "one rank": Unsupported("of one rank all weights are its own: leave it out, or train on several ranks"),
+    "adapters": Unsupported("adapters are sent by themselves: leave it out"),
+    "shared": Unsupported("the sampler computes with the trainer's own tensors, nothing is sent: leave it out"),
+}
 OFFLOAD = Supported("apps/grpo/tests/offload_test.py::test_training_is_on_the_host_while_answers_are_sampled")
 REFERENCE = Supported("apps/grpo/tests/lora_test.py::test_the_policy_is_held_to_a_frozen_model_beside_it")
+TEACHERS = Supported("apps/grpo/tests/teacher_vllm_test.py::test_a_teacher_in_vllm_teaches_as_one_in_this_process")
+NO_TEACHERS = Unsupported(
+    "it ran on a CPU alone, and no plan counts its memory: name its directory as it is, or serve it (http://...)",
+    untested="teacher",
+)
 RAY = Unsupported(
-    "no test has run ranks of several machines beside Ray's samplers, or a sampling process", untested="nodes"
+    "tests run ranks of several machines beside Ray's samplers or a sampling process as namespaces of one host, no "
+    "real ones",
+    untested="nodes",
 )
 RAY_NPUS = Unsupported(
     "Ray's samplers are given CUDA devices or processors, no NPUs: set --rollout.device cpu, or --rollout.ray-workers 0"
@@ -65,6 +79,9 @@ def requirements(spec: RunSpec) -> list[Requirement]:
         every += _replay(spec)
     if spec.reference_policy:
         every.append(Requirement("reference policy", REFERENCE))
+    if spec.device_teachers:
+        answer = TEACHERS if kind_here(spec) == "cpu" else NO_TEACHERS
+        every += [Requirement(f"--teacher {name}", answer) for name in spec.device_teachers]
     return every
 
 
@@ -137,6 +154,8 @@ def _cluster_requirement(spec: RunSpec, path: str, value: Any) -> Requirement:
         return Requirement(feature, OFFLOAD if spec.cluster.schedule.mode == "sync" else OVERLAP)
     if path.startswith("rollout."):
         return Requirement(feature, spec.cluster.sampler.setting(spec, path))
+    if path == "schedule.weight_sync":
+        return Requirement(feature, _shards(spec))
     parts = path.split(".")
     if path in APART and spec.cluster.rollout.ray_workers:
         return Requirement(feature, RAY_APART)
@@ -144,6 +163,14 @@ def _cluster_requirement(spec: RunSpec, path: str, value: Any) -> Requirement:
         return Requirement(feature, Supported("apps/grpo/tests/schedules_test.py"))
     names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
     return Requirement(feature, next(UNSUPPORTED_SETTINGS[name] for name in names if name in UNSUPPORTED_SETTINGS))
+
+
+def _shards(spec: RunSpec) -> Supported | Unsupported:
+    if spec.ranks == 1:
+        return NO_SHARDS["one rank"]
+    if spec.engine.lora.rank:
+        return NO_SHARDS["adapters"]
+    return NO_SHARDS["shared"] if spec.cluster.sampler.shares_weights(spec) else SHARDS
 
 
 def _images(spec: RunSpec) -> Supported | Unsupported:

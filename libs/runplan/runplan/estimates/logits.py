@@ -48,7 +48,7 @@ def compiled_head(shape: ModelShape, trained: int, chunk: int, width: int) -> He
 
 def is_compiled(shape: ModelShape, engine: EngineConfig, width: int) -> bool:
     """Return whether FSDP2's layers and head run compiled: those of dense Qwen3.5 and Qwen3 in bfloat16 on CUDA (taken
-    to be a Hopper)."""
+    to be a Hopper). Layers with experts, which compile="on" compiles too, are counted as plain ones, that keep more."""
     hybrid = shape.linear_layers > 0 and shape.linear_head_dim == 128
     dense = not shape.experts and (hybrid or shape.model_type == "qwen3")
     fits = engine.device == "cuda" and width < WIDE and settings_refusal(engine) is None

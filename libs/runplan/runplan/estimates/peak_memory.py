@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from engines import EngineConfig
 from runplan.estimates.activations import Kind, activation_bytes, fsdp_kind, kept_at_head
 from runplan.estimates.logits import WIDE, fsdp_head, megatron_head
+from runplan.estimates.mtp_head import mtp_bytes
 from runplan.estimates.states import (
     StageParameters,
     States,
@@ -27,6 +28,7 @@ from runplan.estimates.states import (
     width_of,
 )
 from runplan.layout.grid import Grid
+from runplan.model.matrices import exchange_bytes
 from runplan.model.model_shape import ModelShape, count_parameters, tower_parameters
 
 
@@ -76,6 +78,7 @@ def fsdp_peak(
     master = WIDE if engine.master_dtype == "float32" else 2
     largest = shape.vocab * shape.hidden * master / shards
     coming = (2 * engine.optimizer_on_host + 2 * engine.parameters_on_host) * largest
+    coming += exchange_bytes(shape) if engine.optimizer == "muon" else 0.0
     parts = fsdp_states(shape, engine, shards)
     gradients = 0.0 if parts.all_on_host else parts.gradients
     states, added = parts.device - gradients, gradients if several else 0.0
@@ -85,17 +88,24 @@ def fsdp_peak(
     gathered = width * root  # gathered from the first layer on, until the last gradient is there
     kind = fsdp_kind(shape, engine, width)
     activations = kept_at_head(shape, shape.layers, tokens.all, engine.gradient_checkpointing, width, kind=kind)
-    logits = fsdp_head(shape, engine, tokens.trained, width).bytes
+    logits = fsdp_head(shape, engine, tokens.trained, width).bytes + mtp_bytes(shape, engine, tokens.all, width)
     ahead = (engine.router_forwards_ahead or 0) * kept_bytes(shape, engine, tokens.all, width)
     passing = _Backward(shape, engine, math.inf if several else shards, tokens.all, width, master, kind)
     backward = max(passing.bytes(left) for left in (1, 2, shape.layers))
     return Peak(
         states,
         {
-            "head": states + added + gathered + ahead + activations + logits,
+            "head": states
+            + added
+            + gathered
+            + ahead
+            + activations
+            + logits
+            + mtp_bytes(shape, engine, tokens.all, width),
             "layers": states + added + gathered + ahead + width * shape.vocab * shape.hidden + backward,
             "outermost": states + gradients + gathered + (width + WIDE) * root,
-            "update": states + gradients + coming,  # what is on the host comes to the device, a parameter's at a time
+            # What is on the host comes to the device, a parameter's at a time, and Muon's matrices are put together.
+            "update": states + gradients + coming,
         },
     )
 
@@ -167,7 +177,7 @@ def megatron_peak(
 
     Every stage keeps as many micro-batches as stages come after it, and its own.
     """
-    parameters = parameters_by_stage(shape, grid, layers)
+    parameters = parameters_by_stage(shape, grid, layers, bool(engine.mtp_loss_scaling_factor))
     peaks = [
         _stage_peak(shape, engine, grid, layers, stage, parameters[stage], tokens, width)
         for stage in range(len(layers))
@@ -196,7 +206,14 @@ def _stage_peak(
     activations += (flying - 1) * others
     last = stage == len(layers) - 1
     head = megatron_head(shape, engine, tokens.trained, width, grid.tp).bytes if last else 0.0
+    head += mtp_bytes(shape, engine, tokens.all, width, grid.tp, stage > 0) if last else 0.0
     layer = (parameters.dense + parameters.experts) / max(1, layers[stage])
+    update = states + (exchange_bytes(shape) if engine.optimizer == "muon" else 0.0)
     return Peak(
-        states, {"head": states + activations + head, "layers": states + activations + width * layer, "update": states}
+        states,
+        {
+            "head": states + activations + head,
+            "layers": states + activations + width * layer,
+            "update": update,
+        },
     )

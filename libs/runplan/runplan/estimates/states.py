@@ -1,14 +1,15 @@
 """Bytes of weights, gradients and optimizer states on a rank, by part. Activations and caches come on top."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engines import EngineConfig
 from engines.fast.settings import replication_refusal
 from runplan.estimates.loading import DISK_BYTES
 from runplan.layout.grid import Grid
 from runplan.model.adapters import adapter_parameters
-from runplan.model.model_shape import ModelShape, count_parameters, tower_parameters
+from runplan.model.matrices import dense_matrices, matrix_parameters
+from runplan.model.model_shape import ModelShape, count_parameters, head_parameters, tower_parameters
 
 GIB = 2**30
 
@@ -21,12 +22,17 @@ class StageParameters:
     """Parameters sharded over the ranks that share data and context."""
     experts: float
     """Parameters sharded over the ranks that hold the same experts."""
+    matrices: float = 0.0
+    """Those of `dense` that Muon would update; it updates all experts."""
 
 
-def parameters_by_stage(shape: ModelShape, grid: Grid, layers: Sequence[int]) -> list[StageParameters]:
+def parameters_by_stage(
+    shape: ModelShape, grid: Grid, layers: Sequence[int], mtp: bool = False
+) -> list[StageParameters]:
     """Count the parameters on a rank of each stage.
 
-    The first has the embedding, the last the head (one matrix where tied).
+    The first has the embedding, the last the head (one matrix where tied), and that for multi-token prediction where it
+    is trained (`mtp`).
     """
     count = count_parameters(shape)
     matrices = 1 if shape.tied_embeddings else 2
@@ -37,14 +43,24 @@ def parameters_by_stage(shape: ModelShape, grid: Grid, layers: Sequence[int]) ->
         ends = (stage == 0) + (stage == len(layers) - 1)
         ends = min(ends, matrices) if len(layers) == 1 else ends
         stages.append(
-            StageParameters(share * count.dense / grid.tp + ends * matrix, share * count.experts / (grid.ep * grid.etp))
+            StageParameters(
+                share * count.dense / grid.tp + ends * matrix,
+                share * count.experts / (grid.ep * grid.etp),
+                share * dense_matrices(shape) / grid.tp,
+            )
         )
+    if mtp:
+        head, last = head_parameters(shape), stages[-1]
+        whole = 2 * shape.hidden**2  # its first matrix is on every tensor-parallel rank
+        dense = last.dense + whole + (head.dense - whole) / grid.tp
+        stages[-1] = replace(last, dense=dense, experts=last.experts + head.experts / (grid.ep * grid.etp))
     return stages
 
 
 @dataclass(frozen=True)
 class States:
-    """Bytes of a rank. `optimizer`: float32 masters, where weights are narrower, and two moments, wherever they are."""
+    """Bytes of a rank. `optimizer`: float32 masters, where weights are narrower, and moments, wherever they are: two,
+    under Muon one of a matrix."""
 
     weights: float
     gradients: float
@@ -81,6 +97,8 @@ def megatron_states(
     dense, experts = (grid.dp * grid.cp, grid.edp) if engine.distributed_optimizer else (1, 1)
     every = parameters.dense + parameters.experts
     share = own * (parameters.dense / dense + parameters.experts / experts)
+    if engine.optimizer == "muon":
+        share -= 4 * (parameters.matrices / dense + parameters.experts / experts)
     return States(width * (every + tower), 4.0 * every, share, engine.optimizer_on_host)
 
 
@@ -105,8 +123,9 @@ def fsdp_states(shape: ModelShape, engine: EngineConfig, shards: float, disk: in
     master = 4 if engine.master_dtype == "float32" else 2
     moment = 4 if engine.optimizer_on_host else 2 if engine.moments_dtype == "bfloat16" else master
     tower = 0 if engine.vision == "off" else tower_parameters(shape)
-    trained = count_parameters(shape).total + (tower if engine.vision == "trained" else 0)
-    every = count_parameters(shape).total + tower
+    model = count_parameters(shape).total + (head_parameters(shape).total if engine.mtp_loss_scaling_factor else 0)
+    trained = model + (tower if engine.vision == "trained" else 0)
+    every = model + tower
     if engine.lora.rank:
         adapters = adapter_parameters(shape, engine.lora)
         parts = (disk * every + master * adapters, master * adapters, 2 * moment * adapters)
@@ -115,6 +134,7 @@ def fsdp_states(shape: ModelShape, engine: EngineConfig, shards: float, disk: in
     if lies_replicated(engine, shards):
         width = width_of(engine)
         return States(float(width * every), 4.0 * trained / shards, (2 * moment + 4 - width) * trained / shards)
-    optimizer = 2 * moment * trained / shards
+    moments = 2 * trained - (matrix_parameters(shape) if engine.optimizer == "muon" else 0)
+    optimizer = moment * moments / shards
     weights, gradients = master * every / shards, master * trained / shards
     return States(weights, gradients, optimizer, engine.optimizer_on_host, engine.parameters_on_host)

@@ -6,10 +6,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines import EngineConfig
+from engines.mtp.head import add_head
 from engines.parallel.stages import split_layers
+from engines.tiny import tiny_model
+from runplan.estimates.peak_memory import Tokens, fsdp_peak, megatron_peak
 from runplan.estimates.states import States, fsdp_states, megatron_states, parameters_by_stage
 from runplan.layout.grid import make_grid
-from runplan.model.model_shape import ModelShape, VisionTower, count_parameters, tower_parameters
+from runplan.model.model_shape import (
+    ModelShape,
+    VisionTower,
+    count_parameters,
+    head_parameters,
+    shape_of,
+    tower_parameters,
+)
 
 SHAPE = ModelShape(
     "m",
@@ -78,3 +88,33 @@ def test_a_tower_is_held_where_it_sees_and_has_gradients_where_it_is_trained() -
     engine = EngineConfig(backend="megatron", vision="frozen")
     more = megatron_states(engine, grid, first, 2, tower).device - megatron_states(engine, grid, first, 2).device
     assert more == pytest.approx(2 * tower)
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_a_trained_head_for_multi_token_prediction_is_counted_as_it_is(kind: str) -> None:
+    """By the head that an engine makes; on the last stage, where tensor parallelism splits all but its first matrix."""
+    made: Any = tiny_model(kind, mtp_num_hidden_layers=1)
+    add_head(made)
+    shape, number = shape_of(made.config, "m"), sum(p.numel() for p in made.mtp.parameters())
+    assert head_parameters(shape).total == number
+    whole, total = 2 * shape.hidden**2, count_parameters(shape).total
+    config = EngineConfig(mtp_loss_scaling_factor=0.1)
+    assert fsdp_states(shape, config, 2).weights == pytest.approx(4 * (total + number) / 2)
+    for tp in (1, 2):
+        grid = make_grid(2 * tp, tp=tp, pp=2)
+        plain, own = (parameters_by_stage(shape, grid, [2, 2], mtp) for mtp in (False, True))
+        assert own[0] == plain[0]
+        added = own[1].dense + own[1].experts - plain[1].dense - plain[1].experts
+        experts = head_parameters(shape).experts
+        assert added == pytest.approx(whole + (number - whole - experts) / tp + experts)
+
+
+def test_the_heads_activations_and_copies_are_in_the_peak() -> None:
+    tokens = Tokens(1000, 1000)
+    for backend in ("fsdp2", "megatron"):
+        config = EngineConfig(backend=backend)
+        peaks = []
+        for engine in (config, replace(config, mtp_loss_scaling_factor=0.1)):
+            made = megatron_peak(SHAPE, engine, make_grid(1), [8], tokens, 2)
+            peaks.append(made if backend == "megatron" else fsdp_peak(SHAPE, engine, 2, tokens, 2))
+        assert peaks[1].moments["head"] - peaks[0].moments["head"] > 2 * 1000 * 7 * SHAPE.hidden

@@ -10,13 +10,26 @@ LinearSizes = tuple[str, int, int]
 
 
 def adapter_parameters(shape: ModelShape, lora: LoraConfig) -> int:
-    """Count the parameters of all adapters: rank times inputs and outputs of each layer that has one."""
-    return sum(lora.rank * (i + o) for i, o in _adapted(shape, lora))
+    """Count the parameters of all adapters: rank times inputs and outputs of each layer, or expert, that has one."""
+    return sum(lora.rank * (i + o) for i, o in (*_adapted(shape, lora), *_stacked(shape, lora)))
 
 
 def adapted_elements(shape: ModelShape, lora: LoraConfig) -> int:
     """Count the elements of the weights that have adapters."""
-    return sum(i * o for i, o in _adapted(shape, lora))
+    return sum(i * o for i, o in (*_adapted(shape, lora), *_stacked(shape, lora)))
+
+
+def syncs_adapters(lora: LoraConfig) -> bool:
+    """Return whether a weight sync sends adapters alone; with adapters on experts it sends merged weights."""
+    return bool(lora.rank) and not lora.target_parameters
+
+
+def _stacked(shape: ModelShape, lora: LoraConfig) -> Iterator[tuple[int, int]]:
+    """Yield inputs and outputs of each expert's matrix that has an adapter."""
+    inner = shape.expert_intermediate
+    for name, inputs, outputs in (("gate_up_proj", shape.hidden, 2 * inner), ("down_proj", inner, shape.hidden)):
+        if any(target.rpartition(".")[2] == name for target in lora.target_parameters):
+            yield from [(inputs, outputs)] * (shape.layers * shape.experts)
 
 
 def _adapted(shape: ModelShape, lora: LoraConfig) -> Iterator[tuple[int, int]]:

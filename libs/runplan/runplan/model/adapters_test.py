@@ -15,14 +15,20 @@ from runplan.estimates.states import fsdp_states
 from runplan.model.adapters import adapter_parameters
 from runplan.model.model_shape import shape_of
 
+STACKS = (("experts.down_proj",), ("experts.down_proj", "mlp.experts.gate_up_proj"))
+KINDS = [*((kind, ()) for kind in ("dense", "moe", "attention")), *(("moe", stacks) for stacks in STACKS)]
 
-@pytest.mark.parametrize("kind", ["dense", "moe", "attention"])
+
+@pytest.mark.parametrize(("kind", "stacks"), KINDS)
 @pytest.mark.parametrize("targets", [(), ("q_proj", "o_proj")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_it_is_what_an_engine_holds(tmp_path: Path, kind: str, targets: tuple[str, ...], dtype: torch.dtype) -> None:
+def test_it_is_what_an_engine_holds(
+    tmp_path: Path, kind: str, stacks: tuple[str, ...], targets: tuple[str, ...], dtype: torch.dtype
+) -> None:
     model: Any = tiny_model(kind).to(dtype)
     model.save_pretrained(tmp_path)
-    config = EngineConfig(model=str(tmp_path), device="cpu", lora=LoraConfig(rank=3, alpha=6.0, targets=targets))
+    lora = LoraConfig(rank=3, alpha=6.0, targets=targets, target_parameters=stacks)
+    config = EngineConfig(model=str(tmp_path), device="cpu", lora=lora)
     engine = build_engine(config)
     shape = shape_of(model.config, kind)
     engine.train_batch(tiny_batch([9, 5]), SFT())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # slow to load, and a command line needs none of it
@@ -173,6 +173,17 @@ def count_parameters(shape: ModelShape) -> Parameters:
         experts=shape.layers * shape.experts * expert,
         active=embeddings + dense + shape.layers * shape.experts_per_token * expert,
     )
+
+
+def head_parameters(shape: ModelShape) -> Parameters:
+    """Count the parameters of a head for multi-token prediction exactly (`engines.mtp.head`): a layer of full attention
+    as the model's, a matrix in front of it, and three norms."""
+    layer = count_parameters(
+        replace(shape, layers=1, full_attention_interval=1, linear_key_heads=0, linear_value_heads=0)
+    )
+    dense = layer.dense - shape.hidden + 2 * shape.hidden**2 + 3 * shape.hidden  # the model's last norm is not its own
+    active = layer.active - layer.embeddings - layer.dense + dense
+    return Parameters(embeddings=0, dense=dense, experts=layer.experts, active=active)
 
 
 def tower_parameters(shape: ModelShape) -> int:

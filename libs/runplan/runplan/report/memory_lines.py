@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
+from engines.capability import unsupported
 from engines.parallel.stages import split_layers, split_problems
 from runplan.estimates.activations import Kind, activation_bytes, fsdp_kind
 from runplan.estimates.buffers import train_buffers
@@ -34,7 +36,7 @@ def memory_lines(spec: RunSpec, shape: ModelShape, grid: Grid, layers: Sequence[
         "Buffers": [f"{buffer.name}: {places(buffer)}" for buffer in buffers],
         "Host": [host_line(hosts, spec.processes, spec.ranks, "training")],
     }
-    problems = _too_much(spec, states, peak)
+    problems = [text + nearest_fit(spec, shape, grid, layers) for text in _too_much(spec, states, peak)]
     moved = max((b.device for b in buffers), default=0.0) + max(0.0, states.device - states.gradients)
     memory = spec.device_memory_gib
     if memory is not None and peak.bytes / GIB < memory <= moved / GIB:
@@ -80,7 +82,7 @@ def states_by_stage(
     if engine.backend != "megatron":
         return [fsdp_states(shape, engine, spec.shards, disk)]
     tower = tower_parameters(shape) if engine.vision != "off" else 0
-    stages = enumerate(parameters_by_stage(shape, grid, layers))
+    stages = enumerate(parameters_by_stage(shape, grid, layers, bool(engine.mtp_loss_scaling_factor)))
     return [megatron_states(engine, grid, parameters, width, 0 if stage else tower) for stage, parameters in stages]
 
 
@@ -149,6 +151,35 @@ def _too_much(spec: RunSpec, states: States, peak: Peak) -> list[str]:
     problem = f"{peak.bytes / GIB:.0f} GiB at the fullest moment of a step ({peak.when}) do not fit a device of "
     fix = "lower --trainer.max-tokens-per-rank, recompute layers (--trainer.gradient-checkpointing)"
     return [f"{problem}{memory:g} GiB: {fix}, or {_fewer(spec)}"]
+
+
+def nearest_fit(spec: RunSpec, shape: ModelShape, grid: Grid, layers: Sequence[int]) -> str:
+    """Return the flags with which a step fits the device, those that cost the least time: fewer tokens in a micro-batch
+    before layers computed again, then states in host memory. "" where none of these is enough."""
+    engine, memory = spec.engine, spec.device_memory_gib
+    tokens = [engine.max_tokens_per_rank >> halved for halved in range(8)]
+    tokens = tokens[:1] + [count for count in tokens[1:] if count >= spec.longest]
+    for on_host, again, count in product(_ON_HOST, (False, True), tokens):
+        wanted = dict.fromkeys((*on_host, *["gradient_checkpointing"] * again), True) | {"max_tokens_per_rank": count}
+        changes = {name: value for name, value in wanted.items() if value != getattr(engine, name)}
+        try:
+            tried = replace(spec, engine=replace(engine, **changes))  # type: ignore[arg-type]
+        except ValueError:  # not beside the other settings
+            continue
+        peak = peak_of(tried, shape, grid, layers, states_of(tried, shape, grid, layers)).bytes / GIB
+        if memory is not None and changes and peak < memory and not unsupported(tried.engine):
+            flags = [_FLAGS[name] + (f" {count}" if name == "max_tokens_per_rank" else "") for name in changes]
+            return f"; {' '.join(flags)} is enough ({peak:.0f} GiB)"
+    return ""
+
+
+_ON_HOST = ((), ("optimizer_on_host",), ("optimizer_on_host", "parameters_on_host"))
+_FLAGS = {
+    "max_tokens_per_rank": "--trainer.max-tokens-per-rank",
+    "gradient_checkpointing": "--trainer.gradient-checkpointing",
+    "optimizer_on_host": "--trainer.optimizer-on-host",
+    "parameters_on_host": "--trainer.parameters-on-host",
+}
 
 
 def _fewer(spec: RunSpec) -> str:

@@ -1,5 +1,6 @@
 """What a plan says of a rank's memory, against what the arithmetic counts."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from runplan.estimates.logits import megatron_head
 from runplan.estimates.peak_memory import peak_memory
 from runplan.model.model_shape import ModelShape
 from runplan.plain_settings import PlainCluster, PlainPools
-from runplan.report.memory_lines import head_of, memory_lines, states_by_stage, states_of
+from runplan.report.memory_lines import head_of, memory_lines, peak_of, states_by_stage, states_of
 from runplan.run_spec import RunSpec
 
 GIB = 2**30
@@ -119,3 +120,25 @@ def test_a_stage_says_what_of_it_is_on_the_host() -> None:
 def test_one_stage_needs_no_line() -> None:
     assert not any(line.startswith("stage ") for line in planned(SPEC, [12]))
     assert not any(line.startswith("stage ") for line in planned(piped(pipeline_parallel=1), [12]))
+
+
+def test_what_does_not_fit_names_the_nearest_setting_that_does() -> None:
+    def problems(memory: float, **settings: Any) -> list[str]:
+        pools, engine = PlainPools(device_memory_gib=memory), EngineConfig(device="cuda", **settings)
+        spec = replace(SPEC, engine=engine, cluster=PlainCluster(pools=pools))
+        return memory_lines(spec, SHAPE, spec.grid, [12])[1]
+
+    spec = replace(SPEC, engine=EngineConfig(device="cuda", max_tokens_per_rank=65_536))
+    states = states_of(spec, SHAPE, spec.grid, [12])
+    whole = peak_of(spec, SHAPE, spec.grid, [12], states).bytes / GIB
+    (problem,) = problems(0.9 * whole, max_tokens_per_rank=65_536)
+    found = re.search(r"; --trainer.max-tokens-per-rank (\d+) is enough \((\d+) GiB\)$", problem)
+    assert found is not None
+    assert problems(0.9 * whole, max_tokens_per_rank=int(found[1])) == []
+    less = 0.9 * states.device / GIB
+    (problem,) = problems(less, max_tokens_per_rank=64)
+    assert "; --trainer.optimizer-on-host --trainer.parameters-on-host is enough (" in problem
+    assert problems(less, max_tokens_per_rank=64, optimizer_on_host=True) != []
+    assert problems(less, max_tokens_per_rank=64, optimizer_on_host=True, parameters_on_host=True) == []
+    (problem,) = problems(0.001, max_tokens_per_rank=64)
+    assert problem.endswith("or --trainer.optimizer-on-host"), "nothing is enough"

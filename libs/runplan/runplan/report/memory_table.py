@@ -11,7 +11,7 @@ from engines.weights.sizes import PIECE_BYTES
 from runplan.estimates.buffers import Buffer, total_parameters
 from runplan.estimates.loading import DISK_BYTES
 from runplan.estimates.states import States, lies_replicated, width_of
-from runplan.model.adapters import adapter_parameters
+from runplan.model.adapters import adapter_parameters, syncs_adapters
 from runplan.model.model_shape import ModelShape, count_parameters, tower_parameters
 from runplan.run_spec import RunSpec
 from runplan.samplers.pool_lines import gib, places
@@ -69,7 +69,7 @@ def _moving(spec: RunSpec, shape: ModelShape, states: States, disk: int) -> Iter
     yield Buffer(ledger.BATCH, host=float(TOKEN_BYTES * tokens), always=True, note="at most")
     if spec.app == "grpo" and not spec.cluster.sampler.shares_weights(spec):
         whole = disk * total_parameters(shape)
-        if engine.lora.rank:
+        if syncs_adapters(engine.lora):
             whole = 4 * adapter_parameters(shape, engine.lora)
         size = float(min(PIECE_BYTES, whole))
         cpu = engine.device == "cpu"

@@ -244,12 +244,13 @@ def _stages(plan: Plan, spec: RunSpec, grid: Grid, layers: list[int] | None, bat
 def _rollout(plan: Plan, spec: RunSpec, shape: ModelShape | None) -> None:
     rollout, sampler = spec.cluster.rollout, spec.cluster.sampler
     size = rollout.devices
-    lines = [f"{rollout.engine}: tp {rollout.tp} x dp {rollout.dp}, ep {rollout.ep}"]
+    stages = f" x pp {rollout.pp}" if rollout.pp > 1 else ""
+    lines = [f"{rollout.engine}: tp {rollout.tp}{stages} x dp {rollout.dp}, ep {rollout.ep}"]
     if rollout.copies_per_device > 1:
         lines.append(f"{rollout.copies_per_device} copies share a device, each with memory and a processor of its own")
     if spec.rollout_ranks % size and not sampler.shares_processors(spec):
         plan.problems.append(
-            f"{spec.rollout_ranks} sampling devices are no multiple of tp x dp = {size}: change "
+            f"{spec.rollout_ranks} sampling devices are no multiple of tp{stages and ' x pp'} x dp = {size}: change "
             "--rollout.tensor-parallel or the number of nodes"
         )
     elif not sampler.in_process:
@@ -264,6 +265,11 @@ def _rollout(plan: Plan, spec: RunSpec, shape: ModelShape | None) -> None:
     if shape is not None and shape.heads % rollout.tp:
         plan.problems.append(
             f"{shape.heads} heads do not divide over rollout tp = {rollout.tp}: lower it (--rollout.tensor-parallel)"
+        )
+    if shape is not None and rollout.pp > shape.layers:
+        plan.problems.append(
+            f"{shape.layers} layers do not fill rollout pp = {rollout.pp} stages: lower it "
+            "(--rollout.pipeline-parallel)"
         )
     if spec.engine.routing_replay:
         lines.append(f"the sampler tells each token's experts (--trainer.routing-replay): {_experts(spec)}")

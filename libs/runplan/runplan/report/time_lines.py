@@ -6,9 +6,10 @@ from runplan.estimates.loading import DISK_BYTES
 from runplan.estimates.rates import PEAK, not_measured, rate_of
 from runplan.estimates.states import GIB
 from runplan.estimates.step_time import StepWork, training_flops, training_seconds
+from runplan.estimates.sync_time import NIC, Phase, sync_seconds
 from runplan.layout.batches import BatchPlan, bubble_share
 from runplan.layout.grid import Grid
-from runplan.model.adapters import adapter_parameters
+from runplan.model.adapters import adapter_parameters, syncs_adapters
 from runplan.model.model_shape import ModelShape
 from runplan.run_spec import RunSpec
 from runplan.samplers.pool_lines import gib
@@ -44,11 +45,44 @@ def sync_line(spec: RunSpec, shape: ModelShape) -> str:
     if spec.cluster.sampler.shares_weights(spec):
         return "weight sync: nothing is copied"
     size, what = float(DISK_BYTES * total_parameters(shape)), "weights"
-    if spec.engine.lora.rank:
+    if syncs_adapters(spec.engine.lora):
         size, what = 4.0 * adapter_parameters(shape, spec.engine.lora), "adapters"
     moved = f"weight sync: {gib(size)} of {what} to each sampler, {often}"
     rate = spec.cluster.sampler.sync_rate(spec)
+    if spec.cluster.schedule.weight_sync == "shards":
+        straight = _straight(spec)
+        where = f"{spec.cluster.rollout.ray_workers} samplers" if straight else f"{_takers(spec)} of {spec.ranks} ranks"
+        moved = f"{moved}, shard to shard to {where} in {_seconds(_shards(spec, size))} s"
+        moved += f" where each has {NIC / 125e6:.0f} Gb/s"
+        if straight:
+            return moved
+        if _takers(spec) == spec.ranks // _ranks_of_sampler(spec):
+            return moved
+        moved += ", and on to its samplers"
     return f"{moved}: {_seconds(rate.seconds * size / GIB)} s {rate.way}" if rate else f"{moved}; not timed"
+
+
+def _ranks_of_sampler(spec: RunSpec) -> int:
+    return min(spec.ranks, spec.cluster.rollout.tp)
+
+
+def _takers(spec: RunSpec) -> int:
+    """Return how many ranks take the weights: the first alone, or each that has a sampler."""
+    first = spec.cluster.rollout.ray_workers or spec.cluster.schedule.mode == "fully_async"
+    return 1 if first else spec.ranks // _ranks_of_sampler(spec)
+
+
+def _straight(spec: RunSpec) -> bool:
+    """Return whether ranks send their shards to Ray's samplers themselves."""
+    return bool(spec.cluster.rollout.ray_workers) and spec.cluster.rollout.weight_transport != "objects"
+
+
+def _shards(spec: RunSpec, size: float) -> float:
+    """Return the seconds in which each of them takes from all others what it lacks."""
+    if _straight(spec):
+        return sync_seconds([Phase.of_shards(size, spec.ranks, spec.cluster.rollout.ray_workers, 1)], NIC)
+    phase = Phase.of_shards(size * (spec.ranks - 1) / spec.ranks, spec.ranks, _takers(spec), 1)
+    return sync_seconds([phase], NIC)
 
 
 def step_of(spec: RunSpec, grid: Grid, batches: BatchPlan) -> StepWork:

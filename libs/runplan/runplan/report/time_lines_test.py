@@ -12,7 +12,7 @@ from runplan.estimates.rates import EXPERTS
 from runplan.estimates.step_time import StepWork, training_flops
 from runplan.layout.batches import plan_batches
 from runplan.model.model_shape import ModelShape
-from runplan.plain_settings import PlainCluster, PlainRollout
+from runplan.plain_settings import PlainCluster, PlainRollout, PlainSchedule
 from runplan.report.time_lines import step_of, time_lines
 from runplan.run_spec import RunSpec
 
@@ -125,6 +125,29 @@ def test_a_weight_sync_has_a_line() -> None:
         ray = replace(run, cluster=PlainCluster(rollout=rollout, apart="in actors"))
         assert f": {said_seconds(size * rate)} s by {name}, at the rate" in said(ray)
     assert not any(line.startswith("weight sync") for line in lines_of(SPEC)[0])
+
+
+def test_a_weight_sync_shard_to_shard_is_timed_by_its_links() -> None:
+    """To a sampler of each rank, to Ray's samplers, or to the first rank and by the measured way on from there."""
+    size, link = 2 * total_parameters(SHAPE), 0.9 * 50e9
+    schedule = PlainSchedule(weight_sync="shards")
+
+    def said(rollout: PlainRollout, schedule: PlainSchedule = schedule) -> str:
+        cluster = PlainCluster(rollout=rollout, schedule=schedule, apart="a process of its own")
+        lines, _ = lines_of(replace(SPEC, app="grpo", processes=8, cluster=cluster))
+        return next(line for line in lines if line.startswith("weight sync"))
+
+    each = said_seconds(size * 7 / 8 / link)  # seven eighths come in, and as many go out
+    assert said(PlainRollout(engine="vllm")).endswith(f"to 8 of 8 ranks in {each} s where each has 400 Gb/s")
+    assert f"to 4 of 8 ranks in {each} s" in said(PlainRollout(engine="vllm", tp=2))
+    whole = said_seconds(size / link)  # a sampler takes all of it
+    assert said(PlainRollout(ray_workers=2)).endswith(f"to 2 samplers in {whole} s where each has 400 Gb/s")
+    assert f"to 16 samplers in {said_seconds(2 * size / link)} s" in said(PlainRollout(ray_workers=16))
+    ray = said(PlainRollout(ray_workers=2, weight_transport="objects"))
+    assert f"to 1 of 8 ranks in {each} s where each has 400 Gb/s, and on to its samplers: " in ray
+    assert "by objects" in ray
+    asynchronous = said(PlainRollout(engine="vllm"), replace(schedule, mode="fully_async"))
+    assert "to 1 of 8 ranks" in asynchronous
 
 
 @pytest.mark.parametrize(("mini_batches", "passes"), [(1, 2), (2, 3)])

@@ -7,7 +7,7 @@ from runplan.estimates.states import GIB
 from runplan.report.memory_lines import peak_of, split_of, states_of
 from runplan.report.memory_table import reference_bytes
 from runplan.run_spec import RunSpec
-from runplan.samplers.vllm import vllm_weights
+from runplan.samplers.vllm import stage_share, vllm_weights
 
 MARGIN = 4.0
 """GiB of training's context, libraries and torn memory that no estimate counts."""
@@ -43,7 +43,7 @@ def vllm_share(spec: RunSpec, memory: float, requests: int) -> float:
     staged = sum(buffer.device for buffer in spec.cluster.sampler.buffers(shape, layout, 2))
     each = vllm_weights(shape, layout) + requests * (
         spec.longest * cache_bytes(shape, layout.tp) + state_bytes(shape, layout.tp)
-    )
+    ) * stage_share(shape, layout)
     left = (memory - MARGIN - (trains + staged) / GIB) / layout.copies_per_device - BESIDE
     share = min(MOST / layout.copies_per_device, left / memory, (each / GIB + WORK) / memory)
     return max(0.01, math.floor(100 * share) / 100)

@@ -104,6 +104,8 @@ class SamplerPlan:
 
     def setting(self, spec: RunSpec, path: str) -> Supported | Unsupported:
         """Return whether a changed rollout setting, such as "rollout.tp", has an effect on it."""
+        if path == "rollout.ray_nodes":
+            return self.own_setting(spec, path)
         if path == "rollout.ray_gpus" or (path, spec.cluster.rollout.weight_transport) == (RAYS[1], "nccl"):
             return RAY_GPUS
         return self.ray if path.startswith(RAYS) else self.own_setting(spec, path)

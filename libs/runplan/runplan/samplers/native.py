@@ -1,6 +1,6 @@
 """The native sampler in a plan: a whole model on each device, or training's own weights in place."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from engines import EngineConfig
 from engines.capability import Supported, Unsupported
@@ -9,7 +9,7 @@ from rollout.capability import backend_supports
 from rollout.config import KEEP_TOKENS
 from runplan.estimates.buffers import DISK, Buffer, cache_bytes, largest_tensor, state_bytes, total_parameters
 from runplan.estimates.peak_memory import Peak
-from runplan.estimates.states import States, width_of
+from runplan.estimates.states import GIB, States, width_of
 from runplan.estimates.sync_rates import ON_DEVICE, SyncRate
 from runplan.model.adapters import (
     LinearSizes,
@@ -18,15 +18,17 @@ from runplan.model.adapters import (
     attention_linears,
     delta_net_linears,
     mlp_linears,
+    syncs_adapters,
 )
 from runplan.model.model_shape import ModelShape
 from runplan.run_spec import RunSpec
 from runplan.samplers.base import SamplerPlan
-from runplan.samplers.pool_lines import LinesAndProblems
+from runplan.samplers.pool_lines import LinesAndProblems, gib
 from runplan.settings import ClusterSettings, RolloutSettings
 from seqpack.memory import names as ledger
 
 NO_OPTIONS = Unsupported("the native engine holds a whole model on each device and has no options of its own")
+BOUND_CACHES = Supported("rollout/native/scheduler/memory_bound_test.py")
 ADMIT = Supported("apps/grpo/sampling/native_test.py")
 ADMIT_ROUNDS = Unsupported(
     "the samplers of fully_async let requests begin at any step: leave it out, or use another schedule"
@@ -53,14 +55,14 @@ class NativePlan(SamplerPlan):
         shared = self.shares_weights(spec)
         whole = 0.0 if shared else float(width * total_parameters(shape))
         staged = whole
-        if engine.lora.rank:  # the base of adapted layers, their sums, and the pairs
+        if syncs_adapters(engine.lora):  # the base of adapted layers, their sums, and the pairs
             layers = adapted_elements(shape, engine.lora)
             staged = 2.0 * width * layers + 4 * adapter_parameters(shape, engine.lora)
         joined = joined_elements(shape) * width * (2 if engine.device == "cpu" else 1)
         return [
             Buffer(ledger.SAMPLER_WEIGHTS, device=whole + joined, always=True, note="training's" if shared else ""),
             Buffer(ledger.SAMPLER_STAGED, device=staged, note="in a weight sync"),
-            Buffer(ledger.SAMPLER_CACHES, device=cached_bytes(spec, shape, width), note="at most"),
+            Buffer(ledger.SAMPLER_CACHES, device=_bound_bytes(spec, shape, width), note="at most"),
         ]
 
     def pool(self, spec: RunSpec, shape: ModelShape, states: States, peak: Peak) -> LinesAndProblems:
@@ -68,7 +70,7 @@ class NativePlan(SamplerPlan):
         if spec.cluster.rollout.ray_workers:
             return super().pool(spec, shape, states, peak)
         text = "training's own, in place" if self.shares_weights(spec) else "a copy of its own"
-        return [f"weights of each sampler: {text}"], []
+        return [f"weights of each sampler: {text}"], list(_too_long(spec, shape))
 
     def shares_weights(self, spec: RunSpec) -> bool:
         """Return whether it computes with training's weights in place."""
@@ -85,6 +87,8 @@ class NativePlan(SamplerPlan):
 
     def own_setting(self, spec: RunSpec, path: str) -> Supported | Unsupported:
         """Return whether a changed rollout setting has an effect on it."""
+        if path == "rollout.kv_cache_memory_gib":
+            return BOUND_CACHES
         if path != "rollout.admit":
             return NO_OPTIONS
         ahead = spec.cluster.schedule.mode == "fully_async" and spec.cluster.rollout.admit == "rounds"
@@ -136,6 +140,28 @@ def cached_bytes(spec: RunSpec, shape: ModelShape, width: int) -> float:
     prefill = min(PREFILL_TOKENS, rows * spec.longest) * token + rows * (state + shape.vocab * 4)
     kept = min(KEEP_TOKENS * token, rows * (spec.longest * token + state)) if token else rows * state
     return slots + prefill + kept
+
+
+def _bound_bytes(spec: RunSpec, shape: ModelShape, width: int) -> float:
+    """Return the bytes of all caches at most, within the bound that the settings name."""
+    most, asked = spec.cluster.rollout.kv_cache_memory_gib, cached_bytes(spec, shape, width)
+    return asked if most is None else min(asked, most * GIB)
+
+
+def row_bytes(spec: RunSpec, shape: ModelShape) -> float:
+    """Return the bytes of the keys, values and states of the longest sequence."""
+    token, state = (of(shape, 1) * width_of(spec.engine) / DISK for of in (cache_bytes, state_bytes))
+    return spec.longest * token + state
+
+
+def _too_long(spec: RunSpec, shape: ModelShape) -> Iterator[str]:
+    """Yield the problem of a request that has no room in the caches even alone: a slot, and what was read of it."""
+    most, needed = spec.cluster.rollout.kv_cache_memory_gib, 2 * row_bytes(spec, shape) + 4 * shape.vocab
+    if most is not None and needed > most * GIB:
+        yield (
+            f"a request of {spec.longest} tokens needs {gib(needed)} of the native sampler's caches, which may take "
+            f"{gib(most * GIB)}: raise --rollout.kv-cache-memory-gib, or lower --max-episode-tokens"
+        )
 
 
 def shares_weights(engine: EngineConfig, cluster: ClusterSettings, ranks: int, shards: int) -> bool:

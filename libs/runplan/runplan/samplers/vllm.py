@@ -1,5 +1,6 @@
 """vLLM in a plan: its share of each device beside training's, and what it was shown to do."""
 
+import math
 import subprocess
 
 from engines import EngineConfig
@@ -18,11 +19,21 @@ from runplan.settings import RolloutSettings
 ASLEEP = 2.0
 """GiB that vLLM keeps of a device while it sleeps, its context and graphs: 1.9 on an H200 (vLLM 0.26)."""
 # Settings that vLLM answers for, by rollout's features.
-FEATURES = {"rollout.tp": "tensor_parallel", "rollout.dp": "data_parallel", "rollout.ep": "expert_parallel"}
+FEATURES = {
+    "rollout.tp": "tensor_parallel",
+    "rollout.pp": "pipeline_parallel",
+    "rollout.dp": "data_parallel",
+    "rollout.ep": "expert_parallel",
+}
 # Settings of vLLM, and those that it can't have yet.
 SETTINGS: dict[str, Supported | Unsupported] = {
     "rollout.max_model_tokens": Supported("RolloutConfig.max_length"),
     "rollout.max_batched_tokens": Supported("RolloutConfig.prefill_tokens"),
+    "rollout.ray_nodes": Unsupported(
+        "workers of a model on two machines ran on CPUs alone: no two hosts with accelerators were at hand for NCCL "
+        "between them",
+        untested="nodes",
+    ),
     "rollout.memory_share": Supported("rollout/vllm/graphs_gpu_test.py"),
     "rollout.copies_per_device": Supported("apps/grpo/benchmarks/step_with_vllm.py"),
     "rollout.weights_on_device": Supported("rollout/vllm/shared_device_gpu_test.py"),
@@ -34,16 +45,35 @@ SETTINGS: dict[str, Supported | Unsupported] = {
     "rollout.max_requests": Supported("RolloutConfig.max_batch"),
     "rollout.vllm": Supported("VllmConfig.arguments"),
     "rollout.cuda_graph_sizes": Supported("rollout/vllm/graphs_gpu_test.py"),
+    "rollout.kv_cache_memory_gib": Unsupported(
+        "vLLM's caches take what --rollout.gpu-memory-utilization leaves them, or --rollout.vllm "
+        "kv_cache_memory_bytes=N: leave it out"
+    ),
     "rollout.admit": Unsupported("vLLM lets requests begin as it sees fit: leave it out"),
 }
 EXPERTS_OF_COPIES = Unsupported(
     "experts over the copies of the model in vLLM (--rollout.data-parallel) ran on a CPU alone, no accelerator has run "
     "it: set --rollout.device cpu, or have each copy hold all experts, over its own workers: set ep to tp"
 )
+NODES_OF_CPUS = Supported("apps/common/tests/ray_machines_vllm_test.py")
+WORKERS_OF_NODES = Unsupported(
+    "on a CPU vLLM can have one worker on each of a model's machines: make tp x pp equal to --rollout.ray-nodes"
+)
 EXPERTS_OF_COPIES_ON_A_CPU = Supported("rollout/vllm/experts_over_copies_test.py")
+STAGES = Unsupported(
+    "a model in stages in vLLM (--rollout.pipeline-parallel) ran on a CPU alone, no accelerator has run it: set "
+    "--rollout.device cpu, or use --rollout.tensor-parallel"
+)
+STAGES_APART = Unsupported(
+    "a model in stages is one copy that never sleeps and tells no experts: set --rollout.data-parallel 1, "
+    "--rollout.no-sleep and --trainer.no-routing-replay, or --rollout.pipeline-parallel 1"
+)
 SHARED_BY_WORKERS = Unsupported(
     "copies of several workers each, or that share experts, never shared a device: set --rollout.tensor-parallel 1 and "
     "ep 1, or leave it out"
+)
+COPIES_OVER_NODES = Unsupported(
+    "a model over several machines is one copy: set --rollout.data-parallel 1, and more of --rollout.ray-workers"
 )
 RAY_SLEEP = Unsupported("vLLM in Ray's workers never slept between two rounds: set --rollout.no-sleep")
 
@@ -81,7 +111,8 @@ class VllmPlan(SamplerPlan):
                 f"{weights / GIB:.0f} GiB of weights do not fit {layout.memory_share:.0%} of a device of {memory:g} GiB"
             )
             return [*lines, line], [f"{problem}: raise --rollout.tensor-parallel, or --rollout.gpu-memory-utilization"]
-        each, fixed = cache_bytes(shape, layout.tp), state_bytes(shape, layout.tp)
+        held = stage_share(shape, layout)
+        each, fixed = held * cache_bytes(shape, layout.tp), held * state_bytes(shape, layout.tp)
         fits = int(room / (each * spec.longest + fixed))
         lines.append(
             f"{line}, {gib(room)} for caches, graphs and activations: {fits} sequences of {spec.longest} tokens"
@@ -113,8 +144,16 @@ class VllmPlan(SamplerPlan):
             return OVERLAP
         if path == "rollout.copies_per_device" and (layout.tp > 1 or layout.experts_over_copies):
             return SHARED_BY_WORKERS
+        if path == "rollout.ray_nodes" and layout.dp > 1:
+            return COPIES_OVER_NODES
+        on_a_cpu = "cpu" in (layout.device, spec.engine.device)
+        if path == "rollout.ray_nodes" and on_a_cpu:
+            return NODES_OF_CPUS if layout.ray_nodes == layout.tp * layout.pp else WORKERS_OF_NODES
+        if path == "rollout.pp" and (layout.dp > 1 or layout.sleep or spec.engine.routing_replay):
+            return STAGES_APART
+        if path == "rollout.pp" and not on_a_cpu:
+            return STAGES
         if path == "rollout.ep" and layout.experts_over_copies:
-            on_a_cpu = "cpu" in (layout.device, spec.engine.device)
             return EXPERTS_OF_COPIES_ON_A_CPU if on_a_cpu else EXPERTS_OF_COPIES
         return SETTINGS[path] if path in SETTINGS else self.supports(FEATURES.get(path, "vllm"))
 
@@ -137,8 +176,14 @@ def vllm_weights(shape: ModelShape, layout: RolloutSettings) -> float:
     """Return the bytes of a worker's weights: its part of each matrix, and of the experts."""
     count = count_parameters(shape)
     sharers = layout.tp if layout.ep == 1 else max(layout.tp, layout.ep)
-    dense = (count.embeddings + count.dense + tower_parameters(shape)) / layout.tp
-    return DISK * (dense + count.experts / sharers)
+    held = stage_share(shape, layout)
+    dense = (count.embeddings + held * count.dense + tower_parameters(shape)) / layout.tp
+    return DISK * (dense + held * count.experts / sharers)
+
+
+def stage_share(shape: ModelShape, layout: RolloutSettings) -> float:
+    """Return the share of the layers that the longest of its stages has."""
+    return math.ceil(shape.layers / layout.pp) / shape.layers
 
 
 def _on_npus(spec: RunSpec) -> bool:

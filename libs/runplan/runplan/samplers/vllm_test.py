@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -13,7 +13,7 @@ from runplan.checks.machine import seen_here
 from runplan.model.model_shape import shape_of
 from runplan.plain_settings import PlainCluster, PlainRollout
 from runplan.run_spec import RunSpec
-from runplan.samplers.vllm import VllmPlan, vllm_weights
+from runplan.samplers.vllm import VllmPlan, stage_share, vllm_weights
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe", "attention"])
@@ -31,6 +31,37 @@ def test_vllm_has_two_sets_of_weights_in_memory(kind: str) -> None:
         assert (there.device, there.host) == (buffer.host, 0)
     finally:
         shared.close()
+
+
+def test_a_stage_has_its_layers_and_both_ends_of_the_model_at_most() -> None:
+    shape = shape_of(tiny_model("attention").config, "attention")
+    whole, halves = (vllm_weights(shape, PlainRollout(engine="vllm", pp=pp)) for pp in (1, 2))
+    assert whole / 2 < halves < whole
+    assert stage_share(shape, PlainRollout(engine="vllm", pp=shape.layers)) == 1 / shape.layers
+    assert stage_share(shape, PlainRollout(engine="vllm", pp=shape.layers - 1)) == 2 / shape.layers
+
+
+@pytest.mark.parametrize(
+    ("path", "words", "untested"),
+    [
+        ("rollout.ray_nodes", "NCCL between them", "nodes"),
+        ("rollout.pp", "no accelerator has run it", None),
+    ],
+)
+def test_what_ran_on_cpus_alone_is_not_yet_an_accelerators(path: str, words: str, untested: str | None) -> None:
+    def answer(
+        device: Literal["cuda", "cpu"], sampling: Literal["auto", "cpu"] = "auto", dp: int = 1, tp: int = 1
+    ) -> Any:
+        rollout = PlainRollout(engine="vllm", tp=tp, pp=2, dp=dp, ray_workers=1, ray_nodes=2, device=sampling)
+        run = RunSpec("grpo", "r", EngineConfig(device=device), PlainCluster(rollout=rollout), 1, 1, 1, longest=8)
+        return VllmPlan().setting(run, path)
+
+    assert answer("cpu")
+    assert answer("cuda", "cpu")
+    assert words in answer("cuda").reason
+    assert answer("cuda").untested == untested
+    assert "one copy" in answer("cpu", dp=2).reason
+    assert bool(answer("cpu", tp=2)) == (path == "rollout.pp"), "on a CPU a machine of several has one worker"
 
 
 def seen_by(engine: str, device: Literal["auto", "cpu"] = "auto") -> list[str]:

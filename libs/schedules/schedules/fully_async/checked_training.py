@@ -1,14 +1,15 @@
 """Training on a step's groups, and what the first batch shows of the samplers."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from rollout import Episode
+from rollout.episodes.summary import AnyEpisode
 from rollout.workers.process import WorkerDied
 from rollout.workers.protocol import Workers
 from schedules.fully_async.follower import Leader, TrainBatch
 from schedules.protocols import Trainer, TrainResult
-from schedules.sampling.first_batch import FirstBatch, SamplerCheck, scored_difference
+from schedules.rows.shared import gather_episodes
+from schedules.sampling.first_batch import FirstBatch, SamplerCheck
 from schedules.weights.sampler_bound import SamplerBound, read_bound
 
 
@@ -20,19 +21,20 @@ class CheckedTraining:
         self._first = FirstBatch()
 
     def train(
-        self, order: TrainBatch, episodes: Sequence[Episode], version: int | None
-    ) -> tuple[TrainResult, SamplerCheck | None]:
-        """Train on the order's episodes; `version`: of the samplers' weights, None where the trainer has newer ones.
+        self, step: int, mine: Sequence[Episode], version: int | None
+    ) -> tuple[list[AnyEpisode], TrainResult, SamplerCheck | None]:
+        """Train step number `step`, from 1, on these episodes, and return them as all ranks know them; `version`: of
+        the samplers' weights, None where the trainer has newer ones.
 
         Raises:
             SamplerMismatchError: see `FirstBatch`.
         """
-        scored = version is not None and self._first.begin(self._trainer, episodes, version, self._bounds)
-        self._leader.order(replace(order, scored=scored))
-        if scored:
-            self._first.scored(scored_difference(self._trainer, episodes))
-        result = self._trainer.train(order.step - 1, episodes)
-        return result, None if version is None else self._first.end(order.step - 1, result)
+        scored = version is not None and self._first.begin(self._trainer, mine, version, self._bounds)
+        order = TrainBatch(step, scored)
+        self._leader.order(order)
+        episodes = gather_episodes(mine)
+        result = order.train(self._trainer, episodes, self._first.scored)
+        return episodes, result, None if version is None else self._first.end(step - 1, result)
 
     def _bounds(self) -> list[SamplerBound]:
         while True:

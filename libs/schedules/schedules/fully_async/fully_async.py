@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Literal
 
-from rollout import Episode, RolloutLedger, StalenessController
+from rollout import RolloutLedger, StalenessController
 from rollout.control.staleness import (
     Begin,
     Event,
@@ -38,18 +38,20 @@ from rollout.control.staleness import (
     Trained,
 )
 from rollout.episodes.codec import decode_episodes
+from rollout.episodes.summary import AnyEpisode
 from rollout.workers.channel import Message
 from rollout.workers.process import WorkerDied
 from rollout.workers.protocol import Workers
 from schedules.config import ScheduleConfig
 from schedules.fully_async.async_state import control_state, resume_version, staleness_settings, weights_due
 from schedules.fully_async.checked_training import CheckedTraining
-from schedules.fully_async.follower import Leader, SendWeights, StepDone, TrainBatch
+from schedules.fully_async.follower import Leader, SendWeights, StepDone, recorded_episodes
 from schedules.fully_async.pending_checks import PendingChecks
 from schedules.protocols import Tasks, Trainer, environment_of
 from schedules.reporting.episode_metrics import age_metrics, rollout_metrics
 from schedules.reporting.live import EVERY, PeriodicTask, RemoteLoad, Show
 from schedules.reporting.timeline import SamplerLane, Timeline
+from schedules.rows.shared import gather_episodes
 from schedules.runtime.interrupts import Runner, defer_interrupts
 from schedules.sampling.ledger_files import SHARED, check_ledgers
 from schedules.sampling.numbered_tasks import NumberedRows
@@ -58,7 +60,7 @@ from schedules.sampling.restarts import RESTARTS, SamplingProcess
 from schedules.sampling.sampler_process import StartSampling
 from schedules.sampling.session import Evaluation, evaluation_of
 from schedules.sampling.settings import RunState
-from schedules.sampling.task_state import load_cursor, save_cursor
+from schedules.sampling.task_state import load_cursor, run_number, save_cursor
 from schedules.schedule import TrainStepResult
 from schedules.weights.transfer_result import TransferResult
 from schedules.weights.weight_sync import sync_weights
@@ -82,7 +84,7 @@ class FullyAsyncSchedule:
         run_dir, done, prompts = run.run_dir, run.done, start.settings.prompts_per_step
         self._settings = staleness_settings(config, prompts, run.steps)
         check_ledgers(run_dir, "fully_async", 1, done)
-        self._ledger = RolloutLedger(run_dir / SHARED, done)
+        self._ledger = RolloutLedger(run_dir / SHARED, done, run=run_number(run_dir))
         place = load_cursor(run_dir, done) if done else None
         self._rows = NumberedRows(tasks, prompts, place)
         self._replay = dict(self._ledger.state.batches)
@@ -169,16 +171,17 @@ class FullyAsyncSchedule:
             asked = self._living().call("evaluate")
             self._leader.wait_for([asked])
             try:
-                _, payload = asked.result()
+                mine = decode_episodes(asked.result()[1])
                 break
             except WorkerDied:
                 continue
         if self._controller.done:  # no step follows whose training would wait for a check
-            self._checks.known(decode_episodes(payload))
+            self._checks.known(mine)
             self._run_checks()
-        self._leader.order(StepDone(payload=payload))
+        self._leader.order(StepDone())  # then all know the episodes
+        episodes = gather_episodes(mine)
         self._timeline.add("trainer", "evaluate", begun, time.perf_counter())
-        return evaluation_of(self._tasks, decode_episodes(payload), self._tasks.held_out())
+        return evaluation_of(self._tasks, episodes, self._tasks.held_out())
 
     def saving(self, step: int) -> None:
         """Write from where the tasks go on that the checkpoint does not hold."""
@@ -293,19 +296,16 @@ class FullyAsyncSchedule:
         """Return one step on the recorded episodes of its groups, in the order of the tasks."""
         sampled = time.perf_counter()
         with self._lock:
-            order = TrainBatch(decision.step, [self._ledger.payload(group) for group in decision.groups])
-            rows = [self._rows[group] for group in decision.groups]
-            version = self._controller.version
-        episodes = order.episodes()
-        decoded = time.perf_counter()
-        self._checks.known(episodes)
+            payloads = [self._ledger.payload(group) for group in decision.groups]
+            rows, version = [self._rows[group] for group in decision.groups], self._controller.version
+        mine, decoded = recorded_episodes(payloads), time.perf_counter()
+        self._checks.known(mine)
         metrics = self._run_checks()  # the weights are about to change
         shared = not self._replay and weights_due(self._settings, decision.step - 1)
         ready = time.perf_counter()
-        result, check = self._training.train(order, episodes, version if shared else None)
+        episodes, result, check = self._training.train(decision.step, mine, version if shared else None)
         metrics |= result.metrics | ({} if check is None else check.metrics)
-        trained = time.perf_counter()
-        self._timeline.add("trainer", "train", ready, trained)
+        self._timeline.add("trainer", "train", ready, trained := time.perf_counter())
         metrics |= rollout_metrics(episodes, lambda task: environment_of(self._tasks, task))
         metrics |= self._schedule_metrics(episodes, version, decision.staleness)
         metrics |= {
@@ -317,14 +317,14 @@ class FullyAsyncSchedule:
         metrics["tokens_per_second"] = metrics["rollout/tokens"] / (trained - begun)
         return TrainStepResult(episodes, result.advantages, metrics, rows, check)
 
-    def _schedule_metrics(self, episodes: Sequence[Episode], version: int, staleness: int) -> dict[str, float]:
+    def _schedule_metrics(self, episodes: Sequence[AnyEpisode], version: int, staleness: int) -> dict[str, float]:
         """Return how old the step's tokens are, and what waits behind it."""
         with self._lock:
             state, dropped = self._controller.state, self._filter.metrics()
         waiting = {"schedule/queue": float(len(state.ready)), "schedule/running": float(len(state.running))}
         return {"schedule/staleness": float(staleness), **age_metrics(episodes, version), **waiting, **dropped}
 
-    def _synced(self, episodes: Sequence[Episode]) -> dict[str, float]:
+    def _synced(self, episodes: Sequence[AnyEpisode]) -> dict[str, float]:
         """Send the weights as soon as the controller says so; a transfer that fails is tried again. Their check, by the
         step's `episodes`, is asked for before new groups begin, whose prompts it would wait behind."""
         begun, failures = time.perf_counter(), list[RuntimeError]()

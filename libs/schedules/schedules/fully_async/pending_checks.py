@@ -4,12 +4,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from rollout import Episode
+from rollout.episodes.summary import AnyEpisode
 from rollout.workers.channel import Message
 from rollout.workers.process import WorkerDied
 from rollout.workers.protocol import Workers
 from schedules.fully_async.follower import CheckWeights, Leader
 from schedules.protocols import Trainer
-from schedules.weights.weight_checks import check_media_of, check_prompts_of, encode_media
+from schedules.rows.shared import held_here
+from schedules.weights.weight_checks import check_prompts, encode_media
 
 
 class WeightCheck:
@@ -21,7 +23,7 @@ class WeightCheck:
     """
 
     def __init__(self, episodes: Sequence[Episode], version: int, alive: Callable[[], Workers]) -> None:
-        self._prompts, self._media = check_prompts_of(episodes), check_media_of(episodes)
+        self._prompts, self._media = check_prompts(episodes)
         self._version, self._alive = version, alive
         self._requests = self._request()
 
@@ -39,7 +41,7 @@ class WeightCheck:
             except WorkerDied:
                 self._requests = self._request()
                 continue
-            order = CheckWeights(self._prompts, checks, self._version, self._media)
+            order = CheckWeights(self._prompts, checks, self._version, encode_media(self._media))
             leader.order(order)
             return order.run(trainer)
 
@@ -63,16 +65,16 @@ class PendingChecks:
         self._check: WeightCheck | None = None
         self._version: int | None = None
 
-    def synced(self, version: int, episodes: Sequence[Episode] = ()) -> None:
+    def synced(self, version: int, episodes: Sequence[AnyEpisode] = ()) -> None:
         """Note that all samplers have just been given the trainer's weights as `version`; `episodes`: those of the last
         step, where they are not the same as before. Number 0 is of no sync: samplers begin with it."""
-        self._episodes = episodes or self._episodes
+        self._episodes = held_here(episodes) or self._episodes
         self._check, self._version = None, version or None
         self._request()
 
-    def known(self, episodes: Sequence[Episode]) -> None:
+    def known(self, episodes: Sequence[AnyEpisode]) -> None:
         """Note episodes whose prompts may be sampled again, where a check waits for some."""
-        self._episodes = episodes
+        self._episodes = held_here(episodes)
         self._request()
 
     def run(self, trainer: Trainer, leader: Leader) -> dict[str, float]:

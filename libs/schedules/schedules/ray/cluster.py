@@ -14,7 +14,7 @@ from rollout.workers.protocol import Workers
 from rollout.workers.serve import Handler
 from schedules.protocols import SamplerSource, Tasks
 from schedules.runtime.collectives import rank_and_world
-from schedules.sampling.sampler_process import Wait, generating_handlers, wait_until_ready
+from schedules.sampling.sampler_process import StartProcess, Wait, generating_handlers, wait_until_ready
 from schedules.sampling.settings import RolloutSettings
 
 Transport = Literal["objects", "gloo", "nccl"]
@@ -29,19 +29,30 @@ class RaySettings:
     """Processors that each has to itself."""
     gpus: float = 0.0
     """CUDA devices that each has to itself."""
+    spans: int = 1
+    """Nodes that each spans, with an equal part of both on each."""
     address: str | None = None
     """HOST:PORT of the cluster; None starts one on loopback that lives as long as the run."""
     devices: tuple[str, ...] | None = None
     """CUDA devices that a cluster which is started here hands out; None lets Ray count."""
     transport: Transport = "objects"
+    shards: Literal["gloo", "nccl"] | None = None
+    """What passes the ranks' shards straight to the samplers, in place of `transport`; None where none are sent."""
     nodes: int | None = None
     """Nodes of their own that the samplers are spread over; None packs them anywhere."""
+    training: tuple[str, ...] = ()
+    """Ids of nodes beside this process's that are no nodes of their own: they train."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the actors."""
 
+    @property
+    def demand(self) -> Demand:
+        """What the samplers ask of the cluster."""
+        return Demand(self.workers, self.cpus, self.gpus, nodes=self.spans)
 
-def ray_module(name: str) -> Any:
-    """Return a module that needs ray, which is imported by name as other runs do without it.
+
+def ray_module(name: str, flag: str = "--rollout.ray-workers") -> Any:
+    """Return a module that needs ray, which is imported by name as other runs do without it; `flag` asks for it.
 
     Raises:
         ValueError: it is not there; the text says how to get it.
@@ -50,7 +61,7 @@ def ray_module(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ValueError(
-            f"--rollout.ray-workers needs ray ({error}): with Bazel, run //apps/grpo:ray, which brings it, or "
+            f"{flag} needs ray ({error}): with Bazel, run //apps/grpo:ray or //apps/sft:ray, which bring it, or "
             "//apps/grpo:vllm, which brings vLLM too; else pip install 'tessera-rollout[ray]'"
         ) from error
 
@@ -80,26 +91,32 @@ def in_cluster(settings: RaySettings | None) -> Iterator[None]:
         ray.shutdown()
 
 
-def open_pool(
-    settings: RaySettings, target: Callable[..., Mapping[str, Handler]], args: tuple[Any, ...], wait: Wait = wait
+def begin_pool(
+    settings: RaySettings,
+    target: Callable[..., Mapping[str, Handler]],
+    args: tuple[Any, ...],
+    stall_seconds: float,
 ) -> Workers:
-    """Return the samplers that the settings ask for, once all have begun; `target(*args)` makes their handlers.
+    """Begin to start the samplers that the settings ask for, and return them; `target(*args)` makes their handlers. One
+    that says nothing for `stall_seconds` counts as dead.
 
     Raises:
         ValueError: the cluster has no room for them; the text has the numbers.
-        WorkerDied: one of them could not begin.
     """
     module = ray_module("rollout.workers.ray_pool")
     pool: Workers = module.RayPool(
         target,
         args,
-        Demand(settings.workers, cpus=settings.cpus, gpus=settings.gpus),
+        settings.demand,
         strategy="PACK" if settings.nodes is None else "SPREAD",  # over all of the pool's nodes
         apart=settings.nodes,
-        environment={**settings.environment, "PYTHONPATH": _paths()},
+        training=settings.training,
+        environment={**settings.environment, "PYTHONPATH": import_paths()},
         transport=settings.transport,
+        shards=settings.shards,
+        stall_seconds=stall_seconds,
     )
-    return wait_until_ready(pool, wait)
+    return pool
 
 
 @dataclass(frozen=True)
@@ -116,12 +133,24 @@ class StartPool:
         """Whether they take weights under the names of the trained module."""
         return self.source.module_names
 
+    def begin(self, version: int, place: Mapping[str, Any] | None) -> Workers:
+        """Begin to start the pool, and return it; see `BeginSampling`."""
+        given = (self.source, self.tasks, self.settings, version, place)
+        return begin_pool(self.ray, generating_handlers, given, self.settings.stall_seconds)
+
     def __call__(self, version: int, place: Mapping[str, Any] | None, wait: Wait = wait) -> Workers:
         """Return the pool; see `StartSampling`."""
-        return open_pool(self.ray, generating_handlers, (self.source, self.tasks, self.settings, version, place), wait)
+        return wait_until_ready(self.begin(version, place), wait)
 
 
-def _paths() -> str:
+def start_sampling(
+    ray: RaySettings | None, source: SamplerSource, tasks: Tasks, settings: RolloutSettings
+) -> StartProcess | StartPool:
+    """Return the starter of a fully asynchronous run's samplers: Ray's actors, or one process."""
+    return StartProcess(source, tasks, settings) if ray is None else StartPool(ray, source, tasks, settings)
+
+
+def import_paths() -> str:
     """Return where this process imports from: whole, as Bazel and virtual environments say it in ways of their own."""
     return os.pathsep.join(path for path in sys.path if path)
 
@@ -130,7 +159,7 @@ def _paths() -> str:
 def paths_of_children() -> Iterator[None]:
     """Let processes that are started inside, Ray's daemons among them, import from where this one does."""
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = _paths()
+    os.environ["PYTHONPATH"] = import_paths()
     try:
         yield
     finally:

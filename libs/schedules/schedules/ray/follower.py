@@ -10,7 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from rollout.sync.transfer import WeightVoteFailed
+from rollout.sync.transfer import TransferTimes, WeightVoteFailed
+from rollout.workers.collective import BrokenGroup
 from schedules.protocols import Trainer
 from schedules.runtime.collectives import broadcast_result
 from schedules.sampling.remote_sampler import RemoteSampler
@@ -33,7 +34,7 @@ class Order(NamedTuple):
 
 def broadcast_order(order: Order | None) -> Order:
     """Return rank 0's order, on every rank; collective."""
-    sent = broadcast_result(order)
+    sent = broadcast_result(order, (Order, TransferResult, TransferTimes))
     assert sent is not None
     return sent
 
@@ -76,7 +77,7 @@ class RayFollowerSession(RolloutSession):
         while (order := broadcast_order(None)).begins:
             assert self.sampler.trainer is not None
             self.check.pending = True
-            with suppress(WeightVoteFailed):  # rank 0's samplers did not take them: it says how it goes on
+            with suppress(WeightVoteFailed, BrokenGroup):  # rank 0's samplers did not take them: it says how it goes on
                 sync_weights(
                     self.sampler.trainer,
                     RemoteSampler(0),

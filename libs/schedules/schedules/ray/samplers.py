@@ -9,7 +9,8 @@
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar, cast
 
@@ -17,12 +18,13 @@ from rollout import Episode, Sampling, TaskRow
 from rollout.episodes.codec import decode_episodes
 from rollout.workers.process import WorkerDied
 from rollout.workers.protocol import Workers
+from rollout.workers.serve import Handler
 from schedules.protocols import SamplerSource, Tasks, Trainer
-from schedules.ray.cluster import RaySettings, open_pool
+from schedules.ray.cluster import RaySettings, begin_pool
 from schedules.ray.follower import Order, broadcast_order
 from schedules.runtime.interrupts import Runner
 from schedules.sampling.restarts import restart
-from schedules.sampling.sampler_process import sampling_handlers
+from schedules.sampling.sampler_process import sampling_handlers, wait_until_ready
 from schedules.sampling.session import RolloutSession
 from schedules.sampling.settings import RolloutSettings
 from schedules.weights.sampler_bound import SamplerBound, read_bound
@@ -38,7 +40,8 @@ RESTARTS = 3
 class RaySamplers:
     """A pool that plays tasks, and is replaced when it dies; of rank 0, the others follow it. To be closed.
 
-    `version`: the number that the weights in `model` count as.
+    `version`: the number that the weights in `model` count as. The samplers begin to start when this is made:
+    `wait_until_ready` waits for them, before their first use.
     """
 
     def __init__(
@@ -49,7 +52,11 @@ class RaySamplers:
         self._deaths = 0
         self._ahead: TransferResult | None = None  # the next sync, which a revived pool had already
         self.version = version
-        self._pool = self._open(version)
+        self._pool = begin_pool(ray, *self._given(version))
+
+    def wait_until_ready(self) -> None:
+        """Wait until all samplers have begun. WorkerDied: one of them could not begin; the others are closed."""
+        wait_until_ready(self._pool, wait)
 
     def __enter__(self) -> "RaySamplers":
         return self
@@ -161,7 +168,11 @@ class RaySamplers:
         return sync_weights(self._trainer, self._pool, self.version, runner, module_names=names)
 
     def _open(self, version: int) -> Workers:
-        return open_pool(self._ray, sampling_handlers, (self._source, self._tasks, self._settings, version))
+        return wait_until_ready(begin_pool(self._ray, *self._given(version)), wait)
+
+    def _given(self, version: int) -> tuple[Callable[..., Mapping[str, Handler]], tuple[Any, ...], float]:
+        given = (self._source, self._tasks, self._settings, version)
+        return sampling_handlers, given, self._settings.stall_seconds
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,20 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from statistics import fmean, pstdev
 
 import torch
 
-from rollout import Episode
+from rollout.chat.segment import NOT_SAMPLED
+from rollout.episodes.summary import AnyEpisode
 
 TRUNCATED = frozenset({"limit", "length", "max_turns", "max_tokens", "deadline"})
 """Ends that a limit brought about."""
 RATES = ("errors", "timeouts")
 
 
-def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+def episode_metrics(episodes: Sequence[AnyEpisode]) -> dict[str, float]:
     """Return length, truncation, entropy, spread and components of rewards, and rates of tools, by `runlog`'s names.
 
     `entropy` is the mean of -log p over the sampled tokens: unbiased for the entropy a token of the policy that sampled
@@ -27,13 +29,13 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     metrics |= {
         "response/length": fmean(lengths),
         "response/length_max": float(max(lengths)),
-        "response/truncated": fmean(episode.end in TRUNCATED for episode in played),
-        "response/turns": fmean(episode.metrics.get("turns", 1) for episode in played),
+        "response/truncated": fmean([episode.end in TRUNCATED for episode in played]),
+        "response/turns": fmean([episode.metrics.get("turns", 1) for episode in played]),
     }
-    surprise = [-p for e in played for s in e.segments for p, on in zip(s.log_probs, s.loss_mask, strict=True) if on]
-    if surprise:
-        metrics["entropy"] = math.fsum(surprise) / len(surprise)
-    metrics["reward/std"] = fmean(pstdev(rewards) for rewards in _by_group(played).values())
+    if sampled := sum(lengths):
+        nll = math.fsum(segment.nll for episode in played for segment in episode.segments)
+        metrics["entropy"] = nll / sampled
+    metrics["reward/std"] = fmean([_spread(tuple(rewards)) for rewards in _by_group(played).values()])
     metrics |= _means(
         "reward/part/", (episode.score.reward_components for episode in played if episode.score is not None)
     )
@@ -41,7 +43,7 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def environment_metrics(
-    episodes: Sequence[Episode], environment_of: Callable[[str], str | None], prefix: str = "reward/environment/"
+    episodes: Sequence[AnyEpisode], environment_of: Callable[[str], str | None], prefix: str = "reward/environment/"
 ) -> dict[str, float]:
     """Return the mean reward of each environment under `prefix`, and its share of the episodes; nothing where a run has
     one.
@@ -58,7 +60,7 @@ def environment_metrics(
     return metrics | {f"{prefix}{name}/share": len(values) / total for name, values in sorted(rewards.items())}
 
 
-def tool_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+def tool_metrics(episodes: Sequence[AnyEpisode]) -> dict[str, float]:
     """Return for each tool its calls an episode, and the shares of them that failed and that took too long.
 
     An episode's metrics count them, as `tool/NAME/calls`, `tool/NAME/errors`, `tool/NAME/timeouts`.
@@ -77,7 +79,13 @@ def tool_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     return metrics
 
 
-def _by_group(episodes: Iterable[Episode]) -> dict[int, list[float]]:
+@lru_cache(maxsize=1024)
+def _spread(rewards: tuple[float, ...]) -> float:
+    """Return `pstdev`, which counts in fractions: groups of rewards of 0 and 1 come again."""
+    return pstdev(rewards)
+
+
+def _by_group(episodes: Iterable[AnyEpisode]) -> dict[int, list[float]]:
     groups: dict[int, list[float]] = {}
     for episode in episodes:
         groups.setdefault(episode.group, []).append(episode.reward)
@@ -93,37 +101,39 @@ def _means(prefix: str, rows: Iterable[Mapping[str, float]]) -> dict[str, float]
     return {prefix + name: fmean(values) for name, values in sorted(by_name.items())}
 
 
-def age_metrics(episodes: Sequence[Episode], version: int) -> dict[str, float]:
+def age_metrics(episodes: Sequence[AnyEpisode], version: int) -> dict[str, float]:
     """Return how old the trained tokens are by the weights that train them, number `version`."""
     sampled = [
-        [v for v, on in zip(segment.policy_versions, segment.loss_mask, strict=True) if on]
+        [(version - v, count) for v, count in segment.spans if v != NOT_SAMPLED]
         for episode in episodes
         for segment in episode.segments
     ]
-    ages = [version - v for versions in sampled for v in versions]
+    ages = [age for spans in sampled for age in spans]
+    tokens = max(1, sum(count for _, count in ages))
+    interrupted = sum(len({age for age, _ in spans}) > 1 for spans in sampled)
     return {
-        "schedule/token_staleness": sum(max(0, age) for age in ages) / max(1, len(ages)),
-        "schedule/stale_tokens": sum(age > 0 for age in ages) / max(1, len(ages)),
-        "schedule/interrupted_answers": sum(len(set(versions)) > 1 for versions in sampled) / max(1, len(sampled)),
+        "schedule/token_staleness": sum(max(0, age) * count for age, count in ages) / tokens,
+        "schedule/stale_tokens": sum(count for age, count in ages if age > 0) / tokens,
+        "schedule/interrupted_answers": interrupted / max(1, len(sampled)),
     }
 
 
-def rollout_metrics(episodes: Sequence[Episode], environment_of: Callable[[str], str | None]) -> dict[str, float]:
+def rollout_metrics(episodes: Sequence[AnyEpisode], environment_of: Callable[[str], str | None]) -> dict[str, float]:
     """Return what a step's episodes were like, and how many tokens they have."""
     segments = [segment for episode in episodes for segment in episode.segments]
     metrics = reward_metrics(episodes) | episode_metrics(episodes) | environment_metrics(episodes, environment_of)
     if segments:
-        metrics["rollout/policy_version"] = float(max(max(s.policy_versions) for s in segments))
+        metrics["rollout/policy_version"] = float(max(version for s in segments for version, _ in s.spans))
     return metrics | {
         "rollout/episodes": float(len(episodes)),
-        "rollout/tokens": float(sum(len(s.ids) for s in segments)),
+        "rollout/tokens": float(sum(s.length for s in segments)),
         "rollout/sampled_tokens": float(sum(s.sampled for s in segments)),
         "rollout/failed_episodes": float(sum(episode.error is not None for episode in episodes)),
         "rollout/retried_episodes": float(sum(episode.attempt > 0 for episode in episodes)),
     }
 
 
-def reward_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+def reward_metrics(episodes: Sequence[AnyEpisode]) -> dict[str, float]:
     """Return mean, least and largest reward of the episodes that were scored; the shares of groups that solve their
     task, and that teach. Nothing where all episodes failed."""
     groups: dict[int, list[float]] = {}

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout import Episode, TaskRow, failures
+from rollout.episodes.summary import AnyEpisode
 from rollout.seeds import derive_seed
+from schedules.rows.shared import on_first_rank
 
 Decode = Callable[[int], str]
 MOST_REASONS = 3  # of failed episodes, in the log of a step
@@ -31,18 +33,21 @@ class EpisodeSamples:
     environment: Callable[[str], str | None]
 
     def groups(
-        self, episodes: Sequence[Episode], advantages: Sequence[float], rows: Sequence[TaskRow], count: int
+        self, episodes: Sequence[AnyEpisode], advantages: Sequence[float], rows: Sequence[TaskRow], count: int
     ) -> list[dict[str, Any]]:
-        """Return at most `count` groups with all their episodes, for `runlog`; `rows` are the step's tasks by group."""
+        """Return at most `count` groups with all their episodes, for `runlog`; `rows` are the step's tasks by group.
+
+        Collective, as `failures` is: the episodes come to rank 0, and the others return nothing.
+        """
         groups = sorted({episode.group for episode in episodes})
         chosen = set(self._random("groups").sample(groups, min(count, len(groups))))
+        shown = on_first_rank(episodes, (n for n, episode in enumerate(episodes) if episode.group in chosen))
         return [
-            self._told(episode, rows[episode.group]) | {"group": episode.group, "advantage": advantage}
-            for episode, advantage in zip(episodes, advantages, strict=True)
-            if episode.group in chosen
+            self._told(episode, rows[episode.group]) | {"group": episode.group, "advantage": advantages[place]}
+            for place, episode in shown.items()
         ]
 
-    def failures(self, episodes: Sequence[Episode], rows: Sequence[TaskRow], count: int) -> list[dict[str, Any]]:
+    def failures(self, episodes: Sequence[AnyEpisode], rows: Sequence[TaskRow], count: int) -> list[dict[str, Any]]:
         """Return at most `count` held-out responses that solve nothing: no reward, none above 0, less than the best.
 
         The best of this evaluation: the highest possible reward is not known.
@@ -56,7 +61,7 @@ class EpisodeSamples:
         chosen = sorted(self._random("failures").sample(wrong, min(count, len(wrong))))
         return [
             self._told(episode, rows[episode.group]) | {"split": "held-out", "group": episode.group}
-            for episode in (episodes[i] for i in chosen)
+            for episode in on_first_rank(episodes, chosen).values()
         ]
 
     def _told(self, episode: Episode, row: TaskRow) -> dict[str, Any]:
@@ -67,7 +72,7 @@ class EpisodeSamples:
         return random.Random(derive_seed(self.seed, f"shown {what}", self.step))
 
 
-def failure_note(place: str, episodes: Sequence[Episode]) -> str | None:
+def failure_note(place: str, episodes: Sequence[AnyEpisode]) -> str | None:
     """Return a line with the commonest reasons why episodes of `place` failed, counted; None where none did."""
     counts = failures(episodes)
     if not counts:

@@ -1,8 +1,11 @@
-"""Small collectives of Python objects over the ranks of a run; each is a no-op in a run of one rank."""
+"""Small collectives of plain data over the ranks of a run, by JSON; each is a no-op in a run of one rank."""
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
+
+from seqpack.comm.collectives import broadcast_plain, gather_plain
 
 T = TypeVar("T")
 
@@ -12,15 +15,14 @@ def rank_and_world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def gather_lists(mine: list[T]) -> list[T]:
-    """Join the lists of all ranks in order of rank, on every rank."""
-    rank, world = rank_and_world()
-    if world == 1:
+def gather_lists(mine: list[T], kinds: Sequence[type] = ()) -> list[T]:
+    """Join the lists of all ranks in order of rank, on every rank.
+
+    `kinds`: the dataclasses that they hold, if any (`seqpack.comm.plain`).
+    """
+    if rank_and_world()[1] == 1:
         return mine
-    lists: list[list[T]] = [[] for _ in range(world)]
-    lists[rank] = mine
-    dist.all_gather_object(lists, mine)
-    return [item for part in lists for item in part]
+    return [item for part in gather_plain(mine, kinds=kinds) for item in part]
 
 
 def all_agree(ok: bool) -> bool:
@@ -28,14 +30,18 @@ def all_agree(ok: bool) -> bool:
     return all(gather_lists([ok]))
 
 
-def broadcast_result(value: T) -> T:
+def broadcast_result(value: T, kinds: Sequence[type] = ()) -> T:
     """Return rank 0's value on every rank: for what it reads from a disk that others may see later or not at all."""
-    return gather_lists([value])[0]
+    rank, world = rank_and_world()
+    if world == 1:
+        return value
+    mine = [value] if rank == 0 else []
+    return gather_lists(mine, kinds)[0]
 
 
-def broadcast(value: T) -> T:
+def broadcast(value: T, kinds: Sequence[type] = ()) -> T:
     """Return rank 0's value on every rank, one copy of it: for what may be large. Rank 0 need not wait for others."""
-    box = [value]
-    if rank_and_world()[1] > 1:
-        dist.broadcast_object_list(box, src=0)
-    return box[0]
+    if rank_and_world()[1] == 1:
+        return value
+    result: T = broadcast_plain(value, kinds=kinds)
+    return result

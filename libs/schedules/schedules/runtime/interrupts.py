@@ -11,6 +11,7 @@ A second press is raised at once, wherever it comes.
 """
 
 import asyncio
+import functools
 import multiprocessing
 import os
 import signal
@@ -24,6 +25,7 @@ T = TypeVar("T")
 _presses = 0  # within the outermost `handle_interrupts`
 _holds = 0
 _on_press: list[Callable[[], object]] = []
+_terminations: list[int] | None = None  # within the outermost `note_termination`
 
 
 @contextmanager
@@ -61,12 +63,17 @@ def check() -> None:
 def note_termination() -> Iterator[Callable[[], bool]]:
     """Note SIGTERM, which clusters send some seconds before they kill; yield what says whether it came.
 
-    A second one ends the process at once. Ranks that another process started leave it to that one.
+    A second one ends the process at once. Ranks that another process started leave it to that one. In a block
+    within another one, that one notes.
     """
+    global _terminations
+    if _terminations is not None:
+        yield functools.partial(bool, _terminations)
+        return
     if threading.current_thread() is not threading.main_thread() or multiprocessing.parent_process() is not None:
         yield lambda: False
         return
-    came: list[int] = []
+    came = _terminations = list[int]()
 
     def note(number: int, frame: FrameType | None) -> None:
         del frame
@@ -79,6 +86,7 @@ def note_termination() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(came)
     finally:
         signal.signal(signal.SIGTERM, before)
+        _terminations = None
 
 
 @contextmanager

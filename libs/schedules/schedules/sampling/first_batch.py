@@ -11,8 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from rollout import Episode, to_batch
+from rollout import to_batch
+from rollout.chat.segment import NOT_SAMPLED
+from rollout.episodes.summary import AnyEpisode
 from schedules.protocols import ScoringTrainer, Trainer, TrainResult
+from schedules.rows.shared import fetch_all
 from schedules.weights.sampler_bound import SamplerBound, widest
 
 ROWS = 16
@@ -73,7 +76,11 @@ class FirstBatch:
         self._lengths: tuple[int, ...] = ()
 
     def begin(
-        self, trainer: Trainer, episodes: Sequence[Episode], version: int, bounds: Callable[[], Sequence[SamplerBound]]
+        self,
+        trainer: Trainer,
+        episodes: Sequence[AnyEpisode],
+        version: int,
+        bounds: Callable[[], Sequence[SamplerBound]],
     ) -> bool:
         """Note whether these episodes, about to be trained on, serve; `version`: of the weights that sampler and
         trainer have. Return whether the trainer has to score some of them before (`scored_difference`)."""
@@ -81,7 +88,7 @@ class FirstBatch:
         if not self._due or not all_fresh(episodes, version):
             return False
         self._bound = widest(bounds())
-        self._lengths = tuple(sorted({len(segment.ids) for episode in episodes for segment in episode.segments}))
+        self._lengths = tuple(sorted({segment.length for episode in episodes for segment in episode.segments}))
         return not isinstance(trainer, ScoringTrainer)
 
     def scored(self, difference: float) -> None:
@@ -104,22 +111,22 @@ class FirstBatch:
         return check
 
 
-def all_fresh(episodes: Sequence[Episode], version: int) -> bool:
+def all_fresh(episodes: Sequence[AnyEpisode], version: int) -> bool:
     """Return whether the episodes have sampled tokens, all of them by these weights."""
     versions = {
         sampled_by
         for episode in episodes
         if episode.score is not None
         for segment in episode.segments
-        for sampled_by, sampled in zip(segment.policy_versions, segment.loss_mask, strict=True)
-        if sampled
+        for sampled_by, _ in segment.spans
+        if sampled_by != NOT_SAMPLED
     }
     return versions == {version}
 
 
-def scored_difference(trainer: Trainer, episodes: Sequence[Episode]) -> float:
+def scored_difference(trainer: Trainer, episodes: Sequence[AnyEpisode]) -> float:
     """Return the mean difference of log-probs over the first `ROWS` episodes, by the trainer's present weights;
     collective."""
-    batch = to_batch([episode for episode in episodes if episode.score is not None][:ROWS])
+    batch = to_batch(fetch_all([episode for episode in episodes if episode.score is not None][:ROWS]))
     rows = zip(trainer.log_probs(batch), batch["rollout_log_probs"].unbind(), batch["loss_mask"].unbind(), strict=True)
     return torch.cat([(own.detach() - told).abs()[mask] for own, told, mask in rows]).mean().item()

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from rollout import Episode
+from rollout.episodes.summary import AnyEpisode
 from schedules.protocols import OffloadingTrainer, SleepingEngine, Trainer
 from schedules.runtime.collectives import all_agree, gather_lists
 from schedules.sampling.first_batch import scored_difference
 from schedules.sampling.session import RolloutSession
-from schedules.weights.weight_checks import Media, check_media_of, check_prompts_of, compare_checks
+from schedules.weights.weight_checks import Media, check_prompts, compare_checks, has_check_prompts
 
 
 @contextmanager
@@ -49,11 +49,12 @@ class CheckSamples:
     checks: list[dict[str, Any]]
 
 
-def sample_check(session: RolloutSession, episodes: Sequence[Episode]) -> CheckSamples | None:
-    """Return responses to some prompts of these episodes, of a sampler that is awake; None where there is no prompt."""
-    prompts, media = check_prompts_of(episodes), check_media_of(episodes)
-    if not prompts:
+def sample_check(session: RolloutSession, episodes: Sequence[AnyEpisode]) -> CheckSamples | None:
+    """Return responses to some prompts of these episodes, of a sampler that is awake; None where there is no prompt.
+    Collective."""
+    if not has_check_prompts(episodes):
         return None
+    prompts, media = check_prompts(episodes)
     session.check.pending = False
     return CheckSamples(prompts, media, session.sample_checks(prompts, media))
 
@@ -70,7 +71,7 @@ def compare_check(session: RolloutSession, trainer: Trainer, samples: CheckSampl
     return compare_checks(trainer, samples.prompts, every, session.sampler.version, samples.media)
 
 
-def check_weights(session: RolloutSession, trainer: Trainer, episodes: Sequence[Episode]) -> dict[str, float]:
+def check_weights(session: RolloutSession, trainer: Trainer, episodes: Sequence[AnyEpisode]) -> dict[str, float]:
     """Sample some of the step's prompts again and compare the log-probs of the responses with the trainer's.
 
     Every sampler of every rank is asked, and its responses are scored by all of them; collective. The native one in a
@@ -79,22 +80,22 @@ def check_weights(session: RolloutSession, trainer: Trainer, episodes: Sequence[
     Raises:
         WeightsNotTakenError: they are further apart than the sampler's arithmetic explains.
     """
-    if not check_prompts_of(episodes):
+    if not has_check_prompts(episodes):
         return {}
     with sampling_memory(session, trainer) if session.settings.sleep else nullcontext():
         samples = sample_check(session, episodes)
     return compare_check(session, trainer, samples)
 
 
-def begin_first_batch(session: RolloutSession, trainer: Trainer, episodes: Sequence[Episode]) -> None:
+def begin_first_batch(session: RolloutSession, trainer: Trainer, episodes: Sequence[AnyEpisode]) -> None:
     """Begin the check of the sampler by these episodes, about to be trained on, where they serve (`FirstBatch`);
     collective. Nothing is sampled meanwhile."""
     if session.first.begin(trainer, episodes, session.sampler.version, session.bounds):
         session.first.scored(scored_difference(trainer, episodes))
 
 
-def run_pending_checks(session: RolloutSession, trainer: Trainer, episodes: Sequence[Episode]) -> None:
+def run_pending_checks(session: RolloutSession, trainer: Trainer, episodes: Sequence[AnyEpisode]) -> None:
     """Check weights that were synced outside a step: at a resume, or to samplers in place of dead ones. Before the
     trainer's weights change, by what was sampled first; collective. WeightsNotTakenError: see `check_weights`."""
-    while session.check.pending and check_prompts_of(episodes):  # again, of samplers that died of it
+    while session.check.pending and has_check_prompts(episodes):  # again, of samplers that died of it
         check_weights(session, trainer, episodes)

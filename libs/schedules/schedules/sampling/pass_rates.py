@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from rollout import Episode, TaskRow
+from rollout import TaskRow
+from rollout.episodes.summary import AnyEpisode
 from rollout.seeds import derive_seed
 from schedules.config import FilterGroups
 from schedules.runtime.collectives import broadcast_result, rank_and_world
@@ -35,7 +36,7 @@ class PassRates:
                         record["mean_reward"],
                     )
 
-    def note(self, row: TaskRow, group: Sequence[Episode], number: int = 0) -> None:
+    def note(self, row: TaskRow, group: Sequence[AnyEpisode], number: int = 0) -> None:
         """Keep the mean reward of a task's group, of round `number`; one that failed as a whole says nothing."""
         rewards = [episode.reward for episode in group if episode.score is not None]
         if not self._keeps or not rewards or row.visit in self._rates.get(row.key, {}):

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from rollout import Episode, TaskRow
+from rollout import TaskRow
 from rollout.episodes.codec import decode_episodes
+from rollout.episodes.summary import AnyEpisode
 from schedules.config import FilterGroups
 from schedules.protocols import Tasks
 from schedules.runtime.collectives import broadcast_result, rank_and_world
@@ -25,9 +26,10 @@ GEN_BATCHES = "filter_groups/num_gen_batches"
 DROPPED = "filter_groups/groups_dropped"
 DROPPED_TOKENS = "filter_groups/tokens_dropped"
 SKIPPED = "filter_groups/prompts_skipped"
+T = TypeVar("T", bound=AnyEpisode)
 
 
-def has_signal(group: Sequence[Episode], metric: str = "reward") -> bool:
+def has_signal(group: Sequence[AnyEpisode], metric: str = "reward") -> bool:
     """Return whether the episodes of a group differ in what `FilterGroups.metric` names; failed ones do not count.
 
     Raises:
@@ -45,9 +47,9 @@ def has_signal(group: Sequence[Episode], metric: str = "reward") -> bool:
     return len({score.reward_components[metric] for score in scores}) > 1
 
 
-def with_signal(episodes: Sequence[Episode], settings: FilterGroups) -> list[Episode]:
+def with_signal(episodes: Sequence[T], settings: FilterGroups) -> list[T]:
     """Return the episodes of those groups that have signal."""
-    groups: dict[int, list[Episode]] = {}
+    groups: dict[int, list[T]] = {}
     for episode in episodes:
         groups.setdefault(episode.group, []).append(episode)
     return [episode for group in groups.values() if has_signal(group, settings.metric) for episode in group]
@@ -96,12 +98,12 @@ class Filled:
     """Groups of a step: the task of each, its episodes, and what it took."""
 
     rows: Sequence[TaskRow]
-    episodes: list[Episode]
+    episodes: list[AnyEpisode]
     rounds: Sequence[int]
     metrics: Mapping[str, float]
 
 
-Play = Callable[[int, Sequence[TaskRow], bool], list[Episode]]
+Play = Callable[[int, Sequence[TaskRow], bool], Sequence[AnyEpisode]]
 """Player of a round, by its number: gives the episodes of all ranks, or of its groups with signal alone, numbered by
 their row. True: groups are taken as they are."""
 
@@ -138,20 +140,23 @@ class Rounds:
     def step(self, play: Play) -> Filled:
         """Sample the groups of a step."""
         rows: list[TaskRow] = []
-        episodes: list[Episode] = []
+        episodes: list[AnyEpisode] = []
         first, dropped, tokens, skipped = self.round, 0, 0, 0
         for attempt in count(1):
             final = not self._filter.enable or attempt == self._filter.max_num_gen_batches
             asks, end = self.ahead(self._count - len(rows))
             played = play(self.round, asks, final)
+            groups_of: dict[int, list[AnyEpisode]] = {}
+            for episode in played:
+                groups_of.setdefault(episode.group, []).append(episode)
             for at, row in enumerate(asks):
-                self._rates.note(row, [episode for episode in played if episode.group == at], self.round)
+                self._rates.note(row, groups_of.get(at, []), self.round)
             kept = played if final else with_signal(played, self._filter)
             groups = range(len(asks)) if final else sorted({episode.group for episode in kept})
             places = {group: len(rows) + at for at, group in enumerate(groups)}
             rows += [asks[group] for group in places]
-            episodes += [replace(episode, group=places[episode.group]) for episode in kept]
-            tokens += sum(e.sampled for e in played) - sum(e.sampled for e in kept)
+            episodes += [e if e.group == places[e.group] else replace(e, group=places[e.group]) for e in kept]
+            tokens += 0 if final else sum(e.sampled for e in played) - sum(e.sampled for e in kept)
             dropped, skipped = dropped + len(asks) - len(groups), skipped + end - self._number - len(asks)
             self.round, self._number = self.round + 1, end
             if len(rows) == self._count:

@@ -11,6 +11,9 @@ class RemoteSampler:
     It takes no weights, and no task is dealt to it (`RolloutSession`).
     """
 
+    takes_weights = False
+    """Of shards none are sent here (`schedules.weights.shard_buckets`)."""
+
     def __init__(self, version: int) -> None:
         self.version = self._before = version
 

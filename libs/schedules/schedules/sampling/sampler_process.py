@@ -4,6 +4,7 @@ The sampling process of a fully asynchronous run, or an actor of a Ray cluster i
 process of its own ends together with this one, and the run starts others.
 """
 
+import asyncio
 import os
 import signal
 import traceback
@@ -13,7 +14,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from rollout import RolloutEngine, Sampling
+from rollout import RolloutEngine, Sampling, StructuredOutputs
 from rollout.episodes.codec import encode_episodes
 from rollout.partial_rollout import ResumableEngine
 from rollout.workers.process import WorkerProcess
@@ -65,11 +66,14 @@ class StartProcess:
         """Whether it takes weights under the names of the trained module."""
         return self.source.module_names
 
+    def begin(self, version: int, place: Mapping[str, Any] | None) -> Workers:
+        """Begin to start the process, and return it; see `BeginSampling`."""
+        limit = self.settings.stall_seconds
+        return WorkerProcess(generate, (self.source, self.tasks, self.settings, version, place), limit)
+
     def __call__(self, version: int, place: Mapping[str, Any] | None, wait: Wait = wait) -> Workers:
         """Return the process; see `StartSampling`."""
-        limit = self.settings.stall_seconds
-        worker = WorkerProcess(generate, (self.source, self.tasks, self.settings, version, place), limit)
-        return wait_until_ready(worker, wait)
+        return wait_until_ready(self.begin(version, place), wait)
 
 
 def wait_until_ready(workers: Workers, wait: Wait) -> Workers:
@@ -114,6 +118,13 @@ def generating_handlers(
     return _ending_with(sampler, weight_handlers(engine) | players | _checker(session, sampler, source))
 
 
+def read_sampling(fields: Mapping[str, Any]) -> Sampling:
+    """Return the settings whose fields came as JSON."""
+    wanted = dict(fields["structured_outputs"])
+    wanted["choice"] = tuple(wanted["choice"])
+    return Sampling(**{**fields, "structured_outputs": StructuredOutputs(**wanted)})
+
+
 def sampling_handlers(
     source: SamplerSource, tasks: Tasks, settings: RolloutSettings, version: int
 ) -> dict[str, Handler]:
@@ -124,7 +135,8 @@ def sampling_handlers(
     session = RolloutSession(settings, tasks, source.chat(), engine, Runner())
 
     async def sample(call: dict[str, Any]) -> bytes:
-        groups = await session.rollout_groups(call["rows"], call["places"], Sampling(**call["sampling"]), call["size"])
+        sampling = read_sampling(call["sampling"])
+        groups = await session.rollout_groups(call["rows"], call["places"], sampling, call["size"])
         return encode_episodes([episode for group in groups for episode in group])
 
     return _ending_with(engine, weight_handlers(engine) | {"sample": sample} | _checker(session, engine, source))
@@ -174,7 +186,15 @@ def _ending_with(sampler: RolloutEngine, handlers: Mapping[str, Handler]) -> dic
     """Return the handlers; where one fails because the engine's own process is gone, this one ends too."""
     if not isinstance(sampler, ProcessEngine):
         return dict(handlers)
-    return {name: _ending(sampler, handler) for name, handler in handlers.items()}
+
+    async def stay(call: dict[str, Any]) -> None:
+        """Answer by the end of this process, which ends with the engine's."""
+        del call
+        while sampler.alive:
+            await asyncio.sleep(1)
+        raise RuntimeError("the engine's process is gone")
+
+    return {name: _ending(sampler, handler) for name, handler in (*handlers.items(), ("stay", stay))}
 
 
 def _ending(sampler: ProcessEngine, handler: Handler) -> Handler:

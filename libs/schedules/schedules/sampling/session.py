@@ -9,9 +9,11 @@ from typing import Any, Literal, TypeVar, cast, get_args
 from rollout import Chat, Episode, NativeEngine, RolloutEngine, Sampling, SharingEngine, TaskRow, failures, run_group
 from rollout.environments.processes.pool import EnvironmentProcesses
 from rollout.episodes.runner import together
+from rollout.episodes.summary import AnyEpisode
 from schedules.protocols import NumericEngine, ProcessEngine, SamplerSource, Tasks, Trainer, environment_of
 from schedules.reporting.episode_metrics import environment_metrics, episode_metrics
 from schedules.reporting.live import CountedFactory, Live, MeteredEngine
+from schedules.rows.shared import fetch_all, gather_episodes
 from schedules.runtime.collectives import gather_lists, rank_and_world
 from schedules.runtime.interrupts import Runner
 from schedules.sampling.first_batch import FirstBatch
@@ -32,7 +34,7 @@ class Evaluation:
     """Responses to held-out tasks; an episode's `group` is its row."""
 
     rows: Sequence[TaskRow]
-    episodes: Sequence[Episode]
+    episodes: Sequence[AnyEpisode]
     environment_of: Callable[[str], str | None]
     declared: HeldOutMetric | None = None
     """What the tasks call their mean reward; None: what these rewards look like."""
@@ -62,7 +64,7 @@ class Evaluation:
         return metrics | environment_metrics(self.episodes, self.environment_of, "eval/reward/")
 
 
-def evaluation_of(tasks: Tasks, episodes: Sequence[Episode], rows: Sequence[TaskRow]) -> Evaluation:
+def evaluation_of(tasks: Tasks, episodes: Sequence[AnyEpisode], rows: Sequence[TaskRow]) -> Evaluation:
     """Return the evaluation that these episodes of held-out rows make.
 
     Raises:
@@ -147,11 +149,11 @@ class RolloutSession:
         """Whether the sampler takes weights under the names of the trained module."""
         return isinstance(self.sampler, NativeEngine) if self.source is None else self.source.module_names
 
-    def sample(self, step: int) -> list[Episode]:
-        """Return a group of episodes for each of the step's prompts, on every rank, in order of the prompts."""
+    def sample(self, step: int) -> list[AnyEpisode]:
+        """Return a group of episodes for each of the step's prompts, in order of the prompts; see `gather`."""
         return self.play_groups(self.tasks.tasks(step, self.settings.prompts_per_step))
 
-    def play_groups(self, rows: Sequence[TaskRow]) -> list[Episode]:
+    def play_groups(self, rows: Sequence[TaskRow]) -> list[AnyEpisode]:
         """Return a group of episodes for each of these prompts, on every rank, in their order."""
         return self.gather(self.run(lambda: self.rollout_local(rows)))
 
@@ -170,9 +172,10 @@ class RolloutSession:
         groups = await self.rollout_groups([rows[i] for i in mine], mine, settings.sampling, settings.group_size)
         return [episode for group in groups for episode in group]
 
-    def gather(self, episodes: list[Episode]) -> list[Episode]:
-        """Return the parts of all ranks together, in order of the prompts; every rank calls it."""
-        return sorted(gather_lists(episodes), key=lambda episode: episode.group)
+    def gather(self, episodes: Sequence[Episode]) -> list[AnyEpisode]:
+        """Return the parts of all ranks together, in order of the prompts; every rank calls it. See
+        `gather_episodes`."""
+        return sorted(gather_episodes(episodes), key=lambda episode: episode.group)
 
     def sample_checks(self, prompts: Sequence[Sequence[int]], media: Sequence[Media]) -> list[dict[str, Any]]:
         """Return what each sampler outside this process says of its weights (`sample_checks`); of one inside nothing:
@@ -185,7 +188,7 @@ class RolloutSession:
 
     def bounds(self) -> list[SamplerBound]:
         """Return the bound of each sampler of every rank; collective."""
-        return gather_lists(self.own_bounds())
+        return gather_lists(self.own_bounds(), (SamplerBound,))
 
     def own_bounds(self) -> list[SamplerBound]:
         """Return the bounds of the samplers that this rank has; none where another has them."""
@@ -206,9 +209,9 @@ class RolloutSession:
 
     def play(self, rows: Sequence[TaskRow], greedy: bool) -> list[Episode]:
         """Return one episode a task, on every rank, in order of the tasks."""
-        return self._play(rows, self.settings.greedy if greedy else self.settings.sampling, 1)
+        return fetch_all(self._play(rows, self.settings.greedy if greedy else self.settings.sampling, 1))
 
-    def _play(self, rows: Sequence[TaskRow], sampling: Sampling, size: int) -> list[Episode]:
+    def _play(self, rows: Sequence[TaskRow], sampling: Sampling, size: int) -> list[AnyEpisode]:
         mine = self._mine(len(rows))
         groups = self.run(lambda: self.rollout_groups([rows[i] for i in mine], mine, sampling, size))
         return self.gather([episode for group in groups for episode in group])

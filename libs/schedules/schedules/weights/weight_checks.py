@@ -16,10 +16,13 @@ from rollout import Chat, Completion, Episode, RolloutEngine, Sampling
 from rollout.chat.segment import Segment
 from rollout.episodes.batch import TYPES
 from rollout.episodes.media_codec import plain_media, read_media
+from rollout.episodes.rows import LISTED, MEDIA
 from rollout.episodes.runner import together
+from rollout.episodes.summary import AnyEpisode, EpisodeSummary, SegmentSummary
 from rollout.errors import EpisodeFailed
 from rollout.experts import ROUTED_EXPERTS, RoutedExperts
-from schedules.protocols import ReplicatedEngine, TimedEngine, Trainer
+from schedules.protocols import DraftingEngine, ReplicatedEngine, TimedEngine, Trainer
+from schedules.runtime.collectives import gather_lists
 from schedules.weights.sampler_bound import SamplerBound, read_bound
 from seqpack.batches.batch import make_batch
 
@@ -35,14 +38,23 @@ class WeightsNotTakenError(RuntimeError):
     """Log-probs of a sampler that the trainer's weights do not explain."""
 
 
-def check_prompts_of(episodes: Sequence[Episode]) -> list[list[int]]:
-    """Return the first prompts of some of the groups."""
-    return [list(segment.ids[: segment.loss_mask.index(True)]) for segment in _first_segments(episodes)]
+def has_check_prompts(episodes: Sequence[AnyEpisode]) -> bool:
+    """Return whether `check_prompts` finds any."""
+    return bool(_first_episodes(episodes))
 
 
-def check_media_of(episodes: Sequence[Episode]) -> list[Media]:
-    """Return the media of those prompts; None for a prompt of text."""
-    return [segment.media or None for segment in _first_segments(episodes)]
+def check_prompts(episodes: Sequence[AnyEpisode]) -> tuple[list[list[int]], list[Media]]:
+    """Return the first prompts of some of the groups, on every rank, and the media of each, None of one of text.
+
+    Collective where episodes lie on several ranks: the few prompts, and nothing else of a row, go to all.
+    """
+    chosen = _first_episodes(episodes)
+    held = {n: one if isinstance(one, Episode) else one.held for n, one in enumerate(chosen)}
+    own = [(number, _prompt(episode.segments[0])) for number, episode in held.items() if episode is not None]
+    if not any(isinstance(one, EpisodeSummary) for one in chosen):
+        return [ids for _, (ids, _) in own], [media for _, (_, media) in own]
+    found = sorted(gather_lists([(number, ids, encode_media([media])) for number, (ids, media) in own]))
+    return [ids for _, ids, _ in found], [decode_media(media)[0] if media else None for _, _, media in found]
 
 
 def encode_media(media: Sequence[Media]) -> list[dict[str, Any] | None]:
@@ -55,14 +67,25 @@ def decode_media(plain: Sequence[Mapping[str, Any] | None]) -> list[Media]:
     return [None if one is None else read_media(one) for one in plain]
 
 
-def _first_segments(episodes: Sequence[Episode]) -> list[Segment]:
-    firsts = {episode.group: episode.segments[0] for episode in episodes if episode.segments}
-    return [segment for segment in firsts.values() if segment.sampled and _images_in_prompt(segment)][:CHECK_PROMPTS]
+def _prompt(segment: Segment) -> tuple[list[int], Media]:
+    return list(segment.ids[: segment.loss_mask.index(True)]), segment.media or None
 
 
-def _images_in_prompt(segment: Segment) -> bool:
+def _first_episodes(episodes: Sequence[AnyEpisode]) -> list[AnyEpisode]:
+    """Return an episode of some groups, whose first prompt can be sampled again."""
+    firsts = {episode.group: episode for episode in episodes if episode.segments}
+    return [one for one in firsts.values() if one.segments[0].sampled and _images_in_prompt(one.segments[0])][
+        :CHECK_PROMPTS
+    ]
+
+
+def _images_in_prompt(segment: Segment | SegmentSummary) -> bool:
     """Return whether all its images stand before the first token that was sampled."""
-    return segment.media is None or len(segment.media[TYPES]) <= segment.loss_mask.index(True)
+    if isinstance(segment, Segment):
+        seen = 0 if segment.media is None else len(segment.media[TYPES])
+    else:
+        seen = next((c.shape[0] for c in segment.columns if c.name in (f"{MEDIA}{TYPES}", f"{LISTED}{TYPES}")), 0)
+    return seen <= segment.spans[0][1]
 
 
 async def sample_checks(
@@ -196,16 +219,22 @@ def decode_completion(plain: Sequence[Any]) -> Completion:
 
 
 def transfer_metrics(engine: RolloutEngine) -> dict[str, float]:
-    """Return what a sampler measured of its last weight sync; nothing where it measures none."""
+    """Return what a sampler measured of its last weight sync, and of drafts since; nothing where it measures none."""
+    accepted = engine.take_accepted() if isinstance(engine, DraftingEngine) else None
+    drafts = {} if accepted is None else {"rollout/accepted_tokens": accepted}
     transfer = engine.transfer if isinstance(engine, TimedEngine) else None
     if transfer is None:
-        return {}
+        return drafts
     lost = engine.lost_copies if isinstance(engine, ReplicatedEngine) and _has_replicas(engine) else None
-    return ({} if lost is None else {"rollout/lost_replicas": float(len(lost))}) | {
-        "weights/pause_ms": 1000 * transfer.paused_s,
-        "weights/staging_ms": 1000 * transfer.staged_s,
-        "weights/link_share": transfer.link_share,
-    }
+    return (
+        drafts
+        | ({} if lost is None else {"rollout/lost_replicas": float(len(lost))})
+        | {
+            "weights/pause_ms": 1000 * transfer.paused_s,
+            "weights/staging_ms": 1000 * transfer.staged_s,
+            "weights/link_share": transfer.link_share,
+        }
+    )
 
 
 def media_columns(media: Sequence[Media]) -> list[dict[str, Any]]:

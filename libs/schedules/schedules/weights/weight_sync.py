@@ -9,10 +9,12 @@ from rollout.sync.transfer import Receiver
 from schedules.protocols import SharingTrainer, Trainer
 from schedules.runtime.collectives import all_agree
 from schedules.runtime.interrupts import Runner
+from schedules.weights.shard_buckets import shard_buckets
 from schedules.weights.transfer_result import TransferResult
 from seqpack.memory import ledger
 
 BUCKET_BYTES = 1 << 26  # of weights on their way to the sampler
+SHARD_BYTES = 1 << 24  # the same where ranks send their shards: four are on their way
 
 
 def sync_weights(
@@ -28,10 +30,18 @@ def sync_weights(
 
     The samplers of all ranks take them, or none does. Of a trainer with an adapter that alone: a sampler begins with
     the base. `module_names`: under the names of the trained module, in place of a checkpoint's. `pause`: how sampling
-    is held meanwhile (`rollout.transfer_weights`).
+    is held meanwhile (`rollout.transfer_weights`). Where the trainer exports its shards, each rank sends its own to
+    those that have a sampler, or to the first rank's pool, and no tensor is gathered (`shard_buckets`).
     """
     size, device = 0, "cpu"
     export = trainer.export_weights(module_names)
+
+    def sharded() -> Iterator[Bucket]:
+        nonlocal size, device
+        for bucket in shard_buckets(export.shards or (), sampler, version, SHARD_BYTES):
+            device = str(bucket.buffer.device)
+            size += bucket.nbytes
+            yield bucket
 
     def measured() -> Iterator[Any]:
         nonlocal size, device
@@ -46,7 +56,8 @@ def sync_weights(
             yield bucket
 
     manifest = Manifest(version, adapter=export.adapter)
-    times = runner.run(transfer_weights([sampler], manifest, recorded(), pause=pause, all_reduce_ok=all_agree))
+    stream = recorded() if export.shards is None else sharded()
+    times = runner.run(transfer_weights([sampler], manifest, stream, pause=pause, all_reduce_ok=all_agree))
     return TransferResult(size, times, "cpu" if getattr(sampler, "through_host", False) else device)
 
 

@@ -21,8 +21,10 @@ NAME = "seqpack_packed"
 """The name in `transformers.AttentionInterface`."""
 _TABLE = "ALL_ATTENTION_FUNCTIONS"
 _STOCK = "stock_attention"
-_INERT = frozenset(["position_ids", "use_cache", "output_router_logits", "output_attentions", "output_hidden_states"])
-_INERT |= {"num_items_in_batch"}
+IGNORED_KEYS = frozenset(
+    ["position_ids", "use_cache", "output_router_logits", "output_attentions", "output_hidden_states"]
+)
+IGNORED_KEYS |= {"num_items_in_batch"}
 """Arguments of a stock attention call that have nothing to do with its result here: nothing is cached or returned, and
 the count of a batch's labels, which trainers hand to the model, is the loss's."""
 
@@ -46,7 +48,8 @@ def attend(
     """Attend as transformers' registry asks for it: query, key, value [1, heads, T, D] -> [1, T, heads, D]."""
     context: PackedContext | None = options.pop(CONTEXT_KEY, None) or carried(attention_mask)
     if context is not None:
-        return packed_attention(module, query, key, value, context, **options), None
+        function = context.attend or packed_attention
+        return function(module, query, key, value, context, **options), None
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # seqpack does without transformers
 
     stock: StockAttention = vars(module)[_STOCK]
@@ -75,7 +78,7 @@ def packed_attention(
     Raises:
         ValueError: an argument that is not handled, by its name; dropout.
     """
-    unhandled = sorted(name for name, value in unknown.items() if value is not None and name not in _INERT)
+    unhandled = sorted(name for name, value in unknown.items() if value is not None and name not in IGNORED_KEYS)
     if unhandled:
         raise ValueError(f"packed attention does not take {unhandled[0]} (from {type(module).__name__})")
     if dropout:

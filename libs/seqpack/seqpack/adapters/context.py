@@ -95,7 +95,8 @@ class PackedContext:
     context-parallel implementation keeps its group and layout in `cp_group`, `layout` and `plan` and leaves the model
     code as it is. `mixed` names the layers that mixed tokens through this context, in order: what proves that none was
     missed. `edges`: the same boundaries on the host, and `positions` [T] in the sequences, where the caller has
-    them; `derived`: what is computed from them once a call, by name.
+    them; `derived`: what is computed from them once a call, by name. `attend` stands in for
+    `seqpack.adapters.attention.packed_attention` in a layer that a compiler traces.
 
     Deliberately no dataclass: FSDP's hooks rebuild those (and lists) on their way into a layer.
     """
@@ -121,6 +122,7 @@ class PackedContext:
         self.edges = edges
         self.positions = positions
         self.derived: dict[str, Any] = {}
+        self.attend: Callable[..., Tensor] | None = None
 
 
 class ContextMask(Tensor):

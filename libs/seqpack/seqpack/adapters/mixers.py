@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from seqpack.adapters.attention import adapt_attention, restore_attention
@@ -142,6 +143,11 @@ class PackedDeltaNet(nn.Module):
         context: PackedContext | None = kwargs.pop(CONTEXT_KEY, None) or carried(*args, *kwargs.values())
         if context is None:
             return super().forward(hidden_states, *args, **kwargs)
+        return self._mix(context, hidden_states, *args, **kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _mix(self, context: PackedContext, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the packed form, uncompiled: it loops over sequences, or is a kernel."""
         context.mixed.append(type(self).__name__)
         packed: Any = self.packed
         if takes_arguments(packed):

@@ -152,11 +152,13 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
     else:
         return
     for one in inside:
-        yield from tensors_in(one, seen)
+        if type(one) not in _SCALARS:  # of a list of tokens each is one: no generator for it
+            yield from tensors_in(one, seen)
 
 
 _PLAIN = (str, bytes, int, float, nn.Module, torch.device, torch.dtype, torch.Generator)
 """Types that are not looked into."""
+_SCALARS = frozenset((str, bytes, int, float, bool, type(None)))
 
 
 class _Size(NamedTuple):

@@ -172,10 +172,11 @@ def _chain(
     """
     n, heads, key_dim = plan.order.numel(), solved.shape[1], keys_t.shape[2]
     carried = solved.shape[3] > value_dim
-    if initial_state is None:
-        state = solved.new_zeros(n, heads, key_dim, value_dim)
-    else:
+    fresh = initial_state is None and plan.steps[:1] == (n,)  # each state begins with its first write
+    if initial_state is not None:
         state = initial_state[plan.order]
+    else:
+        state = solved.new_zeros(()).expand(n, heads, key_dim, value_dim)
     sizes = list(plan.steps)
     reads = solved[..., value_dim:].split(sizes) if carried else None
     own, keys, fades = solved[..., :value_dim].split(sizes), keys_t.split(sizes), fade[..., None, None].split(sizes)
@@ -187,9 +188,10 @@ def _chain(
         u = own[step]
         if reads is not None:
             starts.append(state)
-            u = u - reads[step] @ state
+            u = u if fresh and not step else u - reads[step] @ state
         writes.append(u)
-        state = state * fades[step] + keys[step] @ u
-    final = torch.cat([state, *reversed(finished)])
-    u = torch.cat(writes) if writes else solved[..., :value_dim]
+        written = keys[step] @ u
+        state = written if fresh and not step else state * fades[step] + written
+    final = torch.cat([state, *reversed(finished)]) if finished else state
+    u = torch.cat(writes) if reads is not None and writes else solved[..., :value_dim]
     return u, torch.cat(starts) if starts else None, final

@@ -79,6 +79,8 @@ class ModelSizes:
     """Whether queries and keys are normalised."""
     qkv_bias: bool = False
     """Whether queries, keys and values have a bias."""
+    mtp: bool = False
+    """Whether a head for multi-token prediction is trained with it."""
 
     def vocab_rows(self, tp: int) -> int:
         """Return the number of embedding rows on each tensor-parallel rank: the last one's may be padded."""

@@ -24,6 +24,7 @@ OURS = frozenset(
         *("calculate_per_token_loss", "expert_model_parallel_size", "expert_tensor_parallel_size"),
         *("ffn_hidden_size", "gated_linear_unit", "gradient_accumulation_fusion", "hidden_dropout", "hidden_size"),
         *("kv_channels", "layernorm_epsilon", "masked_softmax_fusion", "moe_ffn_hidden_size", "moe_grouped_gemm"),
+        *("glu_linear_offset", "moe_apply_probs_on_input", "moe_router_dtype", "moe_use_legacy_grouped_gemm"),
         *("moe_router_load_balancing_type", "moe_router_pre_softmax", "moe_router_topk", "moe_shared_expert_gate"),
         *("moe_shared_expert_intermediate_size", "moe_token_dispatcher_type", "normalization"),
         *("num_attention_heads", "num_layers", "num_layers_in_first_pipeline_stage"),
@@ -41,6 +42,9 @@ _UNSEEN = re.compile(
 """Fields that change what a model computes past some size, by chance, in fewer bits, or in a loss: a proof in small and
 in float32 could not tell."""
 
+_DISPATCHERS = re.compile(r"deepep|hybridep|flex_dispatcher")
+"""Fields without effect on the dispatcher that layers have: DeepEP takes bfloat16 alone, on GPUs, and ran nowhere."""
+
 
 def checked_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options, as they go into a TransformerConfig.
@@ -53,14 +57,19 @@ def checked_options(given: Mapping[str, Any]) -> dict[str, Any]:
     known = [field.name for field in dataclasses.fields(TransformerConfig)]
     for name, value in given.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            near = difflib.get_close_matches(name, known, n=3)
             raise ValueError(
                 f"transformer_options: megatron-core's TransformerConfig has no field {name}"
-                + (f", did you mean {near[0]}?" if near else "")
+                + (f", did you mean {' or '.join(near)}?" if near else "")
             )
         if name in OURS:
             raise ValueError(
                 f"transformer_options: {name} follows from the model or from other settings of the engine: leave it out"
+            )
+        if _DISPATCHERS.search(name):
+            raise ValueError(
+                f"transformer_options: {name} is of megatron-core's flexible dispatcher, tokens go to their experts by "
+                "all-to-all here: leave it out"
             )
         if name in REPLACEMENTS:
             raise ValueError(f"transformer_options: {name} is set by {REPLACEMENTS[name]}: leave it out")

@@ -91,7 +91,10 @@ def our_names(config: object) -> dict[str, Names]:
         for name in [name for name in one if name.endswith("experts.gate_up_proj")]:
             one.remove(name)
             one |= {name.replace("experts.gate_up_proj", f"experts.*.{x}_proj.weight") for x in ("gate", "up")}
-        table[re.sub(r"\b\d+\b", "*", mapped.name)] = frozenset(one)
+        name = re.sub(r"\b\d+\b", "*", mapped.name)
+        for tensor, linear in (("gate_up_proj", "linear_fc1"), ("down_proj", "linear_fc2")):  # one tensor of all
+            name = name.replace(f"experts.{tensor}", f"experts.local_experts.*.{linear}.weight")
+        table[name] = frozenset(one)
     return table
 
 

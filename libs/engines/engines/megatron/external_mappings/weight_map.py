@@ -1,7 +1,7 @@
 """The map of which box of which transformers tensor a Megatron parameter is: ours, or mbridge's for more families."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import nn
@@ -10,6 +10,7 @@ from engines.families.registry import family_of
 from engines.megatron.config.model_sizes import MBRIDGE_TYPES, ModelSizes
 from engines.megatron.external_mappings.mbridge import MbridgeMap
 from engines.megatron.weights.bridge import MappedParameter, Place, Shape, held_by, tensor_shapes
+from engines.mtp.head import head_of
 from engines.parallel.stages import Split
 
 
@@ -49,4 +50,5 @@ def weight_map(model: Any) -> WeightMap:
     """Return the map for a transformers model that `engines.megatron.config.model_sizes.supported` admits."""
     if model.config.get_text_config().model_type in MBRIDGE_TYPES:
         return MbridgeMap.of(model)
-    return OwnMap(ModelSizes.of(model.config, family_of(model.config).sees(model)))
+    sizes = ModelSizes.of(model.config, family_of(model.config).sees(model))
+    return OwnMap(replace(sizes, mtp=head_of(model) is not None))

@@ -63,4 +63,5 @@ def _padded(inputs: ModelInputs, missing: int) -> ModelInputs:
         counted=functional.pad(inputs.counted, (0, missing)),
         experts=None if inputs.experts is None else functional.pad(inputs.experts, (0, 0, 0, 0, 0, missing), value=-1),
         context=longer,
+        mtp=None if inputs.mtp is None else replace(inputs.mtp, ids=functional.pad(inputs.mtp.ids, (0, missing))),
     )

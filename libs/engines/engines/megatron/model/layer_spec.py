@@ -9,7 +9,6 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -21,12 +20,18 @@ from torch.utils.checkpoint import checkpoint
 from engines.megatron.config.model_sizes import ModelSizes
 from engines.megatron.model.attention import PackedCoreAttention, PackedTokens
 from engines.megatron.model.delta_net import DeltaNetParts, PackedDeltaNet
+from engines.megatron.model.experts import GroupedExperts, PackedMoE
 from engines.megatron.model.norms import CenteredNorm, Norm
 from engines.megatron.model.router import Router
 
 
 class PackedLayer(TransformerLayer):
     """A layer that tells its router which tokens it computes; its recomputation sees the same ones."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if type(self.mlp) is MoELayer:  # megatron-core knows its own class by name
+            self.mlp.__class__ = PackedMoE
 
     def forward(self, *args: Any, packed_seq_params: PackedTokens, **kwargs: Any) -> Any:
         """Run the layer."""
@@ -63,16 +68,18 @@ class RecomputedLayer(PackedLayer):
 
 def stage_spec(sizes: ModelSizes, layers: range, recompute: bool) -> TransformerBlockSubmodules:
     """Return the specification of a stage with these decoder layers."""
-    specs = [_layer(sizes, sizes.layer_types[layer], recompute) for layer in layers]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_norm(sizes))
+    specs = [layer_of(sizes, sizes.layer_types[layer], recompute) for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm_of(sizes))
 
 
-def _norm(sizes: ModelSizes) -> type[Norm]:
+def norm_of(sizes: ModelSizes) -> type[Norm]:
+    """Return the class of the model's norms."""
     return CenteredNorm if sizes.gated else Norm
 
 
-def _layer(sizes: ModelSizes, kind: str, recompute: bool) -> ModuleSpec:
-    norm = _norm(sizes)
+def layer_of(sizes: ModelSizes, kind: str, recompute: bool = False) -> ModuleSpec:
+    """Return the specification of a decoder layer with this mixer."""
+    norm = norm_of(sizes)
     parts = TransformerLayerSubmodules(
         input_layernorm=norm,
         self_attention=_delta_net(sizes) if kind == "linear_attention" else _attention(sizes),
@@ -94,7 +101,7 @@ def _filed_norms(sizes: ModelSizes, kind: str) -> dict[str, str]:
 
 
 def _attention(sizes: ModelSizes) -> ModuleSpec:
-    norms = {f"{x}_layernorm": _norm(sizes) for x in "qk"} if sizes.qk_norm else {}
+    norms = {f"{x}_layernorm": norm_of(sizes) for x in "qk"} if sizes.qk_norm else {}
     parts = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=PackedCoreAttention,
@@ -117,5 +124,5 @@ def _mlp(module: type) -> ModuleSpec:
 def _experts(sizes: ModelSizes) -> ModuleSpec:
     assert sizes.experts is not None
     shared = _mlp(SharedExpertMLP) if sizes.experts.shared else None
-    parts = MoESubmodules(experts=_mlp(SequentialMLP), shared_experts=shared, router=Router)
+    parts = MoESubmodules(experts=_mlp(GroupedExperts), shared_experts=shared, router=Router)
     return ModuleSpec(module=MoELayer, submodules=parts)

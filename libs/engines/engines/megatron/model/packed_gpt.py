@@ -11,7 +11,9 @@ from torch import Tensor
 from engines.families.registry import family_of
 from engines.megatron.config.model_sizes import ModelSizes
 from engines.megatron.model.attention import PackedTokens
+from engines.megatron.model.experts import GroupedExperts
 from engines.megatron.model.layer_spec import stage_spec
+from engines.megatron.model.mtp_head import MTPStage
 from engines.megatron.model.vision import Features
 from engines.parallel.layout import ParallelLayout
 from engines.parallel.stages import Split, stage_layers
@@ -62,6 +64,8 @@ def build_stages(
             position_embedding_type="none",
             vp_stage=chunk if chunks > 1 else None,
         )
+        if sizes.mtp and model.post_process:
+            model.mtp_head = MTPStage(sizes, config, chunk if chunks > 1 else None)
         mark_experts(model)
         if sizes.experts is not None:  # then every layer is routed
             for number, layer in zip(layers, model.decoder.layers, strict=True):
@@ -97,9 +101,10 @@ def mark_experts(model: torch.nn.Module) -> None:
     megatron-core does so itself for expert_parallel > 1 alone: under tensor parallelism without it an expert's gradient
     would silently lack the tokens of the other tensor-parallel ranks.
     """
-    for name, parameter in model.named_parameters():
-        if ".local_experts." in name:
-            parameter.allreduce = False  # type: ignore[attr-defined]
+    for module in model.modules():
+        if isinstance(module, GroupedExperts):
+            for parameter in module.parameters():
+                parameter.allreduce = False
 
 
 def rotary_of(module: Any) -> torch.nn.Module:

@@ -7,21 +7,31 @@ weight that the bridge put into a wrong place is not seen here; exports and the 
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from engines.capability import Supported, Unsupported
-from engines.execution.executor import Scores, Scoring, TakeScores
+from engines.config import EngineConfig
+from engines.execution.executor import Scores, Scoring, TakeScores, collected
 from engines.execution.micro_batches import MicroBatch, MicroBatches
 from engines.families.router import RouterCounts
-from engines.inputs.model_inputs import PackedInputs
+from engines.fast.fused_log_probs import fused_log_probs
+from engines.inputs.model_inputs import ModelInputs, PackedInputs
+from engines.megatron.model.attention import PackedTokens
 from engines.megatron.model.even_inputs import EvenInputs
+from engines.megatron.model.mtp_head import mtp_scores
 from engines.megatron.model.router import Balance
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.planning import PlannedRows
+from engines.scoring.log_probs import scored, token_log_probs
+from engines.scoring.mtp_scores import collected_mtp
 from seqpack.adapters.context import LocalOps
+from seqpack.batches.packed import PackedBatch
 
 PLAIN = LocalOps("torch")
 
@@ -33,8 +43,11 @@ class PlainScoring:
     builder: EvenInputs
     compiled: Supported | Unsupported
     groups: ParallelGroups
+    config: EngineConfig
+    settings: Any
     stages: Sequence[Any]
     trainable: bool
+    vocabulary: range
 
     def _run(
         self,
@@ -46,6 +59,27 @@ class PlainScoring:
         ahead: int = 0,
     ) -> None:
         raise NotImplementedError
+
+    def _packed(self, inputs: ModelInputs, counting: bool) -> PackedTokens:
+        raise NotImplementedError
+
+    def _scores(self, hidden: Tensor, packed: PackedBatch, inputs: ModelInputs, scoring: Scoring) -> Scores:
+        """Compute scores from the last stage's hidden states [T, 1, H] (a part of T under sequence parallelism)."""
+        group, states = parallel_state.get_tensor_model_parallel_group(), hidden
+        if self.settings.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        chosen = hidden.squeeze(1).index_select(0, inputs.rows)
+        head = self.stages[-1].head[: self.vocabulary.stop - self.vocabulary.start]
+        args = scoring.several(packed, inputs.slots), scoring.temperature, self.config.logit_chunk, scoring.entropy
+        options = {"group": group, "first": self.vocabulary.start} if group.size() > 1 else {}
+        plain = fused_log_probs if isinstance(self.compiled, Supported) and not options else token_log_probs
+        scores = scored(plain, (chosen, head, inputs.targets), *args, **options)
+        every = collected(lambda x: self.builder.collect(x, inputs), *scores)
+        if not scoring.mtp:
+            return every
+        how = scoring.temperature, self.config.logit_chunk, self.vocabulary
+        further = mtp_scores(self.stages[-1], inputs, states, self._packed(inputs, False), *how)
+        return replace(every, mtp=collected_mtp(self.builder, inputs, further))
 
     @torch.no_grad()
     def score(self, micro_batches: MicroBatches, take: TakeScores, scoring: Scoring) -> RouterCounts | None:

@@ -18,10 +18,13 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
-from torch.nn import functional
 
+from engines.config import EngineConfig
+from engines.experts.float32_logits import float32_logits
+from engines.families.registry import family_of
 from engines.families.router import RouterCounts, RouterLoss
 from engines.megatron.model.attention import PackedTokens
+from engines.scoring.router_counts import check_forwards_ahead
 
 
 class Balance:
@@ -74,14 +77,24 @@ class Balance:
         return self.loss.loss(self.loss.routing([logits.flatten(0, -2)], counted).terms, self.counts)
 
 
+def balance_of(config: EngineConfig, model_config: Any, device: torch.device, dtype: torch.dtype) -> Balance | None:
+    """Return the counts and losses of a model's routers, which compute in `dtype`; None where they have no loss."""
+    coefficients = config.router_aux_loss_coef, config.router_z_loss_coef
+    router = family_of(model_config).auxiliary_loss(model_config, *coefficients)
+    check_forwards_ahead(config.router_forwards_ahead or 0, router)
+    return None if router is None else Balance(router, device, dtype)
+
+
 class Router(TopKRouter):
-    """Logits in the dtype of the model, as in transformers: megatron-core's own product needs Transformer Engine."""
+    """Logits in float32: megatron-core's own product needs Transformer Engine for that."""
 
     balance: Balance | None = None
     layer = 0
     """Number of the router among the routed layers of the model."""
     tokens: PackedTokens | None = None
     """Tokens that its layer computes."""
+    taken: Tensor | None = None
+    """The experts i64[t, k] that its last tokens went to."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -105,7 +118,7 @@ class Router(TopKRouter):
 
     def gating(self, input: Tensor) -> Tensor:  # noqa: A002 (megatron-core's name)
         """Return the logits [..., experts] of hidden states [..., H]."""
-        logits = functional.linear(input, self.weight)
+        logits = float32_logits(input, self.weight)
         if self.balance is None or self.tokens is None or self.tokens.counted is None:
             return logits
         return self.balance.see(logits, self.tokens.counted, self.given)
@@ -133,8 +146,9 @@ class _ReplayedExperts:
         values, own = default_compute_topk(scores, topk, num_groups, group_topk)
         replayed = self.router.given
         if replayed is None:
+            self.router.taken = own
             return values, own
-        taken = _merged(replayed, own)
+        self.router.taken = taken = _merged(replayed, own)
         return scores.gather(1, taken), taken
 
 

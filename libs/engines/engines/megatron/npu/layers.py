@@ -1,8 +1,7 @@
 """The layers of a Megatron stage by torch_npu's operators: norms, rotary embedding, SwiGLU; reversible.
 
 As `engines.devices.npu_layers` for a transformers model. The gated norm of a delta net is a norm, then a product.
-Experts stay as they are: megatron-core's are modules with matrices of their own, one after another, and a grouped
-product would want them in one tensor.
+Experts stay as they are: `engines.experts.grouped_products` computes one after another there.
 """
 
 from collections.abc import Iterator

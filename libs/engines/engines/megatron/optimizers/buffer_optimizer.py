@@ -12,7 +12,7 @@ otherwise its master is the parameter's memory.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engines.config import EngineConfig
-from engines.execution.optimizer import Updated, adamw, name_of, set_adam
+from engines.execution.muon import MOMENTS as MOMENTS
+from engines.execution.muon import Held, Place, moments_of
+from engines.execution.optimizer import Updated, name_of, optimizer_of, set_adam
 from engines.execution.reductions import reduce_float64
 from engines.megatron.weights.bridge import Shape
 from engines.megatron.weights.parameters import HeldParameter, Part, boxed, boxes_of
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,11 +47,16 @@ class Stepped:
         state: dict[str, Any] = self.optimizer.state[self.master]
         return state
 
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Names of its moments."""
+        return moments_of(self.optimizer, self.master)
+
     def ensure_state(self) -> dict[str, Tensor]:
         """Return moments and `step` f32[], zeros before the first step; a checkpoint is read into them."""
         if not self.state:
             self.state["step"] = torch.zeros((), dtype=torch.float32, device=self.master.device)
-            self.state.update({name: torch.zeros_like(self.master.detach()) for name in MOMENTS})
+            self.state.update({name: torch.zeros_like(self.master.detach()) for name in self.moments})
         return self.state
 
     @property
@@ -137,16 +142,16 @@ class Updates(ABC):
 
     def tensors(self) -> list[Tensor]:
         """Return masters and moments, for moves to another device."""
-        moments = [one.state[name] for one in self.stepped for name in MOMENTS if name in one.state]
+        moments = [one.state[name] for one in self.stepped for name in one.moments if name in one.state]
         return [*self.masters, *moments]
 
     def state(self, shapes: Mapping[str, Shape]) -> dict[str, dict[str, Any]]:
         """Return moments and step of every transformers tensor that this rank updates; loading writes into them."""
         moments = {part: one.ensure_state() for part, one in zip(self.parts, self.stepped, strict=True)}
         out: dict[str, dict[str, Any]] = {}
-        for moment in MOMENTS:
-            stored = {part: state[moment].view(-1) for part, state in moments.items()}
-            for name, tensor in boxed(self.parts, shapes, stored.__getitem__).items():
+        for moment in dict.fromkeys(name for one in self.stepped for name in one.moments):
+            stored = {part: state[moment].view(-1) for part, state in moments.items() if moment in state}
+            for name, tensor in boxed([*stored], shapes, stored.__getitem__).items():
                 out.setdefault(name, {})[moment] = tensor
         states = dict(zip(self.stepped, moments.values(), strict=True))
         for name, one in self._step_owners().items():
@@ -170,15 +175,17 @@ class TorchUpdates(Updates):
         parameters: Sequence[HeldParameter],
         world: dist.ProcessGroup,
         scales: Mapping[str, float],
+        matrices: Collection[str] = (),
     ) -> None:
-        """Make the optimizer; see `Updates`. `scales`: multiples of the learning rate, by transformers name."""
+        """Make the optimizer; see `Updates`. By transformers name: `scales`, multiples of the learning rate, and
+        `matrices` that Muon updates."""
         super().__init__(config, chunks, parameters, world)
         masters = [_master(part, config) for part in self.parts]
         updated = [
-            Updated(master, part.one.parameter.ndim >= 2, _scale(part.one, scales))
+            Updated(master, part.one.parameter.ndim >= 2, _scale(part.one, scales), _held(part, matrices))
             for part, master in zip(self.parts, masters, strict=True)
         ]
-        self.optimizer = adamw(updated, config)
+        self.optimizer = optimizer_of(updated, config, Place(world, next(chunks[0].parameters()).device))
         self.stepped = tuple(Stepped(master, self.optimizer) for master in masters)
 
     def __str__(self) -> str:
@@ -192,6 +199,19 @@ class TorchUpdates(Updates):
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.publish()
+
+
+def _held(part: Part, matrices: Collection[str]) -> Held | None:
+    """Return what a part holds of matrices; None where AdamW updates it. ValueError where it is both."""
+    names = {piece.tensor for piece in part.one.held.pieces}
+    if names.isdisjoint(matrices):
+        return None
+    if other := sorted(names.difference(matrices)):
+        raise ValueError(
+            f"optimizer='muon': {other[0]} is no matrix, and Megatron holds it in one parameter with one: set "
+            "backend='fsdp2', or optimizer='adamw'"
+        )
+    return Held(lambda flat: [*boxes_of(part, flat)], part.owned)
 
 
 def _scale(one: HeldParameter, scales: Mapping[str, float]) -> float:

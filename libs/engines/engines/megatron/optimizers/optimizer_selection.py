@@ -1,7 +1,7 @@
 """The choice of the optimizer of Megatron's parameters, made once, with its reason for logs and `state_summary()`."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ def updates_for(
     parameters: Sequence[HeldParameter],
     world: dist.ProcessGroup,
     scales: Mapping[str, float] | None,
+    matrices: Collection[str] = (),
 ) -> tuple[Updates | None, str]:
     """Return the optimizer of a rank's parameters, and a text of what it is and why. Collective; see `TorchUpdates`.
 
@@ -53,7 +54,7 @@ def updates_for(
         return None, name_of(None)
     own, reason = choose(config, next(chunks[0].parameters()).device, chunks[0].config.params_dtype)
     arguments = config, chunks, parameters, world
-    updates = CoreUpdates(*arguments) if own else TorchUpdates(*arguments, scales)
+    updates = CoreUpdates(*arguments) if own else TorchUpdates(*arguments, scales, matrices)
     text = f"{updates} ({reason})"
     LOG.info("optimizer: %s", text)
     return updates, text

@@ -9,7 +9,8 @@ Every layer of the transformers model keeps its own pair, under its own name: wh
    whole. A x is added up over the ranks, each keeps its part of the tokens, and B is applied to that.
 3. What is whole on every rank sees a part of the tokens there: Megatron adds its gradient up over tensor-parallel
    ranks, as that of a norm (`sequence_parallel`).
-4. The rest is frozen. `adapted_linears` is a pure map of boxes, as `engines.megatron.weights.bridge`, of which exports,
+4. Experts have adapters of their own (`engines.megatron.weights.expert_adapters`).
+5. The rest is frozen. `adapted_linears` is a pure map of boxes, as `engines.megatron.weights.bridge`, of which exports,
    checkpoints and norms are made.
 
 Invariants, each with a test: steps, files and exports are those of `engines.adapters.lora` under FSDP2 on one process;
@@ -35,6 +36,7 @@ from engines.adapters.base_digest import digest_of, sum_of_bits
 from engines.adapters.lora import initial_values, is_adapter
 from engines.lora_config import LoraConfig
 from engines.megatron.weights.bridge import Box, BoxMapping, MappedParameter, Place, Shape
+from engines.megatron.weights.expert_adapters import AdaptedStack, adapted_stack, add_stacks, pair_of_stack
 from engines.megatron.weights.parameters import HeldParameter, Part, boxes_of
 
 LINEARS = (
@@ -82,6 +84,8 @@ def with_adapters(shapes: Mapping[str, Shape], model: nn.Module) -> dict[str, Sh
 
 
 def _pair(weight: str) -> tuple[str, str]:
+    if not weight.endswith(".weight"):
+        return pair_of_stack(weight)
     layer = weight.removesuffix(".weight")
     return f"{layer}.lora_A", f"{layer}.lora_B"
 
@@ -90,7 +94,7 @@ def adapted_linears(
     held: Sequence[MappedParameter], shapes: Mapping[str, Shape], place: Place
 ) -> tuple[AdaptedLinear, ...]:
     """Map the adapters of a rank; `shapes` includes those of the adapters (`with_adapters`)."""
-    linears = (_adapted(one, shapes, place) for one in held)
+    linears = (_adapted(one, shapes, place) for one in held if not one.expert)
     return tuple(one for one in linears if one is not None)
 
 
@@ -158,10 +162,21 @@ class Adapters:
 
     def __init__(self, config: LoraConfig) -> None:
         self.scale = config.scale
-        self.hooks: list[LowRank] = []
+        self.hooks: list[Any] = []
+        """What has a switch `on`: hooks of linears, and modules of experts."""
 
-    def add(self, stages: Sequence[Any], linears: Sequence[AdaptedLinear]) -> None:
-        """Freeze the stages, and give these linears adapters."""
+    def added(
+        self, stages: Sequence[Any], held: Sequence[MappedParameter], shapes: Mapping[str, Shape], place: Place
+    ) -> tuple[MappedParameter, ...]:
+        """Add adapters to a rank's stages, and return its map of parameters with them."""
+        linears = adapted_linears(held, shapes, place)
+        stacks = [stack for one in held if one.expert and (stack := adapted_stack(one, shapes)) is not None]
+        self.add(stages, linears, stacks)
+        every: list[AdaptedLinear | AdaptedStack] = [*linears, *stacks]
+        return (*held, *(part for one in every for part in (one.a, one.b)))
+
+    def add(self, stages: Sequence[Any], linears: Sequence[AdaptedLinear], stacks: Sequence[AdaptedStack] = ()) -> None:
+        """Freeze the stages, and give these linears and experts adapters."""
         for stage in stages:
             stage.requires_grad_(False)
         for one in linears:
@@ -173,8 +188,10 @@ class Adapters:
             (linear.lora_A if hook.by_rows else linear.lora_B).sequence_parallel = hook.split
             linear.register_forward_hook(hook)
             self.hooks.append(hook)
+        self.hooks += add_stacks(stages, stacks, self.scale)
+        adapted = {one.a.chunk for one in linears} | {one.a.chunk for one in stacks}
         for chunk, stage in enumerate(stages):
-            if stage.pre_process and not any(one.a.chunk == chunk for one in linears):
+            if stage.pre_process and chunk not in adapted:
                 stage.embedding.register_forward_hook(_has_gradient)
 
     @contextmanager

@@ -17,21 +17,10 @@ from itertools import pairwise
 from engines.megatron.config.model_sizes import ModelSizes
 from engines.parallel.layout import Coordinates, ParallelLayout
 from engines.parallel.stages import Split, stage_layers
+from engines.weights.box import Box as Box
+from engines.weights.box import Shape as Shape
 
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Box:
-    """A rectangle of a tensor."""
-
-    start: Shape
-    size: Shape
-
-    @property
-    def index(self) -> tuple[slice, ...]:
-        """The slices that select it."""
-        return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
+MTP_NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
 
 
 @dataclass(frozen=True)
@@ -120,12 +109,13 @@ def held_by(sizes: ModelSizes, layout: ParallelLayout, rank: int, split: Split) 
             elif not first:  # a second copy: its gradient and the first one's are added up, the first is exported
                 copy = made.vocabulary("output_layer.weight", f"{sizes.decoder}embed_tokens.weight")
                 out.append(replace(copy, counts=False))
+            out += made.mtp_head("mtp_head.", "mtp.") if sizes.mtp else ()
     return tuple(out)
 
 
 def tensor_shapes(sizes: ModelSizes) -> dict[str, Shape]:
     """Return the shape of every tensor of the transformers model that the map covers."""
-    hidden, heads = sizes.hidden, sizes.heads * sizes.head_dim
+    hidden = sizes.hidden
     out: dict[str, Shape] = {
         f"{sizes.decoder}embed_tokens.weight": (sizes.vocab, hidden),
         f"{sizes.decoder}norm.weight": (hidden,),
@@ -133,18 +123,25 @@ def tensor_shapes(sizes: ModelSizes) -> dict[str, Shape]:
     if not sizes.tied:
         out["lm_head.weight"] = (sizes.vocab, hidden)
     for number, kind in enumerate(sizes.layer_types):
-        layer = f"{sizes.decoder}layers.{number}."
-        out |= {f"{layer}{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
-        if kind == "linear_attention":
-            out |= {f"{layer}linear_attn.{name}": shape for name, shape in _delta_shapes(sizes).items()}
-        else:
-            attention = f"{layer}self_attn."
-            out |= {f"{attention}{x}_norm.weight": (sizes.head_dim,) for x in "qk"}
-            out |= {f"{attention}{x}_proj.weight": (sizes.kv_heads * sizes.head_dim, hidden) for x in "kv"}
-            out[f"{attention}q_proj.weight"] = (heads * (2 if sizes.gated else 1), hidden)
-            out[f"{attention}o_proj.weight"] = (hidden, heads)
-        out |= {f"{layer}mlp.{name}": shape for name, shape in _mlp_shapes(sizes).items()}
+        out |= _layer_shapes(sizes, f"{sizes.decoder}layers.{number}.", kind)
+    if sizes.mtp:
+        out |= {f"mtp.{name}.weight": (hidden,) for name in MTP_NORMS} | {"mtp.fc.weight": (hidden, 2 * hidden)}
+        out |= _layer_shapes(sizes, "mtp.layers.0.", "full_attention")
     return out
+
+
+def _layer_shapes(sizes: ModelSizes, layer: str, kind: str) -> dict[str, Shape]:
+    hidden, heads = sizes.hidden, sizes.heads * sizes.head_dim
+    out: dict[str, Shape] = {f"{layer}{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
+    if kind == "linear_attention":
+        out |= {f"{layer}linear_attn.{name}": shape for name, shape in _delta_shapes(sizes).items()}
+    else:
+        attention = f"{layer}self_attn."
+        out |= {f"{attention}{x}_norm.weight": (sizes.head_dim,) for x in "qk"}
+        out |= {f"{attention}{x}_proj.weight": (sizes.kv_heads * sizes.head_dim, hidden) for x in "kv"}
+        out[f"{attention}q_proj.weight"] = (heads * (2 if sizes.gated else 1), hidden)
+        out[f"{attention}o_proj.weight"] = (hidden, heads)
+    return out | {f"{layer}mlp.{name}": shape for name, shape in _mlp_shapes(sizes).items()}
 
 
 def _delta_shapes(sizes: ModelSizes) -> dict[str, Shape]:
@@ -235,6 +232,12 @@ class _Maker:
             self.chunk, name, (rows, size), (BoxMapping(tensor, source, place),), True, self.place.first_copy
         )
 
+    def mtp_head(self, to: str, head: str) -> Iterator[MappedParameter]:
+        """Yield the maps of the parameters of a head for multi-token prediction."""
+        for name in (*MTP_NORMS, "fc"):
+            yield self.whole(f"{to}{name}.weight", f"{head}{name}.weight")
+        yield from self.layer(f"{to}layer.", f"{head}layers.0.", "full_attention")
+
     def layer(self, to: str, layer: str, kind: str) -> Iterator[MappedParameter]:
         """Yield the maps of one decoder layer's parameters."""
         yield self.whole(f"{to}input_layernorm.weight", f"{layer}input_layernorm.weight")
@@ -289,34 +292,40 @@ class _Maker:
         experts = self.sizes.experts
         assert experts is not None
         yield self.whole(f"{to}router.weight", f"{layer}gate.weight")
-        each = experts.experts // self.place.layout.ep
-        for local in range(each):
-            number = self.place.ep_rank * each + local
-            yield from self._expert(f"{to}experts.local_experts.{local}.", f"{layer}experts.", number)
+        yield from self._every_expert(f"{to}experts.", f"{layer}experts.")
         if experts.shared:
             yield from self._mlp(f"{to}shared_experts.", f"{layer}shared_expert.")
             yield self.whole(f"{to}shared_experts.gate_weight", f"{layer}shared_expert_gate.weight")
 
-    def _expert(self, to: str, layer: str, number: int) -> Iterator[MappedParameter]:
-        """Yield one routed expert's: rows of gate and up are sharded each on its own, columns of down."""
+    def _every_expert(self, to: str, layer: str) -> Iterator[MappedParameter]:
+        """Yield this rank's experts, one below the other: rows of gate and up are sharded each on its own, columns of
+        down."""
         experts, hidden = self.sizes.experts, self.sizes.hidden
         assert experts is not None
         first = self.place.in_stage < self.place.layout.ep * self.place.layout.etp
+        number = experts.experts // self.place.layout.ep
         size = experts.intermediate // self.place.layout.etp
-        start = self.place.etp_rank * size
-        up, down = f"{layer}gate_up_proj", f"{layer}down_proj"
-        halves = tuple(
+        start, own = self.place.etp_rank * size, range(self.place.ep_rank * number, (self.place.ep_rank + 1) * number)
+        halves = [
             BoxMapping(
-                up,
-                Box((number, half * experts.intermediate + start, 0), (1, size, hidden)),
-                Box((half * size, 0), (size, hidden)),
+                f"{layer}gate_up_proj",
+                Box((expert, half * experts.intermediate + start, 0), (1, size, hidden)),
+                Box(((2 * local + half) * size, 0), (size, hidden)),
             )
+            for local, expert in enumerate(own)
             for half in range(2)
-        )
-        columns = BoxMapping(down, Box((number, 0, start), (1, hidden, size)), Box((0, 0), (hidden, size)))
-        yield MappedParameter(
-            self.chunk, f"{to}linear_fc1.weight", (2 * size, hidden), halves, True, first, expert=True
-        )
-        yield MappedParameter(
-            self.chunk, f"{to}linear_fc2.weight", (hidden, size), (columns,), True, first, expert=True
-        )
+        ]
+        columns = [
+            BoxMapping(
+                f"{layer}down_proj",
+                Box((expert, 0, start), (1, hidden, size)),
+                Box((local * hidden, 0), (hidden, size)),
+            )
+            for local, expert in enumerate(own)
+        ]
+        for name, pieces, rows in (
+            ("gate_up_proj", halves, 2 * size * number),
+            ("down_proj", columns, hidden * number),
+        ):
+            shape = (rows, hidden if name == "gate_up_proj" else size)
+            yield MappedParameter(self.chunk, f"{to}{name}", shape, tuple(pieces), True, first, expert=True)

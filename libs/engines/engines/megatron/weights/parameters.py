@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from engines.megatron.weights.bridge import Box, MappedParameter, Shape
 from engines.private_api import empty_wrapper
+from engines.weights.shard_export import LiveShard
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +102,11 @@ def boxes_of(part: Part, values: Tensor) -> Iterator[tuple[str, Box, Tensor]]:
             moved = Box(tuple(a + b for a, b in zip(box.start, piece.source.start, strict=True)), box.size)
             begin = first + at - part.start
             yield piece.tensor, moved, values[begin : begin + math.prod(box.size)].view(box.size)
+
+
+def live_shards(parts: Iterable[tuple[Part, Tensor]]) -> Iterator[LiveShard]:
+    """Yield the boxes of parts, second copies too, with views of their elements."""
+    return (LiveShard(*one) for part, values in parts for one in boxes_of(part, values.detach()))
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ from rollout.environments.processes.messages import (
 from rollout.environments.processes.process import EnvironmentProcess
 from rollout.environments.processes.resident import half_of_memory
 from rollout.environments.processes.transports import LocalProcess, RemoteProcess, read_address, shared_key
-from rollout.errors import EpisodeFailed
+from rollout.errors import EpisodeFailed, error_text
 
 WINDOW = 64  # episodes of a class
 BUSY = 0.7  # of a core
@@ -254,7 +254,7 @@ class ProcessEnvironment:
         except TokensSpentError as spent:
             self._spent, said = spent, {"failed": str(spent), "retryable": False}
         except Exception as error:  # noqa: BLE001  of a sampler, which the environment may let pass
-            said = {"failed": f"{head['what']} raised {type(error).__name__}: {error}", "retryable": True}
+            said = {"failed": f"{head['what']} raised {error_text(error)}", "retryable": True}
         self._worker.send({"answer": head["ask"], "episode": self._number, **said})
 
     async def _converse(self, head: dict[str, Any]) -> dict[str, Any]:

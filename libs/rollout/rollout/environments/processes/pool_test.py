@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -19,9 +20,11 @@ from rollout import Chat, Episode, Sampling, Score, TaskRow, run_group
 from rollout.environments.processes.messages import describe, pack_messages, rebuild, unpack_messages
 from rollout.environments.processes.pool import EnvironmentProcesses
 from rollout.environments.processes.resident import resident_bytes
+from rollout.native.engine import NativeEngine
 from rollout.testing import ScriptedEngine
 from rollout.testing.chat import tiny_tokenizer
 from rollout.testing.faulty_environment import Faulty, SlowFaulty
+from rollout.testing.model import tiny_model
 from seqpack.extensions.load_object import load_object
 
 TOKENIZER = tiny_tokenizer()
@@ -65,6 +68,32 @@ def test_whatever_one_does_its_siblings_are_scored(do: str, reason: str, shared:
     assert reason in (episodes[2].error or "")
     assert [e.score for i, e in enumerate(episodes) if i != 2] == [Score(1.0)] * 3, [e.error for e in episodes]
     assert all(e.score for e in play(shared))  # another process has taken its place
+
+
+def test_what_environments_compute_costs_sampling_nothing() -> None:
+    """The run's CPU time a sampled token, beside environments that compute and such that wait as long; in processes,
+    and in threads, where the environments' own time counts."""
+    engine = NativeEngine(tiny_model(vocab=len(TOKENIZER)))
+    sampling = Sampling(max_new_tokens=64, seed=1)
+
+    def cost(pool: EnvironmentProcesses, **data: Any) -> float:
+        start = time.process_time()
+        group = run_group(
+            pool.wrap(SlowFaulty), engine, CHAT, sampling, size=4, row=TaskRow("a", {"who": [*range(4)], **data})
+        )
+        episodes = asyncio.run(group)
+        assert all(e.score for e in episodes), episodes
+        return (time.process_time() - start) / sum(e.sampled for e in episodes)
+
+    ratios = []
+    for count in (2, 0):
+        pool = EnvironmentProcesses(count)
+        cost(pool)  # the processes start
+        costs = [(cost(pool, do="burn"), cost(pool, seconds=0.2)) for _ in range(3)]
+        ratios.append(statistics.median(burning / waiting for burning, waiting in costs))
+        pool.close()
+    assert ratios[0] < 1.3
+    assert ratios[1] > 1.3
 
 
 def test_one_that_eats_memory_is_killed_and_replaced() -> None:

@@ -27,7 +27,7 @@ from rollout.environments.processes.messages import (
     unpack_tools,
 )
 from rollout.environments.thread_environment import host
-from rollout.errors import EpisodeFailed
+from rollout.errors import EpisodeFailed, error_text
 from rollout.tools.tool import Tool, as_tools
 from rollout.workers.channel import Channel
 from rollout.workers.heartbeat import HEARTBEAT, dump_stack_on_signal
@@ -77,7 +77,7 @@ class Worker:
         except asyncio.CancelledError:
             result = {"failed": f"{what}() was cancelled", "retryable": True}
         except Exception as error:  # noqa: BLE001  a user's code: it fails its episode
-            result = {"failed": f"{what}() raised {type(error).__name__}: {error}", "retryable": True}
+            result = {"failed": f"{what}() raised {error_text(error)}", "retryable": True}
         closed = self._environments.pop(head["episode"], None) if what == "close" else None
         hung = getattr(closed, "hung", False)
         text = json.dumps(result).encode()  # ASCII: a message of an error may hold anything

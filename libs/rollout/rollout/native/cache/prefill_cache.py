@@ -23,7 +23,18 @@ class PrefillCache(Generic[Cache]):
         self._max_tokens = max_tokens
         self._known: dict[tuple[int, ...], PrefillEntry[Cache]] = {}
         self._ages: deque[tuple[int, list[tuple[int, ...]]]] = deque()
-        self._tokens = 0
+        self.tokens = 0
+
+    @property
+    def caches(self) -> list[PrefillEntry[Cache]]:
+        """An entry of each prefill: their caches and logits are all memory that is held. Other threads may ask."""
+        known, ages = self._known.copy(), list(self._ages)  # each at once: prefills come and go meanwhile
+        return [known[prompts[0]] for _, prompts in ages if prompts[0] in known]
+
+    @property
+    def lengths(self) -> list[list[int]]:
+        """The prompts' lengths, those of each prefill together."""
+        return [[len(prompt) for prompt in prompts] for _, prompts in self._ages]
 
     def get(self, prompt: tuple[int, ...]) -> PrefillEntry[Cache] | None:
         """Return the prefilled prompt, or None."""
@@ -35,10 +46,10 @@ class PrefillCache(Generic[Cache]):
             self._known[prompt] = PrefillEntry(Past(cache, pick), logits[pick])
         size = sum(map(len, prompts))
         self._ages.append((size, list(prompts)))
-        self._tokens += size
-        while self._tokens > self._max_tokens and len(self._ages) > 1:
+        self.tokens += size
+        while self.tokens > self._max_tokens and len(self._ages) > 1:
             gone, old = self._ages.popleft()
-            self._tokens -= gone
+            self.tokens -= gone
             for prompt in old:
                 del self._known[prompt]
 
@@ -46,4 +57,4 @@ class PrefillCache(Generic[Cache]):
         """Drop all prefills: the weights have changed, or nothing runs."""
         self._known.clear()
         self._ages.clear()
-        self._tokens = 0
+        self.tokens = 0

@@ -19,6 +19,9 @@ from typing import Generic, NamedTuple
 
 from rollout.native.decoders.decoder import Cache, Past
 
+MANY = 64
+"""Streams of a cache from which they join and leave the order together, not one by one."""
+
 
 class CachedPrefix(NamedTuple, Generic[Cache]):
     """A cached stream that a prompt begins with, and the number of its tokens."""
@@ -54,6 +57,11 @@ class PrefixCache(Generic[Cache]):
         """The bound of `tokens`, the size of all caches."""
         return self._max_tokens
 
+    @property
+    def caches(self) -> list[Cache]:
+        """The caches, each of which holds streams that came together. Other threads may ask."""
+        return [group.cache for group in list(self._groups)]  # at once: groups come and go meanwhile
+
     def known(self, stream: bytes) -> bool:
         """Return whether a stream is cached; if so it counts as used."""
         place = self._places.get(stream)
@@ -85,8 +93,17 @@ class PrefixCache(Generic[Cache]):
         for pick, stream in enumerate(streams):
             assert stream not in self._places
             self._places[stream] = group, pick
-            insort(self._order, stream)
-        while self.tokens > self._max_tokens:
+        if len(streams) < MANY:
+            for stream in streams:
+                insort(self._order, stream)
+        else:
+            self._order.extend(streams)
+            self._order.sort()
+        self.shrink(self._max_tokens)
+
+    def shrink(self, tokens: int) -> None:
+        """Drop the oldest caches until their size is at most `tokens`."""
+        while self.tokens > tokens:
             self._drop(next(iter(self._groups)))
 
     def clear(self) -> None:
@@ -101,7 +118,10 @@ class PrefixCache(Generic[Cache]):
         self.tokens -= group.size
         for stream in group.streams:
             del self._places[stream]
-            del self._order[bisect_left(self._order, stream)]
+            if len(group.streams) < MANY:
+                del self._order[bisect_left(self._order, stream)]
+        if len(group.streams) >= MANY:
+            self._order = [stream for stream in self._order if stream in self._places]
 
 
 _WIDTH = array("I").itemsize

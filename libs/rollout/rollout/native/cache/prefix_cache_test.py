@@ -5,11 +5,25 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.native.cache.prefix_cache import PrefixCache, stream_of
+from rollout.native.cache.prefix_cache import MANY, PrefixCache, stream_of
 from rollout.native.decoders.decoder import Past
 
 TOKENS = st.lists(st.sampled_from([0, 1, 2, 255, 256, 70000]), min_size=1, max_size=6)
 Group = tuple[list[list[int]], int, int]
+
+
+def test_many_streams_that_come_and_leave_together_are_in_order() -> None:
+    kept = PrefixCache[str](10_000)
+    for name in ("a", "b", "c"):  # the third drives out the first
+        streams = [stream_of([ord(name), i % 7, i]) for i in range(MANY)]
+        kept.add([stream_of([ord(name)])], f"one {name}", 1)
+        kept.add(streams, f"many {name}", 4_000)
+        assert kept._order == sorted(kept._order)
+        assert len(kept) == len(kept._order) == len(set(kept._order))
+        found = kept.longest([ord(name), 3, 10, 5])
+        assert found == (Past(f"many {name}", 10), 3)
+    assert kept.longest([ord("a"), 3, 10, 5]) is None
+    assert kept.caches == ["one b", "many b", "one c", "many c"]
 
 
 @given(st.lists(TOKENS, max_size=12, unique_by=tuple), st.lists(TOKENS, min_size=1, max_size=6))
@@ -78,6 +92,7 @@ def test_what_was_used_least_recently_goes_first(script: list[tuple[str, Any]]) 
                 size = sum(map(len, new))
                 kept.add([stream_of(s) for s in new], number, size)
                 model.add(new, number, size)
+        assert kept.caches == [group[1] for group in model.groups]
         assert kept.tokens == sum(size for _, _, size in model.groups) <= 20
         assert len(kept) == sum(len(streams) for streams, _, _ in model.groups)
     kept.clear()

@@ -27,6 +27,20 @@ class Decoder(Protocol, Generic[Cache]):
     vocab_size: int
     device: torch.device
 
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of one token of `size`."""
+        ...
+
+    def slot_bytes(self, rows: int, length: int) -> int:
+        """Return the bytes of slots of so many rows of so many tokens at most, with what is copied while they grow."""
+        ...
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Bound the slots to so many rows of so many tokens from here on; where they take more they are cut. All rows
+        in use, and their tokens, lie within the bound."""
+        ...
+
     def refresh(self, always: bool = False) -> bool:
         """Return whether the module's weights have changed. Slots and caches stay as they are. `always`: the caller
         knows that they have (an optimizer's kernels write without torch's notice)."""

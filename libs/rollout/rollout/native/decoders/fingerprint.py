@@ -19,8 +19,9 @@ def fingerprint(model: nn.Module) -> tuple[object, ...] | None:
     parameters = list(model.parameters())
     if any(p.is_inference() for p in parameters):
         return None
-    plain = [p.detach() for p in parameters if p.is_contiguous()]
-    probes = torch.cat([p.view(-1).narrow(0, 0, min(_PROBED, p.numel())).double() for p in plain]) if plain else None
+    with torch.no_grad():
+        plain = [p.as_strided((min(_PROBED, p.numel()),), (1,)) for p in parameters if p.is_contiguous()]
+        probes = torch.cat(plain).double() if plain else None
     return (
         *((p.data_ptr(), writes(p)) for p in parameters),
         *(probes.tolist() if probes is not None else ()),

@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from seqpack.batches.mrope import IMAGE, VIDEO, mrope_positions, sequence_positions
+from seqpack.batches.mrope import IMAGE, VIDEO, sequence_positions
 
 TYPES = "mm_token_type_ids"
 KINDS = {IMAGE: ("pixel_values", "image_grid_thw"), VIDEO: ("pixel_values_videos", "video_grid_thw")}
+MAX_SEEN = 64  # media that are checked once, and the most values of all their patches
+MAX_VALUES = 2**26
 _KEYS = frozenset([TYPES, *(key for pair in KINDS.values() for key in pair)])
 
 
@@ -32,6 +34,14 @@ class Media:
     patches: Mapping[int, Tensor]
     grids: Mapping[int, Tensor]
     digest: bytes
+
+    @property
+    def size(self) -> int:
+        """Number of values of its patches."""
+        return sum(part.numel() for part in self.patches.values())
+
+
+NO_MEDIA = Media((), {}, {}, b"")
 
 
 class SeenPrompt(tuple[int, ...]):
@@ -61,6 +71,11 @@ def followed(prompt: tuple[int, ...], ids: Iterable[int]) -> tuple[int, ...]:
     longer = SeenPrompt((*prompt, *ids))
     longer.media = prompt.media
     return longer
+
+
+def text_of(model: Any) -> Any:
+    """Return the text part of a module, without its head."""
+    return getattr(model.model, "language_model", model.model)
 
 
 def tower_of(model: Any) -> Any:
@@ -104,34 +119,81 @@ def checked_media(length: int, media: Mapping[str, Any], numbers: int, merge_siz
     return Media(tuple(types.tolist()), patches, grids, _digest(types, patches, grids))
 
 
+class SeenPrompts:
+    """Prompts with media for one module, whose checks are done once for equal media: a group's episodes bring such."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._known: dict[bytes, Media] = {}
+
+    def prompt(self, prompt_ids: Sequence[int], media: Mapping[str, Any]) -> SeenPrompt:
+        """Return `seen_prompt` of the module; what media are equal is told by their values now."""
+        key = _values_digest(media)
+        known = None if key is None else self._known.get(key)
+        if known is not None and len(known.types) <= len(prompt_ids):
+            prompt = SeenPrompt(prompt_ids)
+            prompt.media = known
+            return prompt
+        prompt = seen_prompt(self._model, prompt_ids, media)
+        if key is not None and prompt.media.size <= MAX_VALUES:
+            self._known[key] = prompt.media
+            while len(self._known) > 1 and (
+                len(self._known) > MAX_SEEN or sum(one.size for one in tuple(self._known.values())) > MAX_VALUES
+            ):
+                self._known.pop(next(iter(self._known)), None)
+        return prompt
+
+
+def _values_digest(media: Mapping[str, Any]) -> bytes | None:
+    """Return a digest of names, types, shapes and values as they are given; None where not all is on the host."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(media):
+        value = media[name]
+        if name == TYPES and isinstance(value, list | tuple):
+            digest.update(repr((name, value)).encode())
+            continue
+        if not isinstance(value, Tensor) or value.device.type != "cpu" or not value.dim():
+            return None
+        digest.update(repr((name, value.dtype, tuple(value.shape))).encode())
+        digest.update(value.detach().contiguous().view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
 class SeenInputs(NamedTuple):
-    """Inputs of a padded batch: embeddings [n, L, H], positions i64[3, n, L], and the next step's offset i64[n, 1]."""
+    """Inputs of packed prompts: embeddings [T, H], positions i64[3, T]; the next position of each less its length."""
 
     embeddings: Tensor
     positions: Tensor
-    ahead: Tensor
+    ahead: tuple[int, ...]
 
 
-def seen_inputs(model: Any, ids: Tensor, mask: Tensor, prompts: Sequence[Sequence[int]]) -> SeenInputs:
-    """Embed prompts, some with images, that are padded on the left in ids i64[n, L]; mask bool[n, L]."""
-    types = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        if isinstance(prompt, SeenPrompt):
-            begin = ids.shape[1] - len(prompt)
-            own = torch.tensor(prompt.media.types, device=ids.device)
-            types[row, begin : begin + len(own)] = own
-    embeddings: Tensor = model.get_input_embeddings()(ids)
-    flat, grids = embeddings.flatten(0, 1), {}
+def seen_inputs(model: Any, prompts: Sequence[Sequence[int]]) -> SeenInputs:
+    """Embed prompts, some with images, one after another."""
+    embed = model.get_input_embeddings()
+    device = embed.weight.device
+    embeddings: Tensor = embed(torch.tensor([t for p in prompts for t in p], device=device))
+    parts = [prompt.media if isinstance(prompt, SeenPrompt) else NO_MEDIA for prompt in prompts]
+    types = [
+        torch.tensor([*part.types, *[0] * (len(prompt) - len(part.types))])
+        for prompt, part in zip(prompts, parts, strict=True)
+    ]
+    positions = [
+        sequence_positions(own, part.grids.get(IMAGE), part.grids.get(VIDEO), _merge_size(model))
+        for own, part in zip(types, parts, strict=True)
+    ]
     for kind in KINDS:
-        parts = [p.media for p in prompts if isinstance(p, SeenPrompt) and len(p.media.grids.get(kind, ()))]
-        if not parts:
+        seen = [part for part in parts if len(part.grids.get(kind, ()))]
+        if not seen:
             continue
-        grids[kind] = torch.cat([part.grids[kind] for part in parts]).to(ids.device)
-        patches = torch.cat([part.patches[kind] for part in parts]).to(ids.device)
-        features = tower_of(model)(patches, grid_thw=grids[kind]).pooler_output.to(embeddings.dtype)
-        flat = flat.index_put(((types == kind).flatten().nonzero().squeeze(1),), features)
-    positions, ahead = mrope_positions(types, grids.get(IMAGE), grids.get(VIDEO), _merge_size(model), mask)
-    return SeenInputs(flat.view(embeddings.shape), positions, ahead)
+        patches, grids = (
+            torch.cat([of[kind] for of in ofs]).to(device)
+            for ofs in ([part.patches for part in seen], [part.grids for part in seen])
+        )
+        features = tower_of(model)(patches, grid_thw=grids).pooler_output.to(embeddings.dtype)
+        places = (torch.cat(types) == kind).nonzero().squeeze(1).to(device)
+        embeddings = embeddings.index_put((places,), features)
+    ahead = tuple(int(own.max()) + 1 - own.shape[1] for own in positions)
+    return SeenInputs(embeddings, torch.cat(positions, dim=1).to(device), ahead)
 
 
 def _merge_size(model: nn.Module) -> int:

@@ -2,15 +2,17 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from rollout.config import DecoderChoice
 from rollout.engine import Completion, Sampling
-from rollout.native.decoders.media import SeenPrompt, followed, seen_prompt
+from rollout.native.decoders.media import SeenPrompt, SeenPrompts, checked_media, followed, seen_prompt
 from rollout.native.engine import NativeEngine
+from rollout.native.lean.lean_decoder import LeanDecoder
 from rollout.testing.model import tiny_model, tiny_vision_model
 from rollout.testing.pieces import pieces_of
 from rollout.testing.vision_model import Prompt
@@ -66,9 +68,11 @@ REQUESTS = [
 ]
 
 
-def test_greedy_answers_are_those_of_the_modules_generate(model: PreTrainedModel) -> None:
-    """In one padded batch, of several lengths, beside a prompt of text; and their log-probs, teacher-forced."""
-    found = answers(NativeEngine(model), REQUESTS, Sampling(greedy=True, max_new_tokens=NEW))
+@pytest.mark.parametrize("decoder", get_args(DecoderChoice))
+def test_greedy_answers_are_those_of_the_modules_generate(model: PreTrainedModel, decoder: DecoderChoice) -> None:
+    """In one batch, of several lengths, beside a prompt of text; and their log-probs, teacher-forced."""
+    engine = NativeEngine(model, decoder=decoder)
+    found = answers(engine, REQUESTS, Sampling(greedy=True, max_new_tokens=NEW))
     for (ids, media), got in zip(REQUESTS, found, strict=True):
         given = arguments(ids, media) if media else {"input_ids": torch.tensor([ids])}
         model.model.rope_deltas = None
@@ -81,6 +85,23 @@ def test_greedy_answers_are_those_of_the_modules_generate(model: PreTrainedModel
         expected = table.gather(-1, torch.tensor(got.ids)[:, None])[:, 0]
         assert torch.tensor(got.log_probs).double().sub(expected).abs().max() < 1e-5
     assert len({got.ids for got in found}) == len(REQUESTS)
+
+
+@torch.no_grad()
+def test_lean_in_float64_goes_on_after_images_as_it_reads_them() -> None:
+    """A slot's positions follow its images, where it moves too; the rotary is float32."""
+    model = tiny_vision_model().double()
+    decoder = LeanDecoder(model)
+    prompts = [seen_prompt(model, ids, media) if media else tuple(ids) for ids, media in REQUESTS]
+    decoder.place(decoder.prefill(prompts)[1], range(5), range(5))
+    decoder.release(0)
+    decoder.move([4], [0])
+    prompts = [prompts[4], *prompts[1:4]]
+    for token in (9, 3, IMAGE):
+        prompts = [followed(prompt, [token]) for prompt in prompts]
+        step, whole = decoder.step(torch.tensor([token] * 4)), decoder.prefill(prompts)[0]
+        torch.testing.assert_close(step, whole, rtol=0, atol=1e-6)
+    assert max(decoder._slots._ahead) == 0 > min(decoder._slots._ahead[:4])
 
 
 def test_prompts_of_equal_tokens_with_other_images_are_others(model: PreTrainedModel) -> None:
@@ -146,6 +167,49 @@ def test_a_prompt_is_its_tokens_and_what_they_show(model: PreTrainedModel) -> No
     assert isinstance(longer, SeenPrompt)
     assert (tuple(longer), longer.media) == ((*ids, 4, 5), prompt.media)
     assert followed((1, 2), [3]) == (1, 2, 3)
+
+
+def test_equal_media_are_checked_once(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal by value: of other objects too, and not where the very tensor was changed in place."""
+    checks: list[int] = []
+
+    def counted(length: int, *settings: Any) -> Any:
+        checks.append(length)
+        return checked_media(length, *settings)
+
+    monkeypatch.setattr("rollout.native.decoders.media.checked_media", counted)
+    seen = SeenPrompts(model)
+    ids, media = shown(1, (1, 4, 4), video=(2, 2, 2))
+    copied: dict[str, Any] = {
+        name: value.clone() if isinstance(value, torch.Tensor) else [*value] for name, value in media.items()
+    }
+    first = seen.prompt(ids, media)
+    for given in (media, copied, media):
+        assert seen.prompt(ids, given) == first == seen_prompt(model, ids, given)
+        checks.pop()  # that of `seen_prompt` itself
+    assert seen.prompt([*ids, 5], media) == seen_prompt(model, [*ids, 5], media)
+    checks.pop()
+    assert len(checks) == 1
+    media["pixel_values"] += 1
+    assert seen.prompt(ids, media) != first
+    assert len(checks) == 2
+    with pytest.raises(ValueError, match="for a prompt of"):
+        seen.prompt(ids[:2], copied)
+    with pytest.raises(ValueError, match="floating-point"):
+        seen.prompt(ids, copied | {"pixel_values": copied["pixel_values"].int()})
+    with pytest.raises(ValueError, match="media are"):
+        seen.prompt(ids, copied | {"sounds": torch.ones(1)})
+
+
+@pytest.mark.parametrize("limit", ["MAX_SEEN", "MAX_VALUES"])
+def test_few_media_are_kept(model: PreTrainedModel, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures = [shown(seed, (1, 4, 4)) for seed in range(5)]
+    one = pictures[0][1]["pixel_values"].numel()
+    monkeypatch.setattr(f"rollout.native.decoders.media.{limit}", 2 if limit == "MAX_SEEN" else 2 * one)
+    seen = SeenPrompts(model)
+    for ids, media in pictures * 2:
+        assert seen.prompt(ids, media) == seen_prompt(model, ids, media)
+        assert len(seen._known) <= 2
 
 
 @pytest.mark.parametrize(

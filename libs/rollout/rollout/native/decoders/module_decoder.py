@@ -32,6 +32,8 @@ class ModuleDecoder:
         self._config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
         self._pad = pad_token_id
         self._rows: Rows | None = None
+        self._units: tuple[int, int] | None = None
+        self._columns: int | None = None
         self._read: object = None
         ledger.register(ledger.SAMPLER_CACHES, self, lambda it: it._rows)
         self.vocab_size = int(self._config.vocab_size)
@@ -77,9 +79,12 @@ class ModuleDecoder:
         columns = torch.arange(longest, device=self.device)
         rows = Rows(DynamicCache(config=self._config), columns >= starts, longest - starts)
         if any(isinstance(prompt, SeenPrompt) for prompt in prompts):
-            seen = seen_inputs(self._model, ids, rows.mask, prompts)
-            rows.positions = rows.positions + seen.ahead
-            return self._forward(ids, seen.positions, rows, seen.embeddings), rows
+            seen = seen_inputs(self._model, prompts)
+            rows.positions = rows.positions + torch.tensor(seen.ahead, device=self.device)[:, None]
+            embeddings = seen.embeddings.new_zeros(*ids.shape, seen.embeddings.shape[-1])
+            positions = ids.new_zeros(3, *ids.shape)
+            embeddings[rows.mask], positions[:, rows.mask] = seen.embeddings, seen.positions
+            return self._forward(ids, positions, rows, embeddings), rows
         return self._forward(ids, (columns - starts).clamp(min=0), rows), rows
 
     def score(self, ids: Sequence[int], chunk: int) -> Iterator[Tensor]:
@@ -118,8 +123,31 @@ class ModuleDecoder:
 
     def size(self, lengths: Sequence[int]) -> int:
         """Return the memory of rows padded to the longest; see `Decoder`."""
-        assert self._rows is not None
-        return len(lengths) * (max(lengths) + self._rows.state_tokens)
+        return len(lengths) * (max(lengths) + self._sizes()[0])
+
+    @property
+    def token_bytes(self) -> int:
+        """See `Decoder`."""
+        return self._sizes()[1]
+
+    def slot_bytes(self, rows: int, length: int) -> int:
+        """Return the bytes of the rows twice, as those that join are copied; see `Decoder`."""
+        state, token = self._sizes()
+        return 2 * rows * (length + state) * token
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Bound the columns; see `Decoder`."""
+        self._columns = length
+        if self._rows is not None and (self._rows.mask.shape[0] > rows or self._rows.mask.shape[1] > length):
+            self._rows.keep(rows)
+
+    def _sizes(self) -> tuple[int, int]:
+        """Return the tokens that take the memory of a row's states, and the bytes of a token; of the first cache that
+        there is, or of one token that is read for it."""
+        if self._units is None:
+            rows = self._prefill([[self._pad]])[1] if self._rows is None else self._rows
+            self._units = rows.state_tokens, rows.token_bytes
+        return self._units
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See `Decoder`."""
@@ -135,7 +163,7 @@ class ModuleDecoder:
         """See `Decoder`."""
         assert self._rows is not None
         rows, n = self._rows, tokens.shape[0]
-        if rows.mask.shape[0] > n:
+        if rows.mask.shape[0] > n or (self._columns is not None and rows.mask.shape[1] >= self._columns):
             rows.keep(n)
         rows.mask = torch.cat([rows.mask, rows.mask.new_ones(n, 1)], dim=1)
         logits = self._forward(tokens[:, None], rows.positions, rows)

@@ -39,14 +39,23 @@ class Rows:
     @property
     def state_tokens(self) -> int:
         """Number of tokens whose keys and values take the memory of one row's states of fixed size."""
-        tensors = [(x, columns) for layer in self.cache.layers for x, columns in _tensors(layer)]
+        state, token = self._sizes()
+        return -(-state // token)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's keys and values in all layers, and one."""
+        return self._sizes()[1]
+
+    def _sizes(self) -> tuple[int, int]:
+        """Return the bytes of a row's states of fixed size, and those of a token."""
         state, token = 0, 1
-        for x, columns in tensors:
+        for x, columns in ((x, columns) for layer in self.cache.layers for x, columns in _tensors(layer)):
             if columns is None:
                 state += x.nbytes // x.shape[0]
             else:
                 token += x.nbytes // (x.shape[0] * columns)
-        return -(-state // token)
+        return state, token
 
     def put(self, other: "Rows", slots: Sequence[int]) -> None:
         """Write other's rows over (or behind) the rows at `slots`; the shorter side is padded on the left."""

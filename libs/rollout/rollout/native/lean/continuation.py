@@ -22,7 +22,11 @@ class Continued:
         self._new_tokens = list(new_tokens)
         self._pasts = [(cache, pick, starts[id(cache)][pick], cache.lengths[pick]) for cache, pick in pasts]
         self._cu_new = torch.tensor([0, *accumulate(new_tokens)], dtype=torch.int32, device=device)
-        self.cache = PackedCache.of([p[3] + n for p, n in zip(self._pasts, new_tokens, strict=True)], device)
+        self.cache = PackedCache.of(
+            [p[3] + n for p, n in zip(self._pasts, new_tokens, strict=True)],
+            device,
+            [cache.ahead[pick] for cache, pick in pasts],
+        )
         self._groups = buckets(self.cache.lengths)
         self._masks = [self._mask(group, device) for group in self._groups]
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
-from torch.nn.functional import embedding, silu, softplus
+from torch.nn.functional import silu, softplus
 
 from rollout.native.lean.model_weights import AttentionWeights, DeltaWeights, ModelWeights, wide
 from rollout.native.lean.rotary import Rotation
@@ -31,17 +31,23 @@ class Mixers(Protocol):
         ...
 
 
-def hidden_states(weights: ModelWeights, ids: Tensor, turn: Rotation, mixers: Mixers) -> Tensor:
-    """Return the states [T, H] of ids [T] after the last norm; its factor is in the head."""
-    h = embedding(ids, weights.embed)
+def hidden_states(
+    weights: ModelWeights, h: Tensor, turn: Rotation, mixers: Mixers, kept: Tensor | None = None
+) -> Tensor:
+    """Return the states [T, H] of embeddings h [T, H] after the last norm; its factor is in the head.
+
+    Of tokens `kept`, int64, alone, where given: the others end before the last layer's MLP.
+    """
     for layer in weights.layers:
         x = _norm(h, weights.eps)
         if isinstance(layer.mixer, DeltaWeights):
             h = _delta_net(layer.mixer, h, x, layer.index, mixers)
         else:
             h = _attention(layer.mixer, h, x, layer.index, turn, mixers)
+        if kept is not None and layer is weights.layers[-1]:
+            h = h[kept]
         both = layer.up_gate(_norm(h, weights.eps))
-        h = layer.down.added_to(h, silu(both[1]) * both[0])
+        h = layer.down.added_to(h, silu(both[1]).mul_(both[0]))
     return _norm(h, weights.eps)
 
 
@@ -58,13 +64,12 @@ def _delta_net(w: DeltaWeights, h: Tensor, x: Tensor, index: int, mixers: Mixers
     qkv, z, b, a = w.project(x)
     keys = w.key_heads * w.key_dim
     y, count = mixers.convolve(index, qkv, w.conv), x.shape[0]
-    qk = y.narrow(1, 0, 2 * keys).view(count, 2 * w.key_heads, w.key_dim)
-    v = y.narrow(1, 2 * keys, w.value_heads * w.value_dim).view(count, w.value_heads, w.value_dim)
+    q, k, v = torch.split_with_sizes(y, (keys, keys, w.value_heads * w.value_dim), 1)
     o = mixers.recur(
         index,
-        qk.narrow(1, 0, w.key_heads),
-        qk.narrow(1, w.key_heads, w.key_heads),
-        v,
+        q.view(count, w.key_heads, w.key_dim),
+        k.view(count, w.key_heads, w.key_dim),
+        v.view(count, w.value_heads, w.value_dim),
         w.decay * softplus(wide(a) + w.dt_bias),
         b.sigmoid(),
     )
@@ -76,9 +81,8 @@ def _attention(w: AttentionWeights, h: Tensor, x: Tensor, index: int, turn: Rota
     """Add the attention of x to h."""
     both, v, gate = w.split(x)
     if w.norm is not None:
-        both = _norm(both, w.eps) * w.norm if x.dtype == w.norm.dtype else _scaled_norm(both, w.norm, w.eps)
-    both = turn(both)
-    q, k = both.narrow(1, 0, w.heads), both.narrow(1, w.heads, w.kv_heads)
+        both = _norm(both, w.eps).mul_(w.norm) if x.dtype == w.norm.dtype else _scaled_norm(both, w.norm, w.eps)
+    q, k = torch.split_with_sizes(turn(both), (w.heads, w.kv_heads), 1)
     o = mixers.attend(index, q, k, v, w.scale).flatten(1)
     return w.out.added_to(h, o if gate is None else o * gate.sigmoid())
 

@@ -52,11 +52,8 @@ class Projection:
         if self.joined is None:
             x = self._scaled(x)
             return [product(x, w, b) for w, b in self.parts]
-        y, outputs, start = self.whole(x), [], 0
-        for size in self.sizes:  # views one by one are cheaper than a split
-            outputs.append(y.narrow(-1, start, size))
-            start += size
-        return outputs
+        y = self.whole(x)
+        return (y,) if len(self.sizes) == 1 else torch.split_with_sizes(y, self.sizes, -1)
 
     def whole(self, x: Tensor) -> Tensor:
         """Return the joined output [T, sum of sizes]."""
@@ -94,6 +91,8 @@ class AttentionWeights:
     """Softmax attention, gated or not. `norm` [Hq + Hkv, D]: factors of the norms of queries and keys, or None.
 
     `project` gives q, k, v and, if gated, the gate where it is joined; else q (with the gate, head by head), k and v.
+    `order` [D]: in which the dimensions of queries and keys stand for the rotation (`rotary.pair_order`); None: as they
+    are. A joined matrix and `norm` are in that order.
     """
 
     project: Projection
@@ -105,16 +104,19 @@ class AttentionWeights:
     head_dim: int
     scale: float
     gated: bool
+    order: Tensor | None
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return queries and keys [T, Hq + Hkv, D], values [T, Hkv, D], gate [T, Hq * D] or None."""
         if self.project.joined is None:
             return self._apart(x)
-        y, count = self.project.whole(x), self.heads + self.kv_heads
-        heads = y.view(y.shape[0], -1, self.head_dim)  # the last Hq of a gated one are the gate's
-        size = self.heads * self.head_dim
-        gate = y.narrow(1, y.shape[1] - size, size) if self.gated else None
-        return heads.narrow(1, 0, count), heads.narrow(1, count, self.kv_heads), gate
+        y = self.project.whole(x)
+        heads, both = y.view(y.shape[0], -1, self.head_dim), self.heads + self.kv_heads
+        if not self.gated:
+            qk, v = torch.split_with_sizes(heads, (both, self.kv_heads), 1)
+            return qk, v, None
+        qk, v, gate = torch.split_with_sizes(heads, (both, self.kv_heads, self.heads), 1)
+        return qk, v, gate.flatten(1)
 
     def _apart(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         q, k, v = self.project(x)
@@ -123,6 +125,8 @@ class AttentionWeights:
             mine, its = q.unflatten(-1, (self.heads, 2 * self.head_dim)).chunk(2, dim=-1)
             q, gate = mine.flatten(1), its.flatten(1)
         both = torch.cat([q, k], dim=1).unflatten(-1, (self.heads + self.kv_heads, self.head_dim))
+        if self.order is not None:
+            both = both.index_select(2, self.order)
         return both, v.unflatten(-1, (self.kv_heads, self.head_dim)), gate
 
 

@@ -16,11 +16,13 @@ from seqpack.ops import attention, causal_conv1d, causal_conv1d_state, gated_del
 class PackedCache:
     """Caches after m prompts of T tokens together; it is the pass's `Mixers` and keeps the state of each layer.
 
-    `kv` [T, 2, Hkv, D] an attention layer; `conv` [m, D, K - 1] and `state` [m, Hv, Dk, Dv] a delta net.
+    `kv` [T, 2, Hkv, D] an attention layer; `conv` [m, D, K - 1] and `state` [m, Hv, Dk, Dv] a delta net. `ahead`: the
+    position of the token that follows a prompt, less its length; below 0 after images.
     """
 
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
+    ahead: tuple[int, ...]
     kv: list[Tensor] = field(default_factory=list)
     conv: list[Tensor] = field(default_factory=list)
     state: list[Tensor] = field(default_factory=list)
@@ -30,9 +32,10 @@ class PackedCache:
         return Padded(self.lengths) if self.cu_seqlens.device.type == "cpu" else None
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> "PackedCache":
-        """Return an empty cache for prompts of these lengths."""
-        return cls(tuple(lengths), torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device))
+    def of(cls, lengths: Sequence[int], device: torch.device, ahead: Sequence[int] | None = None) -> "PackedCache":
+        """Return an empty cache for prompts of these lengths, of text where `ahead` is None."""
+        bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        return cls(tuple(lengths), bounds, tuple(ahead or [0] * len(lengths)))
 
     def convolve(self, index: int, x: Tensor, weight: Tensor) -> Tensor:
         """Convolve each prompt by itself, and keep its last K - 1 inputs."""

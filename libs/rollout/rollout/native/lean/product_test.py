@@ -7,7 +7,17 @@ import torch
 
 from rollout.native.lean import product as product_module
 from rollout.native.lean.model_weights import Projection
-from rollout.native.lean.product import MIN_ROWS, READ_ONCE, WORTHWHILE, WORTHWHILE_PACKED, Matrix, product, worthwhile
+from rollout.native.lean.product import (
+    LEAST_PACKED,
+    LEAST_PACKED_INTEL,
+    MIN_ROWS,
+    READ_ONCE,
+    WORTHWHILE,
+    WORTHWHILE_PACKED,
+    Matrix,
+    product,
+    worthwhile,
+)
 
 LARGE = (64, 128, WORTHWHILE // (64 * 128))
 
@@ -19,7 +29,11 @@ def drawn(rows: int, inputs: int, outputs: int, dtype: torch.dtype = torch.float
 
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("shape", [LARGE, (1, 128, 256), (MIN_ROWS, 512, 1024), (13, 24, 7)])
-def test_is_the_product_to_the_last_bits(shape: tuple[int, int, int], biased: bool) -> None:
+@pytest.mark.parametrize("intel", [True, False])
+def test_is_the_product_to_the_last_bits(
+    shape: tuple[int, int, int], biased: bool, intel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(product_module, "INTEL", intel)
     x, w, b = drawn(*shape)
     got = product(x, w, b if biased else None)
     exact = x.double() @ w.double().t() + (b.double() if biased else 0)
@@ -27,13 +41,19 @@ def test_is_the_product_to_the_last_bits(shape: tuple[int, int, int], biased: bo
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-def test_only_large_float32_products_go_to_onednn() -> None:
+def test_only_large_float32_products_go_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w, _ = drawn(*LARGE)
+    monkeypatch.setattr(product_module, "INTEL", True)
+    assert not worthwhile(x, w.shape[0])
+    monkeypatch.setattr(product_module, "INTEL", False)
     assert worthwhile(x, w.shape[0])
     assert not worthwhile(x, w.shape[0] - 1)
     assert not worthwhile(x.double(), w.shape[0])
     assert not worthwhile(x.bfloat16(), w.shape[0])
     assert not worthwhile(x[: MIN_ROWS - 1], 1 << 20)
+
+
+PROCESSORS = [(True, False), (False, False), (True, True), (False, True)]
 
 
 @pytest.fixture(params=[1, 3])
@@ -45,11 +65,16 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(129, 512), (512, 129), (2, 40_000), (24, 7), (1, 70_000)])
+@pytest.mark.parametrize("shape", [(129, 512), (512, 129), (512, 1040), (2, 40_000), (24, 7), (1, 70_000)])
 @pytest.mark.parametrize("rows", [1, 2, 3, 17, 64])
+@pytest.mark.parametrize(("avx512", "intel"), PROCESSORS)
 @pytest.mark.usefixtures("threads")
-def test_a_matrix_takes_any_number_of_tokens(rows: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_a_matrix_takes_any_number_of_tokens(
+    rows: int, shape: tuple[int, int], dtype: torch.dtype, avx512: bool, intel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a sum of rows, by a plain product or by oneDNN, alone and added to something: the same numbers."""
+    monkeypatch.setattr(product_module, "AVX512", avx512)
+    monkeypatch.setattr(product_module, "INTEL", intel)
     x, w, b = drawn(rows, shape[0], shape[1], dtype)
     matrix, exact = Matrix.of(w), x.double() @ w.double().t()
     kept, h = x.clone(), torch.randn(rows, shape[1]).to(dtype)
@@ -65,8 +90,11 @@ def test_a_matrix_takes_any_number_of_tokens(rows: int, shape: tuple[int, int], 
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-def test_who_multiplies_goes_by_rows_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("avx512", "intel"), PROCESSORS)
+def test_who_multiplies_goes_by_rows_and_size(avx512: bool, intel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
+    monkeypatch.setattr(product_module, "AVX512", avx512)
+    monkeypatch.setattr(product_module, "INTEL", intel)
     for name in ("_read_once", "onednn_linear"):
 
         def noted(x: torch.Tensor, *rest: object, name: str = name) -> torch.Tensor:
@@ -81,12 +109,32 @@ def test_who_multiplies_goes_by_rows_and_size(monkeypatch: pytest.MonkeyPatch) -
         Matrix.of(w)(x)
         return asked[0] if asked else None
 
-    assert who(1, 256, READ_ONCE // 256) == "_read_once"
-    assert who(1, 256, READ_ONCE // 256 - 1) is None
-    assert who(1, 256, READ_ONCE // 256, torch.float64) is None
+    assert who(1, 512, READ_ONCE // 512) == (None if intel else "_read_once")
+    assert who(1, 512, READ_ONCE // 512 - 1) is None
+    assert who(1, 256, 1024) == ("_read_once" if avx512 and not intel else None)
+    assert who(1, 1024, 512) == ("_read_once" if avx512 and not intel else None)
+    assert who(1, 512, READ_ONCE // 512, torch.float64) is None
+    assert who(4, 1024, LEAST_PACKED_INTEL // 1024) == "onednn_linear"
+    assert who(4, 256, WORTHWHILE_PACKED // 1024, torch.float64) is None
+    if intel:
+        assert who(512, 1024, LEAST_PACKED_INTEL // 1024 - 1) is None
+        return
     assert who(4, 256, WORTHWHILE_PACKED // 1024) == "onednn_linear"
     assert who(4, 256, WORTHWHILE_PACKED // 1024 - 1) is None
-    assert who(4, 256, WORTHWHILE_PACKED // 1024, torch.float64) is None
+    assert who(512, 256, LEAST_PACKED // 256) == "onednn_linear"
+    assert who(512, 256, LEAST_PACKED // 256 - 1) == ("onednn_linear" if avx512 else None)
+    assert who(64, 64, WORTHWHILE // (64 * 64)) == ("onednn_linear" if avx512 else None)
+    assert who(64, 64, WORTHWHILE // (64 * 64) - 1) is None
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+@pytest.mark.parametrize(("outputs", "shape"), [(512, (400, 512)), (513, (2, 400, 272)), (1040, (3, 400, 352))])
+def test_rows_that_are_summed_are_short(outputs: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product_module, "AVX512", True)
+    monkeypatch.setattr(product_module, "INTEL", False)
+    matrix = Matrix.of(torch.randn(outputs, 400))
+    assert matrix.sums
+    assert matrix.columns.shape == shape
 
 
 @pytest.mark.parametrize("scaled", [True, False])

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
+from rollout.native.decoders.media import text_of
 from rollout.native.lean.model_weights import (
     AttentionWeights,
     DeltaWeights,
@@ -17,12 +18,14 @@ from rollout.native.lean.model_weights import (
     pair,
     wide,
 )
+from rollout.native.lean.rotary import head_dim_of, pair_order, reordered, reordered_pairs
 
 
 def read_qwen3_5(model: nn.Module) -> ModelWeights:
-    """Read the present weights of a module of exact class Qwen3_5ForCausalLM."""
-    text: Any = model.model
+    """Read the present weights of a module of exact class Qwen3_5ForCausalLM, or of one with a tower: its text part."""
+    text = text_of(model)
     head: Any = model.lm_head
+    order = pair_order(text.rotary_emb, head_dim_of(text.config), text.embed_tokens.weight)
     layers: list[LayerWeights] = []
     counts = {"linear_attention": 0, "full_attention": 0}
     for layer in text.layers:
@@ -30,7 +33,7 @@ def read_qwen3_5(model: nn.Module) -> ModelWeights:
         mixer = (
             _delta(layer.linear_attn, before)
             if layer.block_type == "linear_attention"
-            else _attention(layer.self_attn, before)
+            else _attention(layer.self_attn, before, order)
         )
         layers.append(
             LayerWeights(
@@ -59,7 +62,7 @@ def _delta(net: qwen.Qwen3_5GatedDeltaNet, before: Tensor) -> DeltaWeights:
         project=Projection.of(
             [pair(p) for p in (net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a)], before
         ),
-        conv=net.conv1d.weight.detach().squeeze(1),
+        conv=net.conv1d.weight.detach().squeeze(1).t().contiguous().t(),  # a step multiplies whole rows of taps
         decay=-wide(net.A_log.detach()).exp(),
         dt_bias=net.dt_bias.detach(),
         out=Projection.of([(out, bias)], net.norm.weight.detach().repeat(net.num_v_heads)),
@@ -71,17 +74,19 @@ def _delta(net: qwen.Qwen3_5GatedDeltaNet, before: Tensor) -> DeltaWeights:
     )
 
 
-def _attention(net: qwen.Qwen3_5Attention, before: Tensor) -> AttentionWeights:
+def _attention(net: qwen.Qwen3_5Attention, before: Tensor, order: Tensor | None) -> AttentionWeights:
     heads = net.q_proj.out_features // (2 * net.head_dim)
     kv_heads = net.k_proj.out_features // net.head_dim
     pairs = [pair(p) for p in (net.q_proj, net.k_proj, net.v_proj)]
     project = Projection.of(pairs, before, join=False)
     if joinable(pairs):
         (q, gate), (q_bias, gate_bias) = (_halves(x, heads, net.head_dim) for x in pairs[0])
-        project = Projection.of([(q, q_bias), *pairs[1:], (gate, gate_bias)], before)
+        both = reordered_pairs([(q, q_bias), pairs[1]], order, net.head_dim)
+        project = Projection.of([*both, pairs[2], (gate, gate_bias)], before)
+    norm = torch.cat([_factor(net.q_norm).expand(heads, -1), _factor(net.k_norm).expand(kv_heads, -1)])
     return AttentionWeights(
         project=project,
-        norm=torch.cat([_factor(net.q_norm).expand(heads, -1), _factor(net.k_norm).expand(kv_heads, -1)]),
+        norm=reordered(norm.flatten(), order, net.head_dim).view_as(norm),
         eps=eps_of(net.q_norm.eps, net.q_norm.weight),
         out=Projection.of([pair(net.o_proj)]),
         heads=heads,
@@ -89,6 +94,7 @@ def _attention(net: qwen.Qwen3_5Attention, before: Tensor) -> AttentionWeights:
         head_dim=net.head_dim,
         scale=net.scaling,
         gated=True,
+        order=order,
     )
 
 

@@ -26,12 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.engine import StopReason
-from rollout.errors import NotFiniteError
+from rollout.engine import Sampling, StopReason
+from rollout.errors import GrammarError, NotFiniteError
 from rollout.native.cache.prefill_cache import PrefillCache, PrefillEntry
 from rollout.native.cache.prefix_cache import CachedPrefix, PrefixCache, stream_of
 from rollout.native.decoders.decoder import Decoder
 from rollout.native.decoders.media import followed, shown
+from rollout.native.scheduler.grammars import apply_grammars
+from rollout.native.scheduler.memory_bound import MemoryBound
 from rollout.native.scheduler.penalties import apply_penalties
 from rollout.native.scheduler.request import SequenceRequest
 from rollout.native.scheduler.sampling import SamplingRows, choose
@@ -43,7 +45,7 @@ class ContinuousBatch:
     """The requests of one decoder. Not thread-safe: its owner lets one thread in at a time.
 
     `max_rows` bounds the slots, `prefill_tokens` the prompt tokens of one prefill (a longer prompt has one of its own)
-    and of the prefill cache, `keep_tokens` the size of the prefix cache.
+    and of the prefill cache, `keep_tokens` the size of the prefix cache, `memory` the bytes of slots and both caches.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class ContinuousBatch:
         compact_below: float,
         version: int,
         keep_tokens: int = 0,
+        memory: int | None = None,
     ) -> None:
         self.decoder = decoder
+        self._bound = None if memory is None else MemoryBound(decoder, memory)
         self.paused = False
         self.version = version
         self.decode_steps = 0
@@ -67,12 +71,16 @@ class ContinuousBatch:
         self._waiting: deque[SequenceRequest] = deque()
         self._joining: list[SequenceRequest] = []  # between the queue and a slot
         self._rows: list[SequenceRequest | None] = []
-        self._columns: SamplingRows | None = None
-        self._prefixes: PrefillCache[Any] = PrefillCache(prefill_tokens)
-        self._kept: PrefixCache[Any] = PrefixCache(keep_tokens)
+        self._columns: SamplingRows | None = None  # of the rows, as `_newest`, until one joins or moves
+        self._newest = torch.empty(0, dtype=torch.int64)
+        most = (prefill_tokens, keep_tokens)
+        cached, kept = most if self._bound is None else map(self._bound.tokens, most)
+        self._prefixes: PrefillCache[Any] = PrefillCache(cached)
+        self._kept: PrefixCache[Any] = PrefixCache(kept)
         self._leaving: list[tuple[int, SequenceRequest | None]] = []  # slots of rows that ended, and what to cache
         self._epoch = 0
-        ledger.register(ledger.SAMPLER_CACHES, self, lambda it: [it._prefixes, it._kept, it._columns])
+        self._most_held = 0  # tokens of both caches when they were observed
+        ledger.register(ledger.SAMPLER_CACHES, self, lambda it: [it._prefixes.caches, it._kept.caches, it._columns])
 
     @property
     def running(self) -> list[SequenceRequest]:
@@ -89,9 +97,18 @@ class ContinuousBatch:
         """Whether a step has anything to do."""
         return bool(self._rows) or (bool(self._waiting) and not self.paused)
 
+    def check(self, prompt: int, sampling: Sampling) -> None:
+        """Raise ValueError with the numbers where a request with a prompt of so many tokens has no room even alone."""
+        if self._bound is not None:
+            self._bound.check(prompt, sampling)
+
     def add(self, request: SequenceRequest) -> None:
         """Append a request to those that wait for a slot."""
         self._waiting.append(request)
+
+    def extend(self, requests: Sequence[SequenceRequest]) -> None:
+        """Append requests, in order, to those that wait for a slot."""
+        self._waiting.extend(requests)
 
     def end(self, request: SequenceRequest, outcome: StopReason | BaseException) -> None:
         """Finish a request with the tokens so far and free its slot; do nothing where it is done."""
@@ -129,7 +146,11 @@ class ContinuousBatch:
         self._kept.clear()
         if recompute and self.running:
             rows = self.running
-            for part in _parts(rows, [len(r.prompt) + len(r.ids) - 1 for r in rows], self._prefill_tokens):
+            most, sizes = self._prefill_tokens, [len(r.prompt) + len(r.ids) - 1 for r in rows]
+            if self._bound is not None:
+                sizes = [self.decoder.size([n]) for n in sizes]
+                most = min(most, self._bound.room(self._prefixes, len(rows)))
+            for part in _parts(rows, sizes, most):
                 _, cache = self._prefill([followed(r.prompt, r.ids[:-1]) for r in part])
                 slots = [r.slot for r in part if r.slot is not None]
                 for request, slot in zip(part, slots, strict=True):
@@ -161,27 +182,35 @@ class ContinuousBatch:
         self._cache_ended()
         if not self._rows and self.decoder.refresh():
             self._kept.clear()  # its owner changed the module while nothing ran
-        while self._waiting and not self.paused and self._free_slots() > 0:
-            self._admit()
+        while not self.paused and (count := self._admitted()):
+            self._admit(count)
         self._compact()
         if self._rows:
             self._decode()
             self._cache_ended()
             self._trim()
         if not self._rows and not self._waiting:
-            for owner in (self, self.decoder):
-                ledger.observe(owner, ledger.SAMPLER_CACHES, again=True)
+            held = self._prefixes.tokens + self._kept.tokens
+            ledger.observe(self, ledger.SAMPLER_CACHES, again=held > self._most_held)
+            self._most_held = max(self._most_held, held)
+            ledger.observe(self.decoder, ledger.SAMPLER_CACHES, again=True)
             self._prefixes.clear()
             self.decoder.clear()
+            if self._bound is not None:
+                self._bound.release()
 
     # -- admission -------------------------------------------------------------------------------------------------
 
-    def _free_slots(self) -> int:
-        return self._max_rows - len(self.running)
+    def _admitted(self) -> int:
+        """Return how many of the requests that wait may begin: as many as have a slot, and memory where it is bound."""
+        free = min(self._max_rows - len(self.running), len(self._waiting))
+        if self._bound is None or not free:
+            return free
+        self._trim()
+        return self._bound.admitted(self._waiting, free, self.running, len(self._rows), self._prefixes, self._kept)
 
-    def _admit(self) -> None:
-        """Fill the free slots from the queue; a first token may free some of them again."""
-        count = min(self._free_slots(), len(self._waiting))
+    def _admit(self, count: int) -> None:
+        """Let so many requests of the queue begin; a first token may free some of their slots again."""
         joining = self._joining = [self._waiting.popleft() for _ in range(count)]
         known = self._read(joining)
         columns = SamplingRows.build([r.sampling for r in joining], self._device)
@@ -269,38 +298,48 @@ class ContinuousBatch:
         if self._columns is None:
             like = self.running[0].sampling  # unused rows are sampled with any settings, to keep the shape
             self._columns = SamplingRows.build([like if r is None else r.sampling for r in rows], self._device)
-        newest = torch.tensor([0 if r is None else r.ids[-1] for r in rows], device=self._device)
-        logits = self.decoder.step(newest)
+            self._newest = torch.tensor([0 if r is None else r.ids[-1] for r in rows], device=self._device)
+        logits = self.decoder.step(self._newest)
         self.decode_steps += 1
-        tokens, log_probs = self._choose(logits, self._columns, rows)
-        for request, token, log_prob in zip(rows, tokens.tolist(), log_probs.tolist(), strict=True):
-            if request is not None:
+        self._newest, log_probs = self._choose(logits, self._columns, rows)
+        values, version = log_probs.tolist(), self.version
+        plain = math.isfinite(sum(values)) and not self._columns.structured
+        for request, token, log_prob in zip(rows, self._newest.tolist(), values, strict=True):
+            if request is None:
+                continue
+            if not plain:
                 self._take(request, token, log_prob)
+            elif (end := request.take(token, log_prob, version)) is not None:
+                self._leave(request, end)
 
     def _choose(
         self, logits: Tensor, columns: SamplingRows, rows: Sequence[SequenceRequest | None]
     ) -> tuple[Tensor, Tensor]:
         """Choose a token for each row; return the tokens and their log-probs."""
-        return choose(apply_penalties(logits, rows) if columns.penalizes else logits, columns, self._uniforms(rows))
+        logits = apply_grammars(logits, rows) if columns.structured else logits
+        logits = apply_penalties(logits, rows) if columns.penalizes else logits
+        return choose(logits, columns, None if columns.all_greedy else self._uniforms(rows))
 
-    def _uniforms(self, rows: Sequence[SequenceRequest | None]) -> Tensor | None:
-        if all(r is None or r.sampling.greedy for r in rows):
-            return None
-        drawn = [0.0 if r is None or r.sampling.greedy else next(r.uniforms) for r in rows]
+    def _uniforms(self, rows: Sequence[SequenceRequest | None]) -> Tensor:
+        drawn = [0.0 if r is None else next(r.uniforms) for r in rows]
         return torch.tensor(drawn, dtype=torch.float64, device=self._device)[:, None]
 
     def _take(self, request: SequenceRequest, token: int, log_prob: float) -> bool:
         """Append a sampled token; return whether the request goes on."""
-        end: StopReason | ValueError | None
-        if math.isfinite(log_prob):
+        end: StopReason | GrammarError | NotFiniteError | None
+        if request.matcher is not None and (why := request.matcher.get_error()):
+            end = GrammarError(f"the grammar of a structured output gave up: {why}")
+        elif math.isfinite(log_prob):
             end = request.take(token, log_prob, self.version)
-            if end is None:
-                return True
         else:
             end = NotFiniteError("the model's logits are not finite; its weights or its input are broken")
+        if end is not None:
+            self._leave(request, end)
+        return end is None
+
+    def _leave(self, request: SequenceRequest, end: StopReason | GrammarError | NotFiniteError) -> None:
         self._free(request, keep=not isinstance(end, NotFiniteError))
         request.finish(end)
-        return False
 
     # -- what is kept ----------------------------------------------------------------------------------------------
 
@@ -326,11 +365,16 @@ class ContinuousBatch:
                 stream = stream_of(tokens)
                 if not self._kept.known(stream):
                     streams.setdefault(stream, (slot, len(tokens)))
-        while streams and self.decoder.size([n for _, n in streams.values()]) > self._kept.max_tokens:
+        most = self._kept.max_tokens
+        if self._bound is not None:
+            most = min(most, self._bound.room(self._prefixes, len(self._kept) + len(streams)))
+        while streams and self.decoder.size([n for _, n in streams.values()]) > most:
             streams.popitem()
         if streams:
             slots, lengths = zip(*streams.values(), strict=True)
-            self._kept.add(list(streams), self.decoder.keep(slots), self.decoder.size(lengths))
+            size = self.decoder.size(lengths)
+            self._kept.shrink(most - size)
+            self._kept.add(list(streams), self.decoder.keep(slots), size)
         for slot, _ in leaving:
             self.decoder.release(slot)
 

@@ -14,7 +14,8 @@ class SamplingRows:
     """The settings of n requests as columns: one tensor a field, so that a mixed batch costs no loop.
 
     `temperature` and `min_p` (n, 1) float32; `top_k` (n, 1) int64 (0: off); `top_p` (n, 1) float32; `greedy` (n,) bool.
-    A column that no row needs is None. `penalizes`: whether a row has penalties (`rollout.native.scheduler.penalties`).
+    A column that no row needs is None. `penalizes`: whether a row has penalties (`rollout.native.scheduler.penalties`);
+    `structured`: whether one has structured outputs (`rollout.native.scheduler.grammars`).
     """
 
     temperature: Tensor | None
@@ -24,12 +25,14 @@ class SamplingRows:
     all_greedy: bool
     min_p: Tensor | None = None
     penalizes: bool = False
+    structured: bool = False
 
     @classmethod
     def build(cls, settings: Sequence[Sampling], device: torch.device) -> "SamplingRows":
         """Build the columns on `device` from one Sampling a row."""
-        heated = any(s.temperature != 1 for s in settings)
-        filters = any(s.top_k or s.top_p < 1 for s in settings)
+        kinds = {id(s): s for s in settings}.values()  # many rows share one
+        heated = any(s.temperature != 1 for s in kinds)
+        filters = any(s.top_k or s.top_p < 1 for s in kinds)
         greedy = [s.greedy for s in settings]
         return cls(
             temperature=torch.tensor([[s.temperature] for s in settings], device=device) if heated else None,
@@ -37,10 +40,9 @@ class SamplingRows:
             top_p=torch.tensor([[s.top_p] for s in settings], device=device) if filters else None,
             greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
             all_greedy=all(greedy),
-            min_p=torch.tensor([[s.min_p] for s in settings], device=device)
-            if any(s.min_p for s in settings)
-            else None,
-            penalizes=any(s.penalizes for s in settings),
+            min_p=torch.tensor([[s.min_p] for s in settings], device=device) if any(s.min_p for s in kinds) else None,
+            penalizes=any(s.penalizes for s in kinds),
+            structured=any(s.structured_outputs for s in kinds),
         )
 
 
@@ -81,7 +83,7 @@ def choose(logits: Tensor, rows: SamplingRows, uniforms: Tensor | None) -> tuple
     if rows.all_greedy or uniforms is None:
         tokens = log_probs.argmax(dim=-1, keepdim=True)
     else:
-        cdf = log_probs.exp().cumsum(dim=-1, dtype=torch.float64)
+        cdf = log_probs.exp().double().cumsum_(dim=-1)
         tokens = torch.searchsorted(cdf, uniforms * cdf[:, -1:], right=True)
         tokens = tokens.clamp_(max=logits.shape[-1] - 1)  # NaN logits only: the caller refuses them by their log-prob
         if rows.greedy is not None:

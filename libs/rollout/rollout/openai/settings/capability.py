@@ -4,6 +4,7 @@ from seqpack.capability import Supported, Unsupported
 
 NO_WEIGHTS = "an OpenAI-compatible server has no request that replaces weights: train with backend native or vllm"
 NO_MEDIA = "a prompt of token ids has no place for images in a completion request"
+NO_GRAMMARS = "nothing tells whether a server masks as it was asked: take backend native or vllm"
 _SERVERS = "the server chooses its devices and does not tell"
 
 OPENAI: dict[str, Supported | Unsupported] = {
@@ -25,5 +26,6 @@ OPENAI: dict[str, Supported | Unsupported] = {
     "prefix_continuation": Unsupported(_SERVERS),
     "media": Unsupported(NO_MEDIA),
     "tensor_parallel": Unsupported(_SERVERS),
+    "structured_outputs": Unsupported(NO_GRAMMARS),
     "routed_experts": Unsupported("a stream of a completion does not tell which experts a token went to"),
 }

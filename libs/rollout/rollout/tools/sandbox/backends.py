@@ -1,18 +1,20 @@
-"""What confines the runs of a client: a server in namespaces of its own, or bubblewrap, a process a run."""
+"""What confines the runs of a client: a server in namespaces of its own or in a container, or a bubblewrap each."""
 
 import json
+import os
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 from rollout.tools.sandbox.bubblewrap import BOUNDING, bubblewrap_command
 from rollout.tools.sandbox.client_run import Limits
 from rollout.tools.sandbox.errors import SandboxDiedError, SandboxRefusedError
+from rollout.tools.sandbox.podman import container_limits, find_podman, podman_command, with_socket
 
 _ROOT = Path(__file__).parents[3]  # the folder that holds `rollout`
 _START_SECONDS = 30.0
@@ -24,19 +26,18 @@ def _python(code: str) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", before + code]
 
 
-class Namespaces:
-    """The server in namespaces of its own, at the other end of a socket."""
+class _Server:
+    """A server at the other end of a socket; `command` gives its command line from the descriptor of its end."""
 
-    def __init__(self, packages: Sequence[str], programs: bool = False) -> None:
+    def __init__(self, command: Callable[[int], Sequence[str]], env: Mapping[str, str]) -> None:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel = mine
         self._words: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the server is
-        code = f"server.main({theirs.fileno()}, {list(packages)!r}, {programs})"
         try:
             self._process = subprocess.Popen(
-                _python(code),
+                command(theirs.fileno()),
                 pass_fds=[theirs.fileno()],
-                env={},
+                env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=self._words,
                 stderr=self._words,
@@ -79,6 +80,36 @@ class Namespaces:
         with self._words:
             self._words.seek(0)
             return self._words.read(2000).decode("utf-8", "replace").strip()
+
+
+class Namespaces(_Server):
+    """The server in namespaces of its own."""
+
+    def __init__(self, packages: Sequence[str], programs: bool = False) -> None:
+        super().__init__(lambda end: _python(f"server.main({end}, {list(packages)!r}, {programs})"), {})
+
+
+class Podman(_Server):
+    """The server of sessions in a container: with the files of a local image, or with the host's programs."""
+
+    def __init__(self, packages: Sequence[str], image: str | None = None) -> None:
+        program = find_podman()
+        code = f"import json; run.preload_modules(); print(json.dumps(namespaces.visible_paths({list(packages)!r}, 1)))"
+        done = subprocess.run(_python(code), env={}, capture_output=True, check=False)
+        if done.returncode:
+            raise SandboxRefusedError(done.stderr.decode("utf-8", "replace")[-500:])
+        self._files = tempfile.TemporaryDirectory(prefix="sandbox-")  # holds the places of mounts alone
+        os.chmod(self._files.name, 0o755)  # programs run as nobody
+        command = podman_command(
+            program, _ROOT, packages, json.loads(done.stdout), self._files.name, image, container_limits()
+        )
+        super().__init__(lambda end: with_socket(command, end), dict(os.environ))
+
+    def close(self) -> str:
+        """End the server and its container, and return what they printed on standard error."""
+        said = super().close()
+        self._files.cleanup()
+        return said
 
 
 class Bubblewrap:

@@ -12,12 +12,15 @@ from rollout.tools.sandbox.namespaces import DEVICES, NOBODY, work_folder
 
 BOUNDING = ("--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_SETPCAP")
 """Capabilities by which process 1 bounds the number of files, then drops. A setuid bwrap gives them to root only."""
-_OURS = "/server"  # path of this library's files inside
+OWN_FOLDER = "/server"
+"""Path of this library's files inside."""
 _FILES = ("rollout/__init__.py", "rollout/tools/__init__.py", "rollout/tools/sandbox/__init__.py")
 _MODULES = (
     "bubblewrap", "kernel", "namespaces", "process_limits", "run", "seccomp", "server", "serving", "session_server",
     "usage",
 )  # fmt: skip
+OWN_FILES = (*_FILES, *(f"rollout/tools/sandbox/{name}.py" for name in _MODULES))
+"""Files of this library that a server needs."""
 
 
 def bubblewrap_command(
@@ -41,9 +44,11 @@ def bubblewrap_command(
                 command += ["--tmpfs", f"{path}/{name}", "--remount-ro", f"{path}/{name}"]
     for device in DEVICES:
         command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-    for file in (*_FILES, *(f"rollout/tools/sandbox/{name}.py" for name in _MODULES)):
-        command += ["--ro-bind", os.path.realpath(root / file), f"{_OURS}/{file}"]
+    for file in OWN_FILES:
+        command += ["--ro-bind", os.path.realpath(root / file), f"{OWN_FOLDER}/{file}"]
     folder = work_folder(paths)
     command += ["--size", str(file_bytes), "--tmpfs", folder, "--remount-ro", "/", "--chdir", folder]
-    code = f"import sys; sys.path.append({_OURS!r}); from rollout.tools.sandbox.server import one; one(*sys.argv[1:])"
+    code = (
+        f"import sys; sys.path.append({OWN_FOLDER!r}); from rollout.tools.sandbox.server import one; one(*sys.argv[1:])"
+    )
     return [*command, "--", os.path.realpath(sys.executable), "-I", "-S", "-c", code, *arguments]

@@ -20,8 +20,9 @@ _LOADERS = ("/lib64/ld-linux-x86-64.so.2", "/lib/ld-linux-aarch64.so.1")
 _FOREIGN = ("site-packages", "dist-packages")  # other people's packages within the standard library's folder
 _BASE = "/tmp"
 _PROGRAMS = ("/usr/bin", "/usr/lib", "/usr/lib64", "/usr/libexec", "/bin", "/lib", "/lib64", "/etc/alternatives")
-_OWN_PROGRAMS = "/programs"  # the interpreter, as python3
-PATH = f"{_OWN_PROGRAMS}:/usr/bin:/bin"
+OWN_PROGRAMS = "/programs"
+"""Where the interpreter has its usual names."""
+PATH = f"{OWN_PROGRAMS}:/usr/bin:/bin"
 """Where a shell looks for programs."""
 
 
@@ -42,6 +43,13 @@ def visible_paths(packages: Iterable[str] = (), programs: bool = False) -> list[
             paths |= {path, *(name for name in names if os.path.realpath(name) == path)}
     paths |= {p for p in (*_LOADERS, *(_PROGRAMS if programs else ())) if os.path.exists(p)}
     return [p for p in sorted(paths) if not any(p != q and p.startswith(q + "/") for q in paths)]
+
+
+def visible_in_image(packages: Iterable[str] = ()) -> list[str]:
+    """Return the paths of a container's image that a run may see: all but those that the container itself mounts."""
+    own = ("proc", "sys", "dev", "run", "tmp", "server", OWN_PROGRAMS.strip("/"))
+    paths = [f"/{name}" for name in os.listdir("/") if name not in own and os.path.isdir(f"/{name}")]
+    return sorted([*paths, *(p for p in packages if not any(p.startswith(q + "/") for q in paths))])
 
 
 def work_folder(paths: Iterable[str]) -> str:
@@ -94,9 +102,9 @@ def move_in(paths: Iterable[str], programs: bool = False) -> None:
         if not (programs and name == "zero"):
             _show(f"/dev/{name}", f"/dev/{name}", devices=True)
     if programs:
-        os.mkdir(_OWN_PROGRAMS)
+        os.mkdir(OWN_PROGRAMS)
         for name in ("python", "python3"):
-            os.symlink(os.path.realpath(sys.executable), f"{_OWN_PROGRAMS}/{name}")
+            os.symlink(os.path.realpath(sys.executable), f"{OWN_PROGRAMS}/{name}")
     os.makedirs(work_folder(real), exist_ok=True)
     kernel.umount("/old")
     os.rmdir("/old")

@@ -53,6 +53,18 @@ def main(descriptor: int, packages: list[str], programs: bool) -> NoReturn:
     os._exit(0)
 
 
+def contained(descriptor: int, packages: list[str], image: bool) -> NoReturn:
+    """Start the server of sessions as a container's first process; see `main`. `image`: all of its files are shown."""
+    channel = socket.socket(fileno=descriptor)
+    try:
+        run.preload_modules()
+        paths = namespaces.visible_in_image(packages) if image else namespaces.visible_paths(packages, True)
+    except OSError as error:
+        channel.send(json.dumps({"refused": str(error)}).encode())
+        os._exit(1)
+    _serve_inside(paths, channel, True)
+
+
 def _fork_server(paths: list[str], channel: socket.socket, programs: bool) -> int:
     """Fork the server's process, map its users from outside, and return its id."""
     left, mapped = os.pipe(), os.pipe()
@@ -83,6 +95,11 @@ def _become_server(paths: list[str], channel: socket.socket, left: int, mapped: 
     os.close(left)
     if os.read(mapped, 1) != b".":
         os._exit(1)
+    _serve_inside(paths, channel, programs)
+
+
+def _serve_inside(paths: list[str], channel: socket.socket, programs: bool) -> NoReturn:
+    """Move into namespaces of the server's own, as root there or in a container, and serve."""
     try:
         kernel.unshare(_SERVER_NAMESPACES)
         process = os.fork()

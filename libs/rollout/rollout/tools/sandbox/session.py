@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from rollout.tools.sandbox.backends import Namespaces
+from rollout.tools.sandbox.backends import Namespaces, Podman
 from rollout.tools.sandbox.client_run import GRACE_SECONDS, Limits, Ran
 from rollout.tools.sandbox.errors import SandboxDiedError, SandboxRefusedError
 from rollout.tools.sandbox.sandbox import written
@@ -48,24 +48,46 @@ class Session(Protocol):
 class SessionSandbox:
     """Opener of sessions, in the kernel's namespaces; `packages` as for `Sandbox`.
 
-    bubblewrap has none: it makes a root for each program.
+    `backend` is "namespaces", "podman" (namespaces of a container's root, where a user may make none) or "auto": the
+    first that the machine allows. bubblewrap has no sessions: it makes a root for each program. `image` is one that
+    podman has, with bash, and Python 3.11 or newer as python3; without it programs are those of the host.
     """
 
     limits: Limits = SESSION_LIMITS
     packages: Sequence[str] = ()
-    _server: Namespaces | None = field(default=None, init=False, repr=False, compare=False)
+    backend: str = "auto"
+    image: str | None = None
+    _server: Namespaces | Podman | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if self.backend not in ("auto", "namespaces", "podman"):
+            raise ValueError(f"backend must be auto, namespaces or podman, got {self.backend!r}")
+        if self.image is not None and self.backend != "podman":
+            raise ValueError(f"image {self.image!r} is one of podman: give backend='podman' too")
         self._lock = threading.Lock()
 
-    def start(self) -> Namespaces:
+    def start(self) -> Namespaces | Podman:
         """Start the server. Raise SandboxRefusedError where the kernel refuses, or bash is not installed."""
         with self._lock:
             if self._server is None:
                 if not os.path.exists("/bin/bash"):
                     raise SandboxRefusedError("a shell for a model needs /bin/bash, which is not installed")
-                self._server = Namespaces(self.packages, programs=True)
+                self._server = self._started()
             return self._server
+
+    def _started(self) -> Namespaces | Podman:
+        refused = []
+        if self.backend != "podman":
+            try:
+                return Namespaces(self.packages, programs=True)
+            except SandboxRefusedError as error:
+                refused.append(str(error))
+        if self.backend != "namespaces":
+            try:
+                return Podman(self.packages, self.image)
+            except SandboxRefusedError as error:
+                refused.append(f"podman: {error}")
+        raise SandboxRefusedError("; ".join(refused))
 
     def open(self) -> "NamespaceSession":
         """Return a new session. Raise SandboxRefusedError or SandboxDiedError where that fails."""

@@ -15,6 +15,7 @@ import pytest
 
 from rollout.testing.escapes import ESCAPES
 from rollout.testing.processes import descendants
+from rollout.tools.sandbox.backends import Podman
 from rollout.tools.sandbox.client_run import Limits, Ran
 from rollout.tools.sandbox.errors import SandboxDiedError, SandboxRefusedError
 from rollout.tools.sandbox.session import NamespaceSession, SessionSandbox, _Printed
@@ -31,9 +32,26 @@ ALLOWED = {
 """Escapes from a run that a session allows."""
 
 
+def skip_without_podman() -> None:
+    try:
+        made = SessionSandbox(backend="podman")
+        made.start()
+        made.close()
+    except SandboxRefusedError as error:
+        pytest.skip(f"podman can't run a container here: {error}")
+
+
+@pytest.fixture(scope="module", params=["namespaces", "podman"])
+def backend(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    if name == "podman":
+        skip_without_podman()
+    return name
+
+
 @pytest.fixture(scope="module")
-def sandbox() -> Iterator[SessionSandbox]:
-    made = SessionSandbox(LIMITS)
+def sandbox(backend: str) -> Iterator[SessionSandbox]:
+    made = SessionSandbox(LIMITS, backend=backend)
     yield made
     made.close()
 
@@ -46,7 +64,11 @@ def session(sandbox: SessionSandbox) -> Iterator[NamespaceSession]:
 
 
 def server_pid(sandbox: SessionSandbox) -> int:
-    return sandbox.start()._process.pid
+    server = sandbox.start()
+    if not isinstance(server, Podman):
+        return server._process.pid
+    command = ["podman", "inspect", "--format", "{{.State.Pid}}", os.path.basename(server._files.name)]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def settled(sandbox: SessionSandbox, expected: set[int]) -> bool:
@@ -100,9 +122,9 @@ def test_a_python_that_ends_begins_anew(session: NamespaceSession, end: str) -> 
 
 
 @pytest.fixture(scope="module")
-def brief() -> Iterator[NamespaceSession]:
+def brief(backend: str) -> Iterator[NamespaceSession]:
     """A session whose limit on wall time is met before that on the processor's by what does not compute."""
-    made = SessionSandbox(Limits(wall_seconds=6, cpu_seconds=1, output_bytes=4000))
+    made = SessionSandbox(Limits(wall_seconds=6, cpu_seconds=1, output_bytes=4000), backend=backend)
     session = made.open()
     yield session
     session.close()

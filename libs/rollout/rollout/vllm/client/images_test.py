@@ -3,30 +3,25 @@
 import asyncio
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from rollout.engine import Completion, Sampling
-from rollout.testing.vision_model import IMAGE, Prompt, forced_by_types, served_vision_model, shown, vision_distances
+from rollout.testing.vision_model import IMAGE, Prompt, forced_by_types, served_vision_model, vision_distances
 from rollout.vllm import engine as engine_module
 from rollout.vllm.client.images import Shown, shown_in
 from rollout.vllm.engine import VllmEngine
-from rollout.vllm.testing.served import ANSWER, MEAN, MOST, config, served
+from rollout.vllm.testing.served import ANSWER, MEAN, config, served
+from rollout.vllm.testing.served_images import GREEDY, PROMPTS, SEEN, ask, assert_images_agree, other_images
 
 pytestmark = pytest.mark.skipif(
     "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"
 )
-LIKELIEST = Sampling(max_new_tokens=8, greedy=True)
-SEEN = [shown(i, *grids) for i, grids in enumerate([[(1, 4, 6)], [(1, 2, 2), (1, 6, 2), (1, 4, 4)], [(1, 8, 8)]])]
-TEXT: Prompt = ([5, 60, 70, 80, 90], {})
-LATER = shown(9, (1, 4, 2), before=shown(8, (1, 2, 6)))
-PROMPTS = [*SEEN, TEXT, LATER]
 
 
 @pytest.fixture(scope="module")
@@ -46,35 +41,13 @@ def engine(directory: Path) -> Iterator[VllmEngine]:
         yield engine
 
 
-def ask(engine: VllmEngine, prompts: Sequence[Prompt] = PROMPTS, sampling: Sampling = ANSWER) -> list[Completion]:
-    async def all_of_them() -> list[Completion]:
-        return await asyncio.gather(
-            *[
-                engine.generate(ids, sampling if sampling.greedy else replace(sampling, seed=i), media or None)
-                for i, (ids, media) in enumerate(prompts)
-            ]
-        )
-
-    return asyncio.run(all_of_them())
-
-
-def assert_agrees(model: PreTrainedModel, prompts: Sequence[Prompt], done: Sequence[Completion]) -> None:
-    distance = vision_distances(model, prompts, done)
-    assert distance.mean() < MEAN
-    assert distance.max() < MOST
-
-
-def other_pictures(prompts: Sequence[Prompt]) -> list[Prompt]:
-    return [(ids, {**media, "pixel_values": -media["pixel_values"]}) for ids, media in prompts]
-
-
-@pytest.mark.parametrize("sampling", [ANSWER, LIKELIEST], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("sampling", [ANSWER, GREEDY], ids=["sampled", "greedy"])
 def test_log_probs_are_those_of_the_stock_module(engine: VllmEngine, sampling: Sampling) -> None:
     """One image, several, one in a later turn; a prompt of text in the same batch; each also alone."""
     done = ask(engine, sampling=sampling)
-    assert_agrees(served_vision_model(), PROMPTS, done)
-    assert vision_distances(served_vision_model(), other_pictures(SEEN), done[: len(SEEN)]).mean() > 2 * MEAN
-    assert_agrees(served_vision_model(), PROMPTS, [ask(engine, [prompt], sampling)[0] for prompt in PROMPTS])
+    assert_images_agree(served_vision_model(), PROMPTS, done)
+    assert vision_distances(served_vision_model(), other_images(SEEN), done[: len(SEEN)]).mean() > 2 * MEAN
+    assert_images_agree(served_vision_model(), PROMPTS, [ask(engine, [prompt], sampling)[0] for prompt in PROMPTS])
 
 
 def test_each_copy_of_a_model_is_shown_its_own_requests_images(directory: Path) -> None:
@@ -87,7 +60,7 @@ def test_each_copy_of_a_model_is_shown_its_own_requests_images(directory: Path) 
         )
 
     with VllmEngine(directory, config(data_parallel=2)) as engine:
-        assert_agrees(served_vision_model(), *asyncio.run(ask_all(engine)))
+        assert_images_agree(served_vision_model(), *asyncio.run(ask_all(engine)))
 
 
 def test_an_image_token_of_text_stays_text(engine: VllmEngine) -> None:
@@ -101,10 +74,10 @@ def test_an_image_token_of_text_stays_text(engine: VllmEngine) -> None:
 
 
 def test_equal_prompts_with_equal_images_answer_alike_and_other_images_do_not(engine: VllmEngine) -> None:
-    first, second = SEEN[1], other_pictures(SEEN)[1]
-    told = ask(engine, [first, second, first], LIKELIEST)
+    first, second = SEEN[1], other_images(SEEN)[1]
+    told = ask(engine, [first, second, first], GREEDY)
     assert told[0].log_probs == pytest.approx(told[2].log_probs, abs=1e-3)
-    assert_agrees(served_vision_model(), [first, second, first], told)
+    assert_images_agree(served_vision_model(), [first, second, first], told)
 
 
 IDS, MEDIA = SEEN[0]
@@ -149,7 +122,7 @@ def test_positions_that_are_not_the_trainers_are_refused_by_vllms_process(
     with pytest.raises(ValueError, match=r"grids \[\[1, 4, 6\]\] other positions than the trainer"):
         ask(engine, SEEN[:1])
     monkeypatch.undo()
-    assert_agrees(served_vision_model(), SEEN[:1], ask(engine, SEEN[:1]))
+    assert_images_agree(served_vision_model(), SEEN[:1], ask(engine, SEEN[:1]))
 
 
 def test_a_model_of_text_is_shown_nothing(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollout.node_place import NodePlace, node_place
 from rollout.vllm.client.wire import Wire
 from rollout.vllm.settings.arguments import EngineArguments
 from rollout.vllm.settings.config import VllmConfig
@@ -31,7 +32,7 @@ ON_LOOPBACK = {
     "NCCL_SOCKET_IFNAME": "lo",
     "HCCL_SOCKET_IFNAME": "lo",
 }
-"""Addresses where workers meet, all on this machine: by default they listen where other machines can reach them."""
+"""Addresses where workers meet, where all are on this machine: by default others can reach them."""
 _LAST_LINES = 15
 _ARGUMENTS = """
 import dataclasses, json, vllm
@@ -151,11 +152,11 @@ def _is_installed(distribution: str) -> bool:
 
 def environment(config: VllmConfig, given: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of vLLM's process: the caller's, without the paths of its packages where vLLM has others,
-    and those that keep vLLM in one process, on loopback, quiet and offline."""
+    and those that keep vLLM in one process, on loopback where it is on one machine, quiet and offline."""
     ours = ("PYTHONPATH", "PYTHONHOME") if config.python or given.get(VARIABLE) else ()
     inherited = {name: value for name, value in given.items() if name not in ours}
     return inherited | {
-        **ON_LOOPBACK,
+        **_meeting(node_place(given)),
         "OMP_NUM_THREADS": str(config.threads),  # more threads than idle cores are many times slower
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gib),
@@ -168,6 +169,14 @@ def environment(config: VllmConfig, given: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def _meeting(place: NodePlace | None) -> dict[str, str]:
+    """Return the address of workers that other machines' are to reach, and its network interface; else loopback."""
+    if place is None:
+        return ON_LOOPBACK
+    named = {} if place.interface is None else dict.fromkeys(ON_LOOPBACK, place.interface)
+    return named | {"VLLM_HOST_IP": place.address}
+
+
 def own_devices(config: VllmConfig, given: Mapping[str, str], copy: int) -> dict[str, str]:
     """Return the variables that give a copy its own accelerators, or the one that it shares; none for a single copy.
 
@@ -176,7 +185,7 @@ def own_devices(config: VllmConfig, given: Mapping[str, str], copy: int) -> dict
     """
     if config.data_parallel == 1:
         return {}
-    each = config.tensor_parallel
+    each = config.workers
     needed, place = config.devices, copy // config.copies_per_device
     variables = {}
     for variable in VISIBLE:
@@ -192,4 +201,4 @@ def own_devices(config: VllmConfig, given: Mapping[str, str], copy: int) -> dict
 def _devices(config: VllmConfig) -> str:
     if config.copies_per_device > 1:
         return f"which {config.copies_per_device} share a device"
-    return f"{config.tensor_parallel} devices"
+    return f"{config.workers} devices"

@@ -55,6 +55,7 @@ class Replicas:
         self._joined = config.experts_over_copies
         self._turn, self._order = 0, threading.Lock()
         self._processes: list[VllmProcess] = []
+        self._start: Message = {}
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._calls: dict[int, _Call] = {}
@@ -88,8 +89,18 @@ class Replicas:
         """Return how copies that share experts meet, on this machine; None where each has all experts."""
         return {"size": self._count, "port": two_free_ports()} if self._joined else None
 
-    def start(self, start: Message, on_wait: Callable[[], None]) -> Message:
-        """Start all copies and call `meanwhile`; return the first one's facts, with all copies' experts where shared.
+    def begin(self, start: Message) -> None:
+        """Start all copies; of those that share a device the first one, the others as `wait_until_ready` says."""
+        self._start = start
+        self._begin(0)
+
+    def _begin(self, turn: int) -> None:
+        for place, process in enumerate(self._processes[turn :: self._sharing]):
+            with contextlib.suppress(OSError):  # `_first` raises with its last output
+                process.wire.send({"start": of_copy(self._start, turn + place * self._sharing)})
+
+    def wait_until_ready(self) -> Message:
+        """Wait for the copies, and return the first one's facts, with all copies' experts where shared.
 
         Copies that share a device start one after another, as each measures what memory it finds free.
 
@@ -100,13 +111,9 @@ class Replicas:
         facts: Message = {}
         experts: list[Any] = []
         for turn in range(self._sharing):
-            processes = self._processes[turn :: self._sharing]
-            for place, process in enumerate(processes):
-                with contextlib.suppress(OSError):  # `_first` raises with its last output
-                    process.wire.send({"start": of_copy(start, turn + place * self._sharing)})
-            if turn == 0:
-                on_wait()
-            for process in processes:
+            if turn:
+                self._begin(turn)
+            for process in self._processes[turn :: self._sharing]:
                 answer = self._first(process)
                 if "refused" in answer:
                     raise ValueError(answer["refused"])

@@ -245,7 +245,8 @@ def test_copies_on_a_device_start_one_after_another(monkeypatch: pytest.MonkeyPa
 
     player = threading.Thread(target=play)
     player.start()
-    facts = copies.start({"engine": {"seed": 7}, "tied": {}}, lambda: None)
+    copies.begin({"engine": {"seed": 7}, "tied": {}})
+    facts = copies.wait_until_ready()
     player.join(5)
     copies.close()
     assert (facts, told) == ({"copy": 0, "workers": [7]}, [[], []])

@@ -8,7 +8,7 @@ step; a request goes to the copy that has the fewest, or to the one that it name
 import asyncio
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from rollout.engine import Completion, OnTokens, Sampling, StopReason
 from rollout.errors import EpisodeFailed
 from rollout.experts import ROUTED_EXPERTS, RoutedExperts
 from rollout.open_requests import settle
+from rollout.structured_outputs import NO_TOKENIZER, check_ends
 from rollout.vllm.client.images import Image, Shown
 
 Send = Callable[..., None]
@@ -25,6 +26,14 @@ TokenUpdate = Sequence[Any]
 log-prob] pairs at each token of its prompt where they were asked for."""
 PROMPT_LOGPROBS = "prompt_logprobs"
 """Name among a completion's extras of log-probs by token at each token of its prompt."""
+
+
+def check_structured(sampling: Sampling, ends: tuple[int | None, Collection[int]] | None) -> None:
+    """Raise ValueError for structured outputs that vLLM could not end; `ends`: its tokenizer's, None without one."""
+    if sampling.structured_outputs:
+        if ends is None:
+            raise ValueError(NO_TOKENIZER)
+        check_ends(sampling.stop_token_ids, *ends)
 
 
 @dataclass(eq=False)
@@ -47,6 +56,8 @@ class VllmRequest:
     shown: Shown | None = None
     prompt_logprobs: int | None = None
     """How many log-probs of each token of the prompt are asked for, beside the token's own."""
+    started: bool = False
+    """Whether a step gave it tokens: the next ones decode, and may have drafts."""
     copy: int | None = None
     """The copy that it names, or was sent to."""
 
@@ -65,6 +76,8 @@ class VllmRequest:
             "stop_token_ids": list(s.stop_token_ids),
             "seed": self.seed,
         }
+        if s.structured_outputs:
+            how["structured_outputs"] = s.structured_outputs.plain()
         if self.prompt_logprobs is not None:
             how["prompt_logprobs"] = self.prompt_logprobs
         fields = [self.number, list(self.prompt), how]
@@ -121,12 +134,22 @@ class VllmRequests:
         self._waiting: dict[int, VllmRequest] = {}
         self._held = False
         self._lost: RuntimeError | None = None
+        self._steps = self._decoded = 0
+        """Decode steps of all requests since they were last asked for, and the tokens that these gave."""
         self._quiet: list[asyncio.Future[None]] = []
 
     def counts(self) -> tuple[int, int]:
         """Return how many requests are sent, and how many wait."""
         with self._lock:
             return len(self._asked), len(self._waiting)
+
+    def take_accepted(self) -> float | None:
+        """Return how many tokens beyond its own a request's decode step gave on average since the last call: the drafts
+        that the model accepted. None where there was no step."""
+        with self._lock:
+            steps, decoded = self._steps, self._decoded
+            self._steps = self._decoded = 0
+        return decoded / steps - 1 if steps else None
 
     def add(self, request: VllmRequest) -> None:
         """Send a request in a few turns of the loop, or once sending is not held any more.
@@ -219,8 +242,17 @@ class VllmRequests:
             request = self._asked.get(update[0])
             if request is not None:
                 by_loop[request.loop].append((request, update))
+                self._count(request, len(update[1]))
         for loop, mine in by_loop.items():
             _post(loop, self._take, mine, version)
+
+    def _count(self, request: VllmRequest, tokens: int) -> None:
+        """Count a decode step: the one that gives the first token has read the prompt, and no drafts."""
+        if tokens and request.started:
+            with self._lock:
+                self._steps += 1
+                self._decoded += tokens
+        request.started = request.started or tokens > 0
 
     def refused(self, number: int, error: ValueError) -> None:
         """Fail a request that vLLM refuses."""

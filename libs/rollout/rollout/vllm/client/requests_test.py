@@ -125,6 +125,24 @@ def test_tokens_are_gathered_with_the_version_of_their_step() -> None:
     asyncio.run(run())
 
 
+def test_drafts_that_were_accepted_are_counted_by_decode_steps() -> None:
+    """The first tokens of a request come from its prompt, and a step without any is none."""
+
+    async def played_out() -> None:
+        played = Played()
+        for number in (1, 2):
+            played.ask(number)
+        await turns()
+        assert played.table.take_accepted() is None
+        on_step(played, [1, [5], [-1.0], None, None], [2, [], [], None, None])
+        on_step(played, [1, [5, 6, 7], [-1.0] * 3, None, None], [2, [8], [-1.0], None, None])
+        on_step(played, [1, [5], [-1.0], None, None], [2, [8, 9], [-1.0] * 2, "stop", None])
+        assert played.table.take_accepted() == pytest.approx((2 + 0 + 1) / 3)
+        assert played.table.take_accepted() is None
+
+    asyncio.run(played_out())
+
+
 @pytest.mark.parametrize("reason", ["abort", "deadline"])
 def test_who_is_ended_has_what_it_got_and_the_reason(reason: StopReason) -> None:
     async def run() -> None:

@@ -22,10 +22,14 @@ VLLM: dict[str, Supported | Unsupported] = {
     "prefix_sharing": Supported("vllm/engine_weights_test.py::test_the_prefix_cache_is_not_stale_after_an_update"),
     "prefix_continuation": Supported("vllm/engine_weights_test.py::test_the_prefix_cache_is_not_stale_after_an_update"),
     "media": Supported("vllm/client/images_test.py::test_log_probs_are_those_of_the_stock_module"),
+    "structured_outputs": Supported("vllm/structured_outputs_test.py::test_log_probs_are_of_what_the_grammar_leaves"),
     "routed_experts": Supported("vllm/experts_test.py::test_the_experts_told_are_those_of_its_log_probs"),
     "sleep": Supported("vllm/sleep_gpu_test.py::test_ten_cycles_do_not_make_the_peak_grow"),
     "tensor_parallel": Supported(
         "vllm/workers_test.py::test_log_probs_are_those_of_the_module_before_and_after_an_update"
+    ),
+    "pipeline_parallel": Supported(
+        "vllm/stages_test.py::test_log_probs_are_those_of_the_module_before_and_after_an_update"
     ),
     "data_parallel": Supported(
         "vllm/data_parallel_test.py::test_each_copy_has_the_modules_log_probs_before_and_after_an_update"

@@ -8,6 +8,30 @@ EXPERT_ROWS = 32
 HEADS = ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads")
 
 
+def stages_refusal(config: Mapping[str, Any], stages: int, cpu: bool, sees: bool) -> str | None:
+    """Return why the layers of a model of this config (its text part) can't be split into so many stages; None where
+    they can. `sees`: whether it reads images."""
+    if stages == 1:
+        return None
+    if not cpu:
+        return (
+            "stages of a model (pipeline_parallel) ran on a CPU alone, no accelerator has run them: use tensor_parallel"
+        )
+    if sees:
+        return "stages of a model (pipeline_parallel) never ran with images: use tensor_parallel"
+    layers = config["num_hidden_layers"]
+    return f"{layers} layers can't fill {stages} stages (pipeline_parallel): lower it" if layers < stages else None
+
+
+def nodes_refusal(workers: int, nodes: int, cpu: bool) -> str | None:
+    """Return why a copy's workers can't be spread over so many machines; None where they can. On a CPU vLLM 0.32 takes
+    each worker for a machine of its own, and has no queue for the answers of a second one on the first machine."""
+    if not cpu or nodes == 1 or workers == nodes:
+        return None
+    told = f"{workers} workers over {nodes} machines"
+    return f"{told}: on a CPU vLLM can have one on each (tensor_parallel x pipeline_parallel)"
+
+
 def spread_refusal(config: Mapping[str, Any], workers: int, by_experts: bool, cpu: bool, copies: int = 1) -> str | None:
     """Return why a model of this config (its text part) can't be split over so many workers; None where it can.
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollout.vllm.limits.parallel_limits import spread_refusal
+from rollout.vllm.limits.parallel_limits import nodes_refusal, spread_refusal, stages_refusal
 
 HYBRID = {
     "num_attention_heads": 8,
@@ -51,3 +51,25 @@ def test_experts_are_dealt_to_the_workers_of_all_copies() -> None:
     assert spread_refusal(MIXTURE, 1, True, True, copies=2) is None
     found = spread_refusal(MIXTURE, 2, True, True, copies=2)
     assert found == "6 experts can't be shared by 4 workers: use a divisor of it for tensor_parallel x data_parallel"
+
+
+@pytest.mark.parametrize(
+    ("stages", "cpu", "sees", "problem"),
+    [
+        (1, False, True, None),
+        (4, True, False, None),
+        (2, False, False, "no accelerator has run them"),
+        (2, True, True, "never ran with images"),
+        (5, True, False, "4 layers can't fill 5 stages"),
+    ],
+)
+def test_stages_that_cannot_be_are_told_by_name(stages: int, cpu: bool, sees: bool, problem: str | None) -> None:
+    found = stages_refusal({"num_hidden_layers": 4}, stages, cpu, sees)
+    assert found is None if problem is None else found is not None and problem in found
+
+
+def test_a_machine_of_several_has_one_worker_on_a_cpu() -> None:
+    assert nodes_refusal(4, 1, True) is None
+    assert nodes_refusal(2, 2, True) is None
+    assert nodes_refusal(4, 2, False) is None
+    assert "4 workers over 2 machines: on a CPU vLLM can have one on each" in str(nodes_refusal(4, 2, True))

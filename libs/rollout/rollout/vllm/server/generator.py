@@ -4,6 +4,7 @@ vLLM's asynchronous engine always puts its core into a further process, which ou
 exists for vLLM alone, so its core runs in it.
 """
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -13,23 +14,29 @@ from typing import Any
 
 import vllm
 from vllm import EngineArgs, SamplingParams
+from vllm.config import StructuredOutputsConfig
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from rollout.vllm.limits.cpu import arguments_refusal, refusal
-from rollout.vllm.limits.parallel_limits import spread_refusal
+from rollout.vllm.limits.parallel_limits import nodes_refusal, spread_refusal, stages_refusal
 from rollout.vllm.server import cpu_replicas as cpu_copies
 from rollout.vllm.server.ascend import installed
+from rollout.vllm.server.grammars import RequestGrammars
 from rollout.vllm.server.platforms import settle
 from rollout.vllm.server.routes import RequestExperts
 from rollout.vllm.server.text_models import register_text_models
+from rollout.vllm.server.weight_regions import REGIONS
 from rollout.vllm.settings.arguments import EngineArguments, check_arguments
 
 TokenUpdate = tuple[Any, ...]
 """A request's number, the tokens of this step, their log-probs, why it ended, and at its end the experts of all its
 tokens where they are recorded; then (token, log-prob) pairs at each token of its prompt where they were asked for."""
 
+RELOAD_INPLACE = "vllm.model_executor.model_loader.reload.inplace"
+"""The module by which the weights of a model that drafts are replaced (`worker`)."""
 UNTIED = {"tie_word_embeddings": False}
 
 
@@ -39,6 +46,7 @@ class Generator:
     Args:
         start: `model` (a directory), `config` (the text part of its config.json), `engine` (arguments of vLLM's),
             `weights` (slots of a file of weights, see `rollout.vllm.weights.shared_weights`),
+            `regions` (paths of this machine's two such files where workers are on several machines, or none),
             `tied` (other names of some of them), `experts` (whether the experts of tokens are recorded),
             `sight` (the model's vision settings, or None),
             `together` (which of the copies that share experts this is, see `cpu_replicas`; or None).
@@ -48,45 +56,18 @@ class Generator:
     """
 
     def __init__(self, start: dict[str, Any]) -> None:
-        arguments = start["engine"]
-        known = EngineArguments(vllm.__version__, tuple(field.name for field in fields(EngineArgs)))
-        check_arguments(arguments, known)
-        together = start["together"]
-        if why := _refusal(start["config"], arguments, together):
-            raise ValueError(f"vLLM can't sample from {arguments['model']}: {why}")
-        platform = "cpu" if current_platform.is_cpu() else current_platform.device_type
-        arguments, variables = settle(
-            platform, arguments, os.environ, together, installed(), find_spec("flashinfer") is not None
-        )
-        os.environ |= variables  # its workers' too
-        register_text_models()
+        arguments, together = read_arguments(start), start["together"]
         self._vision_spec = start["vision_spec"]
-        seeing = {}
-        if self._vision_spec is not None:
-            from rollout.vllm.server import images  # a text model needs none of its imports
-
-            images.replace_processors()
-            os.environ["TESSERA_VLLM_SEEING"] = "1"  # its workers do so too (`start`)
-            seeing = images.arguments(known.names)
-        self._engine = LLMEngine.from_engine_args(
-            EngineArgs(
-                **(seeing | arguments),
-                load_format="dummy",
-                hf_overrides=UNTIED if self._vision_spec is None else UNTIED | {"text_config": UNTIED},
-                worker_extension_cls="rollout.vllm.server.worker.FileWeights",
-                logprobs_mode="processed_logprobs",
-                max_logprobs=-1,
-                skip_tokenizer_init=True,
-                async_scheduling=False,
-                disable_log_stats=True,
-            )
-        )
+        self._engine = LLMEngine.from_engine_args(arguments)
         self._engine.collective_rpc("settle_in")
         self._own_experts: list[list[int]] = []
         self.turns = None if together is None else self._join_copies()
-        self._slots, self._tied = start["weights"], start["tied"]
-        self._prefix_cache = arguments["enable_prefix_caching"]
+        self._slots, self._tied, self._regions = start["weights"], start["tied"], start["regions"]
+        self._prefix_cache = arguments.enable_prefix_caching
         self._names: dict[int, str] = {}
+        self._grammars = RequestGrammars(self._engine)
+        self.failures: list[tuple[int, str]] = []
+        """Requests that ended in an error since they were last taken, and its text."""
         if self._vision_spec is not None:
             self._check_sight()
         self._experts = RequestExperts() if start["experts"] else None
@@ -98,12 +79,14 @@ class Generator:
         model = self._engine.vllm_config.model_config
         return {
             "vllm": vllm.__version__,
-            "device": "cpu" if current_platform.is_cpu() else current_platform.device_type,
+            "device": device_kind(),
             "dtype": str(model.dtype).removeprefix("torch."),
             "max_length": model.max_model_len,
             "vocab_size": model.get_vocab_size(),
             "workers": [worker.pid for worker in self.workers],
             "experts": self._own_experts,
+            "overlaps": bool(self._engine.vllm_config.scheduler_config.async_scheduling),
+            "ends": self._grammars.ends,
         }
 
     @property
@@ -160,15 +143,20 @@ class Generator:
     ) -> None:
         """Add a request. Raise ValueError where vLLM refuses it."""
         prompt = self._prompt(ids, shown, list(places), positions) if shown else {"prompt_token_ids": ids}
+        wanted = sampling.pop("structured_outputs", None)
         params = SamplingParams(
             **sampling,
+            structured_outputs=None if wanted is None else self._grammars.params(wanted),
             logprobs=0,
             detokenize=False,
             ignore_eos=True,  # only the request's own stop tokens end it
             output_kind=RequestOutputKind.DELTA,
             skip_clone=True,
         )
-        self._names[number] = self._engine.add_request(str(number), prompt, params)
+        name = self._engine.add_request(str(number), prompt, params)
+        if wanted is not None:
+            self._grammars.begin(name, ids, wanted)
+        self._names[number] = name
 
     def end(self, number: int) -> TokenUpdate | None:
         """End a request and return its last update; None where it has ended before."""
@@ -176,6 +164,7 @@ class Generator:
         if name is None:
             return None
         self._engine.abort_request([name], internal=True)
+        self._grammars.end(name)
         return number, [], [], "abort", self._experts_of(name)
 
     def _experts_of(self, name: str) -> list[Any] | None:
@@ -193,9 +182,26 @@ class Generator:
             ids = list(answer.token_ids)
             log_probs = [row[token].logprob for token, row in zip(ids, answer.logprobs or (), strict=True)]
             name = self._names.pop(number, None) if output.finished else None
+            if name is not None and (why := self._grammars.end(name)):
+                self.failures.append((number, f"the grammar of a structured output gave up: {why}"))
+                continue
             experts = None if name is None else self._experts_of(name)
             prompt = [] if output.prompt_logprobs is None else [_pairs(output.prompt_logprobs)]
             updates.append((number, ids, log_probs, answer.finish_reason, experts, *prompt))
+        return updates
+
+    def drain(self) -> list[TokenUpdate]:
+        """Finish the step that overlaps with the next one, where one does, and begin none; return its updates.
+
+        Whatever replaces weights or frees memory calls it first: all tokens of a step are then of one version.
+        """
+        core = self._engine.engine_core.engine_core
+        updates: list[TokenUpdate] = []
+        if core.batch_queue:
+            core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            while core.batch_queue:
+                updates += self.step()
+            core.scheduler.set_pause_state(PauseState.UNPAUSED)
         return updates
 
     def sleep(self) -> None:
@@ -206,8 +212,15 @@ class Generator:
         """Allocate the memory again. Its contents are undefined until weights are loaded."""
         self._engine.wake_up()
 
-    def load(self, path: str, digests: dict[str, int], recompute: bool) -> None:
-        """Load the weights of a file, and check the digest of each tensor.
+    def _seen_by_workers(self, path: str | dict[str, Any]) -> str | int | dict[str, Any]:
+        """Return the path of a descriptor of this process for its children; its number for those of several machines,
+        each of which has regions of its own."""
+        if isinstance(path, dict):
+            return path
+        return self._regions.index(path) if self._regions else seen_by_children(path)
+
+    def load(self, path: str | dict[str, Any], digests: dict[str, int], recompute: bool) -> None:
+        """Load the weights of a file, or of parts (`rollout.vllm.weights.parts`), and check the digest of each.
 
         The prefix cache is stale then, and dropped; with `recompute` running requests read their tokens again too.
 
@@ -215,7 +228,7 @@ class Generator:
             RuntimeError: the file is damaged, or vLLM left a parameter as it was, in one of its workers.
         """
         answers = self._engine.collective_rpc(
-            "load_file", args=(_seen_by_workers(path), self._slots, self._tied, digests)
+            "load_file", args=(self._seen_by_workers(path), self._slots, self._tied, digests)
         )
         if problems := [f"{_worker(rank, answers)}{why}" for rank, why in enumerate(answers) if why is not None]:
             raise RuntimeError("; ".join(problems))
@@ -225,13 +238,66 @@ class Generator:
             self._engine.reset_encoder_cache()  # outputs of the older tower
 
 
-def _refusal(config: Mapping[str, Any], arguments: Mapping[str, Any], together: Mapping[str, int] | None) -> str | None:
+def read_arguments(start: dict[str, Any]) -> EngineArgs:
+    """Return vLLM's engine arguments, and set the variables of this process and its workers by them.
+
+    Raises:
+        ValueError: vLLM can't do what is asked; the text says why.
+    """
+    arguments = start["engine"]
+    known = EngineArguments(vllm.__version__, tuple(field.name for field in fields(EngineArgs)))
+    check_arguments(arguments, known)
+    together = start["together"]
+    sees = start["vision_spec"] is not None
+    if why := _refusal(start["config"], arguments, together, sees):
+        raise ValueError(f"vLLM can't sample from {arguments['model']}: {why}")
+    flashinfer = find_spec("flashinfer") is not None
+    arguments, variables = settle(device_kind(), arguments, os.environ, together, installed(), flashinfer)
+    if start["experts"]:
+        arguments["async_scheduling"] = False  # a step's experts are asked for before the next one begins
+    os.environ |= variables  # its workers' too
+    os.environ[REGIONS] = json.dumps([seen_by_children(path) for path in start["regions"]])
+    register_text_models()
+    seeing = {}
+    if sees:
+        from rollout.vllm.server import images  # a text model needs none of its imports
+
+        images.replace_processors()
+        os.environ["TESSERA_VLLM_SEEING"] = "1"  # its workers do so too (`start`)
+        seeing = images.arguments(known.names)
+    return EngineArgs(
+        **(seeing | arguments),
+        load_format="dummy",
+        hf_overrides=UNTIED | {"text_config": UNTIED} if sees else UNTIED,
+        worker_extension_cls="rollout.vllm.server.worker.FileWeights",
+        logprobs_mode="processed_logprobs",
+        max_logprobs=-1,
+        skip_tokenizer_init="tokenizer" not in arguments,
+        structured_outputs_config=StructuredOutputsConfig(backend="guidance"),
+        disable_log_stats=True,
+    )
+
+
+def _refusal(
+    config: Mapping[str, Any], arguments: Mapping[str, Any], together: Mapping[str, int] | None, sees: bool
+) -> str | None:
     cpu = current_platform.is_cpu()
     if cpu and (why := refusal(config, arguments["dtype"])):
         return why
     if cpu and (why := arguments_refusal(arguments, arguments["dtype"])):
         return why
+    method = (arguments.get("speculative_config") or {}).get("method")
+    if method == "mtp" and find_spec(RELOAD_INPLACE) is None:
+        return (
+            f"speculative_config of method mtp: vLLM {vllm.__version__} can't give new weights to the head that drafts "
+            "(0.26 told log-probs 3 off or NaN): take 0.32, or leave speculative_config out"
+        )
     if together is not None and (why := cpu_copies.refusal(vllm.__version__, cpu)):
+        return why
+    stages = arguments["pipeline_parallel_size"]
+    if why := stages_refusal(config, stages, cpu, sees):
+        return why
+    if why := nodes_refusal(stages * arguments["tensor_parallel_size"], arguments.get("nnodes", 1), cpu):
         return why
     workers, copies = arguments["tensor_parallel_size"], 1 if together is None else together["size"]
     return spread_refusal(config, workers, arguments["enable_expert_parallel"], cpu, copies)
@@ -245,6 +311,11 @@ def _worker(rank: int, answers: Sequence[Any]) -> str:
     return f"worker {rank} of {len(answers)}: " if len(answers) > 1 else ""
 
 
-def _seen_by_workers(path: str) -> str:
+def device_kind() -> str:
+    """Return the kind of device that this vLLM computes on: "cpu", "cuda", "npu", ..."""
+    return "cpu" if current_platform.is_cpu() else current_platform.device_type
+
+
+def seen_by_children(path: str) -> str:
     """Return the path of a descriptor of this process for its children."""
     return path.replace("/proc/self/fd/", f"/proc/{os.getpid()}/fd/")

@@ -1,4 +1,4 @@
-"""torch's rendezvous stores of vLLM's processes, bound to loopback.
+"""torch's rendezvous stores of vLLM's processes, bound to loopback, or to the address that other machines' know.
 
 A `TCPStore` listens on all interfaces, whatever host it gets, and whoever reaches it reads and writes what workers tell
 each other, pickled objects among it. But it takes a socket that listens already: one of loopback, where the host is.
@@ -6,6 +6,7 @@ Called before vLLM is imported, which takes the class by name.
 """
 
 import importlib
+import os
 import socket
 from datetime import timedelta
 
@@ -15,7 +16,7 @@ LOOPBACK = ("127.0.0.1", "localhost")
 
 
 class LoopbackStore(dist.TCPStore):
-    """torch's store, listening on loopback alone where its host is loopback."""
+    """torch's store, listening on its host alone where that is loopback, or this machine's among several."""
 
     def __init__(
         self,
@@ -30,8 +31,8 @@ class LoopbackStore(dist.TCPStore):
         use_libuv: bool = True,
     ) -> None:
         own = None
-        if is_master and master_listen_fd is None and host_name in LOOPBACK:
-            own = socket.create_server((LOOPBACK[0], port), backlog=512)
+        if is_master and master_listen_fd is None and host_name in (*LOOPBACK, os.environ.get("VLLM_HOST_IP")):
+            own = socket.create_server((host_name, port), backlog=512)
             port, master_listen_fd = own.getsockname()[1], own.fileno()
         super().__init__(
             host_name=host_name,

@@ -48,6 +48,12 @@ def test_a_store_listens_on_loopback_and_serves_another_process() -> None:
     child.join(60)
 
 
+def test_a_store_among_machines_listens_on_this_ones_address_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.2")
+    store = LoopbackStore("127.0.0.2", 0, 1, is_master=True, timeout=WAIT)
+    assert interfaces(store.port) == ["127.0.0.2"]
+
+
 def test_torchs_own_listens_on_all_interfaces() -> None:
     """Why there is another."""
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=WAIT)

@@ -29,7 +29,7 @@ def settle(
     """
     if platform == "cuda":
         return cuda_arguments(arguments, environ, flashinfer)
-    arguments = {"enforce_eager": True, **arguments}
+    arguments = {"enforce_eager": True, "async_scheduling": False, **arguments}
     if platform == "cpu":
         _refuse_accelerator_arguments(arguments)
         return dict(arguments), {} if together is None else cpu_copies.variables(together)
@@ -41,8 +41,14 @@ def settle(
 def cuda_arguments(
     arguments: Mapping[str, Any], environ: Mapping[str, str], flashinfer: bool
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the engine arguments for CUDA with what they leave open, and the variables to set with them."""
+    """Return the engine arguments for CUDA with what they leave open, and the variables to set with them.
+
+    `async_scheduling`, by which vLLM prepares a step while the device computes the one before, is on where it sleeps:
+    weights are then replaced while nothing runs. Elsewhere it has to be asked for.
+    """
     filled = dict(arguments)
+    if not filled.get("enable_sleep_mode"):
+        filled.setdefault("async_scheduling", False)
     if "enforce_eager" not in filled:
         most = filled["max_num_seqs"]
         filled |= decode_graphs([*(size for size in GRAPHS if size < most), most])

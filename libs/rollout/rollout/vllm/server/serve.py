@@ -17,7 +17,7 @@ reads the socket; when that closes, it ends the process at once, whatever the ma
 | from the server | |
 | --- | --- |
 | `step` | [number, ids, log-probs, why it ended, experts] of each request that got on, and the weights' `version` |
-| `not_asked` | a request's number, and why vLLM does not take it |
+| `not_asked` | a request's number, and why vLLM does not take it, or can't go on with it |
 | `loaded` | the number of the call; `seconds`, or the `error` after which the old weights are in use |
 
 A failure of vLLM ends the process, by which the engine learns of it.
@@ -33,6 +33,7 @@ import tempfile
 import threading
 import time
 import traceback
+import uuid
 from collections import deque
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
@@ -42,12 +43,18 @@ from rollout.vllm.client.wire import TAIL, TURN, Wire
 
 if TYPE_CHECKING:
     from rollout.vllm.server.cpu_replicas import LockstepTurns  # torch
+    from rollout.vllm.server.generator import Generator  # vLLM
+    from rollout.vllm.server.node_workers import NodeWorkers  # vLLM
+
+
+SOCKET_NAME = 107
+"""Bytes of the longest name of a Unix socket."""
 
 
 def serve(descriptor: int) -> None:
     """Serve until the other end of the socket `descriptor` is gone."""
     wire = Wire(socket.socket(fileno=descriptor))
-    scratch = tempfile.mkdtemp(prefix="tessera-vllm-")
+    scratch = scratch_folder()
     os.environ["TMPDIR"] = tempfile.tempdir = scratch  # vLLM leaves files in it
     inbox: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=_read, args=(wire, inbox, scratch), daemon=True).start()
@@ -57,6 +64,13 @@ def serve(descriptor: int) -> None:
         if sys.exc_info()[0] is not None:
             traceback.print_exc()  # the engine reads the last output
         _leave(scratch)
+
+
+def scratch_folder() -> str:
+    """Make the folder of vLLM's files: below TMPDIR, or in /tmp where the names of its sockets would not fit there."""
+    base, prefix = tempfile.gettempdir(), "tessera-vllm-"
+    longest = len(os.fsencode(base)) + len(f"/{prefix}12345678/") + len(str(uuid.UUID(int=0)))
+    return tempfile.mkdtemp(prefix=prefix, dir=base if longest <= SOCKET_NAME else "/tmp")
 
 
 def _read(wire: Wire, inbox: "queue.Queue[dict[str, Any]]", scratch: str) -> None:
@@ -103,22 +117,36 @@ class _Server:
         """Start vLLM by the first message, then serve for ever."""
         from rollout.vllm.server.generator import Generator  # vLLM, seconds: the reader is at work by now
 
-        first = self._inbox.get()
+        start = self._inbox.get()["start"]
         try:
-            self._generator = Generator(first["start"])
+            if start["engine"].get("node_rank"):
+                self._follow(start)
+            self._generator = Generator(start)
         except ValueError as error:
             traceback.print_exc()
             self._wire.send({"refused": str(error)})
             return
-        if self._generator.workers:
-            threading.Thread(target=_watch, args=(self._generator.workers,), daemon=True).start()
-        self._wire.send({"ready": self._generator.model_info()})
+        self._say_ready(self._generator)
         if self._generator.turns is not None:
             self._take_turns(self._generator.turns)
         while True:
             while self._waits or not self._generator.busy or not self._inbox.empty():
                 self._obey(self._inbox.get())
             self._step()
+
+    def _follow(self, start: dict[str, Any]) -> NoReturn:
+        """Keep this machine's workers for ever: the first machine's process calls them."""
+        from rollout.vllm.server.node_workers import NodeWorkers  # vLLM, as in `run`
+
+        workers = NodeWorkers(start)
+        self._say_ready(workers)
+        while True:
+            self._inbox.get()
+
+    def _say_ready(self, made: "Generator | NodeWorkers") -> None:
+        if made.workers:
+            threading.Thread(target=_watch, args=(made.workers,), daemon=True).start()
+        self._wire.send({"ready": made.model_info()})
 
     def _take_turns(self, turns: "LockstepTurns") -> NoReturn:
         """Serve for ever beside the other copies, which share the model's experts: all make each step at once, and obey
@@ -140,9 +168,14 @@ class _Server:
             still = self._waits or (not turn.busy and turn.latest == agreed == before)
 
     def _step(self) -> None:
-        updates = self._generator.step()
+        self._tell(self._generator.step())
+
+    def _tell(self, updates: Sequence[Any]) -> None:
         if updates:
             self._wire.send({"step": updates, "version": self._version})
+        failures, self._generator.failures = self._generator.failures, []
+        for number, why in failures:
+            self._wire.send({"not_asked": number, "error": why})
 
     def _obey(self, message: dict[str, Any]) -> None:
         if "ask" in message:
@@ -154,11 +187,10 @@ class _Server:
                 except ValueError as error:
                     self._wire.send({"not_asked": number, "error": str(error)})
         elif "end" in message:
-            ended = [update for number in message["end"] if (update := self._generator.end(number)) is not None]
-            if ended:
-                self._wire.send({"step": ended, "version": self._version})
+            self._tell([update for number in message["end"] if (update := self._generator.end(number)) is not None])
         elif "sleep" in message:
             start = time.perf_counter()
+            self._tell(self._generator.drain())
             self._generator.sleep()
             self._wire.send({"loaded": message["sleep"]["call"], "seconds": time.perf_counter() - start})
         elif "go" in message:
@@ -170,6 +202,7 @@ class _Server:
         """Read weights; where that fails, read the earlier ones again before any further step."""
         start = time.perf_counter()
         self._waits = False
+        self._tell(self._generator.drain())  # of the weights until now
         if load.get("wake"):
             self._generator.wake()
         try:

@@ -14,11 +14,12 @@ from torch import Tensor
 from rollout.sync.tensor_digest import digest_of
 
 HEAD = "lm_head.weight"
+DRAFT = "mtp.fc.weight"
 ROWS = 512
 """Number of compared rows of the head, evenly spread."""
 BFLOAT16_TOLERANCE = 0.05
 """Error of a product in bfloat16, relative to its size."""
-_LAYER = re.compile(r"\blayers\.(\d+)\.")
+_LAYER = re.compile(r"^(?!mtp\.).*\blayers\.(\d+)\.")
 
 
 def corrupted_tensors(named: Mapping[str, Tensor], digests: Mapping[str, int]) -> list[str]:
@@ -43,6 +44,19 @@ def stale_heads(heads: Iterable[tuple[str, Any]], named: Mapping[str, Tensor]) -
     return problems
 
 
+def stale_draft(draft: Any, named: Mapping[str, Tensor]) -> list[str]:
+    """Return whether the first product of a head for multi-token prediction, a model of its own in vLLM, differs from
+    the file's weights. All workers of a model call it, as its parts are gathered."""
+    layer = getattr(draft.model, "fc", None)
+    if layer is None or DRAFT not in named:
+        return []
+    wanted, own = named[DRAFT].float().cpu(), next(layer.parameters())
+    inputs = torch.randn(4, wanted.shape[1], generator=torch.Generator().manual_seed(0)).to(own.dtype)
+    outputs, expected = layer(inputs.to(own.device)), inputs.float() @ wanted.T
+    close = (outputs.float().cpu() - expected).norm() <= BFLOAT16_TOLERANCE * expected.norm()
+    return [] if close else [f"the head that drafts does not give the products of {DRAFT}"]
+
+
 def stale_experts(layers: Iterable[tuple[str, Any]], named: Mapping[str, Tensor], rank: int) -> list[str]:
     """Return the experts (of vLLM's `RoutedExperts` by name) of worker `rank` whose rows differ from the file's. Call
     it before they are packed."""
@@ -55,7 +69,10 @@ def _stale_in(name: str, layer: Any, named: Mapping[str, Tensor], rank: int) -> 
     within = {
         key.partition(".experts.")[2]: value
         for key, value in named.items()
-        if ".experts." in key and (match := _LAYER.search(key)) is not None and match[1] == place[1]
+        if ".experts." in key
+        and not key.startswith("mtp.")
+        and (match := _LAYER.search(key)) is not None
+        and match[1] == place[1]
     }
     count = layer.local_num_experts if layer.expert_map is None else len(layer.expert_map)
     for expert in range(count):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rollout.sync.tensor_digest import digest_of
-from rollout.vllm.server.weight_digest import corrupted_tensors, stale_experts, stale_heads
+from rollout.vllm.server.weight_digest import corrupted_tensors, stale_draft, stale_experts, stale_heads
 
 EXPERTS, INNER, HIDDEN, VOCAB = 4, 6, 8, 40
 PREFIX = "model.layers.1.mlp.experts"
@@ -98,3 +98,23 @@ def test_an_expert_that_is_not_the_files_is_named_by_its_number_in_the_model(
             setattr(layer, matrix, kept)
     if workers == 2 and not by_experts:
         assert len(stale_experts(layers, saved(named), 0)) == EXPERTS  # the other worker's part
+
+
+def test_a_drafting_head_that_kept_its_weights_is_named() -> None:
+    """The model that vLLM makes of `mtp.*` is apart from the one that it reloads by itself."""
+    named = {"mtp.fc.weight": torch.randn(HIDDEN, 2 * HIDDEN)}
+    layer = torch.nn.Linear(2 * HIDDEN, HIDDEN, bias=False, dtype=torch.bfloat16)
+    draft = SimpleNamespace(model=SimpleNamespace(fc=layer))
+    assert stale_draft(draft, named) == ["the head that drafts does not give the products of mtp.fc.weight"]
+    layer.weight.data.copy_(named["mtp.fc.weight"])
+    assert stale_draft(draft, named) == []
+    assert stale_draft(SimpleNamespace(model=SimpleNamespace()), named) == []
+
+
+@pytest.mark.parametrize("saved", [dict, one_by_one])
+def test_experts_of_a_drafting_head_are_not_those_of_the_layer_of_their_number(
+    saved: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+) -> None:
+    named = saved(file())
+    others = {name.replace("model.", "mtp."): value + 1 for name, value in named.items() if ".experts." in name}
+    assert stale_experts([(PREFIX, experts(file()))], named | others, 0) == []

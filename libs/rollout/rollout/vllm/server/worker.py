@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
@@ -23,8 +23,10 @@ from vllm.platforms import current_platform
 from rollout.vllm.server.routes import NotedExperts
 from rollout.vllm.server.text_models import register_text_models
 from rollout.vllm.server.vision_probe import VisionWorker
-from rollout.vllm.server.weight_digest import corrupted_tensors, stale_experts, stale_heads
+from rollout.vllm.server.weight_digest import HEAD, corrupted_tensors, stale_draft, stale_experts, stale_heads
 from rollout.vllm.server.weight_regions import WeightRegions
+from rollout.vllm.weights.drafts import recorded
+from rollout.vllm.weights.parts import Place, assembled
 
 register_text_models()
 
@@ -49,9 +51,19 @@ class FileWeights(NotedExperts, VisionWorker):
         from rollout.vllm.server.cpu_experts import map_experts  # of a vLLM for CPUs alone
 
         map_experts(self.model_runner.model)
+        self._make_stage_buffer()
         # All have it open by now; without its name it is freed with the last of them, however they end.
         for path in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}-*"):
             path.unlink(missing_ok=True)
+
+    def _make_stage_buffer(self) -> None:
+        """Make the buffer for what the stage before sends, as vLLM's warm-up does, which it leaves out on a CPU that
+        runs layer by layer with caches of a set size (0.32): its first step would fail without."""
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
 
     def join_copies(self) -> list[int] | None:
         """Patch vLLM until it ends, where copies of the model on a CPU share its experts: call it once. Return the
@@ -68,8 +80,11 @@ class FileWeights(NotedExperts, VisionWorker):
                 return [number for number, own in enumerate(layer.expert_map.tolist()) if own >= 0]
         return None
 
-    def load_file(self, path: str, slots: list[list[Any]], tied: dict[str, str], digests: dict[str, int]) -> str | None:
-        """Replace the weights by those of a file; return why that failed, or None.
+    def load_file(
+        self, path: str | int | Place, slots: list[list[Any]], tied: dict[str, str], digests: dict[str, int]
+    ) -> str | None:
+        """Replace the weights by those of a file, by its path or number, or of parts in several regions; return why
+        that failed, or None.
 
         It returns an error and does not raise it: vLLM reads no other worker's answer after an error, and would take
         those for answers to the next call.
@@ -84,8 +99,30 @@ class FileWeights(NotedExperts, VisionWorker):
             return f"{type(error).__name__}: {error}"
         return None
 
-    def _load_file(self, path: str, slots: list[list[Any]], tied: dict[str, str], digests: dict[str, int]) -> None:
+    def _load_file(
+        self, path: str | int | Place, slots: list[list[Any]], tied: dict[str, str], digests: dict[str, int]
+    ) -> None:
         """Replace the weights. Raise RuntimeError where the file is damaged, or vLLM left a parameter as it was."""
+        named: dict[str, Tensor] = {}
+        if isinstance(path, str | int):
+            named |= self._mapped(path, slots, tied, digests)
+            self._reload(iter(named.items()))
+        else:
+            self._reload(self._own_parts(path, tied, named))
+        if current_platform.is_cpu():
+            from rollout.vllm.server.cpu_experts import pack_experts  # of a vLLM for CPUs alone
+
+            _refuse(stale_experts(self._of_kind(RoutedExperts), named, get_tensor_model_parallel_rank()))
+            pack_experts(self.model_runner.model)
+        _refuse(stale_heads(self._of_kind(ParallelLMHead), named))
+        if self._draft is not None:
+            _refuse(stale_draft(self._draft, named))
+        self.regions.forget_copies()
+
+    def _mapped(
+        self, path: str | int, slots: list[list[Any]], tied: dict[str, str], digests: dict[str, int]
+    ) -> dict[str, Tensor]:
+        """Return the tensors of a file under all their names. Raise RuntimeError where one is damaged."""
         end = max(start + prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape, start in slots)
         file = self.regions.read(path, end)
         named: dict[str, Tensor] = {}
@@ -93,19 +130,42 @@ class FileWeights(NotedExperts, VisionWorker):
             dtype = getattr(torch, kind)
             named[name] = file[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
         _refuse(corrupted_tensors(named, digests))
-        named |= {name: named[other] for name, other in tied.items()}
+        return named | {name: named[other] for name, other in tied.items()}
+
+    def _own_parts(self, place: Place, tied: dict[str, str], kept: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors under all their names, of each what this worker computes with; `kept` gets the head."""
+        device = torch.device(current_platform.device_type)
+        for name, tensor in assembled(place, get_tensor_model_parallel_rank(), self.regions.reader, device):
+            for known in (name, *(further for further, other in tied.items() if other == name)):
+                if known == HEAD:
+                    kept[known] = tensor
+                yield known, tensor
+
+    def _reload(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         with _warnings() as warnings:
-            self.model_runner.reload_weights(weights_iterator=iter(named.items()))
+            if self._draft is None:
+                self.model_runner.reload_weights(weights_iterator=tensors)
+            else:
+                self._reload_with(self._draft, tensors)
         stale = [text for text in warnings if not text.startswith(STATELESS)]
         if stale:
             raise RuntimeError(f"vLLM did not take all weights: {'; '.join(stale)}")
-        if current_platform.is_cpu():
-            from rollout.vllm.server.cpu_experts import pack_experts  # of a vLLM for CPUs alone
 
-            _refuse(stale_experts(self._of_kind(RoutedExperts), named, get_tensor_model_parallel_rank()))
-            pack_experts(self.model_runner.model)
-        _refuse(stale_heads(self._of_kind(ParallelLMHead), named))
-        self.regions.forget_copies()
+    @property
+    def _draft(self) -> Any:
+        """The head of the model (`mtp.*`) that drafts tokens, which vLLM has as a model of its own; None where none
+        does."""
+        settings = self.model_runner.vllm_config.speculative_config
+        return None if settings is None or "mtp" not in settings.method else self.model_runner.get_draft_model()
+
+    def _reload_with(self, draft: Any, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Replace the weights of the model and of the head that drafts for it, which vLLM itself leaves as it was. The
+        head shares embedding and output layer with the model: it is given what the model was."""
+        from vllm.model_executor.model_loader.reload.inplace import reload_weights  # not every release has it
+
+        kept: dict[str, Tensor] = {}
+        self.model_runner.reload_weights(weights_iterator=recorded(tensors, kept))
+        reload_weights(self.model_runner.vllm_config, draft, iter(kept.items()), None, is_checkpoint_format=True)
 
     def _of_kind(self, kind: type) -> Iterator[tuple[str, Any]]:
         return (pair for pair in self.model_runner.model.named_modules() if isinstance(pair[1], kind))

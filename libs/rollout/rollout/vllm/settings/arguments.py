@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 OWNED = {
-    "async_scheduling": "one step at a time is what stamps a token with its weights",
     "aux_output_config": "use RolloutConfig.routed_experts",
     "disable_log_stats": "the engine has counts of its own",
     "distributed_executor_backend": "VllmConfig.tensor_parallel says how many processes share a model",
@@ -23,19 +22,24 @@ OWNED = {
     "hf_overrides": "the head gets weights of its own there, which a transfer then replaces for certain",
     "load_format": "the engine hands the weights over itself",
     "logprobs_mode": "log-probs are those of the distribution that was sampled from",
+    "master_addr": "use VllmConfig.nodes",
+    "master_port": "use VllmConfig.nodes",
     "max_logprobs": "the sampled token's is told, and no other",
     "max_model_len": "use RolloutConfig.max_length",
     "max_num_batched_tokens": "use RolloutConfig.prefill_tokens",
     "max_num_seqs": "use RolloutConfig.max_batch",
     "mm_device_do_normalize": "patches come as the tower reads them",
     "mm_processor_cache_gb": "images come as patches, which vLLM's processors never see",
+    "nnodes": "use VllmConfig.nodes",
+    "node_rank": "use VllmConfig.nodes",
     "model": "the engine is given its directory",
-    "pipeline_parallel_size": "its stages run several batches at once, and one step at a time is what stamps a token",
+    "pipeline_parallel_size": "use VllmConfig.pipeline_parallel",
     "seed": "use RolloutConfig.seed",
     "skip_mm_profiling": "images come as patches, which vLLM's processors never see",
-    "skip_tokenizer_init": "tokens come in and go out",
+    "skip_tokenizer_init": "use RolloutConfig.tokenizer",
+    "structured_outputs_config": "llguidance masks tokens there as in the native engine",
     "tensor_parallel_size": "use VllmConfig.tensor_parallel",
-    "tokenizer": "tokens come in and go out",
+    "tokenizer": "use RolloutConfig.tokenizer",
     "worker_extension_cls": "it takes the weights",
 }
 """Engine arguments that are not passed through, and why or where they are set instead."""

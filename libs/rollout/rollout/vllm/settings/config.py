@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollout.length_limit import longest_of
+from rollout.node_place import NodePlace
+from rollout.vllm.limits.cpu import chosen_dtype
 from rollout.vllm.settings.arguments import OWNED, numeric_arguments
 
 if TYPE_CHECKING:  # whose field these settings are
@@ -13,6 +16,15 @@ if TYPE_CHECKING:  # whose field these settings are
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("auto", "cpu")
+COUNTS = (
+    "tensor_parallel",
+    "pipeline_parallel",
+    "data_parallel",
+    "nodes",
+    "copies_per_device",
+    "kv_cache_gib",
+    "threads",
+)
 SWITCHES = (
     "expert_parallel",
     "experts_over_copies",
@@ -34,8 +46,12 @@ class VllmConfig:
     """Dtype that the model computes in; "auto": bfloat16 where the model has delta nets, else the model's own."""
     tensor_parallel: int = 1
     """Number of workers, each a process with a device of its own, that share each matrix."""
+    pipeline_parallel: int = 1
+    """Number of stages of layers, each of `tensor_parallel` workers; of one copy of the model, on a CPU."""
     data_parallel: int = 1
     """Number of copies of the model."""
+    nodes: int = 1
+    """Number of machines that the workers are spread over, as many on each; a process there starts them."""
     copies_per_device: int = 1
     """Number of copies that share an accelerator, each in a process whose CPU work between kernels overlaps with the
     others': for models so small that a device waits for it. Each takes its own `memory_share`."""
@@ -80,7 +96,7 @@ class VllmConfig:
             raise ValueError(f"device is one of {', '.join(DEVICES)}, got {self.device!r}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        for name in ("tensor_parallel", "data_parallel", "copies_per_device", "kv_cache_gib", "threads"):
+        for name in COUNTS:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
@@ -88,6 +104,10 @@ class VllmConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is true or false, got {getattr(self, name)!r}")
         self._check_experts()
+        if self.pipeline_parallel > 1:
+            self._check_stages()
+        if self.nodes > 1:
+            self._check_nodes()
         if self.copies_per_device > 1:
             self._check_shared_devices()
         if self.weights_on_device and self.devices > 1:
@@ -119,6 +139,24 @@ class VllmConfig:
             raise ValueError("experts_over_copies has no effect on one copy: set data_parallel, or leave it off")
         if self.copies_per_device > 1:
             raise ValueError("copies that share experts never shared a device: set copies_per_device=1")
+        if self.arguments.get("async_scheduling"):
+            raise ValueError("copies that share experts make each step together: leave async_scheduling out")
+
+    def _check_nodes(self) -> None:
+        if self.workers % self.nodes:
+            raise ValueError(
+                f"{self.workers} workers (tensor_parallel x pipeline_parallel) can't be spread evenly over "
+                f"{self.nodes} machines (nodes): use a multiple of it"
+            )
+        if self.data_parallel > 1 or self.sleep:
+            raise ValueError("a model over several machines (nodes) is one copy that never sleeps: leave both out")
+
+    def _check_stages(self) -> None:
+        if self.data_parallel > 1 or self.sleep:
+            raise ValueError("a model in stages (pipeline_parallel) is one copy that never sleeps: leave both out")
+        for name in ("async_scheduling", "speculative_config"):
+            if self.arguments.get(name):
+                raise ValueError(f"a model in stages (pipeline_parallel) never ran with {name}: leave it out")
 
     def _check_shared_devices(self) -> None:
         each, copies = self.copies_per_device, self.data_parallel
@@ -136,7 +174,12 @@ class VllmConfig:
     @property
     def devices(self) -> int:
         """Number of devices that all copies need."""
-        return self.tensor_parallel * self.data_parallel // self.copies_per_device
+        return self.workers * self.data_parallel // self.copies_per_device
+
+    @property
+    def workers(self) -> int:
+        """Number of workers of each copy of the model."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def reads_in_parts(self) -> bool:
@@ -148,6 +191,8 @@ def check_routed_experts(config: "RolloutConfig") -> None:
     """Raise ValueError where the experts of tokens are asked for and could not be told."""
     if not config.routed_experts:
         return
+    if config.vllm.pipeline_parallel > 1:
+        raise ValueError("routed_experts are asked of one worker, and each stage has its own: no pipeline_parallel")
     if config.vllm.experts_over_copies and config.vllm.tensor_parallel > 1:
         raise ValueError(
             "routed_experts can't be told where copies of several workers share experts, as each worker routes a "
@@ -158,6 +203,10 @@ def check_routed_experts(config: "RolloutConfig") -> None:
             "routed_experts are noted by Python between layers, which a graph leaves out: no graph_sizes, and no "
             "enforce_eager=false"
         )
+    if config.vllm.arguments.get("async_scheduling"):
+        raise ValueError("routed_experts are asked for after each step: leave async_scheduling out")
+    if config.vllm.arguments.get("speculative_config"):
+        raise ValueError("routed_experts count a token a step: leave speculative_config out")
 
 
 def numeric_settings(config: VllmConfig) -> dict[str, str]:
@@ -166,6 +215,37 @@ def numeric_settings(config: VllmConfig) -> dict[str, str]:
     changed = [name for name in typed if getattr(config, name) != getattr(VllmConfig, name)]
     named = {f"{name}={getattr(config, name)}": "rounding" for name in changed}
     return named | numeric_arguments(config.arguments)
+
+
+def engine_arguments(
+    config: "RolloutConfig", model: Path, hf_config: Mapping[str, Any], place: NodePlace | None = None
+) -> dict[str, Any]:
+    """Return vLLM's engine arguments for a model's directory, whose config's text part is `hf_config`.
+
+    `place`: of this process among the machines that the engine spans.
+    """
+    own, longest = config.vllm, longest_of(hf_config, config.max_length)
+    arguments = {
+        "model": str(model),
+        "dtype": chosen_dtype(hf_config, own.dtype),
+        "max_model_len": longest,
+        "max_num_seqs": config.max_batch,
+        "max_num_batched_tokens": max(config.prefill_tokens, config.max_batch, 0 if own.split_prompts else longest),
+        "enable_prefix_caching": own.prefix_cache,
+        "enable_chunked_prefill": own.reads_in_parts,
+        "enable_sleep_mode": own.sleep,
+        "tensor_parallel_size": own.tensor_parallel,
+        "pipeline_parallel_size": own.pipeline_parallel,
+        "distributed_executor_backend": "mp" if own.workers > 1 else "uni",
+        "enable_expert_parallel": own.expert_parallel,
+        "seed": config.seed,
+    }
+    if place is not None:
+        names = ("node_rank", "nnodes", "master_addr", "master_port")
+        arguments |= {name: getattr(place, name) for name in names}
+    if config.tokenizer is not None:
+        arguments["tokenizer"] = str(config.tokenizer)
+    return {**arguments, **accelerator_arguments(own, config.routed_experts), **own.arguments}
 
 
 def accelerator_arguments(config: VllmConfig, eager: bool = False) -> dict[str, Any]:

@@ -17,7 +17,9 @@ BAD: dict[str, list[Any]] = {
     "device": ["cuda", "npu", None],
     "dtype": ["float8", None],
     "tensor_parallel": [0, 1.5, True],
+    "pipeline_parallel": [0, 1.5, True],
     "data_parallel": [0, None],
+    "nodes": [0, True, 2],
     "copies_per_device": [0, True, 2],
     "expert_parallel": ["yes", 1],
     "experts_over_copies": ["yes", 1, True],
@@ -53,6 +55,35 @@ def test_a_setting_without_effect_is_refused() -> None:
             RolloutConfig(backend="vllm", **setting)
     with pytest.raises(ValueError, match="vllm is a VllmConfig"):
         RolloutConfig(backend="vllm", vllm={})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("settings", [{"tensor_parallel": 3}, {"data_parallel": 2}, {"sleep": True}])
+def test_workers_over_machines_are_as_many_on_each_and_of_one_copy(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"machines .nodes"):
+        VllmConfig(**{"tensor_parallel": 2, "nodes": 2, **settings})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"data_parallel": 2},
+        {"sleep": True},
+        {"arguments": {"async_scheduling": True}},
+        {"arguments": {"speculative_config": {"method": "ngram"}}},
+    ],
+)
+def test_a_model_in_stages_is_one_copy_that_runs_as_it_was_tried(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"a model in stages .pipeline_parallel"):
+        VllmConfig(pipeline_parallel=2, **settings)
+
+
+def test_stages_and_their_workers_are_spread_over_machines() -> None:
+    spread = VllmConfig(tensor_parallel=2, pipeline_parallel=3, nodes=3)
+    assert (spread.workers, spread.devices) == (6, 6)
+    with pytest.raises(ValueError, match=r"6 workers .* over 4 machines"):
+        VllmConfig(tensor_parallel=2, pipeline_parallel=3, nodes=4)
+    with pytest.raises(ValueError, match="each stage has its own: no pipeline_parallel"):
+        RolloutConfig(backend="vllm", routed_experts=True, vllm=VllmConfig(pipeline_parallel=2))
 
 
 def test_experts_are_not_spread_over_one_worker() -> None:
@@ -222,3 +253,11 @@ def test_arguments_that_a_cpu_computes_wrong_numbers_by_are_refused(
 def test_experts_are_not_noted_where_layers_are_compiled() -> None:
     with pytest.raises(ValueError, match="which a graph leaves out: no graph_sizes, and no enforce_eager=false"):
         RolloutConfig(backend="vllm", routed_experts=True, vllm=VllmConfig(arguments={"enforce_eager": False}))
+    with pytest.raises(ValueError, match=r"routed_experts .* leave async_scheduling out"):
+        RolloutConfig(backend="vllm", routed_experts=True, vllm=VllmConfig(arguments={"async_scheduling": True}))
+    shared = {"data_parallel": 2, "expert_parallel": True, "experts_over_copies": True}
+    drafts = {"speculative_config": {"method": "ngram"}}
+    with pytest.raises(ValueError, match="leave speculative_config out"):
+        RolloutConfig(backend="vllm", routed_experts=True, vllm=VllmConfig(arguments=drafts))
+    with pytest.raises(ValueError, match="make each step together: leave async_scheduling out"):
+        VllmConfig(**shared, arguments={"async_scheduling": True})  # type: ignore[arg-type]

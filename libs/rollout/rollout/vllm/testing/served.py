@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from rollout.config import RolloutConfig
 from rollout.engine import Completion, RolloutEngine, Sampling
 from rollout.sync.pieces import BucketPiece
-from rollout.testing.model import SERVED, tiny_model
+from rollout.testing.model import SERVED, tiny_mixture, tiny_model
 from rollout.vllm.settings.config import VllmConfig
 
 VOCAB = 300
@@ -21,6 +21,8 @@ MEAN, MOST = 0.05, 0.6
 """Of the distance between log-probs in bfloat16 and float32; stale weights are ten times as far."""
 PROMPTS = [[3 + i] * (4 + i % 5) + [7, 9 + i] for i in range(16)]
 ANSWER = Sampling(max_new_tokens=8)
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+"""Sizes of a model that two workers share."""
 VERSIONS = itertools.count(1)
 """No number serves for two sets of weights, taken or not."""
 
@@ -97,3 +99,15 @@ def assert_agrees(
 def pieces(model: PreTrainedModel) -> list[BucketPiece]:
     """Return the model's weights as pieces."""
     return [BucketPiece(n, tuple(p.shape), p.dtype, 0, p.detach().reshape(-1)) for n, p in model.named_parameters()]
+
+
+def served_mixture(seed: int = 0) -> PreTrainedModel:
+    """Make a model with experts that matter: in a wrong order they move log-probs by units."""
+    model = tiny_mixture(300, layers=4, seed=seed, **{**SERVED, **HEADS, "moe_intermediate_size": 64})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.fill_(-2)
+            if ".experts." in name:
+                parameter.mul_(0.4)
+    return model

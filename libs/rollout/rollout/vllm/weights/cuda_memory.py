@@ -8,6 +8,7 @@ import ctypes
 import functools
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -70,6 +71,30 @@ def opened(path: str, nbytes: int) -> Tensor:
     handle = _Handle.from_buffer_copy(bytes.fromhex(path.removeprefix(PREFIX)))
     _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), handle, ctypes.c_uint(_LAZY_PEERS))
     return _tensor(pointer.value, nbytes, "cuIpcCloseMemHandle")
+
+
+def reader(path: str) -> Callable[[int, int], Tensor]:
+    """Open another process's memory, on this device or one beside it, and return what copies its bytes to this device:
+    by the first one and their number, as `u8`. Nothing is allocated on the other device.
+
+    Raises:
+        RuntimeError: it can't be opened here: see `opened`.
+    """
+    _enter()
+    pointer = ctypes.c_uint64()
+    handle = _Handle.from_buffer_copy(bytes.fromhex(path.removeprefix(PREFIX)))
+    _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), handle, ctypes.c_uint(_LAZY_PEERS))
+    start = pointer.value
+
+    def read(first: int, nbytes: int) -> Tensor:
+        near = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+        source, target = ctypes.c_uint64(start + first), ctypes.c_uint64(near.data_ptr())
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        _call("cuMemcpyDtoDAsync_v2", target, source, ctypes.c_size_t(nbytes), stream)
+        return near
+
+    weakref.finalize(read, _release, "cuIpcCloseMemHandle", start).atexit = False  # the driver is gone by then
+    return read
 
 
 def pin(memory: Tensor) -> None:

@@ -33,6 +33,7 @@ from rollout.sync.pieces import BucketPiece
 from rollout.sync.staging import WeightStaging
 from rollout.sync.tensor_digest import digest_of
 from rollout.vllm.weights import cuda_memory
+from rollout.vllm.weights.parts import Place
 
 _ALIGN = 64
 
@@ -158,6 +159,11 @@ class SharedWeights(WeightStaging):
         new_region = device_region if on_device else file_region
         self.regions = (new_region(self.slots), new_region(self.slots))
         self.in_use = 0
+        self._parts: Place | None = None
+        self._staged_parts: Place | None = None
+        self._last: tuple[str | Place, dict[str, int]] | None = None
+        self._undo: tuple[Place | None, int] | None = None
+        """Parts in use and the version before a commit that is not settled."""
         super().__init__(self.regions[0].tensors, aliases, version=version, allocate=self._allocate)
 
     @property
@@ -169,6 +175,55 @@ class SharedWeights(WeightStaging):
     def device(self) -> torch.device:
         """Device of the regions."""
         return next((tensor.device for tensor in self.regions[0].tensors.values()), torch.device("cpu"))
+
+    @property
+    def place(self) -> tuple[str | Place, dict[str, int]]:
+        """Where the weights in use are read: a region's path and the digests of its tensors, or parts."""
+        return self.locate(self.in_use) if self._parts is None else (self._parts, {})
+
+    @property
+    def place_before(self) -> tuple[str | Place, dict[str, int]]:
+        """Where those before the last commit are."""
+        assert self._last is not None
+        return self._last
+
+    def stage_parts(self, place: Place) -> None:
+        """Stage weights that lie in parts elsewhere (`rollout.vllm.weights.parts`), all of them at once.
+
+        Raises:
+            ValueError: no sync was begun.
+        """
+        self._begun()
+        self._staged_parts = place
+
+    def commit(self, version: int) -> None:
+        """Use what is staged: parts, or the other region; see `WeightStaging`."""
+        last, parts, old = self.place, self._parts, self._version
+        if self._staged_parts is None:
+            super().commit(version)
+            self._parts = None
+        else:
+            manifest = self._begun()
+            if version != manifest.version:
+                raise ValueError(f"cannot commit weights {version}: those being received are {manifest.version}")
+            self._parts, self._staged_parts, self._manifest = self._staged_parts, None, None
+            self._version = self._newest = version
+        self._last, self._undo = last, (parts, old)
+
+    def abort(self) -> None:
+        """Drop what is staged, or restore what was in use before a commit that is not settled."""
+        self._staged_parts = None
+        if self._undo is not None:
+            (self._parts, old), self._undo = self._undo, None
+            super().abort()
+            self._version = old
+        else:
+            super().abort()
+
+    def settle(self) -> None:
+        """Let what was in use before a commit go."""
+        self._undo = None
+        super().settle()
 
     def locate(self, region: int) -> tuple[str, dict[str, int]]:
         """Return the path of a region, as this process and its children see it, and the digests of its tensors."""

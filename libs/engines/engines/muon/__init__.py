@@ -1,0 +1,1 @@
+"""Muon: orthogonalized updates of the decoder's matrices, beside AdamW for all else."""

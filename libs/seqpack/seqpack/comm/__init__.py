@@ -1,0 +1,1 @@
+"""Plain data between ranks: JSON, and never a pickle."""
