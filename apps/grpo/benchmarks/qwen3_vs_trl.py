@@ -8,6 +8,7 @@
 group. A step is 64 prompts of 128 tokens with 8 answers of 256 (random weights seldom stop). Ours is the recipe
 qwen3-0-6b-gsm8k; TRL samples with vLLM colocated, without checkpointing, in bfloat16 over float32. Each prints a JSON
 line: the median seconds between the ends of steps after the second, and tokens of answers a second.
+With `--size 2b` the model has the shape of Qwen3.5-2B's text part, and ours is the recipe qwen3-5-2b-gsm8k.
 """
 
 import argparse
@@ -25,7 +26,13 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from apps.grpo.commands.prepare_data import Prepare, prepare
 from apps.quickstart.tokenizer import PAD, TURN_END, TURN_START, chat_template
@@ -42,6 +49,24 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 40_960,
     "tie_word_embeddings": True,
 }
+SHAPE_2B: dict[str, Any] = {
+    "vocab_size": 248_320,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "max_position_embeddings": 262_144,
+    "tie_word_embeddings": True,
+}
+KINDS: dict[str, tuple[str, Any, Any, dict[str, Any], int]] = {
+    "0.6b": ("qwen3-0-6b-gsm8k", Qwen3Config, Qwen3ForCausalLM, SHAPE, 151_669),
+    "2b": ("qwen3-5-2b-gsm8k", Qwen3_5TextConfig, Qwen3_5ForCausalLM, SHAPE_2B, 248_077),
+}
+"""By size: recipe, classes of transformers, sizes, and tokens of the tokenizer."""
 SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 REWARD = "def reward(reply, end):\n    return sum(map(ord, reply.text)) % 97 / 97\n"
 THINKING = "{%- if enable_thinking is false -%}{{- '<think>\\n\\n</think>\\n\\n' -}}{%- endif -%}"
@@ -77,15 +102,16 @@ def prompt_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     )
 
 
-def make(folder: Path, small: bool) -> None:
+def make(folder: Path, size: str, small: bool) -> None:
     """Write model, tokenizer, questions of digits, which are a token each, raw and as the app reads them, and the
     reward."""
     torch.manual_seed(0)
     random.seed(0)
-    sizes = SHAPE | SMALL | {"num_key_value_heads": 1, "head_dim": 32} if small else SHAPE
-    tokenizer = tokenizer_of(151_669)
-    config = Qwen3Config(**sizes, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "model")
+    _, config_of, model_of, shape, tokens = KINDS[size]
+    sizes = shape | SMALL | {"num_key_value_heads": 1, "head_dim": 32} if small else shape
+    tokenizer = tokenizer_of(tokens)
+    config = config_of(**sizes, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model_of(config).to(torch.bfloat16).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     digits = PROMPT_TOKENS - len(prompt_ids(tokenizer, ""))
     assert len(prompt_ids(tokenizer, "7" * digits)) == PROMPT_TOKENS
@@ -100,11 +126,11 @@ def make(folder: Path, small: bool) -> None:
     prepare(Prepare(str(folder / "raw"), folder / "data"))
 
 
-def ours(folder: Path, mode: str, steps: int, own: list[str]) -> dict[str, Any]:
+def ours(folder: Path, recipe: str, mode: str, steps: int, own: list[str]) -> dict[str, Any]:
     """Run the app; return what its metrics say."""
     run_dir = folder / f"run_{mode}_{len(list(folder.glob('run_*')))}"
     words = [
-        "--recipe", "qwen3-0-6b-gsm8k", "--model", str(folder / "model"), "--run-dir", str(run_dir),
+        "--recipe", recipe, "--model", str(folder / "model"), "--run-dir", str(run_dir),
         "--data", str(next((folder / "data").rglob("train.parquet"))), "--reward", f"{folder / 'reward.py'}:reward",
         "--eval-data", str(next((folder / "data").rglob("test.parquet"))), "--eval-every", "1000",
         "--save-every", "1000", "--preset", "None", "--max-steps", str(steps),
@@ -197,13 +223,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--rows", type=int, default=64, help="of a micro-batch of TRL's")
     parser.add_argument("--share", type=float, default=0.25, help="of the GPU's memory, for TRL's vLLM")
+    parser.add_argument("--size", default="0.6b", choices=KINDS)
     parser.add_argument("--small", action="store_true", help="a tiny model, for a dry run")
     options, own = parser.parse_known_args()
     if options.what == "make":
-        make(options.folder, options.small)
+        make(options.folder, options.size, options.small)
         return
     if options.what == "ours":
-        results = ours(options.folder, options.mode, options.steps, own)
+        results = ours(options.folder, KINDS[options.size][0], options.mode, options.steps, own)
     else:
         results = theirs(options.folder, options.steps, options.rows, options.share)
     print("RESULT " + json.dumps({"what": options.what, "mode": options.mode} | results), flush=True)

@@ -117,7 +117,7 @@ class Heartbeat:
     def tell_places(self) -> None:
         """Write where the ranks are that have not ended, once for all ranks that ask at a time."""
         self._asked.set()
-        self._told.wait(4 * _BEATS * _BEAT_SECONDS)
+        self._told.wait(5 * _BEATS * _BEAT_SECONDS)
 
     def _talk(self) -> None:
         """Exchange all that there is with the store: the only thread that does."""
@@ -172,6 +172,7 @@ class Heartbeat:
         """Count up some times, one a second; return whether that was cut short: the store has a key, or this closed."""
         for _ in range(times):
             self._store.add(f"{self.rank}", 1)
+            self._rounds += 1
             if self._closed.wait(_BEAT_SECONDS) or (until and self._store.check([until])):
                 return True
         return False
@@ -214,16 +215,24 @@ class Heartbeat:
     def _ask(self) -> None:
         """Ask the others, where none has yet, and write their answers; else wait until they are written."""
         first = self._store.compare_set("question", "", f"{self.rank}").decode() == f"{self.rank}"
+        self._answered = True
+        self._store.set(f"stack.{self.rank}", "")  # where it is says that it waits
         if not first:
-            self._beat(2 * _BEATS, "answered")
+            self._beat(4 * _BEATS, "answered")
             return
-        self._beat(_BEATS)
+        for _ in range(3 * _BEATS):
+            if self._beat(1) or not any(map(self._owes, range(self.world))):
+                break
         places: dict[str, list[int]] = {}
         for rank in range(self.world):
-            if rank != self.rank and self._store.check([f"stack.{rank}"]):
-                places.setdefault(self._store.get(f"stack.{rank}").decode(), []).append(rank)
+            if self._store.check([f"stack.{rank}"]) and (stack := self._store.get(f"stack.{rank}").decode()):
+                places.setdefault(stack, []).append(rank)
         _write(_places(self.rank, places))
         self._store.set("answered", "")
+
+    def _owes(self, rank: int) -> bool:
+        """Return whether a rank has begun, has not ended, and has not said where it is."""
+        return 0 < self._store.add(f"{rank}", 0) < _ENDED and not self._store.check([f"stack.{rank}"])
 
 
 def _places(asking: int, places: dict[str, list[int]]) -> str:

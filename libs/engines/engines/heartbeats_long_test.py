@@ -25,7 +25,7 @@ def test_a_loop_of_python_is_shown_once_the_others_waited_too_long(ranks: Ranks)
     assert codes == [1], text
     assert "said nothing" not in text
     (told,) = [part for part in text.split("waited too long for others")[1:] if "in loops_for_ever" in part]
-    assert told.split("\n")[1] == "rank 2:"
+    assert "rank 2:" in told.split("\n")
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "separate"])
