@@ -99,6 +99,8 @@ class Heartbeat:
         )
         self._store.set(f"process.{rank}", json.dumps([rank, *_process()]))
         self._target, self._count, self._since = (rank + 1) % world, 0, 0.0
+        import engines.private_api  # noqa: F401  here: beside a loop of Python it takes longer than others wait
+
         self._closed, self._gone = threading.Event(), threading.Event()
         self._asked, self._told = threading.Event(), threading.Event()
         self._rounds, self._answered = 0, False
@@ -244,7 +246,7 @@ def _places(asking: int, places: dict[str, list[int]]) -> str:
 
 
 def _main_stack() -> str:
-    from engines.private_api import current_frames  # slow to load; a rank that trains has it
+    from engines.private_api import current_frames  # loaded when the beats began
 
     frame = current_frames().get(threading.main_thread().ident or 0)
     return "".join(traceback.format_stack(frame)[-_FRAMES:])
