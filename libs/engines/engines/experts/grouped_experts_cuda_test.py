@@ -51,7 +51,8 @@ def test_they_are_as_exact_as_the_loop(tokens: int, each: int, used: int) -> Non
     exact = results(module.double(), x.double(), experts, top_scores.double(), grouped=False)
     for got, other, wanted in zip(found, loop, exact, strict=True):
         assert got.isfinite().all()
-        assert (got - wanted).norm() <= 1.2 * (other - wanted).norm() + 1e-3 * wanted.norm()
+        few = 2**-7 if got.numel() < 16 else 1e-3  # a few numbers are a single draw of bfloat16's rounding
+        assert (got - wanted).norm() <= 1.2 * (other - wanted).norm() + few * wanted.norm()
         assert torch.equal(got[wanted == 0], wanted[wanted == 0])  # of experts without tokens
 
 

@@ -48,6 +48,10 @@ FLOOR = 1e-4
 differ by 2e-5)."""
 MARGIN = 10.0
 """How many times stock's error a leak must be: in bfloat16, log-probs of unrelated tokens differ by no more."""
+HIDDEN = "a leak moves log-probs"
+DRAWS = 3
+"""Draws of values at most: where a router of few experts chooses others in bfloat16, errors of one draw may hide a
+leak."""
 OPTIONS = ("backend", "batching", "compile", "dtype", "gradient_checkpointing", "weights", "transformer_options")
 """Fields that choose kernels."""
 SINGLE = {
@@ -85,9 +89,19 @@ def prove_device(config: EngineConfig, model: Any, longest: int = 0, seed: int =
     random weights and tokens. The certificate's `not_exercised` are thresholds that no sequence exceeds for want of
     memory, and the longest row likewise.
 
+    Values are drawn again where a leak would not show in them; what else does not hold is told at once.
+
     Raises:
         ValueError: stock transformers could not build it, or memory is too small.
     """
+    for draw in range(DRAWS):
+        certificate = _of_one_draw(config, model, longest, seed + draw)
+        if len(certificate.problems) != 1 or not certificate.problems[0].startswith(HIDDEN):
+            break
+    return certificate
+
+
+def _of_one_draw(config: EngineConfig, model: Any, longest: int, seed: int) -> Certificate:
     start, part = time.perf_counter(), checked_part(model)
     settings = settings_of_proof(config, **SINGLE)
     device = resolve_device(settings)
@@ -109,7 +123,7 @@ def prove_device(config: EngineConfig, model: Any, longest: int = 0, seed: int =
     ours = errors(got, plain, lengths, device)
     problems = [*_problems(ours, allowed)]
     if leak < MARGIN * (bound := allowed.whole + FLOOR):
-        problems.append(f"a leak moves log-probs by {leak:.1e}, less than {MARGIN} times the error {bound:.1e}")
+        problems.append(f"{HIDDEN} by {leak:.1e}, less than {MARGIN} times the error {bound:.1e}")
     options = {name: value for name, value in asdict(settings).items() if name in OPTIONS}
     return Certificate(
         part.model_type, digest(part), "true", lengths,

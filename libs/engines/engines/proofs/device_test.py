@@ -13,7 +13,7 @@ from engines.build import build_engine
 from engines.config import EngineConfig
 from engines.families.registry import digest
 from engines.launch import ensure_group
-from engines.proofs import true_width
+from engines.proofs import device, true_width
 from engines.proofs.device import device_path, prove_device
 from engines.proofs.true_width import fit_experts, layer_subset
 from engines.prove.certificate import Certificate
@@ -90,6 +90,22 @@ def test_a_leak_that_moves_nothing_fails_in_float32_too(monkeypatch: pytest.Monk
     monkeypatch.setattr("engines.proofs.device._leak", lambda *args: 0.0)
     certificate = of("attention", EngineConfig(device="cpu", dtype="float32"))
     assert [problem for problem in certificate.problems if problem.startswith("a leak moves log-probs by 0")]
+
+
+def test_values_are_drawn_again_where_errors_hide_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured, seen = device._leak, list[float]()
+
+    def hidden_at_first(engine: Any, rows: Any, plain: Any) -> float:
+        seen.append(measured(engine, rows, plain))
+        return seen[-1] if len(seen) > 1 else 0.0
+
+    monkeypatch.setattr(device, "_leak", hidden_at_first)
+    certificate = of("attention")
+    assert certificate.holds, certificate.problems
+    assert len(set(seen)) == 2, "other values"
+    monkeypatch.setattr(device, "_leak", lambda *_: seen.append(0.0) or 0.0)
+    assert not of("attention").holds
+    assert len(seen) == 2 + device.DRAWS
 
 
 def test_a_threshold_that_memory_does_not_reach_is_told_and_a_model_that_does_not_fit_is_refused(
