@@ -131,7 +131,7 @@ def turn_grpo(token_rewards: Tensor, loss_mask: Tensor, groups: Tensor, eps: flo
 def reinforce_plus_plus(rewards: Tensor, lengths: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """Return (reward - mean) / (std + eps) over the trained tokens of the batch: REINFORCE++ (arXiv 2501.03262).
 
-    Its normalisation is equation 6 (`objectives.token_advantages.normalized`). There are no groups. `lengths` i[B]: the
+    `objectives.token_advantages.normalized` is the same for numbers of tokens. There are no groups. `lengths` i[B]: the
     trained tokens of each answer, as often as which its reward counts; None: once each. With KL in the reward the
     advantages of an answer's tokens differ: `objectives.token_advantages`.
     """
@@ -146,7 +146,7 @@ def reinforce_plus_plus(rewards: Tensor, lengths: Tensor | None = None, eps: flo
 def reinforce_plus_plus_baseline(
     rewards: Tensor, groups: Tensor, lengths: Tensor | None = None, eps: float = 1e-6
 ) -> Tensor:
-    """Return REINFORCE++ of reward - mean of the group, its form for several samples of a prompt (section 3.2)."""
+    """Return REINFORCE++ of reward - mean of the group, its form for several samples of a prompt."""
     return reinforce_plus_plus(dr_grpo(rewards, groups), lengths, eps)
 
 

@@ -28,8 +28,8 @@ def high_covariance(
 ) -> Tensor:
     """Return the chosen tokens, jagged bool (B, j), of `advantages`, `log_probs` and `loss_mask`, jagged (B, j).
 
-    They are `share` of the trained tokens, at least one: those of the highest covariance (KL-Cov, equation 13 there),
-    or with `bounds` as many as there are drawn at random from those between both (Clip-Cov, equation 11; 1 and 5).
+    They are `share` of the trained tokens, at least one: those of the highest covariance (KL-Cov there), or with
+    `bounds` as many as there are drawn at random from those between both (Clip-Cov; 1 and 5 there).
     """
     check_number("share", share, 0, 1)
     mask = flattened(ragged(loss_mask)).bool()

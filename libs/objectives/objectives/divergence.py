@@ -25,9 +25,9 @@ def divergence(policy: Tensor, teacher: Tensor, kind: Divergence = "forward", js
     """Return f[T] of log-probs f[K + 1, T] of events; the gradient flows to the policy.
 
     - "forward": KL(teacher || policy), which a policy must cover (Hinton et al., arXiv 1503.02531, section 2).
-    - "reverse": KL(policy || teacher), which seeks modes (MiniLLM, arXiv 2306.08543, equation 1).
+    - "reverse": KL(policy || teacher), which seeks modes (MiniLLM, arXiv 2306.08543).
     - "jsd": w KL(teacher || m) + (1 - w) KL(policy || m) with m = w teacher + (1 - w) policy, the generalised
-      Jensen-Shannon divergence (GKD, arXiv 2306.13649, equation 1).
+      Jensen-Shannon divergence (GKD, arXiv 2306.13649).
     """
     check_choice("divergence", kind, DIVERGENCES)
     teacher = teacher.detach()

@@ -84,7 +84,7 @@ def run(
 
 
 def policy_term(objective: GRPO, lp: float, old: float, a: float) -> tuple[float, float]:
-    """-gain of one token and its derivative: PPO's equation 7 and the dual clip's 5, or CISPO's equation 4."""
+    """-gain of one token and its derivative: PPO's equation 7 and the dual clip, or CISPO."""
     rho = math.exp(lp - old)
     low, high = (0.2, 0.2) if objective.policy_loss == "ppo" else (1.0, 0.28)
     low = low if objective.clip_low is None else objective.clip_low

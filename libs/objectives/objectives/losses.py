@@ -48,9 +48,9 @@ def ppo_clip(
     """Return -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) with rho = pi / pi_old, a token.
 
     PPO (arXiv 1707.06347, equation 7); two bounds are "clip-higher" of DAPO (arXiv 2503.14476, section 3.1: 0.2 and
-    0.28). `dual_clip` c > 1 bounds the loss of a token with a negative advantage by -c A (arXiv 1912.09729, equation
-    5): without it a large ratio makes it unbounded. Metrics: ratio; clip/low, clip/high and (where it is set)
-    clip/dual, the tokens whose gradient that bound cut.
+    0.28). `dual_clip` c > 1 bounds the loss of a token with a negative advantage by -c A (arXiv 1912.09729):
+    without it a large ratio makes it unbounded. Metrics: ratio; clip/low, clip/high and (where it is set) clip/dual,
+    the tokens whose gradient that bound cut.
     """
     check_clips(clip_low, clip_high, dual_clip)
     advantage = wide(advantages.detach())
@@ -75,7 +75,7 @@ def ppo_clip(
 def cispo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip_low: float = 1.0, clip_high: float = 0.28
 ) -> TokenLoss:
-    """Return -sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi: CISPO (MiniMax-M1, arXiv 2506.13585, equation 4).
+    """Return -sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi: CISPO (MiniMax-M1, arXiv 2506.13585).
 
     The clip bounds the weight of a token and never removes its gradient. Metrics: ratio, clip/low, clip/high.
     """

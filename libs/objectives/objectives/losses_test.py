@@ -21,7 +21,7 @@ Token = tuple[float, float, float]
 
 
 def ppo_oracle(new: float, old: float, advantage: float, low: float, high: float, dual: float | None) -> float:
-    """PPO's equation 7, with the dual clip's equation 5, for one token."""
+    """PPO's equation 7, with the dual clip, for one token."""
     rho = math.exp(new - old)
     bounded = min(max(rho, 1 - low), 1 + high)
     objective = min(rho * advantage, bounded * advantage)

@@ -48,7 +48,7 @@ def gmpo(
     clip_low: float = 0.4,
     clip_high: float = 0.4,
 ) -> TokenLoss:
-    """Return -A times the geometric mean of a sequence's clipped token ratios: GMPO (arXiv 2507.20673, equation 4).
+    """Return -A times the geometric mean of a sequence's clipped token ratios: GMPO (arXiv 2507.20673).
 
     The bounds are of the log-ratio, e^-clip_low to e^clip_high (0.4 both in the paper), on the side that PPO clips:
     from above for A > 0, from below for A < 0. Shapes as in `gspo`; the mean of a sequence's advantages over its

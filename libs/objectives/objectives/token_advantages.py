@@ -21,7 +21,7 @@ def returns_with_kl(
 
     `rewards` f[B]; `loss_mask`, `log_probs`, `ref_log_probs` jagged (B, j). The reward of a token is -kl_coef (log pi -
     log ref), k1, and that of the last one has the answer's reward too (arXiv 2203.02155, equation 2; REINFORCE++,
-    arXiv 2501.03262, equation 4). Tokens between the trained ones pass it on. Raises ValueError for a kl_coef below 0.
+    arXiv 2501.03262). Tokens between the trained ones pass it on. Raises ValueError for a kl_coef below 0.
     """
     check_weight("kl_coef", kl_coef)
     parts = ragged(loss_mask)
@@ -65,7 +65,7 @@ def later_sums(values: Tensor, loss_mask: Tensor) -> Tensor:
 def normalized(values: Tensor, loss_mask: Tensor, eps: float = 1e-6) -> Tensor:
     """Return (value - mean) / (std + eps) over the trained tokens of the batch, jagged f32 (B, j), 0 elsewhere.
 
-    REINFORCE++ (arXiv 2501.03262, equation 6). Values that are all equal give exact zeros.
+    REINFORCE++'s global normalisation (arXiv 2501.03262). Values that are all equal give exact zeros.
     """
     flat, mask = flattened(ragged(values)).double(), flattened(ragged(loss_mask)).bool()
     trained = flat[mask]

@@ -14,7 +14,7 @@ from objectives.sums import wide
 def sapo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, tau_pos: float = 1.0, tau_neg: float = 1.05
 ) -> TokenLoss:
-    """Return -(4 / tau) sigmoid(tau (rho - 1)) A with tau by the sign of A: SAPO (arXiv 2511.20347, equations 5 and 6).
+    """Return -(4 / tau) sigmoid(tau (rho - 1)) A with tau by the sign of A: SAPO (arXiv 2511.20347).
 
     The gate falls off smoothly where PPO cuts; at rho = 1 the gradient is the policy gradient. The paper averages over
     sequences: aggregation "sequence". Metrics: ratio.

@@ -7,7 +7,6 @@ folders are carried over. One layer of each kind at true width compiles what all
 
 import itertools
 import time
-from dataclasses import replace
 from typing import Any
 
 from engines.build import build_engine
@@ -22,6 +21,10 @@ from engines.prove.comparison import sequences
 from engines.prove.engine_result import WeightedSum, proof_batch, settings_of_proof
 from engines.prove.forked_ranks import last_line, launch_forked
 from engines.prove.generic_family import generic_family
+
+LR = 1e-9
+"""So small that the second step meets the weights of the first: a proof's own is as large as the gradient, and broke
+a model of 2 B on a GPU."""
 
 
 def warm_kernels(config: EngineConfig, model: Any) -> dict[str, float]:
@@ -42,7 +45,7 @@ def warm_kernels(config: EngineConfig, model: Any) -> dict[str, float]:
 
 
 def _warm(config: EngineConfig, model: Any) -> dict[str, float]:
-    settings = replace(settings_of_proof(config, **SINGLE), optimizer=config.optimizer)
+    settings = settings_of_proof(config, **SINGLE, optimizer=config.optimizer, lr=LR)
     few = layer_subset(checked_part(model), resolve_device(settings))
     text, lengths, left = few.config.get_text_config(), list[int](), settings.max_tokens_per_rank
     for length in itertools.cycle(few.lengths):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rollout.sync.tensor_digest import digest_of
+from rollout.sync.tensor_digest import digest_of, digests_of
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 4096, 4097, 20_000])
@@ -24,3 +24,12 @@ def test_elements_that_change_places_count() -> None:
     swapped = tensor.clone()
     swapped[[3, 5]] = tensor[[5, 3]]
     assert digest_of(swapped) != digest_of(tensor)
+
+
+def test_many_at_once_have_the_digests_of_each() -> None:
+    torch.manual_seed(0)
+    kinds = (torch.bfloat16, torch.float32)
+    tensors = [torch.randn(count).to(dtype) for count in (0, 3, 4096, 9001, 20_000) for dtype in kinds]
+    assert digests_of(tensors) == [digest_of(tensor) for tensor in tensors]
+    assert digests_of([]) == []
+    assert len(set(digests_of(tensors[2:]))) == len(tensors) - 2

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.sync.tensor_digest import digest_of
+from rollout.sync.tensor_digest import digests_of
 
 HEAD = "lm_head.weight"
 DRAFT = "mtp.fc.weight"
@@ -24,7 +24,8 @@ _LAYER = re.compile(r"^(?!mtp\.).*\blayers\.(\d+)\.")
 
 def corrupted_tensors(named: Mapping[str, Tensor], digests: Mapping[str, int]) -> list[str]:
     """Return the tensors of a file whose bytes are not those that were written."""
-    return [f"{name} is not what was staged" for name, value in named.items() if digest_of(value) != digests[name]]
+    found = zip(named, digests_of([*named.values()]), strict=True)
+    return [f"{name} is not what was staged" for name, digest in found if digest != digests[name]]
 
 
 def stale_heads(heads: Iterable[tuple[str, Any]], named: Mapping[str, Tensor]) -> list[str]:

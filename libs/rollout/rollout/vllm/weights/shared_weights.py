@@ -31,7 +31,7 @@ except ImportError as error:
 
 from rollout.sync.pieces import BucketPiece
 from rollout.sync.staging import WeightStaging
-from rollout.sync.tensor_digest import digest_of
+from rollout.sync.tensor_digest import digests_of
 from rollout.vllm.weights import cuda_memory
 from rollout.vllm.weights.parts import Place
 
@@ -91,7 +91,7 @@ class WeightRegion:
 
     def note_digests(self) -> None:
         """Compute the `digests` of the present tensors."""
-        self._digests = {name: digest_of(tensor) for name, tensor in self.tensors.items()}
+        self._digests = dict(zip(self.tensors, digests_of([*self.tensors.values()]), strict=True))
 
     @property
     def digests(self) -> dict[str, int]:
