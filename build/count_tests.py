@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlparse
 def results(events: Path) -> dict[str, tuple[str, Path | None]]:
     """Return (status, JUnit file) of each test target in an event file; the last attempt counts.
 
-    ABORTED for one that an interrupted run did not end.
+    ABORTED for one that an interrupted run did not end. One that failed and then passed is told as flaky.
     """
     targets: dict[str, tuple[str, Path | None]] = {}
     for line in events.read_text().splitlines():
@@ -28,6 +28,8 @@ def results(events: Path) -> dict[str, tuple[str, Path | None]]:
             result = event["testResult"]
             files = {output["name"]: output["uri"] for output in result.get("testActionOutput", [])}
             xml = Path(unquote(urlparse(files["test.xml"]).path)) if "test.xml" in files else None
+            if targets.get(label, ("PASSED",))[0] != "PASSED" and result["status"] == "PASSED":
+                print(f"flaky: {label}: failed, and passed at once after that")
             targets[label] = (result["status"], xml)
         summary = event["id"].get("testSummary", {}).get("label")
         if summary and summary not in targets:

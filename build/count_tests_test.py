@@ -53,6 +53,20 @@ def test_status_of_a_clean_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.splitlines()[-1] == "2 passed, 0 failed, 0 skipped"
 
 
+def test_the_last_attempt_counts_and_an_earlier_failure_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attempts = {"first": "FAILED", "again": "PASSED"}
+    first, again = (_events(tmp_path / name, {"//a": (status, GOOD)}) for name, status in attempts.items())
+    both = tmp_path / "both"
+    both.write_text("\n".join(Path(name).read_text() for name in (first, again)))
+    assert main([str(both)]) == 0
+    assert capsys.readouterr().out.count("flaky: //a: failed, and passed") == 1
+    both.write_text("\n".join(Path(name).read_text() for name in (again, first)))
+    assert main([str(both)]) == 1
+    assert "flaky" not in capsys.readouterr().out
+
+
 def test_what_an_interrupted_run_did_not_end_counts_as_failed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
