@@ -34,4 +34,5 @@ def digests_of(tensors: Sequence[Tensor]) -> list[int]:
 
 def _on_host(parts: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return tensors on the host by one copy."""
-    return torch.cat(list(parts)).cpu().split([part.numel() for part in parts])
+    near: Sequence[Tensor] = torch.cat(list(parts)).cpu().split([part.numel() for part in parts])
+    return near
