@@ -121,3 +121,17 @@ def test_a_lone_surrogate_and_a_noncharacter() -> None:
     message = parse_ids([*ids("<tool_call>"), *letters(text), *ids("</tool_call>")], TOKENIZER, "hermes", prefill="")
     (call,) = message.tool_calls
     assert call.arguments_dict() == {"x": "<tool_call>\\ud800 \ud800", "y": "\ufffd"}
+
+
+def test_a_token_that_is_added_later_is_a_marker_from_then_on() -> None:
+    """Until then its text is one."""
+    tokenizer, call = tiny_tokenizer("chatml"), FORMATS["mistral"].example
+    spelled = tokenizer.encode(call, add_special_tokens=False)
+
+    def calls(sampled: list[int]) -> int:
+        return len(parse_ids(sampled, tokenizer, "mistral", prefill="").tool_calls)
+
+    assert calls(spelled) > 0
+    tokenizer.add_tokens(["[TOOL_CALLS]"])
+    assert calls(spelled) == 0
+    assert calls(tokenizer.encode(call, add_special_tokens=False)) > 0

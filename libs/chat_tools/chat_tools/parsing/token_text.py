@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from chat_tools.known_formats.grammar import Format
 from chat_tools.parsing.result import (
@@ -27,8 +28,53 @@ from chat_tools.parsing.result import (
 )
 
 _NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # no text that is interchanged has them
+_STRAY = re.compile("[" + "".join(_NONCHARACTERS) + "]")
 _ESCAPED = re.compile(r"\\u(fd[de][0-9a-f])(?<!\\\\ufd[de][0-9a-f])")  # in the JSON text of a lone surrogate
 _UNKNOWN = "\ufffd"
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """A tokenizer's added tokens beside a format: which are markers of it, and how those that are none are hidden.
+
+    `beginnings`: what a marker that is written letter by letter may have come to.
+    """
+
+    vocabulary: dict[str, int]
+    added: dict[int, str]
+    markers: frozenset[str]
+    beginnings: frozenset[str]
+    longest: int
+    marker: re.Pattern[str]
+    hide: dict[int, int]
+    show: dict[int, int]
+
+
+_KNOWN: WeakKeyDictionary[Any, dict[Format, SpecialTokens]] = WeakKeyDictionary()
+
+
+def special_tokens(tokenizer: Any, fmt: Format) -> SpecialTokens:
+    """Return the special tokens of a tokenizer beside a format. Cached while the tokenizer's are the same."""
+    known, vocabulary = _KNOWN.setdefault(tokenizer, {}), tokenizer.get_added_vocab()
+    if fmt not in known or known[fmt].vocabulary != vocabulary:
+        known[fmt] = _special_tokens(vocabulary, fmt)
+    return known[fmt]
+
+
+def _special_tokens(vocabulary: dict[str, int], fmt: Format) -> SpecialTokens:
+    literals = "\n".join(_strings(fmt)).replace("\\", "")  # patterns too
+    markers = frozenset(text for text in vocabulary if text and text in literals)
+    firsts = dict(zip(sorted({marker[0] for marker in markers}), _NONCHARACTERS, strict=False))
+    return SpecialTokens(
+        vocabulary=vocabulary,
+        added={token: text for text, token in vocabulary.items()},
+        markers=markers,
+        beginnings=frozenset(marker[:length] for marker in markers for length in range(1, len(marker) + 1)),
+        longest=max(map(len, markers), default=1),
+        marker=re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))) or "(?!)"),
+        hide={ord(first): ord(stand_in) for first, stand_in in firsts.items()},
+        show={ord(stand_in): ord(first) for first, stand_in in firsts.items()},
+    )
 
 
 class TokenText:
@@ -42,14 +88,8 @@ class TokenText:
             raise ValueError("tokens are parsed with a fast tokenizer: load it with use_fast=True, or feed its text")
         self._backend: Any = backend
         self._stream = DecodeStream(skip_special_tokens=False)
-        self._added = {token: text for text, token in tokenizer.get_added_vocab().items()}
-        literals = "\n".join(_strings(fmt)).replace("\\", "")  # patterns too
-        self.markers = frozenset(text for text in self._added.values() if text and text in literals)
-        firsts = dict(zip(sorted({marker[0] for marker in self.markers}), _NONCHARACTERS, strict=False))
-        self._marker = re.compile("|".join(map(re.escape, sorted(self.markers, key=len, reverse=True))) or "(?!)")
-        self._hide = str.maketrans(firsts)
-        self._show = str.maketrans({stand_in: first for first, stand_in in firsts.items()})
-        self._stray = re.compile("[" + "".join(_NONCHARACTERS) + "]")
+        self._special = special_tokens(tokenizer, fmt)
+        self.markers = self._special.markers
         self._pending: list[int] = []
         self._held = ""  # may be the beginning of a marker that is written letter by letter
         self._hidden = False
@@ -58,7 +98,7 @@ class TokenText:
         """Return the text that more tokens make certain."""
         pieces: list[str] = []
         words: list[str] = []  # between special tokens
-        step, backend, added = self._stream.step, self._backend, self._added
+        step, backend, added = self._stream.step, self._backend, self._special.added
         for token in ids:
             chunk = step(backend, token)
             if chunk is None:  # a character that is not whole yet
@@ -82,21 +122,21 @@ class TokenText:
 
     def _words(self, text: str, whole: bool) -> str:
         """Return text that is no marker, but for what may go on as one unless it is `whole`."""
-        text = self._held + self._stray.sub(_UNKNOWN, text)
+        special = self._special
+        text = self._held + _STRAY.sub(_UNKNOWN, text)
         self._held = ""
         if not whole:
-            longest = max(map(len, self.markers), default=1)
-            for at in range(max(0, len(text) - longest + 1), len(text)):
-                if any(marker.startswith(text[at:]) for marker in self.markers):
+            for at in range(max(0, len(text) - special.longest + 1), len(text)):
+                if text[at:] in special.beginnings:
                     text, self._held = text[:at], text[at:]
                     break
-        written = self._marker.sub(lambda match: match[0][0].translate(self._hide) + match[0][1:], text)
+        written = special.marker.sub(lambda match: match[0][0].translate(special.hide) + match[0][1:], text)
         self._hidden = self._hidden or written != text
         return written
 
     def shown(self, text: str) -> str:
         """Return a text as the model wrote it."""
-        return text.translate(self._show) if self._hidden else text
+        return text.translate(self._special.show) if self._hidden else text
 
     def events(self, events: list[Event]) -> list[Event]:
         """Return events with their texts as the model wrote them."""
