@@ -23,16 +23,16 @@ def digests_of(tensors: Sequence[Tensor]) -> list[int]:
         return []
     flat = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
     ends = [data.numel() // (8 * _COLUMNS) * (8 * _COLUMNS) for data in flat]
-    parts = [data.split([end, data.numel() - end]) for data, end in zip(flat, ends, strict=True)]
-    rests = _on_host([rest for _, rest in parts])
-    sums = _on_host([rows.view(torch.int64).view(-1, _COLUMNS).sum(0) for rows, _ in parts])
-    return [
-        zlib.crc32(columns.numpy().data, crc) if end else crc
-        for crc, columns, end in zip((zlib.crc32(rest.numpy().data) for rest in rests), sums, ends, strict=True)
-    ]
+    rests = _on_host([data[end:] for data, end in zip(flat, ends, strict=True)])
+    rows = [data[:end].view(torch.int64).view(-1, _COLUMNS) for data, end in zip(flat, ends, strict=True) if end]
+    sums = iter(_on_host([one.sum(0) for one in rows]))
+    crcs = (zlib.crc32(rest.numpy().data) for rest in rests)
+    return [zlib.crc32(next(sums).numpy().data, crc) if end else crc for crc, end in zip(crcs, ends, strict=True)]
 
 
 def _on_host(parts: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return tensors on the host by one copy."""
+    if len(parts) < 2:
+        return [part.cpu() for part in parts]
     near: Sequence[Tensor] = torch.cat(list(parts)).cpu().split([part.numel() for part in parts])
     return near
