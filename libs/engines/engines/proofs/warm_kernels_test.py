@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from engines.build import build_engine
 from engines.config import EngineConfig
 from engines.launch import ensure_group
 from engines.proofs import warm_kernels
@@ -22,11 +23,11 @@ def group() -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", ["attention", "dense"])
 def test_two_steps_at_the_size_of_a_micro_batch_leave_the_weights(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    built, build = list[Any](), warm_kernels.build_engine
+    built = list[Any]()
     before = list[torch.Tensor]()
 
     def noted(*arguments: Any) -> Any:
-        built.append(build(*arguments))
+        built.append(build_engine(*arguments))
         before.extend(one.detach().clone() for one in built[0].executor.model.parameters())
         return built[0]
 
