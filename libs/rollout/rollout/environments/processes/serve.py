@@ -58,10 +58,10 @@ def _play(connection: "Connection[Any, Any]", memory: int) -> None:
     why = ""
     while not why:
         events = dict(poll.poll(1000 * LOOK))
-        if handle in events:
-            why = "it ended"
-        elif descriptor in events:
+        if descriptor in events:  # asked first: a worker ends by itself where its run is gone
             why = "its run is gone"
+        elif handle in events:
+            why = "it ended"
         elif (taken := resident_bytes(process.pid)) > memory:
             why = f"it took {taken / 2**30:.2f} GiB of memory, {memory / 2**30:.2f} are its limit (--memory-gib)"
     kill_worker(process)
