@@ -40,6 +40,7 @@ def tiny_shape(shape: ModelShape, stages: int, tp: int) -> ModelShape:
         name=f"tiny {shape.name}",
         source="made here, of random numbers",
         layers=shape.full_attention_interval * max(2, stages + (stages > 2)),
+        attention_layers=0 if shape.attention_layers == 0 else None,
         hidden=64,
         kv_heads=kv_heads,
         heads=kv_heads * (shape.heads // shape.kv_heads),
@@ -134,7 +135,7 @@ def _text_fields(shape: ModelShape) -> dict[str, Any]:
         fields["shared_expert_intermediate_size"] = shape.shared_expert_intermediate
     if shape.linear_key_heads:
         fields |= {
-            "full_attention_interval": shape.full_attention_interval,
+            "full_attention_interval": shape.full_attention_interval if shape.full_attention_layers else POSITIONS,
             "linear_num_key_heads": shape.linear_key_heads,
             "linear_num_value_heads": shape.linear_value_heads,
             "linear_key_head_dim": shape.linear_head_dim,

@@ -166,6 +166,14 @@ def test_the_model_is_of_the_same_architecture_in_small(name: str) -> None:
     family_of(config).check_config(config)
 
 
+def test_a_model_of_delta_nets_alone_stays_one_in_small() -> None:
+    origin = RECIPES["qwen3-5-27b-fsdp2"].origin
+    assert origin is not None
+    assert origin.shape is not None
+    shape = tiny_shape(replace(origin.shape, attention_layers=0), 1, 1)
+    assert set(transformers_config(shape, 0, 1).get_text_config().layer_types) == {"linear_attention"}
+
+
 @pytest.mark.parametrize("name", SEEDS)
 def test_a_shrunk_run_does_without_nothing_but_what_is_named(name: str) -> None:
     """Images go through several of vLLM's workers too, on the CPU beside an NPU; pools are apart in Ray."""

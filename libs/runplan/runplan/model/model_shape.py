@@ -59,6 +59,8 @@ class ModelShape:
     gated_attention: bool = False
     """Whether queries have an output gate of their own size."""
     full_attention_interval: int = 1
+    attention_layers: int | None = None
+    """Number of layers with full attention, where they are not every `full_attention_interval`-th."""
     linear_key_heads: int = 0
     linear_value_heads: int = 0
     linear_head_dim: int = 128
@@ -79,13 +81,13 @@ class ModelShape:
             raise ValueError("experts, expert_intermediate and experts_per_token go together, the last at most experts")
         if bool(self.experts) == bool(self.intermediate):
             raise ValueError("a layer has either experts or an intermediate size")
-        if (self.full_attention_interval > 1) != bool(self.linear_key_heads and self.linear_value_heads):
+        if (self.linear_layers > 0) != bool(self.linear_key_heads and self.linear_value_heads):
             raise ValueError("linear_key_heads and linear_value_heads go with full_attention_interval above 1")
 
     @property
     def full_attention_layers(self) -> int:
         """Number of layers with full attention."""
-        return self.layers // self.full_attention_interval
+        return self.layers // self.full_attention_interval if self.attention_layers is None else self.attention_layers
 
     @property
     def linear_layers(self) -> int:
@@ -112,7 +114,9 @@ def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
     """Return the sizes of a transformers config of one of these families. Raise ValueError where they don't fit."""
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None) or []
-    hybrid = "linear_attention" in kinds
+    hybrid, full = "linear_attention" in kinds, [at for at, kind in enumerate(kinds) if kind == "full_attention"]
+    interval = max(2, min(full, default=0) + 1) if hybrid else 1
+    regular = full == list(range(interval - 1, len(kinds), interval))
 
     def size(field: str) -> int:
         return int(getattr(text, field, None) or 0)
@@ -133,7 +137,8 @@ def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
         expert_intermediate=size("moe_intermediate_size"),
         shared_expert_intermediate=size("shared_expert_intermediate_size"),
         gated_attention=hybrid,
-        full_attention_interval=kinds.index("full_attention") + 1 if hybrid else 1,
+        full_attention_interval=interval,
+        attention_layers=len(full) if hybrid and not regular else None,
         linear_key_heads=size("linear_num_key_heads") if hybrid else 0,
         linear_value_heads=size("linear_num_value_heads") if hybrid else 0,
         linear_head_dim=size("linear_key_head_dim") or 128,
@@ -179,7 +184,9 @@ def head_parameters(shape: ModelShape) -> Parameters:
     """Count the parameters of a head for multi-token prediction exactly (`engines.mtp.head`): a layer of full attention
     as the model's, a matrix in front of it, and three norms."""
     layer = count_parameters(
-        replace(shape, layers=1, full_attention_interval=1, linear_key_heads=0, linear_value_heads=0)
+        replace(
+            shape, layers=1, full_attention_interval=1, attention_layers=None, linear_key_heads=0, linear_value_heads=0
+        )
     )
     dense = layer.dense - shape.hidden + 2 * shape.hidden**2 + 3 * shape.hidden  # the model's last norm is not its own
     active = layer.active - layer.embeddings - layer.dense + dense

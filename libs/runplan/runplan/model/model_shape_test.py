@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Qwen3_5Config
 
-from runplan.model.model_shape import ModelShape, VisionTower, count_parameters, shape_of, tower_parameters
+from runplan.model.model_shape import (
+    ModelShape,
+    VisionTower,
+    count_parameters,
+    head_parameters,
+    shape_of,
+    tower_parameters,
+)
 from runplan.testing.shape_configs import as_config, assert_counted
 
 SMALL = ModelShape("small", "", "", layers=4, hidden=32, heads=4, kv_heads=2, head_dim=8, vocab=64, intermediate=48)
@@ -40,6 +47,20 @@ def test_the_count_is_that_of_the_real_module(hybrid: bool, mixture: bool, tied:
         experts: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "expert_intermediate": 24}
         shape = replace(shape, intermediate=0, shared_expert_intermediate=shared, **experts)
     assert count_parameters(shape).total == parameters_of_the_module(shape)
+
+
+@pytest.mark.parametrize("kinds", ["ddd", "adda", "daaa", "dada", "d", "ddad"])
+def test_any_pattern_of_layers_is_counted(kinds: str) -> None:
+    names = {"a": "full_attention", "d": "linear_attention"}
+    layer_types, size = [names[kind] for kind in kinds], replace(SMALL, layers=len(kinds))
+    config = as_config(replace(size, **HYBRID | {"attention_layers": 0}))
+    config.layer_types = layer_types
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = shape_of(config, "drawn")
+    assert (shape.full_attention_layers, shape.linear_layers) == (kinds.count("a"), kinds.count("d"))
+    assert count_parameters(shape).total == sum(parameter.numel() for parameter in model.parameters())
+    assert head_parameters(shape).total == head_parameters(replace(shape, attention_layers=None)).total
 
 
 VISION_SHAPE = replace(
