@@ -16,7 +16,7 @@ from apps.common.run.divergence import name_sampler_errors
 from apps.common.run.export import save_export
 from apps.common.run.idle_steps import IdleSteps
 from apps.common.run.reporter import Reporter
-from apps.grpo.config import GrpoConfig
+from apps.grpo.config import GrpoConfig, WarmStart
 from apps.grpo.tasks.prompt_tasks import Conversation
 from apps.sft.loop import fit, idle_reason
 from apps.sft.reading.samples import Sample, batch_of, sample_of, stop_tokens_of
@@ -27,7 +27,7 @@ from engines.storage.disks import find_disks, share_files
 from objectives import SFT
 from schedules.protocols import Trainer
 from schedules.runtime.collectives import broadcast_result, rank_and_world
-from schedules.sampling.session import HeldOutMetric, RolloutSession
+from schedules.sampling.session import Evaluation, HeldOutMetric, RolloutSession
 
 FINISHED = "finished.json"
 
@@ -119,7 +119,7 @@ def warm_start(
             if done % warm.eval_every == 0 or done == warm.steps:
                 with name_sampler_errors(done):
                     session.sync(trainer)
-                    evaluation = session.evaluate(warm.eval_prompts)
+                    evaluation = look_at(session, warm, done == warm.steps)
                 metric = metric or evaluation.metric
                 accuracy = row[f"eval/{metric}"] = shown["held-out"] = evaluation.accuracy
             log.step(done, row, shown)
@@ -133,6 +133,16 @@ def warm_start(
     if rank_and_world()[0] == 0:
         (folder / FINISHED).write_text(json.dumps(asdict(WarmStartResult(done, accuracy))) + "\n", encoding="utf-8")
     return broadcast_result(export)  # once the first rank has written all of it: its tokenizer, say
+
+
+def look_at(session: RolloutSession, warm: WarmStart, last: bool) -> Evaluation:
+    """Return responses to a quarter of the held-out prompts; to all of them at the last step, or where a quarter came
+    to half of the accuracy that ends the warm start."""
+    if not last:
+        quarter = session.evaluate(-(-warm.eval_prompts // 4))
+        if quarter.accuracy < warm.until_accuracy / 2:
+            return quarter
+    return session.evaluate(warm.eval_prompts)
 
 
 def _told(accuracy: float, metric: HeldOutMetric | None) -> str:

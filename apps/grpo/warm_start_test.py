@@ -1,12 +1,13 @@
 """What the warm start takes of the run's engine, and what it does not."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from apps.grpo.config import GrpoConfig
-from apps.grpo.warm_start import warm_start_engine
+from apps.grpo.config import GrpoConfig, WarmStart
+from apps.grpo.warm_start import look_at, warm_start_engine
 from engines import EngineConfig
 
 
@@ -30,3 +31,20 @@ def test_its_own_rate_is_constant_after_its_own_warmup(given: dict[str, Any]) ->
 def test_no_sampler_chose_experts_for_a_demonstration() -> None:
     config = GrpoConfig(engine=EngineConfig(device="cpu", routing_replay=True))
     assert not warm_start_engine(config).routing_replay
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "last", "asked"),
+    [(0.0, False, [3]), (0.24, False, [3]), (0.25, False, [3, 10]), (0.9, False, [3, 10]), (0.0, True, [10])],
+)
+def test_all_prompts_are_asked_where_a_quarter_came_to_half(accuracy: float, last: bool, asked: list[int]) -> None:
+    counts: list[int] = []
+
+    class Session:
+        def evaluate(self, count: int) -> Any:
+            counts.append(count)
+            return SimpleNamespace(accuracy=accuracy, asked=count)
+
+    session: Any = Session()
+    evaluation: Any = look_at(session, WarmStart(until_accuracy=0.5, eval_prompts=10), last)
+    assert (evaluation.asked, counts) == (asked[-1], asked)
