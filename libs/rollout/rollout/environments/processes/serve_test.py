@@ -68,7 +68,7 @@ def test_a_server_plays_what_this_machine_does_not(server: tuple[str, Path]) -> 
     pool.close()
     for pid in pids:
         wait_for_end(pid)  # its run is gone, so is what it played
-    assert "its run is gone" in log.read_text()
+    wait_for_words(log, "its run is gone")
 
 
 def parent_of(pid: int) -> int:
@@ -81,6 +81,14 @@ def wait_for_end(pid: int) -> None:
             return
         time.sleep(0.1)
     pytest.fail(f"process {pid} lives")
+
+
+def wait_for_words(log: Path, words: str) -> None:
+    for _ in range(100):
+        if words in log.read_text():
+            return
+        time.sleep(0.1)
+    pytest.fail(log.read_text())
 
 
 @pytest.mark.parametrize(
@@ -102,11 +110,7 @@ def test_whatever_one_does_its_siblings_are_scored(
     assert [e.score for e in episodes[:2]] == [Score(1.0)] * 2, [e.error for e in episodes]
     assert all(e.score for e in play(pool))
     pool.close()
-    for _ in range(50):
-        if logged in log.read_text():
-            return
-        time.sleep(0.1)
-    pytest.fail(log.read_text())
+    wait_for_words(log, logged)
 
 
 def test_another_server_is_asked_where_one_is_gone(server: tuple[str, Path]) -> None:
