@@ -34,7 +34,7 @@ def test_a_name_of_nothing_is_refused_and_one_without_need_is_told() -> None:
     parts = {"npu": "no device", "conv_bias": "not exercised"}
     assert not unknown_names(("npu", "nodes", "sampler", "conv_bias", "rms_norm_eps"), parts, FIELDS)
     (text,) = unknown_names(("npus", "conv_bia"), parts, FIELDS)
-    assert text.startswith("--allow-untested npus,conv_bia: names are npu, nodes, sampler, teacher and fields of")
+    assert text.startswith("--allow-untested npus,conv_bia: names are npu, nodes, sampler, deepep, teacher and fields")
     assert text.endswith("untested here: npu, conv_bias")
     assert unused_names(("npu", "sampler"), parts) == []
     assert unused_names(("nodes", "npu"), parts) == [

@@ -16,12 +16,13 @@ NAMES = {
     "npu": "Ascend NPUs",
     "nodes": "more than one machine",
     "sampler": "a sampler whose log-probs are past the bound",
+    "deepep": "DeepEP in place of the all-to-all of experts",
     "teacher": "a teacher of the native engine or vLLM beside training on a GPU or NPU",
 }
 """Names beside config fields. "sampler" is of what the first batch shows."""
 HELP = (
     "What may go untested, by name: config fields that no part of the model's proof exercised, and hardware that was "
-    "not at hand (npu, nodes, teacher). It is recorded, and stands at the head of the report."
+    "not at hand (npu, nodes, deepep, teacher). It is recorded, and stands at the head of the report."
 )
 FLAG_TYPE: Any = Annotated[
     tuple[str, ...],

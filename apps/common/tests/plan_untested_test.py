@@ -59,7 +59,7 @@ def test_a_name_of_nothing_is_a_problem_of_the_plan() -> None:
     assert told("npu,nodes,sampler,norm_topk_prob,rope_parameters.rope_theta", large) == []
     (text,) = told("norm_topk_prop,npu", large)
     assert text.startswith(
-        "--allow-untested norm_topk_prop: names are npu, nodes, sampler, teacher and fields of the model's"
+        "--allow-untested norm_topk_prop: names are npu, nodes, sampler, deepep, teacher and fields of the model's"
     )
     named = replace(large, config_fields=config_fields(SmolLM3Config()))
     assert told("no_rope_layers", named) == []

@@ -47,7 +47,7 @@ def test_a_run_has_the_certificates_that_it_stands_on(
     assert found is not None
     unseen = found[1].split(",")
     text = refusal([*argv, "--max-steps", "1", "--allow-untested", "num_kv_headss"], capsys)
-    assert "--allow-untested num_kv_headss: names are npu, nodes, sampler, teacher and fields" in text
+    assert "--allow-untested num_kv_headss: names are npu, nodes, sampler, deepep, teacher and fields" in text
     assert f"untested here: {', '.join(unseen)}" in text
     old = "--engine.allow-untested"
     assert "--allow-untested x: names are npu, nodes" in refusal([*argv, old, "x"], capsys)

@@ -1,6 +1,7 @@
 """Capabilities as code, before any device is touched: Supported with its test, or Unsupported with the reason."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from engines.backends import TRAIN_BACKENDS, supports_backend
 from engines.config import EngineConfig, parse_options
@@ -50,6 +51,7 @@ FSDP2: dict[str, Supported | Unsupported] = {
         "devices/npu_host_test.py::test_parameters_on_the_host_change_no_bit"
     ),  # a stand-in
     "core_optimizer": Unsupported("megatron-core's optimizer is over Megatron's buffers: leave megatron_optimizer out"),
+    "deepep": Unsupported("the experts of FSDP2 are sent their tokens by torch's all-to-all"),
     "distributed_optimizer": Unsupported("FSDP2 shards optimizer states over all ranks already: leave it out"),
     "own_rows": Supported("step_two_test.py::test_ranks_that_hold_their_own_rows_give_the_whole_batchs_steps"),
     "dropout": Unsupported("the model is trained as it is scored: no dropout, whatever its config says"),
@@ -110,6 +112,10 @@ MEGATRON: dict[str, Supported | Unsupported] = {
         "Megatron's layers compute from weights on the device: leave it out, or use fsdp2"
     ),
     "core_optimizer": Supported("megatron/optimizers/core_optimizer_test.py::test_its_steps_have_the_bits_of_torchs"),
+    "deepep": Unsupported(
+        "DeepEP's kernels have not run: a stand-in over gloo gives the all-to-all's steps (megatron/deepep_test.py)",
+        untested="deepep",
+    ),
     "distributed_optimizer": Supported(LAYOUTS),
     "own_rows": Supported("proofs/megatron_layouts_test.py::test_ranks_that_hold_their_own_rows_give_the_same_steps"),
     "dropout": Unsupported("the model is trained as it is scored: no dropout, whatever its config says"),
@@ -130,6 +136,8 @@ MEGATRON: dict[str, Supported | Unsupported] = {
 }
 
 
+DEEPEP = ("moe_flex_dispatcher_backend", "moe_deepep_num_sms")
+"""`transformer_options` of DeepEP, which sends tokens to their experts in place of the all-to-all."""
 RUN_OPTIONS = frozenset(["deallocate_pipeline_outputs", "microbatch_group_size_per_vp_stage"])
 """`transformer_options` that layouts' tests have run: they change the pipeline's schedule, not its results."""
 
@@ -172,6 +180,7 @@ def features_of(config: EngineConfig) -> list[str]:
     requested["activation_offload"] = config.activation_offload
     requested["optimizer_on_host"] = config.optimizer_on_host
     requested["parameters_on_host"] = config.parameters_on_host
+    requested["deepep"] = uses_deepep(config)
     requested["core_optimizer"] = config.megatron_optimizer == "core"
     requested["distributed_optimizer"] = config.distributed_optimizer
     requested["router_forwards_ahead"] = bool(config.router_forwards_ahead)
@@ -205,7 +214,9 @@ def unsupported(config: EngineConfig, trainable: bool = True) -> list[str]:
     """Return the text of all that `refuse_unsupported` refuses; empty where an engine can be asked for."""
     answers = ((feature, supports(config, feature)) for feature in features_of(config))
     missing = [
-        f"{name} is not supported: {answer.reason}" for name, answer in answers if isinstance(answer, Unsupported)
+        f"{name} is not supported: {answer.reason}"
+        for name, answer in answers
+        if isinstance(answer, Unsupported) and answer.untested not in config.allow_untested
     ]
     return [*missing, *conflicts(config, trainable)]
 
@@ -217,6 +228,7 @@ def conflicts(config: EngineConfig, trainable: bool = True) -> Iterator[str]:
     if config.backend == "fsdp2" and config.expert_parallel > 1 and config.weights == "replicated":
         yield "weights='replicated' keeps all experts on every rank, so expert_parallel has no effect: leave one out"
     yield from _of_adapted_experts(config)
+    yield from _of_deepep(config)
     if config.backend == "megatron" and not config.reshard_after_forward:
         yield "reshard_after_forward is FSDP2's, Megatron gathers no weights: leave it at its default"
     if config.backend != "megatron" and config.transformer_options:
@@ -252,6 +264,27 @@ def _of_adapted_experts(config: EngineConfig) -> Iterator[str]:
         yield f"{what}, which have not been run on an NPU: leave it out"
 
 
+def _of_deepep(config: EngineConfig) -> Iterator[str]:
+    """Yield what DeepEP is not beside: it sends bfloat16 between CUDA devices."""
+    if not uses_deepep(config):
+        return
+    if config.expert_parallel * config.expert_tensor_parallel == 1:
+        yield f"{DEEPEP[0]} has no effect where a rank has all experts: leave it out, or set expert_parallel above 1"
+    if config.dtype == "float32" or config.device in ("cpu", "npu"):
+        yield f"{DEEPEP[0]}: DeepEP sends bfloat16 between CUDA devices: leave it out for the all-to-all"
+
+
+def uses_deepep(config: EngineConfig) -> bool:
+    """Return whether tokens go to their experts by DeepEP."""
+    return config.backend == "megatron" and parse_options(config.transformer_options).get(DEEPEP[0]) == "deepep"
+
+
+def without_deepep(config: EngineConfig) -> EngineConfig:
+    """Return the settings with the all-to-all in its place: of proofs in float32, or on one device."""
+    kept = [word for word in config.transformer_options if word.partition("=")[0] not in DEEPEP]
+    return replace(config, transformer_options=tuple(kept))
+
+
 def untested_options(config: EngineConfig, trainable: bool = True) -> Iterator[str]:
     """Yield the text of each set of options that no test has run together: unless `config.prove` is "off", a proof of
     the run's options admits them (`engines.prove.options_admission`)."""
@@ -278,4 +311,4 @@ def untested_options(config: EngineConfig, trainable: bool = True) -> Iterator[s
 def untested_transformer_options(config: EngineConfig) -> list[str]:
     """Return the names of Megatron's `transformer_options` that no test has run."""
     given = parse_options(config.transformer_options) if config.backend == "megatron" else {}
-    return [name for name in given if name not in RUN_OPTIONS]
+    return [name for name in given if name not in RUN_OPTIONS and name not in DEEPEP]

@@ -100,6 +100,11 @@ def with_own_children(module: Any) -> Any:
     return other
 
 
+def dispatch_parts(dispatcher: Any) -> list[Any]:
+    """Return the objects that a dispatcher of megatron-core's keeps tensors in: itself, and DeepEP's manager."""
+    return [part for part in (dispatcher, getattr(dispatcher, "_comm_manager", None)) if part is not None]
+
+
 def load_group_bases() -> None:
     """Import the base class of torch's process groups: pybind11 has to know it before a library derives one."""
     import_module("torch._C._distributed_c10d")

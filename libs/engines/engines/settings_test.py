@@ -3,7 +3,7 @@
 import ast
 import math
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.backends import TRAIN_BACKENDS
-from engines.capability import FSDP2, Supported, Unsupported, refuse_unsupported, supports
+from engines.capability import (
+    FSDP2,
+    Supported,
+    Unsupported,
+    refuse_unsupported,
+    supports,
+    unsupported,
+    untested_transformer_options,
+    without_deepep,
+)
 from engines.config import EngineConfig, parse_context_parallel
 from engines.execution.lr_schedule import learning_rate
 from engines.fast.support import use_replicated_weights
@@ -249,3 +258,34 @@ def test_what_parameters_on_the_host_are_not_beside_is_refused(options: dict[str
 
     with pytest.raises(ValueError, match=message):
         build()
+
+
+DEEPEP = EngineConfig(
+    backend="megatron",
+    device="cuda",
+    dtype="bfloat16",
+    expert_parallel=2,
+    transformer_options=("moe_flex_dispatcher_backend=deepep", "moe_deepep_num_sms=8"),
+)
+
+
+def test_deepep_is_accepted_by_name() -> None:
+    (reason,) = unsupported(DEEPEP)
+    assert reason.startswith("deepep is not supported: DeepEP's kernels have not run")
+    accepted = replace(DEEPEP, allow_untested=("deepep",))
+    assert unsupported(accepted) == []
+    assert untested_transformer_options(accepted) == []
+    assert without_deepep(accepted) == replace(accepted, transformer_options=())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"device": "cpu"}, "sends bfloat16 between CUDA devices"),
+        ({"dtype": "float32"}, "sends bfloat16 between CUDA devices"),
+        ({"expert_parallel": 1}, "no effect where a rank has all experts"),
+    ],
+)
+def test_what_deepep_cannot_be_beside_is_told(changes: dict[str, Any], words: str) -> None:
+    (reason,) = unsupported(replace(DEEPEP, allow_untested=("deepep",), **changes))
+    assert words in reason

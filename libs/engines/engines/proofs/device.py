@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from engines.build import build_engine
+from engines.capability import without_deepep
 from engines.config import EngineConfig
 from engines.families.registry import admitted, checked_part, digest, registered_family
 from engines.families.torch_operations import choose_torch_operations
@@ -103,7 +104,7 @@ def prove_device(config: EngineConfig, model: Any, longest: int = 0, seed: int =
 
 def _of_one_draw(config: EngineConfig, model: Any, longest: int, seed: int) -> Certificate:
     start, part = time.perf_counter(), checked_part(model)
-    settings = settings_of_proof(config, **SINGLE)
+    settings = settings_of_proof(without_deepep(config), **SINGLE)
     device = resolve_device(settings)
     dtype = compute_dtype(settings, device)
     few = layer_subset(part, device, longest, settings.max_tokens_per_rank or 0)

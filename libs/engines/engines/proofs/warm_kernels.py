@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from engines.build import build_engine
+from engines.capability import without_deepep
 from engines.config import EngineConfig
 from engines.families.registry import admitted, checked_part, registered_family
 from engines.fast.compiling import compilations
@@ -45,7 +46,7 @@ def warm_kernels(config: EngineConfig, model: Any) -> dict[str, float]:
 
 
 def _warm(config: EngineConfig, model: Any) -> dict[str, float]:
-    settings = settings_of_proof(config, **SINGLE, optimizer=config.optimizer, lr=LR)
+    settings = settings_of_proof(without_deepep(config), **SINGLE, optimizer=config.optimizer, lr=LR)
     few = layer_subset(checked_part(model), resolve_device(settings))
     text, lengths, left = few.config.get_text_config(), list[int](), settings.max_tokens_per_rank
     for length in itertools.cycle(few.lengths):

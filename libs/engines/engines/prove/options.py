@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from engines.capability import untested_transformer_options
+from engines.capability import untested_transformer_options, without_deepep
 from engines.config import EngineConfig, parse_context_parallel, parse_options
 from engines.devices.detect import devices_of
 from engines.families.registry import checked_part, digest
@@ -114,7 +114,7 @@ def _small(config: EngineConfig) -> EngineConfig:
     own = config.parameters_on_host or config.prove == "full" or untested_transformer_options(config)
     device = devices_of(config.device).kind if own else "cpu"
     sizes |= {"model": None, "device": device, "vision": "off", "learning_rates": ()}
-    return replace(config, **sizes, dtype="float32", compile="off")
+    return replace(without_deepep(config), **sizes, dtype="float32", compile="off")
 
 
 def _replicas(layout: ParallelLayout) -> tuple[int, int]:

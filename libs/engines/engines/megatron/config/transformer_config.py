@@ -7,6 +7,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
+from engines.capability import DEEPEP
 from engines.megatron.config.model_sizes import ModelSizes
 from engines.megatron.config.transformer_options import OURS, checked_options
 from engines.parallel.layout import ParallelLayout
@@ -53,7 +54,7 @@ def transformer_config(
         num_layers_in_last_pipeline_stage=stages.last,
         sequence_parallel=layout.tp > 1,
         variable_seq_lengths=layout.pp > 1,
-        moe_token_dispatcher_type="alltoall",
+        moe_token_dispatcher_type="flex" if options.get(DEEPEP[0]) == "deepep" else "alltoall",
         calculate_per_token_loss=True,
         use_cpu_initialization=True,
         perform_initialization=False,

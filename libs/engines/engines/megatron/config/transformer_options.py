@@ -5,16 +5,20 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Mapping
+from importlib.util import find_spec
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from engines.capability import DEEPEP
 
 REPLACEMENTS: Mapping[str, str] = {
     "max_seqlen_per_dp_cp_rank": "max_tokens_per_rank, the one cap on a rank's tokens",
     "hybrid_context_parallel": "context_parallel='dynamic'",
     "context_parallel_size": "context_parallel='static:N'",
     "recompute_granularity": "gradient_checkpointing",
+    "moe_enable_deepep": f"{DEEPEP[0]}=deepep",
 }
 """Our settings for fields of megatron-core's."""
 OURS = frozenset(
@@ -42,8 +46,8 @@ _UNSEEN = re.compile(
 """Fields that change what a model computes past some size, by chance, in fewer bits, or in a loss: a proof in small and
 in float32 could not tell."""
 
-_DISPATCHERS = re.compile(r"deepep|hybridep|flex_dispatcher")
-"""Fields without effect on the dispatcher that layers have: DeepEP takes bfloat16 alone, on GPUs, and ran nowhere."""
+_HYBRID = re.compile(r"hybridep")
+"""Fields of a dispatcher that has not been tried."""
 
 
 def checked_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,10 +70,10 @@ def checked_options(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"transformer_options: {name} follows from the model or from other settings of the engine: leave it out"
             )
-        if _DISPATCHERS.search(name):
+        if _HYBRID.search(name) or value == "hybridep":
             raise ValueError(
-                f"transformer_options: {name} is of megatron-core's flexible dispatcher, tokens go to their experts by "
-                "all-to-all here: leave it out"
+                f"transformer_options: {name} is of HybridEP, tokens go to their experts by all-to-all here, or by "
+                f"{DEEPEP[0]}=deepep: leave it out"
             )
         if name in REPLACEMENTS:
             raise ValueError(f"transformer_options: {name} is set by {REPLACEMENTS[name]}: leave it out")
@@ -80,7 +84,21 @@ def checked_options(given: Mapping[str, Any]) -> dict[str, Any]:
             )
         if not _takes(types[name], value):
             raise ValueError(f"transformer_options: {name} must be {_described(types[name])}, got {value!r}")
+    _check_deepep(given)
     return dict(given)
+
+
+def _check_deepep(given: Mapping[str, Any]) -> None:
+    """Refuse its options without the package, or without one another."""
+    backend, *others = DEEPEP
+    if backend not in given:
+        for name in given.keys() & set(others):
+            raise ValueError(f"transformer_options: {name} has no effect without {backend}=deepep: leave it out")
+    elif find_spec("deep_ep") is None:
+        raise ValueError(
+            f"transformer_options: {backend}={given[backend]} needs the package deep_ep, which is not installed: build "
+            "it for this machine's GPUs, or leave the option out for the all-to-all"
+        )
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:

@@ -23,6 +23,7 @@ from engines.megatron.model.delta_net import DeltaNetParts, PackedDeltaNet
 from engines.megatron.model.experts import GroupedExperts, PackedMoE
 from engines.megatron.model.norms import CenteredNorm, Norm
 from engines.megatron.model.router import Router
+from engines.private_api import dispatch_parts
 
 
 class PackedLayer(TransformerLayer):
@@ -51,9 +52,10 @@ def forget_graph(dispatcher: Any) -> None:
     Nothing reads it afterwards. But where layers are recomputed, no backward pass ever frees that graph, and it would
     keep a layer's activations until the next step, for every layer.
     """
-    for name, value in list(vars(dispatcher).items()):
-        if isinstance(value, Tensor) and value.requires_grad:
-            setattr(dispatcher, name, None)
+    for part in dispatch_parts(dispatcher):
+        for name, value in list(vars(part).items()):
+            if isinstance(value, Tensor) and value.requires_grad:
+                setattr(part, name, None)
 
 
 class RecomputedLayer(PackedLayer):
