@@ -1,12 +1,19 @@
 """DeepEP's dispatcher gives the steps of the all-to-all, over a stand-in for its package."""
 
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe import fused_a2a, token_dispatcher
+from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
 
 from engines.capability import DEEPEP
 from engines.launch import launch
+from engines.megatron.runtime.process_groups import release
 from engines.proofs.deep_ep_gloo import Buffer, write_package
 from engines.proofs.megatron_layouts import LayoutCase, Measured, largest_difference, measure
 from engines.testing.same_runs import assert_same_run
@@ -21,12 +28,19 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
+def install(folder: Path) -> None:
+    """Let megatron-core look for the package once more: a rank may be forked from a process that lacks it."""
+    write_package(folder / str(dist.get_rank()))
+    sys.path.insert(0, str(folder / str(dist.get_rank())))
+    importlib.reload(fused_a2a)
+    for name in ("fused_dispatch", "fused_combine", "set_deepep_num_sms"):
+        setattr(token_dispatcher, name, getattr(fused_a2a, name))
+    torch.compiler.set_stance("force_eager")  # megatron-core compiles a function of it, which wants a compiler
+
+
 def both_ways(folder: Path) -> dict[str, list[Measured]]:
     """Measure each layout by the all-to-all and by DeepEP's dispatcher, on this rank."""
-    from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
-
-    from engines.megatron.runtime.process_groups import release
-
+    install(folder)
     made: list[object] = []
     begin = MoEFlexTokenDispatcher.__init__
 
@@ -52,12 +66,7 @@ def both_ways(folder: Path) -> dict[str, list[Measured]]:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Measured]]:
-    folder = tmp_path_factory.mktemp("deepep")
-    write_package(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)  # ranks begin with it; this process has looked for the package already
-        patch.setenv("TORCHDYNAMO_DISABLE", "1")  # megatron-core compiles a function of it, which wants a compiler
-        found: dict[str, list[Measured]] = launch(both_ways, (folder,), 4, "cpu")
+    found: dict[str, list[Measured]] = launch(both_ways, (tmp_path_factory.mktemp("deepep"),), 4, "cpu")
     return found
 
 

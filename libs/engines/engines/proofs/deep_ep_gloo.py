@@ -131,6 +131,6 @@ class Buffer:
 
 def write_package(folder: Path) -> None:
     """Write a package deep_ep into a folder, for processes that have it on their path."""
-    (folder / "deep_ep").mkdir()
+    (folder / "deep_ep").mkdir(parents=True)
     for file, names in (("__init__", "Buffer"), ("utils", "EventHandle, EventOverlap")):
         (folder / "deep_ep" / f"{file}.py").write_text(f"from {__name__} import {names}\n")
