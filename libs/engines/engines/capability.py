@@ -136,7 +136,7 @@ MEGATRON: dict[str, Supported | Unsupported] = {
 }
 
 
-DEEPEP = ("moe_flex_dispatcher_backend", "moe_deepep_num_sms")
+DEEPEP = ("moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_flex_dispatcher_num_sms")
 """`transformer_options` of DeepEP, which sends tokens to their experts in place of the all-to-all."""
 RUN_OPTIONS = frozenset(["deallocate_pipeline_outputs", "microbatch_group_size_per_vp_stage"])
 """`transformer_options` that layouts' tests have run: they change the pipeline's schedule, not its results."""

@@ -46,8 +46,8 @@ _UNSEEN = re.compile(
 """Fields that change what a model computes past some size, by chance, in fewer bits, or in a loss: a proof in small and
 in float32 could not tell."""
 
-_HYBRID = re.compile(r"hybridep")
-"""Fields of a dispatcher that has not been tried."""
+_DISPATCHERS = re.compile(r"deepep|hybridep|ncclep|flex_dispatcher")
+"""Fields of dispatchers; but for DeepEP's none of these is used, so that they would have no effect."""
 
 
 def checked_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,13 +70,13 @@ def checked_options(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"transformer_options: {name} follows from the model or from other settings of the engine: leave it out"
             )
-        if _HYBRID.search(name) or value == "hybridep":
-            raise ValueError(
-                f"transformer_options: {name} is of HybridEP, tokens go to their experts by all-to-all here, or by "
-                f"{DEEPEP[0]}=deepep: leave it out"
-            )
         if name in REPLACEMENTS:
             raise ValueError(f"transformer_options: {name} is set by {REPLACEMENTS[name]}: leave it out")
+        if _DISPATCHERS.search(name) and (name not in DEEPEP or (name == DEEPEP[0] and value != "deepep")):
+            raise ValueError(
+                f"transformer_options: {name}={value} is of another dispatcher, tokens go to their experts by "
+                f"all-to-all here, or by {DEEPEP[0]}=deepep: leave it out"
+            )
         if _UNSEEN.search(name):
             raise ValueError(
                 f"transformer_options: {name} changes what the model computes, by sizes, chance, fewer bits or a loss "
